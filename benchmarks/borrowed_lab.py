@@ -23,20 +23,20 @@ from benchmarks.harness import Check, Row
 from benchmarks.lab import Ended, Lab, Node, lab, why_not, write_text
 from benchmarks.planner_here import NAME, keys, middle, prepare, ranks_of
 from phalanx.config import load
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.planner import measured_cluster, plan_file, tables
-from phalanx.planner.advice import Question
-from phalanx.planner.cost import even
-from phalanx.planner.recipe_keys import free
+from phalanx.planner.advice import PlanQuery
+from phalanx.planner.cost import split_evenly
+from phalanx.planner.recipe_keys import free_layout
 from phalanx.planner.search import Plan
 
 GIB = 2**30
 TARGET = 0.97
-SHARDED = ("parallel.data=sharded", "parallel.zero=1", "balance.state=even")
+SHARDED = ("parallel.engine=sharded", "parallel.zero=1", "balance.optimizer_state=even")
 ALONE, EQUAL = "each alone, their sum", "equal shares"
 SMALL, PLANNED = "equal shares, smaller micro-batches", "as planned"
 
@@ -117,7 +117,7 @@ def alone(place: Lab, size: Size, turn: int) -> list[float]:
     others. All train at once, each for itself: what they take from each other as parts of one machine (its memory, its
     caches) is no matter of the plan."""
     words = [
-        (f"train.global_batch={share}", f"train.micro_batch={share}", "parallel.data=single") for share in size.shares
+        (f"train.global_batch={share}", f"train.micro_batch={share}", "parallel.engine=single") for share in size.shares
     ]
     found = []
     for node, (paths, ended) in enumerate(place.train_apart(f"alone-{turn}", NAME, words)):
@@ -128,24 +128,24 @@ def alone(place: Lab, size: Size, turn: int) -> list[float]:
 
 def equal(place: Lab, size: Size, name: str, micro_batch: int) -> tuple[RunPaths, Ended]:
     """The same share for every node."""
-    return place.train(NAME, name, *SHARDED, "balance.work=even", f"train.micro_batch={micro_batch}")
+    return place.train(NAME, name, *SHARDED, "balance.batch=even", f"train.micro_batch={micro_batch}")
 
 
 def planned(place: Lab, size: Size, file: Path) -> tuple[Plan, dict[str, Any], Any]:
     """The plan for what `phalanx hardware` finds, its record, and the nodes as they were measured."""
     # Measured as large as they all can hold: what a sequence takes of a small micro-batch says little of a large one.
     words = f"train.micro_batch={size.fewer}"
-    surveys = [hardware.read(place.hardware(NAME, words)) for _ in range(size.surveys)]
-    cluster = measured_cluster.cluster_of(middle(surveys))
-    question = Question(free(load.load(file, []), []), None, ())
-    found = question.on(cluster)
-    told = plan_file.plan_record(question, cluster, found, plan_file.Wanted(), NAME)
+    surveys = [hardware.read_hardware(place.hardware(NAME, words)) for _ in range(size.surveys)]
+    cluster = measured_cluster.cluster_from_hardware(middle(surveys))
+    question = PlanQuery(free_layout(load.load_recipe(file, []), []), None, ())
+    found = question.search(cluster)
+    told = plan_file.plan_record(question, cluster, found, plan_file.PlanOptions(), NAME)
     return found.best, told, cluster
 
 
 def cause(paths: RunPaths) -> str:
     """What a run says of the rank that died in it."""
-    died = [event for event in read_lines(paths.events) if event["kind"] == Kind.WORKER_DIED]
+    died = [event for event in read_lines(paths.events) if event["kind"] == EventKind.WORKER_DIED]
     return "; ".join(f"rank {event['rank']}: {event['reason']}" for event in died)
 
 
@@ -192,7 +192,7 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
 
         teller.act(5, "phalanx hardware, phalanx plan")
         plan, told, cluster = planned(place, size, file)
-        teller.say(tables.plan({**told, "out": "plan.json"}))
+        teller.say(tables.render_plan({**told, "out": "plan.json"}))
 
         teller.act(6, "phalanx train, as planned")
         peaks: dict[int, int] = {}
@@ -201,7 +201,7 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
                 place.memory = {}
                 sums.append(sum(alone(place, size, turn)))
                 place.memory = limits
-            words = keys(plan, load.load(file))
+            words = keys(plan, load.load_recipe(file))
             paths, ended = place.train(NAME, f"planned-{turn}", *words, ranks=ranks_of(plan, cluster, place.nodes))
             _well(ended, "the plan")
             ours.append(rate(paths, size.warm))
@@ -210,7 +210,7 @@ def story(size: Size, folder: Path, teller: Teller) -> tuple[list[Row], list[Che
     ratio = statistics.median(mine / whole for mine, whole in zip(ours, sums, strict=True))
     rows = _rows(statistics.median(sums), waiting, statistics.median(ours), ratio, why)
     order = [node for node, _ in ranks_of(plan, cluster, place.nodes)]
-    shares = list(plan.choice.shares or even(size.model["global_batch"], plan.copies))
+    shares = list(plan.choice.shares or split_evenly(size.model["global_batch"], plan.copies))
     rows += [
         {"node": node, "cores": size.cores[node], "limit, GiB": size.memory[node] / GIB,
          "held, GiB": peaks.get(rank, 0) / GIB, "sequences": shares[rank],

@@ -26,40 +26,42 @@ def take_turns(placement: Placement, folder: str, tokens: str, config: str, pair
     import torch
     import yaml
 
-    from phalanx.checkpoint.disk.save import Saver
+    from phalanx.checkpoint.disk.save import CheckpointSaver
     from phalanx.comm.json_objects import JsonGroup
     from phalanx.comm.mesh import join
     from phalanx.config import load
     from phalanx.system import accelerator
-    from phalanx.trainer.loop import Loop, Run
-    from phalanx.trainer.restore import memory_of
+    from phalanx.trainer.loop import TrainingJob, TrainingLoop
+    from phalanx.trainer.restore import make_in_memory_store
     from phalanx.trainer.stop_request import StopRequest
-    from phalanx.workload.build import build
-    from phalanx.workload.sinks import Records
-    from phalanx.workload.workload import spec_if_any
+    from phalanx.workload.build import build_components
+    from phalanx.workload.sinks import RecordWriter
+    from phalanx.workload.workload import find_model_shape
 
-    settings, spent = load.check(yaml.safe_load(config), "the benchmark's recipe"), []
-    accelerator.use(torch.device("cpu"), 1)
+    settings, spent = load.build_config(yaml.safe_load(config), "the benchmark's recipe"), []
+    accelerator.set_device(torch.device("cpu"), 1)
     with join(placement, 60.0) as mesh:
         loops = []
         for name in ("kept", "plain"):
             paths = RunPaths(Path(folder) / name)
             paths.root.mkdir(exist_ok=True)
-            records = Records(paths, 1, [], active=mesh.rank == 0)
-            memory = memory_of(settings, placement, mesh, paths, records) if name == "kept" else None
-            spec, rows = spec_if_any(settings, paths), [(Path(tokens), 1.0)]
-            parts = build(settings, spec, mesh, rows, {}, keeper=memory)
-            saver = Saver(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 1, records.event)
-            run = Run(settings, spec, paths, rows, {})
-            loops.append(Loop(run, placement, mesh, parts, records, saver, StopRequest(), memory=memory))
+            records = RecordWriter(paths, 1, [], active=mesh.rank == 0)
+            memory = make_in_memory_store(settings, placement, mesh, paths, records) if name == "kept" else None
+            spec, rows = find_model_shape(settings, paths), [(Path(tokens), 1.0)]
+            parts = build_components(settings, spec, mesh, rows, {}, keeper=memory)
+            saver = CheckpointSaver(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 1, records.write_event)
+            run = TrainingJob(settings, spec, paths, rows, {})
+            loops.append(
+                TrainingLoop(run, placement, mesh, parts, records, saver, StopRequest(), in_memory_store=memory)
+            )
             loops[-1].restore()
         for step in range(1, pairs + 4):
             seconds = []
             for loop in loops if step % 2 else reversed(loops):
                 mesh.sum([0.0])
                 begun = time.perf_counter()
-                loop.train_one(step)
-                list(loop.parts.engine.pieces())  # waits until all of the step is done
+                loop.train_step(step)
+                list(loop.components.engine.pieces())  # waits until all of the step is done
                 mesh.sum([0.0])
                 seconds.append(time.perf_counter() - begun)
             if step > 3:
@@ -72,7 +74,7 @@ def take_turns(placement: Placement, folder: str, tokens: str, config: str, pair
             saves.append(mesh.max([time.perf_counter() - begun])[0])
             loops[0].saver.wait()
         for loop in loops:
-            loop.parts.close()
+            loop.components.close()
     if placement.rank == 0:
         (Path(folder) / FOUND).write_text(json.dumps({"steps": spent, "saves": saves}))
     return 0
@@ -85,14 +87,14 @@ def cost(folder: Path, ranks: int, pairs: int, prepared: RunPaths) -> list[Row]:
     assert tokens is not None, "the run before has made its token files"
     shared = folder / "shared"
     shared.mkdir()
-    place = shared_memory.PLACE / f"phalanx-benchmark-{os.getpid()}"
+    place = shared_memory.SHM_ROOT / f"phalanx-benchmark-{os.getpid()}"
     worker = functools.partial(
         take_turns, folder=str(shared), tokens=str(tokens.parent), config=prepared.config.read_text(), pairs=pairs
     )
     place.mkdir(mode=0o700)
     try:
-        job = agent.Job(world=ranks, worker=worker, paths=RunPaths(shared / "logs"), shared=place)
-        assert agent.run(job) == 0, f"see {shared / 'logs'}"
+        job = agent.NodeJob(world=ranks, worker=worker, paths=RunPaths(shared / "logs"), shared=place)
+        assert agent.run_local_job(job) == 0, f"see {shared / 'logs'}"
     finally:
         for path in place.iterdir():
             path.unlink()

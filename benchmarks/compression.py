@@ -69,7 +69,7 @@ model: {hidden: 96, layers: 4, heads: 4, kv_heads: 2, intermediate: 256}
 data: {source: stdlib, tokenizer_vocab: 1024, seq_len: 64}
 train: {global_batch: 16, micro_batch: 4, dtype: fp32, eval_sequences: 512}
 optim: {lr: 1.0e-3, warmup_steps: 50, min_lr_ratio: 0.0}
-balance: {work: even}
+balance: {batch: even}
 checkpoint: {every: 0}
 report: {tensorboard: false}
 """
@@ -87,13 +87,13 @@ def exchange(placement: Placement, mib: int, turns: int, interface: str = INTERF
     from phalanx.comm.codec import CODECS
     from phalanx.comm.collectives import Traffic
     from phalanx.comm.mesh import join
-    from phalanx.comm.routes import ways
+    from phalanx.comm.routes import make_routes
     from phalanx.system import accelerator
 
-    accelerator.use(torch.device("cpu"), 1)
+    accelerator.set_device(torch.device("cpu"), 1)
     length = round(mib * 2**18)
     with join(placement, 120) as mesh:
-        moves = {compress: ways(mesh, mesh.world, Traffic(), compress).trained for compress in WAYS}
+        moves = {compress: make_routes(mesh, mesh.world, Traffic(), compress).trained for compress in WAYS}
         cuts = [length // mesh.world * rank for rank in range(mesh.world + 1)]
         own = slice(cuts[mesh.rank], cuts[mesh.rank + 1])
         values = torch.randn(length, generator=torch.Generator().manual_seed(0))
@@ -101,7 +101,7 @@ def exchange(placement: Placement, mib: int, turns: int, interface: str = INTERF
         rounded = {PLAIN: values} | {name: torch.empty_like(values) for name in CODECS}
         for name, codec in CODECS.items():
             for start, stop in pairwise(cuts):
-                coded = torch.empty(codec.size(stop - start), dtype=torch.uint8)
+                coded = torch.empty(codec.byte_size(stop - start), dtype=torch.uint8)
                 codec.encode(values[start:stop], coded)
                 codec.decode(coded, rounded[name][start:stop])
         found: list[dict[str, Any]] = [
@@ -139,10 +139,10 @@ def train(placement: Placement, case: dict[str, Any]) -> dict[str, list[float]]:
     from benchmarks.sharded_peers import Model, Ours, seconds
     from benchmarks.uneven_shards import at_work
     from phalanx.comm.mesh import join
-    from phalanx.engine.sharding_spec import Sharding
+    from phalanx.engine.sharding_spec import ShardingSpec
     from phalanx.system import accelerator
 
-    accelerator.use(torch.device("cpu"), 1)
+    accelerator.set_device(torch.device("cpu"), 1)
     of = Training(**case)
     taken: dict[str, list[float]] = {compress: [] for compress in WAYS}
     with join(placement, 120) as mesh:
@@ -150,7 +150,7 @@ def train(placement: Placement, case: dict[str, Any]) -> dict[str, list[float]]:
         waiting = Model(of.blocks, of.side, block_s / 3, 2 * block_s / 3)
         for _ in range(of.turns):
             for compress in WAYS:
-                with at_work(Ours(Sharding(compress=compress)), waiting, mesh) as way:
+                with at_work(Ours(ShardingSpec(compress=compress)), waiting, mesh) as way:
                     taken[compress] += seconds(mesh, way, of.steps)
     return taken
 
@@ -169,7 +169,7 @@ def learn(made: Links, folder: Path, compress: str, steps: int) -> dict[str, Any
     command = [
         sys.executable, "-m", "phalanx", "train", str(folder / "recipe.yaml"), "--run-dir", str(run), "--ranks", "1",
         "--nodes", str(NODES), "--rendezvous", f"file://{folder}/meet-{compress}",
-        f"train.steps={steps}", f"comm.compress={compress}", "parallel.data=sharded", "parallel.zero=2",
+        f"train.steps={steps}", f"comm.compress={compress}", "parallel.engine=sharded", "parallel.zero=2",
     ]  # fmt: skip
     started = [
         subprocess.Popen(

@@ -18,14 +18,14 @@ import numpy as np
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from phalanx.config.schema import DataSection
 from phalanx.data.loader import Loader
-from phalanx.data.packing import Form, rows_of
+from phalanx.data.packing import PackingOptions, make_rows
 from phalanx.data.prepare import prepare
-from phalanx.data.read_chunks import Meter, plan, records
-from phalanx.data.sources import Format, list_files
+from phalanx.data.read_chunks import Meter, plan_chunks, read_records
+from phalanx.data.sources import RecordFormat, list_files
 from phalanx.data.token_files import TokenFile
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.layout.balance import Division
-from phalanx.tasks.language import LanguageModel
+from phalanx.tasks.language import CausalLMTask
 
 THREADS = 2
 STEP_S = 0.05  # a short step: where steps are longer the loader matters less
@@ -89,9 +89,9 @@ def tokenising(folder: Path, copies: int, turns: int) -> tuple[list[Row], list[C
 
 def write_source(folder: Path, copies: int) -> tuple[str, list[str]]:
     """The standard library several times over as JSON lines; each copy is another text to a cache of words."""
-    format = Format()
-    found = [record.text or "" for chunk in plan(list_files([TEXT]), format)
-             for record in records(chunk, format, Meter())]  # fmt: skip
+    format = RecordFormat()
+    found = [record.text or "" for chunk in plan_chunks(list_files([TEXT]), format)
+             for record in read_records(chunk, format, Meter())]  # fmt: skip
     texts = [text.replace("self", f"self{copy}") for copy in range(copies) for text in found if text]
     path = folder / "source.jsonl"
     with open(path, "w", encoding="utf-8") as file:
@@ -110,12 +110,15 @@ def loading(folder: Path, turns: int) -> tuple[list[Row], list[Check]]:
     for seq_len, batch in SHAPES:
         for name, made, packed in (("text", text, False), ("chat, packed", chat, True)):
             loader = Loader(
-                [(rows_of(TokenFile(path), Form(seq_len, packed=packed), 0), weight) for path, weight in made.train],
+                [
+                    (make_rows(TokenFile(path), PackingOptions(seq_len, packed=packed), 0), weight)
+                    for path, weight in made.train
+                ],
                 global_batch=batch,
                 seed=0,
                 rank=0,
             )
-            task = LanguageModel(seq_len, isolated=packed)
+            task = CausalLMTask(seq_len, isolated=packed)
             times = []
             for step in range(turns):
                 begun = time.perf_counter()

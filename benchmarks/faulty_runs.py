@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.started import Run, start
 from phalanx.core import faults
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
@@ -27,10 +27,11 @@ model: {hidden: 32, layers: 1, heads: 2, intermediate: 64, dropout: 0.1}
 data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 16, held_out: 0.2, cache: cache}
 train: {steps: 40, global_batch: 4, micro_batch: 2, eval_sequences: 0, dtype: fp64, compile: false}
 optim: {lr: 1e-2}
-balance: {work: even}
+balance: {batch: even}
 checkpoint: {every: 3, keep: 4}
 comm: {timeout_s: 30}
-resilience: {max_restarts: 1000, same_crash: 50, hang_s: 4, checksum_every: 3, health: "off", on_spike: "off"}
+resilience: {max_restarts: 1000, max_identical_failures: 50, hang_timeout_s: 4, checksum_every: 3, health: "off",
+             on_spike: "off"}
 report: {tensorboard: false}
 """
 PATIENCE_S = 180.0
@@ -167,7 +168,7 @@ def plan_alone(kind: str, nodes: int, draw: random.Random) -> Plan:
         plan.overrides = ("resilience.on_spike=rollback", "resilience.rollback_steps=2")
     elif kind == "corrupt-checkpoint":  # the newest one, before which there is another, and somebody who reads it
         text, kill = f"{kind}:rank={victim},step=22", f"kill:rank={victim},step=32"
-        plan.overrides = ("resilience.memory=false", "checkpoint.every=11")
+        plan.overrides = ("resilience.in_memory_checkpoints=false", "checkpoint.every=11")
         plan.injected.append((Strike("kill", victim, attempt=1), kill))
     elif kind in HARMLESS:
         step -= step % EVERY
@@ -190,7 +191,7 @@ class FaultyRun(Run):
     def arguments(self, node: int) -> list[str]:
         plan = self.plan
         words = ["train", "recipe.yaml", "--run-dir", self.name, "--ranks", str(2 // plan.nodes)]
-        words += ["resilience.memory=true"]
+        words += ["resilience.in_memory_checkpoints=true"]
         if plan.nodes > 1:
             words += ["--nodes", str(plan.nodes), "--node-rank", str(node), "--rendezvous-timeout", "100"]
             words += ["--rendezvous", f"file://{self.place}/meet-{self.name}"]
@@ -228,12 +229,12 @@ class FaultyRun(Run):
 
     def until_after(self, attempt: int) -> None:
         """Until a later attempt has begun, or the run is done."""
-        self.until(lambda: self.attempt() > attempt or bool(self.events(Kind.FINISHED)))
+        self.until(lambda: self.attempt() > attempt or bool(self.events(EventKind.FINISHED)))
 
     def to_its_end(self) -> bool:
         """Wait until the last agent has left; whether the last step was done."""
         ended = self.until(lambda: not self.commands)
-        return ended and bool(self.events(Kind.FINISHED))
+        return ended and bool(self.events(EventKind.FINISHED))
 
 
 def perform(place: Path, name: str, plan: Plan) -> FaultyRun:
@@ -277,8 +278,8 @@ def _strike(run: FaultyRun, strike: Strike, after: float) -> None:
             strike.attempt = -1  # nothing follows: its ranks went on meanwhile
             return
     # One that is given up leaves, and comes back as a new one; the job may be over by then.
-    run.until(lambda: node not in run.commands or bool(run.events(Kind.FINISHED)))
-    if node not in run.commands and not run.events(Kind.FINISHED):
+    run.until(lambda: node not in run.commands or bool(run.events(EventKind.FINISHED)))
+    if node not in run.commands and not run.events(EventKind.FINISHED):
         run.start(node)
 
 
@@ -300,24 +301,24 @@ def _victims(run: FaultyRun, strike: Strike) -> list[tuple[int, int]]:
 # ------------------------------------------------------------------------------------------------------------ judgement
 
 EXPECTED: dict[str, tuple[str, str]] = {
-    "kill": (Kind.WORKER_DIED, "killed by SIGKILL"),
-    "crash": (Kind.WORKER_DIED, "killed by SIGSEGV"),
-    "exception": (Kind.WORKER_DIED, "RuntimeError: --inject exception"),
-    "hang": (Kind.WORKER_DIED, "nothing has changed for"),
-    "freeze": (Kind.WORKER_DIED, "stopped by a signal"),
-    "oom": (Kind.WORKER_DIED, "ran out of memory"),
-    "disk-full": (Kind.CHECKPOINT_FAILED, "No space left"),
-    "bit-flip": (Kind.CORRUPTED, ""),
-    "nan": (Kind.STEP_SKIPPED, ""),
-    "SIGKILL to a rank": (Kind.WORKER_DIED, "killed by SIGKILL"),
-    "SIGSTOP to a rank": (Kind.WORKER_DIED, "stopped by a signal"),
-    "SIGKILL to an agent": (Kind.NODE_LOST, ""),
-    "SIGSTOP to an agent": (Kind.NODE_LOST, ""),
+    "kill": (EventKind.WORKER_DIED, "killed by SIGKILL"),
+    "crash": (EventKind.WORKER_DIED, "killed by SIGSEGV"),
+    "exception": (EventKind.WORKER_DIED, "RuntimeError: --inject exception"),
+    "hang": (EventKind.WORKER_DIED, "nothing has changed for"),
+    "freeze": (EventKind.WORKER_DIED, "stopped by a signal"),
+    "oom": (EventKind.WORKER_DIED, "ran out of memory"),
+    "disk-full": (EventKind.CHECKPOINT_FAILED, "No space left"),
+    "bit-flip": (EventKind.CORRUPTED, ""),
+    "nan": (EventKind.STEP_SKIPPED, ""),
+    "SIGKILL to a rank": (EventKind.WORKER_DIED, "killed by SIGKILL"),
+    "SIGSTOP to a rank": (EventKind.WORKER_DIED, "stopped by a signal"),
+    "SIGKILL to an agent": (EventKind.NODE_LOST, ""),
+    "SIGSTOP to an agent": (EventKind.NODE_LOST, ""),
 }
 # Of a run that has one fault, and is made to come upon it.
 EXPECTED_ALONE: dict[str, tuple[str, str]] = {
-    "spike": (Kind.ROLLED_BACK, "the bound of the steps before"),
-    "corrupt-checkpoint": (Kind.CHECKPOINT_REFUSED, ""),
+    "spike": (EventKind.ROLLED_BACK, "the bound of the steps before"),
+    "corrupt-checkpoint": (EventKind.CHECKPOINT_REFUSED, ""),
 }
 
 
@@ -326,7 +327,7 @@ def judge(run: FaultyRun, reference: Callable[[str, tuple[str, ...]], Path]) -> 
     plan = run.plan
     ended = run.to_its_end()
     strikes = [strike for strike, _ in (*plan.injected, *plan.outside)]
-    injected = {str(event["fault"]): event for event in run.events(Kind.INJECTED)}
+    injected = {str(event["fault"]): event for event in run.events(EventKind.INJECTED)}
     for strike, text in plan.injected:
         event = next((injected[said] for said in injected if _fault_of(said) == _fault_of(text)), None)
         strike.happened = event is not None
@@ -348,7 +349,7 @@ def judge(run: FaultyRun, reference: Callable[[str, tuple[str, ...]], Path]) -> 
 
 def _fault_of(text: str) -> tuple[str, frozenset[str]]:
     """A fault as a user wrote it and as the run says it: without what is so anyway."""
-    (fault,) = faults.parse([text])
+    (fault,) = faults.parse_faults([text])
     kind, _, rest = fault.text.partition(":")
     return kind, frozenset(rest.split(","))
 
@@ -376,7 +377,7 @@ def _causes(run: FaultyRun, strikes: list[Strike]) -> list[str]:
         strike.right = True if fitting else None if overtaken else False
         if fitting:
             left.remove(fitting[0])
-    blaming = (Kind.WORKER_DIED, Kind.NODE_LOST) if strikes else tuple(Kind)
+    blaming = (EventKind.WORKER_DIED, EventKind.NODE_LOST) if strikes else tuple(EventKind)
     against = [event for event in left if event["kind"] in blaming]
     return [f"{event['kind']}: {event.get('host', '')} rank {event.get('rank')} node {event.get('node')}: "
             f"{event.get('reason')}" for event in against if not _explained(run, event, strikes)]  # fmt: skip
@@ -385,7 +386,7 @@ def _causes(run: FaultyRun, strikes: list[Strike]) -> list[str]:
 def _explained(run: FaultyRun, event: dict[str, Any], strikes: Sequence[Strike]) -> bool:
     """Whether an event speaks of somebody who was hit, in other words than were expected."""
     number = event.get("node", event.get("rank"))
-    of_node = event["kind"] == Kind.NODE_LOST
+    of_node = event["kind"] == EventKind.NODE_LOST
     return any(
         strike.victim == number and strike.kind.endswith("agent") == of_node and event["time"] >= strike.at - 1.0
         for strike in strikes
@@ -399,7 +400,7 @@ def _dead_times(run: FaultyRun, strikes: Sequence[Strike]) -> None:
     if not steps:
         return
     step_s = statistics.median(float(step["step_s"]) for step in steps)
-    starts = [float(event["time"]) for event in run.events(Kind.ATTEMPT_STARTED)]
+    starts = [float(event["time"]) for event in run.events(EventKind.ATTEMPT_STARTED)]
     for strike in strikes:
         begun = next((at for at in starts if at > strike.at), None)
         if strike.at == 0.0 or strike.attempt < 0 or begun is None or strike.kind in HARMLESS or strike.during:
@@ -411,7 +412,7 @@ def _dead_times(run: FaultyRun, strikes: Sequence[Strike]) -> None:
 
 def _lost_steps(run: FaultyRun) -> list[int]:
     """Steps that had been committed when an attempt ended, and that the next one did not begin with."""
-    began = {int(event["attempt"]): int(event["step"]) for event in run.events(Kind.RESUMED)}
+    began = {int(event["attempt"]): int(event["step"]) for event in run.events(EventKind.RESUMED)}
     lost = []
     for attempt, step in sorted(run.safe.items()):
         following = [number for number in began if number > attempt]
@@ -456,7 +457,7 @@ def _parameters(paths: RunPaths) -> dict[str, Any]:
     try:
         for name, (shape, _) in checkpoint.parameters.items():
             found[name] = torch.empty(math.prod(shape), dtype=torch.float64)
-            checkpoint.read(name, "param", 0, found[name].numel(), found[name])
+            checkpoint.read_into(name, "param", 0, found[name].numel(), found[name])
     finally:
         checkpoint.close()
     return found

@@ -38,12 +38,12 @@ if __name__ == "__main__":  # first of all: whoever forks agents must have no th
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result
 from benchmarks.started import command_line
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership.heartbeat import Beat, Beats
-from phalanx.elastic.membership.membership import Circle
+from phalanx.elastic.membership.heartbeat import Heartbeat, HeartbeatSocket
+from phalanx.elastic.membership.membership import Membership
 from phalanx.elastic.node import node_agent
 from phalanx.system.fork import fork
 
@@ -51,9 +51,9 @@ RECIPE = """
 model: {{hidden: 128, layers: 4, heads: 4, intermediate: 344}}
 data: {{source: stdlib, tokenizer_vocab: 1024, seq_len: 64, cache: {cache}}}
 train: {{steps: 1000000, global_batch: 4, micro_batch: 2, dtype: fp32, compile: false, eval_sequences: 0}}
-balance: {{work: even}}
+balance: {{batch: even}}
 checkpoint: {{every: 50, keep: 1}}
-resilience: {{heartbeat_s: 1, memory: false}}
+resilience: {{heartbeat_timeout_s: 1, in_memory_checkpoints: false}}
 report: {{tensorboard: false}}
 """
 PATIENCE_S = 240.0
@@ -61,32 +61,32 @@ LIMITS = (0.2, 0.3, 0.5, 1.0)
 WORST_S = 0.75  # what is asked of the longest gap, of the second after which a node is lost
 
 
-class Arrivals(Beats):
+class Arrivals(HeartbeatSocket):
     """Beats whose arrivals are noted."""
 
     found: ClassVar[
         list[tuple[int, float, int]]
     ] = []  # node, when it was heard, when it was sent by its sender's clock in ms
 
-    def heard(self) -> Iterator[tuple[Beat, tuple[str, int]]]:
-        for beat, address in super().heard():
+    def receive(self) -> Iterator[tuple[Heartbeat, tuple[str, int]]]:
+        for beat, address in super().receive():
             self.found.append((beat.node, time.monotonic(), beat.number))
             yield beat, address
 
 
-class Turns(Circle):
+class Turns(Membership):
     """A circle that notes when it is tended."""
 
     found: ClassVar[list[float]] = []
 
-    def tend(self) -> None:
+    def poll_once(self) -> None:
         self.found.append(time.monotonic())
-        super().tend()
+        super().poll_once()
 
 
 def node(folder: Path, number: int, nodes: int) -> int:
     """Be the agent of a node until it is stopped, and leave what was seen."""
-    node_agent.Beats, node_agent.Circle = Arrivals, Turns  # type: ignore[misc]
+    node_agent.HeartbeatSocket, node_agent.Membership = Arrivals, Turns  # type: ignore[misc]
     os.chdir(folder)
     words = ["train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", "--nodes", str(nodes), "--node-rank"]
     words += [str(number), "--rendezvous", f"file://{folder}/meet"]
@@ -126,7 +126,7 @@ def measure(folder: Path, nodes: int, load: int, seconds: float) -> tuple[list[R
         others = [fork(busy) for _ in range(load)]
         time.sleep(seconds)
         ended, steps = time.monotonic(), len(read_steps(paths.metrics)) - before
-        lost = [event for event in read_lines(paths.events) if event["kind"] == Kind.NODE_LOST]
+        lost = [event for event in read_lines(paths.events) if event["kind"] == EventKind.NODE_LOST]
         os.kill(agents[0][0], signal.SIGTERM)
         _wait(lambda: all((folder / f"seen-{number}.json").exists() for number in range(nodes)), [], folder)
     finally:

@@ -71,19 +71,19 @@ def exchange(placement: Placement, nodes: Sequence[int], mib: float, turns: int)
     import torch
     import torch.distributed as dist
 
-    from phalanx.comm.backend import counters
+    from phalanx.comm.backend import read_counters
     from phalanx.comm.collectives import ALL_GATHER, REDUCE_SCATTER, Traffic
     from phalanx.comm.mesh import join
-    from phalanx.comm.ring import Ring
+    from phalanx.comm.ring import RingCollectives
     from phalanx.system import accelerator
 
-    accelerator.use(torch.device("cpu"), 1)
+    accelerator.set_device(torch.device("cpu"), 1)
     with join(placement, 120) as mesh:
         world, rank = mesh.world, mesh.rank
         length = round(mib * 2**18) // world * world
         cuts = [length // world * number for number in range(world + 1)]
         ours, gloo = dist.new_group(backend="phalanx"), mesh.shard.get_group()
-        ring = Ring(mesh.transfers, Traffic())
+        ring = RingCollectives(mesh.transfers, Traffic())
         tensor, own = torch.empty(length), torch.empty(length // world)
         ways: list[tuple[str, str, Callable[[], object]]] = [
             (GATHER, OURS, lambda: ALL_GATHER(tensor, own, group=ours)),
@@ -96,7 +96,14 @@ def exchange(placement: Placement, nodes: Sequence[int], mib: float, turns: int)
             (SCATTER, RING, lambda: ring.reduce_scatter(tensor, cuts, own).wait()),
         ]
         found: list[dict[str, Any]] = [
-            {"operation": operation, "way": way, "seconds": [], "sent": 0, "counted": 0, "form": counters(ours).form}
+            {
+                "operation": operation,
+                "way": way,
+                "seconds": [],
+                "sent": 0,
+                "counted": 0,
+                "form": read_counters(ours).form,
+            }
             for operation, way, _ in ways
         ]
         for turn in range(turns + 1):
@@ -106,13 +113,13 @@ def exchange(placement: Placement, nodes: Sequence[int], mib: float, turns: int)
                 if operation == GATHER:
                     tensor[cuts[rank] : cuts[rank + 1]] = rank
                 mesh.sum([0.0])  # all begin together
-                before, counted, start = sent_bytes(), counters(ours).between_bytes, time.perf_counter()
+                before, counted, start = sent_bytes(), read_counters(ours).between_bytes, time.perf_counter()
                 act()
                 (seconds,) = mesh.max([time.perf_counter() - start])
                 if turn:
                     one["seconds"].append(seconds)
                     one["sent"] += (sent_bytes() - before) / turns
-                    one["counted"] += (counters(ours).between_bytes - counted) / turns
+                    one["counted"] += (read_counters(ours).between_bytes - counted) / turns
                 total = float(sum(range(world)))
                 if operation == GATHER:
                     right = all(bool((tensor[a:b] == other).all()) for other, (a, b) in enumerate(pairwise(cuts)))

@@ -4,10 +4,10 @@
 
 The simulated accelerator of the tests, with streams that run at once and a link between it and the host of a speed of
 its own: so slow that the copy of a rank's state takes as many steps as that of a billion parameters (12 GB) takes over
-10 GB/s, where a step takes half a second. Runs with `resilience.memory=auto` and without take turns. What is kept costs
-the steps that begin while it is copied: how much longer they take than the median of their run, over the steps from one
-that is kept to the next, is what is asked about. Whole runs are compared as well; on a CPU two that are the same differ
-by some per cent.
+10 GB/s, where a step takes half a second. Runs with `resilience.in_memory_checkpoints=auto` and without take turns.
+What is kept costs the steps that begin while it is copied: how much longer they take than the median of their run, over
+the steps from one that is kept to the next, is what is asked about. Whole runs are compared as well; on a CPU two that
+are the same differ by some per cent.
 """
 
 import statistics
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import at_most, machine, options, report, result
 from phalanx.checkpoint.memory.interval import MEASURED, UNMEASURED
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
@@ -33,7 +33,7 @@ FIRST = UNMEASURED + MEASURED + 5  # the first step that counts
 AFTER = 8  # steps from a kept one on that may take longer for it: three times as many as its copy takes
 RECIPE = {
     "model.hidden": 128, "model.layers": 4, "model.intermediate": 512, "train.dtype": "fp32", "train.micro_batch": 64,
-    "train.global_batch": 64, "train.eval_sequences": 4, "train.compile": False, "parallel.data": "single",
+    "train.global_batch": 64, "train.eval_sequences": 4, "train.compile": False, "parallel.engine": "single",
 }  # fmt: skip
 
 
@@ -41,20 +41,22 @@ def walk(folder: Path, name: str, tokens: Path, memory: bool | str, steps: int, 
     """Seconds of the steps that count, how often one was kept and what that cost, and the bytes of a slot."""
     run = folder / name
     run.mkdir()
-    write_event(RunPaths(run).events, Kind.RUN_STARTED, 1)
-    changes = RECIPE | {"train.steps": steps, "optim.decay_steps": steps, "resilience.memory": memory}
-    with tempfile.TemporaryDirectory(dir=shared_memory.PLACE) as shared:
+    write_event(RunPaths(run).events, EventKind.RUN_STARTED, 1)
+    changes = RECIPE | {"train.steps": steps, "optim.decay_steps": steps, "resilience.in_memory_checkpoints": memory}
+    with tempfile.TemporaryDirectory(dir=shared_memory.SHM_ROOT) as shared:
         codes = run_on_device(
             runs.train, order="threads", timeout_s=900, shared=Path(shared), link_mb_s=link_mb_s, run=str(run),
             data=str(tokens), changes=changes,
         )  # fmt: skip
-        facts = map(state_file.facts_of, inventory.files_in(Path(shared)))
+        facts = map(state_file.read_metadata, inventory.list_state_files(Path(shared)))
         slot_bytes = max((each.slot_bytes for each in facts if each is not None), default=0)
     assert codes == [0]
     seconds = {
         record["step"]: record["step_s"] for record in read_steps(RunPaths(run).metrics) if record["step"] >= FIRST
     }
-    said = [event for event in read_lines(RunPaths(run).events) if event.get("key") == "resilience.memory"]
+    said = [
+        event for event in read_lines(RunPaths(run).events) if event.get("key") == "resilience.in_memory_checkpoints"
+    ]
     every = [int(str(event["value"]).split()[1]) for event in said if str(event["value"]).startswith("every")]
     found = {"seconds": list(seconds.values()), "every": (every or [1])[0], "bytes": slot_bytes}
     return found | {"kept": [_longer_s(seconds, step) for step in seconds if step % found["every"] == 0]}

@@ -183,9 +183,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: leave an accelerator alone")
     given = parser.parse_args(arguments)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process: its groups need no network
-    devices = accelerator.found() if given.device == "auto" else []
+    devices = accelerator.list_devices() if given.device == "auto" else []
     device = torch.device(devices[0] if devices else "cpu")
-    accelerator.use(device, accelerator.host_cores())
+    accelerator.set_device(device, accelerator.host_cores())
     if device.type == "cpu":
         case = Case(replace(SMALL, lora=LORA), 512, 1, 2, "fp32", False, device, "full")
         rows, checks = compare(case, cycles=6 if given.quick else 30, block=1)
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
         case = Case(spec, 2048, 1, 4, "bf16", True, device, "full")
         rows, checks = compare(case, cycles=3 if given.quick else 8, block=2)
         gc.collect()
-    chip = accelerator.name(device) if devices else None
+    chip = accelerator.get_device_name(device) if devices else None
     report(result("lora", machine(chip, torch.get_num_threads()), rows, checks), given.json)
 
 

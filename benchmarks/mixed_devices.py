@@ -127,7 +127,7 @@ class Place:
             if kind == "worker_died":
                 causes.append(f"rank {details['rank']}: {details['reason']}")
 
-        code = agent.run(agent.Job(world=len(cores), worker=worker, paths=paths, on_event=note))
+        code = agent.run_local_job(agent.NodeJob(world=len(cores), worker=worker, paths=paths, on_event=note))
         assert code == 0, f"{name} ended with exit code {code}: {'; '.join(causes)}; see {paths.root / 'logs'}"
         return read_steps(paths.metrics)
 
@@ -142,31 +142,31 @@ def _worker(
     placement: Placement,
 ) -> int:
     """One rank: what train.trainer.run does, and beside it a note of what balancing took."""
-    from phalanx.autotune.measure import know
-    from phalanx.checkpoint.disk.save import Saver
+    from phalanx.autotune.measure import find_rank_speeds
+    from phalanx.checkpoint.disk.save import CheckpointSaver
     from phalanx.comm.json_objects import JsonGroup
     from phalanx.comm.mesh import join
     from phalanx.system import accelerator
-    from phalanx.trainer.loop import Loop, Run
+    from phalanx.trainer.loop import TrainingJob, TrainingLoop
     from phalanx.trainer.stop_request import StopRequest
-    from phalanx.trainer.train_rank import train
-    from phalanx.workload.build import build
-    from phalanx.workload.sinks import Records
-    from phalanx.workload.workload import spec_from_run, subject_of
+    from phalanx.trainer.train_rank import run_steps
+    from phalanx.workload.build import build_components
+    from phalanx.workload.sinks import RecordWriter
+    from phalanx.workload.workload import make_workload, read_model_shape
 
     place.limits.enter(first_rank + placement.rank)
-    accelerator.use(accelerator.torch.device("cpu"), 1)
+    accelerator.set_device(accelerator.torch.device("cpu"), 1)
     config = _config(place.size, steps, settings, placement.world)
-    job = Run(config, spec_from_run(config), paths, [(place.tokens, 1.0)], {})
+    job = TrainingJob(config, read_model_shape(config), paths, [(place.tokens, 1.0)], {})
     with join(placement, config.comm.timeout_s) as mesh:
-        records = Records(paths, 1, [Switch(place.limits, changes)], active=mesh.rank == 0)
-        saver = Saver(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 1, records.event)
-        speeds, link = know(config, subject_of(config, job.spec), placement, mesh, paths, records)
-        parts = build(config, job.spec, mesh, job.train_tokens, {}, paths, speeds, link)
-        loop = Loop(job, placement, mesh, parts, records, saver, StopRequest())
-        code = train(loop, loop.restore())
+        records = RecordWriter(paths, 1, [Switch(place.limits, changes)], active=mesh.rank == 0)
+        saver = CheckpointSaver(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 1, records.write_event)
+        speeds, link = find_rank_speeds(config, make_workload(config, job.spec), placement, mesh, paths, records)
+        parts = build_components(config, job.spec, mesh, job.train_tokens, {}, paths, speeds, link)
+        loop = TrainingLoop(job, placement, mesh, parts, records, saver, StopRequest())
+        code = run_steps(loop, loop.restore())
         records.close()
-    _balance_file(paths, placement.rank).write_text(json.dumps(parts.sharing.balance_s))
+    _balance_file(paths, placement.rank).write_text(json.dumps(parts.work_split.balance_s))
     return int(code)
 
 
@@ -183,8 +183,8 @@ def _config(size: Size, steps: int, settings: dict[str, Any], world: int) -> Any
         "comm": {"timeout_s": 300.0},
         "report": {"tensorboard": False},
     }  # fmt: skip
-    wanted = load.update(load.check(tree, "the benchmark's recipe"), settings)
-    config, _ = load.resolve(wanted, device="cpu", world=world)
+    wanted = load.update_config(load.build_config(tree, "the benchmark's recipe"), settings)
+    config, _ = load.resolve_autos(wanted, device="cpu", world=world)
     return config
 
 
@@ -223,7 +223,7 @@ def compare(place: Place, ratio: tuple[int, ...]) -> tuple[list[Row], list[Check
         ]  # fmt: skip
         alone = [rate(train()[1:]) for train in own]
         together = sum(rate(steps[1:]) for steps in side_by_side(place, own, f"{name}-{turn}"))
-        even = rate(place.run(f"{name}-{turn}-even", cores, few, balance__work="even")[1:])
+        even = rate(place.run(f"{name}-{turn}-even", cores, few, balance__batch="even")[1:])
         mine = rate(place.run(f"{name}-{turn}-phalanx", cores, size.warm + size.steps)[size.warm :])
         alone_rates.append(sum(alone))
         even_rates.append(even)

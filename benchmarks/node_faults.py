@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.links import Links, enter, links
 from benchmarks.started import Run, ranks_of, start, strike
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import fencing, shared_memory
 from tests.cluster import slurm_cluster
@@ -61,14 +61,16 @@ class Place:
 
     def leader(self) -> int:
         """The node that leads, as the newest epoch's file says."""
-        told = fencing.newest(self.run.paths)
+        told = fencing.read_newest_epoch(self.run.paths)
         return 0 if told is None else int(told["leader"])
 
     def whole(self) -> bool:
         """Whether all nodes are members of the job again, as its records say."""
-        began = min((event["time"] for event in self.run.events(Kind.ATTEMPT_STARTED)), default=math.inf)
-        since = [event for event in self.run.events(Kind.NODE_JOINED, Kind.NODE_LOST) if event["time"] > began]
-        return began < math.inf and sum(1 if event["kind"] == Kind.NODE_JOINED else -1 for event in since) >= 0
+        began = min((event["time"] for event in self.run.events(EventKind.ATTEMPT_STARTED)), default=math.inf)
+        since = [
+            event for event in self.run.events(EventKind.NODE_JOINED, EventKind.NODE_LOST) if event["time"] > began
+        ]
+        return began < math.inf and sum(1 if event["kind"] == EventKind.NODE_JOINED else -1 for event in since) >= 0
 
 
 @dataclass
@@ -183,7 +185,7 @@ def _memory(place: Slurm, node: int) -> Path:
     """Where this machine sees a node's shared memory."""
     if node in place.dead:
         return Path(os.devnull)
-    return Path(f"/proc/{place.cluster.first(place.node(node))}/root") / shared_memory.PLACE.relative_to("/")
+    return Path(f"/proc/{place.cluster.first(place.node(node))}/root") / shared_memory.SHM_ROOT.relative_to("/")
 
 
 def why_not(where: str) -> str | None:

@@ -56,7 +56,7 @@ def way_of(name: str, model: Llama) -> Iterator[Callable[[], contextlib.Abstract
         for block in blocks:
             del block.forward  # that of its class again
         gc.collect()
-        accelerator.forget_unused(model.head.norm.weight.device)
+        accelerator.empty_cache(model.head.norm.weight.device)
 
 
 def walk(model: Llama, tokens: torch.Tensor, surround: Callable[[], contextlib.AbstractContextManager[None]]) -> float:
@@ -96,12 +96,12 @@ def compare(model: Llama, lengths: Sequence[int], turns: int) -> tuple[list[Row]
                     model.zero_grad(set_to_none=False)
                     walk(model, tokens, surround)  # buffers are made, and gradients
                     model.zero_grad(set_to_none=False)
-                    accelerator.wait(device)
+                    accelerator.synchronize(device)
                     accelerator.reset_peak_memory(device)
                     before = accelerator.peak_memory(device)
                     begun = time.perf_counter()
                     walk(model, tokens, surround)
-                    accelerator.wait(device)
+                    accelerator.synchronize(device)
                     taken, added = time.perf_counter() - begun, accelerator.peak_memory(device) - before
                     gradient = model.layers[0].get_parameter("attention_norm.weight").grad
                     if name == "offload_wrapper":
@@ -148,7 +148,7 @@ def longest(model: Llama, name: str, first: int) -> int:
         try:
             with way_of(name, model) as surround:
                 walk(model, torch.arange(length, device=device)[None] % model.spec.vocab_size, surround)
-                accelerator.wait(device)
+                accelerator.synchronize(device)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -160,12 +160,12 @@ def longest(model: Llama, name: str, first: int) -> int:
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark; the exit code is 0 when it ran, whatever holds, and when there is nothing to run it on."""
     given = options((__doc__ or "").splitlines()[0]).parse_args(arguments)
-    devices = accelerator.found()
+    devices = accelerator.list_devices()
     if not devices:
         print("offload: there is no accelerator on this machine, and on a CPU offload has nothing to gain; not run")
         return
     device = torch.device(devices[0])
-    accelerator.use(device, accelerator.host_cores())
+    accelerator.set_device(device, accelerator.host_cores())
     spec = replace(PRESETS["llama-3-8b"], max_seq_len=1 << 21)
     model = built(spec, device, torch.bfloat16)
     rows, checks = compare(model, LENGTHS[:1] if given.quick else LENGTHS, turns=3 if given.quick else 5)
@@ -173,7 +173,10 @@ def main(arguments: list[str] | None = None) -> None:
         found = {name: longest(model, name, LENGTHS[-1]) for name in (KEPT, OURS)}
         rows += [{"inputs of blocks": name, "longest row, tokens": length} for name, length in found.items()]
         checks.append(at_least("longest row over kept", found[OURS] / max(1, found[KEPT]), 1.0))
-    report(result("offload", machine(accelerator.name(device), torch.get_num_threads()), rows, checks), given.json)
+    report(
+        result("offload", machine(accelerator.get_device_name(device), torch.get_num_threads()), rows, checks),
+        given.json,
+    )
 
 
 if __name__ == "__main__":

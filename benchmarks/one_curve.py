@@ -169,16 +169,16 @@ def control(prepared: RunPaths, steps: int, split: int) -> list[float]:
     from phalanx.data.loader import Loader
     from phalanx.layout.balance import Division
     from phalanx.layout.model_shape import parameter_shapes
-    from phalanx.models.counter_rng import Draws
+    from phalanx.models.counter_rng import CounterRNG
     from phalanx.models.llama import Llama, init_slice
     from phalanx.optim.lr_schedule import learning_rate
-    from phalanx.workload.workload import spec_from_run, subject_of
+    from phalanx.workload.workload import make_workload, read_model_shape
 
     torch.set_num_threads(1)
-    config = load.check(yaml.safe_load(prepared.config.read_text()), "the run's configuration")
-    spec, optim = spec_from_run(config, prepared), config.optim
+    config = load.build_config(yaml.safe_load(prepared.config.read_text()), "the run's configuration")
+    spec, optim = read_model_shape(config, prepared), config.optim
     (tokens,) = {file.parent for file in (prepared.root.parent / "cache").rglob("train/*.bin")}
-    subject = subject_of(config, spec, prepared)
+    subject = make_workload(config, spec, prepared)
     model, task = Llama(spec).double(), subject.task()
     parameters = dict(model.named_parameters())
     for name, shape in parameter_shapes(spec).items():
@@ -189,7 +189,7 @@ def control(prepared: RunPaths, steps: int, split: int) -> list[float]:
         {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    rows = subject.train([(tokens, 1.0)])
+    rows = subject.train_data([(tokens, 1.0)])
     share = config.train.global_batch // split
     loaders = [Loader(rows, config.train.global_batch, config.train.seed, rank) for rank in range(split)]
     losses = []
@@ -198,7 +198,7 @@ def control(prepared: RunPaths, steps: int, split: int) -> list[float]:
         for loader in loaders:
             samples = [each for part in loader.batches(step - 1, Division((share,) * split, 1)) for each in part]
             batch = task.collate(samples)
-            loss_sum = task.loss_sum(model, batch, Draws(config.train.seed, step, batch.samples))
+            loss_sum = task.loss_sum(model, batch, CounterRNG(config.train.seed, step, batch.samples))
             (loss_sum / max(batch.weight, 1) / split).backward()
             total, weight = total + float(loss_sum.detach()), weight + batch.weight
         torch.nn.utils.clip_grad_norm_(parameters.values(), optim.clip_norm or float("inf"))
@@ -260,7 +260,7 @@ def main() -> None:
         ways: dict[str, Callable[[str], Started]] = {
             PREPARED: lambda way: plain(place, way, "--ranks", "1"),
             "quotas 3:1": functools.partial(unlike, place),
-            "state 4:2:1:0": lambda way: plain(place, way, "--ranks", "4", "balance.state=[4,2,1,0]"),
+            "state 4:2:1:0": lambda way: plain(place, way, "--ranks", "4", "balance.optimizer_state=[4,2,1,0]"),
             "tensor 2 x pipeline 2": lambda way: plain(
                 place, way, "--ranks", "4", "parallel.tensor=2", "parallel.pipeline=2"
             ),

@@ -35,23 +35,23 @@ from benchmarks import bounds, links
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
 from benchmarks.sharded_peers import Fsdp2, Make, Model, Ours, ddp, ddp_zero, on_phalanx, seconds, sent_bytes
 from phalanx.comm.mesh import Mesh, join
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.layout.comm_schedule import Work, as_ddp, bound, late
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.layout.comm_schedule import StepTimings, ddp_step_s, late_gather_s, lower_bound_s
 
 OURS, DDP, ZERO, FSDP2, TUNED = "Phalanx", "DDP", "DDP + ZeRO", "FSDP2", "FSDP2 tuned"
 ON_OURS, TUNED_ON_OURS = "FSDP2 on phalanx", "FSDP2 tuned on phalanx"
 RELEASED, AHEAD, AHEAD_ON_OURS = "Phalanx, zero 3", "FSDP2, gathering ahead", "FSDP2, gathering ahead, on phalanx"
-BEST = Ours(Sharding(slots=2))
+BEST = Ours(ShardingSpec(slots=2))
 NEVER, ALWAYS = 1e9, 1e-6  # norms that no gradient of the model reaches, and that every one does
 PLAIN, PLAIN_CLIPS = "plain", "plain, clips"
 KEPT, KEPT_CLIPS = "with the state before", "with the state before, clips"
 CLIPPING: dict[str, Make] = {
-    PLAIN: Ours(Sharding(slots=1), NEVER),
-    PLAIN_CLIPS: Ours(Sharding(slots=1), ALWAYS),
-    KEPT: Ours(Sharding(slots=2), NEVER),
-    KEPT_CLIPS: Ours(Sharding(slots=2), ALWAYS),
+    PLAIN: Ours(ShardingSpec(slots=1), NEVER),
+    PLAIN_CLIPS: Ours(ShardingSpec(slots=1), ALWAYS),
+    KEPT: Ours(ShardingSpec(slots=2), NEVER),
+    KEPT_CLIPS: Ours(ShardingSpec(slots=2), ALWAYS),
 }
 SCHEDULE, REAL, MEASURED = 1.05, 0.98, 1e-5
 BEFORE, AFTER, SETTLED = 5, 14, 10  # steps around a change of the rate; after so many the new one must be kept to
@@ -98,11 +98,11 @@ def waiting(size: Size, blocks: int, ratio: float) -> Model:
     return Model(blocks, size.side, each / 3, each * 2 / 3)
 
 
-def work_of(size: Size, model: Model, early: bool = True) -> Work:
+def work_of(size: Size, model: Model, early: bool = True) -> StepTimings:
     """A step of a model, of nothing but its computation and its links."""
     link, nothing = (block_s(size),) * model.blocks, (0.0,) * model.blocks
     forward, backward = (model.forward_s,) * model.blocks, (model.backward_s,) * model.blocks
-    return Work(forward, backward, link, link, nothing, early=early)
+    return StepTimings(forward, backward, link, link, nothing, early=early)
 
 
 # ------------------------------------------------------------------------------------------------------------ on a rank
@@ -113,7 +113,7 @@ def all_ways(shards: DeviceMesh) -> dict[str, Make]:
     return {
         OURS: BEST, DDP: ddp, ZERO: ddp_zero, FSDP2: Fsdp2(False), TUNED: Fsdp2(True, whole=True),
         ON_OURS: Fsdp2(False, shards), TUNED_ON_OURS: Fsdp2(True, shards, whole=True),
-        RELEASED: Ours(Sharding(3, "per_micro_batch")), AHEAD: Fsdp2(True), AHEAD_ON_OURS: Fsdp2(True, shards),
+        RELEASED: Ours(ShardingSpec(3, "per_micro_batch")), AHEAD: Fsdp2(True), AHEAD_ON_OURS: Fsdp2(True, shards),
     }  # fmt: skip
 
 
@@ -185,13 +185,13 @@ def slowed(mesh: Mesh, size: Size) -> dict[str, Any]:
 
     def before(step: int) -> None:
         if step == BEFORE:
-            way.engine.notices()
+            way.engine.take_notices()
         if step >= BEFORE:
             limit(size.mbit / 2 * draws.uniform(0.97, 1.03))
 
     try:
         taken = seconds(mesh, way, BEFORE + AFTER, warm=0, before=before)
-        orders = [kind for kind, _ in way.engine.notices() if kind == Kind.ORDERED]
+        orders = [kind for kind, _ in way.engine.take_notices() if kind == EventKind.COMM_SCHEDULE_CHANGED]
     finally:
         limit(size.mbit)
         way.settle()
@@ -275,9 +275,15 @@ def table(size: Size, found: Mapping[str, Any]) -> tuple[list[Row], list[Check]]
 
 
 def _row(
-    size: Size, blocks: int, ratio: float, name: str, medians: Mapping[str, float], work: Work, turn: Mapping[str, Any]
+    size: Size,
+    blocks: int,
+    ratio: float,
+    name: str,
+    medians: Mapping[str, float],
+    work: StepTimings,
+    turn: Mapping[str, Any],
 ) -> Row:
-    foretold = {OURS: bound(work), DDP: as_ddp(work) if size.per_node == 1 else None}.get(name)
+    foretold = {OURS: lower_bound_s(work), DDP: ddp_step_s(work) if size.per_node == 1 else None}.get(name)
     return {
         "nodes x ranks": f"{size.nodes} x {size.per_node}", "blocks": blocks, "r": ratio, "way": name,
         "step s": medians[name],
@@ -287,14 +293,14 @@ def _row(
     }  # fmt: skip
 
 
-def _checks(case: tuple[int, float], medians: Mapping[str, float], work: Work, size: Size) -> list[Check]:
+def _checks(case: tuple[int, float], medians: Mapping[str, float], work: StepTimings, size: Size) -> list[Check]:
     name, ours = f"{size.nodes} x {size.per_node} ranks, {case[0]} blocks, r = {case[1]:g}", medians[OURS]
     if size.per_node > 1:
         others = {peer: medians[peer] for peer in (DDP, ZERO, FSDP2, TUNED)}
         return [at_least(f"{name}: {peer}'s step over Phalanx's", others[peer] / ours, 1.3) for peer in others]
     against_ddp = {(8, 1.0): 1.15, (16, 1.0): 1.20}.get(case, REAL)
     checks = [
-        at_most(f"{name}: a step over the bound of its schedule", ours / bound(work), SCHEDULE),
+        at_most(f"{name}: a step over the bound of its schedule", ours / lower_bound_s(work), SCHEDULE),
         at_least(f"{name}: DDP's step over Phalanx's", medians[DDP] / ours, against_ddp),
     ]
     if case in size.together:
@@ -309,7 +315,7 @@ def _checks(case: tuple[int, float], medians: Mapping[str, float], work: Work, s
 def clipping_rows(size: Size, turn: Mapping[str, Any], checks: list[Check]) -> list[Row]:
     """How clipping by the global norm was done, and what it has cost."""
     model = waiting(size, size.blocks[0], 1.0)
-    early, behind = bound(work_of(size, model)), late(work_of(size, model))
+    early, behind = lower_bound_s(work_of(size, model)), late_gather_s(work_of(size, model))
     medians = {name: statistics.median(taken) for name, taken in turn["seconds"].items()}
     kept, always, plain = (medians[name] for name in (KEPT, KEPT_CLIPS, PLAIN_CLIPS))
     checks.append(at_most("a norm far below the limit: a step over the bound of its schedule", kept / early, SCHEDULE))
@@ -323,7 +329,7 @@ def clipping_rows(size: Size, turn: Mapping[str, Any], checks: list[Check]) -> l
 def slower_checks(size: Size, found: Mapping[str, Any], checks: list[Check]) -> None:
     """The steps after links have lost half of their rate, beside the new bound."""
     halved = replace(size, mbit=size.mbit / 2)
-    foretold = bound(work_of(halved, waiting(size, size.blocks[0], 1.0)))  # it computes as before
+    foretold = lower_bound_s(work_of(halved, waiting(size, size.blocks[0], 1.0)))  # it computes as before
     settled = statistics.median(found["seconds"][BEFORE + SETTLED :])
     checks.append(at_most(f"half the rate: a step over the new bound, {SETTLED} steps later", settled / foretold, 1.10))
     checks.append(at_least("half the rate: times that the order was made anew", found["orders"], 1))

@@ -19,15 +19,15 @@ import torch
 from benchmarks.harness import Row, at_least, at_most, machine, options, report, result, spread
 from phalanx.config.schema import DataSection
 from phalanx.data.loader import Loader
-from phalanx.data.packing import Form, Packed
+from phalanx.data.packing import PackedRows, PackingOptions
 from phalanx.data.prepare import prepare
-from phalanx.data.shuffle import order
+from phalanx.data.shuffle import shuffle_indices
 from phalanx.data.token_files import TokenFile
 from phalanx.layout.balance import Division
 from phalanx.layout.model_shape import ModelSpec, parameter_shapes
 from phalanx.models.llama import Llama, init_slice
 from phalanx.system import accelerator
-from phalanx.tasks.language import IGNORED, LanguageModel
+from phalanx.tasks.language import IGNORE_INDEX, CausalLMTask
 from phalanx.tasks.task import Batch
 
 SEQ_LEN = 512
@@ -62,27 +62,27 @@ def padded_batches(file: TokenFile, documents: list[int]) -> list[Batch]:
         whole = [file.document(document)[: SEQ_LEN + 1] for document in chosen]
         width = max(len(tokens) for tokens in whole) - 1
         tokens = torch.full((len(chosen), width), file.eos_id)
-        labels = torch.full((len(chosen), width), IGNORED)
+        labels = torch.full((len(chosen), width), IGNORE_INDEX)
         for row, (document, own) in enumerate(zip(chosen, whole, strict=True)):
             start, size = int(file.index[document]), len(own) - 1
             learnt = file.mask(start, start + size + 1)[1:]
             tokens[row, :size] = torch.from_numpy(own[:-1])
-            labels[row, :size] = torch.from_numpy(np.where(learnt, own[1:], IGNORED))
-        weight = int((labels != IGNORED).sum())
+            labels[row, :size] = torch.from_numpy(np.where(learnt, own[1:], IGNORE_INDEX))
+        weight = int((labels != IGNORE_INDEX).sum())
         batches.append(Batch({"tokens": tokens, "labels": labels}, weight, torch.arange(len(chosen))))
     return batches
 
 
 def works(file: TokenFile, steps: int) -> list[Work]:
     """The documents of some steps of a run, in a random order for the padded peer, as a data set is shuffled."""
-    form = Form(SEQ_LEN, packed=True)
-    rows = Packed(file, form, 0)
+    form = PackingOptions(SEQ_LEN, packed=True)
+    rows = PackedRows(file, form, 0)
     loader = Loader([(rows, 1.0)], ROWS, 0, 0)
-    task = LanguageModel(SEQ_LEN, isolated=True)
+    task = CausalLMTask(SEQ_LEN, isolated=True)
     found = []
     for step in range(steps):
         packed = [task.collate(samples) for samples in loader.batches(step, Division((ROWS,), -(-ROWS // MICRO_ROWS)))]
-        numbers = order(0, 0, rows.count, np.arange(step * ROWS, (step + 1) * ROWS))
+        numbers = shuffle_indices(0, 0, rows.count, np.arange(step * ROWS, (step + 1) * ROWS))
         documents = [document for number in numbers for document in rows.documents(int(number))]
         shuffled = np.random.default_rng(step).permutation(documents).tolist()
         found.append(Work(packed, padded_batches(file, shuffled), sum(batch.weight for batch in packed)))
@@ -153,7 +153,7 @@ def compare(file: TokenFile, turns: int, device: torch.device) -> tuple[list[Row
 def main() -> None:
     arguments = options(__doc__ or "").parse_args()
     torch.set_num_threads(THREADS)
-    name = next(iter(accelerator.found()), "cpu")
+    name = next(iter(accelerator.list_devices()), "cpu")
     with tempfile.TemporaryDirectory() as folder:
         data = DataSection(
             source=["stdlib-chat"],
@@ -166,10 +166,10 @@ def main() -> None:
         [(train_set, _)] = prepare(data).train
         file = TokenFile(train_set)
         begun = time.perf_counter()
-        packed = Packed(file, Form(SEQ_LEN, packed=True), 0)
+        packed = PackedRows(file, PackingOptions(SEQ_LEN, packed=True), 0)
         packing_s = time.perf_counter() - begun
         rows, apart = compare(file, 6 if arguments.quick else 20, torch.device(name))
-    model = None if name == "cpu" else accelerator.model_of(name)
+    model = None if name == "cpu" else accelerator.get_model_name(name)
     facts: Row = {
         "documents": file.documents,
         "tokens": file.tokens,

@@ -88,12 +88,12 @@ def settings(case: Case) -> Any:
             memory_snapshot=0,
         ),
         optim=SimpleNamespace(
-            rule="adamw", options={}, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
+            name="adamw", options={}, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
             weight_decay=DECAY, clip_norm=CLIP, schedule="constant", warmup_steps=0, decay_steps=1, min_lr_ratio=1.0,
         ),
         task=SimpleNamespace(kind="language", code=None, options={}),
-        balance=SimpleNamespace(work="even", hardware=None),
-        parallel=SimpleNamespace(data="single", settled=(1, "per_step")),
+        balance=SimpleNamespace(batch="even", hardware=None),
+        parallel=SimpleNamespace(engine="single", resolve_sharding=(1, "per_step")),
         memory=SimpleNamespace(activations=case.activations),
         resilience=SimpleNamespace(on_nan="skip", on_spike="off", checksum_every=0),
         checkpoint=SimpleNamespace(best=False),
@@ -114,11 +114,11 @@ class Phalanx:
         self.loop.recorder.restart_clock()
         for _ in range(count):
             self.done += 1
-            self.loop.train_one(self.done)
+            self.loop.train_step(self.done)
         synchronise(self.device)
 
     def losses(self) -> list[float]:
-        self.loop.records.step(self.loop.recorder.flush())
+        self.loop.records.write_step(self.loop.recorder.flush())
         return [record["loss"] for record in self.records]
 
     def on_step(self, record: dict[str, Any]) -> None:
@@ -132,14 +132,14 @@ class Phalanx:
 @contextlib.contextmanager
 def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
     """A run of `case` in `folder`, ready for its first step."""
-    from phalanx.checkpoint.disk.save import Saver
+    from phalanx.checkpoint.disk.save import CheckpointSaver
     from phalanx.comm.json_objects import JsonGroup
     from phalanx.comm.mesh import join
-    from phalanx.parallel.materialize import with_adapters
-    from phalanx.trainer.loop import Loop, Run
+    from phalanx.parallel.materialize import make_adapter_fill
+    from phalanx.trainer.loop import TrainingJob, TrainingLoop
     from phalanx.trainer.stop_request import StopRequest
-    from phalanx.workload.build import build
-    from phalanx.workload.sinks import Records
+    from phalanx.workload.build import build_components
+    from phalanx.workload.sinks import RecordWriter
 
     config, paths = settings(case), RunPaths(folder)
     folder.mkdir(parents=True)
@@ -148,13 +148,13 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
     )  # fmt: skip
     peer = Phalanx(None, case.device)
     with join(placement, timeout_s=60.0) as mesh:
-        records = Records(paths, 1, [peer], active=True)
-        parts = build(config, case.spec, mesh, [(tokens, 1.0)], {})
+        records = RecordWriter(paths, 1, [peer], active=True)
+        parts = build_components(config, case.spec, mesh, [(tokens, 1.0)], {})
         if case.spec.lora is not None:  # beside weights that were drawn: here only speed and memory count
-            parts.starting_weights = with_adapters(parts.starting_weights, SEED, None)
-        saver = Saver(paths.checkpoints, 0, JsonGroup(mesh.checkpoint), 1, records.event)
-        run = Run(config, case.spec, paths, [(tokens, 1.0)], {})
-        peer.loop = Loop(run, placement, mesh, parts, records, saver, StopRequest())
+            parts.starting_weights = make_adapter_fill(parts.starting_weights, SEED, None)
+        saver = CheckpointSaver(paths.checkpoints, 0, JsonGroup(mesh.checkpoint), 1, records.write_event)
+        run = TrainingJob(config, case.spec, paths, [(tokens, 1.0)], {})
+        peer.loop = TrainingLoop(run, placement, mesh, parts, records, saver, StopRequest())
         peer.loop.restore()
         try:
             yield peer
@@ -166,14 +166,14 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
 def batches_of(case: Case, tokens: Path) -> Callable[[int], tuple[Tensor, Tensor]]:
     """The trainer's own batches: a function of the step (the first is 0) to tokens and labels, on the host."""
     from phalanx.data.loader import Loader
-    from phalanx.data.packing import Form, rows_of
+    from phalanx.data.packing import PackingOptions, make_rows
     from phalanx.data.token_files import TokenFile
     from phalanx.layout.balance import Division
-    from phalanx.tasks.language import LanguageModel
+    from phalanx.tasks.language import CausalLMTask
 
-    rows = rows_of(TokenFile(tokens), Form(case.seq_len), SEED)
+    rows = make_rows(TokenFile(tokens), PackingOptions(case.seq_len), SEED)
     loader = Loader([(rows, 1.0)], case.global_batch, SEED, 0)
-    task = LanguageModel(case.seq_len)
+    task = CausalLMTask(case.seq_len)
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         [samples] = loader.batches(step, Division((case.global_batch,), 1))

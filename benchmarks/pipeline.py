@@ -35,11 +35,20 @@ from phalanx.comm.mesh import Mesh, join
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import Precision
-from phalanx.layout.mesh_axes import Axes
-from phalanx.layout.pipeline_stages import HELD, Action, Stages, bubble, bubble_of, divide, simulate, step_s
+from phalanx.layout.mesh_axes import MeshAxes
+from phalanx.layout.pipeline_stages import (
+    STAGES_PER_RANK,
+    Action,
+    PipelineStages,
+    bubble_fraction,
+    divide_layers,
+    ideal_bubble_fraction,
+    simulate_schedule,
+    step_s,
+)
 from phalanx.parallel import pipeline_schedules
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.pipeline_schedules import orders
+from phalanx.parallel.pipeline_schedules import build_actions
 
 OURS, TORCH = "Phalanx", "PyTorch's runtime"
 FOUND = "found.json"
@@ -69,7 +78,7 @@ class Case:
     """One schedule on devices of some speeds."""
 
     schedule: str
-    plan: Stages
+    plan: PipelineStages
     micro_batches: int
     forward_s: float
     speeds: tuple[float, ...]
@@ -96,17 +105,17 @@ def cases(size: Size, unequal: bool) -> dict[str, Case]:
     if not unequal:
         return {
             f"{schedule} {count}": Case(
-                schedule, divide(size.layers, size.ranks, schedule), count, size.forward_s, (1.0,) * size.ranks
+                schedule, divide_layers(size.layers, size.ranks, schedule), count, size.forward_s, (1.0,) * size.ranks
             )
             for count in size.micro_batches
-            for schedule in HELD
+            for schedule in STAGES_PER_RANK
         }
     speeds = (2.0, 1.0)
     made = {
-        f"{schedule}, in proportion": (schedule, divide(size.layers_unequal, 2, schedule, speeds=speeds))
+        f"{schedule}, in proportion": (schedule, divide_layers(size.layers_unequal, 2, schedule, speeds=speeds))
         for schedule in ("1f1b", "interleaved")
     }
-    made["1f1b, equal stages"] = "1f1b", divide(size.layers_unequal, 2, "1f1b")
+    made["1f1b, equal stages"] = "1f1b", divide_layers(size.layers_unequal, 2, "1f1b")
     return {
         name: Case(schedule, plan, size.micro_batches_unequal, size.forward_s, speeds)
         for name, (schedule, plan) in made.items()
@@ -155,7 +164,7 @@ class Waits:
     def __init__(self, stages: Mapping[int, Waiting], last: int) -> None:
         self._stages, self._last = stages, last
 
-    def shape(self, micro_batch: int) -> Sequence[int]:
+    def hidden_shape(self, micro_batch: int) -> Sequence[int]:
         return (1, WIDTH)
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
@@ -166,9 +175,9 @@ class Waits:
     def parameters(self, stage: int) -> Iterator[nn.Parameter]:
         yield from self._stages[stage].parameters()
 
-    def before_last(self, stage: int) -> None: ...
+    def before_last_backward(self, stage: int) -> None: ...
 
-    def after_weights(self, stage: int) -> None: ...
+    def after_weight_gradients(self, stage: int) -> None: ...
 
 
 def ours(case: Case, mesh: Mesh, stages: Mapping[int, Waiting]) -> Callable[[], None]:
@@ -187,7 +196,7 @@ def torchs(case: Case, mesh: Mesh, stages: Mapping[int, Waiting]) -> Callable[[]
         PipelineStage(module, stage, case.plan.last + 1, mesh.device, group=group) for stage, module in stages.items()
     ]
     how: dict[str, Any] = {"loss_fn": lambda output, target: output.sum(), "scale_grads": False}
-    known = pipeline_schedules.made(case.schedule, made, count, **how)
+    known = pipeline_schedules.make_schedule(case.schedule, made, count, **how)
     rows = torch.arange(float(count))[:, None].expand(count, WIDTH)
     inputs = (rows,) if 0 in stages else ()
     target = {"target": rows} if case.plan.last in stages else {}
@@ -198,7 +207,7 @@ def measured(case: Case, mesh: Mesh, steps: int, beside: bool) -> dict[str, Any]
     """Seconds of each way's steps, in turns, each as long as on its slowest rank; `beside`: PyTorch's runtime, too, and
     how far apart gradients are."""
     assert mesh.pipe is not None
-    stages = {stage: Waiting(case, stage) for stage in case.plan.of(mesh.pipe.rank)}
+    stages = {stage: Waiting(case, stage) for stage in case.plan.stages_of(mesh.pipe.rank)}
     ways = {OURS: ours(case, mesh, stages)} | ({TORCH: torchs(case, mesh, stages)} if beside else {})
     taken: dict[str, list[float]] = {name: [] for name in ways}
     gradients: dict[str, list[Tensor]] = {}
@@ -224,7 +233,7 @@ def on_a_rank(placement: Placement, size: Mapping[str, Any], unequal: bool) -> d
     told: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in size.items()}
     of = Size(**told)
     torch.set_num_threads(1)
-    with join(placement, timeout_s=60, axes=Axes(pipeline=placement.world)) as mesh:
+    with join(placement, timeout_s=60, axes=MeshAxes(pipeline=placement.world)) as mesh:
         return {name: measured(case, mesh, of.steps, beside=not unequal) for name, case in cases(of, unequal).items()}
 
 
@@ -236,16 +245,16 @@ def table(size: Size, found: Mapping[str, Any]) -> tuple[list[Row], list[Check]]
     rows: list[Row] = []
     checks: list[Check] = []
     for name, case in cases(size, unequal=False).items():
-        spans = simulate(orders(case.schedule, case.plan, case.micro_batches), case.plan, case.action_s)
-        formula = None if case.schedule == "zero_bubble" else bubble_of(
-            size.ranks, case.micro_batches, HELD[case.schedule]
+        spans = simulate_schedule(build_actions(case.schedule, case.plan, case.micro_batches), case.plan, case.action_s)
+        formula = None if case.schedule == "zero_bubble" else ideal_bubble_fraction(
+            size.ranks, case.micro_batches, STAGES_PER_RANK[case.schedule]
         )  # fmt: skip
         for way, taken in found[name]["seconds"].items():
             step = statistics.median(taken)
             rows.append({
                 "schedule": case.schedule, "micro-batches": case.micro_batches, "by": way, "step s": step,
                 "theory s": step_s(spans), "over that": step / step_s(spans), "waiting": 1 - case.busy_s / step,
-                "waiting, theory": bubble(spans), "by formula": formula,
+                "waiting, theory": bubble_fraction(spans), "by formula": formula,
             })  # fmt: skip
         ours = statistics.median(found[name]["seconds"][OURS])
         checks.append(at_most(f"{name} micro-batches: a step over its theory", ours / step_s(spans), NEAR))
@@ -259,9 +268,9 @@ def table_unequal(size: Size, found: Mapping[str, Any]) -> tuple[list[Row], list
     rows: list[Row] = []
     checks: list[Check] = []
     for name, case in cases(size, unequal=True).items():
-        spans = simulate(orders(case.schedule, case.plan, case.micro_batches), case.plan, case.action_s)
+        spans = simulate_schedule(build_actions(case.schedule, case.plan, case.micro_batches), case.plan, case.action_s)
         step = statistics.median(found[name]["seconds"][OURS])
-        layers = [sum(len(case.plan.layers[stage]) for stage in case.plan.of(rank)) for rank in range(2)]
+        layers = [sum(len(case.plan.layers[stage]) for stage in case.plan.stages_of(rank)) for rank in range(2)]
         rows.append({
             "devices 2:1": name, "layers": ":".join(map(str, layers)), "step s": step, "theory s": step_s(spans),
             "of both speeds together": case.busy_s / step,
@@ -287,7 +296,9 @@ def _run(ranks: int, size: Size, unequal: bool) -> dict[str, Any]:
             if kind == "worker_died":
                 causes.append(f"rank {details['rank']}: {details['reason']}")
 
-        code = agent.run(agent.Job(world=ranks, worker=worker, paths=RunPaths(Path(folder)), on_event=note))
+        code = agent.run_local_job(
+            agent.NodeJob(world=ranks, worker=worker, paths=RunPaths(Path(folder)), on_event=note)
+        )
         assert code == 0, f"ended with exit code {code}: {'; '.join(causes)}"
         found: dict[str, Any] = json.loads((Path(folder) / FOUND).read_text())
         return found

@@ -28,12 +28,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.constants import DEFAULT, RANGES, Constants, fit
-from phalanx.planner.cost import Model, predict
-from phalanx.planner.device_catalog import KINDS, Kind
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.work import Work
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.constants import DEFAULT_CONSTANTS, RANGES, CostConstants, fit_constants
+from phalanx.planner.cost import CostModel, estimate_step
+from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.work import StepWork
 
 SEEDS = range(5)
 SHARE = 0.05  # of a file's rows that the constants may be fitted to
@@ -45,23 +45,23 @@ MPT_VOCABULARY = 50_368
 FAR_BITS_PER_S = {"A": 1.6e12, "H": 3.2e12}  # between MPT's nodes
 VTRAIN_FAR_BITS_PER_S = 8e11  # four HDR adapters a node
 GPUS = {"a100_40gb": "A100-40GB", "a100_80gb": "A100-80GB", "h100_80gb": "H100-80GB"}
-MIDDLE = Constants(**{name: (low + high) / 2 for name, (low, high) in RANGES.items()})
+MIDDLE = CostConstants(**{name: (low + high) / 2 for name, (low, high) in RANGES.items()})
 
 
 @dataclass(frozen=True)
 class Run:
     """One published measurement: what was done, how, on what, and the seconds of a step."""
 
-    work: Work
-    cluster: Cluster
-    choice: Choice
+    work: StepWork
+    cluster: ClusterSpec
+    choice: LayoutChoice
     seconds: float
     size: str  # of the model
     case: tuple[object, ...]  # rows that differ in their layout alone have the same
     tight: bool  # whether the micro-batch is meant to be the largest that fits
 
-    def predicted(self, constants: Constants) -> float:
-        return Model(self.work, self.cluster, constants).predict(self.choice).step_s
+    def predicted(self, constants: CostConstants) -> float:
+        return CostModel(self.work, self.cluster, constants).estimate(self.choice).step_s
 
 
 def read(path: Path) -> list[Run]:
@@ -82,18 +82,18 @@ def read(path: Path) -> list[Run]:
 def _vtrain(row: dict[str, str]) -> Run:
     number = {key: int(value) for key, value in row.items() if key != "iteration_ms"}
     hidden, devices, tensor = number["hidden"], number["gpus"], number["tensor"]
-    work = Work(
+    work = StepWork(
         layers=number["layers"], hidden=hidden, heads=number["heads"], kv_heads=number["heads"], ffn=4 * hidden,
         vocabulary=UNPADDED if tensor == 1 and devices <= 8 else PADDED, seq_len=number["seq_len"],
         global_batch=number["global_batch"], tied=True, gated=False, biases=True, dropout=True,
         positions=number["seq_len"], precision="fp16", reduce_bytes=2,
     )  # fmt: skip
-    choice = Choice(
+    choice = LayoutChoice(
         zero=0, tensor=tensor, pipeline=number["pipeline"], micro_batch=number["micro_batch"], engine="megatron",
         recompute="full" if devices > 8 else "none", attention="plain",
     )  # fmt: skip
-    group = Group(-(-devices // 8), min(devices, 8), KINDS["A100-80GB"])
-    cluster = Cluster((group,), VTRAIN_FAR_BITS_PER_S)
+    group = NodeGroup(-(-devices // 8), min(devices, 8), DEVICE_KINDS["A100-80GB"])
+    cluster = ClusterSpec((group,), VTRAIN_FAR_BITS_PER_S)
     size = f"{work.parameters() / 1e9:.1f}B"
     case = (devices, hidden, number["layers"], number["seq_len"], number["global_batch"])
     return Run(work, cluster, choice, float(row["iteration_ms"]) / 1e3, size, case, False)
@@ -102,17 +102,17 @@ def _vtrain(row: dict[str, str]) -> Run:
 def _mpt(row: dict[str, str]) -> Run:
     devices, hidden, heads = (int(row[key]) for key in ("gpus", "hidden", "heads"))
     name = GPUS[row["gpu"]]
-    work = Work(
+    work = StepWork(
         layers=int(row["layers"]), hidden=hidden, heads=heads, kv_heads=heads, ffn=4 * hidden,
         vocabulary=MPT_VOCABULARY, seq_len=int(row["seq_len"]), global_batch=int(row["global_batch"]), tied=True,
         gated=False, biases=True, positions=int(row["seq_len"]),
         precision="fp8" if "fp8" in row["precision"] else "bf16", reduce_bytes=2,
     )  # fmt: skip
-    choice = Choice(
+    choice = LayoutChoice(
         zero=3 if row["sharding"] == "FULL_SHARD" else 2, micro_batch=int(row["micro_batch"]), engine="fsdp",
         recompute="full" if row["activation_checkpointing"] == "True" else "none",
     )  # fmt: skip
-    cluster = Cluster((Group(-(-devices // 8), min(devices, 8), KINDS[name]),), FAR_BITS_PER_S[name[0]])
+    cluster = ClusterSpec((NodeGroup(-(-devices // 8), min(devices, 8), DEVICE_KINDS[name]),), FAR_BITS_PER_S[name[0]])
     seconds = work.tokens / (float(row["tokens_per_s_per_gpu"]) * devices)
     return Run(work, cluster, choice, seconds, row["model"], tuple(row.values()), True)
 
@@ -120,16 +120,16 @@ def _mpt(row: dict[str, str]) -> Run:
 # -------------------------------------------------------------------------------------------------------------- figures
 
 
-def errors(runs: Iterable[Run], constants: Constants) -> list[float]:
+def errors(runs: Iterable[Run], constants: CostConstants) -> list[float]:
     """|predicted / measured - 1| of each run, the least first."""
     return sorted(abs(run.predicted(constants) / run.seconds - 1.0) for run in runs)
 
 
-def fitted(runs: Sequence[Run], start: Constants) -> Constants:
-    return fit([(run.predicted, run.seconds) for run in runs], start)
+def fitted(runs: Sequence[Run], start: CostConstants) -> CostConstants:
+    return fit_constants([(run.predicted, run.seconds) for run in runs], start)
 
 
-def regrets(runs: Iterable[Run], constants: Constants) -> list[float]:
+def regrets(runs: Iterable[Run], constants: CostConstants) -> list[float]:
     """For each case with several layouts: by how much the one predicted to be fastest was slower than the fastest."""
     cases: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs:
@@ -160,11 +160,11 @@ def _line(way: str, runs: int, found: Sequence[float], regret: Sequence[float]) 
 
 def file_rows(runs: Sequence[Run], seeds: Iterable[int]) -> list[harness.Row]:
     """A line for each way in which a file's runs are predicted; fitted ways judge only what they were not fitted to."""
-    lines = [_line("data-sheets", len(runs), errors(runs, DEFAULT), regrets(runs, DEFAULT))]
+    lines = [_line("data-sheets", len(runs), errors(runs, DEFAULT_CONSTANTS), regrets(runs, DEFAULT_CONSTANTS))]
     drawn = []
     for seed in seeds:
         taken = set(random.Random(seed).sample(range(len(runs)), max(LEAST_ROWS, round(SHARE * len(runs)))))
-        constants = fitted([runs[index] for index in sorted(taken)], DEFAULT)
+        constants = fitted([runs[index] for index in sorted(taken)], DEFAULT_CONSTANTS)
         judged = [run for index, run in enumerate(runs) if index not in taken]
         drawn.append(_line(f"5 %, seed {seed}", len(judged), errors(judged, constants), regrets(runs, constants)))
     mean: harness.Row = {"way": "5 %, mean of seeds"}
@@ -198,9 +198,9 @@ def memory_row(name: str, runs: Sequence[Run]) -> harness.Row:
     """How many of the runs are said to fit, and of how many the doubled micro-batch is said not to."""
     impossible = tight = 0
     for run in runs:
-        impossible += not predict(run.work, run.cluster, run.choice).fits
+        impossible += not estimate_step(run.work, run.cluster, run.choice).fits
         twice = replace(run.work, global_batch=2 * run.work.global_batch)
-        tight += not predict(twice, run.cluster, replace(run.choice, micro_batch=2 * run.choice.micro_batch)).fits
+        tight += not estimate_step(twice, run.cluster, replace(run.choice, micro_batch=2 * run.choice.micro_batch)).fits
     return {"file": name, "ran": len(runs), "called impossible": impossible, "twice called too large": tight}
 
 
@@ -215,30 +215,30 @@ LLAMA_ASKED = ((256, "sharded", 1890.0), (512, "sharded", 1845.0), (512, "megatr
 # What a user of the same code measured of the serial one, on 16 nodes of A800 (A100 with half of its links) with
 # micro-batches of 2 (issue 22 of alibaba/Megatron-LLaMA): sequences of a step, tokens a second and GPU.
 LLAMA_USERS = ((2048, 2045.0), (1024, 1886.0))
-A800 = replace(KINDS["A100-80GB"], name="A800-80GB", link_bytes_per_s=200e9)
+A800 = replace(DEVICE_KINDS["A100-80GB"], name="A800-80GB", link_bytes_per_s=200e9)
 
 
 def _llama(
-    devices: int, engine: str, tokens_per_s: float, own: bool = False, kind: Kind = KINDS["A100-80GB"],
+    devices: int, engine: str, tokens_per_s: float, own: bool = False, kind: DeviceKind = DEVICE_KINDS["A100-80GB"],
     batch: int = 2048, micro_batch: int = 4,
 ) -> Run:  # fmt: skip
-    work = Work(
+    work = StepWork(
         layers=40, hidden=5120, heads=40, kv_heads=40, ffn=13824, vocabulary=32000, seq_len=2048, global_batch=batch,
         reduce_bytes=4 if engine == "megatron" or own else 2,
     )  # fmt: skip
-    choice = Choice(
+    choice = LayoutChoice(
         zero=1, tensor=2, micro_batch=micro_batch, sequence=True, recompute="selective",
         engine="megatron" if engine == "megatron" else "sharded",
         reduce="per_step" if own or engine == "megatron" else "per_micro_batch", slots=2 if own else 1,
     )  # fmt: skip
-    cluster = Cluster((Group(devices // 8, 8, kind),), 8e11)
+    cluster = ClusterSpec((NodeGroup(devices // 8, 8, kind),), 8e11)
     return Run(work, cluster, choice, work.tokens / (tokens_per_s * devices), "13B", (devices,), False)
 
 
 def llama_rows() -> tuple[list[harness.Row], list[float]]:
     """Fitted to a figure of either optimizer; the others are predicted, and what this project's own order would reach
     there. The errors are those of the overlapped one."""
-    constants = fitted([_llama(*LLAMA_BASE), _llama(*LLAMA_SERIAL)], DEFAULT)
+    constants = fitted([_llama(*LLAMA_BASE), _llama(*LLAMA_SERIAL)], DEFAULT_CONSTANTS)
     lines: list[harness.Row] = []
     found = []
     for devices, engine, measured in (LLAMA_BASE, LLAMA_SERIAL, *LLAMA_ASKED):

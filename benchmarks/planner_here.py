@@ -35,16 +35,16 @@ from phalanx.config.schema import Config
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
-from phalanx.layout.hardware import Hardware, Link
+from phalanx.layout.hardware import Hardware, MeasuredLink
 from phalanx.planner import measured_cluster
-from phalanx.planner.advice import Question
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.cost import Model
-from phalanx.planner.device_catalog import KINDS, Kind
-from phalanx.planner.memory import COPY, Held
+from phalanx.planner.advice import PlanQuery
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.cost import CostModel
+from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind
+from phalanx.planner.memory import CHECKPOINT_COPY, DeviceMemory
 from phalanx.planner.plan_file import as_overrides
-from phalanx.planner.recipe_keys import free, keys_of, pins_of, space_of
-from phalanx.planner.search import Plan, search
+from phalanx.planner.recipe_keys import free_layout, keys_of, pins_of, space_of
+from phalanx.planner.search import Plan, search_layouts
 
 RECIPE = """
 model: {{hidden: {hidden}, layers: {layers}, heads: {heads}, intermediate: {intermediate}, vocab_size: {vocabulary}}}
@@ -53,7 +53,8 @@ train: {{steps: {steps}, global_batch: {global_batch}, micro_batch: 4, dtype: fp
 optim: {{decay_steps: 1000}}
 checkpoint: {{every: 0}}
 comm: {{timeout_s: 300}}
-resilience: {{memory: false, replicate: "off", health: "off", hang_s: "off", max_restarts: 0}}
+resilience: {{in_memory_checkpoints: false, replicate_every: "off", health: "off", hang_timeout_s: "off",
+  max_restarts: 0}}
 report: {{tensorboard: false}}
 """
 NAME = "recipe.yaml"
@@ -66,7 +67,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zero 1": (*PLAIN, "parallel.zero=1"),
     "zero 2": (*PLAIN, "parallel.zero=2"),
     "zero 3": (*PLAIN, "parallel.zero=3"),
-    "two slots": (*PLAIN, "parallel.zero=1", "optim.slots=2"),
+    "two slots": (*PLAIN, "parallel.zero=1", "optim.double_buffer=true"),
     "state on 2 ranks": (*PLAIN, "parallel.zero=2", "parallel.shard_degree=2"),
     "tensor 2": ("parallel.tensor=2", "parallel.pipeline=1"),
     "pipeline 3": ("parallel.tensor=1", "parallel.pipeline=3"),
@@ -109,19 +110,19 @@ QUICK = Size(
 # ------------------------------------------------------------------------------------------------------------- layouts
 
 
-def question_of(file: Path, words: Sequence[str]) -> Question:
+def question_of(file: Path, words: Sequence[str]) -> PlanQuery:
     """What `phalanx plan` asks for such a command line."""
-    return Question(free(load.load(file, list(words)), list(words)), None, tuple(words))
+    return PlanQuery(free_layout(load.load_recipe(file, list(words)), list(words)), None, tuple(words))
 
 
 def keys(plan: Plan, config: Config) -> list[str]:
     """The words of a command line that make a run of a plan; all ranks as they are planned, and nothing found anew."""
     chosen = keys_of(plan, config)
-    chosen |= {key: "even" for key in ("balance.work", "balance.state") if chosen[key] == "auto"}
+    chosen |= {key: "even" for key in ("balance.batch", "balance.optimizer_state") if chosen[key] == "auto"}
     return as_overrides(chosen)
 
 
-def ranks_of(plan: Plan, cluster: Cluster, nodes: Sequence[Node]) -> list[tuple[int, int]]:
+def ranks_of(plan: Plan, cluster: ClusterSpec, nodes: Sequence[Node]) -> list[tuple[int, int]]:
     """(node of the lab, how many of its devices) in the plan's order of ranks. Groups are told apart by what was
     measured of them; of those alike the first come first."""
     where = [node for node, each in enumerate(nodes) for _ in each.cores]
@@ -137,7 +138,7 @@ def ranks_of(plan: Plan, cluster: Cluster, nodes: Sequence[Node]) -> list[tuple[
     return list(found.items())
 
 
-def _one_by_one(cluster: Cluster) -> Cluster:
+def _one_by_one(cluster: ClusterSpec) -> ClusterSpec:
     """The same with a group for each node."""
     return replace(cluster, groups=tuple(replace(g, nodes=1) for g in cluster.groups for _ in range(g.nodes)))
 
@@ -168,21 +169,21 @@ def middle(found: Sequence[Hardware]) -> Hardware:
             statistics.median(getattr(each, name) for each in links) for name in ("bytes_per_s", "latency_s")
         )
         busy = [each.busy_latency_s for each in links if each.busy_latency_s is not None]
-        link = Link(rate, latency, statistics.median(busy) if busy else None)
+        link = MeasuredLink(rate, latency, statistics.median(busy) if busy else None)
     return replace(found[0], devices=tuple(devices), link=link)
 
 
-def plans(file: Path, cluster: Cluster, names: Sequence[str]) -> dict[str, Plan]:
+def plans(file: Path, cluster: ClusterSpec, names: Sequence[str]) -> dict[str, Plan]:
     """Of each name what `phalanx plan` says; of the even one what it would say of equal shares."""
     found = {}
     for name in names:
         question = question_of(file, LAYOUTS[name])
-        plan = question.on(cluster).best
+        plan = question.search(cluster).best
         if name != PICKED and plan.devices < cluster.devices:
             plan = on_all(question, cluster) or plan
         if name == EVEN:
             choice = replace(plan.choice, shares=(), state=(), devices=0)
-            plan = Plan(choice, Model(question.work(cluster), cluster).predict(choice), cluster)
+            plan = Plan(choice, CostModel(question.work(cluster), cluster).estimate(choice), cluster)
         found[name] = plan
     return found
 
@@ -193,12 +194,12 @@ def times(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
     file = prepare(folder, {**size.model, "steps": size.steps})
     with lab(nodes, folder) as place:
         # Some passes first, since a machine that was idle is faster for a moment.
-        place.train(NAME, "first", *PLAIN, "parallel.data=sharded", "balance.work=even", "train.steps=1")
-        surveys = [hardware.read(place.hardware(NAME, "train.micro_batch=8")) for _ in range(size.surveys)]
-        cluster = measured_cluster.cluster_of(middle(surveys))
+        place.train(NAME, "first", *PLAIN, "parallel.engine=sharded", "balance.batch=even", "train.steps=1")
+        surveys = [hardware.read_hardware(place.hardware(NAME, "train.micro_batch=8")) for _ in range(size.surveys)]
+        cluster = measured_cluster.cluster_from_hardware(middle(surveys))
         planned = plans(file, cluster, size.layouts)
         taken: dict[str, list[float]] = {name: [] for name in planned}
-        config = load.load(file)
+        config = load.load_recipe(file)
         for turn in range(size.turns):
             for number, (name, plan) in enumerate(planned.items()):
                 paths, ended = place.train(
@@ -210,17 +211,17 @@ def times(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:
     return [*(_device(first, group) for first, _, group in cluster.spans), *rows], checks
 
 
-def _device(first: int, group: Group) -> Row:
+def _device(first: int, group: NodeGroup) -> Row:
     return {"device": first, "alike": group.devices, "as it was measured": group.kind.name,
-            "GFLOP/s": group.kind.peak("fp32") / 1e9, "a call, us": 1e6 * group.kind.call_s,
+            "GFLOP/s": group.kind.peak_flop_per_s("fp32") / 1e9, "a call, us": 1e6 * group.kind.call_s,
             "to carry a MB, ms": 1e9 * (group.kind.carries_s_per_byte or 0.0)}  # fmt: skip
 
 
-def on_all(question: Question, cluster: Cluster) -> Plan | None:
+def on_all(question: PlanQuery, cluster: ClusterSpec) -> Plan | None:
     """The best plan that leaves no device idle, if any was found."""
     work = question.work(cluster)
     space = space_of(question.config, work, cluster, pins_of(question.config, question.overrides))
-    found = search(work, cluster, space, keep=64).plans
+    found = search_layouts(work, cluster, space, keep=64).plans
     return next((plan for plan in found if plan.devices == cluster.devices), None)
 
 
@@ -269,9 +270,11 @@ SHAPES = (
 )
 NOTHING = {"hidden": 16, "layers": 4, "heads": 2, "intermediate": 32, "vocabulary": 300, "seq_len": 16}
 SHARDED = (
-    ("parallel.zero=1", "parallel.reduce=per_step"), ("parallel.zero=1", "parallel.reduce=per_step", "optim.slots=2"),
-    ("parallel.zero=2", "parallel.reduce=per_micro_batch"), ("parallel.zero=3", "parallel.reduce=per_micro_batch"),
-    ("parallel.zero=3", "parallel.reduce=per_step"), ("parallel.zero=2", "parallel.shard_degree=2"),
+    ("parallel.zero=1", "parallel.grad_reduce=per_step"),
+    ("parallel.zero=1", "parallel.grad_reduce=per_step", "optim.double_buffer=true"),
+    ("parallel.zero=2", "parallel.grad_reduce=per_micro_batch"),
+    ("parallel.zero=3", "parallel.grad_reduce=per_micro_batch"),
+    ("parallel.zero=3", "parallel.grad_reduce=per_step"), ("parallel.zero=2", "parallel.shard_degree=2"),
 )  # fmt: skip
 CUT = (("parallel.tensor=2",), ("parallel.pipeline=2",), ("parallel.tensor=2", "parallel.pipeline=2"))
 AGAIN = ("none", "selective", "full")
@@ -321,36 +324,38 @@ def _pairs(words: Sequence[str]) -> dict[str, str]:
     return {word.partition("=")[0]: word for word in words}
 
 
-def cpus(count: int) -> Cluster:
+def cpus(count: int) -> ClusterSpec:
     """A node of CPU ranks with memory without end."""
-    return Cluster((Group(1, count, replace(KINDS["CPU"], memory_bytes=HUGE)),))
+    return ClusterSpec((NodeGroup(1, count, replace(DEVICE_KINDS["CPU"], memory_bytes=HUGE)),))
 
 
 def plan_of(folder: Path, config: Configuration) -> tuple[Plan, Config]:
     """The layout as it is planned: all of it is held fixed."""
     file = prepare(folder, {**config.shape, "steps": 2})
-    question = replace(question_of(file, config.words), whole=True)  # or one rank would do for what is that small
-    found = [plan for plan in question.on(cpus(config.world)).plans if plan.devices == config.world]
+    question = replace(
+        question_of(file, config.words), use_all_devices=True
+    )  # or one rank would do for what is that small
+    found = [plan for plan in question.search(cpus(config.world)).plans if plan.devices == config.world]
     assert found, f"{config.words} is not planned on all {config.world} ranks"
     return found[0], question.config
 
 
-def held_by(plan: Plan, rank: int) -> Held:
+def held_by(plan: Plan, rank: int) -> DeviceMemory:
     """What a rank of a plan on one kind of device holds."""
     stage = rank // (plan.copies * plan.choice.tensor)
     return next(held for held in plan.estimate.memory if held.stage == stage)
 
 
-def used(held: Held) -> float:
+def used(held: DeviceMemory) -> float:
     """Bytes that the plan counts in a step, without what it keeps free."""
-    return held.total - held.parts["reserved"] - held.parts[COPY]
+    return held.total_bytes - held.parts["reserved"] - held.parts[CHECKPOINT_COPY]
 
 
-def least(held: Held) -> int:
+def least(held: DeviceMemory) -> int:
     """The least memory of a device with which the plan still says that this fits."""
-    kind: Kind = held.kind
+    kind: DeviceKind = held.kind
     slack = (held.parts["reserved"] - kind.reserved_bytes) / kind.memory_bytes
-    return round((used(held) + held.parts[COPY] + kind.reserved_bytes) / (1.0 - slack)) + 1
+    return round((used(held) + held.parts[CHECKPOINT_COPY] + kind.reserved_bytes) / (1.0 - slack)) + 1
 
 
 def memories(size: Size, folder: Path) -> tuple[list[Row], list[Check]]:

@@ -48,7 +48,7 @@ from benchmarks.harness import Check, Row, at_least, at_most, machine, options, 
 from benchmarks.node_faults import MBIT, Place
 from benchmarks.started import Run, children, start
 from benchmarks.torchft_peer import TorchFt
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import inventory, state_file
 
@@ -56,9 +56,9 @@ RECIPE = """
 model: {{hidden: {hidden}, layers: {layers}, heads: {heads}, intermediate: {intermediate}}}
 data: {{source: stdlib, tokenizer_vocab: 4096, seq_len: 128, cache: {cache}}}
 train: {{steps: 100000, global_batch: {batch}, micro_batch: 2, dtype: fp32, compile: false, eval_sequences: 0}}
-balance: {{work: even}}
+balance: {{batch: even}}
 checkpoint: {{every: {every}, keep: 1}}
-resilience: {{max_restarts: 1000, memory: {memory}}}
+resilience: {{max_restarts: 1000, in_memory_checkpoints: {memory}}}
 report: {{tensorboard: false}}
 """
 MODELS = {
@@ -73,7 +73,7 @@ RATED = (KILL, CRASH, POWER)  # those of which steps are counted with --mtbf
 
 # What is asked.
 DEAD_S, PART_OF_TORCHRUN, COST_RATIO, STALL_S, FENCED_S = 0.5, 1 / 8, 1.02, 0.05, 1.0
-HEARTBEAT_S = 1.0  # the default of resilience.heartbeat_s
+HEARTBEAT_S = 1.0  # the default of resilience.heartbeat_timeout_s
 SAME_LOSSES, PART_OF_TORCHFT = 1e-4, 1 / 4
 STEPS_COMMITTED = {60.0: {KILL: 0.98, CRASH: 0.96, POWER: 0.94}, 15.0: {KILL: 0.94, CRASH: 0.85, POWER: 0.78}}
 LOADED = 3.0  # times as long, on a machine that does other work as well
@@ -186,7 +186,7 @@ def recover(run: Run, harm: Callable[[], object]) -> tuple[float, int]:
 
 def resumed(run: Run, attempt: int) -> list[int]:
     """The steps that attempts after this one have gone on from."""
-    return [int(event["step"]) for event in run.events(Kind.RESUMED) if int(event["attempt"]) > attempt]
+    return [int(event["step"]) for event in run.events(EventKind.RESUMED) if int(event["attempt"]) > attempt]
 
 
 def on_this_machine(folder: Path, systems: Sequence[str], given: argparse.Namespace, size: Size) -> list[Row]:
@@ -217,7 +217,9 @@ def on_this_machine(folder: Path, systems: Sequence[str], given: argparse.Namesp
 def shard_s(run: Run) -> float:
     """What a cable takes to carry the state of a node's rank."""
     found = [
-        facts for folder in run.folders() for facts in inventory.there(folder, state_file.run_of(run.paths.events))
+        facts
+        for folder in run.folders()
+        for facts in inventory.read_state_files(folder, state_file.compute_run_id(run.paths.events))
     ]
     return max(facts.slot_bytes for facts in found) * 8 / (MBIT * 1e6)
 

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result
 from benchmarks.links import links, why_not
-from phalanx.core.placement import Address, Placement
-from phalanx.elastic.membership.listener import Door
+from phalanx.core.placement import HostPort, Placement
+from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.node.agent import preload
-from phalanx.elastic.replicas.server import ReplicaKeeper
+from phalanx.elastic.replicas.server import ReplicaServer
 from phalanx.recovery import shared_memory
 
 PRELOAD = (
@@ -44,22 +44,22 @@ TOLD = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 def node(placement: Placement, folder: str, address: str) -> Path:
     """Begin to keep replicas on this node, and let others in. Before there are threads."""
-    from phalanx.checkpoint.memory.replica_update import replay_of
+    from phalanx.checkpoint.memory.replica_update import make_replayer
 
     mine = Path(folder) / f"node-{placement.rank}"
     mine.mkdir(mode=0o700)
-    keeper = ReplicaKeeper(mine, RUN, SECRET, replay_of)
+    keeper = ReplicaServer(mine, RUN, SECRET, make_replayer)
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(8)
-    door = Door(listener, SECRET, lambda host, why: None)
+    door = ConnectionListener(listener, SECRET, lambda host, why: None)
     (Path(folder) / f"port-{placement.rank}").write_text(str(listener.getsockname()[1]))
 
     def let_in() -> None:
         while True:
-            for channel, hello in door.tend():
-                channel.say({"ok": True})
-                keeper.take(channel.socket, writes="attempt" in hello)
+            for channel, hello in door.accept():
+                channel.send({"ok": True})
+                keeper.hand_over(channel.socket, writes="attempt" in hello)
                 channel.close("the keeper has it")
             time.sleep(0.002)
 
@@ -79,12 +79,12 @@ def commits(placement: Placement, folder: str, addresses: list[str], way: str, e
     own = node(placement, folder, addresses[placement.rank])
     import torch
 
-    from phalanx.checkpoint.memory.store import Memory
+    from phalanx.checkpoint.memory.store import SharedMemoryStore
     from phalanx.comm.mesh import join
-    from phalanx.engine.state_slots import Slots
-    from phalanx.optim.state import Piece, Slot
-    from phalanx.optim.update import AdamW, Change, pieces, zeros
-    from phalanx.recovery.replica_client import Replicas
+    from phalanx.engine.state_slots import StateSlots
+    from phalanx.optim.state import Slot, StatePiece
+    from phalanx.optim.update import AdamW, StepUpdate, allocate_zeros, state_pieces
+    from phalanx.recovery.replica_client import ReplicaClient
 
     class Told:
         weight: int = 1
@@ -101,36 +101,36 @@ def commits(placement: Placement, folder: str, addresses: list[str], way: str, e
         device = torch.device("cpu")
         return {
             key: {"param": allocate(key, "param", PART, torch.float32, device)}
-            | rule.make(key, (PART, 1), PART, torch.float32, device, allocate)
+            | rule.make_state(key, (PART, 1), PART, torch.float32, device, allocate)
             for key in keys
         }
 
-    def all_pieces(slot: Slot) -> Iterator[Piece]:
+    def all_pieces(slot: Slot) -> Iterator[StatePiece]:
         for key in keys:
-            yield from pieces(rule, key, slot[key], 0)
+            yield from state_pieces(rule, key, slot[key], 0)
 
     with join(placement, 60) as mesh:
         other = Path(folder) / f"port-{1 - placement.rank}"
         while not (other.exists() and other.read_text()):
             time.sleep(0.01)
-        partner: Address = (addresses[1 - placement.rank], int(other.read_text()))
-        memory = Memory(
-            own, mesh, generation=1, run=RUN, say=lambda kind, details: None, wanted=True,
-            replicas=Replicas(own, placement.rank, 2, partner, 1, 60.0), replicate="every_step",
-            rule=TOLD if way == GRADIENTS else None, first_here=True,
+        partner: HostPort = (addresses[1 - placement.rank], int(other.read_text()))
+        memory = SharedMemoryStore(
+            own, mesh, generation=1, run=RUN, on_event=lambda kind, details: None, wanted=True,
+            replicas=ReplicaClient(own, placement.rank, 2, partner, 1, 60.0), replicate="every_step",
+            rule=TOLD if way == GRADIENTS else None, first_on_node=True,
         )  # fmt: skip
-        state = Slots(make, all_pieces, zeros, keeper=memory)
+        state = StateSlots(make, all_pieces, allocate_zeros, keeper=memory)
         grads = {key: torch.full((PART,), 0.1) for key in keys}
         found = []
         for step in range(1, steps + 2):
-            change = Change(step, 1e-4, frozenset(), torch.ones(()), torch.zeros(()))
+            change = StepUpdate(step, 1e-4, frozenset(), torch.ones(()), torch.zeros(()))
             mesh.sum([0.0])
             before, begun = sent_bytes(), time.perf_counter()
-            state.begin()
-            state.updates(keys, grads, change)
+            state.begin_write()
+            state.note_updates(keys, grads, change)
             rule.apply(state.source, state.target, grads, change)
-            state.turn(step, Told())
-            state.settle()
+            state.advance(step, Told())
+            state.wait_for_commit()
             seconds = time.perf_counter() - begun
             mesh.sum([0.0])  # both have all that they wait for
             if step > 1:
@@ -140,7 +140,7 @@ def commits(placement: Placement, folder: str, addresses: list[str], way: str, e
 
 
 def measure(way: str, elements: int, steps: int, mbit: float) -> tuple[Row, Check]:
-    with links([mbit, mbit]) as network, tempfile.TemporaryDirectory(dir=shared_memory.PLACE) as folder:
+    with links([mbit, mbit]) as network, tempfile.TemporaryDirectory(dir=shared_memory.SHM_ROOT) as folder:
         addresses = list(network.addresses)
         both = network.run([0, 1], commits, folder, addresses, way, elements, steps)
     return judged(way, both, elements, mbit)

@@ -23,8 +23,8 @@ from torch.optim import AdamW
 from phalanx.comm import backend
 from phalanx.comm.mesh import Mesh
 from phalanx.engine.interface import Precision
-from phalanx.engine.sharded import Sharded
-from phalanx.engine.sharding_spec import Sharding
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.optim import update
 from phalanx.optim.state import Shard
 
@@ -224,7 +224,7 @@ class Fsdp2:
 class Ours:
     """Phalanx's engine: `clip` is the limit of the gradient's global norm, if there is one."""
 
-    sharding: Sharding
+    sharding: ShardingSpec
     clip: float | None = None
 
     def __call__(self, model: Model, mesh: Mesh) -> "Phalanx":
@@ -241,7 +241,7 @@ class Phalanx:
         precision = Precision(torch.float32, torch.float32)
         units = list(self._model.named_children())
         rule = update.AdamW(*BETAS, EPS, DECAY)
-        self.engine = Sharded(
+        self.engine = ShardedEngine(
             self._model, units, mesh=replace(mesh), rule=rule, nominal_weight=mesh.world, precision=precision,
             sharding=way.sharding,
         )  # fmt: skip

@@ -241,7 +241,7 @@ def utilisation(case: Case, effort: Effort, published_layers: int, name: str, mm
             memory_bytes = max(record["memory_bytes"] for record in ours.records)
     tokens_per_s = case.tokens / statistics.median(seconds)
     full, causal = flops_per_token(case.spec, case.seq_len)
-    peak = accelerator.peak_flops(accelerator.name(case.device), DTYPES[case.dtype])
+    peak = accelerator.peak_flops(accelerator.get_device_name(case.device), DTYPES[case.dtype])
     return {
         "model": name,
         "layers": f"{case.spec.layers} of {published_layers}",
@@ -374,9 +374,9 @@ def main(arguments: list[str] | None = None) -> None:
             f"Phalanx's loop needs the package {error.name}, which is not installed; install it, or carry its wheel"
         )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one process: its groups need no network
-    devices = accelerator.found() if given.device == "auto" else []
+    devices = accelerator.list_devices() if given.device == "auto" else []
     device = torch.device(devices[0] if devices else "cpu")
-    accelerator.use(device, accelerator.host_cores())
+    accelerator.set_device(device, accelerator.host_cores())
     if device.type == "cpu":
         rows, checks = on_cpu(given.quick)
     else:
@@ -384,7 +384,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows, checks = on_accelerator(
             device, given.quick, models[:1] if given.quick else models, sequences[:1] if given.quick else sequences
         )
-    chip = accelerator.name(device) if devices else None
+    chip = accelerator.get_device_name(device) if devices else None
     report(result("single_device", machine(chip, torch.get_num_threads()), rows, checks), given.json)
 
 

@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result, spread
 from phalanx.optim.state import Slot
-from phalanx.optim.update import MOMENTS, AdamW, Change, copy_over
+from phalanx.optim.update import MOMENTS, AdamW, StepUpdate, copy_slot
 from phalanx.recovery.integrity import PAGE_BYTES, checksum
-from phalanx.recovery.shared_memory import PLACE
+from phalanx.recovery.shared_memory import SHM_ROOT
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)
 KINDS = ("param", *MOMENTS)
@@ -38,7 +38,7 @@ RATIO = 2.0  # what is asked; in one pass it would be 40 bytes moved instead of 
 def slots(millions: int) -> tuple[Slot, Slot, dict[str, torch.Tensor], memoryview]:
     """Two slots of that many million parameters in shared memory, gradients, and the memory of the first."""
     elements = millions * MILLION
-    with tempfile.TemporaryFile(dir=PLACE) as file:
+    with tempfile.TemporaryFile(dir=SHM_ROOT) as file:
         os.posix_fallocate(file.fileno(), 0, 24 * elements)
         memory = mmap.mmap(file.fileno(), 24 * elements)
     first = memoryview(memory)[: 12 * elements // PAGE_BYTES * PAGE_BYTES]
@@ -56,11 +56,11 @@ def slots(millions: int) -> tuple[Slot, Slot, dict[str, torch.Tensor], memoryvie
 def measure(millions: int, rounds: int) -> Row:
     """All in turns."""
     one, other, gradients, memory = slots(millions)
-    change = Change(1, 1e-4, frozenset(), torch.ones(()), torch.zeros(()))
+    change = StepUpdate(1, 1e-4, frozenset(), torch.ones(()), torch.zeros(()))
     ways: dict[str, Callable[[], object]] = {
         IN_PLACE: lambda: RULE.apply(one, one, gradients, change),
         SLOT_TO_SLOT: lambda: RULE.apply(one, other, gradients, change),
-        COPY: lambda: copy_over(one, other),
+        COPY: lambda: copy_slot(one, other),
         CHECKSUM: lambda: checksum(memory),
     }
     spent: dict[str, list[float]] = {name: [] for name in ways}

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.events import Kind
-from phalanx.core.json_lines import last_line
+from phalanx.core.events import EventKind
+from phalanx.core.json_lines import read_last_line
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import inventory, shared_memory, state_file
-from phalanx.recovery.catalog import choose
+from phalanx.recovery.catalog import choose_restore_point
 from phalanx.system.fork import fork
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,7 +172,7 @@ class Run:
     paths: RunPaths
     commands: dict[int, Command] = field(default_factory=dict)
     nodes: int = 1
-    memory: Callable[[int], Path] = lambda node: shared_memory.PLACE
+    memory: Callable[[int], Path] = lambda node: shared_memory.SHM_ROOT
     events_so_far: Tail = field(init=False)
     _told: bytes = b""  # whose memory it is: what is looked at every few milliseconds is not found out each time
 
@@ -184,12 +184,12 @@ class Run:
 
     def attempt(self) -> int:
         """The attempt that was started last."""
-        return max((int(event["attempt"]) for event in self.events(Kind.ATTEMPT_STARTED)), default=0)
+        return max((int(event["attempt"]) for event in self.events(EventKind.ATTEMPT_STARTED)), default=0)
 
     def folders(self) -> list[Path]:
         """In the shared memory of each node; a path that leads nowhere where there is none yet."""
         places = [(node, self.memory(node)) for node in range(self.nodes)]
-        return [shared_memory.folder_of(self.paths, node, place) or place / "none" for node, place in places]
+        return [shared_memory.find_folder(self.paths, node, place) or place / "none" for node, place in places]
 
     def committed(self) -> int:
         """The newest step that all ranks hold in the memory of their nodes; 0: none."""
@@ -200,17 +200,19 @@ class Run:
         return self._newest(inventory.REPLICAS)
 
     def _newest(self, within: str) -> int:
-        run, held = self._told or state_file.run_of(self.paths.events), {}
+        run, held = self._told or state_file.compute_run_id(self.paths.events), {}
         for node, folder in enumerate(self.folders()):
             with contextlib.suppress(OSError):  # a file has just been removed, or the node is gone
-                held[node] = [inventory.held(facts) for facts in inventory.there(folder / within, run)]
-        choice = choose(held)
+                held[node] = [
+                    inventory.make_file_info(facts) for facts in inventory.read_state_files(folder / within, run)
+                ]
+        choice = choose_restore_point(held)
         self._told = run if choice is not None else b""
         return max(0, choice.step) if choice is not None else 0
 
     def recorded(self) -> tuple[int, int]:
         """(attempt, step) of the last line of its metrics."""
-        line = last_line(self.paths.metrics)
+        line = read_last_line(self.paths.metrics)
         return (int(line["attempt"]), int(line["step"])) if line else (0, 0)
 
     def step_s(self) -> float:
@@ -251,8 +253,8 @@ class Run:
             command.end()
         for node, folder in enumerate(self.folders()):
             if folder.is_dir():
-                with shared_memory.held(self.paths, node, self.memory(node)) as memory:
-                    memory.keeps = False
+                with shared_memory.hold_folder(self.paths, node, self.memory(node)) as memory:
+                    memory.persists = False
 
     @contextlib.contextmanager
     def ending(self) -> Iterator["Run"]:

@@ -51,7 +51,7 @@ RECIPE = """
 model: {{hidden: 32, layers: 2, heads: 2, intermediate: 64}}
 data: {{source: stdlib, tokenizer_vocab: 300, seq_len: 16, cache: {cache}}}
 train: {{steps: 1000000, global_batch: 4, micro_batch: 2, dtype: fp32, compile: false, eval_sequences: 0}}
-balance: {{work: even}}
+balance: {{batch: even}}
 checkpoint: {{every: 1000, keep: 1}}
 report: {{tensorboard: false}}
 """

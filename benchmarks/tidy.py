@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.system.fork import heeded
+from phalanx.system.fork import active_stop_signals
 
 
 @contextlib.contextmanager
@@ -14,11 +14,11 @@ def heeding_signals() -> Iterator[None]:
     """A signal to end raises SystemExit within, so that what was made is removed; a second one changes nothing."""
 
     def leave(number: int, _: object) -> None:
-        for each in heeded():
+        for each in active_stop_signals():
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in heeded()}
+    before = {number: signal.getsignal(number) for number in active_stop_signals()}
     try:
         for number in before:
             signal.signal(number, leave)
@@ -31,7 +31,7 @@ def heeding_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Signals to end wait until this is over."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, active_stop_signals())
     try:
         yield
     finally:

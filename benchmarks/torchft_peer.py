@@ -114,13 +114,13 @@ def begin(folder: Path, ranks: int, prepared: RunPaths, cache: Path) -> TorchFt:
 
     from phalanx.config import load
     from phalanx.data.prepare import TRAIN
-    from phalanx.workload.workload import spec_from_run
+    from phalanx.workload.workload import read_model_shape
 
     run = TorchFt(RunPaths(folder / "run"), replicas=ranks)
     run.paths.root.mkdir(parents=True)
-    config = load.check(yaml.safe_load(prepared.config.read_text()), str(prepared.config))
+    config = load.build_config(yaml.safe_load(prepared.config.read_text()), str(prepared.config))
     job = {
-        "spec": dataclasses.asdict(spec_from_run(config, prepared)),
+        "spec": dataclasses.asdict(read_model_shape(config, prepared)),
         "optim": config.optim.model_dump(),
         "seq_len": config.data.seq_len,
         "global_batch": config.train.global_batch,

@@ -39,14 +39,14 @@ from benchmarks.torchft_peer import (
     lines_of,
 )
 from phalanx.data.loader import Loader
-from phalanx.data.packing import Form, rows_of
+from phalanx.data.packing import PackingOptions, make_rows
 from phalanx.data.token_files import TokenFile
 from phalanx.layout import balance
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.llama import Llama
 from phalanx.optim.lr_schedule import learning_rate
 from phalanx.system import accelerator
-from phalanx.tasks.language import LanguageModel
+from phalanx.tasks.language import CausalLMTask
 
 CPU = torch.device("cpu")
 # Those of torchft's own example for Gloo.
@@ -127,8 +127,8 @@ def inputs_of(job: dict[str, Any], replica: int) -> Callable[[int], dict[str, Te
     """A replica's part of the batch of a step, of which the first is 0. What belongs to one that is lost is left out:
     so torchft's own sampler has it."""
     replicas, batch = job["replicas"], job["global_batch"]
-    rows = rows_of(TokenFile(Path(job["tokens"])), Form(job["seq_len"]), SEED)
-    loader, task = Loader([(rows, 1.0)], batch, SEED, replica), LanguageModel(job["seq_len"])
+    rows = make_rows(TokenFile(Path(job["tokens"])), PackingOptions(job["seq_len"]), SEED)
+    loader, task = Loader([(rows, 1.0)], batch, SEED, replica), CausalLMTask(job["seq_len"])
     division = balance.Division((batch // replicas,) * replicas, 1)
 
     def inputs(step: int) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ def train() -> None:
     job = json.loads((folder / JOB).read_text())
     optim: Any = SimpleNamespace(**job["optim"])
     inputs = inputs_of(job, replica)
-    accelerator.use(CPU, accelerator.threads_of(0, job["replicas"]))
+    accelerator.set_device(CPU, accelerator.threads_per_rank(0, job["replicas"]))
     spec = ModelSpec(**job["spec"])
     with CPU:
         model = Llama(spec).train()

@@ -83,16 +83,16 @@ def exchange(placement: Placement, mib: float, turns: int, splits: Sequence[Sequ
 
     from phalanx.comm.collectives import Traffic
     from phalanx.comm.mesh import join
-    from phalanx.comm.ring import Ring
-    from phalanx.comm.uneven_collectives import Native, Transfers
+    from phalanx.comm.ring import RingCollectives
+    from phalanx.comm.uneven_collectives import DeviceCollectives, UnevenCollectives
     from phalanx.system import accelerator
 
-    accelerator.use(torch.device("cpu"), 1)
+    accelerator.set_device(torch.device("cpu"), 1)
     length = round(mib * 2**18)
     with join(placement, 120) as mesh:
         traffic = Traffic()
-        ring, gloo = Ring(mesh.transfers, traffic), Native(mesh.shard.get_group(), traffic)
-        forms: list[tuple[str, Transfers, list[int]]] = [
+        ring, gloo = RingCollectives(mesh.transfers, traffic), DeviceCollectives(mesh.shard.get_group(), traffic)
+        forms: list[tuple[str, UnevenCollectives, list[int]]] = [
             *((name_of(split), ring, cuts_of(split, length)) for split in splits),
             (GLOO, gloo, cuts_of([1] * mesh.world, length)),
         ]
@@ -133,10 +133,10 @@ def train(placement: Placement, case: dict[str, Any], splits: Sequence[Sequence[
 
     from benchmarks.sharded_peers import Model, Ours, seconds
     from phalanx.comm.mesh import join
-    from phalanx.engine.sharding_spec import Sharding
+    from phalanx.engine.sharding_spec import ShardingSpec
     from phalanx.system import accelerator
 
-    accelerator.use(torch.device("cpu"), 1)
+    accelerator.set_device(torch.device("cpu"), 1)
     of = Training(**case)
     taken: dict[str, list[float]] = {name_of(split): [] for split in splits}
     held: dict[str, dict[str, list[int]]] = {name_of(split): {} for split in splits}
@@ -146,11 +146,11 @@ def train(placement: Placement, case: dict[str, Any], splits: Sequence[Sequence[
         waiting = Model(of.blocks, of.side, block_s / 3, 2 * block_s / 3)
         for _ in range(of.turns):
             for split in splits:
-                with at_work(Ours(Sharding(slots=2, weights=tuple(map(float, split)))), waiting, mesh) as way:
+                with at_work(Ours(ShardingSpec(slots=2, weights=tuple(map(float, split)))), waiting, mesh) as way:
                     taken[name_of(split)] += seconds(mesh, way, of.steps)
         for zero in (1, 2, 3):
             for split in splits:
-                ours = Ours(Sharding(zero, weights=tuple(map(float, split))))
+                ours = Ours(ShardingSpec(zero, weights=tuple(map(float, split))))
                 held[name_of(split)][f"zero {zero}"] = holds(mesh, ours, model)
     return {"seconds": taken, "held": held}
 
@@ -163,7 +163,7 @@ def most_memory(placement: Placement, side: int) -> dict[str, int]:
     from phalanx.comm.mesh import join
     from phalanx.system import accelerator
 
-    accelerator.use(torch.device("cpu"), 1)
+    accelerator.set_device(torch.device("cpu"), 1)
     with join(placement, 120) as mesh:
         ways = released_ways()
         for make in ways.values():  # what is taken at a first use stays
@@ -174,9 +174,9 @@ def most_memory(placement: Placement, side: int) -> dict[str, int]:
 def released_ways() -> dict[str, Any]:
     """Those that keep no whole parameters between uses."""
     from benchmarks.sharded_peers import Fsdp2, Ours
-    from phalanx.engine.sharding_spec import Sharding
+    from phalanx.engine.sharding_spec import ShardingSpec
 
-    ours = Ours(Sharding(3, "per_micro_batch"))
+    ours = Ours(ShardingSpec(3, "per_micro_batch"))
     return {RELEASED: ours, "FSDP2": Fsdp2(False), "FSDP2, gathering ahead": Fsdp2(True)}
 
 
@@ -231,7 +231,7 @@ def holds(mesh: Any, ours: Any, model: Any) -> list[int]:
     """The most bytes that an engine is seen to hold on this rank as its forward passes come to each block, and those of
     the formula."""
     from benchmarks.sharded_peers import seconds
-    from phalanx.engine.memory_model import held_bytes
+    from phalanx.engine.memory_model import estimate_engine_bytes
 
     gc.collect()
     gc.freeze()  # what there is already does not count, and need not be looked through
@@ -240,7 +240,9 @@ def holds(mesh: Any, ours: Any, model: Any) -> list[int]:
         for block in way._model:
             block.register_forward_pre_hook(lambda *_: seen.append(live_bytes()))
         seconds(mesh, way, 1)
-        items = held_bytes(way.engine.buckets, mesh.rank, ours.sharding, way.engine._precision, way.engine.rule)
+        items = estimate_engine_bytes(
+            way.engine.buckets, mesh.rank, ours.sharding, way.engine._precision, way.engine.rule
+        )
     return [max(seen), sum(items.values())]
 
 

@@ -12,7 +12,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from phalanx.compat.megatron.args import BLOCKS, GROUPS, Told
+from phalanx.compat.megatron.args import BLOCKS, GROUPS, MegatronOverrides
 from phalanx.compat.megatron.weights import MegatronCheckpoint
 from phalanx.core.errors import PhalanxError
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
@@ -55,10 +55,14 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def told_by(options: argparse.Namespace, tokenizer: Tokenizer | None) -> Told:
+def told_by(options: argparse.Namespace, tokenizer: Tokenizer | None) -> MegatronOverrides:
     """What the flags and the tokenizer say."""
-    flags = {field.name: getattr(options, field.name) for field in fields(Told) if field.name != "tokenizer_size"}
-    return Told(**flags, tokenizer_size=tokenizer.vocab_size if tokenizer is not None else None)
+    flags = {
+        field.name: getattr(options, field.name)
+        for field in fields(MegatronOverrides)
+        if field.name != "tokenizer_size"
+    }
+    return MegatronOverrides(**flags, tokenizer_size=tokenizer.vocab_size if tokenizer is not None else None)
 
 
 def run(options: argparse.Namespace) -> None:

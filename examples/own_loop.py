@@ -22,7 +22,7 @@ from phalanx.data.loader import Loader
 from phalanx.layout.balance import Speed
 from phalanx.system.torchrun_env import from_environment
 from phalanx.workload.clock import clock_of
-from phalanx.workload.work_split import Sharing
+from phalanx.workload.work_split import WorkSplit
 
 GLOBAL_BATCH, STEPS = 64, 100
 ALONE = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device="cpu", store=None)
@@ -64,7 +64,7 @@ def train(placement: Placement) -> list[float]:
     losses = []
     with join(placement, timeout_s=60.0) as mesh:
         loader = Loader([(Spirals(), 1.0)], GLOBAL_BATCH, seed=0, rank=mesh.rank)  # [1]
-        sharing = Sharing("auto", GLOBAL_BATCH, [Speed(1.0)] * mesh.world, mesh)  # [2]
+        sharing = WorkSplit("auto", GLOBAL_BATCH, [Speed(1.0)] * mesh.world, mesh)  # [2]
         clock = clock_of(mesh, [])  # [3]
         for step in range(1, STEPS + 1):
             clock.start()  # [4]

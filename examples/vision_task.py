@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.data.images import Images, mnist
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.model import Model
-from phalanx.tasks.custom import OwnTask
+from phalanx.tasks.custom import CustomTask
 from phalanx.tasks.task import Batch
 
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.norm, self.dropout = nn.GroupNorm(4, width), dropout
         self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
 
-    def forward(self, x: Tensor, draws: Draws | None, place: Tensor) -> Tensor:
+    def forward(self, x: Tensor, draws: CounterRNG | None, place: Tensor) -> Tensor:
         y = self.second(F.gelu(self.first(self.norm(x))))
         if draws is not None:  # a draw for each (sample, pixel, channel)
             y = draws.dropout(y.flatten(2).transpose(1, 2), place, self.dropout).transpose(1, 2).view_as(x)
@@ -45,7 +45,7 @@ class Net(Model):
         self.norm = nn.GroupNorm(4, width)
         self.head = nn.Linear(width, classes)
 
-    def forward(self, images: Tensor, draws: Draws | None = None) -> Tensor:
+    def forward(self, images: Tensor, draws: CounterRNG | None = None) -> Tensor:
         x = self.stem(images)
         places = torch.arange(len(self.layers), device=x.device)  # as tensors: one compiled block serves all
         for place, block in zip(places, self.layers, strict=True):
@@ -53,7 +53,7 @@ class Net(Model):
         return self.head(F.gelu(self.norm(x)).amax((2, 3)))
 
 
-class Task(OwnTask):
+class Task(CustomTask):
     """What `task.code` looks for; the arguments are `task.options`."""
 
     def __init__(self, folder: str = "", width: int = 32, depth: int = 3, classes: int = 10, dropout: float = 0.1):
@@ -81,7 +81,7 @@ class Task(OwnTask):
         images = torch.from_numpy(np.stack([image for image, _ in samples]))[:, None].float() / 255
         return Batch({"images": images, "labels": torch.tensor([label for _, label in samples])}, len(samples))
 
-    def loss_sum(self, model: nn.Module, batch: Batch, draws: Draws | None) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: CounterRNG | None) -> Tensor:
         return F.cross_entropy(model(batch.inputs["images"], draws), batch.inputs["labels"], reduction="sum")
 
     def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -9,17 +9,23 @@
 import importlib
 from typing import Any
 
+from phalanx.core import renamed
+
 __version__ = "0.1.0"
 
 # What is found here though it lives in a module that needs torch, which is imported when it is asked for.
 _ELSEWHERE = {
     "Callback": "phalanx.trainer.callback",
+    "plan": "phalanx.planner.from_python",
+    "train": "phalanx.launch.from_python",
     "shard": "phalanx.api.shard",
     "init": "phalanx.api.fsdp.init",
     "transform": "phalanx.api.fsdp.init",
     "rebuild_buffers": "phalanx.parallel.init_weights",
     "start_of": "phalanx.parallel.init_weights",
 }
+
+renamed.install()
 
 
 def __getattr__(name: str) -> Any:

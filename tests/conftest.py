@@ -105,7 +105,7 @@ def bucket(s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch, request: pyte
 
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
-    storage._made.cache_clear()  # a driver made before would not know of it
+    storage._make_filesystem.cache_clear()  # a driver made before would not know of it
     return f"s3://{BUCKET}/{abs(hash(request.node.nodeid)):x}"
 
 
@@ -115,5 +115,5 @@ def faults() -> "Faults":
     from phalanx.storage import files as storage
     from tests.stores import register
 
-    storage._made.cache_clear()
+    storage._make_filesystem.cache_clear()
     return register()

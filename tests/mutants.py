@@ -51,18 +51,18 @@ TESTS = {
 
 # "file function: code -> other code" -> why it is no other program.
 EQUIVALENT: dict[str, str] = {
-    "layout/balance.py _below: (count := sum(had)) <= total -> ((count := sum(had))) < (total)": "split gives "
+    "layout/balance.py _split_below: (count := sum(had)) <= total -> ((count := sum(had))) < (total)": "split gives "
     "the rest itself",
-    "layout/balance.py _below: 3 -> 4 in aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 "
-    "else 0.5": "how fast the cost is found, and not which",
-    "layout/balance.py _below: (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 else 0.5 -> (total - "
-    "len(lines) / 4 - below) / (above - below) if not (turn % 3 < 2) else 0.5": ""
-    "how fast the cost is found, and not which",
-    "layout/balance.py _below: 4 -> 5 in aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 "
-    "else 0.5": "how fast the cost is found, and not which",
-    "layout/comm_schedule.py plan: 2 -> 1 in for _ in range(max(2, EFFORT // len(after))):": "of more than "
+    "layout/balance.py _split_below: 3 -> 4 in aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < "
+    "2 else 0.5": "how fast the cost is found, and not which",
+    "layout/balance.py _split_below: (total - len(lines) / 4 - below) / (above - below) if turn % 3 < 2 else 0.5 -> "
+    "(total - len(lines) / 4 - below) / (above - below) if not (turn % 3 < 2) else 0.5": "how fast the cost "
+    "is found, and not which",
+    "layout/balance.py _split_below: 4 -> 5 in aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < "
+    "2 else 0.5": "how fast the cost is found, and not which",
+    "layout/comm_schedule.py plan_order: 2 -> 1 in for _ in range(max(2, EFFORT // len(after))):": "of more than "
     "20,000 operations one search is enough, and no model has as many",
-    "layout/comm_schedule.py bound: 0.0 -> -1.0 in all_reduced = 0.0": "no reduce begins before "
+    "layout/comm_schedule.py lower_bound_s: 0.0 -> -1.0 in all_reduced = 0.0": "no reduce begins before "
     "0, and the greater counts",
     "layout/pipeline_stages.py _ready: 0.0 -> -1.0 in found = max(found, made[need] + (hop_s if stages.owner(need[1]) "
     "!= stages.owner(stage) else 0.0))": "what a rank has made itself it has made before it begins anything else",

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,8 +19,8 @@ PACKAGE = ROOT / "phalanx"
 
 # Package -> the packages that it may import. `phalanx` is the package's own __init__, `__main__` the command.
 MAY_IMPORT: dict[str, set[str]] = {
-    "phalanx": set(),
     "core": set(),
+    "phalanx": {"core"},
     # No torch from here to `planner`, but for the device in `system`.
     "layout": {"core"},
     "recovery": {"core"},
@@ -275,6 +276,188 @@ def test_the_data_package_needs_torch_no_more_than_the_command_that_prepares_dat
     assert not any("torch" in set(imports_of(module)) for module in MODULES if unit_of(module) == "data")
 
 
+# --------------------------------------------------------------------------------------------------------------- names
+
+# Irregular forms; whatever ends in -ed is one, but for these.
+PARTICIPLES = {
+    "asked", "begun", "bound", "broken", "brought", "built", "chosen", "come", "cut", "done", "drawn", "driven",
+    "fallen", "felt", "fetched", "foretold", "forgotten", "found", "given", "gone", "had", "heard", "held", "hidden",
+    "kept", "known", "laid", "learnt", "left", "lent", "lost", "made", "meant", "met", "paid", "put", "seen", "sent",
+    "shown", "spoken", "spent", "stood", "sunk", "taken", "taught", "thought", "told", "took", "understood", "woken",
+    "worn", "written",
+}  # fmt: skip
+VERBS = {
+    "cut",
+    "put",
+    "embed",
+    "feed",
+    "need",
+    "seed",
+    "speed",
+    "shed",
+    "exceed",
+    "proceed",
+    "succeed",
+    "bound",
+    "come",
+}
+# Adjectives before a noun, and the API of tasks.
+STATES = {"hidden_shape", "pinned_bytes", "shared_units", "held_out"}
+# Files of more lines, and classes of more attributes or methods, than they should have.
+MOST_LINES, MOST_ATTRIBUTES, MOST_METHODS = 400, 20, 25
+LARGE_FILES = {
+    "phalanx.api.shard": 437,
+    "phalanx.api.sharded_model": 438,
+    "phalanx.autotune.measure": 471,
+    "phalanx.checkpoint.memory.store": 525,
+    "phalanx.cli.main": 508,
+    "phalanx.cli.plan": 415,
+    "phalanx.comm.backend": 504,
+    "phalanx.comm.mesh": 469,
+    "phalanx.comm.two_level": 486,
+    "phalanx.config.load": 496,
+    "phalanx.config.schema": 502,
+    "phalanx.config.validation": 406,
+    "phalanx.data.prepare": 503,
+    "phalanx.data.read_chunks": 463,
+    "phalanx.elastic.membership.membership": 512,
+    "phalanx.elastic.node.node_agent": 543,
+    "phalanx.elastic.replicas.server": 476,
+    "phalanx.elastic.supervisor.coordinator": 496,
+    "phalanx.elastic.supervisor.decide": 456,
+    "phalanx.engine.bucket": 404,
+    "phalanx.engine.sharded": 545,
+    "phalanx.generate.text": 410,
+    "phalanx.launch.job_supervisor": 456,
+    "phalanx.launch.jobs": 492,
+    "phalanx.launch.local": 511,
+    "phalanx.launch.multinode": 449,
+    "phalanx.layout.balance": 409,
+    "phalanx.layout.hardware": 455,
+    "phalanx.layout.rebalance": 412,
+    "phalanx.planner.cost": 488,
+    "phalanx.planner.search": 505,
+    "phalanx.report.event_text": 475,
+    "phalanx.storage.files": 473,
+    "phalanx.storage.mirror": 431,
+}
+LARGE_CLASSES = {
+    # A catalogue of paths, and a backend of torch.distributed, are as large as they have to be.
+    "phalanx.core.run_paths:RunPaths": (2, 45),
+    "phalanx.comm.backend:ProcessGroupPhalanx": (4, 36),
+    # The others are to be divided.
+    "phalanx.checkpoint.memory.store:SharedMemoryStore": (39, 34),
+    "phalanx.comm.mesh:Mesh": (23, 10),
+    "phalanx.comm.two_level:TwoLevelCollectives": (14, 27),
+    "phalanx.config.model:ModelSection": (21, 0),
+    "phalanx.config.schema:DataSection": (21, 0),
+    "phalanx.core.records:StepRecord": (22, 0),
+    "phalanx.elastic.membership.membership:Membership": (30, 41),
+    "phalanx.elastic.membership.messages:_Message": (29, 0),
+    "phalanx.elastic.membership.rendezvous_host:RendezvousHost": (18, 26),
+    "phalanx.elastic.node.job:NodeJob": (22, 1),
+    "phalanx.elastic.node.node_agent:NodeAgent": (26, 41),
+    "phalanx.elastic.supervisor.coordinator:Coordinator": (21, 27),
+    "phalanx.elastic.supervisor.state:JobState": (23, 1),
+    "phalanx.engine.sharded:ShardedEngine": (41, 36),
+    "phalanx.engine.single:SingleEngine": (22, 20),
+    "phalanx.health.gpu:Gpu": (22, 0),
+    "phalanx.layout.model_shape:ModelSpec": (22, 4),
+    "phalanx.planner.simulate:Scenario": (24, 1),
+    "phalanx.planner.work:StepWork": (31, 12),
+}
+
+
+def definitions() -> Iterator[tuple[str, ast.AST, list[ast.ClassDef]]]:
+    """(module:qualified name, node, the classes that it stands in) of every class and function outside functions."""
+
+    def below(
+        body: list[ast.stmt], prefix: str, classes: list[ast.ClassDef]
+    ) -> Iterator[tuple[str, ast.AST, list[ast.ClassDef]]]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield prefix + node.name, node, classes
+            if isinstance(node, ast.ClassDef):
+                yield from below(node.body, f"{prefix}{node.name}.", [*classes, node])
+
+    for module in MODULES:
+        yield from below(tree_of(module).body, f"{module}:", [])
+
+
+def _is_property(node: ast.AST) -> bool:
+    return any(
+        "property" in ast.unparse(each) or "setter" in ast.unparse(each) for each in getattr(node, "decorator_list", [])
+    )
+
+
+def _is_participle(word: str) -> bool:
+    return word not in VERBS and (word in PARTICIPLES or (word.endswith("ed") and len(word) > 3))
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Those that stand for another library's have its names."""
+    places = defaultdict(list)
+    for name, node, _ in definitions():
+        if isinstance(node, ast.ClassDef) and not name.startswith("phalanx.compat"):
+            places[node.name].append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_a_public_function_is_named_for_what_it_does_and_not_for_what_was_done() -> None:
+    guilty = []
+    for name, node, _ in definitions():
+        last = name.rpartition(":")[2].rpartition(".")[2]
+        if isinstance(node, ast.ClassDef) or last.startswith("_") or _is_property(node) or "compat" in name:
+            continue
+        if last not in STATES and last.split("_")[0] not in ("is", "read") and _is_participle(last.split("_")[0]):
+            guilty.append(name)
+    assert guilty == []
+
+
+def test_files_and_classes_have_a_size_that_can_be_read() -> None:
+    """And what is too large does not grow."""
+    files = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in MODULES.items()}
+    assert {module: lines for module, lines in files.items() if lines > LARGE_FILES.get(module, MOST_LINES)} == {}
+    assert [module for module, lines in LARGE_FILES.items() if files.get(module, 0) <= MOST_LINES] == [], (
+        "list it no more"
+    )
+    classes = {name: _size(node) for name, node, _ in definitions() if isinstance(node, ast.ClassDef)}
+    usual = MOST_ATTRIBUTES, MOST_METHODS
+    larger = {
+        name: size
+        for name, size in classes.items()
+        if any(a > b for a, b in zip(size, LARGE_CLASSES.get(name, usual), strict=True))
+    }
+    assert larger == {}
+
+
+def _size(node: ast.ClassDef) -> tuple[int, int]:
+    """The attributes of a class's instances, and its methods."""
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    attributes = {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self":
+            attributes.add(each.attr)
+    return len(attributes), len(methods)
+
+
+def test_functions_of_the_package_stay_functions_whatever_is_imported() -> None:
+    script = (
+        "import importlib, json, sys\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    importlib.import_module(name)\n"
+        "import phalanx\n"
+        "print(callable(phalanx.train), callable(phalanx.plan), callable(phalanx.shard), callable(phalanx.init))\n"
+    )
+    names = [name for name in MODULES if not name.endswith("__main__")]
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(names)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.split() == ["True"] * 4, done.stderr
+
+
 # --------------------------------------------------------------------------------------------------------------- habits
 
 
@@ -286,11 +469,10 @@ def test_package_init_files_are_empty() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_says_what_it_is_and_is_short(module: str) -> None:
+def test_a_module_says_what_it_is(module: str) -> None:
     text = MODULES[module].read_text(encoding="utf-8")
     if text:
         assert ast.get_docstring(tree_of(module)), f"{module} has no docstring"
-    assert len(text.splitlines()) <= 500, f"{module} is too long to read"
 
 
 def test_only_one_file_knows_what_kind_of_device_there_is() -> None:

@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
-from phalanx.core.placement import Kept, Placement
+from phalanx.core.placement import InMemoryCheckpoint, Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.node.agent import Job, preload, run
+from phalanx.elastic.node.agent import NodeJob, preload, run_local_job
 from phalanx.elastic.node.worker import STACKS_SIGNAL
-from phalanx.recovery.inventory import to_go_on_from
-from phalanx.recovery.state_file import run_of
+from phalanx.recovery.inventory import find_resume_checkpoint
+from phalanx.recovery.state_file import compute_run_id
 from phalanx.system.fork import die_with
 
 WARM = (
@@ -93,13 +93,13 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
     worker = partial(run_case, function=request["function"], kwargs=request["kwargs"], folder=str(folder))
 
-    def kept() -> Kept | None:
+    def find_in_memory_state() -> InMemoryCheckpoint | None:
         run_paths = RunPaths(Path(request["kwargs"]["run"]))
         steps = [int(path.name.removeprefix("step-")) for path in (run_paths.root / "checkpoints").glob("step-*")]
-        return to_go_on_from(Path(request["shared"]), run_of(run_paths.events), max(steps, default=0))
+        return find_resume_checkpoint(Path(request["shared"]), compute_run_id(run_paths.events), max(steps, default=0))
 
     shared = request.get("shared")
-    job = Job(
+    job = NodeJob(
         world=world,
         worker=worker,
         paths=paths,
@@ -107,10 +107,10 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         on_event=lambda kind, details: events.append({"kind": kind, **details}),
         on_idle=watch_the_clock,
         first_attempt=request["kwargs"].get("first_attempt", 1),
-        **({} if shared is None else {"shared": Path(shared), "kept": kept}),
+        **({} if shared is None else {"shared": Path(shared), "find_in_memory_state": find_in_memory_state}),
     )
     try:
-        code = run(job)
+        code = run_local_job(job)
     except Exception as error:
         return {"error": f"{error}\n{logs(paths, events, world)}"}
     if code != 0:
@@ -120,9 +120,9 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
 def logs(paths: RunPaths, events: list[dict[str, Any]], world: int) -> str:
     """What is known about a failure: the deaths, the first cause's traceback, the ends of the last attempt's logs."""
-    deaths = [event for event in events if event["kind"] == Kind.WORKER_DIED]
+    deaths = [event for event in events if event["kind"] == EventKind.WORKER_DIED]
     parts = [f"attempt {death['attempt']}, rank {death['rank']}: {death['reason']}" for death in deaths]
-    if deaths and (cause := paths.cause(deaths[-1]["attempt"], deaths[-1]["rank"])).exists():
+    if deaths and (cause := paths.exit_cause(deaths[-1]["attempt"], deaths[-1]["rank"])).exists():
         parts.append(json.loads(cause.read_text())["traceback"])
     attempt = max((event["attempt"] for event in events), default=1)
     for rank in range(world):

@@ -15,27 +15,27 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.api.sharded_model import Rate, ShardedModel, finite_rate
-from phalanx.comm.codec import CODECS, PLAIN
-from phalanx.comm.collectives import carried_from
+from phalanx.comm.codec import CODECS, NO_COMPRESSION
+from phalanx.comm.collectives import device_for_group
 from phalanx.comm.json_objects import JsonGroup
-from phalanx.comm.mesh import Mesh, beside, join
+from phalanx.comm.mesh import Mesh, attach_mesh, join
 from phalanx.config import optimizers
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
-from phalanx.engine.hooks import passes_of
+from phalanx.engine.hooks import find_unit_hooks
 from phalanx.engine.interface import Precision
-from phalanx.engine.schedule import NOTHING_SAVED
-from phalanx.engine.sharded import Sharded
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.layout.mesh_axes import ALONE, Axes
-from phalanx.layout.tensor_shards import Slice, copies_of, whole_shapes
+from phalanx.engine.schedule import NO_GAIN
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.layout.mesh_axes import ALONE, MeshAxes
+from phalanx.layout.tensor_shards import TensorShard, count_copies, whole_shapes
 from phalanx.models.model import Model
 from phalanx.optim.adamw8bit import AdamW8bit
 from phalanx.optim.state import Shard
-from phalanx.optim.torch_optimizers import from_torch
-from phalanx.optim.update import AdamW, Rule
-from phalanx.parallel.hf_transform import axis_of, parts_of
-from phalanx.parallel.tensor_state import filled_by_rows
+from phalanx.optim.torch_optimizers import make_torch_rule
+from phalanx.optim.update import AdamW, UpdateRule
+from phalanx.parallel.hf_transform import find_tensor_axis, find_tensor_shards
+from phalanx.parallel.tensor_state import fill_by_rows
 from phalanx.system import accelerator
 from phalanx.system.torchrun_env import from_environment
 
@@ -59,7 +59,7 @@ def shard(
     weights: Sequence[float] | None = None,
     shard_degree: int | None = None,
     slots: int = 1,
-    compress: str = PLAIN,
+    compress: str = NO_COMPRESSION,
     units: Sequence[str | nn.Module] | None = None,
     fill: Callable[[Shard], None] | None = None,
     timeout_s: float = 600.0,
@@ -110,28 +110,28 @@ def shard(
     sharding = _sharding(zero, reduce, weights, shard_degree, slots, compress)
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm is {clip_norm:g}, which would stop all training; give a norm above 0, or None")
-    precision, device = check(model, fill)
-    parts = units_of(model) if units is None else named(model, units)
+    precision, device = check_model(model, fill)
+    parts = find_units(model) if units is None else resolve_units(model, units)
     left = contextlib.ExitStack()
     try:
-        slices = parts_of(model)
-        mesh = left.enter_context(_meet(device, timeout_s, _axes(model)))
-        copies = copies_of(dict(model.named_parameters()), slices, mesh.axes.tensor)
+        slices = find_tensor_shards(model)
+        mesh = left.enter_context(_join_mesh(device, timeout_s, _axes(model)))
+        copies = count_copies(dict(model.named_parameters()), slices, mesh.axes.tensor)
         shared = {"zero": zero, "reduce": sharding.reduce, "weights": sharding.weights, "shard_degree": shard_degree}
         own = {"slots": slots, "compress": compress, "clip_norm": clip_norm, "units": [name for name, _ in parts]}
         asked = {**shared, **own, **settings}
-        _agree(JsonGroup(mesh.checkpoint), asked, model, slices)
-        begin_alike(model, mesh, slices)
-        if compress != PLAIN and len(mesh.topology.nodes) == 1:
-            warnings.warn(f"compress={compress!r} {NOTHING_SAVED}", stacklevel=2)
-        engine = Sharded(
+        _check_same_call(JsonGroup(mesh.checkpoint), asked, model, slices)
+        sync_initial_values(model, mesh, slices)
+        if compress != NO_COMPRESSION and len(mesh.topology.nodes) == 1:
+            warnings.warn(f"compress={compress!r} {NO_GAIN}", stacklevel=2)
+        engine = ShardedEngine(
             model, parts, mesh=mesh.data, rule=update, nominal_weight=1, precision=precision, sharding=sharding,
             copies={name: count for name, count in copies.items() if count > 1},
         )  # fmt: skip
         if fill is not None and slices:
-            fill = filled_by_rows(fill, slices)
+            fill = fill_by_rows(fill, slices)
         with torch.no_grad():
-            engine.initialise(_values_of(model, fill))
+            engine.initialise(_make_current_fill(model, fill))
         return ShardedModel(
             model, engine, mesh, left.pop_all(), master=precision.master, lr=lr, clip_norm=clip_norm, slices=slices
         )
@@ -144,10 +144,10 @@ def shard(
 
 def _rule(
     name: str, lr: Rate, chosen: Mapping[str, Any], options: Mapping[str, bool | int | float]
-) -> tuple[Rule, dict[str, Any]]:
+) -> tuple[UpdateRule, dict[str, Any]]:
     """The update rule, and what it was made of. Raises ConfigError for one that cannot be sharded, or is not known."""
     keys = [key for key, value in chosen.items() if value or key != "weight_decay"]
-    found = optimizers.rule_problems(name, options, ["beta1" if key == "betas" else key for key in keys])
+    found = optimizers.find_rule_problems(name, options, ["beta1" if key == "betas" else key for key in keys])
     if found:
         raise ConfigError(_as_argument(found[0]))
     betas, eps = chosen.get("betas", BETAS), chosen.get("eps", EPS)
@@ -163,24 +163,29 @@ def _rule(
         return adamw if name == "adamw" else AdamW8bit(adamw), settings
     try:
         first = lr(1) if callable(lr) else lr
-        return from_torch(name, lr=first, betas=betas, eps=eps, weight_decay=decay, options=options), settings
+        return make_torch_rule(name, lr=first, betas=betas, eps=eps, weight_decay=decay, options=options), settings
     except ConfigError as error:
         raise ConfigError(_as_argument(str(error))) from None
 
 
 def _as_argument(sentence: str) -> str:
     """A sentence about keys of a recipe, said of arguments."""
-    return sentence.replace("optim.", "").replace("beta1 is set", "betas is set").replace("beta1 and beta2", "betas")
+    return (
+        sentence.replace("optim.name", "rule")
+        .replace("optim.", "")
+        .replace("beta1 is set", "betas is set")
+        .replace("beta1 and beta2", "betas")
+    )
 
 
 def _sharding(
     zero: int, reduce: str, weights: Sequence[float] | None, shard_degree: int | None, slots: int, compress: str
-) -> Sharding:
+) -> ShardingSpec:
     for name, value, allowed in (
         ("zero", zero, (1, 2, 3)),
         ("reduce", reduce, ("auto", "per_step", "per_micro_batch")),
         ("slots", slots, (1, 2)),
-        ("compress", compress, (PLAIN, *CODECS)),
+        ("compress", compress, (NO_COMPRESSION, *CODECS)),
     ):
         if value not in allowed:
             raise ConfigError(
@@ -198,10 +203,10 @@ def _sharding(
         shares = None if weights is None else tuple(map(float, weights))
     except (TypeError, ValueError):
         raise ConfigError(f"weights is {weights!r}, which are no numbers; give one for each rank, or None") from None
-    return Sharding(zero, reduce, shares, slots, degree=shard_degree, compress=compress)
+    return ShardingSpec(zero, reduce, shares, slots, degree=shard_degree, compress=compress)
 
 
-def check(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple[Precision, torch.device]:
+def check_model(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple[Precision, torch.device]:
     """The type and the device of a model's parameters. Raises ConfigError where it cannot be sharded."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError(
@@ -212,7 +217,7 @@ def check(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple[Preci
             "the model was compiled as a whole, so that nothing of it could be waited for; compile its parts "
             "(block.forward = torch.compile(block.forward)) and hand over the plain module"
         )
-    if (known := next(passes_of(model), None)) is not None:
+    if (known := next(find_unit_hooks(model), None)) is not None:
         if known.closed:
             raise ConfigError(
                 "the model, or a part of it, was sharded with zero=3 and closed, which has left it without parameters; "
@@ -272,7 +277,7 @@ def _device_of(places: Mapping[str, torch.device]) -> torch.device:
 # --------------------------------------------------------------------------------------------------------------- units
 
 
-def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Parts of a model that are moved as one, by name, in the order in which they were declared: members of lists, and
     what lies beside the lists. What one has besides belongs to the model itself."""
     if isinstance(model, Model):
@@ -295,7 +300,7 @@ def _parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def named(model: nn.Module, units: Sequence[str | nn.Module]) -> list[tuple[str, nn.Module]]:
+def resolve_units(model: nn.Module, units: Sequence[str | nn.Module]) -> list[tuple[str, nn.Module]]:
     """Chosen units with their names. Raises ConfigError for what is no part of the model, or part of another unit."""
     names = {id(module): name for name, module in model.named_modules()}
     found: list[tuple[str, nn.Module]] = []
@@ -322,12 +327,12 @@ def named(model: nn.Module, units: Sequence[str | nn.Module]) -> list[tuple[str,
 # ------------------------------------------------------------------------------------------------------------ ranks
 
 
-def _axes(model: nn.Module) -> Axes:
+def _axes(model: nn.Module) -> MeshAxes:
     """How many ranks hold a copy of the model. Raises ConfigError where these are no neighbours."""
-    axis = axis_of(model)
+    axis = find_tensor_axis(model)
     if axis is None:
         return ALONE
-    axes = Axes(tensor=axis.size)
+    axes = MeshAxes(tensor=axis.size)
     if axis.ranks not in set(axes.groups("tensor", dist.get_world_size())):
         raise ConfigError(
             f"the model was transformed over the ranks {', '.join(map(str, axis.ranks))}, but phalanx.shard needs "
@@ -337,7 +342,7 @@ def _axes(model: nn.Module) -> Axes:
 
 
 @contextlib.contextmanager
-def _meet(device: torch.device, timeout_s: float, axes: Axes = ALONE) -> Iterator[Mesh]:
+def _join_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) -> Iterator[Mesh]:
     """Groups of this model's own; `device` is the parameters', or meta."""
     if dist.is_initialized():
         ours = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -345,10 +350,10 @@ def _meet(device: torch.device, timeout_s: float, axes: Axes = ALONE) -> Iterato
             ours = torch.device(ours.type, torch.accelerator.current_device_index())
             check_device(device, ours)
             device = ours
-        with beside(torch.device("cpu") if device.type == "meta" else device, timeout_s, axes) as mesh:
+        with attach_mesh(torch.device("cpu") if device.type == "meta" else device, timeout_s, axes) as mesh:
             yield mesh
         return
-    devices = [] if device.type == "cpu" else accelerator.found()
+    devices = [] if device.type == "cpu" else accelerator.list_devices()
     first = (devices or ["cpu"])[0] if device.type == "meta" else str(device)
     placement = from_environment(os.environ, devices) or Placement(0, 1, 0, 1, 0, first, store=None)
     check_device(device, torch.device(placement.device))
@@ -367,12 +372,14 @@ def check_device(device: torch.device, ours: torch.device) -> None:
         )
 
 
-def _agree(group: JsonGroup, asked: Mapping[str, Any], model: nn.Module, slices: Mapping[str, Slice]) -> None:
+def _check_same_call(
+    group: JsonGroup, asked: Mapping[str, Any], model: nn.Module, slices: Mapping[str, TensorShard]
+) -> None:
     """Raise ConfigError on all ranks where one asks for something else than rank 0, or has another model, of which it
     may have `slices`."""
     whole = whole_shapes({name: tuple(p.shape) for name, p in model.named_parameters()}, slices)
     shapes = {name: [list(whole[name]), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()}
-    everyones = group.all_objects({"asked": asked, "parameters": shapes})
+    everyones = group.all_gather_objects({"asked": asked, "parameters": shapes})
     first = everyones[0]
     for other, theirs in enumerate(everyones):
         for key, value in theirs["asked"].items():
@@ -389,8 +396,8 @@ def _agree(group: JsonGroup, asked: Mapping[str, Any], model: nn.Module, slices:
             )
 
 
-def begin_alike(model: nn.Module, mesh: Mesh, slices: Mapping[str, Slice]) -> None:
-    """Give parameters and buffers the values of rank 0, sending those that differ somewhere; of `slices` those of the
+def sync_initial_values(model: nn.Module, mesh: Mesh, shards: Mapping[str, TensorShard]) -> None:
+    """Give parameters and buffers the values of rank 0, sending those that differ somewhere; of `shards` those of the
     first rank that holds the same."""
     if mesh.world == 1:
         return
@@ -402,26 +409,26 @@ def begin_alike(model: nn.Module, mesh: Mesh, slices: Mapping[str, Slice]) -> No
         )
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values = {name: each.detach() for name, each in named.items() if not each.is_meta}
-    _send_unlike([each for name, each in values.items() if name not in slices], mesh)
+    _send_unlike([each for name, each in values.items() if name not in shards], mesh)
     if mesh.data.world > 1:
-        _send_unlike([each for name, each in values.items() if name in slices], mesh.data)
+        _send_unlike([each for name, each in values.items() if name in shards], mesh.data)
 
 
 def _send_unlike(tensors: Sequence[torch.Tensor], mesh: Mesh) -> None:
-    prints = JsonGroup(mesh.checkpoint).all_objects([_print_of(each) for each in tensors])
+    prints = JsonGroup(mesh.checkpoint).all_gather_objects([_checksum(each) for each in tensors])
     for tensor, *found in zip(tensors, *prints, strict=True):
         if len(set(found)) > 1:
-            flat = tensor.contiguous().view(-1).view(torch.uint8).to(carried_from(mesh.transfers, tensor.device))
+            flat = tensor.contiguous().view(-1).view(torch.uint8).to(device_for_group(mesh.transfers, tensor.device))
             dist.broadcast(flat, group=mesh.transfers, group_src=0)
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
-def _print_of(tensor: torch.Tensor) -> int:
+def _checksum(tensor: torch.Tensor) -> int:
     flat = tensor.contiguous().view(-1).view(torch.uint8).cpu()
     return zlib.crc32(flat.numpy().data) if flat.numel() else 0
 
 
-def _values_of(model: nn.Module, fill: Callable[[Shard], None] | None) -> Callable[[Shard], None]:
+def _make_current_fill(model: nn.Module, fill: Callable[[Shard], None] | None) -> Callable[[Shard], None]:
     """What writes the masters: the values that parameters have now."""
     parameters = dict(model.named_parameters())
     without = {name for name, parameter in parameters.items() if parameter.is_meta}

@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.checkpoint.disk.load import Checkpoint, newest_agreed
-from phalanx.checkpoint.disk.save import Saver
-from phalanx.comm.collectives import Pending, all_reduce
-from phalanx.comm.compression import other_nodes
+from phalanx.checkpoint.disk.load import Checkpoint, agree_on_newest
+from phalanx.checkpoint.disk.save import CheckpointSaver
+from phalanx.comm.collectives import PendingCollective, all_reduce
+from phalanx.comm.compression import describe_node_change
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import CheckpointError, CollectiveError, ConfigError, RunError
-from phalanx.engine.interface import Outcome
-from phalanx.engine.sharded import Sharded
-from phalanx.layout.tensor_shards import Slice, whole_shapes
+from phalanx.engine.interface import StepOutcome
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.layout.tensor_shards import TensorShard, whole_shapes
 from phalanx.optim import gradients
-from phalanx.parallel.tensor_state import reading, saved
+from phalanx.parallel.tensor_state import make_shard_reader, to_whole_pieces
 
 Batch = TypeVar("Batch")
 Rate = float | Callable[[int], float]
@@ -52,23 +52,23 @@ class ShardedModel:
     def __init__(
         self,
         model: nn.Module,
-        engine: Sharded,
+        engine: ShardedEngine,
         mesh: Mesh,
         left: contextlib.ExitStack,
         *,
         master: torch.dtype,
         lr: Rate,
         clip_norm: float | None,
-        slices: Mapping[str, Slice] = MappingProxyType({}),
+        slices: Mapping[str, TensorShard] = MappingProxyType({}),
     ) -> None:
         """`left` is closed when this is; `master` is the type of the engine's state; `slices` of parameters are what
         this rank has of them."""
         self.model, self.mesh, self._slices = model, mesh, dict(slices)
         self.rank, self.world, self.device = mesh.data.rank, mesh.data.world, mesh.device
-        self.engine, self._left, self._lr, self._clip_norm = engine, left, lr, clip_norm
+        self.engine, self._exit_stack, self._lr, self._clip_norm = engine, left, lr, clip_norm
         # What is asked for between steps has a group of its own: a rank that asks alone must not get another's answer.
-        self._apart = replace(mesh.data, control=mesh.data.checkpoint)
-        memories = engine.memories()
+        self._side_mesh = replace(mesh.data, control=mesh.data.checkpoint)
+        memories = engine.memory_ids()
         # By identity, shape and memory.
         self._known = [
             (name, p, p.shape, p.requires_grad, memories.get(name, (_memory(p),)), p._version)
@@ -85,7 +85,7 @@ class ShardedModel:
     # --------------------------------------------------------------------------------------------------------- training
 
     @contextlib.contextmanager
-    def step(self, batches: Iterable[Batch], *, weight: int, lr: float | None = None) -> Iterator["Step[Batch]"]:
+    def step(self, batches: Iterable[Batch], *, weight: int, lr: float | None = None) -> Iterator["ShardedStep[Batch]"]:
         """A context for one step: forward and backward passes within, and the update when it is left.
 
         `batches` are this rank's micro-batches, of any number, even none; `weight` is how many samples or tokens their
@@ -94,17 +94,17 @@ class ShardedModel:
         self._check_usable()
         self._check_parameters()
         counted, rate = _counted(weight), self._rate(lr)
-        step = Step(self, list(batches), counted)
+        step = ShardedStep(self, list(batches), counted)
         self._inside = self._failed = True  # until it has ended well
         try:
             with self.blaming():
                 self.engine.begin_step(self.steps + 1, counted, rate, self._clip_norm)
-                asked = _Asked(step.count, rate, self.mesh)
+                asked = _StepAgreement(step.count, rate, self.mesh)
                 if self.engine.sharding.lockstep:
-                    step.count = asked.most()
+                    step.count = asked.max_micro_batches()
                 yield step
                 step.end()
-                asked.check(self.steps + 1)
+                asked.check_learning_rates(self.steps + 1)
                 step.outcome = self.engine.finish_step()
                 self.engine.commit(self.steps + 1)
             self._failed = False
@@ -119,12 +119,13 @@ class ShardedModel:
         rank gives as many."""
         self._check_open()
         with self.blaming():
-            return self._apart.sum([float(value) for value in values])
+            return self._side_mesh.sum([float(value) for value in values])
 
     def full_parameters(self) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
         """A context in which the model's parameters are whole and may be read, by name or from the model itself.
 
-        Of a model that was transformed: this rank's slices, which `parallel.transform.full_state_dict` puts together.
+        Of a model that was transformed: this rank's slices, which `parallel.hf_transform.full_state_dict` puts
+        together.
         """
         self._check_usable()
         return self._whole()
@@ -154,11 +155,13 @@ class ShardedModel:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"extra cannot be saved as JSON ({error}); keep numbers and text in it") from None
         parameters = {name: (shape, self._master) for name, shape in self._shapes().items()}
-        pieces = saved(self.engine.pieces(), self._slices, self.mesh.tensor is None or self.mesh.tensor.rank == 0)
+        pieces = to_whole_pieces(
+            self.engine.pieces(), self._slices, self.mesh.tensor is None or self.mesh.tensor.rank == 0
+        )
         said: list[str] = []
         with self.blaming():
             group = JsonGroup(self.mesh.checkpoint)
-            saver = Saver(
+            saver = CheckpointSaver(
                 Path(folder), self.mesh.rank, group, keep, lambda kind, details: said.extend(_message(details))
             )
             saver.save(header, parameters, pieces, attempt=1)
@@ -178,7 +181,7 @@ class ShardedModel:
         refused: list[str] = []
         with self.blaming():
             group = JsonGroup(self.mesh.checkpoint)
-            found = newest_agreed(
+            found = agree_on_newest(
                 Path(folder), self.mesh.rank, group, self._fits, lambda kind, details: refused.append(details["reason"])
             )
             reasons = group.broadcast_object(refused)
@@ -186,10 +189,10 @@ class ShardedModel:
                 if reasons:
                     raise CheckpointError(reasons[0])
                 return None
-            self.engine.load(reading(found.read, self._slices))
+            self.engine.load(make_shard_reader(found.read_into, self._slices))
             self.engine.commit(int(found.header["step"]))
             found.close()
-        moved = other_nodes(self.engine.sharding.compress, found.header.get("nodes"), self.mesh.topology)
+        moved = describe_node_change(self.engine.sharding.compress, found.header.get("nodes"), self.mesh.topology)
         if moved is not None and self.mesh.rank == 0:
             refused.append(moved)
         for reason in refused:  # on rank 0
@@ -227,11 +230,11 @@ class ShardedModel:
                 with self.blaming():
                     for _ in self.engine.pieces():  # waits for the lane
                         break
-                    self._apart.sum([0.0])  # nobody leaves whom others still need
+                    self._side_mesh.sum([0.0])  # nobody leaves whom others still need
         finally:
             self.engine.close()
-            self._left.close()
-            self._apart.forget()
+            self._exit_stack.close()
+            self._side_mesh.drop_groups()
 
     def __enter__(self) -> "ShardedModel":
         return self
@@ -246,7 +249,7 @@ class ShardedModel:
         try:
             yield
         except RuntimeError as error:
-            blamed = self.mesh.blame(error)
+            blamed = self.mesh.name_missing_ranks(error)
             if blamed is error:
                 raise
             raise CollectiveError(str(blamed).replace("comm.timeout_s", "timeout_s")) from error
@@ -292,12 +295,12 @@ class ShardedModel:
         return finite_rate(rate, f"step {self.steps + 1}")
 
 
-class Step(Generic[Batch]):
+class ShardedStep(Generic[Batch]):
     """One step: an iterable of its micro-batches, each of which is to be gone through to its end."""
 
     def __init__(self, model: ShardedModel, batches: Sequence[Batch], weight: int) -> None:
         self.count = max(1, len(batches))  # micro-batches, with those that are empty
-        self.outcome: Outcome | None = None
+        self.outcome: StepOutcome | None = None
         self._model, self._batches, self._weight = model, batches, weight
         self._loss: torch.Tensor | float = 0.0
         self._done, self._open, self._passed = 0, False, 0
@@ -357,46 +360,46 @@ class Step(Generic[Batch]):
     @property
     def weight(self) -> int:
         """What all ranks together have counted."""
-        return self._ended().weight
+        return self._finished_outcome().weight
 
     @property
     def norm(self) -> float:
         """Norm of the mean gradient, before clipping; waits until all gradients are reduced."""
-        return self._known()[0]
+        return self._norm_and_skipped()[0]
 
     @property
     def skipped(self) -> bool:
         """Whether nothing was updated, for want of weight or of a finite gradient; waits as `norm` does."""
-        return bool(self._known()[1])
+        return bool(self._norm_and_skipped()[1])
 
     def mean_loss(self) -> float:
         """The mean loss of all ranks, which all must ask for; waits for them."""
-        weight = self._ended().weight
+        weight = self._finished_outcome().weight
         return self._model.sum(float(self._loss))[0] / max(1, weight)
 
-    def _known(self) -> tuple[float, float]:
+    def _norm_and_skipped(self) -> tuple[float, float]:
         with self._model.blaming():
-            return self._ended().get()
+            return self._finished_outcome().get()
 
-    def _ended(self) -> Outcome:
+    def _finished_outcome(self) -> StepOutcome:
         if self.outcome is None:
             raise ConfigError("what came of a step is known when its context has been left; ask there")
         return self.outcome
 
 
-class _Asked:
+class _StepAgreement:
     """What the ranks must take a step with alike, under way to all of them."""
 
     def __init__(self, count: int, rate: float, mesh: Mesh) -> None:
         self._table = torch.tensor([float(count), rate, -rate], dtype=torch.float64)
-        self._pending: Pending = all_reduce(self._table, mesh.control, mesh.bookkeeping, dist.ReduceOp.MAX)
+        self._pending: PendingCollective = all_reduce(self._table, mesh.control, mesh.bookkeeping, dist.ReduceOp.MAX)
 
-    def most(self) -> int:
+    def max_micro_batches(self) -> int:
         """The greatest number of micro-batches."""
         self._pending.wait()
         return int(self._table[0])
 
-    def check(self, step: int) -> None:
+    def check_learning_rates(self, step: int) -> None:
         """Raise ConfigError on all ranks where learning rates differ."""
         self._pending.wait()
         _, most, least = self._table.tolist()

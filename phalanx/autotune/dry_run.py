@@ -17,45 +17,45 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.autotune.footprint import Held, activations, all_held, of_slice
-from phalanx.autotune.micro_batch import committed_bytes, depths_of, state_items
+from phalanx.autotune.footprint import RankFootprint, compute_kept_activations, compute_slice_bytes, make_all_footprints
+from phalanx.autotune.micro_batch import choose_probe_depths, compute_commit_bytes, state_items
 from phalanx.autotune.probe_model import UNSHARDED
 from phalanx.autotune.run_size import (
-    HALF,
     MODES,
-    Sizes,
-    assumed_micro_batch,
-    assumed_mode,
-    most_of_a_copy,
-    parts_of,
-    shape_in_words,
-    tables,
+    STATE_MEMORY_SHARE,
+    RunSizes,
+    activation_mode_to_assume,
+    build_tables,
+    count_by_part,
+    describe_shape,
+    max_samples_per_replica,
+    micro_batch_to_assume,
 )
-from phalanx.config.load import resolve, update
+from phalanx.config.load import resolve_autos, update_config
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
-from phalanx.data.tokenizer import foreseen_vocabulary
+from phalanx.data.tokenizer import predict_vocab_size
 from phalanx.engine.interface import Precision
-from phalanx.engine.sharding_spec import Sharding
+from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.models import layers as kernels
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.model import Model
 from phalanx.optim import gradients
 from phalanx.optim.make_rule import make_rule
 from phalanx.parallel.activations import check_horizon
-from phalanx.parallel.offload import Mover
+from phalanx.parallel.offload import ActivationOffloader
 from phalanx.parallel.parallelize import DTYPES, cast_at_edges, change_blocks
 from phalanx.storage import files as storage
-from phalanx.tasks.language import LanguageModel
+from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Batch, Task
 from phalanx.workload import adapters, local_copies
-from phalanx.workload.custom import Own
-from phalanx.workload.custom_checks import check_own
-from phalanx.workload.engines import sharding_of
-from phalanx.workload.workload import Subject, class_of_run, spec_from_run, subject_of
+from phalanx.workload.custom import CustomWorkload
+from phalanx.workload.custom_checks import check_custom_task
+from phalanx.workload.engines import make_sharding_spec
+from phalanx.workload.workload import Workload, make_workload, read_model_shape, resolve_model_class
 
 # What the loss makes at once is measured with the activations, with the head's gradient in it.
-MEASURED = "gradient of the head"
+HEAD_GRADIENT = "gradient of the head"
 
 
 def dry_run(config: Config, ranks: int) -> dict[str, Any]:
@@ -65,41 +65,41 @@ def dry_run(config: Config, ranks: int) -> dict[str, Any]:
     Raises ConfigError for what the run itself would refuse before it looks at data.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        return _dry_run(_local(config, Path(temporary)), ranks)
+        return _dry_run(_fetch_urls(config, Path(temporary)), ranks)
 
 
-def _local(config: Config, temporary: Path) -> Config:
+def _fetch_urls(config: Config, temporary: Path) -> Config:
     """The recipe with local folders for those at URLs; of `model.from_hf` only the config.json is fetched."""
     url = config.model.from_hf
     if url is not None and storage.is_url(url):
         name = "config.json"
         try:
-            storage.download(storage.join(url, name), temporary / name, config.resilience.storage_timeout_s)
+            storage.download(storage.join_url(url, name), temporary / name, config.resilience.storage_timeout_s)
         except FileNotFoundError:
             raise ConfigError(f"model.from_hf {url} has no {name}; name a Hugging Face folder") from None
-        config = update(config, {"model.from_hf": str(temporary)})
-    return local_copies.fetched(config)
+        config = update_config(config, {"model.from_hf": str(temporary)})
+    return local_copies.fetch_local_copies(config)
 
 
 def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
-    config, _ = resolve(config, device="accelerator", world=ranks)
+    config, _ = resolve_autos(config, device="accelerator", world=ranks)
     labels_assumed = config.task.kind in ("tag", "classify") and config.task.labels == "auto"
     if labels_assumed:  # the data are not read
-        config = update(config, {"task.labels": ["one", "other"]})
-    config, subject, trained_vocabulary = _subject(config)
+        config = update_config(config, {"task.labels": ["one", "other"]})
+    config, subject, trained_vocabulary = _make_workload(config)
     model, spec = subject.model(), subject.spec
     counts = {name: each.numel() for name, each in model.named_parameters()}
-    parts = parts_of(counts) if spec is not None else _parts_by_name(counts)
+    parts = count_by_part(counts) if spec is not None else _parts_by_name(counts)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
 
     dtype, rule = _compute_dtype(config), make_rule(config.optim)
-    copies = config.parallel.axes.data(ranks)
-    shard_over = 1 if config.parallel.data == "single" else copies
-    sharding = sharding_of(config) if config.parallel.data == "sharded" else None
+    copies = config.parallel.axes.data_parallel_size(ranks)
+    shard_over = 1 if config.parallel.engine == "single" else copies
+    sharding = make_sharding_spec(config) if config.parallel.engine == "sharded" else None
     shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
-    held = all_held(subject, config)
+    held = make_all_footprints(subject, config)
 
-    def items(which: Held, how: Sharding | None) -> dict[str, int]:
+    def items(which: RankFootprint, how: ShardingSpec | None) -> dict[str, int]:
         return state_items(which.model, spec, Precision(dtype, shared), shard_over, rule, how)
 
     zero_needs = {}
@@ -107,37 +107,43 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         sharding is not None and config.parallel.zero == "auto" and config.parallel.pipeline == 1
     ):  # as probe.least_zero decides, once there is a device
         for zero in (1, 2):
-            tried = sharding_of(update(config, {"parallel.zero": zero}))
-            zero_needs[str(zero)] = int(max(sum(items(each, tried).values()) for each in held) / HALF)
-    most, micro_batch = most_of_a_copy(config, ranks), assumed_micro_batch(config, ranks)
-    walked = {mode: walked_bytes(update(config, {"memory.activations": mode}), subject) for mode in _modes(config)}
+            tried = make_sharding_spec(update_config(config, {"parallel.zero": zero}))
+            zero_needs[str(zero)] = int(max(sum(items(each, tried).values()) for each in held) / STATE_MEMORY_SHARE)
+    most, micro_batch = max_samples_per_replica(config, ranks), micro_batch_to_assume(config, ranks)
+    walked = {
+        mode: compute_activation_bytes(update_config(config, {"memory.activations": mode}), subject)
+        for mode in _modes(config)
+    }
     if config.memory.activations == "offload":
-        check_horizon(len(model.blocks()), config.memory.horizon)
-    chosen = assumed_mode(config)
+        check_horizon(len(model.blocks()), config.memory.offload_prefetch_blocks)
+    chosen = activation_mode_to_assume(config)
     memories, sequences = [], {}
     for each in held:
         state = items(each, sharding)
-        head = state.pop(MEASURED)
-        kept = {mode: _kept(config, subject, each, walked[mode], mode, micro_batch, most) for mode in walked}
+        head = state.pop(HEAD_GRADIENT)
+        kept = {
+            mode: _kept_activation_bytes(config, subject, each, walked[mode], mode, micro_batch, most)
+            for mode in walked
+        }
         # Of the loss a stage has nothing without a head, and a slice of a head has no more gradient than that.
-        whole_head = state_items(model, spec, Precision(dtype, shared), 1, rule)[MEASURED]
+        whole_head = state_items(model, spec, Precision(dtype, shared), 1, rule)[HEAD_GRADIENT]
         loss = max(0, walked[chosen][0] - (whole_head - head)) if head or spec is None or not whole_head else 0
         state["activations"] = kept[chosen][1]
         state["loss and the head's gradient" if spec is not None else "loss"] = loss
         memories.append(state)
         sequences[len(memories) - 1] = {mode: one // micro_batch for mode, (one, _) in kept.items()}
     fullest = max(range(len(held)), key=lambda number: sum(memories[number].values()))
-    found = Sizes(
-        shape=type(model).__name__ if spec is None else shape_in_words(spec),
+    found = RunSizes(
+        shape=type(model).__name__ if spec is None else describe_shape(spec),
         parts=parts,
         trained=trained,
         zero=None if sharding is None else sharding.zero,
         zero_needs=zero_needs,
         micro_batch=micro_batch,
         memory=memories[fullest],
-        committed=committed_bytes(held[fullest].model, Precision(dtype, shared), shard_over, rule, sharding),
+        committed=compute_commit_bytes(held[fullest].model, Precision(dtype, shared), shard_over, rule, sharding),
         sequence=sequences[fullest],
-        moments=len(rule.kinds),
+        moments=len(rule.state_kinds),
         unit=subject.unit,
         positions=subject.positions,
         flops=subject.flops() or (0, 0),
@@ -145,18 +151,18 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         vocabulary_trained=trained_vocabulary,
         labels_assumed=labels_assumed,
     )
-    return tables(config, ranks, found)
+    return build_tables(config, ranks, found)
 
 
 def _layout(
-    config: Config, copies: int, held: Sequence[Held], memories: Sequence[dict[str, int]]
+    config: Config, copies: int, held: Sequence[RankFootprint], memories: Sequence[dict[str, int]]
 ) -> dict[str, Any] | None:
     """Who holds what, where several ranks hold one copy of the model; None where each holds all of it."""
-    if config.parallel.axes.model == 1:
+    if config.parallel.axes.model_parallel_size == 1:
         return None
     return {
         "tensor": config.parallel.tensor,
-        "sequence": config.parallel.sequence is True,
+        "sequence": config.parallel.sequence_parallel is True,
         "pipeline": config.parallel.pipeline,
         "schedule": config.parallel.schedule,
         "copies": copies,
@@ -178,36 +184,42 @@ def _modes(config: Config) -> Sequence[str]:
     return ("none",) if config.parallel.schedule == "zero_bubble" else ("none", "selective", "full")
 
 
-def _kept(
-    config: Config, subject: Subject, held: Held, walked: tuple[int, int, int], mode: str, micro_batch: int, most: int
+def _kept_activation_bytes(
+    config: Config,
+    workload: Workload,
+    held: RankFootprint,
+    walked: tuple[int, int, int],
+    mode: str,
+    micro_batch: int,
+    most: int,
 ) -> tuple[int, int]:
     """Bytes of activations that a rank keeps of one micro-batch, and of all that it has under way; `most` is how many
     samples a copy of the model has in a step."""
     _, ends, block = walked
-    if subject.spec is None:
+    if workload.spec is None:
         return (micro_batch * ends,) * 2
-    stream = subject.positions * subject.spec.hidden * _compute_dtype(config).itemsize
-    passes, mine = -(-most // micro_batch), micro_batch * of_slice(config, block, stream, mode)
-    behind = micro_batch * of_slice(config, ends, stream, "none")
-    return activations(config, held, passes, subject.spec.layers, behind, mine)
+    stream = workload.positions * workload.spec.hidden * _compute_dtype(config).itemsize
+    passes, mine = -(-most // micro_batch), micro_batch * compute_slice_bytes(config, block, stream, mode)
+    behind = micro_batch * compute_slice_bytes(config, ends, stream, "none")
+    return compute_kept_activations(config, held, passes, workload.spec.layers, behind, mine)
 
 
-def _subject(config: Config) -> tuple[Config, Subject, bool]:
+def _make_workload(config: Config) -> tuple[Config, Workload, bool]:
     """The configuration without `auto`s of the model, its subject, and whether a vocabulary is still to be trained."""
-    if config.task.kind == "own":
-        own = Own(config)
-        check_own(own, config)
+    if config.task.kind == "custom":
+        own = CustomWorkload(config)
+        check_custom_task(own, config)
         return config, own, False
     vocabulary = None
     if config.model.vocab_size == "auto" and not config.model.preset and not config.model.from_hf:
-        vocabulary = foreseen_vocabulary(config.data)
-        config = update(config, {"model.vocab_size": vocabulary})
-    spec = spec_from_run(config)
-    if of_adapter := adapters.resolve(config, spec, class_of_run(config)):
-        config = update(config, {key: value for key, value, _ in of_adapter})
-        spec = spec_from_run(config)
+        vocabulary = predict_vocab_size(config.data)
+        config = update_config(config, {"model.vocab_size": vocabulary})
+    spec = read_model_shape(config)
+    if of_adapter := adapters.resolve_adapter_options(config, spec, resolve_model_class(config)):
+        config = update_config(config, {key: value for key, value, _ in of_adapter})
+        spec = read_model_shape(config)
     to_train = vocabulary is not None and config.data.tokenizer in ("train", "auto")
-    return config, subject_of(config, spec), to_train
+    return config, make_workload(config, spec), to_train
 
 
 def _compute_dtype(config: Config) -> torch.dtype:
@@ -215,41 +227,43 @@ def _compute_dtype(config: Config) -> torch.dtype:
     return DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype]
 
 
-def walked_bytes(config: Config, subject: Subject) -> tuple[int, int, int]:
+def compute_activation_bytes(config: Config, workload: Workload) -> tuple[int, int, int]:
     """What a forward and backward pass adds at its height, in bytes of the device: once, for each sample outside of
     the blocks, and for each sample in each block; a network of a user's own is all outside.
 
     Walked with one and two blocks and one and three samples, as the probe of `train.micro_batch` does with memory; for
     what moves to the host with one more than stay and another.
     """
-    depths = depths_of(subject, config)
-    peaks = {(depth, batch): _peak(config, subject, depth, batch) for depth in depths for batch in (1, 3)}
+    depths = choose_probe_depths(workload, config)
+    peaks = {
+        (depth, batch): _measure_peak_with_fakes(config, workload, depth, batch) for depth in depths for batch in (1, 3)
+    }
     each = {depth: (peaks[depth, 3] - peaks[depth, 1]) // 2 for depth in depths}
     once = max(peaks[depth, 1] - each[depth] for depth in depths)
     first = each[depths[0]]
-    if subject.spec is None:
+    if workload.spec is None:
         return once, first, 0
     block = max(each[depths[1]] - first, 0)
     return once, first - block * (depths[0] or 0), block
 
 
-def _peak(config: Config, subject: Subject, layers: int | None, batch: int) -> int:
+def _measure_peak_with_fakes(config: Config, workload: Workload, layers: int | None, batch: int) -> int:
     """Bytes at the height of one forward and backward pass, beside parameters; a gradient goes as soon as it is made,
     as what becomes of gradients is the engine's affair."""
-    model, task, dtype = subject.model(layers), subject.task(), _compute_dtype(config)
-    eager = update(config, UNSHARDED)
+    model, task, dtype = workload.model(layers), workload.task(), _compute_dtype(config)
+    eager = update_config(config, UNSHARDED)
     # Only what is done to the model's own code is wanted: there are no ranks and there is no state.
     mover = change_blocks(model, eager)
-    if subject.spec is None:
+    if workload.spec is None:
         cast_at_edges(model, dtype)
     else:  # as on an accelerator: there a chunk of logits is larger than on a CPU
-        chunk = kernels.default_chunk(subject.spec.vocab_size, torch.device("meta"))
+        chunk = kernels.default_chunk(workload.spec.vocab_size, torch.device("meta"))
         for module in model.losses():
             module.cross_entropy_sum = functools.partial(kernels.cross_entropy_sum, chunk=chunk)
-    real = task.collate(subject.trial_samples(batch))
+    real = task.collate(workload.make_probe_samples(batch))
     inputs: dict[str, torch.Tensor] = dict(real.inputs)
     # Offsets of documents are walked by their values, which a fake tensor has not; here each row is one document.
-    if isinstance(task, LanguageModel):
+    if isinstance(task, CausalLMTask):
         inputs.pop("segments", None)
     with FakeTensorMode() as fake:
         _replace_by_fakes(model, dtype)
@@ -257,17 +271,17 @@ def _peak(config: Config, subject: Subject, layers: int | None, batch: int) -> i
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget)
         inputs = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
-        return height_of(model, task, Batch(inputs, real.weight, fake.from_tensor(real.samples)), mover)
+        return measure_peak_bytes(model, task, Batch(inputs, real.weight, fake.from_tensor(real.samples)), mover)
 
 
-def height_of(model: Model, task: Task, data: Batch, mover: Mover | None = None) -> int:
-    """Most bytes that a forward and backward pass of `model` holds beside its parameters and `data`, and beside what
+def measure_peak_bytes(model: Model, task: Task, batch: Batch, mover: ActivationOffloader | None = None) -> int:
+    """Most bytes that a forward and backward pass of `model` holds beside its parameters and `batch`, and beside what
     `mover` has on the host."""
-    live = LiveBytes([*model.parameters(), *data.inputs.values(), data.samples])
+    live = LiveBytes([*model.parameters(), *batch.inputs.values(), batch.samples])
     if mover is not None:
-        mover.pool.make = live.elsewhere(mover.pool.make)
+        mover.pool.make = live.exclude_allocations(mover.pool.make)
     with live:
-        loss = task.loss_sum(model, data, Draws(0, 1, data.samples))
+        loss = task.loss_sum(model, batch, CounterRNG(0, 1, batch.samples))
         gradients.backward(loss, 1)
     return live.peak
 
@@ -301,10 +315,10 @@ class LiveBytes(TorchDispatchMode):
                 self._alive[address] = size = size if self._here else 0
                 self.now += size
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(memory, self._freed, address)
+                weakref.finalize(memory, self._release, address)
         return made
 
-    def elsewhere(self, make: Callable[[int, bool], torch.Tensor]) -> Callable[[int, bool], torch.Tensor]:
+    def exclude_allocations(self, make: Callable[[int, bool], torch.Tensor]) -> Callable[[int, bool], torch.Tensor]:
         """`make` for memory that is not the device's, and so does not count."""
 
         def made(size: int, pinned: bool) -> torch.Tensor:
@@ -316,7 +330,7 @@ class LiveBytes(TorchDispatchMode):
 
         return made
 
-    def _freed(self, address: int) -> None:
+    def _release(self, address: int) -> None:
         self.now -= self._alive.pop(address, 0)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.mesh import Mesh
-from phalanx.layout.hardware import Link
+from phalanx.layout.hardware import MeasuredLink
 from phalanx.system import accelerator
 
 LINK_BYTES = 2**20
@@ -17,20 +17,20 @@ MATRIX = 192  # rows of what a rank multiplies meanwhile
 LINK_S = 0.1  # a slow link is not given more to carry than it does in this time
 
 
-def link_of(mesh: Mesh) -> tuple[Link | None, float | None]:
+def measure_link(mesh: Mesh) -> tuple[MeasuredLink | None, float | None]:
     """Of all-reduces over all ranks, among which gradients travel; and this rank's processor seconds for each byte that
     it sends in them, and gets. None of one rank."""
     if mesh.world == 1:
         return None, None
-    _reduced_s(mesh, 1)  # connections are made at the first
-    latency_s = min(_reduced_s(mesh, 1)[0] for _ in range(5))
+    _time_all_reduce(mesh, 1)  # connections are made at the first
+    latency_s = min(_time_all_reduce(mesh, 1)[0] for _ in range(5))
     size = LINK_BYTES
-    tried = [_reduced_s(mesh, size)]
+    tried = [_time_all_reduce(mesh, size)]
     while size < 32 * LINK_BYTES and min(tried)[0] * 4 < LINK_S:
         size *= 4
-        tried = [_reduced_s(mesh, size) for _ in range(2)]
+        tried = [_time_all_reduce(mesh, size) for _ in range(2)]
     sent = 2.0 * size * (mesh.world - 1) / mesh.world  # round a ring (Thakur et al. 2005)
-    return Link(size / min(tried)[0], latency_s, _busy_latency_s(mesh)), max(
+    return MeasuredLink(size / min(tried)[0], latency_s, _busy_latency_s(mesh)), max(
         1e-12, min(processor_s for _, processor_s in tried) / sent
     )
 
@@ -59,7 +59,7 @@ def _busy_latency_s(mesh: Mesh) -> float | None:
     try:
         taken: list[float] = []
         while len(taken) < LATENCIES and sum(taken) < LATENCIES_S:  # the same on all ranks, as what it took is
-            taken.append(_reduced_s(mesh, 1)[0])
+            taken.append(_time_all_reduce(mesh, 1)[0])
     finally:
         over.set()
         if thread.ident is not None:
@@ -67,14 +67,14 @@ def _busy_latency_s(mesh: Mesh) -> float | None:
     return statistics.fmean(taken)
 
 
-def _reduced_s(mesh: Mesh, size_bytes: int) -> tuple[float, float]:
+def _time_all_reduce(mesh: Mesh, size_bytes: int) -> tuple[float, float]:
     """Seconds of an all-reduce of so many bytes on the rank that waited longest, the same on all; and processor seconds
     of all threads of this process meanwhile."""
     tensor = torch.zeros(max(1, size_bytes // 4), dtype=torch.float32, device=mesh.device)
-    accelerator.wait(mesh.device)
+    accelerator.synchronize(mesh.device)
     mesh.sum([0.0])
     begun, processor = time.perf_counter(), time.process_time()
     all_reduce(tensor, mesh.shard.get_group(), Traffic()).wait()
-    accelerator.wait(mesh.device)
+    accelerator.synchronize(mesh.device)
     processor_s = time.process_time() - processor
     return mesh.max([time.perf_counter() - begun])[0], processor_s

@@ -12,31 +12,31 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.autotune.footprint import all_held, held_by
-from phalanx.autotune.probe_model import trial
-from phalanx.autotune.run_size import HALF, held_alone
+from phalanx.autotune.footprint import make_all_footprints, make_rank_footprint
+from phalanx.autotune.probe_model import open_probe_model
+from phalanx.autotune.run_size import STATE_MEMORY_SHARE, single_engine_bytes
 from phalanx.comm.mesh import join
-from phalanx.config.load import update
+from phalanx.config.load import update_config
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, is_out_of_memory
 from phalanx.core.placement import Placement
 from phalanx.engine.interface import Precision
-from phalanx.engine.memory_model import STATE, held_bytes, slot_bytes
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.engine.units import describe
-from phalanx.layout.buckets import Bucket, lay_out
+from phalanx.engine.memory_model import STATE_ITEMS, estimate_engine_bytes, estimate_slot_bytes
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.engine.units import describe_parameters
+from phalanx.layout.buckets import Bucket, make_buckets
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.layers import chunk_bytes
 from phalanx.models.llama import Llama
 from phalanx.models.model import Model
 from phalanx.optim.make_rule import make_rule
-from phalanx.optim.update import Rule
-from phalanx.parallel.parallelize import compute_dtype, own_units
-from phalanx.recovery.budget import in_room, keeps_of
-from phalanx.recovery.catalog import elsewhere
+from phalanx.optim.update import UpdateRule
+from phalanx.parallel.parallelize import compute_dtype, sharding_units
+from phalanx.recovery.budget import choose_copies, list_copy_options
+from phalanx.recovery.catalog import find_redundant
 from phalanx.system import accelerator
-from phalanx.workload.engines import Weights, sharding_of
-from phalanx.workload.workload import Subject
+from phalanx.workload.engines import StateWeights, make_sharding_spec
+from phalanx.workload.workload import Workload
 
 # Left free: the allocator's fragmentation, the batch itself, collectives' buffers, and on CPU the neighbours' growth.
 USABLE = 0.8
@@ -47,7 +47,7 @@ Peaks = Mapping[int | None, Mapping[int, int]]  # layers (None: the model itself
 
 
 @dataclass(frozen=True)
-class Finding:
+class MicroBatchFit:
     """The answer and what it rests on, in bytes."""
 
     micro_batch: int
@@ -63,38 +63,38 @@ class Finding:
         )
 
 
-def depths_of(subject: Subject, config: Config) -> Sequence[int | None]:
+def choose_probe_depths(workload: Workload, config: Config) -> Sequence[int | None]:
     """The layers of the models to try: one and two, or those that the model has. What moves to the host is seen only
     of a layer beyond those whose inputs stay."""
-    if subject.spec is None:
+    if workload.spec is None:
         return (None,)
     first = 1
     if config.memory.activations == "offload":
-        first = max(1, min(config.memory.horizon + 1, subject.spec.layers - 1))
+        first = max(1, min(config.memory.offload_prefetch_blocks + 1, workload.spec.layers - 1))
     return (first, first + 1)
 
 
 def largest_micro_batch(
-    config: Config, subject: Subject, device_name: str, *, world: int, local_world: int, most: int
-) -> Finding:
+    config: Config, workload: Workload, device_name: str, *, world: int, local_world: int, most: int
+) -> MicroBatchFit:
     """Measure on this device and return the largest micro-batch, at most `most`, that leaves a fifth of memory free.
 
     Raises ConfigError when not even one sample fits.
     """
     device = torch.device(device_name)
-    accelerator.use(device, 1)
+    accelerator.set_device(device, 1)
     free = accelerator.memory_free(device, local_world)
     placement = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device=str(device), store=None)
     peaks = {}
     try:
         with join(placement, config.comm.timeout_s) as mesh:
-            for layers in depths_of(subject, config):
-                with trial(config, subject, mesh, layers) as small:
-                    peaks[layers] = {size: small.peak_bytes(size) for size in SIZES}
+            for layers in choose_probe_depths(workload, config):
+                with open_probe_model(config, workload, mesh, layers) as small:
+                    peaks[layers] = {size: small.measure_peak_bytes(size) for size in SIZES}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        blocks = depths_of(subject, config)[-1]
+        blocks = choose_probe_depths(workload, config)[-1]
         tried = (
             "the model and three samples"
             if blocks is None
@@ -102,24 +102,24 @@ def largest_micro_batch(
         )
         raise ConfigError(
             f"train.micro_batch auto found no answer: of the {free / 2**30:.1f} GiB free for this rank {tried} "
-            f"took more; set train.micro_batch yourself, or {remedy(subject)}"
+            f"took more; set train.micro_batch yourself, or {suggest_remedy(workload)}"
         ) from None
-    state = state_bytes(config, subject, device, world)
-    kept = besides_bytes(config, subject, device, world=world, local_world=local_world, free=free - state)
-    finding = found(config, subject, device, peaks, free, state=state + kept, most=most)
+    state = state_bytes(config, workload, device, world)
+    kept = in_memory_checkpoint_bytes(config, workload, device, world=world, local_world=local_world, free=free - state)
+    finding = fit_micro_batch(config, workload, device, peaks, free, state=state + kept, most=most)
     if finding.micro_batch < 1:  # with an equal part of the state; but others may hold it, and no step need be kept
-        least = _least_state_bytes(config, subject, device, world)
-        least += besides_bytes(config, subject, device, world=world, local_world=local_world)
-        finding = found(config, subject, device, peaks, free, state=least, most=most)
+        least = _least_state_bytes(config, workload, device, world)
+        least += in_memory_checkpoint_bytes(config, workload, device, world=world, local_world=local_world)
+        finding = fit_micro_batch(config, workload, device, peaks, free, state=least, most=most)
     if finding.micro_batch < 1:
         raise ConfigError(
-            f"the model does not fit: {finding.reason()}; shard it over more ranks, {_lighter(config, device)}or "
-            f"{remedy(subject)}"
+            f"the model does not fit: {finding.reason()}; shard it over more ranks, "
+            f"{_suggest_lighter_mode(config, device)}or {suggest_remedy(workload)}"
         )
     return finding
 
 
-def _lighter(config: Config, device: torch.device) -> str:
+def _suggest_lighter_mode(config: Config, device: torch.device) -> str:
     """What holds less of activations than the configuration does, if anything."""
     match config.memory.activations:
         case "none" if config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
@@ -131,23 +131,23 @@ def _lighter(config: Config, device: torch.device) -> str:
     return ""
 
 
-def remedy(subject: Subject) -> str:
+def suggest_remedy(workload: Workload) -> str:
     """What a user may do to have a sample take less memory."""
-    return "make the model or its samples smaller" if subject.spec is None else "lower data.seq_len"
+    return "make the model or its samples smaller" if workload.spec is None else "lower data.seq_len"
 
 
-def found(
-    config: Config, subject: Subject, device: torch.device, peaks: Peaks, free: int, *, state: int, most: int
-) -> Finding:
+def fit_micro_batch(
+    config: Config, workload: Workload, device: torch.device, peaks: Peaks, free: int, *, state: int, most: int
+) -> MicroBatchFit:
     """What follows from `peaks`: bytes at the height of a step, with `free` bytes before it; the micro-batch may be
     0."""
-    depths = depths_of(subject, config)
+    depths = choose_probe_depths(workload, config)
     slopes = [_sample_bytes(peaks[layers]) for layers in depths]
-    dtype, spec = compute_dtype(config.train.dtype, device), subject.spec
+    dtype, spec = compute_dtype(config.train.dtype, device), workload.spec
     chunk = 0
     # Small models drown in the noise of a process's memory.
     if spec is None:
-        inputs = subject.task().collate(subject.trial_samples(1)).inputs
+        inputs = workload.task().collate(workload.make_probe_samples(1)).inputs
         sample = max(slopes[0], 4.0 * sum(tensor.nbytes for tensor in inputs.values()), 1.0)
     else:
         block = max(slopes[1] - slopes[0], 0.0)
@@ -157,7 +157,7 @@ def found(
         # The same however many sequences there are, so it is not in the difference of two runs.
         chunk = chunk_bytes(spec.vocab_size, device, dtype)
     room = free * USABLE - state - chunk
-    return Finding(max(0, min(int(room // sample), most)), int(sample), state, free)
+    return MicroBatchFit(max(0, min(int(room // sample), most)), int(sample), state, free)
 
 
 def _sample_bytes(peaks: Mapping[int, int]) -> float:
@@ -165,110 +165,129 @@ def _sample_bytes(peaks: Mapping[int, int]) -> float:
     return (peaks[many] - peaks[few]) / (many - few)
 
 
-def check_state(config: Config, subject: Subject, device_name: str, *, world: int, local_world: int) -> None:
+def check_state_fits(config: Config, workload: Workload, device_name: str, *, world: int, local_world: int) -> None:
     """Raises ConfigError when parameters and optimizer state alone are more than the device could ever hold."""
     device = torch.device(device_name)
-    state = _least_state_bytes(config, subject, device, world)
-    kept = besides_bytes(config, subject, device, world=world, local_world=local_world)
+    state = _least_state_bytes(config, workload, device, world)
+    kept = in_memory_checkpoint_bytes(config, workload, device, world=world, local_world=local_world)
     total = accelerator.memory_total(device, local_world)
     if state + kept > total:
-        also = f" and steps that are kept (resilience.memory) {kept / 2**30:.1f} GiB" if kept and state <= total else ""
-        takes = f"{state_bytes(config, subject, device, world) / 2**30:.1f} GiB"
+        also = (
+            f" and steps that are kept (resilience.in_memory_checkpoints) {kept / 2**30:.1f} GiB"
+            if kept and state <= total
+            else ""
+        )
+        takes = f"{state_bytes(config, workload, device, world) / 2**30:.1f} GiB"
         if _may_be_uneven(config, world):
             takes += f" ({state / 2**30:.1f} if other ranks hold more)"
         raise ConfigError(
             f"the model does not fit: its parameters and optimizer state take {takes} on each of "
             f"{world} rank{'s' if world > 1 else ''}{also}, and a rank has {total / 2**30:.1f} GiB; "
-            f"{'leave resilience.memory and resilience.replicate on auto, or ' if also else ''}use more ranks or a "
-            "smaller model"
+            f"{'leave resilience.in_memory_checkpoints and resilience.replicate_every on auto, or ' if also else ''}"
+            "use more ranks or a smaller model"
         )
 
 
-def _least_state_bytes(config: Config, subject: Subject, device: torch.device, world: int) -> int:
+def _least_state_bytes(config: Config, workload: Workload, device: torch.device, world: int) -> int:
     """What a rank holds at least: where the state may be cut unevenly, its whole part may be elsewhere."""
-    state, copies = config.balance.state, config.parallel.axes.data(world)
+    state, copies = config.balance.optimizer_state, config.parallel.axes.data_parallel_size(world)
     if not _may_be_uneven(config, world):
-        return state_bytes(config, subject, device, world)
+        return state_bytes(config, workload, device, world)
     if isinstance(state, list):
-        return state_bytes(config, subject, device, world, rank=state.index(min(state)))
-    together = sharding_of(config).degree or copies
+        return state_bytes(config, workload, device, world, rank=state.index(min(state)))
+    together = make_sharding_spec(config).degree or copies
     none_here = (0.0,) + (1.0,) * (together - 1) if together > 1 else None
-    return state_bytes(config, subject, device, world, none_here, rank=0)
+    return state_bytes(config, workload, device, world, none_here, rank=0)
 
 
 def _may_be_uneven(config: Config, world: int) -> bool:
     """Whether ranks may hold unlike parts of the state."""
-    return config.parallel.data == "sharded" and config.parallel.axes.data(world) > 1 and config.balance.state != "even"
+    return (
+        config.parallel.engine == "sharded"
+        and config.parallel.axes.data_parallel_size(world) > 1
+        and config.balance.optimizer_state != "even"
+    )
 
 
 def state_bytes(
-    config: Config, subject: Subject, device: torch.device, world: int, weights: Weights = None, rank: int | None = None
+    config: Config,
+    workload: Workload,
+    device: torch.device,
+    world: int,
+    weights: StateWeights = None,
+    rank: int | None = None,
 ) -> int:
-    """Bytes that a rank holds besides activations; `weights` as for `sharding_of`, without a `rank` of that which holds
-    most. Where several ranks hold one copy of the model, each holds its stages and slices of it; without a `rank` it is
-    the one that holds most."""
-    precision, ranks, sharding = _held_how(config, device, world, weights)
-    rule, place = make_rule(config.optim), None if rank is None else config.parallel.axes.place(rank, world)
-    helds = all_held(subject, config) if place is None else [held_by(subject, config, place.pipe)]
+    """Bytes that a rank holds besides activations; `weights` as for `make_sharding_spec`, without a `rank` of that
+    which holds most. Where several ranks hold one copy of the model, each holds its stages and slices of it; without a
+    `rank` it is the one that holds most."""
+    precision, ranks, sharding = _find_state_layout(config, device, world, weights)
+    rule, place = make_rule(config.optim), None if rank is None else config.parallel.axes.coordinates(rank, world)
+    helds = (
+        make_all_footprints(workload, config) if place is None else [make_rank_footprint(workload, config, place.pipe)]
+    )
     number = None if place is None else place.data
-    items = (state_items(held.model, subject.spec, precision, ranks, rule, sharding, number) for held in helds)
+    items = (state_items(held.model, workload.spec, precision, ranks, rule, sharding, number) for held in helds)
     return max(sum(each.values()) for each in items)
 
 
-def _held_how(
-    config: Config, device: torch.device, world: int, weights: Weights = None
-) -> tuple[Precision, int, Sharding | None]:
+def _find_state_layout(
+    config: Config, device: torch.device, world: int, weights: StateWeights = None
+) -> tuple[Precision, int, ShardingSpec | None]:
     """The types that ranks hold the state in, how many hold it together, and how where it is sharded by our engine."""
     compute = compute_dtype(config.train.dtype, device)
     shared = torch.float32 if config.train.dtype == "mixed" and world > 1 else compute
-    ranks = 1 if config.parallel.data == "single" else config.parallel.axes.data(world)
-    sharding = sharding_of(config, weights) if config.parallel.data == "sharded" else None
+    ranks = 1 if config.parallel.engine == "single" else config.parallel.axes.data_parallel_size(world)
+    sharding = make_sharding_spec(config, weights) if config.parallel.engine == "sharded" else None
     return Precision(compute, shared), ranks, sharding
 
 
-def besides_bytes(
-    config: Config, subject: Subject, device: torch.device, *, world: int, local_world: int, free: int | None = None
+def in_memory_checkpoint_bytes(
+    config: Config, workload: Workload, device: torch.device, *, world: int, local_world: int, free: int | None = None
 ) -> int:
     """Bytes that a rank on a CPU takes for the steps that are kept in shared memory, beside `state_bytes`, of which the
     one that is computed with lives there: as the run would keep them with so many bytes `free`, or as it must at least
     (None), where it was asked to."""
     if device.type != "cpu" or (free is None and _may_be_uneven(config, world)):  # its part may be elsewhere
         return 0
-    precision, ranks, sharding = _held_how(config, device, world)
+    precision, ranks, sharding = _find_state_layout(config, device, world)
     degree = ranks if sharding is None else sharding.degree or ranks
     # Ranks of one number in their copies of the state hold the same: nodes with a whole copy each need none.
     parts = [rank % degree for rank in range(ranks)]
     nodes = [rank * config.parallel.tensor // local_world for rank in range(ranks)]
-    several = world > local_world and not all(elsewhere(parts, nodes))
-    replays = config.optim.rule == "adamw" and config.parallel.data == "sharded"
-    options = keeps_of(config.resilience.memory, config.resilience.replicate, several, replays)
+    several = world > local_world and not all(find_redundant(parts, nodes))
+    replays = config.optim.name == "adamw" and config.parallel.engine == "sharded"
+    options = list_copy_options(
+        config.resilience.in_memory_checkpoints, config.resilience.replicate_every, several, replays
+    )
     rule, most = make_rule(config.optim), 0
-    for held in all_held(subject, config):
-        state, gradient, there = committed_bytes(held.model, precision, ranks, rule, sharding), 0, 0
+    for held in make_all_footprints(workload, config):
+        state, gradient, there = compute_commit_bytes(held.model, precision, ranks, rule, sharding), 0, 0
         if sharding is not None:
-            buckets, place = _laid_out(held.model, ranks, rule, sharding)
-            state, gradient = slot_bytes(buckets, place, precision, rule)
-            items = state_items(held.model, subject.spec, precision, ranks, rule, sharding)
-            there = sum(items[name] for name in STATE)
-        keeps = options[-1] if free is None else in_room(options, state, gradient, free)
-        most = max(most, int(keeps.bytes(state, gradient)) - there * (keeps.own > 0))
+            buckets, place = _lay_out_buckets(held.model, ranks, rule, sharding)
+            state, gradient = estimate_slot_bytes(buckets, place, precision, rule)
+            items = state_items(held.model, workload.spec, precision, ranks, rule, sharding)
+            there = sum(items[name] for name in STATE_ITEMS)
+        keeps = options[-1] if free is None else choose_copies(options, state, gradient, free)
+        most = max(most, int(keeps.total_bytes(state, gradient)) - there * (keeps.own > 0))
     return most
 
 
-def least_zero(config: Config, subject: Subject, devices: Sequence[str], *, world: int, local_world: int) -> int:
+def find_least_zero(config: Config, workload: Workload, devices: Sequence[str], *, world: int, local_world: int) -> int:
     """The least `parallel.zero` with which the model takes no more than HALF of what each device has free, or 3: where
     there is one, the least with which that holds of the steps that are kept there, too."""
     for kept in (True, False):
         for zero in (1, 2, 3):
-            early = {"optim.slots": 1} if zero == 3 else {}  # there is nothing to update early
-            tried = update(config, {"parallel.zero": zero} | early)
+            early = {"optim.double_buffer": False} if zero == 3 else {}  # there is nothing to update early
+            tried = update_config(config, {"parallel.zero": zero} | early)
             needed = 0.0
             for device in map(torch.device, devices):
-                takes = state_bytes(tried, subject, device, world)
+                takes = state_bytes(tried, workload, device, world)
                 if kept:
-                    takes += besides_bytes(tried, subject, device, world=world, local_world=local_world, free=UNBOUNDED)
+                    takes += in_memory_checkpoint_bytes(
+                        tried, workload, device, world=world, local_world=local_world, free=UNBOUNDED
+                    )
                 needed = max(needed, takes / accelerator.memory_free(device, local_world))
-            if needed <= HALF:
+            if needed <= STATE_MEMORY_SHARE:
                 return zero
     return 3
 
@@ -278,59 +297,63 @@ def state_items(
     spec: ModelSpec | None,
     precision: Precision,
     ranks: int,
-    rule: Rule,
-    sharding: Sharding | None = None,
+    rule: UpdateRule,
+    sharding: ShardingSpec | None = None,
     rank: int | None = None,
 ) -> dict[str, int]:
     """Bytes one of `ranks` holds besides activations, by what they hold: masters, the update rule's state, gradients,
     and what is gathered to be used. `model` is on meta, of the shapes `spec` where it has such. With a `sharding` it is
     the sharded engine that holds them, on `rank` or the one that holds most, else fully_shard or a single one."""
     if sharding is not None:
-        buckets, place = _laid_out(model, ranks, rule, sharding, rank)
-        return held_bytes(buckets, place, sharding, precision, rule, accumulates=True) | _of_the_head(
-            model, spec, precision
-        )
+        buckets, place = _lay_out_buckets(model, ranks, rule, sharding, rank)
+        return estimate_engine_bytes(
+            buckets, place, sharding, precision, rule, accumulates=True
+        ) | _head_gradient_bytes(model, spec, precision)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
     elements = sum(math.prod(shape) for shape in shapes.values())
-    shared, master = precision.shared.itemsize, 8 if precision.compute == torch.float64 else 4
+    shared, master = precision.transport.itemsize, 8 if precision.compute == torch.float64 else 4
     kept = int(sum(rule.state_bytes(shape, master) for shape in shapes.values()))
-    items = held_alone(elements, frozen, kept, precision.compute.itemsize, master)
+    items = single_engine_bytes(elements, frozen, kept, precision.compute.itemsize, master)
     if ranks > 1:
-        items = {name: items[name] // ranks for name in STATE}
+        items = {name: items[name] // ranks for name in STATE_ITEMS}
         if frozen:  # beside adapters: in the type they travel in, and nothing else is kept of them
             items["frozen weights"] = frozen * shared // ranks
         # Two blocks are whole at a time (one in use, one on its way) with one's gradients, and the ends with theirs.
-        whole = _two_blocks_and_ends(model, trained=True)
+        whole = _two_largest_blocks_and_rest(model, trained=True)
         # What is gathered in another type than it is used in is there in both for a moment: counted in the wider.
-        items["weights in use"] = (whole + _two_blocks_and_ends(model, trained=False)) * shared
+        items["weights in use"] = (whole + _two_largest_blocks_and_rest(model, trained=False)) * shared
         items["gradients"] = elements * master // ranks + whole * master
-    return items | _of_the_head(model, spec, precision)
+    return items | _head_gradient_bytes(model, spec, precision)
 
 
-def committed_bytes(
-    model: Model, precision: Precision, ranks: int, rule: Rule, sharding: Sharding | None = None
+def compute_commit_bytes(
+    model: Model, precision: Precision, ranks: int, rule: UpdateRule, sharding: ShardingSpec | None = None
 ) -> int:
     """Bytes of what one of `ranks` commits of a step, the one that holds most: masters and what the rule keeps; the
     rest as for `state_items`."""
     if sharding is not None:
-        buckets, place = _laid_out(model, ranks, rule, sharding)
-        return slot_bytes(buckets, place, precision, rule)[0]
+        buckets, place = _lay_out_buckets(model, ranks, rule, sharding)
+        return estimate_slot_bytes(buckets, place, precision, rule)[0]
     master = precision.master.itemsize
     trained = [tuple(each.shape) for each in model.parameters() if each.requires_grad]
     return sum(math.prod(shape) * master + rule.state_bytes(shape, master) for shape in trained) // ranks
 
 
-def _laid_out(
-    model: Model, ranks: int, rule: Rule, sharding: Sharding, rank: int | None = None
+def _lay_out_buckets(
+    model: Model, ranks: int, rule: UpdateRule, sharding: ShardingSpec, rank: int | None = None
 ) -> tuple[Sequence[Bucket], int]:
     """The buckets of the sharded engine, and the rank, without a `rank` the one that holds most."""
     weights = sharding.weights or (1.0,) * (sharding.degree or ranks)
-    buckets = lay_out(describe(model, own_units(model), rule), weights, apart=sharding.apart)
+    buckets = make_buckets(
+        describe_parameters(model, sharding_units(model), rule),
+        weights,
+        isolate_parameters=sharding.isolates_parameters,
+    )
     return buckets, weights.index(max(weights)) if rank is None else rank % len(weights)
 
 
-def _of_the_head(model: Model, spec: ModelSpec | None, precision: Precision) -> dict[str, int]:
+def _head_gradient_bytes(model: Model, spec: ModelSpec | None, precision: Precision) -> dict[str, int]:
     """The loss makes the head's gradient in the master's type before it is narrowed (layers.cross_entropy_sum)."""
     head = 0 if spec is None or spec.lora is not None else spec.vocab_size * spec.hidden
     if head and isinstance(model, Llama):  # which may be a part: some stages have no head, and slices some rows of it
@@ -339,7 +362,7 @@ def _of_the_head(model: Model, spec: ModelSpec | None, precision: Precision) -> 
     return {"gradient of the head": head * (precision.master.itemsize + precision.compute.itemsize)}
 
 
-def _two_blocks_and_ends(model: Model, trained: bool) -> int:
+def _two_largest_blocks_and_rest(model: Model, trained: bool) -> int:
     """Elements of the two largest blocks and of what is in none, of those that are trained or of the others."""
 
     def elements(module: torch.nn.Module) -> int:

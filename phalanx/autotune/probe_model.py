@@ -8,76 +8,76 @@ from typing import TYPE_CHECKING
 
 from phalanx.comm.mesh import Mesh
 from phalanx.engine.interface import Engine
-from phalanx.engine.single import Single
+from phalanx.engine.single import SingleEngine
 from phalanx.models.model import Model
 from phalanx.optim.state import Shard
-from phalanx.parallel.materialize import materialise
-from phalanx.parallel.parallelize import apply
+from phalanx.parallel.materialize import materialize
+from phalanx.parallel.parallelize import parallelize
 from phalanx.system import accelerator
 from phalanx.tasks.task import Batch, Task
 from phalanx.workload.step import run_micro_batches
-from phalanx.workload.workload import Subject
+from phalanx.workload.workload import Workload
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
 
 UNSHARDED = {  # what a recipe becomes for a rank that is alone
     "train.compile": False,
-    "parallel.data": "single",
+    "parallel.engine": "single",
     "parallel.tensor": 1,
-    "parallel.sequence": "auto",
+    "parallel.sequence_parallel": "auto",
     "parallel.pipeline": 1,
     "parallel.schedule": "1f1b",
-    "parallel.stages": "auto",
+    "parallel.layers_per_stage": "auto",
     "parallel.zero": "auto",
-    "parallel.reduce": "auto",
-    "balance.state": "auto",
-    "optim.slots": 1,
+    "parallel.grad_reduce": "auto",
+    "balance.optimizer_state": "auto",
+    "optim.double_buffer": False,
     "comm.compress": "none",
 }
 
 
 @dataclass
-class Trial:
+class ProbeModel:
     """A model that is trained uncompiled; its weights are noise and what it learns is nothing."""
 
     mesh: Mesh  # of this rank alone
-    subject: Subject
+    workload: Workload
     task: Task
     engine: Engine
     model: Model
     base_bytes: int  # that were held before any step
     step: int = 0
 
-    def batch(self, samples: int) -> Batch:
-        return self.task.collate(self.subject.trial_samples(samples)).to(self.mesh.device)
+    def make_batch(self, samples: int) -> Batch:
+        return self.task.collate(self.workload.make_probe_samples(samples)).to(self.mesh.device)
 
-    def peak_bytes(self, samples: int) -> int:
+    def measure_peak_bytes(self, samples: int) -> int:
         """Bytes that a whole step with one micro-batch of so many samples adds at its height to what was held before
         the first: a host gives memory back late."""
-        if self.mesh.traffic.pulse is not None:
-            self.mesh.traffic.pulse.runs(samples)
-        batch, device = self.batch(samples), self.mesh.device
+        if self.mesh.traffic.progress_page is not None:
+            self.mesh.traffic.progress_page.set_largest_micro_batch(samples)
+        batch, device = self.make_batch(samples), self.mesh.device
         accelerator.reset_peak_memory(device)
         self._begin(batch.weight)
         self._pass(batch)
         self._end()
         return accelerator.peak_memory(device) - self.base_bytes
 
-    def seconds(self, samples: int, passes: int = 1) -> float:
+    def measure_seconds(self, samples: int, passes: int = 1) -> float:
         """Seconds of one forward and backward pass of so many samples, a mean over `passes`."""
-        batch, device = self.batch(samples), self.mesh.device
+        batch, device = self.make_batch(samples), self.mesh.device
         self._begin(batch.weight)
-        accelerator.wait(device)
+        accelerator.synchronize(device)
         begun = time.perf_counter()
         for _ in range(passes):
             self._pass(batch)
-        accelerator.wait(device)
+        accelerator.synchronize(device)
         seconds = time.perf_counter() - begun
         self._end()
         return seconds / passes
 
-    def give_up(self) -> None:
+    def discard_step(self) -> None:
         """Forget the step that memory ran out in, so that another can be tried."""
         self.model.zero_grad()
         self.engine.commit(self.step)
@@ -95,17 +95,17 @@ class Trial:
 
 
 @contextlib.contextmanager
-def trial(config: "Config", subject: Subject, mesh: Mesh, layers: int | None) -> Iterator[Trial]:
+def open_probe_model(config: "Config", workload: Workload, mesh: Mesh, layers: int | None) -> Iterator[ProbeModel]:
     """The subject's model with so many `layers` (None: as it is) on the device of `mesh`, which is of one rank."""
-    from phalanx.config.load import update  # needs pydantic; the loop itself does not
+    from phalanx.config.load import update_config  # needs pydantic; the loop itself does not
 
     assert mesh.world == 1
-    eager = update(config, UNSHARDED)
-    model = subject.model(layers)
-    engine, _ = apply(model, eager, mesh, Single, nominal_weight=1)
-    materialise(model, engine, _noise)
+    eager = update_config(config, UNSHARDED)
+    model = workload.model(layers)
+    engine, _ = parallelize(model, eager, mesh, SingleEngine, nominal_weight=1)
+    materialize(model, engine, _noise)
     accelerator.reset_peak_memory(mesh.device)
-    yield Trial(mesh, subject, subject.task(), engine, model, accelerator.peak_memory(mesh.device))
+    yield ProbeModel(mesh, workload, workload.task(), engine, model, accelerator.peak_memory(mesh.device))
 
 
 def _noise(shard: Shard) -> None:

@@ -6,15 +6,17 @@ from typing import Any
 
 from phalanx.config.schema import Config
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.recovery.budget import keeps_of, told
+from phalanx.recovery.budget import describe_budget, list_copy_options
 
-HALF = 0.5  # of the free memory, that `parallel.zero: auto` lets the state take: the rest is for activations
+STATE_MEMORY_SHARE = (
+    0.5  # of the free memory, that `parallel.zero: auto` lets the state take: the rest is for activations
+)
 MODES = ("none", "selective", "full", "offload")
 ADAPTERS = "adapters"  # the part of a model that they are
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class RunSizes:
     """Of a run on some ranks; bytes are of the rank that holds most."""
 
     shape: str
@@ -36,10 +38,12 @@ class Sizes:
     by_formula: bool = False  # memory by the planner's model of it, and not counted in a walk
 
 
-def tables(config: Config, ranks: int, found: Sizes) -> dict[str, Any]:
+def build_tables(config: Config, ranks: int, found: RunSizes) -> dict[str, Any]:
     """The tables of a dry run of a resolved configuration on so many ranks."""
     # Accelerators, for which this is reckoned, commit by copies, so that nothing is made again of gradients.
-    keeps = keeps_of(config.resilience.memory, config.resilience.replicate, several=ranks > 1, replays=False)[0]
+    keeps = list_copy_options(
+        config.resilience.in_memory_checkpoints, config.resilience.replicate_every, several=ranks > 1, replays=False
+    )[0]
     tokens, steps = config.train.global_batch * found.positions, config.train.steps
     master = 8 if config.train.dtype == "fp64" else 4
     stored = {"fp32": 4, "fp64": 8}.get(config.train.dtype, 2)
@@ -53,13 +57,13 @@ def tables(config: Config, ranks: int, found: Sizes) -> dict[str, Any]:
         },
         "assumed": {
             "ranks": ranks,
-            "engine": config.parallel.data,
+            "engine": config.parallel.engine,
             "zero": found.zero,
             "zero_needs": dict(found.zero_needs),
             "dtype": config.train.dtype,
             "micro_batch": found.micro_batch,
             "micro_batch_measured": config.train.micro_batch == "auto",
-            "activations": assumed_mode(config),
+            "activations": activation_mode_to_assume(config),
             "activations_measured": config.memory.activations == "auto",
             "vocabulary_trained": found.vocabulary_trained,
             "labels_assumed": found.labels_assumed,
@@ -68,7 +72,7 @@ def tables(config: Config, ranks: int, found: Sizes) -> dict[str, Any]:
         "layout": found.layout,
         "memory": dict(found.memory),
         "memory_total": sum(found.memory.values()),
-        "host_memory": told(keeps, found.committed),
+        "host_memory": describe_budget(keeps, found.committed),
         "sequence": dict(found.sequence),
         "work": {
             "unit": found.unit,
@@ -90,30 +94,30 @@ def tables(config: Config, ranks: int, found: Sizes) -> dict[str, Any]:
     }
 
 
-def most_of_a_copy(config: Config, ranks: int) -> int:
+def max_samples_per_replica(config: Config, ranks: int) -> int:
     """Samples of a step that one copy of the model has at the most, where all copies are alike."""
-    return -(-config.train.global_batch // config.parallel.axes.data(ranks))
+    return -(-config.train.global_batch // config.parallel.axes.data_parallel_size(ranks))
 
 
-def assumed_micro_batch(config: Config, ranks: int) -> int:
+def micro_batch_to_assume(config: Config, ranks: int) -> int:
     """Samples at a time that memory is reckoned for: one, where the run measures how many fit."""
     wanted = 1 if config.train.micro_batch == "auto" else config.train.micro_batch
-    return min(wanted, most_of_a_copy(config, ranks))
+    return min(wanted, max_samples_per_replica(config, ranks))
 
 
-def assumed_mode(config: Config) -> str:
+def activation_mode_to_assume(config: Config) -> str:
     """What `memory.activations` is reckoned as: of `auto` the mode that a run tries first."""
     return "none" if config.memory.activations == "auto" else config.memory.activations
 
 
-def shape_in_words(spec: ModelSpec) -> str:
+def describe_shape(spec: ModelSpec) -> str:
     return (
         f"{spec.architecture}: {spec.layers} layers, width {spec.hidden}, {spec.heads} heads ({spec.kv_heads} kv) of "
         f"{spec.head_dim}, feed-forward {spec.intermediate}, vocabulary {spec.vocab_size}"
     )
 
 
-def parts_of(counts: Mapping[str, int]) -> dict[str, int]:
+def count_by_part(counts: Mapping[str, int]) -> dict[str, int]:
     """Parameters by part of the model; names are those of models/llama.py."""
     parts: dict[str, int] = {}
     for name, count in counts.items():
@@ -129,7 +133,7 @@ def parts_of(counts: Mapping[str, int]) -> dict[str, int]:
     return parts
 
 
-def held_alone(trained: int, frozen: int, state: int, width: int, master: int) -> dict[str, int]:
+def single_engine_bytes(trained: int, frozen: int, state: int, width: int, master: int) -> dict[str, int]:
     """Bytes that the engine of a single rank holds besides activations. Of its parameters some are `trained`, the
     others `frozen`; `state`: bytes that the update rule keeps; `width` and `master`: of an element computed with and of
     a master."""

@@ -6,34 +6,36 @@ the same ranks: another cut adds up in another order.
 
 from typing import TYPE_CHECKING
 
-from phalanx.autotune.probe_model import trial
+from phalanx.autotune.probe_model import open_probe_model
 from phalanx.comm.json_objects import JsonGroup
-from phalanx.comm.mesh import Mesh, alone
+from phalanx.comm.mesh import Mesh, single_rank_mesh
 from phalanx.core.errors import is_out_of_memory
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.run_paths import RunPaths
-from phalanx.parallel.model_part import plan_of
+from phalanx.parallel.model_part import plan_stages
 from phalanx.system import accelerator
-from phalanx.workload.sinks import Records, resolved_before
-from phalanx.workload.workload import Subject
+from phalanx.workload.sinks import RecordWriter, find_resolved_value
+from phalanx.workload.workload import Workload
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
 
-KEY = "parallel.stages"
+KEY = "parallel.layers_per_stage"
 # The slowest rank's seconds over the fastest's from which on devices count as unlike: of several kinds, and of one,
 # where a neighbour on the same machine may be all there is to it.
-UNLIKE, UNLIKE_OF_ONE_KIND = 1.15, 1.3
+MAX_RATIO, MAX_RATIO_SAME_MODEL = 1.15, 1.3
 PASSES = 5  # of which the fastest counts
 
 
-def settled(config: "Config", subject: Subject, mesh: Mesh, paths: RunPaths, records: Records) -> "Config":
+def resolve_stage_sizes(
+    config: "Config", workload: Workload, mesh: Mesh, paths: RunPaths, records: RecordWriter
+) -> "Config":
     """The configuration with the numbers of blocks of all stages, where the recipe has none and devices are unlike.
     Collective, and the same on all ranks."""
-    if mesh.pipe is None or config.parallel.stages != "auto" or subject.spec is None:
+    if mesh.pipe is None or config.parallel.layers_per_stage != "auto" or workload.spec is None:
         return config
     group = JsonGroup(mesh.checkpoint)
-    models = group.all_objects(accelerator.name(mesh.device))
+    models = group.all_gather_objects(accelerator.get_device_name(mesh.device))
     if len(set(models)) == 1 and mesh.device.type != "cpu":
         return config
     parallel = config.parallel
@@ -42,20 +44,20 @@ def settled(config: "Config", subject: Subject, mesh: Mesh, paths: RunPaths, rec
         "tensor": parallel.tensor,
         "pipeline": parallel.pipeline,
         "schedule": parallel.schedule,
-        "layers": subject.spec.layers,
+        "layers": workload.spec.layers,
     }
-    numbers = group.broadcast_object(resolved_before(paths, KEY, of) if mesh.rank == 0 else None)
+    numbers = group.broadcast_object(find_resolved_value(paths, KEY, of) if mesh.rank == 0 else None)
     if numbers is None:
-        seconds = _by_stage(mesh, _block_s(config, subject, mesh))
-        alike = max(seconds) <= (UNLIKE if len(set(models)) > 1 else UNLIKE_OF_ONE_KIND) * min(seconds)
+        seconds = _by_stage(mesh, _block_s(config, workload, mesh))
+        alike = max(seconds) <= (MAX_RATIO if len(set(models)) > 1 else MAX_RATIO_SAME_MODEL) * min(seconds)
         speeds = None if alike else [1.0 / taken for taken in seconds]
-        plan = plan_of(subject.spec, mesh.pipe.size, parallel.schedule, speeds=speeds)
+        plan = plan_stages(workload.spec, mesh.pipe.size, parallel.schedule, speeds=speeds)
         numbers = [len(layers) for layers in plan.layers]
         told = ", ".join(f"{1e3 * taken:.1f}" for taken in seconds)
         why = f"a pass through one block takes the ranks of the pipeline {told} ms"
         # Also where they are alike: the next start would measure anew, and might find them unlike.
         why += ", nearly alike" if alike else ""
-        records.event(Kind.RESOLVED, {"key": KEY, "value": numbers, "reason": why, "of": of})
+        records.write_event(EventKind.AUTO_RESOLVED, {"key": KEY, "value": numbers, "reason": why, "of": of})
     return config.model_copy(update={"parallel": parallel.model_copy(update={"stages": numbers})})
 
 
@@ -63,19 +65,19 @@ def _by_stage(mesh: Mesh, mine: float) -> list[float]:
     """The seconds of the slowest rank of each place in the pipeline."""
     found = [0.0] * mesh.axes.pipeline
     for rank, taken in enumerate(mesh.gather(mine)):
-        place = mesh.axes.place(rank, mesh.world).pipe
+        place = mesh.axes.coordinates(rank, mesh.world).pipe
         found[place] = max(found[place], taken)
     return found
 
 
-def _block_s(config: "Config", subject: Subject, mesh: Mesh) -> float:
+def _block_s(config: "Config", workload: Workload, mesh: Mesh) -> float:
     """Seconds of one sample's passes through the model with one block, on this rank alone; 1 where that does not fit,
     so that such ranks count as alike."""
-    with alone(mesh) as single:
+    with single_rank_mesh(mesh) as single:
         try:
-            with trial(config, subject, single, 1) as one:
-                one.seconds(1)  # what happens only once
-                return min(one.seconds(1) for _ in range(PASSES))
+            with open_probe_model(config, workload, single, 1) as one:
+                one.measure_seconds(1)  # what happens only once
+                return min(one.measure_seconds(1) for _ in range(PASSES))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

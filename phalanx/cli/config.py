@@ -28,7 +28,7 @@ def config_explain(
     """Say what a key means and which values it takes; of a section, or of all keys, what each means."""
     # Elsewhere than in a terminal a line stays one, for grep.
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 10_000
-    typer.echo(explain.explain(key, width))
+    typer.echo(explain.explain_key(key, width))
 
 
 @config_app.command("show")
@@ -37,7 +37,7 @@ def config_show(
     overrides: Overrides = None,
 ) -> None:
     """Print a recipe with all defaults filled in; `auto` is what a run resolves when it starts."""
-    typer.echo(load.to_yaml(load.load(recipe_path, overrides or [])), nl=False)
+    typer.echo(load.to_yaml(load.load_recipe(recipe_path, overrides or [])), nl=False)
 
 
 @config_app.command("presets")
@@ -49,5 +49,5 @@ def config_presets() -> None:
     room = max(map(len, PRESETS))
     for name, spec in PRESETS.items():
         shape = f"{spec.layers} layers, width {spec.hidden}, {spec.heads} heads ({spec.kv_heads} kv)"
-        number = event_text.count(parameter_count(spec))
+        number = event_text.format_count(parameter_count(spec))
         typer.echo(f"{name:{room}} {number:>6} parameters, {shape}, vocabulary {spec.vocab_size}")

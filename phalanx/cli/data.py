@@ -11,17 +11,19 @@ import typer
 from phalanx.cli import help
 from phalanx.config import load, schema
 from phalanx.core.errors import ConfigError
-from phalanx.core.run_paths import shown
+from phalanx.core.run_paths import redact_url
 from phalanx.storage import files as storage
 
 if TYPE_CHECKING:
-    from phalanx.data.prepare import Prepared
+    from phalanx.data.prepare import PreparedData
 
 data_app = typer.Typer(help="Prepare training data ahead of a run, and look at it.", no_args_is_help=True)
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Keys to change, such as optim.lr=3e-4.", autocompletion=help.keys),
+    typer.Argument(
+        metavar="KEY=VALUE", help="Keys to change, such as optim.lr=3e-4.", autocompletion=help.complete_keys
+    ),
 ]
 
 
@@ -61,7 +63,7 @@ def data_prepare(
         if given:
             key, value = next(iter(given.items()))
             raise ConfigError(f"a recipe has its own settings; write data.{key}={value} behind it instead of an option")
-        wanted = _data_of(load.load(Path(sources[0]), sources[1:]))
+        wanted = _recipe_for_data(load.load_recipe(Path(sources[0]), sources[1:]))
     else:
         if recipes := [source for source in sources if _is_recipe(source)]:
             raise ConfigError(
@@ -69,13 +71,13 @@ def data_prepare(
             )
         # A whole recipe, so that it is checked as one; of its model nothing is asked.
         model: dict[str, Any] = {"hidden": 2, "layers": 1, "heads": 1}
-        whole = load.check({"model": model, "data": {"source": sources, **given}}, "the command line")
+        whole = load.build_config({"model": model, "data": {"source": sources, **given}}, "the command line")
         if _are_shards(sources):
             model["architecture"], given["format"] = "bert", "masked"
-            whole = load.check({"model": model, "data": {"source": sources, **given}}, "the command line")
-        wanted = _data_of(whole)
+            whole = load.build_config({"model": model, "data": {"source": sources, **given}}, "the command line")
+        wanted = _recipe_for_data(whole)
     try:
-        done = _prepared(wanted)
+        done = _prepare_data(wanted)
     except KeyboardInterrupt:
         typer.echo("interrupted; the parts that are done are kept, and the same command goes on from there", err=True)
         raise typer.Exit(128 + signal.SIGINT) from None
@@ -94,29 +96,29 @@ def data_inspect(
 ) -> None:
     """Show what token sets hold: counts, lengths, what is learnt, and some documents as text."""
     from phalanx.data import inspect
-    from phalanx.data.packing import Form
+    from phalanx.data.packing import PackingOptions
     from phalanx.report import dataset_tables
     from phalanx.report.terminal import open_terminal
 
     form = None
     if _is_recipe(subject):
-        whole = _data_of(load.load(Path(subject), overrides or []))
-        done, wanted = _prepared(whole), whole.data
+        whole = _recipe_for_data(load.load_recipe(Path(subject), overrides or []))
+        done, wanted = _prepare_data(whole), whole.data
         talks = wanted.format in ("chat", "prompt")
-        form = Form(wanted.seq_len, talks, wanted.isolate_documents, wanted.too_long == "drop")
+        form = PackingOptions(wanted.seq_len, talks, wanted.isolate_documents, wanted.too_long == "drop")
         folders, tokenizer = _sets_of(done), tokenizer or done.tokenizer_folder
     elif overrides:
         raise ConfigError(f"{overrides[0]} changes a recipe, but {subject} is none; leave it out")
     elif storage.is_url(subject):
         raise ConfigError(
-            f"{shown(subject)} is a URL, and token sets are looked at on this machine; name a folder, or a recipe "
+            f"{redact_url(subject)} is a URL, and token sets are looked at on this machine; name a folder, or a recipe "
             "whose data.cache is that URL"
         )
     else:
-        folders, known = inspect.sets_of(Path(subject).expanduser().absolute())
+        folders, known = inspect.find_token_sets(Path(subject).expanduser().absolute())
         tokenizer = tokenizer or known
-    found = [inspect.facts(name, folder, tokenizer, form, samples) for name, folder in folders.items()]
-    dataset_tables.show(open_terminal(), found)
+    found = [inspect.compute_stats(name, folder, tokenizer, form, samples) for name, folder in folders.items()]
+    dataset_tables.print_datasets(open_terminal(), found)
 
 
 @data_app.command("batch")
@@ -138,23 +140,27 @@ def data_batch(
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.report import dataset_tables
     from phalanx.report.terminal import open_terminal
-    from phalanx.workload.workload import spec_from_run, subject_of
+    from phalanx.workload.workload import make_workload, read_model_shape
 
-    wanted = _data_of(load.load(recipe_path, overrides or []))
-    done = _prepared(wanted, aside=as_json)
+    wanted = _recipe_for_data(load.load_recipe(recipe_path, overrides or []))
+    done = _prepare_data(wanted, aside=as_json)
     if wanted.model.vocab_size == "auto" and not wanted.model.from_hf and not wanted.model.preset:
-        wanted = load.update(wanted, {"model.vocab_size": done.vocab_size})
-    wanted, _ = load.resolve(wanted, device="cpu", world=1)
+        wanted = load.update_config(wanted, {"model.vocab_size": done.vocab_size})
+    wanted, _ = load.resolve_autos(wanted, device="cpu", world=1)
     if wanted.task.kind in ("tag", "classify") and wanted.task.labels == "auto":
-        wanted = load.update(wanted, {"task.labels": ["one", "other"]})  # of which a batch's tokens do not depend
-    sets = subject_of(wanted, spec_from_run(wanted)).train(done.train)
-    found = batch.members(Loader(sets, wanted.train.global_batch, wanted.train.seed, rank=0), step - 1, skipped)
+        wanted = load.update_config(
+            wanted, {"task.labels": ["one", "other"]}
+        )  # of which a batch's tokens do not depend
+    sets = make_workload(wanted, read_model_shape(wanted)).train_data(done.train)
+    found = batch.list_samples(Loader(sets, wanted.train.global_batch, wanted.train.seed, rank=0), step - 1, skipped)
     if as_json:
         typer.echo(json.dumps({"step": step, "samples": [dataclasses.asdict(one) for one in found]}))
         return
     tokenizer = load_tokenizer(done.tokenizer_folder)
     folders = [str(folder) for folder, _ in done.train]
-    dataset_tables.show_batch(open_terminal(), step, found, [batch.beginning(one, tokenizer) for one in found], folders)
+    dataset_tables.print_batch(
+        open_terminal(), step, found, [batch.preview_text(one, tokenizer) for one in found], folders
+    )
 
 
 @data_app.command("megatron")
@@ -163,10 +169,10 @@ def data_megatron(
     prefix: Annotated[Path, typer.Argument(help="PREFIX.bin and PREFIX.idx are written.")],
 ) -> None:
     """Write a token set as an indexed dataset of Megatron's."""
-    from phalanx.data.megatron_dataset import write_pair
+    from phalanx.data.megatron_dataset import write_indexed_dataset
     from phalanx.data.token_files import TokenFile
 
-    count = write_pair(TokenFile(token_set.expanduser()), prefix.expanduser())
+    count = write_indexed_dataset(TokenFile(token_set.expanduser()), prefix.expanduser())
     typer.echo(f"{count:,} documents are now in {prefix}.bin and {prefix}.idx")
 
 
@@ -181,7 +187,7 @@ def _are_shards(sources: list[str]) -> bool:
     return any(file.kind == SHARDS for file in list_files(sources))
 
 
-def _data_of(whole: schema.Config) -> schema.Config:
+def _recipe_for_data(whole: schema.Config) -> schema.Config:
     """The recipe with its tokenizer chosen, for its data."""
     from phalanx.data.tokenizer import default_tokenizer
     from phalanx.workload import local_copies
@@ -190,22 +196,22 @@ def _data_of(whole: schema.Config) -> schema.Config:
         raise ConfigError(
             f"task.code {whole.task.code} reads its own data, as it is; there is nothing to prepare or to look at here"
         )
-    wanted = local_copies.fetched(whole, weights=False)
+    wanted = local_copies.fetch_local_copies(whole, weights=False)
     if wanted.data.tokenizer == "auto":
         chosen, _ = default_tokenizer(wanted.model.from_hf)
-        wanted = load.update(wanted, {"data.tokenizer": chosen})
+        wanted = load.update_config(wanted, {"data.tokenizer": chosen})
     return wanted
 
 
-def _prepared(wanted: schema.Config, aside: bool = False) -> "Prepared":
+def _prepare_data(wanted: schema.Config, aside: bool = False) -> "PreparedData":
     from phalanx.data.prepare_records import prepare_for
-    from phalanx.report.progress import phases
+    from phalanx.report.progress import phase_progress
 
-    with phases(aside=aside) as progress:
+    with phase_progress(aside=aside) as progress:
         return prepare_for(wanted, progress)
 
 
-def _sets_of(done: "Prepared") -> dict[str, Path]:
+def _sets_of(done: "PreparedData") -> dict[str, Path]:
     """The token sets by name; those of a mixture are numbered."""
     several = len(done.train) > 1
     train = {f"train {number}" if several else "train": folder for number, (folder, _) in enumerate(done.train, 1)}
@@ -213,9 +219,9 @@ def _sets_of(done: "Prepared") -> dict[str, Path]:
 
 
 def _size_of(name: str, folder: Path) -> str:
-    from phalanx.data.inspect import opened
+    from phalanx.data.inspect import open_token_set
 
-    file = opened(folder)
+    file = open_token_set(folder)
     return (
         f"{name}: {file.tokens:,} tokens in {file.documents:,} documents, vocabulary {file.vocab_size:,}, in {folder}"
     )

@@ -13,13 +13,12 @@ import typer
 
 from phalanx.cli.data import Overrides
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import Kind
-from phalanx.core.json_lines import read_lines
+from phalanx.core.events import EventKind, read_events
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 
 PROMPT = "def read("
-VICTIM = 1
+KILLED_RANK = 1
 
 
 def demo_command(
@@ -42,13 +41,15 @@ def demo_command(
     began = time.monotonic()
     say("this takes about three minutes on two idle CPU cores, and longer beside other work; GPUs are left alone")
     say("1. copy a recipe, and train it on two ranks; half-way, one of them is killed with SIGKILL")
-    phalanx("recipes", "copy", "demo")
+    run_phalanx("recipes", "copy", "demo")
     # The demo's small products run on two ranks of one thread each: the two cores that the demo asks for.
-    train(["train", "recipes/demo.yaml", "--ranks", "2", "--run-dir", str(run_dir), *(overrides or [])], run_dir)
+    train_and_kill_rank(
+        ["train", "recipes/demo.yaml", "--ranks", "2", "--run-dir", str(run_dir), *(overrides or [])], run_dir
+    )
     say("2. export to a Hugging Face folder")
-    phalanx("export", str(run_dir), str(export))
+    run_phalanx("export", str(run_dir), str(export))
     say("3. load that folder with transformers and write some text")
-    generate(export)
+    generate_with_transformers(export)
     say(f"done in {time.monotonic() - began:.0f} s; everything is here:")
     paths = RunPaths(run_dir)
     newest = max((run_dir / "checkpoints").glob("step-*"))
@@ -56,16 +57,16 @@ def demo_command(
         typer.echo(f"  {name:11}{path.resolve()}")
 
 
-def train(command: list[str], run_dir: Path) -> None:
+def train_and_kill_rank(command: list[str], run_dir: Path) -> None:
     """Run a training command, and meanwhile wait for the middle of the run to kill a rank."""
-    from phalanx.system.accelerator import HIDDEN  # imports torch
+    from phalanx.system.accelerator import NO_DEVICES_ENV  # imports torch
 
     typer.echo(f"$ phalanx {shlex.join(command)}")
-    run = subprocess.Popen([sys.executable, "-m", "phalanx", *command], env=os.environ | HIDDEN)
+    run = subprocess.Popen([sys.executable, "-m", "phalanx", *command], env=os.environ | NO_DEVICES_ENV)
     killed = False
     while run.poll() is None:
         time.sleep(0.1)
-        if not killed and (pid := victim(RunPaths(run_dir))) is not None:
+        if not killed and (pid := find_victim(RunPaths(run_dir))) is not None:
             os.kill(pid, signal.SIGKILL)
             killed = True
     if run.returncode != 0 or not killed:
@@ -73,17 +74,17 @@ def train(command: list[str], run_dir: Path) -> None:
         raise RunError(f"the demo's training ended with exit code {run.returncode}{before}; what it printed says why")
 
 
-def victim(paths: RunPaths) -> int | None:
+def find_victim(paths: RunPaths) -> int | None:
     """The process to kill, once half of the steps are done; None before."""
-    started = [event for event in read_lines(paths.events) if event["kind"] == Kind.RUN_STARTED]
-    attempts = [event for event in read_lines(paths.events) if event["kind"] == Kind.ATTEMPT_STARTED]
+    started = [event for event in read_events(paths.events) if event["kind"] == EventKind.RUN_STARTED]
+    attempts = [event for event in read_events(paths.events) if event["kind"] == EventKind.ATTEMPT_STARTED]
     steps = read_steps(paths.metrics)
     if not started or not attempts or not steps or steps[-1]["step"] < started[0]["steps"] // 2:
         return None
-    return int(attempts[-1]["pids"][str(VICTIM)])
+    return int(attempts[-1]["pids"][str(KILLED_RANK)])
 
 
-def generate(export: Path) -> None:
+def generate_with_transformers(export: Path) -> None:
     """What anyone does with a Hugging Face folder; nothing of Phalanx is needed for it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -102,7 +103,7 @@ def generate(export: Path) -> None:
     typer.echo("\n".join(f"  | {line}" for line in text.splitlines()))
 
 
-def phalanx(*arguments: str) -> None:
+def run_phalanx(*arguments: str) -> None:
     """Run a command as a user would, and show it. Raises RunError where it fails."""
     typer.echo(f"$ phalanx {shlex.join(arguments)}")
     code = subprocess.run([sys.executable, "-m", "phalanx", *arguments]).returncode

@@ -11,24 +11,24 @@ import typer
 
 from phalanx.config.schema import DataSection
 from phalanx.core.placement import ExitCode
-from phalanx.doctor.results import NAMES, CheckState, Line, check_names
-from phalanx.elastic.node.signals import StopAsked, stoppable
-from phalanx.report.doctor import Lines
+from phalanx.doctor.results import NAMES, CheckResult, CheckState, parse_check_names
+from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
+from phalanx.report.doctor import DoctorConsole
 from phalanx.report.terminal import open_terminal
 from phalanx.storage.files import local_cache
 
 
-class _Shown:
+class _ConsoleListener:
     """Who watches the examination, or with --json nobody."""
 
-    def __init__(self, lines: Lines | None) -> None:
+    def __init__(self, lines: DoctorConsole | None) -> None:
         self._lines = lines
 
     def begin(self, name: str) -> None:
         if self._lines is not None:
             self._lines.begin(name)
 
-    def line(self, line: Line) -> None:
+    def line(self, line: CheckResult) -> None:
         if self._lines is not None:
             self._lines.line(str(line.state), line.check, line.sentence)
 
@@ -62,17 +62,20 @@ def doctor_command(
     from phalanx.doctor import run_checks, shareable_report
 
     cache = local_cache(DataSection().cache)
-    scope = run_checks.Scope(gpus, run_dir, cache, check_names(only or []))
-    begun, lines = time.monotonic(), None if as_json else Lines(open_terminal())
-    shareable_report.check_writable(out)
+    scope = run_checks.DoctorScope(gpus, run_dir, cache, parse_check_names(only or []))
+    begun, lines = time.monotonic(), None if as_json else DoctorConsole(open_terminal())
+    shareable_report.check_report_writable(out)
     try:
-        with stoppable(), tempfile.TemporaryDirectory(prefix="phalanx-doctor-", ignore_cleanup_errors=True) as folder:
-            found = run_checks.examine(scope, Path(folder), _Shown(lines))
-    except StopAsked as asked:
+        with (
+            raise_on_stop_signal(),
+            tempfile.TemporaryDirectory(prefix="phalanx-doctor-", ignore_cleanup_errors=True) as folder,
+        ):
+            found = run_checks.run_doctor(scope, Path(folder), _ConsoleListener(lines))
+    except StopRequested as asked:
         open_terminal().print(f"stopped by {asked}; no report was written")
         raise typer.Exit(int(ExitCode.STOPPED)) from None
-    report = shareable_report.tree(found, time.monotonic() - begun, os.environ)
-    shareable_report.write(out, report)
+    report = shareable_report.build_report(found, time.monotonic() - begun, os.environ)
+    shareable_report.write_report(out, report)
     if lines is not None:
         lines.end(report, str(out))
     else:

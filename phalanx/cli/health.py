@@ -12,9 +12,9 @@ import typer
 
 from phalanx.core.errors import ConfigError, PhalanxError, RunError
 from phalanx.core.placement import ExitCode
-from phalanx.elastic.supervisor.node_requests import Wanted
+from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health import checks, dcgm
-from phalanx.health.findings import Severity, at_least, is_usable, sentences, verdict
+from phalanx.health.findings import Severity, at_least, is_usable, unique_sentences, verdict
 from phalanx.launch.slurm import nodes
 from phalanx.report import health as shown
 from phalanx.report.terminal import open_terminal
@@ -71,7 +71,9 @@ def health_command(
     from phalanx.health import burn_in_report
     from phalanx.launch import health_check, rendezvous_options
 
-    meeting = rendezvous_options.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
+    meeting = rendezvous_options.parse_rendezvous_options(
+        node_count, node_rank, rendezvous, rendezvous_timeout, context.obj
+    )
     if not deep and (seconds is not None or diag_level is not None):
         named = "--seconds" if seconds is not None else "--diag-level"
         raise ConfigError(f"{named} is about what --deep does; give that too, or leave it out")
@@ -82,31 +84,31 @@ def health_command(
             )
         raise typer.Exit(_for_slurm(as_slurm, expect, out, since))
     expected = None if expect is None else checks.read_baseline(expect)
-    findings = checks.looked_at(checks.Scope(run_dir, None, expected, since))
-    rows: burn_in_report.Rows = []
+    findings = checks.run_health_checks(checks.HealthScope(run_dir, None, expected, since))
+    rows: burn_in_report.BurnInRows = []
     if save_baseline is not None:
-        _written(save_baseline, checks.baseline())
+        _write_json(save_baseline, checks.collect_baseline())
     if deep:
-        found, rows = burn_in_report.looked_at(10.0 if seconds is None else seconds)
-        check = dcgm.diagnosis(2 if diag_level is None else diag_level)
-        findings += found if check is None else found + checks.carried_out([check])
-    result = checks.result(findings)
+        found, rows = burn_in_report.run_burn_in(10.0 if seconds is None else seconds)
+        check = dcgm.make_dcgm_check(2 if diag_level is None else diag_level)
+        findings += found if check is None else found + checks.run_checks([check])
+    result = checks.build_node_report(findings)
     code = int(ExitCode.DONE if is_usable(verdict(findings)) else ExitCode.UNHEALTHY)
     if meeting is not None:
         meeting = dataclasses.replace(meeting, quiet=as_json)
-        code, result = health_check.looked_at(meeting, result | {"rows": rows}, as_json)
+        code, result = health_check.check_nodes(meeting, result | {"rows": rows}, as_json)
     elif not as_json:
-        open_terminal().print(shown.table(result))
+        open_terminal().print(shown.render_findings_table(result))
     if out is not None:
-        _written(out, result)
+        _write_json(out, result)
     if as_json:
         open_terminal().out(json.dumps(result, indent=1), highlight=False)
     raise typer.Exit(code)
 
 
-def _written(file: Path, tree: Mapping[str, Any]) -> None:
+def _write_json(file: Path, tree: Mapping[str, Any]) -> None:
     try:
-        checks.write(file, tree)
+        checks.write_json(file, tree)
     except OSError as error:
         raise RunError(f"{file} cannot be written ({error.strerror or error}); choose another file") from None
 
@@ -123,17 +125,17 @@ def _for_slurm(role: AsSlurm, expect: Path | None, out: Path | None, since: floa
     """
     try:
         expected = None if expect is None else checks.read_baseline(expect)
-        findings = checks.looked_at(checks.Scope(None, None, expected, since, network=False))
+        findings = checks.run_health_checks(checks.HealthScope(None, None, expected, since, network=False))
         if out is not None:
-            _written(out, checks.result(findings))
+            _write_json(out, checks.build_node_report(findings))
         unfit = at_least(findings, Severity.RESET)
         if not unfit:
             return ExitCode.DONE
-        reason = f"phalanx {verdict(findings)}: {'; '.join(sentences(unfit))}"
+        reason = f"phalanx {verdict(findings)}: {'; '.join(unique_sentences(unfit))}"
         sys.stderr.write(f"{reason}\n")
         if role != "healthcheck":
             return ExitCode.UNHEALTHY
-        nodes.set_state(_own_name(), Wanted.DRAIN, reason)
+        nodes.set_state(_slurm_node_name(), NodeRequestKind.DRAIN, reason)
     except PhalanxError as error:
         sys.stderr.write(f"phalanx health: {error}\n")
     except Exception as error:
@@ -141,6 +143,6 @@ def _for_slurm(role: AsSlurm, expect: Path | None, out: Path | None, since: floa
     return ExitCode.DONE
 
 
-def _own_name() -> str:
+def _slurm_node_name() -> str:
     """This node's name as Slurm has it: the host's, without a domain."""
     return socket.gethostname().partition(".")[0]

@@ -18,7 +18,7 @@ SEVERAL_NODES, TRYING = "Several nodes", "Trying things out"  # groups of option
 PLACEHOLDERS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 
-def spell_alike(command: Any) -> None:
+def unify_placeholders(command: Any) -> None:
     """Give the options of a command, and of all below it, the same placeholders; flags have none."""
     for parameter in [*command.params, command.get_help_option(command.context_class(command, help_option_names=HELP))]:
         type_of = parameter.type_descriptor.annotation
@@ -30,7 +30,7 @@ def spell_alike(command: Any) -> None:
         elif parameter.metavar is None and kind is not None:  # of a few words these are shown
             parameter.metavar = PLACEHOLDERS[kind]
     for child in getattr(command, "commands", {}).values():
-        spell_alike(child)
+        unify_placeholders(child)
 
 
 def check_options(command: Any, arguments: list[str]) -> None:
@@ -43,7 +43,7 @@ def check_options(command: Any, arguments: list[str]) -> None:
         if not name.startswith("--") or name in known:
             continue
         word = name[2:].replace("-", "_")
-        if meant := [key[:-1] for key, _ in keys("") if word in (key[:-1], key[:-1].rpartition(".")[2])]:
+        if meant := [key[:-1] for key, _ in complete_keys("") if word in (key[:-1], key[:-1].rpartition(".")[2])]:
             raise ConfigError(
                 f"{name} is no option of `phalanx {arguments[0]}` but a key of the recipe; write "
                 f"{' or '.join(f'{key}=VALUE' for key in meant)}, without dashes"
@@ -54,10 +54,10 @@ def _nothing(ctx: object) -> None:
     return None
 
 
-def keys(incomplete: str) -> Iterator[tuple[str, str]]:
+def complete_keys(incomplete: str) -> Iterator[tuple[str, str]]:
     """Overrides that begin so, each with what its key means: `optim.lr=`."""
-    from phalanx.config.schema import leaves
+    from phalanx.config.schema import iter_knobs
 
-    for key, info in leaves():
+    for key, info in iter_knobs():
         if key.startswith(incomplete):
             yield f"{key}=", str(info.description)

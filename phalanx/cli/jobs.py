@@ -15,7 +15,7 @@ import typer
 from phalanx.cli import help
 from phalanx.config import load
 from phalanx.core.errors import ConfigError
-from phalanx.core.run_paths import RunPaths, shown
+from phalanx.core.run_paths import RunPaths, redact_url
 from phalanx.storage import files as storage
 from phalanx.storage import mirror, permissions
 
@@ -74,7 +74,7 @@ def launch(
     if dry_run and wait:
         raise ConfigError("--dry-run submits nothing that --wait could wait for; leave one of them out")
     overrides, options = _split(words or [])
-    wanted = load.load(recipe_path, overrides)
+    wanted = load.load_recipe(recipe_path, overrides)
     given = {
         "slurm.partition": partition or None,
         "slurm.account": account,
@@ -82,23 +82,23 @@ def launch(
         "slurm.gpus_per_node": gpus_per_node,
         "slurm.extra": [*wanted.slurm.extra, *options] if options else None,
     }
-    wanted = load.update(wanted, {key: value for key, value in given.items() if value is not None})
-    paths = RunPaths(_folder(run_dir, recipe_path))
-    wish = jobs.Wish(node_count, spares, ranks, until_done, max_jobs or jobs.MOST_STARTS)
+    wanted = load.update_config(wanted, {key: value for key, value in given.items() if value is not None})
+    paths = RunPaths(_run_folder(run_dir, recipe_path))
+    wish = jobs.LaunchOptions(node_count, spares, ranks, until_done, max_jobs or jobs.MAX_STARTS)
     if not dry_run:
-        permissions.apply(paths.root, wanted.storage.private)
+        permissions.restrict_permissions(paths.root, wanted.storage.private)
     if local:
         _check_local(node_count + spares, given, dry_run)
-        pid = jobs.to_background(wanted, paths, wish, os.environ)
-        typer.echo(f"{paths.shown} is going on as process {pid}{_next(paths, wait)}")
+        pid = jobs.start_in_background(wanted, paths, wish, os.environ)
+        typer.echo(f"{paths.display_name} is going on as process {pid}{_next_commands_hint(paths, wait)}")
     elif dry_run:
-        typer.echo(slurm_script.script_of(jobs.ask(wanted, paths, wish)), nl=False)
+        typer.echo(slurm_script.render_script(jobs.make_job_spec(wanted, paths, wish)), nl=False)
         return
     else:
-        number = jobs.to_slurm(wanted, paths, wish, os.environ)
-        typer.echo(f"{paths.shown} is job {number} of Slurm{_next(paths, wait)}")
+        number = jobs.submit_to_slurm(wanted, paths, wish, os.environ)
+        typer.echo(f"{paths.display_name} is job {number} of Slurm{_next_commands_hint(paths, wait)}")
     if wait:
-        raise typer.Exit(jobs.wait(paths, wanted))
+        raise typer.Exit(jobs.wait_for_end(paths, wanted))
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -107,15 +107,15 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:first], words[first:]
 
 
-def _folder(run_dir: str | None, recipe_path: Path) -> Path:
+def _run_folder(run_dir: str | None, recipe_path: Path) -> Path:
     if run_dir is None:
         return Path("runs") / recipe_path.stem
     if not run_dir:
         raise ConfigError("--run-dir is empty, so there is no folder to put the run into; name one or leave it out")
     if storage.is_url(run_dir):
         raise ConfigError(
-            f"--run-dir {shown(run_dir)} is a URL, but a launched run needs a folder, by which its nodes meet and are "
-            "looked after; name one on a file system that all nodes share, or give the URL to `phalanx train`"
+            f"--run-dir {redact_url(run_dir)} is a URL, but a launched run needs a folder, by which its nodes meet and "
+            "are looked after; name one on a file system that all nodes share, or give the URL to `phalanx train`"
         )
     return Path(run_dir)
 
@@ -135,8 +135,8 @@ def _check_local(nodes: int, given: Mapping[str, object], dry_run: bool) -> None
         raise ConfigError("--dry-run shows the script of a Slurm job, and --local makes none; leave one of them out")
 
 
-def _next(paths: RunPaths, wait: bool) -> str:
-    return "" if wait else f"; phalanx status {paths.shown} and phalanx logs -f {paths.shown} show it"
+def _next_commands_hint(paths: RunPaths, wait: bool) -> str:
+    return "" if wait else f"; phalanx status {paths.display_name} and phalanx logs -f {paths.display_name} show it"
 
 
 @jobs_app.command("keep", hidden=True)
@@ -145,10 +145,10 @@ def keep(run: Annotated[Path, typer.Argument()]) -> None:
     from phalanx.launch import job_supervisor
 
     try:
-        code = job_supervisor.keep(run, os.environ)
+        code = job_supervisor.supervise(run, os.environ)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
-        job_supervisor.give_up(os.environ)
+        job_supervisor.cancel_step(os.environ)
         code = error.exit_code
     raise typer.Exit(code)
 
@@ -167,7 +167,7 @@ def status(
         raise ConfigError("--watch shows a screen again and again, and --json prints once; leave one of them out")
     while True:
         began = time.monotonic()
-        text = _status(run, as_json)
+        text = _render_status(run, as_json)
         if watch and sys.stdout.isatty():
             typer.echo("\x1b[2J\x1b[H", nl=False)
         typer.echo(text, nl=False)
@@ -179,7 +179,7 @@ def status(
             return
 
 
-def _status(run: str | None, as_json: bool) -> str:
+def _render_status(run: str | None, as_json: bool) -> str:
     from phalanx.elastic.supervisor import node_states
     from phalanx.launch import jobs
     from phalanx.report import status as run_status
@@ -190,9 +190,9 @@ def _status(run: str | None, as_json: bool) -> str:
     found = []
     for folder in folders:
         try:
-            with mirror.records_of(folder) as paths:
-                nodes = node_states.rows(paths) if paths.events.exists() else []
-                found.append(run_status.standing(paths, now, jobs.scheduler_words(paths), nodes))
+            with mirror.open_records(folder) as paths:
+                nodes = node_states.list_nodes(paths) if paths.events.exists() else []
+                found.append(run_status.read_status(paths, now, jobs.describe_scheduler_state(paths), nodes))
         except PermissionError as error:
             if run is not None:
                 raise
@@ -202,11 +202,11 @@ def _status(run: str | None, as_json: bool) -> str:
     terminal = open_terminal()
     with terminal.capture() as captured:
         if run is not None:
-            terminal.print(run_status.screen(found[0], now))
+            terminal.print(run_status.render_status(found[0], now))
         elif not found:
             terminal.print("there are no runs in runs/; name the folder of one", markup=False)
         else:
-            terminal.print(run_status.table(found))
+            terminal.print(run_status.render_runs_table(found))
     return captured.get()
 
 
@@ -238,13 +238,13 @@ def logs(
         raise ConfigError("--rank, --node and --first-error each say what to show; give one of them")
     if first_error and follow:
         raise ConfigError("--first-error is over already, so there is nothing to follow; leave --follow out")
-    with mirror.records_of(run) as paths:
+    with mirror.open_records(run) as paths:
         if not paths.root.is_dir():
             raise ConfigError(f"there is no run folder {run}; name the folder of a run")
         if paths.url is not None:
             mirror.list_logs(paths)
         if first_error:
-            for line in found.first_error(paths, functools.partial(_fetch, paths)):
+            for line in found.explain_first_error(paths, functools.partial(_fetch, paths)):
                 typer.echo(line)
             return
         _show_logs(paths, rank, node, follow)
@@ -252,7 +252,7 @@ def logs(
 
 def _fetch(paths: RunPaths, file: Path) -> None:
     if paths.url is not None:
-        mirror.refresh(paths, file)
+        mirror.refresh_file(paths, file)
 
 
 def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool) -> None:
@@ -266,24 +266,24 @@ def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool
         if paths.url is not None:
             time.sleep(max(0.0, looked + mirror.PUSH_S - time.monotonic()))  # more often nothing is copied there
             mirror.list_logs(paths)
-        leads = None if rank is not None or node is not None else jobs.leading(paths)
-        file = found.log_of(paths, rank, leads or node)  # of node 0 there may be others as well
+        leads = None if rank is not None or node is not None else jobs.find_leading_node(paths)
+        file = found.find_log(paths, rank, leads or node)  # of node 0 there may be others as well
         if paths.url is not None:
-            mirror.refresh(paths, file)
+            mirror.refresh_file(paths, file)
             looked = time.monotonic()
         return file
 
     if not follow:
-        text = found.tail(file := log())
+        text = found.read_tail(file := log())
         typer.echo(text or f"{file} is empty; {found.ELSEWHERE}\n", nl=False, err=not text)
         return
-    goes_on = jobs.Asking(paths)
+    goes_on = jobs.RunningPoller(paths)
     with contextlib.suppress(KeyboardInterrupt):
-        if found.is_silent(paths) and goes_on():
-            typer.echo(f"{paths.shown} has said nothing yet; waiting until it does", err=True)
-            while found.is_silent(paths) and goes_on():
+        if found.has_no_output(paths) and goes_on():
+            typer.echo(f"{paths.display_name} has said nothing yet; waiting until it does", err=True)
+            while found.has_no_output(paths) and goes_on():
                 time.sleep(found.LOOK_S)
-        found.follow(log, lambda text: typer.echo(text, nl=False), lambda: not goes_on())
+        found.follow_file(log, lambda text: typer.echo(text, nl=False), lambda: not goes_on())
 
 
 @jobs_app.command(rich_help_panel=help.WATCH)
@@ -295,6 +295,6 @@ def cancel(
     from phalanx.launch import jobs
 
     if not storage.is_url(run):
-        permissions.apply(Path(run))
-    with mirror.records_of(run) as paths:
-        typer.echo(jobs.cancel(paths, now))
+        permissions.restrict_permissions(Path(run))
+    with mirror.open_records(run) as paths:
+        typer.echo(jobs.cancel_run(paths, now))

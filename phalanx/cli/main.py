@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,11 +28,12 @@ from phalanx.cli.recipes import recipes_app
 from phalanx.config import load, schema
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError, PhalanxError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
-from phalanx.core.run_paths import RunPaths, Url, shown
+from phalanx.core.renamed import RenamedWarning
+from phalanx.core.run_paths import RunPaths, Url, redact_url
 from phalanx.elastic.membership import shared_secret
-from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.storage import files as storage
 from phalanx.storage import mirror, permissions
 
@@ -94,8 +96,8 @@ def _run_dir(text: str) -> str:
         raise ConfigError("--run-dir is empty, so there is no folder to put the run into; name one or leave it out")
     if storage.is_url(text) and "?" in text:
         raise ConfigError(
-            f"--run-dir {shown(text)} has a query (?...), behind which no file of the run could be named; give such "
-            "options in the environment or the store's own configuration, and leave it out"
+            f"--run-dir {redact_url(text)} has a query (?...), behind which no file of the run could be named; give "
+            "such options in the environment or the store's own configuration, and leave it out"
         )
     return text
 
@@ -103,16 +105,16 @@ def _run_dir(text: str) -> str:
 def _run_paths(place: str, wanted: schema.Config) -> RunPaths:
     """The files of a run that is to be trained in a folder or at a URL."""
     if storage.is_url(place):
-        return mirror.working(place, wanted.data.cache, wanted.resilience.storage_timeout_s)
+        return mirror.make_working_paths(place, wanted.data.cache, wanted.resilience.storage_timeout_s)
     return RunPaths(Path(place))
 
 
 @contextlib.contextmanager
-def _looked_at(run: str) -> Iterator[RunPaths]:
+def _open_run(run: str) -> Iterator[RunPaths]:
     """The files of a run that is read, beside which something is written."""
     if not storage.is_url(run):
-        permissions.apply(Path(run))
-    with mirror.records_of(run) as paths:
+        permissions.restrict_permissions(Path(run))
+    with mirror.open_records(run) as paths:
         yield paths
 
 
@@ -174,29 +176,31 @@ def train(
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
-    meeting = rendezvous_options.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares)
+    meeting = rendezvous_options.parse_rendezvous_options(
+        node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares
+    )
     if meeting is not None and dry_run:
         raise ConfigError("--dry-run looks at a recipe on this machine alone; leave --nodes out")
-    planned = faults.parse(inject or [])
+    planned = faults.parse_faults(inject or [])
     if planned and dry_run:
         raise ConfigError("--inject has nothing to happen in with --dry-run; leave one of them out")
-    wanted = load.load(recipe_path, overrides or [])
+    wanted = load.load_recipe(recipe_path, overrides or [])
     place = run_dir if run_dir is not None else f"runs/{recipe_path.stem}"
     if shrink:
-        wanted = preflight.shrink(wanted, show=not as_json)
+        wanted = preflight.shrink_recipe(wanted, show=not as_json)
         place = run_dir if run_dir is not None else f"{place}-shrunk"
     if dry_run:
         laid = None
         if wanted.parallel.layout == "auto":
-            wanted, ranks, laid = local.laid_out_here(wanted, RunPaths(Path(place)), ranks, on_cpu=shrink)
+            wanted, ranks, laid = local.choose_local_layout(wanted, RunPaths(Path(place)), ranks, on_cpu=shrink)
         _dry_run(wanted, ranks or 1, as_json, laid)
         return
     paths = _run_paths(place, wanted)
-    permissions.apply(paths.root, wanted.storage.private)
+    permissions.restrict_permissions(paths.root, wanted.storage.private)
     if meeting is None:
-        meeting = rendezvous_options.meeting_of_slurm(paths, os.environ, spares)
+        meeting = rendezvous_options.rendezvous_from_slurm(paths, os.environ, spares)
     if meeting is not None:
-        raise typer.Exit(multinode.train(wanted, paths, ranks, meeting, on_cpu=shrink, planned=planned))
+        raise typer.Exit(multinode.train_on_nodes(wanted, paths, ranks, meeting, on_cpu=shrink, planned=planned))
     raise typer.Exit(local.train(wanted, paths, ranks, os.environ, on_cpu=shrink, planned=planned))
 
 
@@ -208,7 +212,7 @@ def _dry_run(wanted: schema.Config, ranks: int, as_json: bool, laid: dict[str, A
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        run_size.show(found)
+        run_size.print_run_size(found)
 
 
 @app.command(rich_help_panel=help.MODEL)
@@ -227,27 +231,27 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder; adapters as a folder that PEFT loads."""
-    from phalanx.report.progress import phases
-    from phalanx.trainer.best_checkpoint import of_events
+    from phalanx.report.progress import phase_progress
+    from phalanx.trainer.best_checkpoint import find_best_evaluation
     from phalanx.trainer.export import EXPORT_DTYPES, export_run
-    from phalanx.trainer.run_folder import saved_config
+    from phalanx.trainer.run_folder import read_run_config
 
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype {dtype} is not known; choose one of {', '.join(EXPORT_DTYPES)}")
     target = Url(folder.rstrip("/"), storage.TIMEOUT_S) if storage.is_url(folder) else Path(folder)
-    with phases() as progress, _looked_at(run) as paths:
+    with phase_progress() as progress, _open_run(run) as paths:
         show = functools.partial(progress, "export")
-        wanted = of_events(paths).step if best else step
+        wanted = find_best_evaluation(paths).step if best else step
         if best and wanted is None:
-            raise ConfigError(f"{shown(run)} has not been evaluated, so none of its checkpoints is the best")
+            raise ConfigError(f"{redact_url(run)} has not been evaluated, so none of its checkpoints is the best")
         step = export_run(paths, target, dtype, show, merge=merge, note=paths.url is None, step=wanted)
         if paths.url is not None:
-            mirror.note(paths, Kind.EXPORTED, folder=str(target), step=step)
-        trained = saved_config(paths)
+            mirror.append_event(paths, EventKind.EXPORTED, folder=str(target), step=step)
+        trained = read_run_config(paths)
     adapter = trained is not None and trained.model.lora is not None and not merge
     own = trained is not None and trained.task.code is not None
     made = "PEFT adapter folder" if adapter else "folder" if own else "Hugging Face folder"
-    typer.echo(f"step {step} of {shown(run)} is now the {made} {shown(folder)}")
+    typer.echo(f"step {step} of {redact_url(run)} is now the {made} {redact_url(folder)}")
 
 
 @app.command(rich_help_panel=help.MODEL)
@@ -278,26 +282,26 @@ def generate(
     """Write text with a trained model, by the transformers library; by several ranks where no device holds it."""
     from phalanx.generate import distributed
     from phalanx.generate import text as generate_text
-    from phalanx.report.progress import phases
+    from phalanx.report.progress import phase_progress
 
     if system is not None and not chat:
         raise ConfigError("--system is for a conversation; add --chat or leave it out")
     if prompt is not None and prompts is not None:
         raise ConfigError("--prompt and --prompts both say what to go on from; leave one of them out")
     sampling = generate_text.Sampling(max_tokens, temperature, top_p, top_k, repetition_penalty, seed)
-    show = functools.partial(phases, aside=True)
+    show = functools.partial(phase_progress, aside=True)
     if tensor * pipeline > 1:
         if chat:
             raise ConfigError("--chat needs the model on one device; leave it out, or --tensor and --pipeline")
-        axes = Axes(tensor, pipeline)
+        axes = MeshAxes(tensor, pipeline)
         text = prompt if prompt is not None else PROMPT
-        raise typer.Exit(distributed.complete(model, axes, text, prompts, sampling))
+        raise typer.Exit(distributed.complete_over_ranks(model, axes, text, prompts, sampling))
     if prompts is not None:
-        generate_text.complete_all(model, prompts, sampling, chat, system, show)
+        generate_text.complete_file(model, prompts, sampling, chat, system, show)
     elif chat:
         generate_text.converse(model, prompt, system, sampling, show)
     else:
-        generate_text.complete(model, prompt if prompt is not None else PROMPT, sampling, show)
+        generate_text.complete_prompt(model, prompt if prompt is not None else PROMPT, sampling, show)
 
 
 @app.command(rich_help_panel=help.MACHINES)
@@ -323,9 +327,11 @@ def hardware(
     """
     from phalanx.launch import measure_devices, rendezvous_options
 
-    meeting = rendezvous_options.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj)
-    wanted = load.load(recipe_path, overrides or [])
-    raise typer.Exit(measure_devices.survey(wanted, ranks, out.expanduser(), as_json, meeting=meeting))
+    meeting = rendezvous_options.parse_rendezvous_options(
+        node_count, node_rank, rendezvous, rendezvous_timeout, context.obj
+    )
+    wanted = load.load_recipe(recipe_path, overrides or [])
+    raise typer.Exit(measure_devices.measure_hardware(wanted, ranks, out.expanduser(), as_json, meeting=meeting))
 
 
 @app.command(
@@ -376,23 +382,25 @@ def run(
     from phalanx.compat import run as script_run
     from phalanx.launch import rendezvous_options, script_nodes
 
-    meeting = rendezvous_options.meeting(node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares)
+    meeting = rendezvous_options.parse_rendezvous_options(
+        node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares
+    )
     if run_dir is not None and storage.is_url(run_dir):
-        raise ConfigError(f"--run-dir {shown(run_dir)} is a URL; of a script, name a folder that all nodes share")
+        raise ConfigError(f"--run-dir {redact_url(run_dir)} is a URL; of a script, name a folder that all nodes share")
     paths = RunPaths(Path(run_dir if run_dir is not None else f"runs/{Path(script).stem}"))
     if meeting is None:
-        meeting = rendezvous_options.meeting_of_slurm(paths, os.environ, spares)
+        meeting = rendezvous_options.rendezvous_from_slurm(paths, os.environ, spares)
     if meeting is not None:
-        permissions.apply(paths.root)
-        meeting = replace(meeting, aside=True)
-        wanted = script_nodes.script_of(
+        permissions.restrict_permissions(paths.root)
+        meeting = replace(meeting, to_stderr=True)
+        wanted = script_nodes.make_script_job(
             script, arguments or [], smp_config, meeting, min_nodes, max_restarts, not no_health
         )
-        raise typer.Exit(script_nodes.run(wanted, paths, nproc, meeting))
+        raise typer.Exit(script_nodes.run_script_on_node(wanted, paths, nproc, meeting))
     given = {"--min-nodes": min_nodes, "--run-dir": run_dir, "--no-health": no_health or None}
     for name in [name for name, value in given.items() if value is not None]:
         raise ConfigError(f"{name} belongs to a script on several nodes; give --nodes too, or leave it out")
-    raise typer.Exit(script_run.run(script, arguments or [], os.environ, nproc, smp_config, max_restarts))
+    raise typer.Exit(script_run.run_script(script, arguments or [], os.environ, nproc, smp_config, max_restarts))
 
 
 @app.command(rich_help_panel=help.WATCH)
@@ -400,11 +408,11 @@ def report(run: RunFolder) -> None:
     """Write report.html from a run's records alone; a run that is going on may be looked at too."""
     from phalanx.report import html
 
-    with _looked_at(run) as paths:
-        html.write(paths)
+    with _open_run(run) as paths:
+        html.write_report(paths)
         if paths.url is not None:
-            mirror.publish(paths, paths.report)
-        typer.echo(f"wrote {paths.shown}/{paths.report.name}" if paths.url else f"wrote {paths.report}")
+            mirror.publish_file(paths, paths.report)
+        typer.echo(f"wrote {paths.display_name}/{paths.report.name}" if paths.url else f"wrote {paths.report}")
 
 
 app.add_typer(config_app, name="config", rich_help_panel=help.DATA)
@@ -454,7 +462,7 @@ def _complain(text: str) -> None:
         typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
 
 
-def _parted(arguments: list[str]) -> tuple[list[str], list[str]]:
+def _split_script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Arguments of this command, and those behind the script of `phalanx run`, which are the script's own."""
     if next((each for each in arguments if each != "--debug"), None) != "run":
         return arguments, []
@@ -465,18 +473,24 @@ def _parted(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[: at + 1], arguments[at + 1 :]
 
 
+def _format_warning(others: Callable[..., str], message: Warning | str, category: type[Warning], *where: Any) -> str:
+    """A warning as a line of the command; those of libraries as Python shows them."""
+    return f"warning: {message}\n" if category is RenamedWarning else others(message, category, *where)
+
+
 def main() -> None:
     """The entry point: runs a command and turns its errors into a sentence and an exit code."""
     _open_closed_streams()
-    ours, of_script = _parted(sys.argv[1:])
+    warnings.formatwarning = functools.partial(_format_warning, warnings.formatwarning)
+    ours, of_script = _split_script_arguments(sys.argv[1:])
     debug = "--debug" in ours
     arguments = [argument for argument in ours if argument != "--debug"] + of_script
     try:
         # What commands start, and what it starts, has no use for the secret by which nodes meet.
         command = typer.main.get_command(app)
-        help.spell_alike(command)
+        help.unify_placeholders(command)
         help.check_options(command, ours)
-        command(args=arguments, prog_name="phalanx", obj=shared_secret.withdrawn())
+        command(args=arguments, prog_name="phalanx", obj=shared_secret.take_from_environment())
     except PhalanxError as error:
         if debug:
             traceback.print_exc()

@@ -8,9 +8,10 @@ import typer
 
 from phalanx.config.schema import DataSection
 from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.renamed import warn_of
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor import node_requests, node_states
-from phalanx.elastic.supervisor.node_requests import Wanted
+from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.launch.slurm import nodes
 from phalanx.report import health as shown
 from phalanx.report.terminal import open_terminal
@@ -37,70 +38,77 @@ def nodes_command(
         if run is not None or as_json:
             raise ConfigError(f"write the options behind the command: phalanx nodes {context.invoked_subcommand} NODE")
         return
-    rows = _of_slurm() if run is None else _of_run(run)
+    rows = _slurm_node_rows() if run is None else _run_node_rows(run)
     if as_json:
         open_terminal().out(json.dumps(rows, indent=1), highlight=False)
     else:
-        open_terminal().print(shown.nodes(rows))
+        open_terminal().print(shown.render_node_table(rows))
 
 
-def _of_slurm() -> list[dict[str, str]]:
+def _slurm_node_rows() -> list[dict[str, str]]:
     try:
-        found = nodes.nodes()
+        found = nodes.list_slurm_nodes()
     except ConfigError as error:
         raise ConfigError(f"{error}; without Slurm, name a run: phalanx nodes --run RUN") from None
     return [{"node": node.name, "state": node.state, "health": "", "why": node.reason} for node in found]
 
 
-def _of_run(run: str) -> list[dict[str, str]]:
-    with mirror.records_of(run) as paths:
-        return node_states.rows(paths)
+def _run_node_rows(run: str) -> list[dict[str, str]]:
+    with mirror.open_records(run) as paths:
+        return node_states.list_nodes(paths)
 
 
-def _folder(run: str) -> RunPaths:
+def _request_paths(run: str) -> RunPaths:
     """Where requests of a run are read. Raises ConfigError for a URL, where nobody looks."""
     if not storage.is_url(run):
         return RunPaths(Path(run))
-    working = mirror.working(run, DataSection.model_fields["cache"].default, storage.TIMEOUT_S)
+    working = mirror.make_working_paths(run, DataSection.model_fields["cache"].default, storage.TIMEOUT_S)
     raise ConfigError(
-        f"{working.shown} is a URL, where no run looks for what is asked of its nodes; on the machine of node 0 name "
-        f"the folder that it works in, --run {working.root} (below its own data.cache, where the recipe sets one)"
+        f"{working.display_name} is a URL, where no run looks for what is asked of its nodes; on the machine of node 0 "
+        f"name the folder that it works in, --run {working.root} (below its own data.cache, where the recipe sets one)"
     )
 
 
 @nodes_app.command("drain")
 def drain(node: Node, run: RunOption = None, reason: Reason = None) -> None:
     """Have a node left out: by a run at its next occasion, or by Slurm for new jobs."""
-    _asked(node, Wanted.DRAIN, run, reason)
+    _request(node, NodeRequestKind.DRAIN, run, reason)
 
 
 @nodes_app.command("replace")
 def replace(node: Node, run: RunOption = None, reason: Reason = None) -> None:
     """Have a node left out and another one taken: by a run that has a spare, or by whoever mends Slurm's nodes."""
-    _asked(node, Wanted.REPLACE, run, reason)
+    _request(node, NodeRequestKind.REPLACE, run, reason)
 
 
-@nodes_app.command("return")
-def give_back(node: Node, run: RunOption = None, reason: Reason = None) -> None:
+@nodes_app.command("uncordon")
+def uncordon(node: Node, run: RunOption = None, reason: Reason = None) -> None:
     """Have a node used again."""
-    _asked(node, Wanted.RETURN, run, reason)
+    _request(node, NodeRequestKind.RETURN, run, reason)
 
 
-def _host(paths: RunPaths, node: str) -> str:
+@nodes_app.command("return", hidden=True)
+def uncordon_by_its_old_name(node: Node, run: RunOption = None, reason: Reason = None) -> None:
+    """Have a node used again: the name that `phalanx nodes uncordon` had."""
+    warn_of([("nodes return", "nodes uncordon")], "the command line")
+    uncordon(node, run, reason)
+
+
+def _resolve_host(paths: RunPaths, node: str) -> str:
     """The host that a number means now: in another start, on other machines, it is another one's. Where nodes have one
     host, the number itself."""
-    rows = [row["node"].split() for row in node_states.rows(paths) if row["state"] != node_states.ELSEWHERE]
+    rows = [row["node"].split() for row in node_states.list_nodes(paths) if row["state"] != node_states.ELSEWHERE]
     named = [host for number, host in rows if number == node]
     return named[0] if named and sum(host == named[0] for _, host in rows) == 1 else node
 
 
-def _asked(node: str, wanted: Wanted, run: str | None, reason: str | None) -> None:
+def _request(node: str, wanted: NodeRequestKind, run: str | None, reason: str | None) -> None:
     node_requests.check_name(node)
     if run is not None:
-        paths = _folder(run)
-        node = _host(paths, node)
-        node_requests.ask(paths, node, wanted, reason or "no reason given")
-        there = [row for row in node_states.rows(paths) if row["state"] != node_states.ELSEWHERE]
+        paths = _request_paths(run)
+        node = _resolve_host(paths, node)
+        node_requests.write_request(paths, node, wanted, reason or "no reason given")
+        there = [row for row in node_states.list_nodes(paths) if row["state"] != node_states.ELSEWHERE]
         said = ""
         if len(there) == 1:
             said = "; the run is on one node, so it has nowhere else to go and takes no notice"

@@ -18,6 +18,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import read_steps
+from phalanx.core.renamed import rename_words
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.model_shape import ModelSpec
@@ -33,21 +34,21 @@ from phalanx.planner import (
     tables,
 )
 from phalanx.planner import calibrate as calibration
-from phalanx.planner.advice import Question
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.constants import DEFAULT
-from phalanx.planner.cost import Keep
-from phalanx.planner.failures import DEVICE_MTBF_S, LEAST_S, Failures
-from phalanx.planner.observed_failures import Experience
-from phalanx.planner.recipe_keys import free
-from phalanx.planner.search import Found
+from phalanx.planner.advice import PlanQuery
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.constants import DEFAULT_CONSTANTS
+from phalanx.planner.cost import RecoverySource
+from phalanx.planner.failures import DEVICE_MTBF_S, LEAST_S, FailureModel
+from phalanx.planner.observed_failures import ObservedFailures
+from phalanx.planner.recipe_keys import free_layout
+from phalanx.planner.search import SearchResult
 from phalanx.report.terminal import open_terminal
 from phalanx.storage import files as storage
 from phalanx.storage import mirror
 
 STEP_S = 10.0  # of a job of which nobody says what it trains
 CHECKPOINT_S = 10.0
-KEPT: dict[Keep, str] = {
+KEPT: dict[RecoverySource, str] = {
     "checkpoints": "checkpoints alone", "memory": "steps in the memory of their node", "copies": "copies of steps",
 }  # fmt: skip
 # Parameters that only a simulation reads; only a plan; and only a plan's question, which a simulation may do without.
@@ -55,8 +56,8 @@ SIMULATED = (
     "gpus", "per_node", "days", "keep", "detect", "restart", "checkpoint_time", "commit_time", "copies_every", "spares",
     "stragglers_every", "stalls_every", "seed",
 )  # fmt: skip
-SAID = ("tokens", "price", "wish", "out")
-ASKED = ("cluster_text", "hardware_path")
+PLAN_OPTIONS = ("tokens", "price", "wish", "out")
+PLAN_INPUT_OPTIONS = ("cluster_text", "hardware_path")
 
 
 def plan_command(
@@ -93,7 +94,7 @@ def plan_command(
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, max=3650.0, help="With --simulate: how long.")] = 30.0,
     keep: Annotated[
-        Keep | None,
+        RecoverySource | None,
         typer.Option(
             help="With --simulate: what outlives a failure: checkpoints, each step in memory, or that on two nodes. "
             "Default: as the recipe's resilience says; without a recipe, checkpoints."
@@ -121,8 +122,8 @@ def plan_command(
         typer.Option(
             min=1,
             max=large_jobs.MOST_STEPS,
-            help="With --simulate --keep copies, without a recipe, whose resilience.replicate says it: two nodes keep "
-            "one of so many steps.",
+            help="With --simulate --keep copies, without a recipe, whose resilience.replicate_every says it: two nodes "
+            "keep one of so many steps.",
         ),
     ] = 1,
     spares: Annotated[int, typer.Option(min=0, help="With --simulate: nodes that wait beside the others.")] = 4,
@@ -151,15 +152,17 @@ def plan_command(
     if calibrate is not None:
         if recipe_path is not None:
             raise ConfigError("--calibrate only learns from a run, and plans nothing; leave the recipe out")
-        _refuse_unread(context, (*SIMULATED, *SAID, "cluster_text", "simulate", "mtbf", "run"), "with --calibrate")
-        _learn(calibrate, Path("hardware.json") if hardware_path is None else hardware_path, as_json)
+        _refuse_unread(
+            context, (*SIMULATED, *PLAN_OPTIONS, "cluster_text", "simulate", "mtbf", "run"), "with --calibrate"
+        )
+        _calibrate(calibrate, Path("hardware.json") if hardware_path is None else hardware_path, as_json)
         return
     if not simulate:
         _refuse_unread(context, SIMULATED, "without --simulate")
     else:
-        _refuse_unread(context, SAID, "with --simulate, which writes no plan")
+        _refuse_unread(context, PLAN_OPTIONS, "with --simulate, which writes no plan")
         if recipe_path is None:
-            _refuse_unread(context, ASKED, "without a recipe")
+            _refuse_unread(context, PLAN_INPUT_OPTIONS, "without a recipe")
             if keep != "copies":
                 _refuse_unread(context, ("copies_every",), "without --keep copies")
             if keep in (None, "checkpoints"):
@@ -167,11 +170,13 @@ def plan_command(
         else:
             _refuse_unread(context, ("per_node",), "for a plan's own devices")
             _refuse_unread(context, ("commit_time",), "for a recipe, whose plan says what keeping a step takes")
-            _refuse_unread(context, ("copies_every",), "for a recipe, whose resilience.replicate says it")
-    mtbf_s = None if mtbf is None else parse_cluster.seconds(mtbf, "--mtbf")
-    lived = None if run is None else _lived(run)
-    failures = Failures(mtbf_s) if lived is None else lived.failures(mtbf_s)
-    wanted = plan_file.Wanted(None if tokens is None else parse_cluster.amount(tokens, "--tokens"), price, wish, lived)
+            _refuse_unread(context, ("copies_every",), "for a recipe, whose resilience.replicate_every says it")
+    mtbf_s = None if mtbf is None else parse_cluster.parse_duration(mtbf, "--mtbf")
+    lived = None if run is None else _read_experience(run)
+    failures = FailureModel(mtbf_s) if lived is None else lived.to_failure_model(mtbf_s)
+    wanted = plan_file.PlanOptions(
+        None if tokens is None else parse_cluster.parse_amount(tokens, "--tokens"), price, wish, lived
+    )
     if price is not None and not price <= parse_cluster.MOST_AMOUNT:
         raise ConfigError(f"--price {price} is no price; give what a device takes for an hour, such as 2.5")
     if price is not None and tokens is None:
@@ -182,37 +187,37 @@ def plan_command(
         )
     found = None
     if recipe_path is not None:
-        found = _planned(recipe_path, overrides or [], cluster_text, hardware_path, keep, failures)
+        found = _find_plan(recipe_path, overrides or [], cluster_text, hardware_path, keep, failures)
     terminal = open_terminal()
     if found is not None and not found[2].plans:
         question, cluster, nothing = found
-        if nothing.short is None:
-            raise ConfigError(advice.none_even(question, cluster))
-        told = plan_file.short_record(question, cluster, nothing.short)
+        if nothing.shortfall is None:
+            raise ConfigError(advice.explain_no_layout(question, cluster))
+        told = plan_file.short_record(question, cluster, nothing.shortfall)
         if as_json:
             typer.echo(json.dumps(told, indent=2))
         else:
-            terminal.print(tables.short(told))
+            terminal.print(tables.render_shortfall(told))
         raise typer.Exit(ExitCode.CONFIG)
     if simulate:
         job = _job(found, gpus, per_node, mtbf_s, days, keep, spares, seed, lived)
         if commit_time is not None:
-            job = replace(job, commit_s=parse_cluster.seconds(commit_time, "--commit-time"))
+            job = replace(job, commit_s=parse_cluster.parse_duration(commit_time, "--commit-time"))
         if found is None:
             job = replace(job, copies_every=copies_every)
         job = replace(
             job,
-            detect_s=parse_cluster.seconds(detect, "--detect"),
-            restart_s=job.restart_s if restart is None else parse_cluster.seconds(restart, "--restart"),
+            detect_s=parse_cluster.parse_duration(detect, "--detect"),
+            restart_s=job.restart_s if restart is None else parse_cluster.parse_duration(restart, "--restart"),
             checkpoint_s=job.checkpoint_s
             if checkpoint_time is None
-            else parse_cluster.seconds(checkpoint_time, "--checkpoint-time"),
-            straggler_every_s=_every(stragglers_every, "--stragglers-every"),
-            stall_every_s=_every(stalls_every, "--stalls-every"),
+            else parse_cluster.parse_duration(checkpoint_time, "--checkpoint-time"),
+            straggler_every_s=_parse_interval(stragglers_every, "--stragglers-every"),
+            stall_every_s=_parse_interval(stalls_every, "--stalls-every"),
         )
         resilience = ResilienceSection() if found is None else found[0].config.resilience
-        told = large_jobs.simulated(job, resilience, found)
-        terminal.print(tables.simulated(told)) if not as_json else typer.echo(json.dumps(told, indent=2))
+        told = large_jobs.simulate_job(job, resilience, found)
+        terminal.print(tables.render_simulation(told)) if not as_json else typer.echo(json.dumps(told, indent=2))
         return
     assert found is not None and recipe_path is not None
     question, cluster, plans = found
@@ -225,7 +230,7 @@ def plan_command(
     if as_json:
         typer.echo(text, nl=False)
     else:
-        terminal.print(tables.plan({**told, "out": str(out)}))
+        terminal.print(tables.render_plan({**told, "out": str(out)}))
 
 
 def _refuse_unread(context: typer.Context, unread: Collection[str], why: str) -> None:
@@ -242,26 +247,33 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _planned(
-    path: Path, overrides: list[str], text: str | None, file: Path | None, keep: Keep | None, failures: Failures
-) -> tuple[Question, Cluster, Found]:
+def _find_plan(
+    path: Path,
+    overrides: list[str],
+    text: str | None,
+    file: Path | None,
+    keep: RecoverySource | None,
+    failures: FailureModel,
+) -> tuple[PlanQuery, ClusterSpec, SearchResult]:
     """The question that a command line asks, and what was found."""
     if (text is None) == (file is None):
         raise ConfigError(
             "a plan is for one cluster; give --cluster, such as --cluster '4x(8xA100-80GB), 200Gb/s', or --hardware "
             "with a file that `phalanx hardware` wrote"
         )
-    known = None if file is None else hardware.read(_file(file, "--hardware"))
+    known = None if file is None else hardware.read_hardware(_file(file, "--hardware"))
     if known is None:
-        cluster = parse_cluster.cluster(str(text)).gathered()
+        cluster = parse_cluster.parse_cluster(str(text)).merge_alike_groups()
     else:
-        cluster = measured_cluster.cluster_of(known, measured_cluster.constants_of(known))
-    config = free(load.load(path, overrides), overrides)
+        cluster = measured_cluster.cluster_from_hardware(known, measured_cluster.constants_from_hardware(known))
+    config = load.load_recipe(path, overrides)
+    overrides = rename_words(overrides)
+    config = free_layout(config, overrides)
     if keep is not None:
-        config = load.update(config, large_jobs.keys_for(keep, config.resilience))
-    constants = DEFAULT if known is None else measured_cluster.constants_of(known)
-    question = Question(config, _folder_spec(config), tuple(overrides), constants, failures=failures)
-    return question, cluster, question.on(cluster)
+        config = load.update_config(config, large_jobs.keys_for(keep, config.resilience))
+    constants = DEFAULT_CONSTANTS if known is None else measured_cluster.constants_from_hardware(known)
+    question = PlanQuery(config, _folder_spec(config), tuple(overrides), constants, failures=failures)
+    return question, cluster, question.search(cluster)
 
 
 def _folder_spec(config: Config) -> ModelSpec | None:
@@ -275,27 +287,30 @@ def _folder_spec(config: Config) -> ModelSpec | None:
 
 
 def _job(
-    found: tuple[Question, Cluster, Found] | None, gpus: int | None, per_node: int, mtbf_s: float | None, days: float,
-    keep: Keep | None, spares: int, seed: int, lived: Experience | None = None,
-) -> large_jobs.Job:  # fmt: skip
+    found: tuple[PlanQuery, ClusterSpec, SearchResult] | None, gpus: int | None, per_node: int, mtbf_s: float | None,
+    days: float, keep: RecoverySource | None, spares: int, seed: int,
+    experience_of_run: ObservedFailures | None = None,
+) -> large_jobs.LargeJob:  # fmt: skip
     """What is simulated: the plan's devices and steps, or as many as the command line says, of an assumed step."""
-    job = large_jobs.Job(
+    job = large_jobs.LargeJob(
         devices=gpus or 0, per_node=per_node, mtbf_s=0.0, days=days, step_s=STEP_S, step_assumed=True,
         keep=keep or "checkpoints", checkpoint_s=CHECKPOINT_S, spares=spares, seed=seed,
     )  # fmt: skip
-    if lived is not None:
+    if experience_of_run is not None:
         # Of a recovery it is not known how long it took to notice the failure.
-        restart_s = job.restart_s if lived.recovery_s is None else lived.recovery_s
-        checkpoint_s = job.checkpoint_s if lived.checkpoint_s is None else max(LEAST_S, lived.checkpoint_s)
+        restart_s = job.restart_s if experience_of_run.recovery_s is None else experience_of_run.recovery_s
+        checkpoint_s = (
+            job.checkpoint_s if experience_of_run.checkpoint_s is None else max(LEAST_S, experience_of_run.checkpoint_s)
+        )
         job = replace(job, restart_s=restart_s, checkpoint_s=checkpoint_s)
     if found is None:
         if gpus is None:
             raise ConfigError(
                 "--simulate needs to know how many devices there are; give --gpus, or a recipe and a cluster"
             )
-        large_jobs.refuse_others(gpus, per_node)
+        large_jobs.check_device_count(gpus, per_node)
         if gpus <= per_node:
-            job = replace(job, possible=tuple(each for each in large_jobs.ALL if each != "copies"))
+            job = replace(job, possible=tuple(each for each in large_jobs.RECOVERY_SOURCES if each != "copies"))
         if job.keep not in job.possible:
             raise ConfigError(
                 f"--keep {job.keep} needs another node to keep them, and --gpus {gpus} are one of {per_node} devices; "
@@ -308,18 +323,18 @@ def _job(
             raise ConfigError(
                 f"--gpus {gpus} and a plan for {best.devices} devices are two clusters; leave one of them out"
             )
-        kept = best.estimate.kept
+        kept = best.estimate.recovers_from
         if keep not in (None, kept):
             raise ConfigError(
-                f"--keep {keep} cannot be on {parse_cluster.text_of(best.cluster)}: the plan has {KEPT[kept]}, since "
-                "there is no other node, or no room for more; leave it out"
+                f"--keep {keep} cannot be on {parse_cluster.format_cluster(best.cluster)}: the plan has {KEPT[kept]}, "
+                "since there is no other node, or no room for more; leave it out"
             )
         alone = best.cluster.node_of(best.devices - 1) == 0  # some devices of one node are lost together
         job = replace(
-            job.of_plan(best, question),
+            job.with_plan(best, question),
             devices=best.devices,
-            per_node=best.devices if alone else math.gcd(best.devices, *best.cluster.crowds),
-            checkpoint_s=question.failures.saving(best.estimate, best.devices).checkpoint_s,
+            per_node=best.devices if alone else math.gcd(best.devices, *best.cluster.node_sizes),
+            checkpoint_s=question.failures.checkpoint_costs(best.estimate, best.devices).checkpoint_s,
             keep=kept,
             group=best.choice.tensor * best.choice.pipeline,
         )
@@ -330,10 +345,10 @@ def _file(path: Path, option: str) -> Path:
     """Where the file that an option names is. Raises ConfigError for what can be no file's name."""
     if not path.name:
         raise ConfigError(f"{option} {path} is a folder; name a file in it")
-    return _there(path, option)
+    return _expand_user(path, option)
 
 
-def _there(path: Path, what: str) -> Path:
+def _expand_user(path: Path, what: str) -> Path:
     """With the folder of a user in place of ~. Raises ConfigError for one whom this machine does not know."""
     try:
         return path.expanduser()
@@ -343,57 +358,60 @@ def _there(path: Path, what: str) -> Path:
         ) from None
 
 
-def _every(text: str | None, what: str) -> float:
-    return math.inf if text is None else parse_cluster.seconds(text, what)
+def _parse_interval(text: str | None, what: str) -> float:
+    return math.inf if text is None else parse_cluster.parse_duration(text, what)
 
 
 @contextlib.contextmanager
-def _records_of(run: str) -> Iterator[RunPaths]:
+def _open_run_records(run: str) -> Iterator[RunPaths]:
     """The files of a run that is only read, a folder that is there or a URL."""
-    with mirror.records_of(run if storage.is_url(run) else str(_there(Path(run), "the run"))) as paths:
+    with mirror.open_records(run if storage.is_url(run) else str(_expand_user(Path(run), "the run"))) as paths:
         yield paths
 
 
-def _lived(run: str) -> Experience:
-    with _records_of(run) as paths:
-        return observed_failures.of_run(paths)
+def _read_experience(run: str) -> ObservedFailures:
+    with _open_run_records(run) as paths:
+        return observed_failures.read_observed_failures(paths)
 
 
-def _learn(run: str, out: Path, as_json: bool) -> None:
+def _calibrate(run: str, out: Path, as_json: bool) -> None:
     """Write what a run has shown of its devices, links and host."""
     file = _file(out, "--hardware")
-    with _records_of(run) as paths:
-        lesson = calibration.learn(_run_of(paths))
+    with _open_run_records(run) as paths:
+        lesson = calibration.calibrate_run(_read_calibration_run(paths))
     try:
-        hardware.write(file, lesson.hardware)
+        hardware.write_hardware(file, lesson.hardware)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --hardware") from None
     if as_json:
-        typer.echo(json.dumps(hardware.to_json(lesson.hardware) | {"said": list(lesson.said)}, indent=2))
+        typer.echo(json.dumps(hardware.to_json(lesson.hardware) | {"said": list(lesson.findings)}, indent=2))
         return
-    for line in calibration.in_words(lesson):
+    for line in calibration.describe_calibration(lesson):
         typer.echo(line)
     typer.echo(f"written to {out}; phalanx plan --hardware {out} uses it")
 
 
-def _run_of(paths: RunPaths) -> calibration.Run:
+def _read_calibration_run(paths: RunPaths) -> calibration.MeasuredRun:
     """What a run folder says of its run. Raises ConfigError where it lacks what a plan needs."""
     try:
         told = json.loads(paths.plan.read_text(encoding="utf-8"))
-        nodes = present_cluster.read(told["for"]["nodes"])
+        nodes = present_cluster.parse_node_devices(told["for"]["nodes"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         raise ConfigError(
-            f"{paths.shown} has no {paths.plan.name} that says on which devices the run was, so there is nothing to "
-            "learn from; name the folder of a run of a built-in model that `phalanx train` has started itself"
+            f"{paths.display_name} has no {paths.plan.name} that says on which devices the run was, so there is "
+            "nothing to learn from; name the folder of a run of a built-in model that `phalanx train` has started "
+            "itself"
         ) from None
     if not paths.config.exists():
         raise ConfigError(
-            f"{paths.shown} has no {paths.config.name} that says what was run there, so there is nothing to learn "
-            "from; name the folder of a run"
+            f"{paths.display_name} has no {paths.config.name} that says what was run there, so there is nothing to "
+            "learn from; name the folder of a run"
         )
-    config = load.load_saved(paths.config)
+    config = load.load_saved_recipe(paths.config)
     spec = None
     if config.model.from_hf is not None:
         spec = hf_config.spec_from_config(hf_config.read_config(paths.hf_config.parent), str(paths.hf_config))
-    steps = calibration.steps_of_newest(read_steps(paths.metrics))
-    return calibration.Run(paths.name, config, nodes, hardware.read_if_any(paths.hardware), steps, spec)
+    steps = calibration.last_attempt_steps(read_steps(paths.metrics))
+    return calibration.MeasuredRun(
+        paths.name, config, nodes, hardware.read_hardware_if_valid(paths.hardware), steps, spec
+    )

@@ -17,10 +17,14 @@ recipes_app = typer.Typer(help="List or copy the recipes and examples that come 
 def recipes_list() -> None:
     """List the recipes and examples that come with Phalanx, and what each is."""
     grid = Table(box=None, pad_edge=False)
-    grid.add_column("recipes and examples", no_wrap=True, min_width=max(map(len, map(bundled.short, bundled.names()))))
+    grid.add_column(
+        "recipes and examples",
+        no_wrap=True,
+        min_width=max(map(len, map(bundled.short_name, bundled.list_bundled_files()))),
+    )
     grid.add_column("what they are")
-    for name in bundled.names():
-        grid.add_row(Text(bundled.short(name)), Text(bundled.about(name)))
+    for name in bundled.list_bundled_files():
+        grid.add_row(Text(bundled.short_name(name)), Text(bundled.describe_bundled_file(name)))
     open_terminal().print(grid)
 
 
@@ -36,5 +40,5 @@ def recipes_copy(
     A recipe brings the example that it names as its code. A file that is there already stays as it is.
     """
     for name in names:
-        for path in bundled.copy(name, to):
+        for path in bundled.copy_bundled_files(name, to):
             typer.echo(path)

@@ -10,18 +10,18 @@ from typing import Protocol
 import torch
 
 BLOCK = 64  # elements with a scale in common: what shards are cut at multiples of
-GREATEST = 127
+INT8_MAX = 127
 
 
 class Codec(Protocol):
     """How numbers are written in fewer bytes. Tensors are flat, and bytes are `torch.uint8`."""
 
-    def size(self, elements: int) -> int:
+    def byte_size(self, elements: int) -> int:
         """Bytes of so many elements."""
         ...
 
     def encode(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Write `values` as `size(values.numel())` bytes."""
+        """Write `values` as `byte_size(values.numel())` bytes."""
         ...
 
     def decode(self, coded: torch.Tensor, into: torch.Tensor) -> None:
@@ -29,10 +29,10 @@ class Codec(Protocol):
         ...
 
 
-class BFloat16:
+class BFloat16Codec:
     """8 bits of each number's mantissa, and its whole range."""
 
-    def size(self, elements: int) -> int:
+    def byte_size(self, elements: int) -> int:
         return 2 * elements
 
     def encode(self, values: torch.Tensor, into: torch.Tensor) -> None:
@@ -42,14 +42,15 @@ class BFloat16:
         into.copy_(coded.view(torch.bfloat16))
 
 
-class Int8:
-    """Blocks of `BLOCK` numbers as multiples of a scale, from -127 to 127 of them; the scales, in bfloat16, come first.
+class Int8Codec:
+    """Blocks of `BLOCK` numbers as multiples of a scale, from -127 to 127 of them; the scales, in bfloat16,
+    come first.
 
     An error is at most half of 1/127 of the greatest number of its block: the greatest may be cut where its scale was
     rounded down, but by no more than a quarter of that.
     """
 
-    def size(self, elements: int) -> int:
+    def byte_size(self, elements: int) -> int:
         return 2 * -(-elements // BLOCK) + elements + elements % 2  # even, so that scales are never cut
 
     def encode(self, values: torch.Tensor, into: torch.Tensor) -> None:
@@ -65,11 +66,11 @@ class Int8:
             return
         blocks = blocks if blocks.dtype == torch.float64 else blocks.float()
         greatest = torch.maximum(blocks.amax(1), -blocks.amin(1))  # much faster than a norm
-        scales.copy_(greatest / GREATEST)
+        scales.copy_(greatest / INT8_MAX)
         scales.masked_fill_(~scales.isfinite(), torch.nan)  # what is not finite makes its whole block NaN
         wide = scales.to(blocks.dtype)[:, None]
         # Nothing but zeros, or what is as good as zero, has the scale 0.
-        numbers.copy_((blocks / wide).nan_to_num_(0.0).round_().clamp_(-GREATEST, GREATEST))
+        numbers.copy_((blocks / wide).nan_to_num_(0.0).round_().clamp_(-INT8_MAX, INT8_MAX))
 
     def decode(self, coded: torch.Tensor, into: torch.Tensor) -> None:
         whole = into.numel() // BLOCK * BLOCK
@@ -91,10 +92,14 @@ class Int8:
         return coded[:heads].view(torch.bfloat16), coded[heads : heads + elements].view(torch.int8)
 
 
-PLAIN = "none"  # of codecs: numbers travel as they are
-CODECS: dict[str, Codec] = {"bf16": BFloat16(), "int8": Int8()}
+NO_COMPRESSION = "none"  # of codecs: numbers travel as they are
+CODECS: dict[str, Codec] = {"bf16": BFloat16Codec(), "int8": Int8Codec()}
 
 
-def sent_size(dtype: torch.dtype, compress: str) -> float:
+def wire_bytes_per_element(dtype: torch.dtype, compress: str) -> float:
     """Bytes in which an element of a type is sent by a codec of this name, or as it is."""
-    return float(dtype.itemsize) if compress == PLAIN else min(CODECS[compress].size(BLOCK) / BLOCK, dtype.itemsize)
+    return (
+        float(dtype.itemsize)
+        if compress == NO_COMPRESSION
+        else min(CODECS[compress].byte_size(BLOCK) / BLOCK, dtype.itemsize)
+    )

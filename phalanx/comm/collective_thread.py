@@ -11,31 +11,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.abortable_gloo import Guarded
+from phalanx.comm.abortable_gloo import AbortableGloo
 from phalanx.comm.topology import Topology, this_host
-from phalanx.comm.two_level import Moving, PeerError, Program, TwoLevel
+from phalanx.comm.two_level import CollectiveSteps, PeerError, TwoLevelCollectives, TwoLevelTransfer
 from phalanx.system import accelerator
 
-AT_ONCE = 4  # collectives of a group under way: the next begins while the end of the last is awaited
+MAX_IN_FLIGHT = 4  # collectives of a group under way: the next begins while the end of the last is awaited
 
 
-class Call(dist.Work):
+class CollectiveWork(dist.Work):
     """A collective that is queued, under way or done."""
 
     def __init__(
-        self, make: Callable[[], Program], result: Any, group: Guarded, devices: Sequence[torch.device] = ()
+        self,
+        make_steps: Callable[[], CollectiveSteps],
+        result: Any,
+        group: AbortableGloo,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         """`devices`: those other than the host that have a part in `result`."""
         super().__init__()
-        self.make, self._result, self._group = make, result, group
+        self.make_steps, self._result, self._group = make_steps, result, group
         self._devices: list[Any] = list(devices)
-        self.moving: Moving | None = None
+        self.transfer: TwoLevelTransfer | None = None
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self._asking = threading.Lock()
+        self._future_lock = threading.Lock()
 
-    def end(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None) -> None:
         """Let those go on who wait."""
         self._error = error
         self._over.set()
@@ -64,7 +68,7 @@ class Call(dist.Work):
         return self._result
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        with self._asking:
+        with self._future_lock:
             if self._future is None:
                 # With its devices: what hangs on it runs there, in streams of its own that whoever waits comes after.
                 self._future = torch.futures.Future(devices=self._devices)
@@ -81,12 +85,12 @@ class Call(dist.Work):
                 future.set_exception(self._error)
 
 
-class Letter(dist.Work):
+class P2PWork(dist.Work):
     """A message of the user's own, to a rank or from one."""
 
-    def __init__(self, work: dist.Work, peer: int | None, group: Guarded, then: Callable[[], object]) -> None:
+    def __init__(self, work: dist.Work, peer: int | None, group: AbortableGloo, on_done: Callable[[], object]) -> None:
         super().__init__()
-        self._work, self._peer, self._group, self._then = work, peer, group, then
+        self._work, self._peer, self._group, self._on_done = work, peer, group, on_done
         self._done = False
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
@@ -95,7 +99,7 @@ class Letter(dist.Work):
                 self._work.wait(timeout) if timeout else self._work.wait()
             except RuntimeError as error:
                 raise self._group.fail(error, self._peer) from None
-            self._then()
+            self._on_done()
             self._done = True
         return True
 
@@ -108,7 +112,7 @@ class Letter(dist.Work):
     source_rank = _source_rank
 
 
-class Line:
+class CollectiveThread:
     """What a group is made of: its connections, and the thread that does its collectives, one after the other."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, host: str) -> None:
@@ -117,27 +121,29 @@ class Line:
         self._store = dist.PrefixStore("devices", store)
         hosts = dist.PrefixStore("hosts", store)
         hosts.set(str(rank), host)
-        self.topology = Topology.of([hosts.get(str(other)).decode() for other in range(world)])
-        self._native: dist.ProcessGroup | None = None
-        self.guarded = Guarded(store, rank, world, timeout, self._drop_native)
-        self.two_level = TwoLevel(self.guarded.group, self.topology)
+        self.topology = Topology.from_hosts([hosts.get(str(other)).decode() for other in range(world)])
+        self._device_group: dist.ProcessGroup | None = None
+        self.gloo = AbortableGloo(store, rank, world, timeout, self._abort_device_group)
+        self.two_level = TwoLevelCollectives(self.gloo.group, self.topology)
         self._own: dict[frozenset[int], bool] = {}  # whether these ranks have each a device of their own
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[CollectiveWork | None] = queue.SimpleQueue()
         self._closed = False
         self._worker = threading.Thread(target=self._work, name="phalanx-collectives", daemon=True)
         self._worker.start()
 
-    def call(self, make: Callable[[], Program], result: Any, devices: Sequence[torch.device] = ()) -> Call:
-        """Queue a collective; `devices` as `Call` has them."""
-        if self.guarded.failed is not None:
-            raise self.guarded.failed
+    def submit(
+        self, make_steps: Callable[[], CollectiveSteps], result: Any, devices: Sequence[torch.device] = ()
+    ) -> CollectiveWork:
+        """Queue a collective; `devices` as `CollectiveWork` has them."""
+        if self.gloo.failure is not None:
+            raise self.gloo.failure
         if self._closed:
             raise RuntimeError("this process group was destroyed; make another one")
-        call = Call(make, result, self.guarded, devices)
+        call = CollectiveWork(make_steps, result, self.gloo, devices)
         self._calls.put(call)
         return call
 
-    def native(self, device: torch.device, peers: Iterable[int]) -> dist.ProcessGroup | None:
+    def device_group(self, device: torch.device, peers: Iterable[int]) -> dist.ProcessGroup | None:
         """The group of the accelerator's own collectives; None where these ranks have not each a device of their own,
         and where their kind of device has no such group.
 
@@ -145,44 +151,46 @@ class Line:
         """
         if device.type == "cpu":
             return None
-        if self.guarded.failed is not None:
-            raise self.guarded.failed
+        if self.gloo.failure is not None:
+            raise self.gloo.failure
         ranks = frozenset(peers) | {self.rank}
         if ranks not in self._own:
-            self._store.set(str(self.rank), f"{device.type} {accelerator.hardware(device, this_host())}")
+            self._store.set(str(self.rank), f"{device.type} {accelerator.hardware_id(device, this_host())}")
             found = [self._store.get(str(rank)).decode() for rank in sorted(ranks)]
             self._own[ranks] = len({each.split()[0] for each in found}) == 1 and len(set(found)) == len(found)
-            if self._own[ranks] and self._native is None:
-                self._native = accelerator.native_group(device, self._store, self.rank, self.world, self.timeout)
-                if self.guarded.failed is not None:  # meanwhile
-                    self._drop_native()
-                    raise self.guarded.failed
-        return self._native if self._own[ranks] else None
+            if self._own[ranks] and self._device_group is None:
+                self._device_group = accelerator.make_native_group(
+                    device, self._store, self.rank, self.world, self.timeout
+                )
+                if self.gloo.failure is not None:  # meanwhile
+                    self._abort_device_group()
+                    raise self.gloo.failed
+        return self._device_group if self._own[ranks] else None
 
     def close(self) -> None:
         """Leave the group, after what is under way if that ends soon."""
         self._closed = True
         self._calls.put(None)
-        self._worker.join(1.0 if self.guarded.failed is None else 0.0)
-        self.guarded.close()
-        if self.guarded.failed is not None:
-            self._drop_native()
-        elif self._native is not None:
-            self._native.shutdown()
+        self._worker.join(1.0 if self.gloo.failure is None else 0.0)
+        self.gloo.close()
+        if self.gloo.failure is not None:
+            self._abort_device_group()
+        elif self._device_group is not None:
+            self._device_group.shutdown()
 
-    def _drop_native(self) -> None:
+    def _abort_device_group(self) -> None:
         """End what an accelerator's own collectives wait for: they notice no lost rank by themselves."""
-        native, self._native = self._native, None
+        native, self._device_group = self._device_group, None
         if native is not None:
             native.abort()
 
     def _work(self) -> None:
-        begun: deque[Call] = deque()
+        begun: deque[CollectiveWork] = deque()
         leaving = False
         # In inference mode, so that tensors of users who are in it can be written.
         with torch.inference_mode():
             while begun or not leaving:
-                if not leaving and len(begun) < AT_ONCE and (not begun or not self._calls.empty()):
+                if not leaving and len(begun) < MAX_IN_FLIGHT and (not begun or not self._calls.empty()):
                     call = self._calls.get()
                     leaving = call is None
                     if call is not None:
@@ -190,19 +198,19 @@ class Line:
                         self._try(begun, self._begin)
                 elif begun:
                     self._try(begun, self._step)
-                while begun and begun[0].moving is not None and begun[0].moving.done:
-                    begun.popleft().end(None)
+                while begun and begun[0].transfer is not None and begun[0].transfer.done:
+                    begun.popleft().finish(None)
 
-    def _begin(self, begun: deque[Call]) -> None:
-        begun[-1].moving = self.two_level.begin(begun[-1].make())
+    def _begin(self, begun: deque[CollectiveWork]) -> None:
+        begun[-1].transfer = self.two_level.begin(begun[-1].make_steps())
 
-    def _step(self, _: deque[Call]) -> None:
+    def _step(self, _: deque[CollectiveWork]) -> None:
         self.two_level.step()
 
-    def _try(self, begun: deque[Call], act: Callable[[deque[Call]], None]) -> None:
+    def _try(self, begun: deque[CollectiveWork], act: Callable[[deque[CollectiveWork]], None]) -> None:
         try:
             act(begun)
         except Exception as error:
-            raised = self.guarded.fail(error, error.peer if isinstance(error, PeerError) else None)
+            raised = self.gloo.fail(error, error.peer if isinstance(error, PeerError) else None)
             while begun:
-                begun.popleft().end(raised)
+                begun.popleft().finish(raised)

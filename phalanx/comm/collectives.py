@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from phalanx.core.progress_page import Pulse
+from phalanx.core.progress_page import ProgressPage
 from phalanx.system.trace import phase
 
 # torch 2.13 renamed them.
@@ -30,20 +30,22 @@ class Traffic:
     # rank must send to have it summed elsewhere, and receive to have the whole.
     payload_bytes: int = 0
     wait_s: float = 0.0  # time the host was held up
-    waited_s: float = 0.0  # the same since the beginning: `take` leaves it
-    pulse: Pulse | None = field(default=None, repr=False, compare=False)  # is told what the main thread waits for
+    total_wait_s: float = 0.0  # the same since the beginning: `take` leaves it
+    progress_page: ProgressPage | None = field(
+        default=None, repr=False, compare=False
+    )  # is told what the main thread waits for
     # Called before the main thread starts a collective of the device, where another one starts some, too.
-    turn: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+    before_device_collective: Callable[[], None] | None = field(default=None, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def report_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds a wait for something of pulse.WAITS."""
-        return contextlib.nullcontext() if self.pulse is None else self.pulse.waiting(what)
+        return contextlib.nullcontext() if self.progress_page is None else self.progress_page.waiting_for(what)
 
     def await_turn(self, tensor: torch.Tensor) -> None:
         """To be called before a collective of this tensor is started."""
-        if self.turn is not None and tensor.device.type != "cpu":
-            self.turn()
+        if self.before_device_collective is not None and tensor.device.type != "cpu":
+            self.before_device_collective()
 
     def count(self, payload_bytes: int) -> None:
         """Take note of one call."""
@@ -57,21 +59,21 @@ class Traffic:
             self.calls += other.calls
             self.payload_bytes += other.payload_bytes
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Take note that the host was held up."""
         with self._lock:
             self.wait_s += seconds
-            self.waited_s += seconds
+            self.total_wait_s += seconds
 
     def take(self) -> "Traffic":
         """Return the counts so far and start again from zero."""
         with self._lock:
-            taken = Traffic(self.calls, self.payload_bytes, self.wait_s, self.waited_s)
+            taken = Traffic(self.calls, self.payload_bytes, self.wait_s, self.total_wait_s)
             self.calls, self.payload_bytes, self.wait_s = 0, 0, 0.0
         return taken
 
 
-class Pending:
+class PendingCollective:
     """A collective under way; `wait` holds the host until the result may be used by work queued after it."""
 
     def __init__(
@@ -79,21 +81,21 @@ class Pending:
         work: dist.Work | None,
         traffic: Traffic,
         name: str,
-        arrived: tuple[torch.Tensor, torch.Tensor] | None = None,
+        copy_back: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """`arrived`: a tensor of a device, and the one on the host that holds its values when the work is done."""
-        self._work, self._traffic, self._name, self._arrived = work, traffic, name, arrived
+        """`copy_back`: a tensor of a device, and the one on the host that holds its values when the work is done."""
+        self._work, self._traffic, self._name, self._copy_back = work, traffic, name, copy_back
 
     def wait(self) -> None:
         if self._work is not None:
             start = time.perf_counter()
-            with phase(self._name), self._traffic.waiting(self._name):
+            with phase(self._name), self._traffic.report_wait(self._name):
                 self._work.wait()
-                if self._arrived is not None:
-                    target, host = self._arrived
+                if self._copy_back is not None:
+                    target, host = self._copy_back
                     target.copy_(host)
-            self._traffic.waited(time.perf_counter() - start)
-            self._work = self._arrived = None
+            self._traffic.add_wait(time.perf_counter() - start)
+            self._work = self._copy_back = None
 
 
 def all_reduce(
@@ -101,7 +103,7 @@ def all_reduce(
     group: dist.ProcessGroup,
     traffic: Traffic,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-) -> Pending:
+) -> PendingCollective:
     """Start reducing `tensor` in place over `group`."""
     start = _begin(traffic, tensor)
     with phase("reduce"):
@@ -110,7 +112,9 @@ def all_reduce(
     return _issued(work, traffic, start, "reduce", tensor, sent)
 
 
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Pending:
+def all_gather(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic
+) -> PendingCollective:
     """Start gathering equal shards: `output` holds `shard` of every rank, in order of rank."""
     start = _begin(traffic, output, shard)
     with phase("gather"):
@@ -119,7 +123,9 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
     return _issued(work, traffic, start, "gather", output, gathered)
 
 
-def reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Pending:
+def reduce_scatter(
+    shard: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, traffic: Traffic
+) -> PendingCollective:
     """Start summing `tensor` over ranks; `shard` receives this rank's equal part of the sum."""
     start = _begin(traffic, tensor, shard)
     with phase("reduce"):
@@ -128,7 +134,7 @@ def reduce_scatter(shard: torch.Tensor, tensor: torch.Tensor, group: dist.Proces
     return _issued(work, traffic, start, "reduce", shard, summed)
 
 
-def carried_from(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+def device_for_group(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where a tensor must lie for `group` to send it: on `device`, else on the host or the accelerator, whichever the
     group is for."""
     kinds = [each.type for each in group._device_types]
@@ -160,6 +166,6 @@ def _sendable(tensor: torch.Tensor, group: dist.ProcessGroup, filled: bool = Tru
 
 def _issued(
     work: dist.Work | None, traffic: Traffic, start: float, name: str, target: torch.Tensor, sent: torch.Tensor
-) -> Pending:
-    traffic.waited(time.perf_counter() - start)
-    return Pending(work, traffic, name, None if sent is target else (target, sent))
+) -> PendingCollective:
+    traffic.add_wait(time.perf_counter() - start)
+    return PendingCollective(work, traffic, name, None if sent is target else (target, sent))

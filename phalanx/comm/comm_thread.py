@@ -1,7 +1,7 @@
 """A lane: one thread that moves data while the main thread computes, in the order in which it is told.
 
-On an accelerator it queues its work in a stream of its own, and a `Mark` joins the two streams without either host
-thread waiting for the device. On a CPU the thread itself does the work.
+On an accelerator it queues its work in a stream of its own, and a `StreamEvent` joins the two streams without either
+host thread waiting for the device. On a CPU the thread itself does the work.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ import torch
 from phalanx.comm.collectives import Traffic
 from phalanx.system import accelerator
 
-END_S = 1.0  # that a lane gets to end
+JOIN_TIMEOUT_S = 1.0  # that a lane gets to end
 POLL_S = 1.0  # how often who waits for a mark looks whether the lane is still at work
 
 
-class Lane:
+class CommThread:
     """Runs what it is given, one after the other, in a thread of its own and without gradients.
 
     The first exception ends it: it is raised again wherever somebody waits for the lane, and nothing more is run.
@@ -31,12 +31,14 @@ class Lane:
         self.device = device
         self._traffic = traffic or Traffic()
         if device.type != "cpu":
-            self._traffic.turn = self.rest
+            self._traffic.before_device_collective = self.wait_until_idle
         self._stream = accelerator.side_stream(device)
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._awaits: Callable[[], bool] | None = None  # says whether what the lane waits for is there; None: it works
+        self._wait_condition: Callable[[], bool] | None = (
+            None  # says whether what the lane waits for is there; None: it works
+        )
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -44,9 +46,9 @@ class Lane:
     def closed(self) -> bool:
         return self._closed
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def report_wait(self) -> contextlib.AbstractContextManager[None]:
         """Surrounds a wait of the main thread for this one, for those who look at its pulse."""
-        return self._traffic.waiting("lane")
+        return self._traffic.report_wait("lane")
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -54,9 +56,9 @@ class Lane:
             "full_parameters()"
         )
 
-    def put(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], None]) -> None:
         """Run `task` behind all that was put before."""
-        self.check()
+        self.raise_error()
         with self._changed:
             assert not self._closed, "the lane is closed"
             self._tasks.append(task)
@@ -66,17 +68,17 @@ class Lane:
             self._thread = threading.Thread(target=self._run, name="phalanx-lane", daemon=True)
             self._thread.start()
 
-    def check(self) -> None:
+    def raise_error(self) -> None:
         """Raise what ended the lane, if anything did."""
         if self.error is not None:
             raise self.error
 
-    def follow(self) -> None:
+    def wait_current_stream(self) -> None:
         """What is put from now on comes behind what this thread has queued on the device."""
         if self._stream is not None:
-            here = Mark(self)
-            here.set()
-            self.put(here.wait)
+            here = StreamEvent(self)
+            here.record()
+            self.submit(here.wait)
 
     def fail(self, error: BaseException) -> None:
         """End the lane by an error of the main thread, for which it would wait for ever, and others for it."""
@@ -88,12 +90,12 @@ class Lane:
     def drain(self) -> None:
         """Wait until all that was put has been done; what this thread queues next comes behind it."""
         if self._thread is not None:
-            done = Mark(self)
-            self.put(done.set)
+            done = StreamEvent(self)
+            self.submit(done.record)
             done.wait()
-        self.check()
+        self.raise_error()
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until the lane has queued on the device all that it can before this thread reaches another mark.
 
         Where the lane and this thread both start collectives of the device, in groups of their own, all ranks must
@@ -101,40 +103,40 @@ class Lane:
         """
         if self._thread is None or self._thread is threading.current_thread():
             return
-        with self.waiting(), self._changed:
-            while not self._changed.wait_for(self._rests, POLL_S):
+        with self.report_wait(), self._changed:
+            while not self._changed.wait_for(self._is_idle, POLL_S):
                 pass
-        self.check()
+        self.raise_error()
 
-    def _rests(self) -> bool:
+    def _is_idle(self) -> bool:
         if self.error is not None or not (self._thread and self._thread.is_alive()):
             return True
-        return self._awaits is not None and not self._awaits()
+        return self._wait_condition is not None and not self._wait_condition()
 
     @contextlib.contextmanager
-    def awaiting(self, there: Callable[[], bool]) -> Iterator[None]:
-        """Surrounds a wait of the lane's own thread for something of which `there` tells whether it has come."""
+    def declare_wait(self, is_ready: Callable[[], bool]) -> Iterator[None]:
+        """Surrounds a wait of the lane's own thread for something of which `is_ready` tells whether it has come."""
         if threading.current_thread() is not self._thread:
             yield
             return
         with self._changed:
-            self._awaits = there
+            self._wait_condition = is_ready
             self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
-                self._awaits = None
+                self._wait_condition = None
 
     def close(self) -> None:
         """Let the thread end after what it was given; it takes no more. Not waited for long: a peer may be gone."""
-        self._traffic.turn = None
+        self._traffic.before_device_collective = None
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is None:
             return
-        self._thread.join(END_S)
+        self._thread.join(JOIN_TIMEOUT_S)
         if self._stream is not None and self.error is None and not self._thread.is_alive():
             # What this thread queues next may be in memory that the lane still uses.
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
@@ -152,43 +154,43 @@ class Lane:
                 self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
-        with self._changed, self.awaiting(lambda: bool(self._tasks) or self._closed):
+        with self._changed, self.declare_wait(lambda: bool(self._tasks) or self._closed):
             self._changed.wait_for(lambda: self._tasks or self._closed)
             return self._tasks.popleft() if self._tasks else None
 
 
-class Mark:
+class StreamEvent:
     """A point that one thread reaches and another waits for. Set again, it is where that thread is then."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._reached = threading.Event()
+    def __init__(self, comm_thread: CommThread) -> None:
+        self._comm_thread = comm_thread
+        self._recorded = threading.Event()
         self._event: Any = None  # of the device's stream
 
-    def set(self) -> None:
+    def record(self) -> None:
         """Reached, by all that this thread has queued so far."""
-        if self._lane.device.type != "cpu":
+        if self._comm_thread.device.type != "cpu":
             # Used again, not made anew: who waits for a mark that is set again must find an event that was recorded.
-            self._event = self._event or torch.Event(self._lane.device)
+            self._event = self._event or torch.Event(self._comm_thread.device)
             self._event.record()
-        self._reached.set()
+        self._recorded.set()
 
     @property
-    def reached(self) -> bool:
-        return self._reached.is_set()
+    def is_recorded(self) -> bool:
+        return self._recorded.is_set()
 
     def wait(self, traffic: Traffic | None = None) -> None:
         """Hold this thread until the mark was set, and what it queues next until the device is there.
 
         The host's time goes into `traffic`. Raises what ended the lane.
         """
-        if not self._reached.is_set():
+        if not self._recorded.is_set():
             start = time.perf_counter()
-            with self._lane.waiting(), self._lane.awaiting(self._reached.is_set):
-                while not self._reached.wait(POLL_S):
-                    self._lane.check()
+            with self._comm_thread.report_wait(), self._comm_thread.declare_wait(self._recorded.is_set):
+                while not self._recorded.wait(POLL_S):
+                    self._comm_thread.raise_error()
             if traffic is not None:
-                traffic.waited(time.perf_counter() - start)
-        self._lane.check()
+                traffic.add_wait(time.perf_counter() - start)
+        self._comm_thread.raise_error()
         if self._event is not None:
-            torch.accelerator.current_stream(self._lane.device).wait_event(self._event)
+            torch.accelerator.current_stream(self._comm_thread.device).wait_event(self._event)

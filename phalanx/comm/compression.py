@@ -17,84 +17,96 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.codec import BLOCK, PLAIN, Codec
+from phalanx.comm.codec import BLOCK, NO_COMPRESSION, Codec
 from phalanx.comm.topology import Topology
-from phalanx.comm.two_level import Event, Moving, Piece, Program, TwoLevel, Way, even, finishing, part_of
+from phalanx.comm.two_level import (
+    ChunkTask,
+    ChunkTransfer,
+    CollectiveSteps,
+    TransferChunk,
+    TwoLevelCollectives,
+    TwoLevelTransfer,
+    even_cuts,
+    view_chunk,
+    wait_steps,
+)
 
 # What goes straight to its owner gains nothing by many pieces; those of an encoded tensor are short anyway.
-PIECE_BYTES = 2**20  # before it is encoded
-PIECES = 4
+CHUNK_BYTES = 2**20  # before it is encoded
+CHUNKS = 4
 
 
-class Compressed:
+class CompressedCollectives:
     """Transfers over `line`, which may be used for exact ones, too, in the same order on all ranks."""
 
-    def __init__(self, line: TwoLevel, codec: Codec) -> None:
-        self._line, self._codec = line, codec
+    def __init__(self, two_level: TwoLevelCollectives, codec: Codec) -> None:
+        self._two_level, self._codec = two_level, codec
 
     @property
     def rank(self) -> int:
-        return self._line.rank
+        return self._two_level.rank
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Moving:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> TwoLevelTransfer:
         """Begin to sum `tensor`, flat, which is overwritten; `into` receives the range [cuts[rank], cuts[rank + 1])."""
-        return self._line.counted(self._reducing(tensor, cuts, into), self._elsewhere(cuts), "reduce")
+        return self._two_level.begin_transfer(
+            self._reduce_steps(tensor, cuts, into), self._remote_bytes(cuts), "reduce"
+        )
 
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Moving:
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> TwoLevelTransfer:
         """Begin to fill `tensor`, flat, with what decoding makes of all ranges, the own one among them."""
-        return self._line.counted(self._gathering(tensor, cuts), self._elsewhere(cuts), "gather")
+        return self._two_level.begin_transfer(self._gather_steps(tensor, cuts), self._remote_bytes(cuts), "gather")
 
-    def all_reduce(self, tensor: torch.Tensor) -> Moving:
+    def all_reduce(self, tensor: torch.Tensor) -> TwoLevelTransfer:
         """Begin to sum `tensor`, flat, in place. What nodes have summed is rounded, and so is the sum of all."""
-        blocks = even(-(-tensor.numel() // BLOCK), self._line.world)
+        blocks = even_cuts(-(-tensor.numel() // BLOCK), self._two_level.world)
         cuts = [min(block * BLOCK, tensor.numel()) for block in blocks]
         own = tensor[cuts[self.rank] : cuts[self.rank + 1]]
 
-        def both() -> Program:
-            yield from self._reducing(tensor, cuts, own)
-            yield from self._gathering(tensor, cuts)
+        def both() -> CollectiveSteps:
+            yield from self._reduce_steps(tensor, cuts, own)
+            yield from self._gather_steps(tensor, cuts)
 
-        return self._line.counted(both(), 2 * self._elsewhere(cuts), "reduce")
+        return self._two_level.begin_transfer(both(), 2 * self._remote_bytes(cuts), "reduce")
 
     # ------------------------------------------------------------------------------------------------------- programs
 
-    def _reducing(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Program:
-        line = self._line
-        blocks = line.blocks(tensor, cuts, BLOCK, PIECES)
-        parts, sums = self._divided(blocks)
+    def _reduce_steps(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> CollectiveSteps:
+        line = self._two_level
+        blocks = line.split_chunks(tensor, cuts, BLOCK, CHUNKS)
+        parts, sums = self._split_work(blocks)
         ready = [event for event in sums if not event.sources and event.owner != self.rank]
         arriving = [self._arriving(piece) for piece in blocks[self.rank]]
-        room = line.room(sums, tensor.element_size())
-        waiting = line.expect(deque(event for event in sums if event.sources), room, tensor)
+        room = line.allocate_buffers(sums, tensor.element_size())
+        waiting = line.post_receives(deque(event for event in sums if event.sources), room, tensor)
         sent = [line.send(tensor[piece.start : piece.stop], target, piece.tag) for target, piece in parts]
-        sent += [self._send(tensor[event.piece.start : event.piece.stop], event) for event in ready]
+        sent += [self._send(tensor[event.chunk.start : event.chunk.stop], event) for event in ready]
         yield
         for event in sums[len(ready) :]:
-            piece, own = event.piece, event.owner == self.rank
+            piece, own = event.chunk, event.owner == self.rank
             mine = tensor[piece.start : piece.stop]
             total = into[piece.start - cuts[self.rank] : piece.stop - cuts[self.rank]] if own else mine
-            for work, memory in zip(event.works, event.memory, strict=True):
+            for work, memory in zip(event.transfers, event.buffers, strict=True):
                 work.wait()
-                torch.add(mine, part_of(memory, piece, tensor), out=total)
+                torch.add(mine, view_chunk(memory, piece, tensor), out=total)
                 mine = total
-            room.extend(event.memory)
-            line.expect(waiting, room, tensor)
+            room.extend(event.buffers)
+            line.post_receives(waiting, room, tensor)
             if own:
-                if not event.memory and total.data_ptr() != mine.data_ptr():
+                if not event.buffers and total.data_ptr() != mine.data_ptr():
                     total.copy_(mine)
                 if arriving[event.number]:
                     self._add_nodes(total, arriving[event.number])
             else:
                 sent.append(self._send(total, event))
             yield
-        line.spare.extend(room)
-        yield from finishing(sent)
+        line.free_buffers.extend(room)
+        yield from wait_steps(sent)
 
-    def _add_nodes(self, total: torch.Tensor, arriving: Sequence[tuple[int, Way, torch.Tensor]]) -> None:
+    def _add_nodes(self, total: torch.Tensor, arriving: Sequence[tuple[int, ChunkTransfer, torch.Tensor]]) -> None:
         """`total` holds the sum of the own node; it becomes that of all, each rounded, in the order of the nodes."""
         coded = {node: coded for node, _, coded in arriving}
-        coded[self._line.node] = torch.empty(self._codec.size(total.numel()), dtype=torch.uint8)
-        self._codec.encode(total, coded[self._line.node])
+        coded[self._two_level.node] = torch.empty(self._codec.byte_size(total.numel()), dtype=torch.uint8)
+        self._codec.encode(total, coded[self._two_level.node])
         for _, way, _ in arriving:
             way.wait()
         decoded = torch.empty_like(total)
@@ -103,62 +115,66 @@ class Compressed:
             if number:
                 total.add_(decoded)
 
-    def _gathering(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Program:
+    def _gather_steps(self, tensor: torch.Tensor, cuts: Sequence[int]) -> CollectiveSteps:
         ranges = list(pairwise(cuts))
-        coded_cuts = list(accumulate((self._codec.size(stop - start) for start, stop in ranges), initial=0))
+        coded_cuts = list(accumulate((self._codec.byte_size(stop - start) for start, stop in ranges), initial=0))
         coded = torch.empty(coded_cuts[-1], dtype=torch.uint8)
         own = slice(*ranges[self.rank])
         self._codec.encode(tensor[own], coded[coded_cuts[self.rank] : coded_cuts[self.rank + 1]])
-        yield from self._line.gathering(coded, coded_cuts)
+        yield from self._two_level.gather_steps(coded, coded_cuts)
         for (start, stop), (first, last) in zip(ranges, pairwise(coded_cuts), strict=True):
             self._codec.decode(coded[first:last], tensor[start:stop])
 
-    def _divided(self, blocks: Sequence[Sequence[Piece]]) -> tuple[list[tuple[int, Piece]], list[Event]]:
+    def _split_work(
+        self, blocks: Sequence[Sequence[TransferChunk]]
+    ) -> tuple[list[tuple[int, TransferChunk]], list[ChunkTask]]:
         """The pieces that go to relays beside this rank, and to whom; and those of which this rank adds up its node's
         parts, in order: those of others, each beginning at another node, then its own."""
-        line, topology = self._line, self._line.topology
-        parts: list[tuple[int, int, int, Piece]] = []
-        sums: list[tuple[int, Event]] = []
+        line, topology = self._two_level, self._two_level.topology
+        parts: list[tuple[int, int, int, TransferChunk]] = []
+        sums: list[tuple[int, ChunkTask]] = []
         for owner, pieces in enumerate(blocks):
             relay = topology.relay(line.node, owner)
             away = (topology.node_of[owner] - line.node) % len(topology.nodes)
             for number, piece in enumerate(pieces):
                 if relay == self.rank:
-                    sums.append((away, Event(int(owner == self.rank), number, owner, piece, line.beside, True)))
+                    sums.append(
+                        (away, ChunkTask(int(owner == self.rank), number, owner, piece, line.local_peers, True))
+                    )
                 else:
                     parts.append((number, away, relay, piece))
         parts.sort(key=lambda part: part[:3])
         sums.sort(key=lambda one: (one[1].stage, one[0], one[1].number, one[1].owner))
         return [(relay, piece) for _, _, relay, piece in parts], [event for _, event in sums]
 
-    def _arriving(self, piece: Piece) -> list[tuple[int, Way, torch.Tensor]]:
+    def _arriving(self, piece: TransferChunk) -> list[tuple[int, ChunkTransfer, torch.Tensor]]:
         """The encoded sums of the other nodes for a piece of the own range, with their numbers."""
-        line, found = self._line, []
+        line, found = self._two_level, []
         for away in range(1, len(line.topology.nodes)):
-            coded = torch.empty(self._codec.size(piece.stop - piece.start), dtype=torch.uint8)
+            coded = torch.empty(self._codec.byte_size(piece.stop - piece.start), dtype=torch.uint8)
             node = (line.node + away) % len(line.topology.nodes)
             source = line.topology.relay(node, self.rank)
             found.append((node, line.receive(coded, source, piece.tag), coded))
         return found
 
-    def _send(self, total: torch.Tensor, event: Event) -> Way:
-        coded = torch.empty(self._codec.size(total.numel()), dtype=torch.uint8)
+    def _send(self, total: torch.Tensor, event: ChunkTask) -> ChunkTransfer:
+        coded = torch.empty(self._codec.byte_size(total.numel()), dtype=torch.uint8)
         self._codec.encode(total, coded)
-        return self._line.send(coded, event.owner, event.piece.tag)
+        return self._two_level.send(coded, event.owner, event.chunk.tag)
 
-    def _elsewhere(self, cuts: Sequence[int]) -> int:
-        sizes = [self._codec.size(stop - start) for start, stop in pairwise(cuts)]
+    def _remote_bytes(self, cuts: Sequence[int]) -> int:
+        sizes = [self._codec.byte_size(stop - start) for start, stop in pairwise(cuts)]
         return sum(sizes) - sizes[self.rank]
 
 
-def other_nodes(compress: str, before: Any, topology: Topology) -> str | None:
-    """What to tell a user whose run goes on where ranks share nodes otherwise than `before` (the node of each rank, as
-    a checkpoint's header has it; None: not known); None where that changes nothing.
+def describe_node_change(compress: str, saved_node_of: Any, topology: Topology) -> str | None:
+    """What to tell a user whose run goes on where ranks share nodes otherwise than `saved_node_of` (the node of each
+    rank, as a checkpoint's header has it; None: not known); None where that changes nothing.
 
     The sum of each node is rounded, so who shares one is part of the algorithm. On one node no sum is.
     """
     now = list(topology.node_of)
-    if compress == PLAIN or before in (None, now) or max(*before, *now) == 0:
+    if compress == NO_COMPRESSION or saved_node_of in (None, now) or max(*saved_node_of, *now) == 0:
         return None
     return (
         f"compress: {compress} rounds the sum of each node, and the ranks share nodes otherwise than when the "

@@ -18,14 +18,14 @@ class JsonGroup:
 
     def gather_objects(self, obj: Any) -> list[Any] | None:
         """The objects of all ranks in order of rank on rank 0; None elsewhere."""
-        everyones = self.all_objects(obj)
+        everyones = self.all_gather_objects(obj)
         return everyones if self._rank == 0 else None
 
     def broadcast_object(self, obj: Any) -> Any:
         """Rank 0's object, on every rank."""
-        return self.all_objects(obj if self._rank == 0 else None)[0]
+        return self.all_gather_objects(obj if self._rank == 0 else None)[0]
 
-    def all_objects(self, obj: Any) -> list[Any]:
+    def all_gather_objects(self, obj: Any) -> list[Any]:
         """The objects of all ranks in order of rank, on every rank."""
         mine = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
         sizes = torch.zeros(self._world, dtype=torch.int64)

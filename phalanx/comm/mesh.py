@@ -18,10 +18,10 @@ from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.topology import Topology, this_host
 from phalanx.core.errors import CollectiveError, RunError
 from phalanx.core.placement import Placement, StoreAddress
-from phalanx.layout.mesh_axes import ALONE, Axes
+from phalanx.layout.mesh_axes import ALONE, MeshAxes
 from phalanx.system import accelerator
 
-LOST = ("gloo", "pair closure")  # in what gloo says of a peer; a plain send or receive does not name itself
+LOST_PEER_WORDS = ("gloo", "pair closure")  # in what gloo says of a peer; a plain send or receive does not name itself
 # For how long nobody else says that a collective has failed for him, too, before the roll is closed; the others notice
 # it one after the other, when their neighbours leave.
 ROLL_CALL_S, LONGEST_ROLL_CALL_S, ROLL_LOOK_S = 2.0, 10.0, 0.1
@@ -34,7 +34,7 @@ class Axis:
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     rank: int
-    shared: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # by those who use it, by name
+    cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # by those who use it, by name
 
     @property
     def size(self) -> int:
@@ -42,7 +42,7 @@ class Axis:
 
 
 @contextlib.contextmanager
-def _unbound() -> Iterator[None]:
+def _default_group_unbound() -> Iterator[None]:
     """The default group without the device that a script has bound it to: torch looks that up in every group that is
     made meanwhile, which fails in those of gloo alone, and has ranks outside a new group take part in making it."""
     default = dist.group.WORLD
@@ -55,11 +55,11 @@ def _unbound() -> Iterator[None]:
 
 
 def _new_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
-    with _unbound():
+    with _default_group_unbound():
         return dist.new_group(ranks, **options)
 
 
-def neighbours(axis: Axis, size: int, timeout_s: float) -> Axis:
+def split_axis(axis: Axis, size: int, timeout_s: float) -> Axis:
     """The part of an axis that consists of this rank and those beside it, `size` of them, as long as the axis lives.
     To be called by all ranks of the part."""
     first = axis.rank // size * size
@@ -98,15 +98,15 @@ class Mesh:
     timeout_s: float
     topology: Topology  # which ranks share a node
     on_host: bool  # every rank's device is a CPU
-    alike: bool  # all devices are of one kind
-    axes: Axes = ALONE
+    homogeneous: bool  # all devices are of one kind
+    axes: MeshAxes = ALONE
     members: tuple[tuple[int, ...], ...] = ()  # of all meshes like this one, by number among all ranks; (): all in one
     tensor: Axis | None = None  # ranks that hold slices of the same layers
     pipe: Axis | None = None  # ranks that hold the stages of one copy
     model: Axis | None = None  # ranks that hold one copy together
-    everyone: dist.ProcessGroup | None = None  # of all ranks, for what engines of all of them agree on; None: alone
+    all_ranks: dist.ProcessGroup | None = None  # of all ranks, for what engines of all of them agree on; None: alone
     inner: "Mesh | None" = None
-    made: list[dist.ProcessGroup] = field(default_factory=list)  # by `split`
+    split_groups: list[dist.ProcessGroup] = field(default_factory=list)  # by `split`
     bookkeeping: Traffic = field(default_factory=Traffic)  # a few numbers a step, which are no part of its traffic
 
     @property
@@ -132,15 +132,15 @@ class Mesh:
         table[self.rank] = value
         return self.sum(table)
 
-    def forget(self) -> None:
+    def drop_groups(self) -> None:
         """Let go of the groups, which were destroyed. As long as anything holds one its threads run on, and where the
         interpreter ends before them the process aborts."""
         if self.inner is not None:
-            self.inner.forget()
-        self.made.clear()
+            self.inner.drop_groups()
+        self.split_groups.clear()
         for name in ("shard", "control", "checkpoint", "transfers", "agreement", "store"):
             self.__dict__.pop(name, None)
-        self.tensor = self.pipe = self.model = self.everyone = self.inner = None
+        self.tensor = self.pipe = self.model = self.all_ranks = self.inner = None
 
     def split(self, degree: int, through_host: bool) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """Groups for hybrid sharding: that of this rank and its neighbours, `degree` of them, over which a copy of the
@@ -165,19 +165,19 @@ class Mesh:
                 group = _new_group(list(ranks), backend=backend, timeout=wait)
                 if me in ranks:
                     mine[ranks in copies] = group
-                    self.made.append(group)
+                    self.split_groups.append(group)
         return mine[False], mine.get(True)
 
-    def blame(self, error: RuntimeError) -> RuntimeError | CollectiveError:
+    def name_missing_ranks(self, error: RuntimeError) -> RuntimeError | CollectiveError:
         """What to raise for `error`: if a collective failed, an error that names the ranks that say nothing of it.
 
         Every rank in a failed collective gets an error of its own, sooner or later, and says so at the store. Those
         that say nothing as long as others still do are lost, or held up. A dead store leaves the error as it is.
         """
-        if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST):
+        if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST_PEER_WORDS):
             return error
         try:
-            late = self._silent()
+            late = self._find_silent_ranks()
         except RuntimeError:
             return error
         first_line = str(error).splitlines()[0]
@@ -192,7 +192,7 @@ class Mesh:
             "logs of those, or raise comm.timeout_s"
         )
 
-    def _silent(self) -> list[str]:
+    def _find_silent_ranks(self) -> list[str]:
         """The ranks that have not said that a collective failed for them, once nobody says so any more."""
         names = [f"failed/{rank}" for rank in range(self.world)]
         if not self.store.check([names[self.rank]]):
@@ -218,20 +218,20 @@ class Mesh:
 
 
 @contextlib.contextmanager
-def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: Axes = ALONE) -> Iterator[Mesh]:
+def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: MeshAxes = ALONE) -> Iterator[Mesh]:
     """Meet the other ranks, make the groups, and leave them on exit. `storage_s`: how much longer the group for saves
     waits, for a rank whose remote store is still being tried. `axes`: how many ranks hold one copy of the model.
 
     Raises CollectiveError naming the missing ranks when they do not arrive within `timeout_s`, and ConfigError where
     the ranks are no multiple of those that a copy needs.
     """
-    axes.data(placement.world)
+    axes.data_parallel_size(placement.world)
     device = torch.device(placement.device)
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.PrefixStore(f"attempt-{placement.attempt}", _store(placement, timeout))
-    offers = _meet(store, placement, timeout_s, _offer(device))
-    dist.init_process_group(  # not bound to a device (`device_id`), for the reasons that `_unbound` has
-        _backend(offers),
+    offers = _exchange_devices(store, placement, timeout_s, _describe_device(device))
+    dist.init_process_group(  # not bound to a device (`device_id`), for the reasons that `_default_group_unbound` has
+        _choose_backend(offers),
         store=dist.PrefixStore("group", store),
         rank=placement.rank,
         world_size=placement.world,
@@ -244,32 +244,32 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: A
     finally:
         dist.destroy_process_group()
         if mesh is not None:
-            mesh.forget()
+            mesh.drop_groups()
 
 
 @contextlib.contextmanager
-def beside(device: torch.device, timeout_s: float, axes: Axes = ALONE) -> Iterator[Mesh]:
+def attach_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) -> Iterator[Mesh]:
     """A mesh of its own in a process whose ranks have met already, whoever saw to that: its groups are made anew, so
     that they disturb nobody's, and are gone on exit. Every rank must make it, on its `device`."""
-    axes.data(dist.get_world_size())
+    axes.data_parallel_size(dist.get_world_size())
     # torch keeps this store to itself, but it is where every rank is known to look.
     store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
     meeting = _new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    offers = JsonGroup(meeting).all_objects(_offer(device))
+    offers = JsonGroup(meeting).all_gather_objects(_describe_device(device))
     dist.destroy_process_group(meeting)
-    with _unbound():
+    with _default_group_unbound():
         mesh = _mesh(device, offers, store, timeout_s, 0.0, axes)
     try:
         yield mesh
     finally:
         for group in _groups(mesh):
             dist.destroy_process_group(group)
-        mesh.forget()
+        mesh.drop_groups()
 
 
 def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
     """All that were made for a mesh."""
-    own = [*mesh.made, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement]
+    own = [*mesh.split_groups, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement]
     if mesh.inner is None:
         return own
     axes = [axis.group for axis in (mesh.tensor, mesh.pipe, mesh.model) if axis is not None]
@@ -277,7 +277,7 @@ def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
 
 
 def _mesh(
-    device: torch.device, offers: list[str], store: dist.Store, timeout_s: float, storage_s: float, axes: Axes
+    device: torch.device, offers: list[str], store: dist.Store, timeout_s: float, storage_s: float, axes: MeshAxes
 ) -> Mesh:
     """New groups of all ranks of the default group, and those along the axes of model parallelism."""
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -288,19 +288,19 @@ def _mesh(
         shard=DeviceMesh(device.type, torch.arange(dist.get_world_size()), mesh_dim_names=("shard",)),
         control=_new_group(backend="gloo", timeout=timeout),
         checkpoint=_new_group(backend="gloo", timeout=timeout + datetime.timedelta(seconds=storage_s)),
-        transfers=_new_group(backend=_backend(offers), timeout=timeout),
+        transfers=_new_group(backend=_choose_backend(offers), timeout=timeout),
         agreement=_new_group(backend="gloo", timeout=timeout),
         traffic=Traffic(),
         store=store,
         timeout_s=timeout_s,
-        topology=Topology.of([offer.split("\t")[2] for offer in offers]),
+        topology=Topology.from_hosts([offer.split("\t")[2] for offer in offers]),
         on_host=all(offer.split("\t")[0] == "gloo" for offer in offers),
-        alike=_alike(offers),
+        homogeneous=_alike(offers),
         axes=axes,
     )
-    mesh.everyone = mesh.agreement if mesh.world > 1 else None
-    if axes.model > 1:
-        _along_axes(mesh, offers, timeout, datetime.timedelta(seconds=timeout_s + storage_s))
+    mesh.all_ranks = mesh.agreement if mesh.world > 1 else None
+    if axes.model_parallel_size > 1:
+        _add_axis_groups(mesh, offers, timeout, datetime.timedelta(seconds=timeout_s + storage_s))
     return mesh
 
 
@@ -309,14 +309,14 @@ def _alike(offers: Sequence[str]) -> bool:
     return len({offer.split("\t")[0] for offer in offers}) == 1
 
 
-def _along_axes(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wait_saved: datetime.timedelta) -> None:
+def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wait_saved: datetime.timedelta) -> None:
     """Give `mesh` the groups of model parallelism. Every rank makes every group, in the same order."""
     axes, world, rank = mesh.axes, mesh.world, mesh.rank
 
     def of(axis: str, backend: str | None, timeout: datetime.timedelta = wait) -> Axis:
         mine: Axis | None = None
         for ranks in axes.groups(axis, world):
-            used = _backend([offers[each] for each in ranks]) if backend is None else backend
+            used = _choose_backend([offers[each] for each in ranks]) if backend is None else backend
             group = _new_group(list(ranks), backend=used, timeout=timeout)
             if rank in ranks:
                 mine = Axis(group, ranks, ranks.index(rank))
@@ -337,26 +337,26 @@ def _along_axes(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wait_sa
         checkpoint=of("data", "gloo", wait_saved).group,
         transfers=of("data", None).group,
         agreement=of("data", "gloo").group,
-        topology=mesh.topology.part(shard.ranks),
-        alike=_alike(theirs),
+        topology=mesh.topology.subset(shard.ranks),
+        homogeneous=_alike(theirs),
         members=tuple(axes.groups("data", world)),
         inner=None,
-        made=[],
+        split_groups=[],
         bookkeeping=Traffic(),
     )
 
 
 @contextlib.contextmanager
-def alone(mesh: Mesh) -> Iterator[Mesh]:
+def single_rank_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """This rank as if there were no other, for what each rank tries for itself; there is nothing to shard over."""
     timeout = datetime.timedelta(seconds=mesh.timeout_s)
     group = _new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
     try:
         yield replace(
             mesh, rank=0, world=1, control=group, checkpoint=group, transfers=group, agreement=group, traffic=Traffic(),
-            topology=Topology.of(["here"]), on_host=mesh.device.type == "cpu", alike=True,
-            axes=ALONE, members=((dist.get_rank(),),), tensor=None, pipe=None, model=None, everyone=None, inner=None,
-            made=[],
+            topology=Topology.from_hosts(["here"]), on_host=mesh.device.type == "cpu", homogeneous=True,
+            axes=ALONE, members=((dist.get_rank(),),), tensor=None, pipe=None, model=None, all_ranks=None, inner=None,
+            split_groups=[],
         )  # fmt: skip
     finally:
         dist.destroy_process_group(group)
@@ -402,12 +402,12 @@ def _listen(address: StoreAddress) -> int:
     return bound.detach()
 
 
-def _offer(device: torch.device) -> str:
+def _describe_device(device: torch.device) -> str:
     """What a rank tells the others: the groups that its device can have, which device it is, and on which machine."""
-    return "\t".join([accelerator.backend(device), accelerator.hardware(device, this_host()), this_host()])
+    return "\t".join([accelerator.backend_string(device), accelerator.hardware_id(device, this_host()), this_host()])
 
 
-def _backend(offers: list[str]) -> str:
+def _choose_backend(offers: list[str]) -> str:
     """The groups of an attempt: the device's own collectives where all have the same kind and each its own device;
     gloo for unlike devices, and for ranks that share one, which an accelerator's collectives refuse."""
     backends = {offer.split("\t")[0] for offer in offers}
@@ -415,7 +415,7 @@ def _backend(offers: list[str]) -> str:
     return backends.pop() if len(backends) == 1 and len(set(devices)) == len(devices) else "gloo"
 
 
-def _meet(store: dist.Store, placement: Placement, timeout_s: float, offer: str) -> list[str]:
+def _exchange_devices(store: dist.Store, placement: Placement, timeout_s: float, offer: str) -> list[str]:
     """Wait until every rank has announced itself, so that a missing one is named, not waited for in silence.
 
     Returns what each rank offers, in order of rank.
@@ -444,12 +444,12 @@ def _meet(store: dist.Store, placement: Placement, timeout_s: float, offer: str)
 # ------------------------------------------------------------------------------------- groups of scripts of users' own
 
 
-def default_group(placement: Placement, timeout_s: float) -> None:
+def init_default_group(placement: Placement, timeout_s: float) -> None:
     """Make the default process group of a script's process, which keeps it to its end."""
     timeout, device = datetime.timedelta(seconds=timeout_s), torch.device(placement.device)
     store = dist.PrefixStore("script", _store(placement, timeout))
     dist.init_process_group(
-        accelerator.backend(device),
+        accelerator.backend_string(device),
         store=store,
         rank=placement.rank,
         world_size=placement.world,
@@ -457,13 +457,13 @@ def default_group(placement: Placement, timeout_s: float) -> None:
     )
 
 
-def own_group(lists: list[list[int]]) -> dist.ProcessGroup:
+def make_subgroup(rank_lists: list[list[int]]) -> dist.ProcessGroup:
     """Make a group of each list of ranks, with the default group's backend; gives this rank's. Every rank is in one of
     them. Collective."""
     mine = None
-    for ranks in lists:  # every rank makes every group, in the same order
+    for ranks in rank_lists:  # every rank makes every group, in the same order
         group = _new_group(ranks)
         if dist.get_rank() in ranks:
             mine = group
-    assert mine is not None, (dist.get_rank(), lists)
+    assert mine is not None, (dist.get_rank(), rank_lists)
     return mine

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from phalanx.comm.collectives import Traffic, all_reduce
 
 
-class Arriving:
+class PendingReceive:
     """A tensor on its way here."""
 
     def __init__(self, buffer: torch.Tensor, work: dist.Work | None, device: torch.device, traffic: Traffic) -> None:
@@ -23,7 +23,7 @@ class Arriving:
         return self._buffer.to(self._device)
 
 
-class Messages:
+class P2PChannel:
     """Sends and receives of one group, by one thread.
 
     Two ranks must send and receive the same tensors in the same order in each direction; a group of an accelerator's
@@ -31,15 +31,15 @@ class Messages:
     device is none of the group's, tensors go through the host's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, traffic: Traffic, most: int) -> None:
-        """`most`: tensors that may be on their way from here; who sends more waits until the first has arrived.
-        Collective over the group."""
-        self._group, self._device, self._traffic, self._most = group, device, traffic, most
-        self.both_ways = dist.get_backend(group) == "gloo"  # each direction has a queue of its own
-        self._via = torch.device("cpu") if self.both_ways else device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, traffic: Traffic, max_in_flight: int) -> None:
+        """`max_in_flight`: tensors that may be on their way from here; who sends more waits until the first has
+        arrived. Collective over the group."""
+        self._group, self._device, self._traffic, self._max_in_flight = group, device, traffic, max_in_flight
+        self.full_duplex = dist.get_backend(group) == "gloo"  # each direction has a queue of its own
+        self._via = torch.device("cpu") if self.full_duplex else device
         self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
         if (
-            not self.both_ways
+            not self.full_duplex
         ):  # else what two ranks `exchange`, if nothing was sent to all before, waits for the others
             all_reduce(torch.zeros((), device=device), group, Traffic())
 
@@ -49,15 +49,15 @@ class Messages:
         self._traffic.await_turn(leaving)
         self._traffic.count(leaving.nbytes)
         self._sent.append((dist.isend(leaving, group=self._group, group_dst=to), leaving))
-        while len(self._sent) > self._most:
+        while len(self._sent) > self._max_in_flight:
             _wait(self._sent.popleft()[0], self._traffic)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, of: int) -> Arriving:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, of: int) -> PendingReceive:
         """Be ready for the next tensor from rank `of` of the group."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=self._via)
         self._traffic.await_turn(buffer)
         work = dist.irecv(buffer, group=self._group, group_src=of)
-        return Arriving(buffer, work, self._device, self._traffic)
+        return PendingReceive(buffer, work, self._device, self._traffic)
 
     def exchange(self, tensor: torch.Tensor, other: int) -> torch.Tensor:
         """What `other` gives here for `tensor`, of the same shape and type."""
@@ -71,7 +71,7 @@ class Messages:
             _wait(work, self._traffic)
         return theirs.to(self._device)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until all that was sent has left."""
         while self._sent:
             _wait(self._sent.popleft()[0], self._traffic)
@@ -85,6 +85,6 @@ class Messages:
 def _wait(work: dist.Work | None, traffic: Traffic) -> None:
     if work is not None:
         begun = time.perf_counter()
-        with traffic.waiting("message"):
+        with traffic.report_wait("message"):
             work.wait()
-        traffic.waited(time.perf_counter() - begun)
+        traffic.add_wait(time.perf_counter() - begun)

@@ -9,7 +9,7 @@ take (1 - least s)B / rate. (Padding to the largest share, or gloo's own reduce-
 
 The sum of an element is taken in the order of the ring, the owner last: the same at every call, and the same whatever
 the size of the pieces. It is kept in the tensor's own type, so bfloat16 rounds at every rank that it passes.
-`transfers.Padded` is the plain twin, and says what the two mean.
+`uneven_collectives.PaddedCollectives` is the plain twin, and says what the two mean.
 """
 
 import time
@@ -25,33 +25,33 @@ import torch.distributed as dist
 from phalanx.comm.collectives import Traffic
 from phalanx.system.trace import phase
 
-PIECE_BYTES = 512 * 1024  # long enough that a step of Python per piece costs little, short enough to fill a slow link
-PIECES_PER_SHARD = 2  # at least, where shards are small: what is passed on must not wait for a whole shard
-LEAST_BYTES = 64 * 1024  # but pieces are not shorter than that
+CHUNK_BYTES = 512 * 1024  # long enough that a step of Python per piece costs little, short enough to fill a slow link
+CHUNKS_PER_SHARD = 2  # at least, where shards are small: what is passed on must not wait for a whole shard
+MIN_CHUNK_BYTES = 64 * 1024  # but pieces are not shorter than that
 WINDOW_BYTES = 2 * 2**20  # of pieces that a rank is ready to receive: what may be on the way to it
 _TAGS = 2**30
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _RingChunk:
     start: int  # elements of the tensor
     stop: int
     tag: int
 
 
-class Moving:
+class RingTransfer:
     """A transfer under way. `wait` passes on what arrives, and returns when its tensors are ready and free again."""
 
     def __init__(
-        self, ring: "Ring", tensor: torch.Tensor, own: list[_Piece], arriving: list[_Piece], stays: int,
-        into: torch.Tensor | None, start: int,
+        self, ring: "RingCollectives", tensor: torch.Tensor, own: list[_RingChunk], incoming: list[_RingChunk],
+        kept_at_end: int, into: torch.Tensor | None, start: int,
     ) -> None:  # fmt: skip
-        """`own` are sent first. Of what is `arriving` all goes on to the next rank but the last pieces, which stay.
+        """`own` are sent first. Of what is `incoming` all goes on to the next rank but the last pieces, which stay.
 
         With `into` the pieces are added up: those that stay to there, where element `start` of the tensor comes first.
         """
-        self._ring, self._tensor, self._own, self._arriving = ring, tensor, own, arriving
-        self._going_on = max(0, len(arriving) - stays)
+        self._ring, self._tensor, self._own, self._incoming = ring, tensor, own, incoming
+        self._forwarded = max(0, len(incoming) - kept_at_end)
         self._into, self._start = into, start
         self._expected: deque[tuple[torch.Tensor, dist.Work]] = deque()  # the next to arrive
         self._arrived = 0
@@ -75,9 +75,9 @@ class Moving:
     def _expect(self) -> int:
         """Be ready for one more piece; returns its bytes, 0 where there is none."""
         number = self._arrived + len(self._expected)
-        if number == len(self._arriving):
+        if number == len(self._incoming):
             return 0
-        piece = self._arriving[number]
+        piece = self._incoming[number]
         part = self._tensor[piece.start : piece.stop]
         part = part if self._into is None else torch.empty_like(part)
         self._expected.append((part, self._ring._receive(part, piece.tag)))
@@ -87,7 +87,7 @@ class Moving:
         """Wait for the next piece, add it up, and pass it on if it goes on; returns its bytes."""
         part, work = self._expected.popleft()
         work.wait()
-        piece, stays = self._arriving[self._arrived], self._arrived >= self._going_on
+        piece, stays = self._incoming[self._arrived], self._arrived >= self._forwarded
         self._arrived += 1
         if self._into is not None:
             mine = self._tensor[piece.start : piece.stop]
@@ -103,7 +103,7 @@ class Moving:
         self._done = True
 
 
-class Ring:
+class RingCollectives:
     """Transfers over the ranks of one group, which nothing else should use at the same time: a small collective would
     wait behind the pieces. All calls come from one thread, and every rank begins the same transfers in the same order.
 
@@ -117,18 +117,18 @@ class Ring:
     reduce-scatters need about WINDOW_BYTES of memory, all together.
     """
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, piece_bytes: int = PIECE_BYTES) -> None:
-        self._group, self._traffic, self._piece_bytes = group, traffic, piece_bytes
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._group, self._traffic, self._chunk_bytes = group, traffic, chunk_bytes
         # Without torch's own checks and bookkeeping around it, which take longer than the call: there are many pieces.
         self._backend: Any = group._get_backend(torch.device("cpu"))
         self.rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._next, self._previous = (self.rank + 1) % self._world, (self.rank - 1) % self._world
         self._tag = 0
-        self._under_way: deque[Moving] = deque()
+        self._under_way: deque[RingTransfer] = deque()
         self._expected_bytes = 0
         self._broken: RuntimeError | None = None
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Moving:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> RingTransfer:
         """Begin to sum `tensor` over the ranks; `into` receives the range of this rank.
 
         Args:
@@ -140,24 +140,24 @@ class Ring:
         start, stop = cuts[self.rank], cuts[self.rank + 1]
         assert into.is_contiguous() and into.shape == (stop - start,), f"a result of shape {tuple(into.shape)}"
         assert into.dtype == tensor.dtype, f"a sum of {tensor.dtype} in {into.dtype}"
-        blocks = self._pieces(cuts, tensor.element_size())
+        blocks = self._split_chunks(cuts, tensor.element_size())
         arriving = [piece for away in range(2, self._world + 1) for piece in blocks[self.rank - away]]
         own, stays = blocks[self.rank - 1], len(blocks[self.rank])
         if self._world == 1:
             into.copy_(tensor)
             own, arriving = [], []
-        return self._begin(Moving(self, tensor, own, arriving, stays, into, start), cuts, "reduce")
+        return self._begin(RingTransfer(self, tensor, own, arriving, stays, into, start), cuts, "reduce")
 
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Moving:
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> RingTransfer:
         """Begin to fill `tensor`, of which this rank has its own range [cuts[rank], cuts[rank + 1]), with the others'.
 
         `tensor` is flat and on the host, `cuts` are the same on every rank; the own range may be read meanwhile.
         """
         self._check(tensor, cuts)
-        blocks = self._pieces(cuts, tensor.element_size())
+        blocks = self._split_chunks(cuts, tensor.element_size())
         arriving = [piece for away in range(1, self._world) for piece in blocks[self.rank - away]]
         own = blocks[self.rank] if self._world > 1 else []
-        return self._begin(Moving(self, tensor, own, arriving, len(blocks[self._next]), None, 0), cuts, "gather")
+        return self._begin(RingTransfer(self, tensor, own, arriving, len(blocks[self._next]), None, 0), cuts, "gather")
 
     def _check(self, tensor: torch.Tensor, cuts: Sequence[int]) -> None:
         assert tensor.device.type == "cpu", "the ring moves host tensors"
@@ -166,7 +166,7 @@ class Ring:
         assert cuts[0] == 0 and cuts[-1] == tensor.numel(), f"ranges {list(cuts)} of {tensor.numel()} elements"
         assert all(a <= b for a, b in pairwise(cuts)), f"ranges that go back: {list(cuts)}"
 
-    def _begin(self, moving: Moving, cuts: Sequence[int], name: str) -> Moving:
+    def _begin(self, moving: RingTransfer, cuts: Sequence[int], name: str) -> RingTransfer:
         if self._broken is not None:
             raise self._broken
         own = cuts[self.rank + 1] - cuts[self.rank]
@@ -176,10 +176,10 @@ class Ring:
         with phase(name), torch.no_grad():
             self._expect()
             self._send_own()
-        self._traffic.waited(time.perf_counter() - start)
+        self._traffic.add_wait(time.perf_counter() - start)
         return moving
 
-    def _finish(self, last: Moving) -> None:
+    def _finish(self, last: RingTransfer) -> None:
         start = time.perf_counter()
         try:
             with torch.no_grad():
@@ -189,14 +189,14 @@ class Ring:
             self._broken = error
             raise
         finally:
-            self._traffic.waited(time.perf_counter() - start)
+            self._traffic.add_wait(time.perf_counter() - start)
 
     def _finish_first(self) -> None:
         if self._broken is not None:
             raise self._broken
         first = self._under_way[0]
         with phase("gather" if first._into is None else "reduce"):
-            while first._arrived < len(first._arriving):
+            while first._arrived < len(first._incoming):
                 self._expected_bytes -= first._take()
                 self._expect()
                 self._send_own()
@@ -216,23 +216,23 @@ class Ring:
         """Send what is this rank's own, of each transfer as soon as all has been passed on of those before it."""
         for moving in self._under_way:
             moving._begin()
-            if moving._arrived < moving._going_on:
+            if moving._arrived < moving._forwarded:
                 break
 
-    def _pieces(self, cuts: Sequence[int], item_bytes: int) -> list[list[_Piece]]:
+    def _split_chunks(self, cuts: Sequence[int], item_bytes: int) -> list[list[_RingChunk]]:
         """The pieces of every rank's range, each with a tag of its own, the same on all ranks."""
         shard_bytes = cuts[-1] * item_bytes // self._world
-        wanted = max(LEAST_BYTES, min(self._piece_bytes, shard_bytes // PIECES_PER_SHARD))
-        step = max(1, min(wanted, self._piece_bytes) // item_bytes)
+        wanted = max(MIN_CHUNK_BYTES, min(self._chunk_bytes, shard_bytes // CHUNKS_PER_SHARD))
+        step = max(1, min(wanted, self._chunk_bytes) // item_bytes)
         blocks, tag = [], self._tag
         for start, stop in pairwise(cuts):
             starts = range(start, stop, step)
-            blocks.append([_Piece(a, min(a + step, stop), (tag + i) % _TAGS) for i, a in enumerate(starts)])
+            blocks.append([_RingChunk(a, min(a + step, stop), (tag + i) % _TAGS) for i, a in enumerate(starts)])
             tag += len(starts)
         self._tag = tag % _TAGS
         return blocks
 
-    def _send(self, tensor: torch.Tensor, piece: _Piece) -> dist.Work:
+    def _send(self, tensor: torch.Tensor, piece: _RingChunk) -> dist.Work:
         work: dist.Work = self._backend.send([tensor[piece.start : piece.stop]], self._next, piece.tag)
         return work
 

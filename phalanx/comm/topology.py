@@ -16,7 +16,7 @@ class Topology:
     index_of: tuple[int, ...]  # by rank: its index among the ranks of its node
 
     @staticmethod
-    def of(hosts: Sequence[str]) -> "Topology":
+    def from_hosts(hosts: Sequence[str]) -> "Topology":
         """The topology of ranks whose hosts have these names, in order of rank."""
         nodes: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
@@ -28,9 +28,9 @@ class Topology:
             tuple(nodes[host].index(rank) for rank, host in enumerate(hosts)),
         )
 
-    def part(self, ranks: Sequence[int]) -> "Topology":
+    def subset(self, ranks: Sequence[int]) -> "Topology":
         """That of a group of these ranks, in this order."""
-        return Topology.of([str(self.node_of[rank]) for rank in ranks])
+        return Topology.from_hosts([str(self.node_of[rank]) for rank in ranks])
 
     @property
     def form(self) -> str:

@@ -11,8 +11,8 @@ piece goes on as soon as it is there, so that the stages of different pieces ove
 streaming ring, with one node alone it is a direct exchange: there is nothing to choose.
 
 The sum of an element is taken in an order that only the topology and the owner fix, so it is the same at every call and
-for any size of the pieces; and it is taken in one place, so that every rank has the same bits. `transfers.Padded` is
-the plain twin.
+for any size of the pieces; and it is taken in one place, so that every rank has the same bits.
+`uneven_collectives.PaddedCollectives` is the plain twin.
 """
 
 import re
@@ -30,20 +30,22 @@ from phalanx.comm.collectives import Traffic
 from phalanx.comm.topology import Topology
 from phalanx.system.trace import phase
 
-PIECE_BYTES = 256 * 1024  # long enough that a step of Python per piece costs little, short enough to fill a slow link
+CHUNK_BYTES = 256 * 1024  # long enough that a step of Python per piece costs little, short enough to fill a slow link
 # Pieces of short ranges are not cut below that: on a rank that has a tenth of a core, ranges of 320 KiB in eight pieces
 # held a step up by 2.6 s of 11, in two by 1.5 s.
-LEAST_BYTES = 64 * 1024
-PIECES = 4  # of a range, at least, where they are not that short
+MIN_CHUNK_BYTES = 64 * 1024
+CHUNKS = 4  # of a range, at least, where they are not that short
 WINDOW_BYTES = 16 * 2**20  # of arriving parts of sums that are given memory at the same time
 TAGS = 2**30 - 1  # tags below it are used here; a group's others are free
 
-Program = Iterator[None]  # a collective: runs to the next place where another may take over; it ends when it is done
+CollectiveSteps = Iterator[
+    None
+]  # a collective: runs to the next place where another may take over; it ends when it is done
 Combine = Callable[..., torch.Tensor]  # (a, b, out=) -> out, such as torch.add
 Finish = Callable[[torch.Tensor], object] | None  # what is done in place with each piece of a result, once
 
 
-class Peers(Protocol):
+class P2PGroup(Protocol):
     """What a group, or a backend of one, has to offer. Messages of one size to a rank arrive in order, by tag."""
 
     def rank(self) -> int: ...
@@ -54,14 +56,14 @@ class Peers(Protocol):
 
 
 @dataclass
-class Sent:
+class SentBytes:
     """Bytes that this rank has sent to other ranks, by the kind of link."""
 
     within_bytes: int = 0  # to ranks of its node
     between_bytes: int = 0  # to other nodes
 
 
-def even(count: int, world: int) -> list[int]:
+def even_cuts(count: int, world: int) -> list[int]:
     """Where `world` ranges of `count` elements begin and end that are as equal as can be."""
     return [count * rank // world for rank in range(world + 1)]
 
@@ -78,7 +80,7 @@ class PeerError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Way:
+class ChunkTransfer:
     """A piece on its way to a rank, or from one."""
 
     peer: int
@@ -93,80 +95,81 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TransferChunk:
     start: int  # elements of the tensor
     stop: int
     tag: int
 
 
 @dataclass(order=True)
-class Event:
+class ChunkTask:
     """A piece that this rank waits for and does something with; in order of when it is likely to be there."""
 
     stage: int
     number: int
     owner: int
-    piece: Piece = field(compare=False)
+    chunk: TransferChunk = field(compare=False)
     sources: tuple[int, ...] = field(compare=False)
     is_sum: bool = field(compare=False)  # else it is passed on as it is
-    result: Piece | None = field(compare=False, default=None)  # a finished sum that goes to all: as what
-    works: list[Way] = field(compare=False, default_factory=list)
-    memory: list[torch.Tensor] = field(compare=False, default_factory=list)  # for the parts of a sum
+    result: TransferChunk | None = field(compare=False, default=None)  # a finished sum that goes to all: as what
+    transfers: list[ChunkTransfer] = field(compare=False, default_factory=list)
+    buffers: list[torch.Tensor] = field(compare=False, default_factory=list)  # for the parts of a sum
 
 
-class TwoLevel:
+class TwoLevelCollectives:
     """Collectives of one group, over host tensors. Every rank begins the same ones in the same order, from one thread;
     several may be under way, and they end in the order in which they were begun.
 
-    Nothing else on `group` uses tags below `TAGS`. `sent` counts what was sent, exactly; `traffic` as `Ring` does.
+    Nothing else on `group` uses tags below `TAGS`. `sent` counts what was sent, exactly; `traffic` as `RingCollectives`
+    does.
     """
 
     def __init__(
         self,
-        group: Peers,
+        group: P2PGroup,
         topology: Topology,
-        piece_bytes: int = PIECE_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
         traffic: Traffic | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
         """`names` of the group's ranks among all, for those who read of a failure."""
-        self._group, self.topology, self._piece_bytes = group, topology, piece_bytes
+        self._group, self.topology, self._chunk_bytes = group, topology, chunk_bytes
         self.rank, self.world = group.rank(), group.size()
         assert self.world == len(topology.node_of), f"{len(topology.node_of)} hosts of {self.world} ranks"
-        self.sent, self._traffic = Sent(), traffic or Traffic()
+        self.sent, self._traffic = SentBytes(), traffic or Traffic()
         self.node = topology.node_of[self.rank]
-        self.beside = tuple(rank for rank in topology.nodes[self.node] if rank != self.rank)
+        self.local_peers = tuple(rank for rank in topology.nodes[self.node] if rank != self.rank)
         self._names = list(names or range(self.world))
         self._tag = 0
-        self.spare: list[torch.Tensor] = []  # memory for parts of sums
-        self._under_way: deque[Moving] = deque()
+        self.free_buffers: list[torch.Tensor] = []  # memory for parts of sums
+        self._under_way: deque[TwoLevelTransfer] = deque()
         self._broken: BaseException | None = None
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> "Moving":
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> "TwoLevelTransfer":
         """Begin to sum `tensor`, flat, which is overwritten; `into` receives the range [cuts[rank], cuts[rank + 1])."""
-        program = self.reducing(tensor, cuts, into, torch.add)
-        return self.counted(program, elsewhere_bytes(tensor, cuts, self.rank), "reduce")
+        program = self.reduce_steps(tensor, cuts, into, torch.add)
+        return self.begin_transfer(program, remote_bytes(tensor, cuts, self.rank), "reduce")
 
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> "Moving":
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> "TwoLevelTransfer":
         """Begin to fill `tensor`, flat, of which this rank has the range [cuts[rank], cuts[rank + 1])."""
-        return self.counted(self.gathering(tensor, cuts), elsewhere_bytes(tensor, cuts, self.rank), "gather")
+        return self.begin_transfer(self.gather_steps(tensor, cuts), remote_bytes(tensor, cuts, self.rank), "gather")
 
-    def all_reduce(self, tensor: torch.Tensor) -> "Moving":
+    def all_reduce(self, tensor: torch.Tensor) -> "TwoLevelTransfer":
         """Begin to sum `tensor`, flat, in place."""
-        return self.begin(self.all_reducing(tensor, torch.add))
+        return self.begin(self.all_reduce_steps(tensor, torch.add))
 
-    def counted(self, program: Program, payload_bytes: int, name: str) -> "Moving":
+    def begin_transfer(self, program: CollectiveSteps, payload_bytes: int, name: str) -> "TwoLevelTransfer":
         """Begin a program, and count it as a transfer of so many bytes."""
         self._traffic.count(payload_bytes)
         start = time.perf_counter()
         with phase(name):
             moving = self.begin(program, name)
-        self._traffic.waited(time.perf_counter() - start)
+        self._traffic.add_wait(time.perf_counter() - start)
         return moving
 
-    def begin(self, program: Program, name: str = "reduce") -> "Moving":
+    def begin(self, program: CollectiveSteps, name: str = "reduce") -> "TwoLevelTransfer":
         """Begin a program made by a method of this class: receives are posted and own data is on its way."""
-        moving = Moving(self, program, name)
+        moving = TwoLevelTransfer(self, program, name)
         self._under_way.append(moving)
         self._advance(moving)
         return moving
@@ -181,7 +184,7 @@ class TwoLevel:
         if self._under_way[0].done:
             self._under_way.popleft()
 
-    def _advance(self, moving: "Moving") -> None:
+    def _advance(self, moving: "TwoLevelTransfer") -> None:
         if self._broken is not None:
             raise self._broken
         try:
@@ -194,16 +197,16 @@ class TwoLevel:
     # ------------------------------------------------------------------------------------------------------- programs
     # Each runs to its first yield when it is begun.
 
-    def gathering(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Program:
+    def gather_steps(self, tensor: torch.Tensor, cuts: Sequence[int]) -> CollectiveSteps:
         """Fill the ranges of the other ranks; each rank has its own. A broadcast: one rank owns everything."""
-        blocks = self.blocks(tensor, cuts)
-        events, rest = self._gathered(tensor, blocks, 0)
-        sent = self._hand_on(tensor, blocks[self.rank], self.rank)
+        blocks = self.split_chunks(tensor, cuts)
+        events, rest = self._post_gather(tensor, blocks, 0)
+        sent = self._forward(tensor, blocks[self.rank], self.rank)
         yield
-        yield from self._handle(tensor, events, sent, [], torch.add, None)
-        yield from finishing([*rest, *sent])
+        yield from self._run_tasks(tensor, events, sent, [], torch.add, None)
+        yield from wait_steps([*rest, *sent])
 
-    def reducing(
+    def reduce_steps(
         self,
         tensor: torch.Tensor,
         cuts: Sequence[int],
@@ -211,100 +214,104 @@ class TwoLevel:
         combine: Combine,
         finish: Finish = None,
         keep: bool = False,
-    ) -> Program:
+    ) -> CollectiveSteps:
         """Combine `tensor`, which is overwritten unless it is to `keep` its content, over the ranks; `into` receives
         the own range of the result. A reduction to one rank: it owns everything."""
-        blocks = self.blocks(tensor, cuts)
-        events = self._summed(blocks, [])
-        room = self.room(events, tensor.element_size())
-        waiting = self.expect(deque(events), room, tensor)
-        sent = self._contribute(tensor, blocks)
+        blocks = self.split_chunks(tensor, cuts)
+        events = self._list_sums(blocks, [])
+        room = self.allocate_buffers(events, tensor.element_size())
+        waiting = self.post_receives(deque(events), room, tensor)
+        sent = self._send_parts(tensor, blocks)
         yield
         scratch = torch.empty_like(tensor) if keep else tensor
 
-        def place(event: Event) -> torch.Tensor:
+        def place(event: ChunkTask) -> torch.Tensor:
             one, begin = (into, cuts[self.rank]) if event.owner == self.rank else (scratch, 0)
-            return one[event.piece.start - begin : event.piece.stop - begin]
+            return one[event.chunk.start - begin : event.chunk.stop - begin]
 
-        yield from self._handle(tensor, events, sent, room, combine, finish, waiting, place)
-        self.spare.extend(room)
-        yield from finishing(sent)
+        yield from self._run_tasks(tensor, events, sent, room, combine, finish, waiting, place)
+        self.free_buffers.extend(room)
+        yield from wait_steps(sent)
 
-    def all_reducing(self, tensor: torch.Tensor, combine: Combine, finish: Finish = None) -> Program:
+    def all_reduce_steps(self, tensor: torch.Tensor, combine: Combine, finish: Finish = None) -> CollectiveSteps:
         """Combine `tensor` in place: each rank makes a range of the result, and sends its pieces to all when ready."""
-        cuts = even(tensor.numel(), self.world)
-        blocks, results = self.blocks(tensor, cuts), self.blocks(tensor, cuts)
-        sums = self._summed(blocks, results[self.rank])
-        room = self.room(sums, tensor.element_size())
-        waiting = self.expect(deque(sums), room, tensor)
-        sent = self._contribute(tensor, blocks)
+        cuts = even_cuts(tensor.numel(), self.world)
+        blocks, results = self.split_chunks(tensor, cuts), self.split_chunks(tensor, cuts)
+        sums = self._list_sums(blocks, results[self.rank])
+        room = self.allocate_buffers(sums, tensor.element_size())
+        waiting = self.post_receives(deque(sums), room, tensor)
+        sent = self._send_parts(tensor, blocks)
         # What is gathered overwrites what was sent from there. It cannot come too early: it is a sum with this rank's
         # part in it, so that has left.
-        events, rest = self._gathered(tensor, results, len(self.topology.nodes) - 1)
+        events, rest = self._post_gather(tensor, results, len(self.topology.nodes) - 1)
         yield
-        yield from self._handle(tensor, sorted([*sums, *events]), sent, room, combine, finish, waiting)
-        self.spare.extend(room)
-        yield from finishing([*rest, *sent])
+        yield from self._run_tasks(tensor, sorted([*sums, *events]), sent, room, combine, finish, waiting)
+        self.free_buffers.extend(room)
+        yield from wait_steps([*rest, *sent])
 
-    def exchanging(self, outgoing: Sequence[torch.Tensor | None], arriving: Sequence[torch.Tensor | None]) -> Program:
+    def exchange_steps(
+        self, outgoing: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None]
+    ) -> CollectiveSteps:
         """Send a flat tensor to each rank and receive one from each, of sizes that the two sides agree on; None or an
         empty one: nothing. All-to-all, gather and scatter."""
         tag, self._tag = self._tag, (self._tag + 1) % TAGS
         # The directions take turns piece by piece, and each rank begins at another one: one direction after the other,
         # all ranks would send to the same rank at the same time.
         ahead = [(self.rank + away) % self.world for away in range(1, self.world)]
-        received = [self.receive(part, rank, tag) for rank, part in self._in_turn(ahead[::-1], arriving)]
-        sent = [self.send(part, rank, tag) for rank, part in self._in_turn(ahead, outgoing)]
-        mine, here = outgoing[self.rank], arriving[self.rank]
+        received = [self.receive(part, rank, tag) for rank, part in self._interleave(ahead[::-1], incoming)]
+        sent = [self.send(part, rank, tag) for rank, part in self._interleave(ahead, outgoing)]
+        mine, here = outgoing[self.rank], incoming[self.rank]
         if mine is not None and here is not None:
             here.copy_(mine)
         yield
-        yield from finishing([*received, *sent])
+        yield from wait_steps([*received, *sent])
 
     # ---------------------------------------------------------------------------------------------------------- stages
 
-    def _gathered(
-        self, tensor: torch.Tensor, blocks: Sequence[Sequence[Piece]], first_stage: int
-    ) -> tuple[list[Event], list[Way]]:
+    def _post_gather(
+        self, tensor: torch.Tensor, blocks: Sequence[Sequence[TransferChunk]], first_stage: int
+    ) -> tuple[list[ChunkTask], list[ChunkTransfer]]:
         """Post the receives of all that is gathered. Returns what this rank is to pass on, in order, and the rest."""
-        passed_on: list[Event] = []
-        kept: list[Event] = []
+        passed_on: list[ChunkTask] = []
+        kept: list[ChunkTask] = []
         for owner, pieces in enumerate(blocks):
             if owner == self.rank:
                 continue
             relay = self.topology.relay(self.node, owner)
             stage = first_stage + (self.node - self.topology.node_of[owner]) % len(self.topology.nodes)
             source = self.topology.relay(self.node - 1, owner) if relay == self.rank else relay
-            events = [Event(stage, number, owner, piece, (source,), False) for number, piece in enumerate(pieces)]
+            events = [ChunkTask(stage, number, owner, piece, (source,), False) for number, piece in enumerate(pieces)]
             (passed_on if relay == self.rank else kept).extend(events)
         for event in (*sorted(passed_on), *sorted(kept)):
-            part = tensor[event.piece.start : event.piece.stop]
-            event.works.append(self.receive(part, event.sources[0], event.piece.tag))
-        return sorted(passed_on), [event.works[0] for event in sorted(kept)]
+            part = tensor[event.chunk.start : event.chunk.stop]
+            event.transfers.append(self.receive(part, event.sources[0], event.chunk.tag))
+        return sorted(passed_on), [event.transfers[0] for event in sorted(kept)]
 
-    def _summed(self, blocks: Sequence[Sequence[Piece]], results: Sequence[Piece]) -> list[Event]:
+    def _list_sums(
+        self, blocks: Sequence[Sequence[TransferChunk]], results: Sequence[TransferChunk]
+    ) -> list[ChunkTask]:
         """The pieces to which this rank adds, as a relay or as the owner, in order."""
         events = []
         for owner, pieces in enumerate(blocks):
             if self.topology.relay(self.node, owner) != self.rank:
                 continue
             stage = self._stage(owner)
-            sources = self.beside + ((self.topology.relay(self.node - 1, owner),) if stage > 0 else ())
+            sources = self.local_peers + ((self.topology.relay(self.node - 1, owner),) if stage > 0 else ())
             if not sources and owner != self.rank:
                 continue  # what begins its way here is sent as it is
             for number, piece in enumerate(pieces):
                 result = results[number] if results and owner == self.rank else None
-                events.append(Event(stage, number, owner, piece, sources, True, result))
+                events.append(ChunkTask(stage, number, owner, piece, sources, True, result))
         return sorted(events)
 
-    def _contribute(self, tensor: torch.Tensor, blocks: Sequence[Sequence[Piece]]) -> list[Way]:
+    def _send_parts(self, tensor: torch.Tensor, blocks: Sequence[Sequence[TransferChunk]]) -> list[ChunkTransfer]:
         """Send all that needs nothing of others: parts to the relays of this node; or to the next node, where no rank
         beside this one has a part."""
-        parts: list[tuple[int, int, int, int, Piece]] = []
+        parts: list[tuple[int, int, int, int, TransferChunk]] = []
         for owner, pieces in enumerate(blocks):
             target, stage = self.topology.relay(self.node, owner), self._stage(owner)
             if target == self.rank:
-                if self.beside or stage > 0 or owner == self.rank:
+                if self.local_peers or stage > 0 or owner == self.rank:
                     continue
                 target = self.topology.relay(self.node + 1, owner)
             parts.extend((stage, number, owner, target, piece) for number, piece in enumerate(pieces))
@@ -315,32 +322,32 @@ class TwoLevel:
         """How many nodes the sum of a range has passed when it comes to this one; it ends at its owner's."""
         return (self.node - self.topology.node_of[owner] - 1) % len(self.topology.nodes)
 
-    def _handle(
+    def _run_tasks(
         self,
         tensor: torch.Tensor,
-        events: Sequence[Event],
-        sent: list[Way],
+        events: Sequence[ChunkTask],
+        sent: list[ChunkTransfer],
         room: list[torch.Tensor],
         combine: Combine,
         finish: Finish,
-        waiting: "deque[Event] | None" = None,
-        place: "Callable[[Event], torch.Tensor] | None" = None,
-    ) -> Program:
+        waiting: "deque[ChunkTask] | None" = None,
+        place: "Callable[[ChunkTask], torch.Tensor] | None" = None,
+    ) -> CollectiveSteps:
         """Wait for the events in order; add what arrives, in its place, and send on what is complete."""
         for event in events:
-            for work in event.works:
+            for work in event.transfers:
                 work.wait()
-            piece = event.piece
+            piece = event.chunk
             mine = tensor[piece.start : piece.stop]
             if not event.is_sum:
-                sent.extend(self._hand_on(tensor, [piece], event.owner))
+                sent.extend(self._forward(tensor, [piece], event.owner))
                 yield
                 continue
             total = mine if place is None else place(event)
-            if not event.memory:
+            if not event.buffers:
                 total.copy_(mine)  # there is no other rank
-            for memory in event.memory:
-                combine(mine, part_of(memory, piece, tensor), out=total)
+            for memory in event.buffers:
+                combine(mine, view_chunk(memory, piece, tensor), out=total)
                 mine = total
             if event.owner != self.rank:
                 sent.append(self.send(mine, self.topology.relay(self.node + 1, event.owner), piece.tag))
@@ -348,73 +355,79 @@ class TwoLevel:
                 if finish is not None:
                     finish(total)
                 if event.result is not None:
-                    sent.extend(self._hand_on(tensor, [event.result], self.rank))
-            room.extend(event.memory)
+                    sent.extend(self._forward(tensor, [event.result], self.rank))
+            room.extend(event.buffers)
             if waiting:
-                self.expect(waiting, room, tensor)
+                self.post_receives(waiting, room, tensor)
             yield
 
-    def _hand_on(self, tensor: torch.Tensor, pieces: Sequence[Piece], owner: int) -> list[Way]:
+    def _forward(self, tensor: torch.Tensor, pieces: Sequence[TransferChunk], owner: int) -> list[ChunkTransfer]:
         """Send complete pieces to the next node, unless they come from there, and then to the ranks beside."""
         onward = (self.node + 1) % len(self.topology.nodes)
         targets = [] if onward == self.topology.node_of[owner] else [self.topology.relay(onward, owner)]
         return [
             self.send(tensor[piece.start : piece.stop], target, piece.tag)
-            for some in (targets, self.beside)
+            for some in (targets, self.local_peers)
             for piece in pieces
             for target in some
         ]
 
-    def expect(self, waiting: "deque[Event]", room: list[torch.Tensor], tensor: torch.Tensor) -> "deque[Event]":
+    def post_receives(
+        self, tasks: "deque[ChunkTask]", buffers: list[torch.Tensor], tensor: torch.Tensor
+    ) -> "deque[ChunkTask]":
         """Post the receives of the next sums for which there is memory; returns those that have to wait."""
-        while waiting and len(waiting[0].sources) <= len(room):
-            event = waiting.popleft()
+        while tasks and len(tasks[0].sources) <= len(buffers):
+            event = tasks.popleft()
             for source in event.sources:
-                event.memory.append(room.pop())
-                part = part_of(event.memory[-1], event.piece, tensor)
-                event.works.append(self.receive(part, source, event.piece.tag))
-        return waiting
+                event.buffers.append(buffers.pop())
+                part = view_chunk(event.buffers[-1], event.chunk, tensor)
+                event.transfers.append(self.receive(part, source, event.chunk.tag))
+        return tasks
 
     # ---------------------------------------------------------------------------------------------------------- pieces
 
-    def blocks(
-        self, tensor: torch.Tensor, cuts: Sequence[int], granule: int = 1, pieces: int = PIECES
-    ) -> list[list[Piece]]:
+    def split_chunks(
+        self, tensor: torch.Tensor, cuts: Sequence[int], granule: int = 1, pieces: int = CHUNKS
+    ) -> list[list[TransferChunk]]:
         """The pieces of every rank's range, each with a tag of its own, the same on all ranks; so many at least of the
         longest range, and all but the last of a range with a multiple of `granule` elements."""
         assert tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous(), tuple(tensor.shape)
         assert len(cuts) == self.world + 1 and cuts[0] == 0 and cuts[-1] == tensor.numel(), (cuts, tensor.numel())
         longest = max(stop - start for start, stop in pairwise(cuts))
         item_bytes = tensor.element_size()
-        piece_bytes = min(self._piece_bytes, max(LEAST_BYTES, longest * item_bytes // pieces))
+        piece_bytes = min(self._chunk_bytes, max(MIN_CHUNK_BYTES, longest * item_bytes // pieces))
         length = max(1, piece_bytes // item_bytes // granule) * granule
         blocks = []
         for start, stop in pairwise(cuts):
             starts = range(start, stop, length)
-            blocks.append([Piece(at, min(at + length, stop), (self._tag + i) % TAGS) for i, at in enumerate(starts)])
+            blocks.append(
+                [TransferChunk(at, min(at + length, stop), (self._tag + i) % TAGS) for i, at in enumerate(starts)]
+            )
             self._tag = (self._tag + len(starts)) % TAGS
         return blocks
 
-    def room(self, events: Sequence[Event], item_bytes: int) -> list[torch.Tensor]:
+    def allocate_buffers(self, tasks: Sequence[ChunkTask], item_bytes: int) -> list[torch.Tensor]:
         """Memory for the parts of the first sums; the later ones get it when these have been added."""
-        each = max(self._piece_bytes, item_bytes)
-        wanted = sum(len(event.sources) for event in events)
-        count = min(wanted, max(WINDOW_BYTES // each, max((len(event.sources) for event in events), default=0)))
-        return [self.spare.pop() if self.spare else torch.empty(each, dtype=torch.uint8) for _ in range(count)]
+        each = max(self._chunk_bytes, item_bytes)
+        wanted = sum(len(event.sources) for event in tasks)
+        count = min(wanted, max(WINDOW_BYTES // each, max((len(event.sources) for event in tasks), default=0)))
+        return [
+            self.free_buffers.pop() if self.free_buffers else torch.empty(each, dtype=torch.uint8) for _ in range(count)
+        ]
 
-    def _in_turn(
+    def _interleave(
         self, ranks: Sequence[int], tensors: Sequence[torch.Tensor | None]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        cut = {rank: _cut(tensors[rank], self._piece_bytes) for rank in ranks}
+        cut = {rank: _cut(tensors[rank], self._chunk_bytes) for rank in ranks}
         for number in range(max((len(parts) for parts in cut.values()), default=0)):
             yield from ((rank, parts[number]) for rank, parts in cut.items() if number < len(parts))
 
-    def send(self, part: torch.Tensor, target: int, tag: int) -> Way:
-        self.count(target, part.numel() * part.element_size())
-        return Way(target, self._names[target], self._start(self._group.send, part, target, tag))
+    def send(self, part: torch.Tensor, target: int, tag: int) -> ChunkTransfer:
+        self.count_bytes(target, part.numel() * part.element_size())
+        return ChunkTransfer(target, self._names[target], self._start(self._group.send, part, target, tag))
 
-    def receive(self, part: torch.Tensor, source: int, tag: int) -> Way:
-        return Way(source, self._names[source], self._start(self._group.recv, part, source, tag))
+    def receive(self, part: torch.Tensor, source: int, tag: int) -> ChunkTransfer:
+        return ChunkTransfer(source, self._names[source], self._start(self._group.recv, part, source, tag))
 
     def _start(self, way: Callable[..., dist.Work], part: torch.Tensor, peer: int, tag: int) -> dist.Work:
         try:
@@ -422,11 +435,11 @@ class TwoLevel:
         except RuntimeError as error:  # its connection is closed
             raise PeerError(peer, self._names[peer], error) from None
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Take note that the calling thread was held up."""
-        self._traffic.waited(seconds)
+        self._traffic.add_wait(seconds)
 
-    def count(self, target: int, sent_bytes: int) -> None:
+    def count_bytes(self, target: int, sent_bytes: int) -> None:
         """Take note of what is sent to a rank."""
         if self.topology.node_of[target] == self.node:
             self.sent.within_bytes += sent_bytes
@@ -434,37 +447,38 @@ class TwoLevel:
             self.sent.between_bytes += sent_bytes
 
 
-class Moving:
+class TwoLevelTransfer:
     """A transfer under way. `wait` passes on what arrives, and returns when its tensors are ready and free again."""
 
-    def __init__(self, line: TwoLevel, program: Program, name: str) -> None:
-        self._line, self.program, self._name = line, program, name
+    def __init__(self, two_level: TwoLevelCollectives, program: CollectiveSteps, name: str) -> None:
+        self._two_level, self.program, self._name = two_level, program, name
         self.done = False
 
     def wait(self) -> None:
-        """Finish this transfer, and before it those that were begun earlier; errors are those of `TwoLevel.step`."""
+        """Finish this transfer, and before it those that were begun earlier; errors are those of
+        `TwoLevelCollectives.step`."""
         start = time.perf_counter()
         with phase(self._name):
             while not self.done:
-                self._line.step()
-        self._line.waited(time.perf_counter() - start)
+                self._two_level.step()
+        self._two_level.add_wait(time.perf_counter() - start)
 
 
-def elsewhere_bytes(tensor: torch.Tensor, cuts: Sequence[int], rank: int) -> int:
+def remote_bytes(tensor: torch.Tensor, cuts: Sequence[int], rank: int) -> int:
     """Of a tensor that is cut into ranges, the bytes that other ranks own."""
     return (cuts[-1] - cuts[rank + 1] + cuts[rank]) * tensor.element_size()
 
 
-def finishing(works: Iterable[Way]) -> Program:
+def wait_steps(works: Iterable[ChunkTransfer]) -> CollectiveSteps:
     """Wait for one after the other."""
     for work in works:
         work.wait()
         yield
 
 
-def part_of(memory: torch.Tensor, piece: Piece, like: torch.Tensor) -> torch.Tensor:
+def view_chunk(memory: torch.Tensor, chunk: TransferChunk, like: torch.Tensor) -> torch.Tensor:
     """As much of a piece of memory as a piece of `like` takes."""
-    return memory[: (piece.stop - piece.start) * like.element_size()].view(like.dtype)
+    return memory[: (chunk.stop - chunk.start) * like.element_size()].view(like.dtype)
 
 
 def _cut(tensor: torch.Tensor | None, piece_bytes: int) -> Sequence[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Reduce-scatter and all-gather of shards of any sizes, in the form that suits the group and the device.
 
-All forms have the two operations of `Ring`, and mean what `Padded` says in a few lines.
+All forms have the two operations of `RingCollectives`, and mean what `PaddedCollectives` says in a few lines.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,136 +10,138 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.collectives import ALL_GATHER, REDUCE_SCATTER, Pending, Traffic
-from phalanx.comm.compression import Compressed
-from phalanx.comm.ring import Ring
+from phalanx.comm.collectives import ALL_GATHER, REDUCE_SCATTER, PendingCollective, Traffic
+from phalanx.comm.compression import CompressedCollectives
+from phalanx.comm.ring import RingCollectives
 from phalanx.comm.topology import Topology
-from phalanx.comm.two_level import TwoLevel, elsewhere_bytes
+from phalanx.comm.two_level import TwoLevelCollectives, remote_bytes
 from phalanx.system.trace import phase
 
 
-class Arriving(Protocol):
+class PendingTransfer(Protocol):
     """A transfer under way."""
 
     def wait(self) -> None:
         """Return when the tensors may be used by work queued after it; the second call does nothing."""
 
 
-class Transfers(Protocol):
-    """What `Ring` does, whatever does it."""
+class UnevenCollectives(Protocol):
+    """What `RingCollectives` does, whatever does it."""
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Arriving:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> PendingTransfer:
         """Begin to sum `tensor`, which may be overwritten, into the own range of each rank."""
 
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingTransfer:
         """Begin to fill the ranges of the other ranks."""
 
 
-def transfers(
+def make_uneven_collectives(
     group: dist.ProcessGroup, traffic: Traffic, device: torch.device, topology: Topology | None = None
-) -> Transfers:
+) -> UnevenCollectives:
     """The form for tensors on `device`: on the host the ring, or two levels where nodes have several of the group's
     ranks; on an accelerator its own collectives, or the former staged through the host where the group has only gloo
     for it. `topology` is that of the group; without it each rank counts as a node of its own."""
     if device.type != "cpu" and dist.get_backend(group) != "gloo":
-        return Native(group, traffic)
+        return DeviceCollectives(group, traffic)
     two_level = topology is not None and topology.form == "two-level"
-    host: TwoLevel | Ring = Ring(group, traffic)
+    host: TwoLevelCollectives | RingCollectives = RingCollectives(group, traffic)
     if topology is not None and two_level:
-        host = TwoLevel(group, topology, traffic=traffic, names=dist.get_process_group_ranks(group))
-    return host if device.type == "cpu" else Staged(host)
+        host = TwoLevelCollectives(group, topology, traffic=traffic, names=dist.get_process_group_ranks(group))
+    return host if device.type == "cpu" else HostStagedCollectives(host)
 
 
-class Padded:
+class PaddedCollectives:
     """The twin: slow, and obviously right. Every shard is padded to the largest, and every sum is one of everything."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
         self._group, self._traffic = group, traffic
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Arriving:
-        self._traffic.count(elsewhere_bytes(tensor, cuts, self._rank))
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> PendingTransfer:
+        self._traffic.count(remote_bytes(tensor, cuts, self._rank))
         everything = tensor.clone()
         work = dist.all_reduce(everything, group=self._group, async_op=True)
-        pending = Pending(work, self._traffic, "reduce")
-        return _Then(pending, lambda: into.copy_(everything[cuts[self._rank] : cuts[self._rank + 1]]))
+        pending = PendingCollective(work, self._traffic, "reduce")
+        return _CompletedWith(pending, lambda: into.copy_(everything[cuts[self._rank] : cuts[self._rank + 1]]))
 
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
-        self._traffic.count(elsewhere_bytes(tensor, cuts, self._rank))
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingTransfer:
+        self._traffic.count(remote_bytes(tensor, cuts, self._rank))
         ranges = _ranges(tensor, cuts)
         longest = max(len(each) for each in ranges)
         own = tensor.new_zeros(longest)
         own[: len(ranges[self._rank])] = ranges[self._rank]
         rows = tensor.new_empty(self._world * longest)
-        pending = Pending(ALL_GATHER(rows, own, group=self._group, async_op=True), self._traffic, "gather")
+        pending = PendingCollective(ALL_GATHER(rows, own, group=self._group, async_op=True), self._traffic, "gather")
 
         def fill() -> None:
             for each, row in zip(ranges, rows.view(self._world, longest), strict=True):
                 each.copy_(row[: len(each)])
 
-        return _Then(pending, fill)
+        return _CompletedWith(pending, fill)
 
 
-class Native:
+class DeviceCollectives:
     """The device's own collectives: for even shards those made for it, else the forms that take a list, which NCCL
     sends as one group of reductions or broadcasts."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
         self._group, self._traffic, self._rank = group, traffic, dist.get_rank(group)
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Arriving:
-        self._traffic.count(elsewhere_bytes(tensor, cuts, self._rank))
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> PendingTransfer:
+        self._traffic.count(remote_bytes(tensor, cuts, self._rank))
         with phase("reduce"):
             if _even(cuts):
                 work = REDUCE_SCATTER(into, tensor, group=self._group, async_op=True)
             else:
                 work = dist.reduce_scatter(into, _ranges(tensor, cuts), group=self._group, async_op=True)
-        return Pending(work, self._traffic, "reduce")
+        return PendingCollective(work, self._traffic, "reduce")
 
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
-        self._traffic.count(elsewhere_bytes(tensor, cuts, self._rank))
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingTransfer:
+        self._traffic.count(remote_bytes(tensor, cuts, self._rank))
         ranges = _ranges(tensor, cuts)
         with phase("gather"):
             if _even(cuts):
                 work = ALL_GATHER(tensor, ranges[self._rank], group=self._group, async_op=True)
             else:
                 work = dist.all_gather(ranges, ranges[self._rank], group=self._group, async_op=True)
-        return Pending(work, self._traffic, "gather")
+        return PendingCollective(work, self._traffic, "gather")
 
 
-class Staged:
+class HostStagedCollectives:
     """The ring for tensors of an accelerator: copied to memory of the host, moved, and copied back.
 
     Beginning and waiting hold the calling thread until the device has copied; they use the thread's current stream.
     """
 
-    def __init__(self, ring: Ring | TwoLevel | Compressed, rounds: bool = False) -> None:
-        """`rounds`: what is gathered replaces the own range, too."""
-        self._ring, self._rounds = ring, rounds
+    def __init__(
+        self, ring: RingCollectives | TwoLevelCollectives | CompressedCollectives, overwrites_own: bool = False
+    ) -> None:
+        """`overwrites_own`: what is gathered replaces the own range, too."""
+        self._ring, self._overwrites_own = ring, overwrites_own
 
-    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> Arriving:
+    def reduce_scatter(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> PendingTransfer:
         host, own = _host_like(tensor), _host_like(into)
         host.copy_(tensor)
-        return _Then(self._ring.reduce_scatter(host, cuts, own), lambda: into.copy_(own))
+        return _CompletedWith(self._ring.reduce_scatter(host, cuts, own), lambda: into.copy_(own))
 
-    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> Arriving:
+    def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingTransfer:
         host, rank = _host_like(tensor), self._ring.rank
         host[cuts[rank] : cuts[rank + 1]].copy_(tensor[cuts[rank] : cuts[rank + 1]])
         moving = self._ring.all_gather(host, cuts)
 
         def fill() -> None:
             others = (slice(0, cuts[rank]), slice(cuts[rank + 1], cuts[-1]))
-            for part in (slice(0, cuts[-1]),) if self._rounds else others:
+            for part in (slice(0, cuts[-1]),) if self._overwrites_own else others:
                 tensor[part].copy_(host[part])
 
-        return _Then(moving, fill)
+        return _CompletedWith(moving, fill)
 
 
-class _Then:
+class _CompletedWith:
     """A transfer, and what is done once with its result."""
 
-    def __init__(self, arriving: Arriving, after: Callable[[], object]) -> None:
-        self._arriving: Arriving | None = arriving
+    def __init__(self, arriving: PendingTransfer, after: Callable[[], object]) -> None:
+        self._arriving: PendingTransfer | None = arriving
         self._after = after
 
     def wait(self) -> None:

@@ -100,7 +100,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _told(*args: Any, **options: Any) -> str:
+def _memory_summary(*args: Any, **options: Any) -> str:
     return f"there is no accelerator; this process has used up to {_peak() / 2**20:.0f} MiB of the host's memory"
 
 
@@ -108,7 +108,7 @@ def _told(*args: Any, **options: Any) -> str:
 VALUES: dict[str, Callable[..., Any]] = {
     "current_device": lambda: 0,
     "mem_get_info": lambda device=None: _memory(),
-    "memory_summary": _told,
+    "memory_summary": _memory_summary,
     "get_device_name": lambda device=None: "CPU",
     "get_device_capability": lambda device=None: (0, 0),
     "get_rng_state": lambda device=None: torch.empty(0, dtype=torch.uint8),
@@ -129,6 +129,6 @@ TYPES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def itself(one: Any, *args: Any, **options: Any) -> Any:
+def passthrough(one: Any, *args: Any, **options: Any) -> Any:
     """What is on the host already."""
     return one

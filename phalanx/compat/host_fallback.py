@@ -20,27 +20,27 @@ from torch.overrides import TorchFunctionMode
 from phalanx.api.fsdp.patches import replace
 from phalanx.compat import accelerator_stubs
 from phalanx.compat.accelerator_stubs import HOST
-from phalanx.system.accelerator import GROUPS_NAMED_IN_SCRIPTS, NAMED_IN_SCRIPTS
+from phalanx.system.accelerator import SCRIPT_BACKEND, SCRIPT_DEVICE_TYPE
 
 
 @contextlib.contextmanager
-def on_host(rank: int, local_world: int) -> Iterator[None]:
+def host_fallback(rank: int, local_world: int) -> Iterator[None]:
     """Stand in for the accelerator while a script runs, if there is none; `local_world`: how many it may think of."""
     if torch.accelerator.is_available():
         yield
         return
     if rank == 0:
         sys.stderr.write(
-            f"no accelerator here: what the script sends to {NAMED_IN_SCRIPTS} is computed on the CPU, and "
-            f"{GROUPS_NAMED_IN_SCRIPTS} groups are gloo's\n"
+            f"no accelerator here: what the script sends to {SCRIPT_DEVICE_TYPE} is computed on the CPU, and "
+            f"{SCRIPT_BACKEND} groups are gloo's\n"
         )
-    _stand_in(getattr(torch, NAMED_IN_SCRIPTS), local_world)
+    _stand_in(getattr(torch, SCRIPT_DEVICE_TYPE), local_world)
     replace(nn.Module, "to", _with_host_arguments)
     replace(DistributedDataParallel, "__init__", _without_device_ids)
     replace(torch, "set_default_device", _with_host_arguments)
     replace(torch, "load", _to_host)
     for kind in (torch.UntypedStorage, torch.TypedStorage):
-        replace(kind, NAMED_IN_SCRIPTS, lambda original: accelerator_stubs.itself)
+        replace(kind, SCRIPT_DEVICE_TYPE, lambda original: accelerator_stubs.passthrough)
     replace(dist, "init_process_group", _with_host_groups)
     replace(dist, "new_group", _with_host_group)
     with _ToHost():
@@ -70,7 +70,7 @@ class _ToHost(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         options.pop("pin_memory", None)  # memory of the host, made ready for an accelerator
-        if func is getattr(torch.Tensor, NAMED_IN_SCRIPTS) or func is torch.Tensor.pin_memory:
+        if func is getattr(torch.Tensor, SCRIPT_DEVICE_TYPE) or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.to:
             args = tuple(_host(each, numbers=place == 1) for place, each in enumerate(args))
@@ -83,8 +83,8 @@ def _host(value: Any, numbers: bool) -> Any:
     if numbers and type(value) is int:
         return HOST
     if isinstance(value, torch.device):
-        return HOST if value.type == NAMED_IN_SCRIPTS else value
-    if isinstance(value, str) and value.partition(":")[0] == NAMED_IN_SCRIPTS:
+        return HOST if value.type == SCRIPT_DEVICE_TYPE else value
+    if isinstance(value, str) and value.partition(":")[0] == SCRIPT_DEVICE_TYPE:
         return HOST
     return value
 
@@ -131,7 +131,7 @@ def _instead(value: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _backend(name: Any) -> Any:
-    return "gloo" if isinstance(name, str) and GROUPS_NAMED_IN_SCRIPTS in name.lower() else name
+    return "gloo" if isinstance(name, str) and SCRIPT_BACKEND in name.lower() else name
 
 
 def _with_host_groups(original: Callable[..., None]) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import ConfigError, PhalanxError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.elastic.node import agent
 from phalanx.system.fork import fork_call
@@ -37,13 +37,13 @@ DEVICES_TIMEOUT_S = 120.0
 GRACE_S = 30.0
 RESTARTS = 3  # on several nodes, and with --auto-resume=1: what a script has come to is for it to know
 # Exit codes that mean something else to an agent when a rank ends with them.
-OF_RANKS = (ExitCode.STOPPED, ExitCode.OUT_OF_MEMORY)
-LAST_S = datetime.timedelta(days=365)  # that ranks may go on after rank 0 has ended
+RESERVED_EXIT_CODES = (ExitCode.STOPPED, ExitCode.OUT_OF_MEMORY)
+MAX_LINGER = datetime.timedelta(days=365)  # that ranks may go on after rank 0 has ended
 PARAMETERS = "SM_HP_MP_PARAMETERS"
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchInfo:
     """What a script learns of the job whose ranks this package has started, as torchrun tells it."""
 
     name: str = "none"
@@ -51,7 +51,7 @@ class Launched:
     max_restarts: int = 0
 
 
-def run(
+def run_script(
     script: str,
     arguments: Sequence[str],
     environment: Mapping[str, str],
@@ -66,7 +66,7 @@ def run(
     place of those in the script. `max_restarts`: so often all ranks are started again; None: not at all, or RESTARTS
     times with --auto-resume=1. Raises ConfigError where there is no such file, or the settings cannot be.
     """
-    settings = read(script, smp_config)
+    settings = read_settings(script, smp_config)
     agent.preload(PRELOAD)
     devices: list[str] = fork_call(_found, timeout_s=DEVICES_TIMEOUT_S)
     given = from_environment(environment, devices)
@@ -82,51 +82,51 @@ def run(
                 f"rank {given.rank} of {given.world}; have that start them again, or start one process on each node "
                 "with --nodes"
             )
-        check(settings, given.world)
+        check_settings(settings, given.world)
         if environment.get(AUTO_RESUME) == "1" and given.rank == 0:
             sys.stderr.write(
                 "--auto-resume=1 starts nothing again here: these ranks belong to srun; `phalanx run`, as one task on "
                 "each node, starts its own again\n"
             )
         try:
-            return become(given, script, arguments, settings)
+            return run_rank(given, script, arguments, settings)
         except PhalanxError:
             raise
         except Exception:  # the script's own, which is for its author to read
             traceback.print_exc()
             return int(ExitCode.FAILED)
     world = nproc or len(devices) or 1
-    check(settings, world)
+    check_settings(settings, world)
     if max_restarts is None:
         max_restarts = RESTARTS if environment.get(AUTO_RESUME) == "1" else 0
-    launched = Launched(max_restarts=max_restarts)
-    worker = functools.partial(become, script=script, arguments=list(arguments), settings=settings, launched=launched)
-    job = agent.Job(
+    launched = LaunchInfo(max_restarts=max_restarts)
+    worker = functools.partial(run_rank, script=script, arguments=list(arguments), settings=settings, launched=launched)
+    job = agent.NodeJob(
         world=world,
         worker=worker,
         devices=[device_of(devices, rank, world) for rank in range(world)],
         max_restarts=max_restarts,
-        on_event=_told,
+        on_event=_report_event,
         grace_s=GRACE_S,
     )
-    return agent.run(job)
+    return agent.run_local_job(job)
 
 
 def _found() -> list[str]:
     from phalanx.system import accelerator
 
-    return accelerator.found()
+    return accelerator.list_devices()
 
 
-def _told(kind: str, details: dict[str, Any]) -> None:
-    if kind == Kind.WORKER_DIED and details.get("world", 2) > 1:
+def _report_event(kind: str, details: dict[str, Any]) -> None:
+    if kind == EventKind.WORKER_DIED and details.get("world", 2) > 1:
         how = f"exit code {details['exit_code']}" if "type" not in details and "exit_code" in details else None
         sys.stderr.write(f"rank {details['rank']} ended first: {how or details.get('reason')}\n")
-    if kind == Kind.RESTARTED:
+    if kind == EventKind.RESTARTED:
         sys.stderr.write("all ranks are started again\n")
 
 
-def read(script: str, path: Path | None) -> str | None:
+def read_settings(script: str, path: Path | None) -> str | None:
     """The text of a configuration, where there is one. Raises ConfigError where it cannot be read, or no script is
     there."""
     if not Path(script).is_file():
@@ -139,33 +139,35 @@ def read(script: str, path: Path | None) -> str | None:
         raise ConfigError(f"--smp-config {path} cannot be read ({error}); name a JSON file") from None
 
 
-def check(settings: str | None, world: int) -> None:
+def check_settings(settings: str | None, world: int) -> None:
     """Raise ConfigError where a configuration's settings cannot be, or not with so many ranks."""
     if settings is not None:
         from phalanx.compat.sagemaker import config
 
-        config.check(config.parse(settings, "--smp-config"), world, "--smp-config")
+        config.check_settings(config.parse(settings, "--smp-config"), world, "--smp-config")
 
 
 # ------------------------------------------------------------------------------------------------------------ one rank
 
 
-def become(
+def run_rank(
     placement: Placement,
     script: str,
     arguments: Sequence[str],
     settings: str | None = None,
-    launched: Launched | None = None,
+    launched: LaunchInfo | None = None,
 ) -> int:
     """Be one rank of a script, in this process; `launched`: one that this package has started, and nothing else."""
     import torch
 
-    from phalanx.compat.host_fallback import on_host
+    from phalanx.compat.host_fallback import host_fallback
     from phalanx.compat.sagemaker.install import install
     from phalanx.compat.sagemaker.names import WITHOUT
     from phalanx.system import accelerator
 
-    accelerator.use(torch.device(placement.device), accelerator.threads_of(placement.threads, placement.local_world))
+    accelerator.set_device(
+        torch.device(placement.device), accelerator.threads_per_rank(placement.threads, placement.local_world)
+    )
     store = _announce(placement, launched)
     if settings is not None:
         os.environ[PARAMETERS] = settings
@@ -173,11 +175,11 @@ def become(
     _quieten()
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    with on_host(placement.rank, placement.local_world):
+    with host_fallback(placement.rank, placement.local_world):
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as leaving:
-            if launched is not None and leaving.code in OF_RANKS:
+            if launched is not None and leaving.code in RESERVED_EXIT_CODES:
                 sys.stderr.write(f"{script} has ended with exit code {leaving.code}\n")
                 return int(ExitCode.FAILED)
             if leaving.code not in (None, 0):
@@ -188,7 +190,7 @@ def become(
                 raise
             raise ConfigError(f"{script} imports {missing}, which is not installed here; {WITHOUT[missing]}") from error
     if store is not None:
-        _leave(store, placement)
+        _leave_store(store, placement)
     return 0
 
 
@@ -200,7 +202,7 @@ def _quieten() -> None:
         warnings.filterwarnings("ignore", message=of_groups, category=UserWarning, module=r"torch\.")
 
 
-def _announce(placement: Placement, launched: Launched | None) -> Any:
+def _announce(placement: Placement, launched: LaunchInfo | None) -> Any:
     """Set the variables by which scripts, and torch itself, know where they are. Gives the ranks' store, where
     this package has made it."""
     address = placement.store
@@ -240,21 +242,21 @@ def _announce(placement: Placement, launched: Launched | None) -> Any:
     )
 
 
-def _leave(store: Any, placement: Placement) -> None:
+def _leave_store(store: Any, placement: Placement) -> None:
     """Rank 0, which keeps the store, leaves last: the others may still ask it. One that fails ends them all.
 
     On several nodes none leaves before the script is over on all, since a node may be lost until then."""
     if placement.rank and placement.nodes > 1:
         store.set(f"over/{placement.rank}", "")
-        store.wait(["over/0"], LAST_S)
+        store.wait(["over/0"], MAX_LINGER)
     if placement.rank:
         store.set(f"left/{placement.rank}", "")
         return
     others = range(1, placement.world)
     if placement.nodes > 1:
-        store.wait([f"over/{rank}" for rank in others], LAST_S)
+        store.wait([f"over/{rank}" for rank in others], MAX_LINGER)
         store.set("over/0", "")
-    store.wait([f"left/{rank}" for rank in others], LAST_S)
+    store.wait([f"left/{rank}" for rank in others], MAX_LINGER)
 
 
 def _free_port() -> int:

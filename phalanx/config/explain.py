@@ -1,4 +1,4 @@
-"""What a key of a recipe means, in words; made from `config.py` alone."""
+"""What a key of a recipe means, in words; made from `config/schema.py` alone."""
 
 import functools
 import json
@@ -7,29 +7,31 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from phalanx.config.load import FOUND_ANEW, FOUND_FOR_DEVICES, nearest
-from phalanx.config.schema import leaves
+from phalanx.config.load import RESOLVED_ANEW, RESOLVED_FOR_DEVICES, suggest_key
+from phalanx.config.schema import iter_knobs
 from phalanx.core.errors import ConfigError
 
 LEAST_SHARE = 0.7  # of a line, that names and defaults may take before what keys mean goes below them
 EXACT = 2**53  # a limit that only keeps numbers exact
 
 
-def explain(key: str, width: int) -> str:
+def explain_key(key: str, width: int) -> str:
     """What a key means, which values it takes and what becomes of it; of a section, or of all keys (""), what each is.
 
     Lines have at most `width` characters, and nothing is cut: what does not fit goes on below. Raises ConfigError for a
     key that there is not.
     """
-    known = dict(leaves())
+    known = dict(iter_knobs())
     if key in known:
         return _in_full(key, known[key], width)
     listed = {name: info for name, info in known.items() if not key or name.startswith(f"{key}.")}
     if not listed:
-        raise ConfigError(f"there is no key {key}; {nearest(key, key.rpartition('.')[2])}")
+        raise ConfigError(f"there is no key {key}; {suggest_key(key, key.rpartition('.')[2])}")
     name_room = 2 + max(map(len, listed))
-    value_room = 1 + min(24, max(len(default(info)) for info in listed.values()))
-    rows = [f"{name:{name_room}}{default(info):{value_room}} {info.description}" for name, info in listed.items()]
+    value_room = 1 + min(24, max(len(describe_default(info)) for info in listed.values()))
+    rows = [
+        f"{name:{name_room}}{describe_default(info):{value_room}} {info.description}" for name, info in listed.items()
+    ]
     below = " " * (name_room + value_room + 1)
     if len(below) > width * LEAST_SHARE:  # beside names and defaults hardly a word would fit
         below = "    "
@@ -38,8 +40,8 @@ def explain(key: str, width: int) -> str:
 
 
 def _in_full(key: str, info: Any, width: int) -> str:
-    rows = {"values": values(info).replace("`", ""), "default": default(info)}
-    if default(info) == "auto":
+    rows = {"values": describe_values(info).replace("`", ""), "default": describe_default(info)}
+    if describe_default(info) == "auto":
         rows["auto"] = _auto(key)
     rows["curve"] = (
         "yes: it defines the loss curve, so a run folder keeps it"
@@ -55,22 +57,22 @@ def _in_full(key: str, info: Any, width: int) -> str:
 
 def _auto(key: str) -> str:
     """When an `auto` gets its value."""
-    if key in ("balance.work", "data.workers"):
+    if key in ("balance.batch", "data.workers"):
         return "stays auto in the run folder, since it is found all the time"
-    if key == "balance.state":
+    if key == "balance.optimizer_state":
         return "gets its value at the first start, and anew for other ranks; an event of kind resolved names it"
-    if key in FOUND_ANEW:
+    if key in RESOLVED_ANEW:
         return "gets its value at each start; config.yaml of the run folder names it"
-    kept = " unless the run goes on with other devices" if key in FOUND_FOR_DEVICES else ""
+    kept = " unless the run goes on with other devices" if key in RESOLVED_FOR_DEVICES else ""
     return f"gets its value at the first start and keeps it{kept}; config.yaml of the run folder names it"
 
 
-def default(info: Any) -> str:
+def describe_default(info: Any) -> str:
     """The default of a key, as YAML reads it."""
     return info.default if isinstance(info.default, str) else json.dumps(info.default)
 
 
-def values(info: Any) -> str:
+def describe_values(info: Any) -> str:
     """Legal values of a key in words, literal ones in backticks."""
     return _values(TypeAdapter(info.rebuild_annotation()).json_schema())
 

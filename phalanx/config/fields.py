@@ -11,19 +11,19 @@ Auto = Literal["auto"]
 STEPS = r"^[1-9]\d{0,14}-[1-9]\d{0,14}$"
 
 
-def no_bool(value: Any) -> Any:
+def reject_bool(value: Any) -> Any:
     """Refuse true and false, which pydantic would read as 1 and 0; in a recipe that is a slip of the pen."""
     if isinstance(value, bool):
         raise ValueError("is a number, not true or false")
     return value
 
 
-def or_off(value: Any) -> Any:
+def accept_off(value: Any) -> Any:
     """The word off, which YAML reads as false; of other values that are no numbers no_bool speaks."""
-    return "off" if value is False else no_bool(value)
+    return "off" if value is False else reject_bool(value)
 
 
-def plain(value: str) -> str:
+def reject_escapes(value: str) -> str:
     """Refuse what YAML can spell as an escape and no file name or text of a corpus holds."""
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError("holds a character that is not text; remove it")
@@ -77,7 +77,7 @@ def as_sources(value: Any) -> Any:
     entries = as_list(value)
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, str):
-            plain(entry)  # here, or it would be refused twice: as text, and for not being a section
+            reject_escapes(entry)  # here, or it would be refused twice: as text, and for not being a section
         if isinstance(entry, str | BaseModel):
             continue
         if not isinstance(entry, dict):
@@ -95,13 +95,13 @@ def as_sources(value: Any) -> Any:
     return entries
 
 
-Text = Annotated[str, AfterValidator(plain)]
+Text = Annotated[str, AfterValidator(reject_escapes)]
 Steps = Annotated[str, Field(pattern=STEPS), BeforeValidator(as_steps)]
-Count = Annotated[int, Field(ge=1, le=2**53), BeforeValidator(no_bool)]
-CountOrZero = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(no_bool)]
-Share = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(no_bool)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(no_bool)]
-Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(no_bool)]
+Count = Annotated[int, Field(ge=1, le=2**53), BeforeValidator(reject_bool)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(reject_bool)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(reject_bool)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(reject_bool)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(reject_bool)]
 
 
 def knob(default: Any, doc: str, *, trajectory: bool = False) -> Any:

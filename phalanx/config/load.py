@@ -19,19 +19,20 @@ from pydantic import BaseModel, ValidationError
 
 from phalanx.config import bundled, optimizers
 from phalanx.config.model import LoraTarget
-from phalanx.config.schema import Config, get, is_bert, leaves, section_of
-from phalanx.config.validation import is_own, problems, problems_with
+from phalanx.config.schema import Config, get_knob, get_section_type, is_bert, iter_knobs
+from phalanx.config.validation import find_problems, find_problems_for_world, is_custom_task
 from phalanx.core.errors import ConfigError
+from phalanx.core.renamed import KEYS, rename_keys, warn_of
 
 # The layout is the cluster's business: one rank yesterday may be many today. And work is never resolved, nor are
 # processes that tokenise.
-FOUND_ANEW = (
-    "parallel.layout", "parallel.data", "parallel.zero", "parallel.reduce", "parallel.shard_degree",
-    "parallel.sequence", "balance.work", "balance.state", "data.workers",
+RESOLVED_ANEW = (
+    "parallel.layout", "parallel.engine", "parallel.zero", "parallel.grad_reduce", "parallel.shard_degree",
+    "parallel.sequence_parallel", "balance.batch", "balance.optimizer_state", "data.workers",
 )  # fmt: skip
 NOT_COMPILED_ON_CPU = "compiling costs more than it saves on CPU"
 BEGIN, END = "---\n", "...\n"  # of a YAML document
-FOUND_FOR_DEVICES = ("train.micro_batch", "train.compile", "memory.activations")
+RESOLVED_FOR_DEVICES = ("train.micro_batch", "train.compile", "memory.activations")
 
 
 EXPONENT = re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")  # a number to YAML 1.2 and to people, text to YAML 1.1
@@ -65,7 +66,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
             # Whatever the conversion of `!!bool x`, `2001-99-99` or a number of 5000 digits happened to raise.
             kind = node.tag.rpartition(":")[2]
-            problem = f"{_shown(node.value)} cannot be read as a YAML {kind}"
+            problem = f"{_format_value(node.value)} cannot be read as a YAML {kind}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -94,7 +95,7 @@ class _Dumper(yaml.SafeDumper):
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Parse YAML text into a mapping; raises ConfigError with the line of a mistake."""
-    tree = _parsed(text, where)
+    tree = _parse_text(text, where)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -105,7 +106,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     return tree
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_text(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_UniqueKeyLoader)  # a subclass of SafeLoader
     except RecursionError:
@@ -128,21 +129,26 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConfigError(_no_recipe(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe {path} cannot be read ({error}); name a YAML text file") from None
-    return parse_yaml(text, str(path))
+    tree, changed = rename_keys(parse_yaml(text, str(path)))
+    warn_of(changed, str(path))
+    return tree
 
 
 def _no_recipe(path: Path) -> str:
     name = f"recipes/{path.stem}.yaml"
-    if name in bundled.names():
+    if name in bundled.list_bundled_files():
         return f"there is no recipe {path}; `phalanx recipes copy {path.stem}` writes {name}"
     return f"there is no recipe {path}; `phalanx recipes list` shows those that come with Phalanx"
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return `tree` with `section.key=value` overrides applied; values are YAML scalars or lists."""
-    result = dict(tree)
+    result, renamed = dict(tree), []
     for override in overrides:
         key, equals, text = override.partition("=")
+        if key in KEYS:
+            renamed.append((key, KEYS[key]))
+            key = KEYS[key]
         *parents, leaf = key.split(".")
         if not equals or not all([*parents, leaf]):
             raise ConfigError(f"`{_cut(override)}` is not of the form section.key=value, such as optim.lr=3e-4")
@@ -157,23 +163,25 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
                 )
             node[parent] = dict(child or {})  # a copy: the recipe's own mapping stays as it was read
             node = node[parent]
-        node[leaf] = _parsed(text, f"the value of `{_cut(override)}`") if text else ""
+        node[leaf] = _parse_text(text, f"the value of `{_cut(override)}`") if text else ""
+    result, changed = rename_keys(result)
+    warn_of(renamed + changed, "the command line")
     return result
 
 
-def load(recipe: Path, overrides: Sequence[str] = ()) -> Config:
+def load_recipe(recipe: Path, overrides: Sequence[str] = ()) -> Config:
     """Read, override and check a recipe. Raises ConfigError listing every problem, one sentence a line."""
-    return check(apply_overrides(read_recipe(recipe), overrides), str(recipe))
+    return build_config(apply_overrides(read_recipe(recipe), overrides), str(recipe))
 
 
-def check(tree: dict[str, Any], where: str) -> Config:
+def build_config(tree: dict[str, Any], where: str) -> Config:
     """Turn a mapping into a Config; raises ConfigError with all its problems at once."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         wrong = error.errors()
         raise ConfigError(_list_of(where, [*_sentences(wrong), *_problems_of_the_rest(tree, wrong)])) from None
-    if found := problems(config):
+    if found := find_problems(config):
         raise ConfigError(_list_of(where, found))
     return config
 
@@ -196,13 +204,13 @@ def _problems_of_the_rest(tree: dict[str, Any], wrong: Sequence[Any]) -> list[st
     # A sentence about a dropped key speaks of its default, not of what was written; so does one about the key that a
     # misspelt one was meant to be.
     meant = re.findall(r"did you mean ([\w.]+)\?", " ".join(_sentences(wrong)))
-    return [sentence for sentence in problems(config) if not any(key in sentence for key in (*dropped, *meant))]
+    return [sentence for sentence in find_problems(config) if not any(key in sentence for key in (*dropped, *meant))]
 
 
 # ------------------------------------------------------------------------------------------------- resolving and saving
 
 
-def update(config: Config, values: dict[str, Any]) -> Config:
+def update_config(config: Config, values: dict[str, Any]) -> Config:
     """A copy of `config` with dotted keys replaced, checked again; what was left out of it still counts as left out."""
     tree = config.model_dump(mode="json", exclude_unset=True)
     for key, value in values.items():
@@ -211,13 +219,13 @@ def update(config: Config, values: dict[str, Any]) -> Config:
         for section in sections:
             node = node.setdefault(section, {})
         node[leaf] = value
-    return check(tree, "the resolved configuration")
+    return build_config(tree, "the resolved configuration")
 
 
-def written(config: Config) -> frozenset[str]:
+def find_explicit_keys(config: Config) -> frozenset[str]:
     """The keys that a recipe, or its overrides, have a value for; all others have their default."""
     found = set()
-    for key, _ in leaves():
+    for key, _ in iter_knobs():
         node: Any = config
         for part in key.split("."):
             if node is None or part not in node.model_fields_set:
@@ -228,7 +236,7 @@ def written(config: Config) -> frozenset[str]:
     return frozenset(found)
 
 
-def resolve(
+def resolve_autos(
     config: Config, *, device: str, world: int, bf16: bool = True, differ: bool = False
 ) -> tuple[Config, list[tuple[str, Any, str]]]:
     """Give every `auto` that needs no measurement its value. Returns the config and (key, value, reason) of each.
@@ -238,12 +246,12 @@ def resolve(
     `train.micro_batch`, `train.compile` on accelerators, `model.vocab_size` and `data.tokenizer` need a device or
     files, and are left to `trainer/resolve.py`. Raises ConfigError for what cannot be on so many ranks.
     """
-    config.parallel.axes.data(world)  # else what follows speaks of `single`
+    config.parallel.axes.data_parallel_size(world)  # else what follows speaks of `single`
     on_cpu = device == "cpu"
     chosen: list[tuple[str, Any, str]] = []
     if config.task.kind == "auto":
-        own = is_own(config)
-        kind = "own" if own else "masked" if is_bert(config) else "language"
+        own = is_custom_task(config)
+        kind = "custom" if own else "masked" if is_bert(config) else "language"
         why = "the model is a BERT" if kind == "masked" else f"task.code is {'' if own else 'not '}set"
         chosen.append(("task.kind", kind, why))
     if config.train.dtype == "auto" and differ:
@@ -263,8 +271,8 @@ def resolve(
         why = "train.steps ends within the warm-up" if longer else "train.steps at the start of the run"
         chosen.append(("optim.decay_steps", steps, why))
     if config.optim.weight_decay == "auto":
-        decay = optimizers.default_weight_decay(config.optim.rule)
-        chosen.append(("optim.weight_decay", decay, f"the update rule is {config.optim.rule}"))
+        decay = optimizers.default_weight_decay(config.optim.name)
+        chosen.append(("optim.weight_decay", decay, f"the update rule is {config.optim.name}"))
     lora = config.model.lora
     if lora is not None and lora.adapter is None:  # that of an adapter is read from its files
         rank = 16 if lora.rank == "auto" else lora.rank
@@ -274,34 +282,34 @@ def resolve(
         for name, fitting in fresh.items():
             if getattr(lora, name) == "auto":
                 chosen.append((f"model.lora.{name}", fitting, "no adapter was named"))
-    if config.parallel.data == "auto":
+    if config.parallel.engine == "auto":
         rounds, ranks = config.comm.compress != "none", f"{world} rank{'s' if world > 1 else ''}"
         value = "single" if world == 1 and not rounds else "sharded"
-        chosen.append(("parallel.data", value, "comm.compress rounds weights" if rounds else ranks))
-    if config.parallel.sequence == "auto" and config.parallel.tensor > 1:
+        chosen.append(("parallel.engine", value, "comm.compress rounds weights" if rounds else ranks))
+    if config.parallel.sequence_parallel == "auto" and config.parallel.tensor > 1:
         tensor, length = config.parallel.tensor, config.data.seq_len
         why = f"parallel.tensor is {tensor}" if length % tensor == 0 else f"data.seq_len is no multiple of {tensor}"
-        chosen.append(("parallel.sequence", length % tensor == 0, why))
-    resolved = update(config, {key: value for key, value, _ in chosen})
-    if found := problems_with(resolved, world):
+        chosen.append(("parallel.sequence_parallel", length % tensor == 0, why))
+    resolved = update_config(config, {key: value for key, value, _ in chosen})
+    if found := find_problems_for_world(resolved, world):
         raise ConfigError(found[0] if len(found) == 1 else _list_of("the recipe", found))
     return resolved, chosen
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as a recipe that `load` reads back to the same value."""
+    """The configuration as a recipe that `load_recipe` reads back to the same value."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, default_flow_style=False)
 
 
-def saved_text(config: Config) -> str:
+def render_saved_recipe(config: Config) -> str:
     """What a run folder keeps: the same as one YAML document with its begin and its end, so that one that was cut is
     known for it, which may be good YAML with other values."""
     return f"{BEGIN}{to_yaml(config)}{END}"
 
 
-def load_saved(file: Path) -> Config:
-    """Read what `saved_text` has written, or a release before it, which marked neither end. Raises ConfigError for a
-    file that is damaged, or of another version of Phalanx."""
+def load_saved_recipe(file: Path) -> Config:
+    """Read what `render_saved_recipe` has written, or a release before it, which marked neither end. Raises ConfigError
+    for a file that is damaged, or of another version of Phalanx."""
     try:
         text = file.read_text(encoding="utf-8")
         whole = text.endswith(END if text.startswith(BEGIN) else "\n")
@@ -311,7 +319,7 @@ def load_saved(file: Path) -> Config:
     if not tree:
         raise _damaged(file, "it holds nothing" if not text.strip() else "it ends too early")
     try:
-        return check(tree, str(file))
+        return build_config(rename_keys(tree)[0], str(file))
     except ConfigError as error:
         raise _damaged(file, f"or another version of Phalanx has written it: {error}") from None
 
@@ -323,16 +331,16 @@ def _damaged(file: Path, how: str) -> ConfigError:
     )
 
 
-def continue_from(wanted: Config, saved: Config, folder: Path | str, same_devices: bool = True) -> Config:
+def continue_config(wanted: Config, saved: Config, folder: Path | str, same_devices: bool = True) -> Config:
     """The configuration for going on in `folder`: `wanted`, with each `auto` as it was resolved when the run began.
 
     What was resolved for the devices is resolved anew when they are not the `same_devices` any more, or when each holds
     another part of the model. Raises ConfigError when a knob that defines the loss curve differs from the saved one.
     """
-    same_devices = same_devices and _part_of_a_rank(wanted) == _part_of_a_rank(saved)
+    same_devices = same_devices and _rank_share(wanted) == _rank_share(saved)
     different, kept = [], {}
-    for key, info in leaves():
-        mine, theirs = get(wanted, key), get(saved, key)
+    for key, info in iter_knobs():
+        mine, theirs = get_knob(wanted, key), get_knob(saved, key)
         fixed = bool((info.json_schema_extra or {}).get("trajectory"))
         if mine == theirs:
             continue
@@ -345,12 +353,12 @@ def continue_from(wanted: Config, saved: Config, folder: Path | str, same_device
             f"the run folder {folder} holds a run of another configuration: {'; '.join(different)}. "
             "Set these back to go on with it, or choose another --run-dir"
         )
-    for key in (*FOUND_ANEW, *(() if same_devices else FOUND_FOR_DEVICES)):
+    for key in (*RESOLVED_ANEW, *(() if same_devices else RESOLVED_FOR_DEVICES)):
         kept.pop(key, None)
-    return update(wanted, kept)
+    return update_config(wanted, kept)
 
 
-def _part_of_a_rank(config: Config) -> tuple[Any, ...]:
+def _rank_share(config: Config) -> tuple[Any, ...]:
     """What decides which part of a model a rank holds, and how many micro-batches are under way there."""
     return config.parallel.axes, config.parallel.schedule if config.parallel.pipeline > 1 else ""
 
@@ -363,7 +371,7 @@ def _kind_of(value: Any) -> str:
     return names.get(type(value), "empty" if value is None else type(value).__name__)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     brief = reprlib.Repr()  # a few aliases can make a YAML value whose plain repr() would fill the memory
     brief.maxstring = brief.maxother = brief.maxlong = 60
     return _cut(brief.repr(value))
@@ -437,7 +445,7 @@ def _key_of(loc: Sequence[int | str]) -> tuple[str, str]:
             break
         path.append(_cut(str(part)) or "''")
         info = section.model_fields.get(str(part)) if section else None
-        section = section_of(info.annotation) if info else None
+        section = get_section_type(info.annotation) if info else None
         named = info is not None and get_origin(info.annotation) is dict
     return ".".join(path), path[-1] if path else ""
 
@@ -446,9 +454,9 @@ def _problem(error: Any) -> _Problem:
     """One problem that pydantic found: the key, and what would be legal."""
     (key, last), kind, value = _key_of(error["loc"]), error["type"], error["input"]
     if kind == "extra_forbidden":
-        return _Problem(key, f"unknown key {key}; {nearest(key, last)}")
+        return _Problem(key, f"unknown key {key}; {suggest_key(key, last)}")
     if kind == "invalid_key" or (kind == "string_unicode" and not key):
-        return _Problem(key, f"the key {_shown(value)} must be a name, such as train or optim")
+        return _Problem(key, f"the key {_format_value(value)} must be a name, such as train or optim")
     if kind in ("model_type", "model_attributes_type"):
         what = f"{key} is a section with keys of its own" if key else "a recipe is a mapping of sections"
         return _Problem(key, f"{what}, not {_kind_of(value)}; give it keys or leave it out")
@@ -456,18 +464,18 @@ def _problem(error: Any) -> _Problem:
         return _Problem(key, f"{key} {error['ctx']['error']}")
     if kind in _LIMITS:
         relation, name = _LIMITS[kind]
-        return _Problem(key, f"{relation} {error['ctx'][name]:.17g}", _shown(value))
+        return _Problem(key, f"{relation} {error['ctx'][name]:.17g}", _format_value(value))
     if kind == "literal_error":
-        return _Problem(key, error["ctx"]["expected"], _shown(value))
+        return _Problem(key, error["ctx"]["expected"], _format_value(value))
     if kind in _EXPECTED:
-        return _Problem(key, _EXPECTED[kind], _shown(value))
-    return _Problem(key, f"{key}: {error['msg']} (it is {_shown(value)}); mend it")
+        return _Problem(key, _EXPECTED[kind], _format_value(value))
+    return _Problem(key, f"{key}: {error['msg']} (it is {_format_value(value)}); mend it")
 
 
-def nearest(key: str, last: str) -> str:
+def suggest_key(key: str, last: str) -> str:
     """What to write instead of an unknown key, whose `last` part may hold dots of its own: the nearest of its section,
     of all keys, or one that ends alike."""
-    names = [name for name, _ in leaves()]
+    names = [name for name, _ in iter_knobs()]
     section = key.rpartition(".")[0]
     if key in names:  # a dot inside the YAML key
         return f"write {last.rpartition('.')[2]} below {section}:"

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from phalanx.config.fields import Auto, Count, Fraction, Positive, Section, Text, as_list, knob, no_bool
-from phalanx.layout.model_shape import MOST_LAYERS
+from phalanx.config.fields import Auto, Count, Fraction, Positive, Section, Text, as_list, knob, reject_bool
+from phalanx.layout.model_shape import MAX_LAYERS
 
 LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 
@@ -72,7 +72,7 @@ class ModelSection(Section):
         "auto", "rows of the embedding; auto: the preset's, else the tokenizer's", trajectory=True
     )
     hidden: Count | None = knob(None, "width of the residual stream", trajectory=True)
-    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS), BeforeValidator(no_bool)] | None = knob(
+    layers: Annotated[int, Field(ge=1, le=MAX_LAYERS), BeforeValidator(reject_bool)] | None = knob(
         None, "number of blocks", trajectory=True
     )
     heads: Count | None = knob(None, "attention heads", trajectory=True)

@@ -13,7 +13,7 @@ BETAS = ("beta1", "beta2", "eps")
 
 
 @dataclass(frozen=True)
-class Known:
+class OptimizerInfo:
     """One rule: its class in torch.optim (None: our own), the keys of `optim` that it reads, its further options."""
 
     torch_class: str | None
@@ -21,31 +21,31 @@ class Known:
     options: Mapping[str, type] = field(default_factory=dict)  # float: any number; bool: true or false
 
 
-RULES: dict[str, Known] = {
-    "adamw": Known(None, (*BETAS, "weight_decay")),
-    "adamw8bit": Known(None, (*BETAS, "weight_decay")),
-    "adam": Known("Adam", (*BETAS, "weight_decay"), {"amsgrad": bool, "decoupled_weight_decay": bool}),
-    "sgd": Known("SGD", options={"momentum": float, "dampening": float, "nesterov": bool}),
-    "adadelta": Known("Adadelta", options={"rho": float, "eps": float}),
-    "adagrad": Known("Adagrad", options={"lr_decay": float, "initial_accumulator_value": float, "eps": float}),
-    "adamax": Known("Adamax", (*BETAS, "weight_decay")),
-    "nadam": Known(
+OPTIMIZERS: dict[str, OptimizerInfo] = {
+    "adamw": OptimizerInfo(None, (*BETAS, "weight_decay")),
+    "adamw8bit": OptimizerInfo(None, (*BETAS, "weight_decay")),
+    "adam": OptimizerInfo("Adam", (*BETAS, "weight_decay"), {"amsgrad": bool, "decoupled_weight_decay": bool}),
+    "sgd": OptimizerInfo("SGD", options={"momentum": float, "dampening": float, "nesterov": bool}),
+    "adadelta": OptimizerInfo("Adadelta", options={"rho": float, "eps": float}),
+    "adagrad": OptimizerInfo("Adagrad", options={"lr_decay": float, "initial_accumulator_value": float, "eps": float}),
+    "adamax": OptimizerInfo("Adamax", (*BETAS, "weight_decay")),
+    "nadam": OptimizerInfo(
         "NAdam", (*BETAS, "weight_decay"), {"momentum_decay": float, "decoupled_weight_decay": bool}
     ),
-    "radam": Known("RAdam", (*BETAS, "weight_decay"), {"decoupled_weight_decay": bool}),
-    "rmsprop": Known("RMSprop", options={"alpha": float, "eps": float, "momentum": float, "centered": bool}),
-    "rprop": Known("Rprop", keys=()),
-    "asgd": Known("ASGD", options={"lambd": float, "alpha": float, "t0": float}),
+    "radam": OptimizerInfo("RAdam", (*BETAS, "weight_decay"), {"decoupled_weight_decay": bool}),
+    "rmsprop": OptimizerInfo("RMSprop", options={"alpha": float, "eps": float, "momentum": float, "centered": bool}),
+    "rprop": OptimizerInfo("Rprop", keys=()),
+    "asgd": OptimizerInfo("ASGD", options={"lambd": float, "alpha": float, "t0": float}),
 }  # fmt: skip
-REFUSED = {
+UNSUPPORTED = {
     "lbfgs": "it computes the loss several times in one step",
     "adafactor": "it keeps sums of whole rows and columns, of which a rank may hold a part",
     "muon": "it works on whole matrices, of which a rank may hold a part",
     "sparseadam": "it is for sparse gradients, and there are none here",
 }
-ELSEWHERE = {"lr": ("lr",), "weight_decay": ("weight_decay",), "betas": ("beta1", "beta2"), "eps": ("eps",)}
-FORBIDDEN = ("foreach", "fused", "maximize", "capturable", "differentiable")
-READ_BY = {"power": "polynomial", "decay_share": "wsd", "decay_shape": "wsd"}  # keys of one schedule alone
+SET_BY_KEYS = {"lr": ("lr",), "weight_decay": ("weight_decay",), "betas": ("beta1", "beta2"), "eps": ("eps",)}
+FORBIDDEN_OPTIONS = ("foreach", "fused", "maximize", "capturable", "differentiable")
+READ_BY_SCHEDULE = {"power": "polynomial", "decay_share": "wsd", "decay_shape": "wsd"}  # keys of one schedule alone
 
 
 def default_weight_decay(rule: str) -> float:
@@ -62,7 +62,7 @@ def default_decay_steps(optim: Mapping[str, Any], steps: int) -> int:
     return max(steps, math.ceil(optim["warmup_steps"] / stable - 1e-9) if stable else optim["warmup_steps"])
 
 
-def problems(optim: Mapping[str, Any], changed: Collection[str]) -> list[str]:
+def find_optim_problems(optim: Mapping[str, Any], changed: Collection[str]) -> list[str]:
     """What of the section `optim` cannot work, as sentences; `changed`: its keys of another value than their default.
 
     Choosing a weight decay of 0 is choosing nothing.
@@ -70,10 +70,10 @@ def problems(optim: Mapping[str, Any], changed: Collection[str]) -> list[str]:
     chosen = [key for key in changed if key != "weight_decay" or optim[key]]
     unread = [
         f"optim.{key} is set, but optim.schedule {optim['schedule']} does not use it; remove it, or choose {schedule}"
-        for key, schedule in READ_BY.items()
+        for key, schedule in READ_BY_SCHEDULE.items()
         if key in chosen and optim["schedule"] != schedule
     ]
-    return [*rule_problems(optim["rule"], optim["options"], chosen), *unread, *_schedule_problems(optim)]
+    return [*find_rule_problems(optim["name"], optim["options"], chosen), *unread, *_schedule_problems(optim)]
 
 
 def _schedule_problems(optim: Mapping[str, Any]) -> list[str]:
@@ -91,17 +91,17 @@ def _schedule_problems(optim: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def rule_problems(rule: str, options: Mapping[str, bool | int | float], changed: Collection[str]) -> list[str]:
+def find_rule_problems(rule: str, options: Mapping[str, bool | int | float], changed: Collection[str]) -> list[str]:
     """What of a rule, its options and the `changed` keys of its section cannot work, as sentences."""
-    if reason := REFUSED.get(rule.lower()):  # torch writes LBFGS and Muon
-        return [f"optim.rule {rule} cannot be used, since {reason}; choose one of {', '.join(RULES)}"]
-    if rule not in RULES:
-        near = difflib.get_close_matches(rule.lower(), RULES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(RULES)}"
-        return [f"optim.rule {rule!r} is not known; {hint}"]
-    known = RULES[rule]
+    if reason := UNSUPPORTED.get(rule.lower()):  # torch writes LBFGS and Muon
+        return [f"optim.name {rule} cannot be used, since {reason}; choose one of {', '.join(OPTIMIZERS)}"]
+    if rule not in OPTIMIZERS:
+        near = difflib.get_close_matches(rule.lower(), OPTIMIZERS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(OPTIMIZERS)}"
+        return [f"optim.name {rule!r} is not known; {hint}"]
+    known = OPTIMIZERS[rule]
     found = [
-        f"optim.{key} is set, but optim.rule {rule} does not use it; remove it, or choose another rule"
+        f"optim.{key} is set, but optim.name {rule} does not use it; remove it, or choose another rule"
         for key in (*BETAS, "weight_decay")
         if key in changed and key not in known.keys
     ]
@@ -109,7 +109,7 @@ def rule_problems(rule: str, options: Mapping[str, bool | int | float], changed:
 
 
 def _option_problem(rule: str, name: str, value: bool | int | float) -> str | None:
-    known = RULES[rule].options
+    known = OPTIMIZERS[rule].options
     if isinstance(value, float) and not math.isfinite(value):
         return f"optim.options.{name} must be a finite number, not {value}"
     if name in known:
@@ -118,10 +118,10 @@ def _option_problem(rule: str, name: str, value: bool | int | float) -> str | No
         if known[name] is float and isinstance(value, bool):
             return f"optim.options.{name} must be a number, not {str(value).lower()}"
         return None
-    keys = [f"optim.{key}" for key in ELSEWHERE.get(name, ()) if key == "lr" or key in RULES[rule].keys]
+    keys = [f"optim.{key}" for key in SET_BY_KEYS.get(name, ()) if key == "lr" or key in OPTIMIZERS[rule].keys]
     if keys:
         return f"optim.options.{name} is not where {rule} reads it; set {' and '.join(keys)}"
-    if name in FORBIDDEN:
+    if name in FORBIDDEN_OPTIONS:
         return f"optim.options.{name} cannot be chosen, since gradients are kept and summed in one way; remove it"
     if not known:
         return f"optim.options.{name} is not used, since {rule} has no further options; remove it"

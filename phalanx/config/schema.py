@@ -30,7 +30,7 @@ from phalanx.config.fields import (
     as_stages,
     as_work,
     knob,
-    no_bool,
+    reject_bool,
 )
 from phalanx.config.model import LoraSection, ModelSection
 from phalanx.config.report import CallbackSection, ReportSection
@@ -39,17 +39,17 @@ from phalanx.config.slurm import SlurmSection
 from phalanx.core.errors import ConfigError
 from phalanx.layout import model_shape as shapes
 from phalanx.layout import model_shape_checks, pipeline_stages, tensor_shards
-from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.layout.model_shape import PRESETS, LoraSpec, ModelSpec, RopeScaling
 
 
 class TaskSection(Section):
     """What a sample and its loss are."""
 
-    kind: Literal["auto", "language", "masked", "tag", "classify", "own"] = knob(
+    kind: Literal["auto", "language", "masked", "tag", "classify", "custom"] = knob(
         "auto",
         "language: the next token; of a BERT masked: masked tokens, tag: a label for each word, classify: one for each "
-        "text; own: what task.code says; auto: own where that is set, masked for a BERT, else language",
+        "text; custom: what task.code says; auto: custom where that is set, masked for a BERT, else language",
         trajectory=True,
     )
     mask_share: Fraction = knob(0.15, "masked: share of a sequence's tokens that are predicted", trajectory=True)
@@ -98,7 +98,7 @@ class DataSection(Section):
     tokenizer: Text = knob(
         "auto", "a tokenizer folder; train: byte-level BPE on the source; auto: from_hf's, else train", trajectory=True
     )
-    tokenizer_vocab: Annotated[int, Field(ge=257, le=2**20), BeforeValidator(no_bool)] = knob(
+    tokenizer_vocab: Annotated[int, Field(ge=257, le=2**20), BeforeValidator(reject_bool)] = knob(
         4096, "vocabulary of a trained tokenizer, tokens", trajectory=True
     )
     text_key: Text = knob("text", "the key of a JSONL line or Parquet row that holds the text", trajectory=True)
@@ -142,10 +142,12 @@ class TrainSection(Section):
         "auto: bf16 on accelerators that have it, else fp16, fp32 on CPU, mixed where devices differ",
         trajectory=True,
     )
-    loss_scale: Annotated[float, Field(ge=0.001, le=1e30), BeforeValidator(no_bool)] = knob(
+    loss_scale: Annotated[float, Field(ge=0.001, le=1e30), BeforeValidator(reject_bool)] = knob(
         65536.0, "fp16: first factor of the loss; halved when a gradient overflows", trajectory=True
     )
-    loss_scale_steps: Count = knob(2000, "fp16: steps without overflow after which it doubles", trajectory=True)
+    loss_scale_growth_interval: Count = knob(
+        2000, "fp16: steps without overflow after which it doubles", trajectory=True
+    )
     tf32: bool = knob(False, "fp32 products in TF32, where the device has that: faster, and rounded", trajectory=True)
     deterministic: bool = knob(False, "only kernels that give the same bits each time; slower")
     compile: bool | Auto = knob("auto", "torch.compile each block; auto: on accelerators where a trial succeeds")
@@ -161,7 +163,7 @@ class TrainSection(Section):
 class OptimSection(Section):
     """The update rule and its learning rate."""
 
-    rule: Text = knob(
+    name: Text = knob(
         "adamw",
         "adamw, adamw8bit (moments in 8 bits), or an element-wise class of torch.optim, such as sgd or adadelta",
         trajectory=True,
@@ -173,7 +175,7 @@ class OptimSection(Section):
     beta1: Fraction = knob(0.9, "decay of the gradient's mean", trajectory=True)
     beta2: Fraction = knob(0.95, "decay of the gradient's square", trajectory=True)
     eps: Positive = knob(1e-8, "added to the root of the squared gradient", trajectory=True)
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(no_bool)] | Auto = knob(
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(reject_bool)] | Auto = knob(
         "auto",
         "decay of matrices, not of norms and other vectors; auto: 0.1 for adamw and adamw8bit, 0 for other rules",
         trajectory=True,
@@ -183,20 +185,21 @@ class OptimSection(Section):
         "cosine", "decay after warm-up; wsd: warm-up, stable, decay at the end", trajectory=True
     )
     power: Positive = knob(2.0, "exponent of the polynomial schedule", trajectory=True)
-    decay_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), BeforeValidator(no_bool)] = knob(
+    decay_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), BeforeValidator(reject_bool)] = knob(
         0.2, "wsd: the last share of decay_steps, in which the learning rate falls", trajectory=True
     )
     decay_shape: Literal["linear", "sqrt", "cosine"] = knob(
         "linear", "wsd: how it falls; sqrt: as 1 - sqrt(share done)", trajectory=True
     )
     warmup_steps: CountOrZero = knob(0, "steps of linear warm-up", trajectory=True)
-    slots: Literal[1, 2] = knob(
-        1, "copies of the state; 2: the step before is kept, so that sharded ranks may update before all is reduced"
+    double_buffer: bool = knob(
+        False,
+        "keep the state of the step before beside the new one, so that sharded ranks may update before all is reduced",
     )
     decay_steps: Count | Auto = knob(
         "auto", "step at which the decay ends; auto: train.steps at the start", trajectory=True
     )
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(no_bool)] = knob(
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(reject_bool)] = knob(
         0.1, "learning rate at the end of the decay, as a share of lr", trajectory=True
     )
 
@@ -209,7 +212,7 @@ class ParallelSection(Section):
         "auto: what `phalanx plan` finds fastest on the devices that are there, but for keys that the recipe writes; "
         "given: as the keys say",
     )
-    data: Literal["auto", "single", "sharded", "fsdp2"] = knob(
+    engine: Literal["auto", "single", "sharded", "fsdp2"] = knob(
         "auto",
         "sharded: state and updates sharded over all ranks, in shares of any size; fsdp2: PyTorch's fully_shard; "
         "single: one rank, nothing to exchange",
@@ -223,7 +226,7 @@ class ParallelSection(Section):
         "auto",
         "neighbouring ranks that hold one copy of the state together, as the next ones do; auto: all ranks hold one",
     )
-    reduce: Literal["auto", "per_step", "per_micro_batch"] = knob(
+    grad_reduce: Literal["auto", "per_step", "per_micro_batch"] = knob(
         "auto",
         "when gradients are summed over ranks; per_micro_batch keeps no whole gradients, but sends them each time; "
         "auto: per_step with zero 1, else per_micro_batch",
@@ -231,7 +234,7 @@ class ParallelSection(Section):
     tensor: Count = knob(
         1, "neighbouring ranks that share every layer, each with a slice of its matrices; a divisor of the heads"
     )
-    sequence: bool | Auto = knob(
+    sequence_parallel: bool | Auto = knob(
         "auto",
         "with tensor, cut what is between the matrices along the sequence; auto: where data.seq_len divides",
     )
@@ -241,30 +244,30 @@ class ParallelSection(Section):
         "which stage works on which micro-batch when; gpipe: all forward, then all backward; 1f1b: in turns, holding "
         "less; interleaved: two stages for each rank; zero_bubble: gradients of weights fill the gaps",
     )
-    stages: Annotated[Literal["auto"] | list[Count], BeforeValidator(as_stages)] = knob(
+    layers_per_stage: Annotated[Literal["auto"] | list[Count], BeforeValidator(as_stages)] = knob(
         "auto", "blocks of each stage, in order; auto: as even as the head lets them be, fewer where devices are slower"
     )
 
     @property
-    def settled(self) -> tuple[int, Literal["per_step", "per_micro_batch"]]:
+    def resolve_sharding(self) -> tuple[int, Literal["per_step", "per_micro_batch"]]:
         """`zero` and `reduce`, where nobody has looked at memories with as little sharded as possible; of fsdp2 what it
         amounts to."""
-        zero = 3 if self.data == "fsdp2" else 1 if self.zero == "auto" else self.zero
-        if self.reduce != "auto":
-            return zero, self.reduce
+        zero = 3 if self.engine == "fsdp2" else 1 if self.zero == "auto" else self.zero
+        if self.grad_reduce != "auto":
+            return zero, self.grad_reduce
         # Micro-batches of a pipeline overlap, so that there is no end of one to reduce at.
         return zero, "per_step" if zero == 1 or self.pipeline > 1 else "per_micro_batch"
 
     @property
-    def axes(self) -> Axes:
+    def axes(self) -> MeshAxes:
         """How many ranks hold one copy of the model."""
-        return Axes(self.tensor, self.pipeline)
+        return MeshAxes(self.tensor, self.pipeline)
 
 
 class BalanceSection(Section):
     """Which rank does how much."""
 
-    work: Annotated[Literal["auto", "even", "measured-once"] | list[CountOrZero], BeforeValidator(as_work)] = knob(
+    batch: Annotated[Literal["auto", "even", "measured-once"] | list[CountOrZero], BeforeValidator(as_work)] = knob(
         "auto",
         "sequences of a step for each rank; auto: as each is measured, again and again; measured-once: by "
         "hardware.json alone; even: the same for all; a list: the numbers themselves, in order of rank",
@@ -273,7 +276,7 @@ class BalanceSection(Section):
         None,
         "a file that `phalanx hardware` wrote; null: that of the run folder, measured at the start if it is missing",
     )
-    state: Annotated[Literal["auto", "even"] | list[Share], BeforeValidator(as_shares)] = knob(
+    optimizer_state: Annotated[Literal["auto", "even"] | list[Share], BeforeValidator(as_shares)] = knob(
         "auto",
         "which part of the optimizer's state each rank holds; auto: equal parts, less where memory is short; even: "
         "equal parts; a list: in proportion to these numbers, in order of rank",
@@ -289,7 +292,7 @@ class MemorySection(Section):
         "of attention and of matrix products; offload: as full, and the inputs wait in the host's memory; auto: the "
         "first of none, selective, and offload or full that fits",
     )
-    horizon: Count = knob(
+    offload_prefetch_blocks: Count = knob(
         2,
         "blocks ahead of the backward pass for which inputs come back with activations=offload; so many more stay on "
         "the device",
@@ -299,7 +302,7 @@ class MemorySection(Section):
 class CommSection(Section):
     """Collectives."""
 
-    timeout_s: Annotated[float, Field(gt=0, le=604800), BeforeValidator(no_bool)] = knob(
+    timeout_s: Annotated[float, Field(gt=0, le=604800), BeforeValidator(reject_bool)] = knob(
         600.0, "seconds after which a collective that does not end is an error; a week at most"
     )
     compress: Literal["none", "bf16", "int8"] = knob(
@@ -354,18 +357,18 @@ SHAPE_FIELDS = (
 )  # fmt: skip
 
 
-def spec_of(config: Config, hf_spec: ModelSpec | None = None) -> ModelSpec:
+def build_model_spec(config: Config, hf_spec: ModelSpec | None = None) -> ModelSpec:
     """The model's shapes from `config`, or from a Hugging Face folder's `hf_spec`. `model.vocab_size` must be resolved
     unless a preset or a folder gives it. Raises ConfigError with every impossible shape."""
     if config.model.preset is not None and config.model.preset not in PRESETS:
-        raise ConfigError(unknown_preset(config.model.preset))
-    spec = shape_of(config, hf_spec)
-    if found := shape_problems(config, spec):
+        raise ConfigError(describe_unknown_preset(config.model.preset))
+    spec = build_requested_spec(config, hf_spec)
+    if found := find_shape_problems(config, spec):
         raise ConfigError("the model's shapes are impossible: " + "; ".join(found))
     return spec
 
 
-def shape_of(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> ModelSpec:
+def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> ModelSpec:
     """The shapes as they are asked for, possible or not; `vocab_size` stands in where nothing gives one."""
     model = config.model
     if hf_spec is not None:
@@ -373,7 +376,7 @@ def shape_of(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> 
     elif model.preset is not None:
         spec = PRESETS[model.preset]
     else:
-        # `problems` has asked for these three.
+        # `find_problems` has asked for these three.
         assert model.hidden
         assert model.layers
         assert model.heads
@@ -430,9 +433,9 @@ def _lora(section: LoraSection | None) -> LoraSpec | None:
     return LoraSpec(rank=section.rank, alpha=section.alpha, targets=ordered, dropout=section.dropout)
 
 
-def shape_problems(config: Config, spec: ModelSpec) -> list[str]:
+def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
     """Why no such model can be, or none for these sequences."""
-    found = [sentence.rstrip(".") for sentence in model_shape_checks.problems(spec)]
+    found = [sentence.rstrip(".") for sentence in model_shape_checks.find_shape_problems(spec)]
     bert, kind = spec.architecture == "bert", config.task.kind
     if bert and spec.objective == "language":
         found.append(f"a BERT does not do task.kind {kind}; set it to masked, tag or classify")
@@ -446,11 +449,13 @@ def shape_problems(config: Config, spec: ModelSpec) -> list[str]:
     parallel = config.parallel
     if not bert:
         own_code = config.model.code is not None
-        found += tensor_shards.problems(spec, parallel.tensor, config.data.seq_len, parallel.sequence is True, own_code)
+        found += tensor_shards.find_tensor_problems(
+            spec, parallel.tensor, config.data.seq_len, parallel.sequence_parallel is True, own_code
+        )
     if not bert and parallel.pipeline > 1:
-        numbers = None if parallel.stages == "auto" else parallel.stages
+        numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
         keep, compiled = config.memory.activations, config.train.compile is True
-        found += pipeline_stages.problems(
+        found += pipeline_stages.find_stage_problems(
             spec.layers, parallel.pipeline, parallel.schedule, numbers, activations=keep, compiled=compiled
         )
     if config.data.seq_len > spec.max_seq_len:
@@ -461,24 +466,24 @@ def shape_problems(config: Config, spec: ModelSpec) -> list[str]:
     return found
 
 
-def unknown_preset(name: str) -> str:
+def describe_unknown_preset(name: str) -> str:
     """A sentence on a preset that there is not."""
     near = difflib.get_close_matches(name, PRESETS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
     return f"model.preset {name!r} is not known; {hint}"
 
 
-def leaves(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_knobs(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, pydantic FieldInfo) of every knob."""
     for name, info in model.model_fields.items():
-        section = section_of(info.annotation)
+        section = get_section_type(info.annotation)
         if section is not None:
-            yield from leaves(section, f"{prefix}{name}.")
+            yield from iter_knobs(section, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", info
 
 
-def get(config: Config, key: str) -> Any:
+def get_knob(config: Config, key: str) -> Any:
     """The value of a dotted key; None below an absent optional section."""
     value: Any = config
     for part in key.split("."):
@@ -486,7 +491,7 @@ def get(config: Config, key: str) -> Any:
     return value
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
+def get_section_type(annotation: Any) -> type[BaseModel] | None:
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     found = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
     return found[0] if found else None

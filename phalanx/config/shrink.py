@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from phalanx.config.load import update
+from phalanx.config.load import update_config
 from phalanx.config.model import RopeScalingSection
-from phalanx.config.schema import SHAPE_FIELDS, Config, SourceSection, get, leaves, spec_of
+from phalanx.config.schema import SHAPE_FIELDS, Config, SourceSection, build_model_spec, get_knob, iter_knobs
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
 
@@ -25,7 +25,7 @@ STANDIN = ModelSpec(  # for a Hugging Face folder that is not here to be asked
 )  # fmt: skip
 
 
-def tiny_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
+def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
     """A model of the same kind: ratios of heads, key heads and widths stay as far as they can, options all do."""
     groups = spec.heads // spec.kv_heads
     kv_heads = min(spec.kv_heads, 2 if groups > 1 else 4)
@@ -47,7 +47,7 @@ def tiny_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
     )
 
 
-def shrunk(config: Config, here: Callable[[str], bool], tiny_hf: tuple[str, bool] | None = None) -> Config:
+def shrink_config(config: Config, here: Callable[[str], bool], tiny_hf: tuple[str, bool] | None = None) -> Config:
     """`config` in tiny. `here(source)` says whether a data source or folder is on this machine.
 
     A source that is not is replaced by a sample of this Python's own files, a tokenizer that is not by a trained one.
@@ -88,7 +88,7 @@ def shrunk(config: Config, here: Callable[[str], bool], tiny_hf: tuple[str, bool
         "checkpoint.every": min(config.checkpoint.every, EVERY),
     }
     if config.memory.activations == "offload":  # of so few blocks nothing would move to the host with more
-        new["memory.horizon"] = min(config.memory.horizon, LAYERS - 1)
+        new["memory.offload_prefetch_blocks"] = min(config.memory.offload_prefetch_blocks, LAYERS - 1)
     if new["data.source"] != [_plain(source) for source in data.source]:
         new |= {"data.text_key": "text", "data.messages_key": "messages"}
     if tiny_hf is not None:
@@ -105,14 +105,14 @@ def shrunk(config: Config, here: Callable[[str], bool], tiny_hf: tuple[str, bool
         new["model.lora.adapter"] = None  # its matrices are those of the large model
     if tiny_hf is None:
         new |= _shapes(config, seq_len, new["data.tokenizer_vocab"] if trains else None)
-    return update(config, new)
+    return update_config(config, new)
 
 
-def changes(before: Config, after: Config) -> list[str]:
+def list_changes(before: Config, after: Config) -> list[str]:
     """What differs, a line for each key."""
     found = []
-    for key, _ in leaves():
-        old, now = get(before, key), get(after, key)
+    for key, _ in iter_knobs():
+        old, now = get_knob(before, key), get_knob(after, key)
         if old != now:
             found.append(f"{key}: {_shown(old)} -> {_shown(now)}")
     return found
@@ -121,8 +121,8 @@ def changes(before: Config, after: Config) -> list[str]:
 def _shapes(config: Config, seq_len: int, trained_vocab: int | None) -> dict[str, Any]:
     """The shapes of a recipe that names a preset or gives them itself, in tiny and all given."""
     model = config.model
-    known = config if model.preset or model.vocab_size != "auto" else update(config, {"model.vocab_size": VOCAB})
-    spec = tiny_spec(spec_of(known), seq_len)
+    known = config if model.preset or model.vocab_size != "auto" else update_config(config, {"model.vocab_size": VOCAB})
+    spec = shrink_spec(build_model_spec(known), seq_len)
     given = {name: getattr(spec, name) for name in SHAPE_FIELDS}
     if spec.rope_scaling is not None:
         fields = RopeScalingSection.model_fields

@@ -6,10 +6,10 @@ from phalanx.config.schema import (
     Config,
     SourceSection,
     TrainSection,
+    build_requested_spec,
+    describe_unknown_preset,
+    find_shape_problems,
     is_bert,
-    shape_of,
-    shape_problems,
-    unknown_preset,
 )
 from phalanx.core.errors import ConfigError
 from phalanx.layout import balance
@@ -18,36 +18,37 @@ from phalanx.layout.model_shape import PRESETS
 LABELLED = ("tag", "classify")  # task.kind of records with labels
 
 
-def problems(config: Config) -> list[str]:
+def find_problems(config: Config) -> list[str]:
     """Combinations that cannot work, as sentences; pure numbers and no files."""
     found = []
     train, optim, data = config.train, config.optim, config.data
-    found += _own_problems(config) if is_own(config) else _model_problems(config)
+    found += _custom_task_problems(config) if is_custom_task(config) else _model_problems(config)
     found += _task_problems(config)
     found += _callback_problems(config)
     if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
         found.append(
             f"train.micro_batch {train.micro_batch} is larger than train.global_batch {train.global_batch}; lower it"
         )
-    work = config.balance.work
+    work = config.balance.batch
     if isinstance(work, list) and sum(work) != train.global_batch:
         found.append(
-            f"balance.work gives the ranks {sum(work)} sequences of a step together, but train.global_batch is "
+            f"balance.batch gives the ranks {sum(work)} sequences of a step together, but train.global_batch is "
             f"{train.global_batch}; make them equal"
         )
     found += _sharding_problems(config) + _list_problems(config) + _model_parallel_problems(config)
     found += _layout_problems(config)
     changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
-    found += optimizers.problems(optim.model_dump(), changed)
+    found += optimizers.find_optim_problems(optim.model_dump(), changed)
     if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:
         found.append("train.eval_every asks for evaluations but data.held_out is 0; set data.held_out or eval_every=0")
     if "held_out" in data.validation:
         found.append("data.validation names a set held_out, as what data.held_out keeps back is called; rename it")
     found += _mixture_problems(data.source)
-    if config.resilience.replicate not in ("auto", "off") and config.resilience.memory is False:
+    if config.resilience.replicate_every not in ("auto", "off") and config.resilience.in_memory_checkpoints is False:
         found.append(
-            f"resilience.replicate {config.resilience.replicate} keeps on a second node what resilience.memory keeps "
-            "on the first, and that is false; set resilience.memory=true or auto, or replicate=off"
+            f"resilience.replicate_every {config.resilience.replicate_every} keeps on a second node what "
+            "resilience.in_memory_checkpoints keeps on the first, and that is false; set "
+            "resilience.in_memory_checkpoints=true or auto, or resilience.replicate_every=off"
         )
     if not data.cache:
         found.append("data.cache is empty, so token files would lie all over the working folder; name a folder or URL")
@@ -57,26 +58,26 @@ def problems(config: Config) -> list[str]:
             del unread["too_long"]
         for name in [name for name, default in unread.items() if getattr(data, name) != default]:
             found.append(f"data.{name} is for conversations and prompts, but data.format is {data.format}; remove it")
-    return found + _inside_problems(train)
+    return found + _profile_problems(train)
 
 
 def _sharding_problems(config: Config) -> list[str]:
     """What is asked of the sharded engine, where its twin was chosen. One rank alone has nothing to shard, and a recipe
     for many should run there."""
-    if config.parallel.zero == 3 and config.optim.slots == 2:
+    if config.parallel.zero == 3 and config.optim.double_buffer:
         return [
-            "optim.slots 2 has no effect with parallel.zero 3, whose parameters are gathered anew for each pass; set "
-            "optim.slots=1, or parallel.zero=2"
+            "optim.double_buffer true has no effect with parallel.zero 3, whose parameters are gathered anew for each "
+            "pass; set optim.double_buffer=false, or parallel.zero=2"
         ]
-    if config.comm.compress != "none" and config.parallel.data in ("single", "fsdp2"):
+    if config.comm.compress != "none" and config.parallel.engine in ("single", "fsdp2"):
         return [
-            f"comm.compress {config.comm.compress} has no effect with parallel.data {config.parallel.data}; remove it, "
-            "or set parallel.data=sharded"
+            f"comm.compress {config.comm.compress} has no effect with parallel.engine {config.parallel.engine}; remove "
+            "it, or set parallel.engine=sharded"
         ]
-    if config.parallel.data != "fsdp2":
+    if config.parallel.engine != "fsdp2":
         return []
     return [
-        f"{key} has no effect with parallel.data fsdp2; remove it, or set parallel.data=sharded"
+        f"{key} has no effect with parallel.engine fsdp2; remove it, or set parallel.engine=sharded"
         for key in _asked_of_sharded(config)
     ]
 
@@ -85,25 +86,25 @@ def _asked_of_sharded(config: Config) -> list[str]:
     """Keys that were set and that only the sharded engine reads."""
     is_set = {
         "parallel.zero": config.parallel.zero != "auto",
-        "parallel.reduce": config.parallel.reduce != "auto",
+        "parallel.grad_reduce": config.parallel.grad_reduce != "auto",
         "parallel.shard_degree": config.parallel.shard_degree != "auto",
-        "balance.state": isinstance(config.balance.state, list),
-        "optim.slots": config.optim.slots != 1,
+        "balance.optimizer_state": isinstance(config.balance.optimizer_state, list),
+        "optim.double_buffer": config.optim.double_buffer,
     }
     return [key for key, asked in is_set.items() if asked]
 
 
-def unused(config: Config, several: bool = True) -> list[str]:
+def find_unused_keys(config: Config, several: bool = True) -> list[str]:
     """What a user has set for nothing, as sentences, where that is no mistake: what one rank is told of many, or one
     node where there are not `several`."""
-    keys = _asked_of_sharded(config) if config.parallel.data == "single" else []
-    why = "has no effect with parallel.data single, which shards nothing; remove it, or set parallel.data=auto"
+    keys = _asked_of_sharded(config) if config.parallel.engine == "single" else []
+    why = "has no effect with parallel.engine single, which shards nothing; remove it, or set parallel.engine=auto"
     found = [f"{key} {why}" for key in keys] + _unused_of_resilience(config)
-    replicate = config.resilience.replicate
+    replicate = config.resilience.replicate_every
     if not several and replicate not in ("auto", "off"):
         found.append(
-            f"resilience.replicate {replicate} has no effect on one node, which has no second one to keep anything; "
-            "if it is lost, the run goes back to a checkpoint"
+            f"resilience.replicate_every {replicate} has no effect on one node, which has no second one to keep "
+            "anything; if it is lost, the run goes back to a checkpoint"
         )
     if config.train.tf32 and config.train.dtype not in ("fp32", "mixed"):
         dtype = config.train.dtype
@@ -134,10 +135,10 @@ def _layout_problems(config: Config) -> list[str]:
     if config.parallel.layout != "auto":
         return []
     asked = {
-        "parallel.data fsdp2": config.parallel.data == "fsdp2",
-        "parallel.stages": config.parallel.stages != "auto",
-        "balance.work": isinstance(config.balance.work, list),
-        "balance.state": isinstance(config.balance.state, list),
+        "parallel.engine fsdp2": config.parallel.engine == "fsdp2",
+        "parallel.layers_per_stage": config.parallel.layers_per_stage != "auto",
+        "balance.batch": isinstance(config.balance.batch, list),
+        "balance.optimizer_state": isinstance(config.balance.optimizer_state, list),
     }
     return [
         f"{what} is for a layout that the recipe gives, but parallel.layout is auto; remove one of them"
@@ -148,33 +149,33 @@ def _layout_problems(config: Config) -> list[str]:
 
 def _list_problems(config: Config) -> list[str]:
     """Lists in order of rank that cannot both be right, on any number of ranks."""
-    work, state, degree = config.balance.work, config.balance.state, config.parallel.shard_degree
+    work, state, degree = config.balance.batch, config.balance.optimizer_state, config.parallel.shard_degree
     found = []
     if isinstance(state, list) and degree not in ("auto", len(state)):
         found.append(
-            f"balance.state has numbers for {len(state)} ranks, but with parallel.shard_degree {degree} so many hold a "
-            f"copy of the state together; give it {degree} numbers"
+            f"balance.optimizer_state has numbers for {len(state)} ranks, but with parallel.shard_degree {degree} so "
+            f"many hold a copy of the state together; give it {degree} numbers"
         )
     if isinstance(work, list) and isinstance(state, list) and degree == "auto" and len(work) != len(state):
         found.append(
-            f"balance.work has numbers for {len(work)} ranks and balance.state for {len(state)}; give both one for "
-            "each rank"
+            f"balance.batch has numbers for {len(work)} ranks and balance.optimizer_state for {len(state)}; give both "
+            "one for each rank"
         )
     if isinstance(work, list) and degree != "auto" and len(work) > 1 and len(work) % degree:
         found.append(
-            f"balance.work has numbers for {len(work)} ranks, which parallel.shard_degree {degree} does not divide; "
+            f"balance.batch has numbers for {len(work)} ranks, which parallel.shard_degree {degree} does not divide; "
             "choose a divisor, or set parallel.shard_degree=auto"
         )
     return found
 
 
-def problems_with(config: Config, world: int) -> list[str]:
-    """What cannot be with so many ranks, as sentences; `parallel.data` is resolved."""
+def find_problems_for_world(config: Config, world: int) -> list[str]:
+    """What cannot be with so many ranks, as sentences; `parallel.engine` is resolved."""
     found = []
-    if config.parallel.data == "single" and world > 1:
-        found.append(f"parallel.data single trains on one rank, but there are {world}; set parallel.data=auto")
+    if config.parallel.engine == "single" and world > 1:
+        found.append(f"parallel.engine single trains on one rank, but there are {world}; set parallel.engine=auto")
     try:
-        copies = config.parallel.axes.data(world)
+        copies = config.parallel.axes.data_parallel_size(world)
     except ConfigError as error:
         return [*found, str(error)]
     degree = config.parallel.shard_degree
@@ -190,7 +191,10 @@ def problems_with(config: Config, world: int) -> list[str]:
             "the state; choose a divisor, or set parallel.shard_degree=auto"
         )
     together = copies if degree == "auto" or copies == 1 else degree
-    lists = (("balance.work", config.balance.work, copies), ("balance.state", config.balance.state, together))
+    lists = (
+        ("balance.batch", config.balance.batch, copies),
+        ("balance.optimizer_state", config.balance.optimizer_state, together),
+    )
     for key, numbers, count in lists:
         if not isinstance(numbers, list) or len(numbers) == count:
             continue
@@ -210,8 +214,11 @@ def _model_parallel_problems(config: Config) -> list[str]:
     parallel, balance_of = config.parallel, config.balance
     found = []
     unread = {
-        "tensor": {"parallel.sequence": parallel.sequence is True},
-        "pipeline": {"parallel.schedule": parallel.schedule != "1f1b", "parallel.stages": parallel.stages != "auto"},
+        "tensor": {"parallel.sequence_parallel": parallel.sequence_parallel is True},
+        "pipeline": {
+            "parallel.schedule": parallel.schedule != "1f1b",
+            "parallel.layers_per_stage": parallel.layers_per_stage != "auto",
+        },
     }
     for axis, keys in unread.items():
         found += [
@@ -223,18 +230,18 @@ def _model_parallel_problems(config: Config) -> list[str]:
     if not together:
         return found
     what = " and ".join(f"parallel.{name}" for name in together)
-    if parallel.data in ("single", "fsdp2"):
-        found.append(f"{what} cannot be combined with parallel.data {parallel.data}; set parallel.data=sharded")
-    if is_own(config) or is_bert(config) or (config.model.code is not None and parallel.tensor == 1):
-        kind = "a task of one's own" if is_own(config) else "a BERT" if is_bert(config) else "model.code"
+    if parallel.engine in ("single", "fsdp2"):
+        found.append(f"{what} cannot be combined with parallel.engine {parallel.engine}; set parallel.engine=sharded")
+    if is_custom_task(config) or is_bert(config) or (config.model.code is not None and parallel.tensor == 1):
+        kind = "a task of one's own" if is_custom_task(config) else "a BERT" if is_bert(config) else "model.code"
         cuts, it = ("cut", "them") if len(together) > 1 else ("cuts", "it")
         found.append(f"{what} {cuts} models of the Llama family only, not that of {kind}; remove {it}")
     if config.model.lora is not None and parallel.tensor == 1:
         found.append(f"{what} cannot be combined with model.lora; remove one of them")
-    if parallel.tensor > 1 and config.optim.rule == "adamw8bit":
+    if parallel.tensor > 1 and config.optim.name == "adamw8bit":
         found.append(
-            "optim.rule adamw8bit rounds the moments of whole rows of a matrix together, which parallel.tensor cuts; "
-            "set optim.rule=adamw"
+            "optim.name adamw8bit rounds the moments of whole rows of a matrix together, which parallel.tensor cuts; "
+            "set optim.name=adamw"
         )
     if parallel.pipeline > 1 and config.resilience.on_spike == "skip":
         found.append(
@@ -245,20 +252,20 @@ def _model_parallel_problems(config: Config) -> list[str]:
         found.append(
             "parallel.zero 3 would gather every block again for each micro-batch of a pipeline; set parallel.zero=2"
         )
-    if parallel.pipeline > 1 and parallel.reduce == "per_micro_batch":
+    if parallel.pipeline > 1 and parallel.grad_reduce == "per_micro_batch":
         found.append(
-            "parallel.reduce per_micro_batch cannot be combined with parallel.pipeline, whose micro-batches overlap; "
-            "set parallel.reduce=per_step"
+            "parallel.grad_reduce per_micro_batch cannot be combined with parallel.pipeline, whose micro-batches "
+            "overlap; set parallel.grad_reduce=per_step"
         )
-    if balance_of.work == "measured-once" or balance_of.hardware is not None:
-        key = "balance.work measured-once" if balance_of.work == "measured-once" else "balance.hardware"
+    if balance_of.batch == "measured-once" or balance_of.hardware is not None:
+        key = "balance.batch measured-once" if balance_of.batch == "measured-once" else "balance.hardware"
         found.append(
             f"{key} rests on measuring the whole model on each device, but with {what} none holds it; remove it"
         )
     return found
 
 
-def _inside_problems(train: TrainSection) -> list[str]:
+def _profile_problems(train: TrainSection) -> list[str]:
     """What is wrong with the steps that are to be looked into."""
     found = []
     snapshot = train.memory_snapshot
@@ -293,7 +300,7 @@ def _mixture_problems(sources: list[str | SourceSection]) -> list[str]:
     ]
 
 
-def is_own(config: Config) -> bool:
+def is_custom_task(config: Config) -> bool:
     """Whether the task is of a user's own."""
     return config.task.code is not None
 
@@ -306,9 +313,9 @@ def _callback_problems(config: Config) -> list[str]:
 
 def _task_problems(config: Config) -> list[str]:
     task, found = config.task, []
-    if task.kind == "own" and task.code is None:
-        found.append("task.kind own needs task.code, the Python file with the class Task; set it")
-    if task.code is not None and task.kind not in ("auto", "own"):
+    if task.kind == "custom" and task.code is None:
+        found.append("task.kind custom needs task.code, the Python file with the class Task; set it")
+    if task.code is not None and task.kind not in ("auto", "custom"):
         found.append(f"task.code brings a task of its own, but task.kind is {task.kind}; remove one of them")
     found += _encoder_problems(config)
     if task.options and task.code is None:
@@ -353,7 +360,7 @@ def _encoder_problems(config: Config) -> list[str]:
     return found
 
 
-def _own_problems(config: Config) -> list[str]:
+def _custom_task_problems(config: Config) -> list[str]:
     """Keys of the built-in models and data, which a task of a user's own does without."""
     found = []
     for name, kept in (("model", ()), ("data", ("cache",))):
@@ -387,11 +394,13 @@ def _model_problems(config: Config) -> list[str]:
             found.append(f"{', '.join(missing)} must be set, or model.preset, or model.from_hf")
         else:
             # A vocabulary that is not known yet has about as many tokens as one that would be trained.
-            found += shape_problems(config, shape_of(config, None, vocab_size=config.data.tokenizer_vocab))
+            found += find_shape_problems(
+                config, build_requested_spec(config, None, vocab_size=config.data.tokenizer_vocab)
+            )
     elif model.preset and model.preset not in PRESETS:
-        found.append(unknown_preset(model.preset))
+        found.append(describe_unknown_preset(model.preset))
     elif model.preset:
-        found += shape_problems(config, shape_of(config, None))
+        found += find_shape_problems(config, build_requested_spec(config, None))
     if model.lora is not None and not model.from_hf:
         why = "model.lora trains adapters beside frozen weights, and weights that were only drawn are worth no adapter"
         found.append(f"{why}; set model.from_hf to the folder of a trained model, or remove model.lora")

@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "disk-full": ("its part of the next checkpoint finds no room on the disk", ()),
     "corrupt-checkpoint": ("a byte of its file of the next checkpoint changes when that is saved", ()),
 }
-WHERE = ("data", "forward", "backward", "update")  # phases of a step at the beginning of which a rank can fail
+FAULT_PHASES = ("data", "forward", "backward", "update")  # phases of a step at the beginning of which a rank can fail
 EXAMPLE = "such as kill:rank=1,step=7"
 
 
@@ -59,20 +59,20 @@ class Fault:
         return f"{self.kind}:{','.join(f'{name}={value}' for name, value in told)}"
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The last step that it concerns."""
         return self.step + self.steps - 1 if self.kind == "slow" else self.step
 
-    def is_of(self, attempt: int) -> bool:
+    def applies_to(self, attempt: int) -> bool:
         return self.every or attempt == self.attempt
 
 
-def parse(texts: Iterable[str]) -> list[Fault]:
+def parse_faults(texts: Iterable[str]) -> list[Fault]:
     """The faults that options name, several in one with `;` between. Raises ConfigError for the first mistake."""
-    return [_fault(one.strip()) for text in texts for one in text.split(";") if one.strip()]
+    return [_parse_fault(one.strip()) for text in texts for one in text.split(";") if one.strip()]
 
 
-def _fault(text: str) -> Fault:
+def _parse_fault(text: str) -> Fault:
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         near = difflib.get_close_matches(kind, KINDS, n=1)
@@ -112,12 +112,12 @@ def _value(text: str, name: str, value: str) -> Any:
         if not 1.0 < factor <= 1e6:
             raise ConfigError(f"--inject {text}: factor must be a number above 1, and 1e6 at most, not {value!r}")
         return factor
-    if name == "phase" and value not in WHERE:
-        raise ConfigError(f"--inject {text}: phase is one of {', '.join(WHERE)}, not {value!r}")
+    if name == "phase" and value not in FAULT_PHASES:
+        raise ConfigError(f"--inject {text}: phase is one of {', '.join(FAULT_PHASES)}, not {value!r}")
     return value
 
 
-def check(faults: Sequence[Fault], world: int, steps: int, local: bool, nodes: int = 1) -> None:
+def check_faults(faults: Sequence[Fault], world: int, steps: int, local: bool, nodes: int = 1) -> None:
     """Raise ConfigError for the first fault that could not happen in a run of `world` ranks and `steps` steps, whose
     folder is a `local` one or at a URL, and that has agents on so many `nodes`."""
     for fault in faults:
@@ -133,21 +133,21 @@ def check(faults: Sequence[Fault], world: int, steps: int, local: bool, nodes: i
             raise ConfigError(f"{given}: without another node (--nodes) nobody would be left; use kill")
 
 
-def absolute(faults: Iterable[Fault], first_attempt: int) -> tuple[Fault, ...]:
+def shift_attempts(faults: Iterable[Fault], first_attempt: int) -> tuple[Fault, ...]:
     """Faults whose attempts count from the first one of a run folder, given those that count from the first one of a
     command."""
     return tuple(dataclasses.replace(fault, attempt=first_attempt + fault.attempt - 1) for fault in faults)
 
 
-def plain(faults: Iterable[Fault]) -> list[dict[str, Any]]:
+def faults_to_message(faults: Iterable[Fault]) -> list[dict[str, Any]]:
     """JSON-able, for other nodes."""
     return [dataclasses.asdict(fault) for fault in faults]
 
 
-def from_plain(rows: Iterable[Mapping[str, Any]]) -> tuple[Fault, ...]:
+def faults_from_message(rows: Iterable[Mapping[str, Any]]) -> tuple[Fault, ...]:
     return tuple(Fault(**row) for row in rows)
 
 
-def missed(faults: Sequence[Fault], happened: Collection[str]) -> list[Fault]:
+def find_missed_faults(faults: Sequence[Fault], happened: Collection[str]) -> list[Fault]:
     """Faults that did not happen; `happened` has the texts of those that did."""
     return [fault for fault in faults if fault.text not in happened]

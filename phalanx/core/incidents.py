@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 
 Details = dict[str, Any]
 
 
-class Incidents:
+class IncidentTracker:
     """Keeps what has failed until a step is done again, and gives it to `write` then: details of an event, with `what`,
     `done`, `step` and `seconds`."""
 
@@ -39,7 +39,7 @@ class Incidents:
     def on_event(self, event: Details) -> None:
         """Ranks have what they go on from: among the `phases` of what broke, where those are told."""
         attempt, when, open_one = event.get("attempt"), event.get("time"), self._open
-        if event.get("kind") != Kind.RESUMED or open_one is None or "phases" not in open_one:
+        if event.get("kind") != EventKind.RESUMED or open_one is None or "phases" not in open_one:
             return
         if type(attempt) is int and attempt >= open_one["attempt"] and isinstance(when, float):
             restored = round(_since(open_one["began"], when), 3)
@@ -60,21 +60,21 @@ def _since(began: float, when: Any) -> float:
     return (when if isinstance(when, float) and began <= when <= now else now) - began
 
 
-class Told:
+class IncidentConsole:
     """A console of a run on one node, which passes on what it is told; and what the incidents are made of, by what the
-    agent says (`note`) and the steps that are done."""
+    agent says (`on_agent_event`) and the steps that are done."""
 
     def __init__(self, console: Any, write: Callable[[Details], None]) -> None:
         self._console = console
-        self.incidents = Incidents(write)
+        self.incidents = IncidentTracker(write)
         self._failed: Details | None = None
 
-    def note(self, kind: str, details: Details) -> None:
+    def on_agent_event(self, kind: str, details: Details) -> None:
         """Take what the agent says."""
-        if kind == Kind.WORKER_DIED:
+        if kind == EventKind.WORKER_DIED:
             what = f"rank {details['rank']} on {platform.node()}: {details['reason']}"
             self._failed = {"what": what, "began": time.time()}
-        elif kind == Kind.RESTARTED and self._failed is not None:
+        elif kind == EventKind.RESTARTED and self._failed is not None:
             how = f", {details['reason']}" if details.get("reason") else ""
             done = f"all ranks start again{how}"
             self.incidents.begin({"attempt": details["attempt"], "done": done, **self._failed})

@@ -70,7 +70,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def recent_lines(path: Path, least_bytes: int) -> list[dict[str, Any]]:
+def read_recent_lines(path: Path, least_bytes: int) -> list[dict[str, Any]]:
     """The whole records in the last bytes of a JSON-lines file, at least so many of them if it has them."""
     if not path.exists():
         return []
@@ -87,6 +87,6 @@ def recent_lines(path: Path, least_bytes: int) -> list[dict[str, Any]]:
     return found
 
 
-def last_line(path: Path) -> dict[str, Any] | None:
+def read_last_line(path: Path) -> dict[str, Any] | None:
     """The last whole record of a JSON-lines file, without reading all of it; None where there is none near its end."""
-    return next(reversed(recent_lines(path, 2**20)), None)
+    return next(reversed(read_recent_lines(path, 2**20)), None)

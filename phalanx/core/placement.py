@@ -3,27 +3,27 @@
 import enum
 from dataclasses import dataclass
 
-Address = tuple[str, int]
+HostPort = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class KeptFile:
+class StateFileLocation:
     """The state file of a rank of an attempt before: `path` on this node; or, at the `address` of another one, the
     `name` that it is asked for there. `layout`: what its slots look like, as hexadecimal digits of a digest."""
 
     rank: int
     path: str
     layout: str = ""
-    address: Address | None = None
+    address: HostPort | None = None
 
 
 @dataclass(frozen=True)
-class Kept:
+class InMemoryCheckpoint:
     """A step that all ranks of an attempt before have committed to shared memory, and their files in order of rank:
     all of them, or as many as hold every part."""
 
     step: int
-    files: tuple[KeptFile, ...]
+    files: tuple[StateFileLocation, ...]
 
 
 class ExitCode(enum.IntEnum):
@@ -65,8 +65,8 @@ class Placement:
     attempt: int = 1
     threads: int = 0
     shared: str | None = None
-    kept: Kept | None = None
+    kept: InMemoryCheckpoint | None = None
     keeps: bool = True
     nodes: int = 1
-    partner: Address | None = None
+    partner: HostPort | None = None
     epoch: int | None = None

@@ -1,7 +1,7 @@
 """Who meets whom, so that each pair meets once and nobody is with two at a time: a round-robin tournament."""
 
 
-def meetings(rank: int, world: int) -> list[int | None]:
+def round_robin_partners(rank: int, world: int) -> list[int | None]:
     """Whom a rank meets, round by round, so that all pairs meet once and nobody two at a time; None: it waits.
 
     A round-robin tournament by the circle method: the last seat stays, the others move on by one.

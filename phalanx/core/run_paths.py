@@ -16,7 +16,7 @@ HELD_OUT = "held_out"  # the set to evaluate on that was kept back of the traini
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")  # how a URL begins
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """A URL without what may be secret in it: user, password, query."""
     if (found := SCHEME.match(url)) is None:
         return url
@@ -45,7 +45,7 @@ class Url:
 
     def __str__(self) -> str:
         """Without a user, password or query, as this is shown and recorded."""
-        return shown(self.text)
+        return redact_url(self.text)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RunPaths:
     url: Url | None = None
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Where a user finds the run."""
         return str(self.root if self.url is None else self.url)
 
@@ -129,14 +129,14 @@ class RunPaths:
         return self.root / "wandb.json"
 
     @property
-    def inside(self) -> Path:  # traces and memory snapshots
+    def profile(self) -> Path:  # traces and memory snapshots
         return self.root / "profile"
 
     def trace(self, rank: int, first: int, last: int) -> Path:
-        return self.inside / f"rank-{rank:05d}-steps-{first}-{last}.json.gz"
+        return self.profile / f"rank-{rank:05d}-steps-{first}-{last}.json.gz"
 
     def memory(self, rank: int, step: int, suffix: str) -> Path:
-        return self.inside / f"memory-rank-{rank:05d}-step-{step}.{suffix}"
+        return self.profile / f"memory-rank-{rank:05d}-step-{step}.{suffix}"
 
     @property
     def hardware(self) -> Path:  # what was measured on the devices of the job
@@ -146,7 +146,7 @@ class RunPaths:
     def plan(self) -> Path:
         return self.root / "plan.json"
 
-    def limit(self, rank: int) -> Path:
+    def memory_limit(self, rank: int) -> Path:
         """How much a rank that has run out of memory may be given."""
         return self.root / "limits" / f"rank-{rank:05d}.json"
 
@@ -160,7 +160,7 @@ class RunPaths:
         return self.root / ".lock"
 
     @property
-    def sign(self) -> Path:
+    def node0_marker(self) -> Path:
         """By what other nodes know that this folder is node 0's."""
         return self.root / ".sign"
 
@@ -208,16 +208,16 @@ class RunPaths:
         return self.launch / "cancelled"
 
     @property
-    def keeper(self) -> Path:
+    def job_supervisor(self) -> Path:
         """Process and machine that keep a run that was launched without a scheduler; locked while they do."""
         return self.launch / "keeper"
 
     @property
-    def meet(self) -> Path:
+    def rendezvous(self) -> Path:
         """Where the nodes of a launched run meet."""
         return self.launch / "meet"
 
-    def over(self, start: str) -> Path:
+    def start_outcome(self, start: str) -> Path:
         """How a start of a launched run ended: exit code, `again` or `end`, the step that was saved, who says so."""
         return self.launch / f"over-{start}"
 
@@ -236,15 +236,15 @@ class RunPaths:
     def log(self, attempt: int, rank: int) -> Path:
         return self.root / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
 
-    def cause(self, attempt: int, rank: int) -> Path:
+    def exit_cause(self, attempt: int, rank: int) -> Path:
         """Why a worker ended, written by itself."""
         return self.root / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.cause.json"
 
-    def flights(self, attempt: int) -> Path:
+    def flight_records(self, attempt: int) -> Path:
         """The beginning of the names of what NCCL writes of its last collectives; a rank's number follows."""
         return self.log(attempt, 0).parent / "flight-rank-"
 
-    def logged(self) -> list[int]:
+    def list_logged_attempts(self) -> list[int]:
         """The attempts that have left logs here."""
         folders = self.log(1, 0).parent.parent.glob("attempt-*")
         return [int(digits) for folder in folders if (digits := folder.name.removeprefix("attempt-")).isdecimal()]

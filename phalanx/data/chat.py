@@ -21,7 +21,7 @@ from phalanx.data.token_files import token_dtype
 from phalanx.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from phalanx.data.sources import Format, Record
+    from phalanx.data.sources import Record, RecordFormat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Templates that write today's date would make other tokens tomorrow; they are given this one, Llama 3's own default.
@@ -49,7 +49,7 @@ Span = tuple[int, int]  # characters [start, stop) of a text
 Messages = list[dict[str, Any]]
 
 
-def template_text(template: str | None) -> str | None:
+def load_template(template: str | None) -> str | None:
     """The text of `data.chat_template`: a built-in name or a file; None where the tokenizer's own is to be used.
 
     Raises ConfigError when there is no such file, or nothing in it.
@@ -69,7 +69,7 @@ def template_text(template: str | None) -> str | None:
         ) from None
 
 
-def no_template(tokenizer: str, format: str) -> str:
+def describe_missing_template(tokenizer: str, format: str) -> str:
     """What is said where conversations are to be written, and nobody has said how."""
     return (
         f"{tokenizer} has no chat template, so data.format {format} cannot write conversations; set "
@@ -77,7 +77,7 @@ def no_template(tokenizer: str, format: str) -> str:
     )
 
 
-def check_record(record: "Record", format: "Format") -> None:
+def check_chat_record(record: "Record", format: "RecordFormat") -> None:
     """Raises DataError for a record that is no conversation, or no prompt with its completion, whatever template would
     write it."""
     assert record.fields is not None
@@ -94,7 +94,7 @@ class ChatEncoder:
     A chat record has a list of messages ({"role", "content"}) under `messages_key`; the assistant's turns are learnt,
     with the token by which the model ends its turn. A prompt record has `prompt_key` and `completion_key`, both texts
     or both lists of messages; the completion is learnt. `loss_on` "all": everything is. `template` is as in
-    `template_text`. Raises ConfigError for a tokenizer or a template that cannot be used.
+    `load_template`. Raises ConfigError for a tokenizer or a template that cannot be used.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ChatEncoder:
         self._format, self._learn_all = format, loss_on == "all"
         self._messages_key, self._prompt_key, self._completion_key = messages_key, prompt_key, completion_key
         self._folder = tokenizer_folder
-        self._given = template_text(template)
+        self._template_text = load_template(template)
         self._template: str | None = None
         self._names: dict[str, Any] = {}
         if format == "chat":
@@ -136,7 +136,7 @@ class ChatEncoder:
         learnt if the text before it is, but for an answer that has its own end-of-turn token.
         Raises DataError naming the record, and ConfigError where the template is to blame.
         """
-        encoded = list(itertools.starmap(self._encode, self._rendered(records)))
+        encoded = list(itertools.starmap(self._encode, self._render_records(records)))
         dtype = token_dtype(self.vocab_size)
         lengths = np.fromiter((len(ids) for ids, _ in encoded), np.int64, len(encoded))
         if not encoded:
@@ -144,7 +144,7 @@ class ChatEncoder:
         tokens = np.concatenate([ids for ids, _ in encoded]).astype(dtype)
         return tokens, lengths, None if self._learn_all else np.concatenate([learnt for _, learnt in encoded])
 
-    def _rendered(self, records: "Sequence[Record]") -> list[tuple[str, list[Span], bool, str | None]]:
+    def _render_records(self, records: "Sequence[Record]") -> list[tuple[str, list[Span], bool, str | None]]:
         """(text, learnt spans, whether they may end in white space that nobody emits, the prompt where it is text)."""
         rendered: list[tuple[str, list[Span], bool, str | None]] = []
         for record in records:
@@ -219,9 +219,9 @@ class ChatEncoder:
         own = library.chat_template
         if isinstance(own, dict):  # several by name
             own = own.get("default")
-        found = self._given or own
+        found = self._template_text or own
         if not found:
-            raise ConfigError(no_template(f"the tokenizer in {self._folder}", self._format))
+            raise ConfigError(describe_missing_template(f"the tokenizer in {self._folder}", self._format))
         self._template = str(found)
         return self._template
 
@@ -307,7 +307,7 @@ class ChatEncoder:
         )
 
     def _origin(self) -> str:
-        return "data.chat_template" if self._given else str(self._folder)
+        return "data.chat_template" if self._template_text else str(self._folder)
 
 
 def _has_marks(template: str) -> bool:

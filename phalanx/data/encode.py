@@ -22,35 +22,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError, PhalanxError
-from phalanx.core.run_paths import shown
+from phalanx.core.run_paths import redact_url
 from phalanx.data import megatron_dataset
-from phalanx.data.read_chunks import Chunk, Meter, lines_before, records
-from phalanx.data.sources import LINES, TOKENS, Format, Record, is_held_out, record_digest
-from phalanx.data.token_files import token_dtype, write_synced
+from phalanx.data.read_chunks import Chunk, Meter, count_lines_before, read_records
+from phalanx.data.sources import LINES, TOKENS, Record, RecordFormat, is_held_out, record_digest
+from phalanx.data.token_files import token_dtype, write_and_sync
 from phalanx.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
 
 PIECE_CHARS = 8 << 20  # text of one piece
 GROUP_CHARS = 1 << 20  # text handed to the tokenizer at once where each process has one core: more memory, no speed
 PIECE_RECORDS = 1 << 16  # documents of one piece at most
-SIDES = ("train", "held_out")
+SPLITS = ("train", "held_out")
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.bool_] | None]  # ids, lengths with EOS, which are learnt
 
 
 @dataclass(frozen=True)
-class Task:
+class EncodeTask:
     """One chunk to encode. `name`: of its files in `folder`. `limits`: PIECE_CHARS and PIECE_RECORDS."""
 
     name: str
     folder: str
     tokenizer: str
-    format: Format
+    format: RecordFormat
     held_out: float
     chunk: Chunk
     limits: tuple[int, int] = (PIECE_CHARS, PIECE_RECORDS)
 
 
-class Encoder(Protocol):
+class RecordEncoder(Protocol):
     """Records to ids."""
 
     vocab_size: int
@@ -74,7 +74,7 @@ class TextEncoder:
         return *encode_documents(self._tokenizer, texts, self._group_chars), None
 
 
-def make_encoder(tokenizer_folder: Path, format: Format, group_chars: int) -> Encoder:
+def make_encoder(tokenizer_folder: Path, format: RecordFormat, group_chars: int) -> RecordEncoder:
     """The encoder of a format. Raises ConfigError and DataError for a tokenizer that cannot be used."""
     if format.format == "text":
         return TextEncoder(load_tokenizer(tokenizer_folder), group_chars)
@@ -91,13 +91,13 @@ def make_encoder(tokenizer_folder: Path, format: Format, group_chars: int) -> En
     )
 
 
-def encode_chunk(task: Task, encoder: Encoder, on_bytes: Callable[[int], None]) -> None:
+def encode_chunk(task: EncodeTask, encoder: RecordEncoder, on_bytes: Callable[[int], None]) -> None:
     """Write the pieces of a chunk that are not there yet; `on_bytes(count)` tells how much of the source is done.
 
     Raises DataError naming file and place.
     """
     folder, meter, told = Path(task.folder), Meter(), 0
-    done, skipped = finished_pieces(folder, task.name)
+    done, skipped = count_finished_pieces(folder, task.name)
     try:
         for number, (arrays, taken) in enumerate(_pieces(task, encoder, meter, skipped), done):
             _write_piece(folder / f"{task.name}-{number:04d}", arrays, taken)
@@ -108,14 +108,14 @@ def encode_chunk(task: Task, encoder: Encoder, on_bytes: Callable[[int], None]) 
         if task.chunk.kind != LINES or not task.chunk.start:
             raise
         # How many lines lie before a chunk takes long to count, so it is only counted to name one.
-        for _ in _pieces(task, encoder, Meter(), skipped, lines_before(task.chunk, task.format) + 1):
+        for _ in _pieces(task, encoder, Meter(), skipped, count_lines_before(task.chunk, task.format) + 1):
             continue
         raise
     write_json(folder / f"{task.name}.json", {"pieces": done, "chunk": asdict(task.chunk)})
     on_bytes(task.chunk.size_bytes - told)
 
 
-def finished_pieces(folder: Path, name: str) -> tuple[int, int]:
+def count_finished_pieces(folder: Path, name: str) -> tuple[int, int]:
     """How many pieces of a chunk are there, and how many of its documents they hold."""
     count = skipped = 0
     while (note := folder / f"{name}-{count:04d}.json").is_file() and note.with_suffix(".npz").is_file():
@@ -125,7 +125,7 @@ def finished_pieces(folder: Path, name: str) -> tuple[int, int]:
 
 
 def _pieces(
-    task: Task, encoder: Encoder, meter: Meter, skipped: int, first_line: int = 1
+    task: EncodeTask, encoder: RecordEncoder, meter: Meter, skipped: int, first_line: int = 1
 ) -> Iterator[tuple[dict[str, NDArray[Any]], int]]:
     """(arrays of a piece, documents of the chunk up to its end)."""
     if task.chunk.kind == TOKENS:
@@ -138,7 +138,7 @@ def _pieces(
 
 
 def _batches(
-    task: Task, meter: Meter, skipped: int, first_line: int
+    task: EncodeTask, meter: Meter, skipped: int, first_line: int
 ) -> Iterator[tuple[list[Record], list[Record], int]]:
     """(training records, held-out records, documents of the chunk up to here); empty texts are passed over."""
     keys = task.format.columns()
@@ -146,7 +146,7 @@ def _batches(
     held_out: list[Record] = []
     chars = 0
     taken = skipped
-    for taken, record in enumerate(records(task.chunk, task.format, meter, first_line), 1):
+    for taken, record in enumerate(read_records(task.chunk, task.format, meter, first_line), 1):
         if taken <= skipped or record.text == "":
             continue
         side = held_out if is_held_out(record_digest(record, keys), task.held_out) else train
@@ -168,15 +168,15 @@ def _chars(value: Any) -> int:
 
 
 def _token_pieces(
-    task: Task, encoder: Encoder, meter: Meter, skipped: int
+    task: EncodeTask, encoder: RecordEncoder, meter: Meter, skipped: int
 ) -> Iterator[tuple[dict[str, NDArray[Any]], int]]:
     """Documents that are token ids already; those without EOS at their end get it."""
-    name, dtype = shown(task.chunk.paths[0]), token_dtype(encoder.vocab_size)
-    with megatron_dataset.opened(task.chunk.paths[0], task.format.storage_timeout_s) as pair:
+    name, dtype = redact_url(task.chunk.paths[0]), token_dtype(encoder.vocab_size)
+    with megatron_dataset.open_indexed_dataset(task.chunk.paths[0], task.format.storage_timeout_s) as pair:
         if skipped:
             return  # a chunk of tokens is one piece
         sides: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
-        for number, ids in enumerate(pair.read(task.chunk.start, task.chunk.stop), task.chunk.start):
+        for number, ids in enumerate(pair.read_documents(task.chunk.start, task.chunk.stop), task.chunk.start):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < encoder.vocab_size:
                 wrong = int(ids.max()) if ids.min() >= 0 else int(ids.min())
                 raise DataError(
@@ -226,7 +226,7 @@ def _write_piece(path: Path, arrays: dict[str, NDArray[Any]], taken: int) -> Non
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a small JSON file that is there whole or not at all, also after a power cut."""
     temporary = path.with_name(f".{path.name}.writing")
-    write_synced(temporary, json.dumps(content).encode())
+    write_and_sync(temporary, json.dumps(content).encode())
     os.rename(temporary, path)
 
 
@@ -246,14 +246,14 @@ def main() -> None:
     os.dup2(2, 1)
     tasks: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(tasks,), daemon=True).start()
-    encoders: dict[tuple[str, Format], Encoder] = {}
+    encoders: dict[tuple[str, RecordFormat], RecordEncoder] = {}
 
     def answer(**content: Any) -> None:
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
     while True:
-        task = _task(json.loads(tasks.get()))
+        task = _parse_task(json.loads(tasks.get()))
         try:
             known = (task.tokenizer, task.format)
             if known not in encoders:
@@ -276,12 +276,12 @@ def _listen(tasks: "queue.SimpleQueue[str]") -> None:
     os._exit(0)
 
 
-def _task(content: dict[str, Any]) -> Task:
-    return Task(
+def _parse_task(content: dict[str, Any]) -> EncodeTask:
+    return EncodeTask(
         content["name"],
         content["folder"],
         content["tokenizer"],
-        Format(**content["format"]),
+        RecordFormat(**content["format"]),
         content["held_out"],
         Chunk(**content["chunk"]),
         tuple(content["limits"]),

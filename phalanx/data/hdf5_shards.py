@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
-from phalanx.core.run_paths import shown
+from phalanx.core.run_paths import redact_url
 from phalanx.storage import files as storage
 
 KEYS = {
@@ -24,13 +24,13 @@ KEYS = {
     "masked_lm_ids": 2,
     "next_sentence_labels": 1,
 }
-BLOCK = 4096  # sequences read at a time
+BLOCK_SEQUENCES = 4096  # sequences read at a time
 
 Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardBlock:
     """Some sequences of a shard, padded as there: `tokens`, `segments` (n, S); `places`, `labels` (n, P); `follows`
     (n,); `lengths` and `predicted` (n,), how much of a row is no padding."""
 
@@ -56,19 +56,19 @@ class Block:
         }
 
 
-def blocks(path: str, vocab_size: int) -> Iterator[tuple[Block, float]]:
+def read_blocks(path: str, vocab_size: int) -> Iterator[tuple[ShardBlock, float]]:
     """The sequences of a shard, and what part of it is read by then. Raises DataError naming file and key."""
     import h5py
 
-    name = shown(path)
+    name = redact_url(path)
     if storage.is_url(path):
         raise DataError(f"{name} is at a URL, and HDF5 files are read in parts all over; copy it to a local disk")
     try:
         with h5py.File(path, "r") as file:
             found = {key: _dataset(file, key, dim, name) for key, dim in KEYS.items()}
             count = _check_shapes(found, name)
-            for start in range(0, count, BLOCK):
-                stop = min(start + BLOCK, count)
+            for start in range(0, count, BLOCK_SEQUENCES):
+                stop = min(start + BLOCK_SEQUENCES, count)
                 parts = {key: _read(found[key], key, start, stop, name) for key in KEYS}
                 yield _block(parts, start, vocab_size, name), stop / count
     except DataError:
@@ -122,7 +122,7 @@ def _read(dataset: Any, key: str, start: int, stop: int, name: str) -> Array:
         ) from None
 
 
-def _block(parts: dict[str, Array], start: int, vocab_size: int, name: str) -> Block:
+def _block(parts: dict[str, Array], start: int, vocab_size: int, name: str) -> ShardBlock:
     tokens, mask, places = parts["input_ids"], parts["input_mask"], parts["masked_lm_positions"]
     lengths = mask.sum(1)
     predicted = np.where((places == 0).any(1), (places == 0).argmax(1), places.shape[1])
@@ -143,7 +143,7 @@ def _block(parts: dict[str, Array], start: int, vocab_size: int, name: str) -> B
     segments = parts["segment_ids"]
     refuse(((segments < 0) | (segments > 1)).any(1), "segment_ids", "something other than 0 and 1")
     refuse((follows < 0) | (follows > 1), "next_sentence_labels", "something other than 0 and 1")
-    return Block(tokens, segments, lengths, places, parts["masked_lm_ids"], predicted, follows)
+    return ShardBlock(tokens, segments, lengths, places, parts["masked_lm_ids"], predicted, follows)
 
 
 def _before(counts: Array, width: int) -> NDArray[np.bool_]:

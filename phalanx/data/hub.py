@@ -12,7 +12,7 @@ from phalanx.data.source_file import HUB, REMOTE, SourceFile
 DEFAULT_SPLIT = "train"
 
 
-def hub_file(source: str, key: str) -> SourceFile:
+def resolve_hub_source(source: str, key: str) -> SourceFile:
     """`hub:NAME[:CONFIG[:SPLIT]]` as one file of a source; its version is that of the dataset's files.
 
     Raises DataError for a dataset, configuration or split that is not there or cannot be reached.
@@ -39,7 +39,7 @@ def hub_file(source: str, key: str) -> SourceFile:
     return SourceFile(path, REMOTE, size, json.dumps(facts))
 
 
-def names_of(source: str, key: str) -> list[str] | None:
+def read_hub_label_names(source: str, key: str) -> list[str] | None:
     """What the numbers of a column stand for, where the dataset says so."""
     feature = (_features(source) or {}).get(key)
     names = getattr(getattr(feature, "feature", feature), "names", None)
@@ -78,12 +78,12 @@ def _saved_file(source: str, folder: str, key: str) -> SourceFile:
     return SourceFile(HUB + ":".join([os.path.abspath(name), config or "", split]), REMOTE, size, json.dumps(facts))
 
 
-def shards(source: str) -> int:
+def count_shards(source: str) -> int:
     """Into how many parts a dataset falls by itself."""
     return max(1, int(_stream(source).num_shards))
 
 
-def shard_records(source: str, index: int, count: int) -> Iterator[dict[str, Any]]:
+def read_shard(source: str, index: int, count: int) -> Iterator[dict[str, Any]]:
     """The records of shard `index` of `count`. Raises DataError when the stream breaks."""
     stream = _stream(source).shard(num_shards=count, index=index)
     rows = iter(stream)

@@ -11,9 +11,9 @@ import numpy as np
 
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import HELD_OUT
-from phalanx.data.cache import ABOUT
-from phalanx.data.packing import Form, Packed
-from phalanx.data.record_files import Columns, is_columns
+from phalanx.data.cache import ABOUT_FILE
+from phalanx.data.packing import PackedRows, PackingOptions
+from phalanx.data.record_files import RecordSet, is_record_set
 from phalanx.data.token_files import MANIFEST, TokenFile
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -21,16 +21,16 @@ BLOCK_TOKENS = 8 << 20
 BARS = 12  # of the histogram
 SAMPLE_TOKENS = 400  # shown of one document at most
 
-Run = tuple[str, bool]  # text, and whether it is learnt
+TextRun = tuple[str, bool]  # text, and whether it is learnt
 
 
-class Records:
+class RecordTokens:
     """The tokens of a set of records, as those of a token set; a record is a document."""
 
     masked = False
 
     def __init__(self, folder: Path) -> None:
-        self._columns = Columns(folder)
+        self._columns = RecordSet(folder)
         self.tokens, self.documents = self._columns.values, self._columns.count
         self.vocab_size = int(self._columns.facts["vocab_size"])
         self.index = self._columns.index["tokens"]
@@ -44,13 +44,13 @@ class Records:
         return np.ones(stop - start, np.bool_)
 
 
-def opened(folder: Path) -> TokenFile | Records:
+def open_token_set(folder: Path) -> TokenFile | RecordTokens:
     """A token set or a set of records. Raises DataError for what is neither."""
-    return Records(folder) if is_columns(folder) else TokenFile(folder)
+    return RecordTokens(folder) if is_record_set(folder) else TokenFile(folder)
 
 
 @dataclass(frozen=True)
-class Facts:
+class TokenSetStats:
     """One token set. Lengths are of documents in tokens, EOS included; `lengths` has (from, to, documents) for each bar
     of a histogram, `to` included. `used`: how many different ids occur. `filled`: the share of the rows' tokens that
     are a document's, for sets that are packed. `samples`: (number of a document, its runs of text)."""
@@ -70,15 +70,17 @@ class Facts:
     rows: int | None
     filled: float | None
     too_long: int | None
-    samples: list[tuple[int, list[Run]]]
+    samples: list[tuple[int, list[TextRun]]]
 
 
-def facts(name: str, folder: Path, tokenizer: Path | None, form: Form | None, samples: int) -> Facts:
+def compute_stats(
+    name: str, folder: Path, tokenizer: Path | None, form: PackingOptions | None, samples: int
+) -> TokenSetStats:
     """Look into a token set. `tokenizer` is needed for samples, `form` for how full its rows are.
 
     Raises DataError for a set that cannot be read, ConfigError for a tokenizer that cannot be opened.
     """
-    file = opened(folder)
+    file = open_token_set(folder)
     counts = np.zeros(file.vocab_size, np.int64)
     learnt = 0
     for start in range(0, file.tokens, BLOCK_TOKENS):
@@ -90,14 +92,14 @@ def facts(name: str, folder: Path, tokenizer: Path | None, form: Form | None, sa
         learnt += int(file.mask(start, stop).sum())
     lengths = np.diff(file.index)
     packs = form is not None and form.packed and isinstance(file, TokenFile)
-    packed = Packed(file, form, seed=0) if packs else None  # type: ignore[arg-type]
+    packed = PackedRows(file, form, seed=0) if packs else None  # type: ignore[arg-type]
     backend = load_tokenizer(tokenizer) if tokenizer is not None and samples else None
     some: list[int] = (
         np.unique((2 * np.arange(samples) + 1) * file.documents // max(1, 2 * samples)).tolist()
         if file.documents
         else []
     )
-    return Facts(
+    return TokenSetStats(
         name=name,
         folder=str(folder),
         documents=file.documents,
@@ -128,7 +130,7 @@ def _histogram(lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> list[tu
     return [(a, b - 1, int(count)) for (a, b), count in zip(bounds, found, strict=True)]
 
 
-def _runs(file: TokenFile | Records, number: int, tokenizer: Tokenizer) -> Iterator[Run]:
+def _runs(file: TokenFile | RecordTokens, number: int, tokenizer: Tokenizer) -> Iterator[TextRun]:
     """A document's beginning as text, cut where learning begins or ends."""
     start, stop = int(file.index[number]), int(file.index[number + 1])
     stop = min(stop, start + SAMPLE_TOKENS)
@@ -138,7 +140,7 @@ def _runs(file: TokenFile | Records, number: int, tokenizer: Tokenizer) -> Itera
         yield tokenizer.backend.decode(tokens[a:b].tolist(), skip_special_tokens=False), bool(mask[a])
 
 
-def sets_of(folder: Path) -> tuple[dict[str, Path], Path | None]:
+def find_token_sets(folder: Path) -> tuple[dict[str, Path], Path | None]:
     """The token sets in a folder by name, and the tokenizer they were made with, where that is known.
 
     `folder` is a token set or what `phalanx data prepare` names, which may hold two. Raises ConfigError for any other.
@@ -154,7 +156,7 @@ def sets_of(folder: Path) -> tuple[dict[str, Path], Path | None]:
 
 
 def _tokenizer_of(folder: Path) -> Path | None:
-    about = folder / ABOUT
+    about = folder / ABOUT_FILE
     if not about.is_file():
         return None
     named = Path(os.path.normpath(folder / json.loads(about.read_text())["tokenizer"]))

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.core.run_paths import shown
-from phalanx.data.read_chunks import Meter, label_names, plan, records, text_lines
-from phalanx.data.record_files import Columns
+from phalanx.core.run_paths import redact_url
+from phalanx.data.read_chunks import Meter, plan_chunks, read_label_names, read_records, read_text_lines
+from phalanx.data.record_files import RecordSet
 from phalanx.data.source_file import SourceFile
-from phalanx.data.sources import LINES, TEXT, Format, ending
-from phalanx.data.wordpiece import Specials
+from phalanx.data.sources import LINES, TEXT, RecordFormat, file_suffix
+from phalanx.data.wordpiece import SpecialTokens
 
 if TYPE_CHECKING:
     from phalanx.config.schema import DataSection
@@ -32,7 +32,7 @@ FORMATS = {"tag": "tags", "classify": "classes"}  # task.kind -> how its records
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledRecord:
     """One record: the words of a sentence and their tags, or one or two texts and one label."""
 
     texts: tuple[str, ...]
@@ -58,9 +58,9 @@ class LabelledSample:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def format_of(data: "DataSection", kind: str, storage_timeout_s: float) -> Format:
+def make_labelled_format(data: "DataSection", kind: str, storage_timeout_s: float) -> RecordFormat:
     """How the labelled records of a recipe are read, for the task `kind`."""
-    return Format(
+    return RecordFormat(
         FORMATS[kind],
         text_key=data.text_key,
         storage_timeout_s=storage_timeout_s,
@@ -71,35 +71,35 @@ def format_of(data: "DataSection", kind: str, storage_timeout_s: float) -> Forma
     )
 
 
-def labelled(file: SourceFile, format: Format, meter: Meter) -> Iterator[Labelled]:
+def read_labelled_records(file: SourceFile, format: RecordFormat, meter: Meter) -> Iterator[LabelledRecord]:
     """The records of a file. Raises DataError naming file, place and key."""
     if file.kind == TEXT and format.format == "tags":
-        yield from _conll(file, format, meter)
+        yield from _read_conll(file, format, meter)
         return
     if file.kind == TEXT:
-        yield from _table(file, format, meter)
+        yield from _read_table(file, format, meter)
         return
-    make = _tagged if format.format == "tags" else _classified
-    names = label_names(file, format.tags_key if format.format == "tags" else format.label_key, format)
+    make = _parse_tagged if format.format == "tags" else _parse_classified
+    names = read_label_names(file, format.tags_key if format.format == "tags" else format.label_key, format)
     line = 1
-    for chunk in plan([file], format):
-        for record in records(chunk, format, Meter(), line):
+    for chunk in plan_chunks([file], format):
+        for record in read_records(chunk, format, Meter(), line):
             assert record.fields is not None
-            yield _checked(make(record.fields, names, format, record.where))
+            yield _require_text(make(record.fields, names, format, record.where))
             line += file.kind == LINES  # each of them is a record
         meter.bytes += chunk.size_bytes
 
 
-def _conll(file: SourceFile, format: Format, meter: Meter) -> Iterator[Labelled]:
-    name = shown(file.path)
+def _read_conll(file: SourceFile, format: RecordFormat, meter: Meter) -> Iterator[LabelledRecord]:
+    name = redact_url(file.path)
     words: list[str] = []
     tags: list[str] = []
     columns, begun = 0, 1
-    for number, line in text_lines(file.path, format, meter):
+    for number, line in read_text_lines(file.path, format, meter):
         parts = line.split()
         if not parts or parts[0] == DOCUMENT:
             if words:
-                yield Labelled(tuple(words), tuple(tags), f"{name}, line {begun}")
+                yield LabelledRecord(tuple(words), tuple(tags), f"{name}, line {begun}")
             words, tags = [], []
             continue
         if len(parts) < 2:
@@ -116,42 +116,45 @@ def _conll(file: SourceFile, format: Format, meter: Meter) -> Iterator[Labelled]
         words.append(parts[0])
         tags.append(parts[-1])
     if words:
-        yield Labelled(tuple(words), tuple(tags), f"{name}, line {begun}")
+        yield LabelledRecord(tuple(words), tuple(tags), f"{name}, line {begun}")
 
 
-def _table(file: SourceFile, format: Format, meter: Meter) -> Iterator[Labelled]:
-    name = shown(file.path)
-    separator = SEPARATORS.get(ending(file.path))
+def _read_table(file: SourceFile, format: RecordFormat, meter: Meter) -> Iterator[LabelledRecord]:
+    name = redact_url(file.path)
+    separator = SEPARATORS.get(file_suffix(file.path))
     if separator is None:
         raise DataError(
             f"{name} is running text, but task.kind classify needs a label for each text (.csv, .tsv, .jsonl, .json, "
             f".parquet); name files of these"
         )
-    table = csv.DictReader((line for _, line in text_lines(file.path, format, meter)), delimiter=separator, strict=True)
+    table = csv.DictReader(
+        (line for _, line in read_text_lines(file.path, format, meter)), delimiter=separator, strict=True
+    )
     try:
         header = table.fieldnames or []
         for key in format.columns():
             if key not in header:
                 raise DataError(
                     f"{name} has no column {key!r} (it has: {', '.join(header[:8])}); set "
-                    f"data.{format.option(key)}_key to the column that holds the {format.option(key)}"
+                    f"data.{format.option_name(key)}_key to the column that holds the {format.option_name(key)}"
                 )
         for row in table:
             where = f"{name}, line {table.line_num}"
             if None in row or None in row.values():
                 raise DataError(f"{where} has not the {len(header)} columns of the first line; correct the line")
-            yield _classified(row, None, format, where)
+            yield _parse_classified(row, None, format, where)
     except csv.Error as error:
         raise DataError(f"{name}, line {table.line_num} is no line of a table ({error}); correct the line") from None
 
 
-def _tagged(fields: dict[str, Any], names: list[str] | None, format: Format, where: str) -> Labelled:
+def _parse_tagged(fields: dict[str, Any], names: list[str] | None, format: RecordFormat, where: str) -> LabelledRecord:
     words, tags = fields[format.tokens_key], fields[format.tags_key]
     for key, value in ((format.tokens_key, words), (format.tags_key, tags)):
         if not isinstance(value, list):
             kind = type(value).__name__
             raise DataError(
-                f"{where} has a {kind} under {key!r} instead of a list; set data.{format.option(key)}_key to another"
+                f"{where} has a {kind} under {key!r} instead of a list; "
+                f"set data.{format.option_name(key)}_key to another"
             )
     if len(words) != len(tags):
         raise DataError(
@@ -160,22 +163,25 @@ def _tagged(fields: dict[str, Any], names: list[str] | None, format: Format, whe
         )
     if not all(isinstance(word, str) for word in words):
         raise DataError(f"{where} has a word under {format.tokens_key!r} that is no text; correct it")
-    return Labelled(tuple(words), tuple(_label(tag, names, format.tags_key, where) for tag in tags), where)
+    return LabelledRecord(tuple(words), tuple(_label(tag, names, format.tags_key, where) for tag in tags), where)
 
 
-def _classified(fields: dict[str, Any], names: list[str] | None, format: Format, where: str) -> Labelled:
+def _parse_classified(
+    fields: dict[str, Any], names: list[str] | None, format: RecordFormat, where: str
+) -> LabelledRecord:
     keys = [format.text_key, *([format.pair_key] if format.pair_key else [])]
     for key in keys:
         if not isinstance(fields[key], str):
             kind = type(fields[key]).__name__
             raise DataError(
-                f"{where} has a {kind} under {key!r} instead of text; set data.{format.option(key)}_key to another key"
+                f"{where} has a {kind} under {key!r} instead of text; "
+                f"set data.{format.option_name(key)}_key to another key"
             )
     label = _label(fields[format.label_key], names, format.label_key, where)
-    return Labelled(tuple(fields[key] for key in keys), (label,), where)
+    return LabelledRecord(tuple(fields[key] for key in keys), (label,), where)
 
 
-def _checked(record: Labelled) -> Labelled:
+def _require_text(record: LabelledRecord) -> LabelledRecord:
     try:
         record.digest_text().encode()
     except UnicodeEncodeError:  # JSON can spell what is no character
@@ -200,7 +206,9 @@ def _label(value: Any, names: list[str] | None, key: str, where: str) -> str:
 # ------------------------------------------------------------------------------------------------------------ encoding
 
 
-def encode_tags(backend: Any, unk: int, batch: Sequence[Labelled], ids: dict[str, int]) -> list[dict[str, list[int]]]:
+def encode_tags(
+    backend: Any, unk: int, batch: Sequence[LabelledRecord], ids: dict[str, int]
+) -> list[dict[str, list[int]]]:
     """Columns of tagged sentences: `tokens`, and in `labels` the number of a word's tag at its first piece.
 
     A word of which the tokenizer leaves nothing becomes [UNK]. New tags get the next number in `ids`.
@@ -222,7 +230,7 @@ def encode_tags(backend: Any, unk: int, batch: Sequence[Labelled], ids: dict[str
 
 
 def encode_classes(
-    backend: Any, unk: int, batch: Sequence[Labelled], ids: dict[str, int]
+    backend: Any, unk: int, batch: Sequence[LabelledRecord], ids: dict[str, int]
 ) -> list[dict[str, list[int]]]:
     """Columns of labelled texts: `tokens` of the first, `pair` of the second if any, and one number in `labels`."""
     texts = [text for one in batch for text in one.texts]
@@ -240,7 +248,7 @@ def encode_classes(
 
 
 @dataclass(frozen=True)
-class LabelForm:
+class LabelRowOptions:
     """How records become rows: of at most `seq_len` tokens, the longer ones cut, or left out with `drop_long`.
 
     `labels`: the names of all labels, by their numbers in the model.
@@ -254,9 +262,9 @@ class LabelForm:
 class LabelledRows:
     """Records as [CLS] A [SEP] or [CLS] A [SEP] B [SEP], by number."""
 
-    def __init__(self, columns: Columns, form: LabelForm) -> None:
+    def __init__(self, columns: RecordSet, form: LabelRowOptions) -> None:
         self.file, self._form = columns, form
-        self._specials = Specials.from_json(columns.facts["specials"])
+        self._specials = SpecialTokens.from_json(columns.facts["specials"])
         numbers = {label: number for number, label in enumerate(form.labels)}
         unknown = [label for label in columns.facts["labels"] if label not in numbers]
         if unknown:
@@ -320,7 +328,7 @@ def _cut(first: NDArray[np.int64], second: NDArray[np.int64], room: int) -> tupl
     return first[: room - room // 2], second[: room // 2]
 
 
-def ordered(found: Sequence[str], known: Sequence[str] | None = None) -> list[str]:
+def order_labels(found: Sequence[str], known: Sequence[str] | None = None) -> list[str]:
     """The names of labels in their order in the model: as `known` has them where these are all, else numbers by size
     and words by the alphabet, with O, which stands for no entity, before them."""
     if known is not None and set(found) <= set(known):

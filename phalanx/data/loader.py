@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
-from phalanx.data.shuffle import order
+from phalanx.data.shuffle import shuffle_indices
 from phalanx.layout import balance
 from phalanx.layout.balance import Division
 
@@ -20,7 +20,7 @@ ORDER_BLOCK = 1024
 ALL = slice(None)
 
 
-class Rows(Protocol):
+class SampleSet(Protocol):
     """A set of samples by number, `count` of them, read only when they are asked for."""
 
     count: int
@@ -49,7 +49,7 @@ class Loader:
 
     def __init__(
         self,
-        sources: Sequence[tuple[Rows, float]],
+        sources: Sequence[tuple[SampleSet, float]],
         global_batch: int,
         seed: int,
         rank: int,
@@ -63,7 +63,7 @@ class Loader:
         self.rank = rank
         self.sources = [rows for rows, _ in sources]
         self.sequences = sum(rows.count for rows in self.sources)
-        self._quotas = tuple(balance.quotas([weight for _, weight in sources], balance.MIXTURE_BLOCK))
+        self._quotas = tuple(balance.split_by_weights([weight for _, weight in sources], balance.MIXTURE_BLOCK))
         if held_out:
             return
         for rows in self.sources:
@@ -92,18 +92,18 @@ class Loader:
         start, stop = self._slice(shares)
         samples = [
             self.sources[source].sample(row, position)
-            for position, source, _, row in self.places(step, skipped, slice(start, stop))
+            for position, source, _, row in self.list_positions(step, skipped, slice(start, stop))
         ]
-        return _cut(samples, division.parts_of(self.rank))
+        return _cut(samples, division.micro_batches_of(self.rank))
 
-    def places(self, step: int, skipped: int = 0, part: slice = ALL) -> list[tuple[int, int, int, int]]:
+    def list_positions(self, step: int, skipped: int = 0, part: slice = ALL) -> list[tuple[int, int, int, int]]:
         """The samples of step `step`, or a `part` of them, in order: (position in the run, source, its epoch, row)."""
         positions = np.arange(self.global_batch, dtype=np.int64)[part] + (step + skipped) * self.global_batch
         chosen, numbers = self._places(positions)
         epochs, rows = self._rows(chosen, numbers)
         return list(zip(positions.tolist(), chosen.tolist(), epochs.tolist(), rows.tolist(), strict=True))
 
-    def evaluation(self, division_of: Callable[[int], Division], limit: int) -> Iterator[list[list[Any]]]:
+    def evaluation_batches(self, division_of: Callable[[int], Division], limit: int) -> Iterator[list[list[Any]]]:
         """This rank's micro-batches of `limit` sequences, in batches, the same at every call and for every seed.
 
         They are spread over the whole set, so that a few stand for all of its documents. `division_of(count)` says how
@@ -113,7 +113,7 @@ class Loader:
         assert len(self.sources) == 1, "a mixture is not evaluated on"
         if self.sequences == 0:
             return
-        windows = sorted(order(0, 0, self.sequences, np.arange(min(limit, self.sequences))).tolist())
+        windows = sorted(shuffle_indices(0, 0, self.sequences, np.arange(min(limit, self.sequences))).tolist())
         for first in range(0, len(windows), self.global_batch):
             count = min(self.global_batch, len(windows) - first)
             division = division_of(count)
@@ -121,7 +121,9 @@ class Loader:
             assert sum(shares) == count, f"shares {list(shares)} of a batch of {count}"
             start, stop = self._slice(shares)
             mine = windows[first + start : first + stop]
-            yield _cut([self.sources[0].sample(window, window) for window in mine], division.parts_of(self.rank))
+            yield _cut(
+                [self.sources[0].sample(window, window) for window in mine], division.micro_batches_of(self.rank)
+            )
 
     def _slice(self, shares: Sequence[int]) -> tuple[int, int]:
         assert self.rank < len(shares), f"shares {list(shares)} for rank {self.rank}"
@@ -156,7 +158,7 @@ class Loader:
             of_each[chosen == source] = epochs[chosen == source]
             for epoch in np.unique(epochs[chosen == source]):  # a batch may end one epoch and begin the next
                 here = (chosen == source) & (epochs == epoch)
-                rows[here] = shuffled(self.seed, int(epoch), count, indices[here], name)
+                rows[here] = shuffle_by_blocks(self.seed, int(epoch), count, indices[here], name)
         return of_each, rows
 
 
@@ -167,27 +169,27 @@ def _cut(samples: list[Any], parts: int) -> list[list[Any]]:
     return [samples[bounds[number] : bounds[number + 1]] for number in range(parts)]
 
 
-def shuffled(seed: int, epoch: int, n: int, index: NDArray[np.int64], name: str) -> NDArray[np.int64]:
-    """`order`, remembered in blocks: of a few elements it costs nearly as much as of a thousand."""
+def shuffle_by_blocks(seed: int, epoch: int, n: int, index: NDArray[np.int64], name: str) -> NDArray[np.int64]:
+    """`shuffle_indices`, remembered in blocks: of a few elements it costs nearly as much as of a thousand."""
     result = np.empty_like(index)
     blocks, within = np.divmod(index, ORDER_BLOCK)
     for block in range(int(blocks.min(initial=0)), int(blocks.max(initial=-1)) + 1):
         here = blocks == block
-        result[here] = order_block(seed, epoch, n, block, name)[within[here]]
+        result[here] = shuffle_block(seed, epoch, n, block, name)[within[here]]
     return result
 
 
 @functools.lru_cache(maxsize=64)
-def order_block(seed: int, epoch: int, n: int, block: int, name: str) -> NDArray[np.int64]:
+def shuffle_block(seed: int, epoch: int, n: int, block: int, name: str) -> NDArray[np.int64]:
     """The order of the elements [block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK) of `n`."""
     start = block * ORDER_BLOCK
-    return order(seed, epoch, n, np.arange(start, min(start + ORDER_BLOCK, n)), name)
+    return shuffle_indices(seed, epoch, n, np.arange(start, min(start + ORDER_BLOCK, n)), name)
 
 
 @functools.lru_cache(maxsize=4)
 def mixture_block(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each sequence of a block of a mixture, its source and how many of the block before it have the same one."""
-    slots = order(seed, block, sum(quotas), np.arange(sum(quotas)), "mixture")
+    slots = shuffle_indices(seed, block, sum(quotas), np.arange(sum(quotas)), "mixture")
     takes = np.searchsorted(np.cumsum(quotas), slots, side="right").astype(np.int64)
     nth = np.empty_like(takes)
     for source, quota in enumerate(quotas):

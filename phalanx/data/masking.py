@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.record_files import Columns
-from phalanx.data.shuffle import bits
+from phalanx.data.record_files import RecordSet
+from phalanx.data.shuffle import random_bits
 from phalanx.data.token_files import TokenFile
-from phalanx.data.wordpiece import Specials
+from phalanx.data.wordpiece import SpecialTokens
 
-IGNORED = -100  # a label that no loss is computed for
+IGNORE_INDEX = -100  # a label that no loss is computed for
 
 
 @dataclass(frozen=True)
-class MaskForm:
-    """How text becomes masked rows: `share` of a row's tokens are predicted, at most `most` of any row.
+class MaskingOptions:
+    """How text becomes masked rows: `share` of a row's tokens are predicted, at most `max_predicted` of any row.
 
     `pairs`: two segments, of which half follow one another. `whole_words`: all pieces of a word or none.
     """
@@ -32,17 +32,17 @@ class MaskForm:
     whole_words: bool = False
 
     @property
-    def most(self) -> int:
+    def max_predicted(self) -> int:
         return max(1, int(self.seq_len * self.share + 0.5))
 
 
-class Vocabulary:
+class MaskingVocabulary:
     """What masking must know of a tokenizer: its special tokens, its size, and which pieces continue a word."""
 
-    def __init__(self, specials: Specials, size: int) -> None:
+    def __init__(self, specials: SpecialTokens, size: int) -> None:
         self.specials, self.size = specials, size
-        self.continues = np.zeros(size, np.bool_)
-        self.continues[list(specials.continuing)] = True
+        self.is_continuation = np.zeros(size, np.bool_)
+        self.is_continuation[list(specials.continuing)] = True
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class MaskedSample:
     position: int
 
 
-def masked_rows(file: TokenFile, form: MaskForm, seed: int, held_out: bool = False) -> "Windows | Pairs":
+def make_masked_rows(
+    file: TokenFile, form: MaskingOptions, seed: int, held_out: bool = False
+) -> "MaskedWindows | MaskedPairs":
     """The masked rows of a token set; one that is `held_out` may hold a single document, in which all pairs follow.
 
     Raises ConfigError where its tokenizer has no [MASK], DataError where no pair could be made of two documents.
@@ -69,9 +71,9 @@ def masked_rows(file: TokenFile, form: MaskForm, seed: int, held_out: bool = Fal
             f"the tokenizer of {file.folder} lacks one of the tokens [PAD], [UNK], [CLS], [SEP] and [MASK], so nothing "
             "can be masked; set data.tokenizer to that of a BERT, or to train"
         )
-    vocabulary = Vocabulary(file.specials, file.vocab_size)
-    rows = (Pairs if form.pairs else Windows)(file, vocabulary, form, seed)
-    if isinstance(rows, Pairs) and rows.count and rows.alone and not held_out:
+    vocabulary = MaskingVocabulary(file.specials, file.vocab_size)
+    rows = (MaskedPairs if form.pairs else MaskedWindows)(file, vocabulary, form, seed)
+    if isinstance(rows, MaskedPairs) and rows.count and rows.alone and not held_out:
         raise DataError(
             f"{file.folder} has one document that is long enough to make a pair, so none could be continued by "
             "another; add documents, or set task.next_sentence=false"
@@ -79,20 +81,20 @@ def masked_rows(file: TokenFile, form: MaskForm, seed: int, held_out: bool = Fal
     return rows
 
 
-class Windows:
+class MaskedWindows:
     """Windows of running text, one behind the other; each document in them ends with [SEP]."""
 
-    def __init__(self, file: TokenFile, vocabulary: Vocabulary, form: MaskForm, seed: int) -> None:
+    def __init__(self, file: TokenFile, vocabulary: MaskingVocabulary, form: MaskingOptions, seed: int) -> None:
         self.file, self._vocabulary, self._form, self._seed = file, vocabulary, form, seed
-        self._room = form.seq_len - 2
-        self.count = file.tokens // self._room
+        self._max_tokens = form.seq_len - 2
+        self.count = file.tokens // self._max_tokens
 
     def sample(self, number: int, position: int) -> MaskedSample:
-        text = self._tokens(number * self._room, (number + 1) * self._room)
+        text = self._tokens(number * self._max_tokens, (number + 1) * self._max_tokens)
         specials = self._vocabulary.specials
         tokens = np.concatenate([[specials.cls], text, [specials.sep]])
-        places, labels = mask(tokens, self._vocabulary, self._form, self._seed, position)
-        return MaskedSample(tokens, np.zeros_like(tokens), places, labels, IGNORED, position)
+        places, labels = mask_tokens(tokens, self._vocabulary, self._form, self._seed, position)
+        return MaskedSample(tokens, np.zeros_like(tokens), places, labels, IGNORE_INDEX, position)
 
     def _tokens(self, start: int, stop: int) -> NDArray[np.int64]:
         tokens = self.file.slice(start, stop)
@@ -114,12 +116,12 @@ class Windows:
         return []
 
 
-class Pairs(Windows):
+class MaskedPairs(MaskedWindows):
     """Pieces of documents, each cut in two at random; for half of them the second part comes from elsewhere."""
 
-    def __init__(self, file: TokenFile, vocabulary: Vocabulary, form: MaskForm, seed: int) -> None:
+    def __init__(self, file: TokenFile, vocabulary: MaskingVocabulary, form: MaskingOptions, seed: int) -> None:
         super().__init__(file, vocabulary, form, seed)
-        self._room = room = form.seq_len - 3
+        self._max_tokens = room = form.seq_len - 3
         lengths = np.diff(file.index) - 1  # without its end
         # A rest of one token makes no pair.
         self._first = np.concatenate([[0], np.cumsum(lengths // room + (lengths % room > 1))])
@@ -128,7 +130,7 @@ class Pairs(Windows):
 
     def sample(self, number: int, position: int) -> MaskedSample:
         document, start, stop = self._bounds(number)
-        cut, other, row, offset = bits(self._seed, "pair", position, 4).tolist()
+        cut, other, row, offset = random_bits(self._seed, "pair", position, 4).tolist()
         middle = start + 1 + cut % (stop - start - 1)
         first = self._tokens(start, middle)
         elsewhere = other % 2 == 1 and not self.alone
@@ -138,26 +140,26 @@ class Pairs(Windows):
             found, from_, to = self._bounds(chosen + (ended - begun) * (chosen >= begun))
             from_ += offset % (to - from_)
             end = int(self.file.index[found + 1]) - 1
-            second = self._tokens(from_, min(from_ + self._room - len(first), end))
+            second = self._tokens(from_, min(from_ + self._max_tokens - len(first), end))
         else:
             second = self._tokens(middle, stop)
         cls, sep = [self._vocabulary.specials.cls], [self._vocabulary.specials.sep]
         tokens = np.concatenate([cls, first, sep, second, sep])
         segments = np.repeat(np.array([0, 1]), [len(first) + 2, len(second) + 1])
-        places, labels = mask(tokens, self._vocabulary, self._form, self._seed, position)
+        places, labels = mask_tokens(tokens, self._vocabulary, self._form, self._seed, position)
         return MaskedSample(tokens, segments, places, labels, int(elsewhere), position)
 
     def _bounds(self, number: int) -> tuple[int, int, int]:
         """A row's document, and where it starts and stops in the file."""
         document = int(np.searchsorted(self._first, number, side="right")) - 1
-        start = int(self.file.index[document]) + (number - int(self._first[document])) * self._room
-        return document, start, min(start + self._room, int(self.file.index[document + 1]) - 1)
+        start = int(self.file.index[document]) + (number - int(self._first[document])) * self._max_tokens
+        return document, start, min(start + self._max_tokens, int(self.file.index[document + 1]) - 1)
 
 
-class Shards:
+class PremaskedRows:
     """Rows that were masked when they were written, the same in every epoch."""
 
-    def __init__(self, columns: Columns, form: MaskForm) -> None:
+    def __init__(self, columns: RecordSet, form: MaskingOptions) -> None:
         self.file, self._form = columns, form
         self.count = columns.count
         self._vocab_size = int(columns.facts["vocab_size"])
@@ -174,7 +176,7 @@ class Shards:
                 f"{self.file.folder} has a token beyond the vocabulary of {self._vocab_size} in record {number}, so "
                 "the file is damaged; delete that folder and prepare the data again"
             )
-        follows = int(record["follows"][0]) if self._form.pairs else IGNORED
+        follows = int(record["follows"][0]) if self._form.pairs else IGNORE_INDEX
         return MaskedSample(record["tokens"], record["segments"], record["places"], record["labels"], follows, position)
 
     def describe(self) -> str:
@@ -186,8 +188,8 @@ class Shards:
         return []
 
 
-def mask(
-    tokens: NDArray[np.int64], vocabulary: Vocabulary, form: MaskForm, seed: int, position: int
+def mask_tokens(
+    tokens: NDArray[np.int64], vocabulary: MaskingVocabulary, form: MaskingOptions, seed: int, position: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Mask some of `tokens` in place; returns the places (ascending) and what stood there, (p,) int64 each.
 
@@ -196,10 +198,10 @@ def mask(
     specials = vocabulary.specials
     never = (tokens == specials.cls) | (tokens == specials.sep) | (tokens == specials.pad)
     candidates = np.flatnonzero(~never)
-    wanted = min(form.most, max(1, int(len(tokens) * form.share + 0.5)), len(candidates))
-    drawn = bits(seed, "mask", position, 3 * len(tokens))
+    wanted = min(form.max_predicted, max(1, int(len(tokens) * form.share + 0.5)), len(candidates))
+    drawn = random_bits(seed, "mask", position, 3 * len(tokens))
     if form.whole_words:
-        places = _words(vocabulary.continues[tokens], candidates, wanted, drawn)
+        places = _words(vocabulary.is_continuation[tokens], candidates, wanted, drawn)
     else:
         places = candidates[np.argsort(drawn[candidates], kind="stable")[:wanted]]
     places = np.sort(places)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, DataError, StorageError
-from phalanx.core.run_paths import shown
+from phalanx.core.run_paths import redact_url
 from phalanx.data.token_files import TokenFile
 from phalanx.storage import files as storage
 
@@ -27,16 +27,16 @@ PREAMBLE = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point numbers
 SMALL_VOCAB = 65500  # below it Megatron itself writes uint16
 COPY_TOKENS = 4 << 20
-MOST_BYTES = 1 << 60  # of a .bin
+MAX_BYTES = 1 << 60  # of a .bin
 
 
-class Pair:
+class IndexedDataset:
     """An `.idx` and its `.bin`, opened for reading; ids stay on disk until they are read.
 
     Raises DataError for an index that is torn or no index, and for a `.bin` that is shorter than it says.
     """
 
-    def __init__(self, index: NDArray[np.uint8], data: "Bytes", name: str) -> None:
+    def __init__(self, index: NDArray[np.uint8], data: "RangeReader", name: str) -> None:
         self._data = data
         self._name = name
         if index.size < PREAMBLE.size:
@@ -68,7 +68,7 @@ class Pair:
             or (np.diff(self._bounds) < 0).any()
             or (self._lengths < 0).any()
             or (self._pointers < 0).any()
-            or (self._pointers > MOST_BYTES).any()  # with what is added to it, no sum wraps around
+            or (self._pointers > MAX_BYTES).any()  # with what is added to it, no sum wraps around
             or (self._pointers % self.dtype.itemsize).any()
         ):
             raise DataError(f"{self._name} is damaged: its offsets are impossible; write or fetch it again")
@@ -82,7 +82,7 @@ class Pair:
         """How many documents there are."""
         return len(self._bounds) - 1
 
-    def cut(self, size_bytes: int) -> list[int]:
+    def split_bounds(self, size_bytes: int) -> list[int]:
         """Bounds of runs of documents, each of about `size_bytes`: the first 0, the last the number of documents."""
         ends = np.concatenate([[0], np.cumsum(self._lengths)])[self._bounds] * self.dtype.itemsize
         bounds = [0]
@@ -91,7 +91,7 @@ class Pair:
             bounds.append(min(max(stop, bounds[-1] + 1), self.documents))
         return bounds
 
-    def read(self, start: int, stop: int) -> list[NDArray[Any]]:
+    def read_documents(self, start: int, stop: int) -> list[NDArray[Any]]:
         """The ids of documents [start, stop), one array each."""
         found: list[NDArray[Any]] = []
         for number in range(start, stop):
@@ -103,10 +103,10 @@ class Pair:
     def _sequence(self, number: int) -> NDArray[Any]:
         begin = int(self._pointers[number])
         end = begin + int(self._lengths[number]) * self.dtype.itemsize
-        return np.frombuffer(self._data.read(begin, end), self.dtype)
+        return np.frombuffer(self._data.read_range(begin, end), self.dtype)
 
 
-class Bytes:
+class RangeReader:
     """The contents of a file by range: mapped where it is local, read ahead in blocks where it is at a URL."""
 
     BLOCK = 8 << 20
@@ -117,16 +117,16 @@ class Bytes:
         self._map: Any = None
         self._block: Any = b""
         if storage.is_url(path):
-            found = storage.entry(path, timeout_s)
+            found = storage.get_entry(path, timeout_s)
             if found is None:
-                raise FileNotFoundError(2, "there is no such file", shown(path))
+                raise FileNotFoundError(2, "there is no such file", redact_url(path))
             self.size = found.size
         else:
             self.size = os.stat(path).st_size
             if self.size:
                 self._map = np.memmap(path, np.uint8, mode="r")
 
-    def read(self, start: int, stop: int) -> Any:
+    def read_range(self, start: int, stop: int) -> Any:
         """Bytes [start, stop)."""
         if self._map is not None:
             return self._map[start:stop]
@@ -139,21 +139,21 @@ class Bytes:
 
 
 @contextlib.contextmanager
-def opened(path: str, timeout_s: float = storage.TIMEOUT_S) -> Iterator[Pair]:
+def open_indexed_dataset(path: str, timeout_s: float = storage.TIMEOUT_S) -> Iterator[IndexedDataset]:
     """The pair of an `.idx` file. Raises DataError for one that cannot be used."""
-    name = shown(path)
+    name = redact_url(path)
     try:
-        index = Bytes(path, timeout_s)
-        whole = np.frombuffer(index.read(0, index.size), np.uint8)
-        data = Bytes(f"{path.removesuffix('.idx')}.bin", timeout_s)
+        index = RangeReader(path, timeout_s)
+        whole = np.frombuffer(index.read_range(0, index.size), np.uint8)
+        data = RangeReader(f"{path.removesuffix('.idx')}.bin", timeout_s)
     except StorageError:
         raise
     except OSError as error:
         raise DataError(f"{name} and its .bin cannot be read ({error.strerror or error}); restore them") from None
-    yield Pair(whole, data, name)
+    yield IndexedDataset(whole, data, name)
 
 
-def write_pair(token_file: TokenFile, prefix: Path) -> int:
+def write_indexed_dataset(token_file: TokenFile, prefix: Path) -> int:
     """Write a token set as PREFIX.bin and PREFIX.idx, a document with its EOS as one sequence; returns the documents.
 
     The index comes last, and each file appears complete or not at all. Raises ConfigError for files that exist and for
@@ -172,14 +172,14 @@ def write_pair(token_file: TokenFile, prefix: Path) -> int:
         raise DataError(f"{token_file.folder} has a document of more than 2^31 tokens, which Megatron cannot count")
     dtype = np.dtype("<u2" if token_file.vocab_size < SMALL_VOCAB else "<i4")
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    with _appearing(names[0]) as file:
+    with _atomic_file(names[0]) as file:
         for start in range(0, token_file.tokens, COPY_TOKENS):
             tokens = token_file.slice(start, min(start + COPY_TOKENS, token_file.tokens))
             file.write(tokens.astype(dtype).tobytes())
     count = len(lengths)
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
     pointers = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])[:-1] * dtype.itemsize
-    with _appearing(names[1]) as file:
+    with _atomic_file(names[1]) as file:
         file.write(PREAMBLE.pack(HEADER, VERSION, code, count, count + 1))
         file.write(lengths.astype("<i4").tobytes() + pointers.astype("<i8").tobytes())
         file.write(np.arange(count + 1, dtype="<i8").tobytes())
@@ -187,7 +187,7 @@ def write_pair(token_file: TokenFile, prefix: Path) -> int:
 
 
 @contextlib.contextmanager
-def _appearing(path: Path) -> Iterator[Any]:
+def _atomic_file(path: Path) -> Iterator[Any]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
-from phalanx.data.shuffle import order
+from phalanx.data.shuffle import shuffle_indices
 from phalanx.data.token_files import TokenFile
 
 
 @dataclass(frozen=True)
-class Form:
+class PackingOptions:
     """How documents become rows. `packed`: whole documents, by packing; else windows of the text as it runs.
 
     `isolated`: no attention across documents in windows, as packed rows always have it. `drop_long`: packed documents
@@ -30,7 +30,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """`tokens` (seq_len + 1,) int64. `learnt` (seq_len,): which labels count; `lengths` int64: how many of the inputs
     belong to each document, in all seq_len. Both None: all count, and all attend to all before them."""
 
@@ -40,29 +40,29 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Sample(Row):
+class Sample(TokenRow):
     """A row that has its place in the run, which no other has."""
 
     position: int = 0
 
 
-def rows_of(file: TokenFile, form: Form, seed: int) -> "Windows | Packed":
+def make_rows(file: TokenFile, form: PackingOptions, seed: int) -> "TextWindows | PackedRows":
     """The rows of a token set in the form asked for."""
-    return Packed(file, form, seed) if form.packed else Windows(file, form)
+    return PackedRows(file, form, seed) if form.packed else TextWindows(file, form)
 
 
-class Windows:
+class TextWindows:
     """Windows of running text, one behind the other. They overlap by one token: labels are inputs shifted by one."""
 
-    def __init__(self, file: TokenFile, form: Form) -> None:
+    def __init__(self, file: TokenFile, form: PackingOptions) -> None:
         self.file, self._form = file, form
         self.count = max(0, (file.tokens - 1) // form.seq_len)
 
     def sample(self, number: int, position: int) -> Sample:
-        return _placed(self.row(number), position)
+        return _at_position(self.row(number), position)
 
     def describe(self) -> str:
-        return f"{self.file.folder} has {self.file.tokens} tokens, {_made(self.count, self._form)}"
+        return f"{self.file.folder} has {self.file.tokens} tokens, {_describe_rows(self.count, self._form)}"
 
     def warnings(self) -> list[str]:
         return []
@@ -72,12 +72,12 @@ class Windows:
         start = number * self._form.seq_len
         return start, start + self._form.seq_len + 1
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> TokenRow:
         seq_len = self._form.seq_len
         start, stop = self.span(number)
         tokens = _tokens(self.file, start, stop)
         if not self._form.isolated:
-            return Row(tokens)
+            return TokenRow(tokens)
         index = self.file.index
         inside = slice(np.searchsorted(index, start, side="right"), np.searchsorted(index, start + seq_len))
         inner = np.array(index[inside] - start, np.int64)
@@ -85,33 +85,35 @@ class Windows:
         learnt[inner - 1] = False  # the end of a document says nothing about the next one
         if index[inside.stop] == start + seq_len:
             learnt[-1] = False
-        return Row(tokens, learnt, np.diff(inner, prepend=0, append=seq_len))
+        return TokenRow(tokens, learnt, np.diff(inner, prepend=0, append=seq_len))
 
 
-class Packed:
+class PackedRows:
     """Rows of whole documents, each packed as full as possible.
 
     Attributes: `too_long`, how many documents were longer than a row and so cut (or, with `drop_long`, left out), and
     `filled`, the share of all rows' tokens that are a document's.
     """
 
-    def __init__(self, file: TokenFile, form: Form, seed: int) -> None:
+    def __init__(self, file: TokenFile, form: PackingOptions, seed: int) -> None:
         self.file, self._form = file, form
         room = form.seq_len + 1
         lengths = np.diff(file.index)
         long = lengths > room
         self.too_long = int(long.sum())
-        self._documents, self._first = pack(np.where(long, 0 if form.drop_long else room, lengths), room, seed)
+        self._documents, self._first = pack_documents(
+            np.where(long, 0 if form.drop_long else room, lengths), room, seed
+        )
         self.count = len(self._first) - 1
         kept = np.minimum(lengths[self._documents], room).sum()
         self.filled = float(kept / (self.count * room)) if self.count else 0.0
 
     def sample(self, number: int, position: int) -> Sample:
-        return _placed(self.row(number), position)
+        return _at_position(self.row(number), position)
 
     def describe(self) -> str:
         held = f"{self.file.tokens} tokens in {self.file.documents} documents"
-        return f"{self.file.folder} has {held}, {_made(self.count, self._form)}"
+        return f"{self.file.folder} has {held}, {_describe_rows(self.count, self._form)}"
 
     def warnings(self) -> list[str]:
         """What became of documents that no row can hold."""
@@ -127,7 +129,7 @@ class Packed:
         """The numbers of the documents that lie in a row, in their order."""
         return self._documents[self._first[number] : self._first[number + 1]]
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int) -> TokenRow:
         room = self._form.seq_len + 1
         documents = self.documents(number)
         starts = self.file.index[documents]
@@ -144,19 +146,20 @@ class Packed:
             lengths[-1] -= 1  # the last token is a label only
         elif filled < room - 1:
             lengths = np.concatenate([lengths, [room - 1 - filled]])
-        return Row(tokens, learnt[1:], lengths)
+        return TokenRow(tokens, learnt[1:], lengths)
 
 
-def pack(lengths: NDArray[np.int64], room: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pack documents of these lengths (none above `room`; those of length 0 are left out) into rows of `room` tokens.
+def pack_documents(lengths: NDArray[np.int64], capacity: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pack documents of these lengths (none above `capacity`; those of length 0 are left out) into rows of `capacity`
+    tokens.
 
     Returns the documents, row by row, and where each row begins among them (one more than there are rows). Best fit
     decreasing: the longest document first, each into the row with the least room that it fits in. Equal lengths
     are handled together, so that time and memory depend on how many different ones there are; `seed` says which of
     equal documents goes where. Source: Johnson et al. 1974 (best fit decreasing); Krell et al. 2021 (on a histogram).
     """
-    assert not len(lengths) or lengths.max() <= room, "a document longer than a row"
-    shuffled = np.lexsort((order(seed, 0, max(1, len(lengths)), np.arange(len(lengths)), "packing"), lengths))
+    assert not len(lengths) or lengths.max() <= capacity, "a document longer than a row"
+    shuffled = np.lexsort((shuffle_indices(seed, 0, max(1, len(lengths)), np.arange(len(lengths)), "packing"), lengths))
     sizes, first, counts = np.unique(lengths[shuffled], return_index=True, return_counts=True)
     # Rows of one make-up are one group: room left -> [(how many rows, ((size, how many of it), ...)), ...].
     groups: dict[int, list[tuple[int, tuple[tuple[int, int], ...]]]] = {}
@@ -171,7 +174,7 @@ def pack(lengths: NDArray[np.int64], room: int, seed: int) -> tuple[NDArray[np.i
         left = count if size else 0
         while left:
             place = bisect.bisect_left(spaces, size)
-            space = spaces[place] if place < len(spaces) else room
+            space = spaces[place] if place < len(spaces) else capacity
             each = space // size  # the row just begun has then the least room for the next of this size
             if place < len(spaces):
                 rows, made_of = groups[space].pop()
@@ -201,11 +204,11 @@ def pack(lengths: NDArray[np.int64], room: int, seed: int) -> tuple[NDArray[np.i
     return np.concatenate(documents), np.concatenate([[0], np.cumsum(np.concatenate(row_sizes))])
 
 
-def _placed(row: Row, position: int) -> Sample:
+def _at_position(row: TokenRow, position: int) -> Sample:
     return Sample(row.tokens, row.learnt, row.lengths, position)
 
 
-def _made(count: int, form: Form) -> str:
+def _describe_rows(count: int, form: PackingOptions) -> str:
     return f"which make {count} sequences of {form.seq_len}" + ("" if count else " (data.seq_len)")
 
 

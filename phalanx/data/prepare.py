@@ -21,27 +21,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phalanx.core.errors import ConfigError, DataError, StorageError
-from phalanx.core.run_paths import HELD_OUT, shown
+from phalanx.core.run_paths import HELD_OUT, redact_url
 from phalanx.data import stdlib_chat, workers
-from phalanx.data.cache import Cache, describe, prune
-from phalanx.data.encode import SIDES, Task, encode_chunk, make_encoder
+from phalanx.data.cache import Cache, prune, write_description
+from phalanx.data.encode import SPLITS, EncodeTask, encode_chunk, make_encoder
 from phalanx.data.read_chunks import (
     CHUNK_BYTES,
     MANY_CHUNKS,
-    MOST_CHUNK_BYTES,
+    MAX_CHUNK_BYTES,
     Chunk,
     Meter,
-    lines_before,
-    plan,
-    records,
+    count_lines_before,
+    plan_chunks,
+    read_records,
 )
 from phalanx.data.source_file import SourceFile
 from phalanx.data.sources import (
     LINES,
     TALKS,
     TOKENS,
-    Format,
     Record,
+    RecordFormat,
     check_format,
     is_held_out,
     list_files,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from phalanx.config.schema import DataSection
 
 TRAIN = "train"  # the value of `tokenizer` that asks for a new one
-READING = 2  # raised with every change of how conversations are read
+READER_VERSION = 2  # raised with every change of how conversations are read
 SAMPLE_BYTES = 8 << 20  # text that a tokenizer is trained on at most; more changes few merges
 SAMPLE_CHARS = 1 << 16  # the sample is drawn in chunks of this length, so that one huge document is no exception
 SAMPLE_READ = 64  # times its size is read of a source to draw the sample
@@ -74,11 +74,12 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Where prepared data lies, all of it made with one tokenizer.
 
-    `train`: folders for TokenFile with their weights in the mixture, one of weight 1.0 where there is none. `held_out`:
-    the sets to evaluate on by name; "held_out" is what was kept back of the training documents, and may be empty.
+    `train`: folders for TokenFile with their weights in the mixture, one of weight 1.0 where there is none.
+    `held_out`: the sets to evaluate on by name; "held_out" is what was kept back of the training documents, and may be
+    empty.
     """
 
     tokenizer_folder: Path
@@ -89,7 +90,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DatasetRequest:
     """One token set, or the two sides of one: `key` is what its sources were set under."""
 
     key: str
@@ -107,7 +108,7 @@ def prepare(
     lock_timeout_s: float = storage.LOCK_TIMEOUT_S,
     storage_timeout_s: float = storage.TIMEOUT_S,
     pieces: bool = False,
-) -> Prepared:
+) -> PreparedData:
     """Return the token sets that `data` asks for, preparing those that the cache does not have.
 
     `data.tokenizer` is "train" (a byte-level BPE with `tokenizer_vocab` entries, trained on training documents only;
@@ -123,30 +124,30 @@ def prepare(
         raise ConfigError(
             f"data.held_out is {data.held_out}, which leaves nothing to train on; set it to 0 or more and below 1"
         )
-    progress = progress or silent
-    format = format_of(data, storage_timeout_s)
-    train, validation = asked_for(data, storage_timeout_s)
+    progress = progress or ignore_progress
+    format = make_document_format(data, storage_timeout_s)
+    train, validation = list_requests(data, storage_timeout_s)
     everything = [*(wanted for wanted, _ in train), *validation.values()]
     for wanted in everything:
         check_format(wanted.files, data.format)
-    cache = cache_of(data, lock_timeout_s, storage_timeout_s)
+    cache = open_cache(data, lock_timeout_s, storage_timeout_s)
     count = data.workers if data.workers != "auto" else len(os.sched_getaffinity(0))
-    with writing_cache(data):
+    with translate_disk_errors(data):
         prune(cache.folder)
         folder, named_so = _tokenizer(data, train, format, cache, progress, pieces)
         keys = {id(wanted): _key(wanted, tokenizer_hash(folder), format) for wanted in everything}
-        told = sum_of_missing("tokens", progress, everything, keys, cache)
+        told = make_sum_progress("tokens", progress, everything, keys, cache)
 
-        def build(wanted: Wanted, partial: Path, out: Path) -> None:
-            _build(Work(wanted, keys[id(wanted)], folder, named_so, format, count, told, progress), partial, out)
+        def build(wanted: DatasetRequest, partial: Path, out: Path) -> None:
+            _build(TokenSetJob(wanted, keys[id(wanted)], folder, named_so, format, count, told, progress), partial, out)
 
-        joined = functools.partial(_joined, tokenizer_name=named_so, cache=cache)
-        sets = made_sets(train, validation, keys, cache, build, joined)
-    return _opened(folder, *sets)
+        joined = functools.partial(_join_held_out, tokenizer_name=named_so, cache=cache)
+        sets = obtain_sets(train, validation, keys, cache, build, joined)
+    return _open_prepared(folder, *sets)
 
 
 @contextlib.contextmanager
-def writing_cache(data: "DataSection") -> Iterator[None]:
+def translate_disk_errors(data: "DataSection") -> Iterator[None]:
     """Turn what a disk refuses into a DataError that names the cache; a store has its own words."""
     try:
         yield
@@ -154,17 +155,17 @@ def writing_cache(data: "DataSection") -> Iterator[None]:
         raise
     except OSError as error:
         raise DataError(
-            f"the data cache {shown(data.cache)} cannot be written ({error.strerror or error}); free space there or "
-            f"name another folder"
+            f"the data cache {redact_url(data.cache)} cannot be written ({error.strerror or error}); free space there "
+            f"or name another folder"
         ) from error
 
 
-def made_sets(
-    train: list[tuple[Wanted, float]],
-    validation: dict[str, Wanted],
+def obtain_sets(
+    train: list[tuple[DatasetRequest, float]],
+    validation: dict[str, DatasetRequest],
     keys: dict[int, str],
     cache: Cache,
-    build: Callable[[Wanted, Path, Path], None],
+    build: Callable[[DatasetRequest, Path, Path], None],
     joined: Callable[[list[Path], list[str]], Path],
 ) -> tuple[list[tuple[Path, float]], dict[str, Path]]:
     """Obtain every set, by the key that `keys` has for its id; `build(wanted, partial, out)` makes one that is not in
@@ -174,7 +175,7 @@ def made_sets(
     training sets keep back: `joined` (folders and keys of these) makes one of several.
     """
     everything = [*(wanted for wanted, _ in train), *validation.values()]
-    made = {id(wanted): cache.obtain(keys[id(wanted)], functools.partial(build, wanted)) for wanted in everything}
+    made = {id(wanted): cache.get_or_make(keys[id(wanted)], functools.partial(build, wanted)) for wanted in everything}
     sides = [made[id(wanted)] / HELD_OUT for wanted, _ in train]
     held_out = sides[0] if len(sides) == 1 else joined(sides, [keys[id(wanted)] for wanted, _ in train])
     return (
@@ -183,26 +184,30 @@ def made_sets(
     )
 
 
-def asked_for(data: "DataSection", storage_timeout_s: float) -> tuple[list[tuple[Wanted, float]], dict[str, Wanted]]:
+def list_requests(
+    data: "DataSection", storage_timeout_s: float
+) -> tuple[list[tuple[DatasetRequest, float]], dict[str, DatasetRequest]]:
     """The training sets with their weights, and the validation sets by name; raises DataError, StorageError."""
     train = [
-        (Wanted("data.source", list_files(paths, "data.source", storage_timeout_s), data.held_out), weight)
-        for paths, weight in mixture(data.source)
+        (DatasetRequest("data.source", list_files(paths, "data.source", storage_timeout_s), data.held_out), weight)
+        for paths, weight in split_mixture(data.source)
     ]
     validation = {
-        name: Wanted(f"data.validation.{name}", list_files(paths, f"data.validation.{name}", storage_timeout_s), 1.0)
+        name: DatasetRequest(
+            f"data.validation.{name}", list_files(paths, f"data.validation.{name}", storage_timeout_s), 1.0
+        )
         for name, paths in data.validation.items()
     }
     return train, validation
 
 
-def cache_of(data: "DataSection", lock_timeout_s: float, storage_timeout_s: float) -> Cache:
+def open_cache(data: "DataSection", lock_timeout_s: float, storage_timeout_s: float) -> Cache:
     """Where prepared sets go: a folder, of which a URL may hold copies."""
     url = data.cache if storage.is_url(data.cache) else None
     return Cache(storage.local_cache(data.cache).absolute(), url, lock_timeout_s, storage_timeout_s)
 
 
-def mixture(source: Iterable[Any]) -> list[tuple[list[str], float]]:
+def split_mixture(source: Iterable[Any]) -> list[tuple[list[str], float]]:
     """The sources that are prepared each by itself, and their weights: one, unless an entry has a weight of its own."""
     entries = list(source)
     if all(isinstance(entry, str) for entry in entries):
@@ -210,9 +215,9 @@ def mixture(source: Iterable[Any]) -> list[tuple[list[str], float]]:
     return [([entry], 1.0) if isinstance(entry, str) else (list(entry.path), entry.weight) for entry in entries]
 
 
-def format_of(data: "DataSection", storage_timeout_s: float = storage.TIMEOUT_S) -> Format:
+def make_document_format(data: "DataSection", storage_timeout_s: float = storage.TIMEOUT_S) -> RecordFormat:
     """How the documents of a recipe are read."""
-    return Format(
+    return RecordFormat(
         data.format,
         data.text_key,
         data.messages_key,
@@ -224,17 +229,17 @@ def format_of(data: "DataSection", storage_timeout_s: float = storage.TIMEOUT_S)
     )
 
 
-def _key(wanted: Wanted, tokenizer: str, format: Format) -> str:
+def _key(wanted: DatasetRequest, tokenizer: str, format: RecordFormat) -> str:
     """The name of a result: a hash of everything that could change a token of it."""
-    parts = [FORMAT_VERSION, identity(wanted.files), tokenizer, _reading(format), wanted.held_out]
-    return hashed(parts)
+    parts = [FORMAT_VERSION, identify_files(wanted.files), tokenizer, _reading(format), wanted.held_out]
+    return hash_parts(parts)
 
 
-def hashed(parts: list[Any]) -> str:
+def hash_parts(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def identity(files: list[SourceFile]) -> list[Any]:
+def identify_files(files: list[SourceFile]) -> list[Any]:
     return [
         [file.path, file.kind, file.size_bytes, file.version, file.lenient]
         + ([stdlib_chat.VERSION] if file.kind == TALKS else [])
@@ -242,12 +247,12 @@ def identity(files: list[SourceFile]) -> list[Any]:
     ]
 
 
-def _reading(format: Format) -> list[Any]:
+def _reading(format: RecordFormat) -> list[Any]:
     if format.format == "text":
         return [format.format, *format.columns()]
-    from phalanx.data.chat import template_text
+    from phalanx.data.chat import load_template
 
-    return [format.format, *format.columns(), format.loss_on, template_text(format.chat_template), READING]
+    return [format.format, *format.columns(), format.loss_on, load_template(format.chat_template), READER_VERSION]
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizer
@@ -255,8 +260,8 @@ def _reading(format: Format) -> list[Any]:
 
 def _tokenizer(
     data: "DataSection",
-    train: list[tuple[Wanted, float]],
-    format: Format,
+    train: list[tuple[DatasetRequest, float]],
+    format: RecordFormat,
     cache: Cache,
     progress: Progress,
     pieces: bool = False,
@@ -269,29 +274,29 @@ def _tokenizer(
     for wanted, _ in train:
         if ids := next((file for file in wanted.files if file.kind == TOKENS), None):
             raise ConfigError(
-                f"{shown(ids.path)} holds token ids, so no tokenizer can be trained on it; set data.tokenizer to the "
-                f"folder of the one that made them"
+                f"{redact_url(ids.path)} holds token ids, so no tokenizer can be trained on it; set data.tokenizer to "
+                f"the folder of the one that made them"
             )
     # The size of chunks matters where only some of them are read.
-    sample = [SAMPLE_BYTES, SAMPLE_CHARS, SAMPLE_READ, CHUNK_BYTES, MOST_CHUNK_BYTES, MANY_CHUNKS]
+    sample = [SAMPLE_BYTES, SAMPLE_CHARS, SAMPLE_READ, CHUNK_BYTES, MAX_CHUNK_BYTES, MANY_CHUNKS]
     parts = [version("tokenizers"), data.tokenizer_vocab, data.held_out, sample, *(["pieces"] if pieces else [])]
     total = sum(weight for _, weight in train)
-    sources = [[identity(wanted.files), weight / total] for wanted, weight in train]
-    name = f"tokenizer-{hashed([*parts, sources, _reading(format)])}"
+    sources = [[identify_files(wanted.files), weight / total] for wanted, weight in train]
+    name = f"tokenizer-{hash_parts([*parts, sources, _reading(format)])}"
 
     def make(partial: Path, out: Path) -> None:
         trained = partial / "tokenizer"
         if not trained.exists():
-            texts = tokenizer_sample([(w.files, weight) for w, weight in train], format, data.held_out, progress)
+            texts = sample_for_tokenizer([(w.files, weight) for w, weight in train], format, data.held_out, progress)
             train_tokenizer(texts, data.tokenizer_vocab, trained, pieces)
         shutil.copytree(trained, out, dirs_exist_ok=True)
-        describe(out, {"trained_on": [named(wanted.files) for wanted, _ in train]})
+        write_description(out, {"trained_on": [shorten_names(wanted.files) for wanted, _ in train]})
 
-    return cache.obtain(name, make), f"../{name}"
+    return cache.get_or_make(name, make), f"../{name}"
 
 
-def tokenizer_sample(
-    sources: list[tuple[list[SourceFile], float]], format: Format, held_out: float, progress: Progress
+def sample_for_tokenizer(
+    sources: list[tuple[list[SourceFile], float]], format: RecordFormat, held_out: float, progress: Progress
 ) -> Iterator[str]:
     """Text of training documents, all of it or a sample of about SAMPLE_BYTES chosen by hash, to which each source of a
     mixture gives its weight's part."""
@@ -299,7 +304,7 @@ def tokenizer_sample(
     drawn = []
     for files, weight in sources:
         target = SAMPLE_BYTES * weight / weights
-        chunks = _drawn(plan(files, format), int(SAMPLE_READ * target))
+        chunks = _draw_chunks(plan_chunks(files, format), int(SAMPLE_READ * target))
         size = sum(chunk.size_bytes for chunk in chunks)
         drawn.append((chunks, min(1.0, target / max(1, size)), size))
     total, done = sum(size for _, _, size in drawn), 0
@@ -315,7 +320,7 @@ def tokenizer_sample(
     progress("tokenizer", total, total)
 
 
-def _drawn(chunks: list[Chunk], limit_bytes: int) -> list[Chunk]:
+def _draw_chunks(chunks: list[Chunk], limit_bytes: int) -> list[Chunk]:
     """As many chunks, chosen by hash, as hold that much; in their order."""
     if sum(chunk.size_bytes for chunk in chunks) <= limit_bytes:
         return chunks
@@ -325,20 +330,20 @@ def _drawn(chunks: list[Chunk], limit_bytes: int) -> list[Chunk]:
     return [chunks[number] for number in sorted(shuffled[:enough])]
 
 
-def _texts(chunk: Chunk, format: Format, held_out: float) -> Iterator[str]:
+def _texts(chunk: Chunk, format: RecordFormat, held_out: float) -> Iterator[str]:
     """The texts of a chunk's training documents; of conversations and prompts, each string under their keys."""
     try:
-        for record in records(chunk, format, Meter()):
+        for record in read_records(chunk, format, Meter()):
             if not is_held_out(record_digest(record, format.columns()), held_out):
                 yield from [record.text] if record.text is not None else _strings(record, format)
     except DataError:
         if chunk.kind == LINES and chunk.start:  # see encode_chunk
-            for record in records(chunk, format, Meter(), lines_before(chunk, format) + 1):
+            for record in read_records(chunk, format, Meter(), count_lines_before(chunk, format) + 1):
                 record_digest(record, format.columns())
         raise
 
 
-def _strings(record: Record, format: Format) -> list[str]:
+def _strings(record: Record, format: RecordFormat) -> list[str]:
     def inside(value: Any) -> Iterator[str]:
         if isinstance(value, str):
             yield value
@@ -354,59 +359,65 @@ def _strings(record: Record, format: Format) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenSetJob:
     """What one set needs to be made. `tokens(count)` is told the bytes of source that are done."""
 
-    wanted: Wanted
+    request: DatasetRequest
     key: str
     tokenizer_folder: Path
     tokenizer_name: str
-    format: Format
+    format: RecordFormat
     processes: int
-    tokens: Callable[[int], None]
+    on_bytes: Callable[[int], None]
     progress: Progress
 
 
-def _build(work: Work, partial: Path, out: Path) -> None:
+def _build(work: TokenSetJob, partial: Path, out: Path) -> None:
     tokenizer = load_tokenizer(work.tokenizer_folder)
     pieces = _encode(work, partial)
     _merge(work, pieces, tokenizer, out)
-    describe(
+    write_description(
         out,
         {
-            "sources": named(work.wanted.files),
+            "sources": shorten_names(work.request.files),
             "tokenizer": work.tokenizer_name,
             "format": asdict(work.format),
-            "held_out": work.wanted.held_out,
+            "held_out": work.request.held_out,
         },
     )
 
 
-def named(files: list[SourceFile], most: int = 20) -> list[str]:
+def shorten_names(files: list[SourceFile], most: int = 20) -> list[str]:
     more = [f"and {len(files) - most} more"] if len(files) > most else []
-    return [*(shown(file.path) for file in files[:most]), *more]
+    return [*(redact_url(file.path) for file in files[:most]), *more]
 
 
-def _encode(work: Work, partial: Path) -> list[Path]:
+def _encode(work: TokenSetJob, partial: Path) -> list[Path]:
     """Encode the chunks that are not done yet; returns the pieces of all in order."""
-    chunks = plan(work.wanted.files, work.format)
+    chunks = plan_chunks(work.request.files, work.format)
     tasks = [
-        Task(f"chunk-{number:06d}", str(partial), str(work.tokenizer_folder), work.format, work.wanted.held_out, chunk)
+        EncodeTask(
+            f"chunk-{number:06d}", str(partial), str(work.tokenizer_folder), work.format, work.request.held_out, chunk
+        )
         for number, chunk in enumerate(chunks)
     ]
-    pending = [task for task in tasks if _done(partial, task) is None]
+    pending = [task for task in tasks if _find_piece_count(partial, task) is None]
     pending_bytes = sum(task.chunk.size_bytes for task in pending)
-    work.tokens(work.wanted.total_bytes - pending_bytes)
+    work.on_bytes(work.request.total_bytes - pending_bytes)
     if len(pending) > 1 and pending_bytes > SMALL_BYTES:
-        workers.run(pending, work.processes, partial, work.tokens)
+        workers.encode_in_processes(pending, work.processes, partial, work.on_bytes)
     elif pending:  # one core after another is enough, or the library's own threads share the text
         encoder = make_encoder(work.tokenizer_folder, work.format, ENCODE_CHARS)
         for task in pending:
-            encode_chunk(task, encoder, work.tokens)
-    return [partial / f"{task.name}-{piece:04d}.npz" for task in tasks for piece in range(_done(partial, task) or 0)]
+            encode_chunk(task, encoder, work.on_bytes)
+    return [
+        partial / f"{task.name}-{piece:04d}.npz"
+        for task in tasks
+        for piece in range(_find_piece_count(partial, task) or 0)
+    ]
 
 
-def _done(partial: Path, task: Task) -> int | None:
+def _find_piece_count(partial: Path, task: EncodeTask) -> int | None:
     """The number of pieces of a chunk; None unless all are there. What another cut of the sources left is removed."""
     note = partial / f"{task.name}.json"
     if note.is_file():
@@ -418,11 +429,11 @@ def _done(partial: Path, task: Task) -> int | None:
     return None
 
 
-def _merge(work: Work, pieces: list[Path], tokenizer: Tokenizer, out: Path) -> None:
-    sides = SIDES if work.wanted.held_out < 1.0 else (HELD_OUT,)
+def _merge(work: TokenSetJob, pieces: list[Path], tokenizer: Tokenizer, out: Path) -> None:
+    sides = SPLITS if work.request.held_out < 1.0 else (HELD_OUT,)
     about = (tokenizer.vocab_size, tokenizer.eos_id, work.key, tokenizer.specials)
     writers = {name: TokenWriter(out / name, *about) for name in sides}
-    documents_of = dict.fromkeys(SIDES, 0)
+    documents_of = dict.fromkeys(SPLITS, 0)
     for number, path in enumerate(pieces):
         try:
             with np.load(path, allow_pickle=False) as arrays:
@@ -437,17 +448,18 @@ def _merge(work: Work, pieces: list[Path], tokenizer: Tokenizer, out: Path) -> N
     if not documents_of[sides[0]]:
         what = "train" if sides[0] == TRAIN else "evaluate"
         remedy = "add documents or lower data.held_out" if sides[0] == TRAIN else "add documents"
-        first = shown(work.wanted.files[0].path)
+        first = redact_url(work.request.files[0].path)
         raise DataError(
-            f"{work.wanted.key} ({first}) leaves no document to {what} on ({documents_of[HELD_OUT]} held out); {remedy}"
+            f"{work.request.key} ({first}) leaves no document to {what} on "
+            f"({documents_of[HELD_OUT]} held out); {remedy}"
         )
     for writer in writers.values():
         writer.finish()
 
 
-def _joined(sides: list[Path], keys: list[str], tokenizer_name: str, cache: Cache) -> Path:
+def _join_held_out(sides: list[Path], keys: list[str], tokenizer_name: str, cache: Cache) -> Path:
     """What all sources of a mixture keep back, as one set."""
-    key = hashed([FORMAT_VERSION, "joined", keys])
+    key = hash_parts([FORMAT_VERSION, "joined", keys])
 
     def make(_: Path, out: Path) -> None:
         first = TokenFile(sides[0])
@@ -463,18 +475,18 @@ def _joined(sides: list[Path], keys: list[str], tokenizer_name: str, cache: Cach
                 writer.extend(side.slice(offset, end), np.diff(side.index[start : stop + 1]), mask)
                 start = stop
         writer.finish()
-        describe(out, {"sources": [side.parent.name for side in sides], "tokenizer": tokenizer_name})
+        write_description(out, {"sources": [side.parent.name for side in sides], "tokenizer": tokenizer_name})
 
-    return cache.obtain(key, make) / HELD_OUT
+    return cache.get_or_make(key, make) / HELD_OUT
 
 
-def _opened(tokenizer: Path, train: list[tuple[Path, float]], held_out: dict[str, Path]) -> Prepared:
+def _open_prepared(tokenizer: Path, train: list[tuple[Path, float]], held_out: dict[str, Path]) -> PreparedData:
     files = [TokenFile(folder) for folder in [*(folder for folder, _ in train), *held_out.values()]]
-    return Prepared(tokenizer, files[0].vocab_size, files[0].eos_id, train, held_out)
+    return PreparedData(tokenizer, files[0].vocab_size, files[0].eos_id, train, held_out)
 
 
-def sum_of_missing(
-    phase: str, progress: Progress, everything: list[Wanted], keys: dict[int, str], cache: Cache
+def make_sum_progress(
+    phase: str, progress: Progress, everything: list[DatasetRequest], keys: dict[int, str], cache: Cache
 ) -> Callable[[int], None]:
     """A function that is told bytes of source that are done, and shows how many of those that the cache lacks."""
     total = sum(wanted.total_bytes for wanted in everything if not cache.has(keys[id(wanted)]))
@@ -488,5 +500,5 @@ def sum_of_missing(
     return tell
 
 
-def silent(phase: str, done: int, total: int) -> None:
+def ignore_progress(phase: str, done: int, total: int) -> None:
     """Where nobody watches."""

@@ -17,31 +17,31 @@ import numpy as np
 
 from phalanx.config.schema import is_bert
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.core.run_paths import HELD_OUT, shown
+from phalanx.core.run_paths import HELD_OUT, redact_url
 from phalanx.data import hdf5_shards, label_rows, quick_check
-from phalanx.data.cache import Cache, describe, prune
+from phalanx.data.cache import Cache, prune, write_description
 from phalanx.data.prepare import (
     SAMPLE_BYTES,
     TRAIN,
-    Prepared,
+    DatasetRequest,
+    PreparedData,
     Progress,
-    Wanted,
-    asked_for,
-    cache_of,
-    format_of,
-    hashed,
-    identity,
-    made_sets,
-    named,
+    hash_parts,
+    identify_files,
+    ignore_progress,
+    list_requests,
+    make_document_format,
+    make_sum_progress,
+    obtain_sets,
+    open_cache,
     prepare,
-    silent,
-    sum_of_missing,
-    writing_cache,
+    shorten_names,
+    translate_disk_errors,
 )
 from phalanx.data.read_chunks import Meter
-from phalanx.data.record_files import Columns, ColumnsWriter, copy_into
+from phalanx.data.record_files import RecordSet, RecordSetWriter, copy_records
 from phalanx.data.source_file import SourceFile
-from phalanx.data.sources import SHARDS, TALKS, TOKENS, Format, is_held_out, text_digest
+from phalanx.data.sources import SHARDS, TALKS, TOKENS, RecordFormat, is_held_out, text_digest
 from phalanx.data.token_files import token_dtype
 from phalanx.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, tokenizer_hash, train_tokenizer
 from phalanx.storage import files as storage
@@ -50,24 +50,24 @@ if TYPE_CHECKING:
     from phalanx.config.schema import Config, DataSection
 
 VERSION = 1
-GROUP = 1024  # records handed to the tokenizer at once
+GROUP_RECORDS = 1024  # records handed to the tokenizer at once
 
 
 @dataclass(frozen=True)
-class Work:
+class RecordSetJob:
     """One set to be made. `told(count)` is told the bytes of source that are done."""
 
-    wanted: Wanted
+    request: DatasetRequest
     kind: str
-    format: Format
+    format: RecordFormat
     tokenizer: Tokenizer
     tokenizer_name: str
-    told: Callable[[int], None]
+    on_bytes: Callable[[int], None]
 
 
-def prepare_for(config: "Config", progress: Progress | None = None) -> Prepared:
+def prepare_for(config: "Config", progress: Progress | None = None) -> PreparedData:
     """The data that a recipe's task needs, made if need be; `data.tokenizer` is not "auto"."""
-    quick_check.check(config)
+    quick_check.check_first_records(config)
     timeout_s = config.resilience.storage_timeout_s
     kind: str = "masked" if config.task.kind == "auto" and is_bert(config) else config.task.kind
     kind = "shards" if config.data.format == "masked" else kind
@@ -82,7 +82,7 @@ def prepare_records(
     progress: Progress | None = None,
     lock_timeout_s: float = storage.LOCK_TIMEOUT_S,
     storage_timeout_s: float = storage.TIMEOUT_S,
-) -> Prepared:
+) -> PreparedData:
     """Return the sets of records that `data` asks for, preparing those that the cache does not have.
 
     `kind` is "tag", "classify" or "shards". `data.tokenizer` is a folder, or "train" (a WordPiece on the words and
@@ -90,16 +90,18 @@ def prepare_records(
     and key named), ConfigError for a tokenizer that cannot be, StorageError for a store that fails.
     """
     assert data.tokenizer != "auto"
-    progress = progress or silent
+    progress = progress or ignore_progress
     format = (
-        format_of(data, storage_timeout_s) if kind == "shards" else label_rows.format_of(data, kind, storage_timeout_s)
+        make_document_format(data, storage_timeout_s)
+        if kind == "shards"
+        else label_rows.make_labelled_format(data, kind, storage_timeout_s)
     )
-    train, validation = asked_for(data, storage_timeout_s)
+    train, validation = list_requests(data, storage_timeout_s)
     everything = [*(wanted for wanted, _ in train), *validation.values()]
     for wanted in everything:
         _check_kinds(wanted, kind)
-    cache = cache_of(data, lock_timeout_s, storage_timeout_s)
-    with writing_cache(data):
+    cache = open_cache(data, lock_timeout_s, storage_timeout_s)
+    with translate_disk_errors(data):
         prune(cache.folder)
         folder, name = _tokenizer(data, kind, train, format, cache, progress)
         tokenizer = load_tokenizer(folder)
@@ -109,26 +111,33 @@ def prepare_records(
                 "data.tokenizer to that of a BERT, or to train"
             )
         parts = [VERSION, kind, tokenizer_hash(folder), format.columns() if kind != "shards" else []]
-        keys = {id(one): f"records-{hashed([*parts, identity(one.files), one.held_out])}" for one in everything}
-        told = sum_of_missing("records", progress, everything, keys, cache)
+        keys = {
+            id(one): f"records-{hash_parts([*parts, identify_files(one.files), one.held_out])}" for one in everything
+        }
+        told = make_sum_progress("records", progress, everything, keys, cache)
 
-        def build(wanted: Wanted, partial: Path, out: Path) -> None:
-            _build(Work(wanted, kind, format, tokenizer, name, told), out)
+        def build(wanted: DatasetRequest, partial: Path, out: Path) -> None:
+            _build(RecordSetJob(wanted, kind, format, tokenizer, name, told), out)
 
-        joined = functools.partial(_joined, tokenizer_name=name, cache=cache)
-        sets = made_sets(train, validation, keys, cache, build, joined)
-    return Prepared(folder, tokenizer.vocab_size, tokenizer.eos_id, *sets)
+        joined = functools.partial(_join_held_out, tokenizer_name=name, cache=cache)
+        sets = obtain_sets(train, validation, keys, cache, build, joined)
+    return PreparedData(folder, tokenizer.vocab_size, tokenizer.eos_id, *sets)
 
 
-def _check_kinds(wanted: Wanted, kind: str) -> None:
+def _check_kinds(wanted: DatasetRequest, kind: str) -> None:
     for file in wanted.files:
         if (file.kind == SHARDS) != (kind == "shards") or file.kind in (TALKS, TOKENS):
             need = "shards of masked sequences" if kind == "shards" else "labelled records"
-            raise DataError(f"{shown(file.path)} is {file.kind}, but {need} are asked for; name other files")
+            raise DataError(f"{redact_url(file.path)} is {file.kind}, but {need} are asked for; name other files")
 
 
 def _tokenizer(
-    data: "DataSection", kind: str, train: list[tuple[Wanted, float]], format: Format, cache: Cache, progress: Progress
+    data: "DataSection",
+    kind: str,
+    train: list[tuple[DatasetRequest, float]],
+    format: RecordFormat,
+    cache: Cache,
+    progress: Progress,
 ) -> tuple[Path, str]:
     """The folder of the tokenizer, and its name as a result beside it would write it."""
     if data.tokenizer != TRAIN:
@@ -140,27 +149,27 @@ def _tokenizer(
             "the one that made them"
         )
     check_vocab(data.tokenizer_vocab)
-    sources = [identity(wanted.files) for wanted, _ in train]
+    sources = [identify_files(wanted.files) for wanted, _ in train]
     parts = [VERSION, version("tokenizers"), data.tokenizer_vocab, data.held_out, SAMPLE_BYTES, format.columns()]
-    name = f"tokenizer-{hashed([*parts, sources])}"
+    name = f"tokenizer-{hash_parts([*parts, sources])}"
 
     def make(partial: Path, out: Path) -> None:
         trained = partial / "tokenizer"
         if not trained.exists():
             train_tokenizer(_texts([w for w, _ in train], format, progress), data.tokenizer_vocab, trained, pieces=True)
         shutil.copytree(trained, out, dirs_exist_ok=True)
-        describe(out, {"trained_on": [named(wanted.files) for wanted, _ in train]})
+        write_description(out, {"trained_on": [shorten_names(wanted.files) for wanted, _ in train]})
 
-    return cache.obtain(name, make), f"../{name}"
+    return cache.get_or_make(name, make), f"../{name}"
 
 
-def _texts(train: list[Wanted], format: Format, progress: Progress) -> Iterator[str]:
+def _texts(train: list[DatasetRequest], format: RecordFormat, progress: Progress) -> Iterator[str]:
     """Words and texts of training records without their labels, all of them or a sample chosen by hash."""
     total, done = sum(wanted.total_bytes for wanted in train), 0
     share = min(1.0, SAMPLE_BYTES / max(1, total))
     for wanted in train:
         for file in wanted.files:
-            for record in label_rows.labelled(file, format, Meter()):
+            for record in label_rows.read_labelled_records(file, format, Meter()):
                 digest = text_digest(record.digest_text())
                 chosen = is_held_out(hashlib.sha256(digest).digest(), share)
                 if chosen and not is_held_out(digest, wanted.held_out):
@@ -172,7 +181,7 @@ def _texts(train: list[Wanted], format: Format, progress: Progress) -> Iterator[
 # ------------------------------------------------------------------------------------------------------------- one set
 
 
-def _build(work: Work, out: Path) -> None:
+def _build(work: RecordSetJob, out: Path) -> None:
     specials = work.tokenizer.specials
     assert specials is not None
     wide = token_dtype(work.tokenizer.vocab_size).str
@@ -182,92 +191,92 @@ def _build(work: Work, out: Path) -> None:
         "shards": {"tokens": wide, "segments": "<u1", "places": "<u2", "labels": wide, "follows": "<u1"},
     }[work.kind]
     facts = {"kind": work.kind, "vocab_size": work.tokenizer.vocab_size, "specials": specials.to_json()}
-    sides = (TRAIN, HELD_OUT) if work.wanted.held_out < 1.0 else (HELD_OUT,)
-    writers = {side: ColumnsWriter(out / side, columns, facts) for side in sides}
+    sides = (TRAIN, HELD_OUT) if work.request.held_out < 1.0 else (HELD_OUT,)
+    writers = {side: RecordSetWriter(out / side, columns, facts) for side in sides}
     if work.kind == "shards":
-        for file in work.wanted.files:
+        for file in work.request.files:
             _convert(file, work, writers)
     else:
         labels: dict[str, int] = {}
-        for file in work.wanted.files:
+        for file in work.request.files:
             _encode(file, work, writers, labels)
         for writer in writers.values():
             writer.facts["labels"] = list(labels)
     if not writers[sides[0]].count:
         what = "train" if sides[0] == TRAIN else "evaluate"
-        first, kept = shown(work.wanted.files[0].path), writers[HELD_OUT].count
+        first, kept = redact_url(work.request.files[0].path), writers[HELD_OUT].count
         raise DataError(
-            f"{work.wanted.key} ({first}) leaves no record to {what} on ({kept} held out); add records"
+            f"{work.request.key} ({first}) leaves no record to {what} on ({kept} held out); add records"
             f"{' or lower data.held_out' if sides[0] == TRAIN else ''}"
         )
     for writer in writers.values():
         writer.finish()
-    describe(
+    write_description(
         out,
         {
-            "sources": named(work.wanted.files),
+            "sources": shorten_names(work.request.files),
             "tokenizer": work.tokenizer_name,
             "kind": work.kind,
-            "held_out": work.wanted.held_out,
+            "held_out": work.request.held_out,
         },
     )
 
 
-def _encode(file: SourceFile, work: Work, writers: dict[str, ColumnsWriter], labels: dict[str, int]) -> None:
+def _encode(file: SourceFile, work: RecordSetJob, writers: dict[str, RecordSetWriter], labels: dict[str, int]) -> None:
     encode = label_rows.encode_tags if work.kind == "tag" else label_rows.encode_classes
     specials = work.tokenizer.specials
     assert specials is not None
     meter, told = Meter(), 0
-    group: list[label_rows.Labelled] = []
+    group: list[label_rows.LabelledRecord] = []
 
     def write() -> None:
         nonlocal told
         for one, record in zip(group, encode(work.tokenizer.backend, specials.unk, group, labels), strict=True):
             digest = text_digest(one.digest_text())
-            side = HELD_OUT if TRAIN not in writers or is_held_out(digest, work.wanted.held_out) else TRAIN
+            side = HELD_OUT if TRAIN not in writers or is_held_out(digest, work.request.held_out) else TRAIN
             writers[side].append(record)
-        work.told(max(0, min(meter.bytes, file.size_bytes) - told))
+        work.on_bytes(max(0, min(meter.bytes, file.size_bytes) - told))
         told = max(told, min(meter.bytes, file.size_bytes))
         group.clear()
 
-    for record in label_rows.labelled(file, work.format, meter):
+    for record in label_rows.read_labelled_records(file, work.format, meter):
         if any(record.texts):
             group.append(record)
-        if len(group) == GROUP:
+        if len(group) == GROUP_RECORDS:
             write()
     write()
-    work.told(file.size_bytes - told)
+    work.on_bytes(file.size_bytes - told)
 
 
-def _convert(file: SourceFile, work: Work, writers: dict[str, ColumnsWriter]) -> None:
+def _convert(file: SourceFile, work: RecordSetJob, writers: dict[str, RecordSetWriter]) -> None:
     told = 0
-    for block, part in hdf5_shards.blocks(file.path, work.tokenizer.vocab_size):
+    for block, part in hdf5_shards.read_blocks(file.path, work.tokenizer.vocab_size):
         digests = (hashlib.sha256(row.astype("<i4").tobytes()).digest() for row in block.tokens)
         if TRAIN in writers:
-            out = np.fromiter((is_held_out(digest, work.wanted.held_out) for digest in digests), np.bool_)
+            out = np.fromiter((is_held_out(digest, work.request.held_out) for digest in digests), np.bool_)
             writers[TRAIN].extend(block.columns(~out))
         else:
             out = np.ones(len(block.tokens), np.bool_)
         writers[HELD_OUT].extend(block.columns(out))
-        work.told(int(file.size_bytes * part) - told)
+        work.on_bytes(int(file.size_bytes * part) - told)
         told = int(file.size_bytes * part)
 
 
-def _joined(sides: list[Path], keys: list[str], tokenizer_name: str, cache: Cache) -> Path:
+def _join_held_out(sides: list[Path], keys: list[str], tokenizer_name: str, cache: Cache) -> Path:
     """What all sources of a mixture keep back, as one set."""
 
     def make(_: Path, out: Path) -> None:
-        opened = [Columns(side) for side in sides]
+        opened = [RecordSet(side) for side in sides]
         first = opened[0]
         names: dict[str, int] = {}
         facts: dict[str, Any] = dict(first.facts)
-        writer = ColumnsWriter(out / HELD_OUT, first.types, facts)
+        writer = RecordSetWriter(out / HELD_OUT, first.types, facts)
         for side in opened:
             numbers = [names.setdefault(label, len(names)) for label in side.facts.get("labels", [])]
-            copy_into(writer, side, {"labels": np.array([*numbers, label_rows.UNTAGGED])} if numbers else {})
+            copy_records(writer, side, {"labels": np.array([*numbers, label_rows.UNTAGGED])} if numbers else {})
         if names:
             writer.facts["labels"] = list(names)
         writer.finish()
-        describe(out, {"sources": [side.parent.name for side in sides], "tokenizer": tokenizer_name})
+        write_description(out, {"sources": [side.parent.name for side in sides], "tokenizer": tokenizer_name})
 
-    return cache.obtain(f"records-{hashed([VERSION, 'joined', keys])}", make) / HELD_OUT
+    return cache.get_or_make(f"records-{hash_parts([VERSION, 'joined', keys])}", make) / HELD_OUT

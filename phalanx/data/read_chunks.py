@@ -16,16 +16,27 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from phalanx.core.errors import DataError, StorageError
-from phalanx.core.run_paths import shown
+from phalanx.core.run_paths import redact_url
 from phalanx.data import megatron_dataset, record_layouts
 from phalanx.data.source_file import REMOTE, SourceFile
-from phalanx.data.sources import COMPRESSIONS, LINES, LIST, ROWS, TALKS, TEXT, TOKENS, Format, Record, unreadable
-from phalanx.data.stdlib_chat import conversations
+from phalanx.data.sources import (
+    COMPRESSIONS,
+    LINES,
+    LIST,
+    ROWS,
+    TALKS,
+    TEXT,
+    TOKENS,
+    Record,
+    RecordFormat,
+    describe_unreadable,
+)
+from phalanx.data.stdlib_chat import make_conversations
 from phalanx.storage import files as storage
 
 # Of source, in one chunk. A kill costs the work on the chunks at hand, some seconds; with many chunks, processes end
 # together, but each costs three files until all are joined.
-CHUNK_BYTES, MOST_CHUNK_BYTES, MANY_CHUNKS = 1 << 20, 16 << 20, 256
+CHUNK_BYTES, MAX_CHUNK_BYTES, MANY_CHUNKS = 1 << 20, 16 << 20, 256
 READ_BYTES = 1 << 20
 OPTIONAL_KEYS = ("tools",)  # what a conversation may have beside its messages
 
@@ -51,9 +62,9 @@ class Meter:
         self.bytes = 0
 
 
-def plan(files: list[SourceFile], format: Format) -> list[Chunk]:
+def plan_chunks(files: list[SourceFile], format: RecordFormat) -> list[Chunk]:
     """The chunks of files, in order. Raises DataError for a file whose own index cannot be read."""
-    size_bytes = max(CHUNK_BYTES, min(MOST_CHUNK_BYTES, sum(file.size_bytes for file in files) // MANY_CHUNKS))
+    size_bytes = max(CHUNK_BYTES, min(MAX_CHUNK_BYTES, sum(file.size_bytes for file in files) // MANY_CHUNKS))
     chunks: list[Chunk] = []
     group: list[SourceFile] = []
     for file in files:
@@ -70,7 +81,7 @@ def plan(files: list[SourceFile], format: Format) -> list[Chunk]:
         except StorageError:  # it says what to do, and no file is to be mended: so in this whole module
             raise
         except OSError as error:
-            raise DataError(unreadable(file.path, error)) from None
+            raise DataError(describe_unreadable(file.path, error)) from None
     return [*chunks, _group(group)] if group else chunks
 
 
@@ -79,7 +90,7 @@ def _group(files: list[SourceFile]) -> Chunk:
     return Chunk(files[0].kind, [file.path for file in files], 0, 0, size, files[0].lenient)
 
 
-def _cut(file: SourceFile, format: Format, size_bytes: int) -> list[Chunk]:
+def _cut(file: SourceFile, format: RecordFormat, size_bytes: int) -> list[Chunk]:
     if file.kind == LINES and not file.path.lower().endswith(COMPRESSIONS):
         starts = range(0, file.size_bytes, size_bytes)
         ends = [*starts[1:], file.size_bytes]
@@ -89,18 +100,18 @@ def _cut(file: SourceFile, format: Format, size_bytes: int) -> list[Chunk]:
     if file.kind == ROWS:
         return _row_groups(file, format, size_bytes)
     if file.kind == TOKENS:
-        with megatron_dataset.opened(file.path, format.storage_timeout_s) as pair:
-            bounds = pair.cut(size_bytes)
+        with megatron_dataset.open_indexed_dataset(file.path, format.storage_timeout_s) as pair:
+            bounds = pair.split_bounds(size_bytes)
             share = file.size_bytes // max(1, len(bounds) - 1)
             return [Chunk(TOKENS, [file.path], a, b, share) for a, b in itertools.pairwise(bounds)]
     assert file.kind == REMOTE
-    from phalanx.data.hub import shards
+    from phalanx.data.hub import count_shards
 
-    count = shards(file.path)
+    count = count_shards(file.path)
     return [Chunk(REMOTE, [file.path], i, count, file.size_bytes // count) for i in range(count)]
 
 
-def records(chunk: Chunk, format: Format, meter: Meter, first_line: int = 1) -> Iterator[Record]:
+def read_records(chunk: Chunk, format: RecordFormat, meter: Meter, first_line: int = 1) -> Iterator[Record]:
     """The documents of a chunk (not of token ids), in order; empty texts among them.
 
     `first_line` is the number of the first line that begins in a chunk of JSON lines. Raises DataError naming file and
@@ -112,9 +123,9 @@ def records(chunk: Chunk, format: Format, meter: Meter, first_line: int = 1) -> 
         elif chunk.kind == ROWS:
             yield from _rows(chunk, format, meter)
         elif chunk.kind == REMOTE:
-            from phalanx.data.hub import shard_records
+            from phalanx.data.hub import read_shard
 
-            for number, fields in enumerate(shard_records(chunk.paths[0], chunk.start, chunk.stop), 1):
+            for number, fields in enumerate(read_shard(chunk.paths[0], chunk.start, chunk.stop), 1):
                 yield _record(fields, format, f"{chunk.paths[0]}, document {number} of shard {chunk.start + 1}")
             meter.bytes = chunk.size_bytes
         else:
@@ -124,10 +135,10 @@ def records(chunk: Chunk, format: Format, meter: Meter, first_line: int = 1) -> 
         raise
     except OSError as error:
         named = error.filename if isinstance(error.filename, str) else chunk.paths[0]
-        raise DataError(unreadable(named, error)) from None
+        raise DataError(describe_unreadable(named, error)) from None
 
 
-def lines_before(chunk: Chunk, format: Format) -> int:
+def count_lines_before(chunk: Chunk, format: RecordFormat) -> int:
     """How many lines begin before a chunk of plain JSON lines; it reads them all."""
     count, left = 0, chunk.start - 1  # a line that begins at `start` follows a newline at start - 1
     with _open_raw(chunk.paths[0], format, 0) as stream:
@@ -137,26 +148,26 @@ def lines_before(chunk: Chunk, format: Format) -> int:
     return count + 1 if chunk.start else 0
 
 
-def text_lines(path: str, format: Format, meter: Meter) -> Iterator[tuple[int, str]]:
+def read_text_lines(path: str, format: RecordFormat, meter: Meter) -> Iterator[tuple[int, str]]:
     """The lines of a text file, compressed or not, with their numbers and ends. Raises DataError naming the place."""
-    name = shown(path)
+    name = redact_url(path)
     try:
         with _open_raw(path, format, 0) as stream, _plain(stream, path) as content:
             for number, raw in enumerate(_whole(content, path), 1):
                 meter.bytes = stream.tell()
-                yield number, decode(raw, name, number, lenient=False)
+                yield number, decode_text(raw, name, number, lenient=False)
     except StorageError:
         raise
     except OSError as error:
-        raise DataError(unreadable(path, error)) from None
+        raise DataError(describe_unreadable(path, error)) from None
 
 
-def label_names(file: SourceFile, key: str, format: Format) -> list[str] | None:
+def read_label_names(file: SourceFile, key: str, format: RecordFormat) -> list[str] | None:
     """What the numbers under a key stand for, where a dataset's own description says so."""
     if file.kind == REMOTE:
-        from phalanx.data.hub import names_of
+        from phalanx.data.hub import read_hub_label_names
 
-        return names_of(file.path, key)
+        return read_hub_label_names(file.path, key)
     if file.kind != ROWS:
         return None
     with _parquet(file.path, format) as table:
@@ -174,9 +185,9 @@ def label_names(file: SourceFile, key: str, format: Format) -> list[str] | None:
 # ------------------------------------------------------------------------------------------------------------ by kinds
 
 
-def _lines(chunk: Chunk, format: Format, meter: Meter, first_line: int) -> Iterator[Record]:
+def _lines(chunk: Chunk, format: RecordFormat, meter: Meter, first_line: int) -> Iterator[Record]:
     path = chunk.paths[0]
-    name = shown(path)
+    name = redact_url(path)
     if chunk.stop:
         with _open_raw(path, format, max(0, chunk.start - 1)) as stream:
             position = chunk.start
@@ -195,9 +206,9 @@ def _lines(chunk: Chunk, format: Format, meter: Meter, first_line: int) -> Itera
             yield _json_line(raw, format, name, number)
 
 
-def _json_line(raw: bytes, format: Format, name: str, number: int) -> Record:
+def _json_line(raw: bytes, format: RecordFormat, name: str, number: int) -> Record:
     where = f"{name}, line {number}"
-    line = decode(raw, name, number, lenient=False).strip()
+    line = decode_text(raw, name, number, lenient=False).strip()
     if not line:
         raise DataError(f"{where} is empty, but each line of a .jsonl file is one document; delete the line")
     try:
@@ -216,14 +227,14 @@ def _unreadable_json(error: Exception) -> str:
     return "is nested too deeply to be read" if isinstance(error, RecursionError) else "has a number of too many digits"
 
 
-def _record(found: Any, format: Format, where: str) -> Record:
+def _record(found: Any, format: RecordFormat, where: str) -> Record:
     """What a record holds. Conversations and prompts are looked into where they are encoded."""
-    found = record_layouts.normalised(found, format) if isinstance(found, dict) else found
+    found = record_layouts.normalise_record(found, format) if isinstance(found, dict) else found
     for key in format.columns():
         if not isinstance(found, dict) or key not in found:
             has = ", ".join(map(str, list(found)[:8])) if isinstance(found, dict) else "no object"
-            what = format.option(key)
-            likely = record_layouts.likely_format(found, format) if isinstance(found, dict) else None
+            what = format.option_name(key)
+            likely = record_layouts.guess_format(found, format) if isinstance(found, dict) else None
             remedy = f"set data.format={likely}, or " if likely else "set "
             remedy += f"data.{what}_key to the key that holds the {what}"
             raise DataError(f"{where} has no key {key!r} (it has: {has}); {remedy}")
@@ -238,22 +249,22 @@ def _record(found: Any, format: Format, where: str) -> Record:
     return Record(text, None, where)
 
 
-def _whole_file(path: str, chunk: Chunk, format: Format, meter: Meter) -> Iterator[Record]:
-    name = shown(path)
+def _whole_file(path: str, chunk: Chunk, format: RecordFormat, meter: Meter) -> Iterator[Record]:
+    name = redact_url(path)
     with _open_raw(path, format, 0) as stream, _plain(stream, path) as content:
         raw = b"".join(_whole(content, path, by_line=False))
         meter.bytes += stream.tell()
     if chunk.kind == TEXT:
-        yield Record(decode(raw, name, 1, chunk.lenient), None, name)
+        yield Record(decode_text(raw, name, 1, chunk.lenient), None, name)
     elif chunk.kind == TALKS:
         module = os.path.splitext(os.path.basename(path))[0]
         if module == "__init__":
             module = os.path.basename(os.path.dirname(path))
-        for number, messages in enumerate(conversations(decode(raw, name, 1, lenient=True), module), 1):
+        for number, messages in enumerate(make_conversations(decode_text(raw, name, 1, lenient=True), module), 1):
             yield Record(None, {format.messages_key: messages}, f"{name}, conversation {number}")
     else:
         try:
-            found = json.loads(decode(raw, name, 1, lenient=False)) if raw else []
+            found = json.loads(decode_text(raw, name, 1, lenient=False)) if raw else []
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{name}, line {error.lineno} is not JSON ({error.msg}); correct it, or name the file .jsonl if each "
@@ -267,10 +278,10 @@ def _whole_file(path: str, chunk: Chunk, format: Format, meter: Meter) -> Iterat
             yield _record(one, format, f"{name}, record {number}")
 
 
-def _row_groups(file: SourceFile, format: Format, size_bytes: int) -> list[Chunk]:
+def _row_groups(file: SourceFile, format: RecordFormat, size_bytes: int) -> list[Chunk]:
     """Consecutive row groups of about `size_bytes` in memory; columns are looked up here, before anything is read."""
     chunks: list[Chunk] = []
-    name = shown(file.path)
+    name = redact_url(file.path)
     with _parquet(file.path, format) as table:
         columns = table.schema_arrow.names
         _record(dict.fromkeys(columns, ""), format, name)
@@ -292,8 +303,8 @@ def _row_groups(file: SourceFile, format: Format, size_bytes: int) -> list[Chunk
     ]
 
 
-def _rows(chunk: Chunk, format: Format, meter: Meter) -> Iterator[Record]:
-    name = shown(chunk.paths[0])
+def _rows(chunk: Chunk, format: RecordFormat, meter: Meter) -> Iterator[Record]:
+    name = redact_url(chunk.paths[0])
     row = chunk.before
     with _parquet(chunk.paths[0], format) as table:
         batches = table.iter_batches(
@@ -321,7 +332,7 @@ def _rows(chunk: Chunk, format: Format, meter: Meter) -> Iterator[Record]:
     meter.bytes = chunk.size_bytes
 
 
-def _columns_of(names: list[str], format: Format) -> list[str]:
+def _columns_of(names: list[str], format: RecordFormat) -> list[str]:
     """The columns of a Parquet file that are read: those that the format names, or those of a layout known besides."""
     named = [key for key in (*format.columns(), *OPTIONAL_KEYS) if key in names]
     if all(key in names for key in format.columns()):
@@ -340,7 +351,7 @@ def _without_nulls(value: Any) -> Any:
 class _parquet:
     """A Parquet file, opened; DataError where it is none."""
 
-    def __init__(self, path: str, format: Format) -> None:
+    def __init__(self, path: str, format: RecordFormat) -> None:
         self._path, self._format = path, format
 
     def __enter__(self) -> Any:
@@ -354,7 +365,7 @@ class _parquet:
         except (ValueError, OSError) as error:
             self._stream.close()
             raise DataError(
-                f"{shown(self._path)} is not a whole Parquet file ({_first_line(error)}); write or fetch it again"
+                f"{redact_url(self._path)} is not a whole Parquet file ({_first_line(error)}); write or fetch it again"
             ) from None
 
     def __exit__(self, *_: object) -> None:
@@ -368,7 +379,7 @@ def _first_line(error: Exception) -> str:
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 
-def _open_raw(path: str, format: Format, offset: int) -> io.BufferedReader:
+def _open_raw(path: str, format: RecordFormat, offset: int) -> io.BufferedReader:
     if storage.is_url(path):
         return storage.open_read(path, offset, format.storage_timeout_s)
     stream = open(path, "rb")  # noqa: SIM115  closed by the caller
@@ -391,16 +402,16 @@ def _whole(stream: IO[bytes], path: str, by_line: bool = True) -> Iterator[bytes
     while True:
         try:
             raw = stream.readline() if by_line else stream.read(READ_BYTES)
-        except (EOFError, zlib.error, gzip.BadGzipFile, _Torn) as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile, _TruncatedStream) as error:
             after = f" after line {line}" if by_line and line else ""
-            raise DataError(f"{shown(path)} is torn{after} ({error}); write or fetch the file again") from None
+            raise DataError(f"{redact_url(path)} is torn{after} ({error}); write or fetch the file again") from None
         if not raw:
             return
         line += 1
         yield raw
 
 
-class _Torn(Exception):
+class _TruncatedStream(Exception):
     """A compressed stream that ends within a frame, or is none."""
 
 
@@ -424,14 +435,14 @@ class _Zstandard(io.RawIOBase):
             self._next = b""
             if not compressed:
                 if self._frame is not None:
-                    raise _Torn("it ends within a Zstandard frame")
+                    raise _TruncatedStream("it ends within a Zstandard frame")
                 return 0
             if self._frame is None:
                 self._frame = zstandard.ZstdDecompressor().decompressobj()
             try:
                 self._left = self._frame.decompress(compressed)
             except zstandard.ZstdError as error:
-                raise _Torn(str(error)) from None
+                raise _TruncatedStream(str(error)) from None
             if self._frame.eof:
                 self._next, self._frame = self._frame.unused_data, None
         count = min(len(buffer), len(self._left))
@@ -440,7 +451,7 @@ class _Zstandard(io.RawIOBase):
         return count
 
 
-def decode(raw: bytes, name: str, first_line: int, lenient: bool) -> str:
+def decode_text(raw: bytes, name: str, first_line: int, lenient: bool) -> str:
     """Bytes as text, without a byte order mark; DataError naming the line where they are not UTF-8."""
     try:
         return raw.decode("utf-8-sig", "replace" if lenient else "strict")

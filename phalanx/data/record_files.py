@@ -19,19 +19,26 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
 from phalanx.core.json_lines import sync_folder
-from phalanx.data.token_files import MANIFEST, damaged, mapped, of_other_version, verify_once, write_synced
+from phalanx.data.token_files import (
+    MANIFEST,
+    describe_damage,
+    describe_other_version,
+    map_array,
+    verify_files_once,
+    write_and_sync,
+)
 
 FORMAT_VERSION = 1
 _TYPES = ("<u1", "<u2", "<u4", "<i4")
 
 
-class Columns:
+class RecordSet:
     """A set of records opened for reading; values stay on disk (memory-mapped) until a record is asked for.
 
     Attributes: `folder`, `count` (records), `names` of the columns and their `types`, `facts` about the set, `values`
     (how many there are in the first column), `checksum` of the contents as written, `index` (int64, records + 1, of
     each column). Raises DataError when a file is missing, unreadable or of another size than the manifest says;
-    contents are checked by `verify_once`.
+    contents are checked by `verify_files_once`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,12 +54,12 @@ class Columns:
         self._data: dict[str, NDArray[Any]] = {}
         self.index: dict[str, NDArray[np.int64]] = {}
         for name, about in manifest["columns"].items():
-            self._data[name] = mapped(folder / f"{name}.bin", np.dtype(about["dtype"]), about["values"])
-            self.index[name] = index = mapped(folder / f"{name}.index.bin", np.dtype("<i8"), self.count + 1)
+            self._data[name] = map_array(folder / f"{name}.bin", np.dtype(about["dtype"]), about["values"])
+            self.index[name] = index = map_array(folder / f"{name}.index.bin", np.dtype("<i8"), self.count + 1)
             if index[0] != 0 or index[-1] != about["values"]:
                 path = folder / f"{name}.index.bin"
                 raise DataError(
-                    damaged(path, f"its offsets do not end at the {about['values']} values of the manifest")
+                    describe_damage(path, f"its offsets do not end at the {about['values']} values of the manifest")
                 )
 
     def record(self, number: int) -> dict[str, NDArray[np.int64]]:
@@ -74,10 +81,10 @@ class Columns:
 
     def verify_once(self) -> None:
         """Compare all files with the manifest's checksums, unless that has been done before; raises DataError."""
-        verify_once(self.folder, dict(sorted(self._crc32.items())))
+        verify_files_once(self.folder, dict(sorted(self._crc32.items())))
 
 
-class ColumnsWriter:
+class RecordSetWriter:
     """Writes a set of records; `finish` renames the complete folder into place, and before it `folder` does not exist.
 
     `columns`: the type of the values of each by name, of `_TYPES`. What a killed writer left is removed by the next.
@@ -127,7 +134,7 @@ class ColumnsWriter:
                 os.fsync(file.fileno())
             offsets = np.cumsum(np.concatenate(self._lengths[name]))
             index = offsets.astype("<i8").tobytes()
-            write_synced(self._temporary / f"{name}.index.bin", index)
+            write_and_sync(self._temporary / f"{name}.index.bin", index)
             columns[name] = {"dtype": self._types[name].str.replace("|", "<"), "values": int(offsets[-1])}
             crc32 |= {f"{name}.bin": self._crc32[name], f"{name}.index.bin": zlib.crc32(index)}
         manifest = {
@@ -137,21 +144,21 @@ class ColumnsWriter:
             "facts": self.facts,
             "crc32": crc32,
         }
-        write_synced(self._temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+        write_and_sync(self._temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
         sync_folder(self._temporary)
         os.rename(self._temporary, self.folder)
         sync_folder(self.folder.parent)
 
 
-def is_columns(folder: Path) -> bool:
+def is_record_set(folder: Path) -> bool:
     """Whether a folder says of itself that it is a set of records."""
     with contextlib.suppress(OSError, ValueError):
         return "columns_version" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     return False
 
 
-def copy_into(
-    writer: ColumnsWriter, columns: Columns, numbers: Mapping[str, NDArray[Any]], at_a_time: int = 65536
+def copy_records(
+    writer: RecordSetWriter, columns: RecordSet, numbers: Mapping[str, NDArray[Any]], at_a_time: int = 65536
 ) -> None:
     """Add all records of another set with the same columns; values of those in `numbers` become what it has there."""
     for first in range(0, columns.count, at_a_time):
@@ -176,10 +183,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
             files = {f"{name}{kind}" for name in columns for kind in (".bin", ".index.bin")}
             fine = fine and all(c["dtype"] in _TYPES and type(c["values"]) is int for c in columns.values())
             if not fine or set(manifest["crc32"]) != files:
-                raise DataError(damaged(path, "its fields are not those of a set of records"))
+                raise DataError(describe_damage(path, "its fields are not those of a set of records"))
             return dict(manifest)
     except FileNotFoundError:
         raise DataError(f"{folder} is not a set of records: it has no {MANIFEST}; prepare the data again") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(damaged(path, f"it is not a manifest of a set of records ({error!r})")) from None
-    raise DataError(of_other_version(path, version, FORMAT_VERSION))
+        raise DataError(describe_damage(path, f"it is not a manifest of a set of records ({error!r})")) from None
+    raise DataError(describe_other_version(path, version, FORMAT_VERSION))

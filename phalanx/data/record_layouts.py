@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from phalanx.data.sources import Format
+from phalanx.data.sources import RecordFormat
 
 SHAREGPT = "conversations"  # [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"  # Alpaca; the input may be empty or missing
@@ -22,13 +22,13 @@ WITHOUT_INPUT = (
 USUAL_KEYS = {"text": ("text",), "chat": ("messages", SHAREGPT), "prompt": ("prompt", INSTRUCTION)}
 
 
-def likely_format(record: dict[str, Any], format: Format) -> str | None:
+def guess_format(record: dict[str, Any], format: RecordFormat) -> str | None:
     """The `data.format` under whose usual keys a record stands, where that is not the one that is read."""
     named = [name for name, keys in USUAL_KEYS.items() if not record.keys().isdisjoint(keys)]
     return named[0] if named and format.format in USUAL_KEYS and format.format not in named else None
 
 
-def normalised(record: dict[str, Any], format: Format) -> dict[str, Any]:
+def normalise_record(record: dict[str, Any], format: RecordFormat) -> dict[str, Any]:
     """A record under the keys that `format` names. One that has these, or is of no known layout, stays as it is.
 
     Where conversations are read, ShareGPT's list and the pairs of Alpaca become messages; where prompts are read, the

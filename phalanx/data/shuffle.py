@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 ROUNDS = 8
 
 
-def order(seed: int, epoch: int, n: int, index: NDArray[np.integer], name: str = "") -> NDArray[np.int64]:
+def shuffle_indices(seed: int, epoch: int, n: int, index: NDArray[np.integer], name: str = "") -> NDArray[np.int64]:
     """The shuffled order of `n` things: where each of `index` (any shape, values in [0, n)) goes, as int64.
 
     A bijection of range(n) for each (seed, epoch, name), computed element by element, so that no rank ever holds the
@@ -36,7 +36,7 @@ def order(seed: int, epoch: int, n: int, index: NDArray[np.integer], name: str =
     return result.astype(np.int64).reshape(index.shape)
 
 
-def bits(seed: int, name: str, sample: int, count: int) -> NDArray[np.uint64]:
+def random_bits(seed: int, name: str, sample: int, count: int) -> NDArray[np.uint64]:
     """`count` draws of 64 random bits that belong to a sample: a function of (seed, name, sample) alone.
 
     Source: SplitMix64 (Steele et al. 2014), begun at a hash of the three.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import DataError
-from phalanx.core.run_paths import shown
+from phalanx.core.run_paths import redact_url
 from phalanx.data.source_file import HUB, SourceFile
 from phalanx.storage import files as storage
 
@@ -59,7 +59,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Format:
+class RecordFormat:
     """What is read of a record, by key, and how it is encoded: the keys of `data` with these names."""
 
     format: str = "text"
@@ -86,7 +86,7 @@ class Format:
             "classes": [self.text_key, *([self.pair_key] if self.pair_key else []), self.label_key],
         }[self.format]
 
-    def option(self, key: str) -> str:
+    def option_name(self, key: str) -> str:
         """What `data.{what}_key` names this key of a record."""
         named: dict[str, dict[str | None, str]] = {
             "text": {self.text_key: "text"},
@@ -122,7 +122,7 @@ def check_format(files: Iterable[SourceFile], format: str) -> None:
     for file in files:
         if file.kind == SHARDS:
             raise DataError(
-                f"{shown(file.path)} is an HDF5 file, which holds sequences that are masked already; set "
+                f"{redact_url(file.path)} is an HDF5 file, which holds sequences that are masked already; set "
                 "data.format=masked, or name other files"
             )
         if file.kind == TALKS and format != "chat":
@@ -130,12 +130,12 @@ def check_format(files: Iterable[SourceFile], format: str) -> None:
         if file.kind in (TEXT, TOKENS) and format != "text":
             what = "running text" if file.kind == TEXT else "token ids"
             raise DataError(
-                f"{shown(file.path)} is {what}, but data.format is {format}, which needs records (.jsonl, .json, "
+                f"{redact_url(file.path)} is {what}, but data.format is {format}, which needs records (.jsonl, .json, "
                 f".parquet); set data.format=text or name files of records"
             )
 
 
-def ending(path: str) -> str:
+def file_suffix(path: str) -> str:
     """The ending of a file's name without that of its compression, in lower case."""
     name = path.lower()
     for compression in COMPRESSIONS:
@@ -143,9 +143,9 @@ def ending(path: str) -> str:
     return os.path.splitext(name)[1]
 
 
-def kind_of(path: str) -> str:
+def guess_kind(path: str) -> str:
     """What a file holds, told from its name."""
-    return KINDS.get(ending(path), TEXT)
+    return KINDS.get(file_suffix(path), TEXT)
 
 
 def text_digest(text: str) -> bytes:
@@ -183,9 +183,9 @@ def _files(source: str, key: str, timeout_s: float) -> list[SourceFile]:
     if not source:
         raise DataError(f"{key} has an empty entry; name a file, a folder, a glob or a URL, or remove it")
     if source.startswith(HUB):
-        from phalanx.data.hub import hub_file
+        from phalanx.data.hub import resolve_hub_source
 
-        return [hub_file(source, key)]
+        return [resolve_hub_source(source, key)]
     if storage.is_url(source):
         return _remote_files(source, key, timeout_s)
     expanded = os.path.abspath(os.path.expanduser(source))
@@ -205,7 +205,7 @@ def _files(source: str, key: str, timeout_s: float) -> list[SourceFile]:
 
 
 def _local(path: str, key: str, lenient: bool = False, kind: str | None = None) -> SourceFile:
-    kind = kind or kind_of(path)
+    kind = kind or guess_kind(path)
     try:
         status = os.stat(path)
         size, version = status.st_size, str(status.st_mtime_ns)
@@ -215,14 +215,14 @@ def _local(path: str, key: str, lenient: bool = False, kind: str | None = None) 
     except FileNotFoundError as error:
         raise DataError(f"{key} names {path}, but {error.filename} is missing; restore it") from None
     except OSError as error:
-        raise DataError(unreadable(path, error, key)) from None
+        raise DataError(describe_unreadable(path, error, key)) from None
     return SourceFile(path, kind, size, version, lenient)
 
 
-def unreadable(path: str, error: OSError, key: str = "data.source") -> str:
+def describe_unreadable(path: str, error: OSError, key: str = "data.source") -> str:
     """The sentence for a file that cannot be read."""
     reason = error.strerror or str(error)
-    return f"{key} names {shown(path)}, which cannot be read ({reason}); correct the path or its permissions"
+    return f"{key} names {redact_url(path)}, which cannot be read ({reason}); correct the path or its permissions"
 
 
 def _walk(folder: str) -> list[str]:
@@ -240,21 +240,22 @@ def _of_folder(folder: str, names: list[str], key: str) -> list[str]:
     """Those of the `names` below a folder (which the user calls `folder`) that have a known ending. Raises DataError
     where the kinds differ: a README beside tables would become a document."""
     known = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
-    known = [name for name in known if ending(name) in KINDS or ending(name) in TEXT_ENDINGS]
+    known = [name for name in known if file_suffix(name) in KINDS or file_suffix(name) in TEXT_ENDINGS]
     if not known:
         raise DataError(
-            f"{key} names the folder {shown(folder)}, in which no file has a known ending (.txt, .md, .jsonl, .parquet "
-            f"and others); name its files with a glob such as {shown(folder).rstrip('/')}/**/*.log"
+            f"{key} names the folder {redact_url(folder)}, in which no file has a known ending (.txt, .md, .jsonl, "
+            f".parquet and others); name its files with a glob such as {redact_url(folder).rstrip('/')}/**/*.log"
         )
     first: dict[str, str] = {}
     for name in known:
-        kind = kind_of(name)
+        kind = guess_kind(name)
         first.setdefault("records" if kind in (LINES, LIST, ROWS) else kind, name)
     if len(first) > 1:
         (kind, name), (other_kind, other) = sorted(first.items())[:2]
         raise DataError(
-            f"{key} names the folder {shown(folder)}, which mixes kinds of files ({name} is {kind}, {other} is "
-            f"{other_kind}); name those to train on with a glob such as {shown(folder).rstrip('/')}/**/*{ending(name)}"
+            f"{key} names the folder {redact_url(folder)}, which mixes kinds of files ({name} is {kind}, {other} is "
+            f"{other_kind}); name those to train on with a glob such as "
+            f"{redact_url(folder).rstrip('/')}/**/*{file_suffix(name)}"
         )
     return known
 
@@ -272,27 +273,27 @@ def _remote_files(source: str, key: str, timeout_s: float) -> list[SourceFile]:
         entries = {entry.url: entry for entry in found if not (shy and entry.name.startswith("."))}
         paths = _without_bins(list(entries))
     else:
-        one = storage.entry(source, timeout_s)
+        one = storage.get_entry(source, timeout_s)
         if one is not None and not one.folder:
             entries, paths = {source: one}, [source]
-        elif one is None and (index := storage.entry(f"{source}.idx", timeout_s)) is not None:
+        elif one is None and (index := storage.get_entry(f"{source}.idx", timeout_s)) is not None:
             entries, paths = {index.url: index}, [index.url]
         else:
-            entries = {entry.url: entry for entry in storage.listing(source, recursive=True, timeout_s=timeout_s)}
+            entries = {entry.url: entry for entry in storage.list_folder(source, recursive=True, timeout_s=timeout_s)}
             below = source.rstrip("/") + "/"
             names = sorted(url.removeprefix(below) for url in entries)
             paths = [below + name for name in _of_folder(source, names, key)] if names else []
     if not paths:
-        raise DataError(f"{key} names {shown(source)}, but there is no such file; correct the URL")
+        raise DataError(f"{key} names {redact_url(source)}, but there is no such file; correct the URL")
     files = []
     for path in paths:
         size, version = entries[path].size, entries[path].version
-        if kind_of(path) == TOKENS:
-            other = storage.entry(f"{path.removesuffix('.idx')}.bin", timeout_s)
+        if guess_kind(path) == TOKENS:
+            other = storage.get_entry(f"{path.removesuffix('.idx')}.bin", timeout_s)
             if other is None:
-                raise DataError(f"{key} names {shown(path)}, but its .bin file is missing; restore it")
+                raise DataError(f"{key} names {redact_url(path)}, but its .bin file is missing; restore it")
             size, version = other.size, f"{version} {size} {other.version}"
-        files.append(SourceFile(path, kind_of(path), size, version))
+        files.append(SourceFile(path, guess_kind(path), size, version))
     return files
 
 

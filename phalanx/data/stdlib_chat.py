@@ -25,7 +25,7 @@ LONGEST_SOURCE = 6000  # characters of code in one answer
 MOST_METHODS = 6
 
 
-def conversations(source: str, module: str) -> list[list[Message]]:
+def make_conversations(source: str, module: str) -> list[list[Message]]:
     """One conversation for each documented function and class of a module: lists of {"role", "content"}.
 
     A source that this Python cannot parse has none.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from phalanx.core import format_versions
 from phalanx.core.errors import DataError
 from phalanx.core.json_lines import sync_folder, write_atomic
-from phalanx.data.wordpiece import Specials
+from phalanx.data.wordpiece import SpecialTokens
 
 FORMAT_VERSION = 1
 TOKENS = "tokens.bin"
@@ -36,7 +36,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def write_synced(path: Path, content: bytes) -> None:
+def write_and_sync(path: Path, content: bytes) -> None:
     """Write a file and bring it to the disk."""
     with open(path, "wb") as file:
         file.write(content)
@@ -66,12 +66,12 @@ class TokenFile:
         self.masked = MASK in self._manifest["crc32"]
         self._files = (TOKENS, INDEX, MASK) if self.masked else (TOKENS, INDEX)
         self.checksum = "".join(f"{self._manifest['crc32'][name]:08x}" for name in self._files)
-        self._data = mapped(folder / TOKENS, np.dtype(self._manifest["dtype"]), self.tokens)
-        self.index = mapped(folder / INDEX, np.dtype("<i8"), self.documents + 1)
-        self._mask = mapped(folder / MASK, np.dtype("u1"), self.tokens) if self.masked else None
+        self._data = map_array(folder / TOKENS, np.dtype(self._manifest["dtype"]), self.tokens)
+        self.index = map_array(folder / INDEX, np.dtype("<i8"), self.documents + 1)
+        self._mask = map_array(folder / MASK, np.dtype("u1"), self.tokens) if self.masked else None
         if self.index[0] != 0 or self.index[-1] != self.tokens:
             raise DataError(
-                damaged(folder / INDEX, f"its offsets do not end at the {self.tokens} tokens of the manifest")
+                describe_damage(folder / INDEX, f"its offsets do not end at the {self.tokens} tokens of the manifest")
             )
 
     def slice(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -98,14 +98,14 @@ class TokenFile:
 
     def verify(self) -> None:
         """Read all files whole and compare their checksums with the manifest; raises DataError."""
-        verify(self.folder, self._sums)
+        verify_files(self.folder, self._checksums)
 
     def verify_once(self) -> None:
-        """`verify`, unless these files have been verified before; raises DataError."""
-        verify_once(self.folder, self._sums)
+        """`verify_files`, unless these files have been verified before; raises DataError."""
+        verify_files_once(self.folder, self._checksums)
 
     @property
-    def _sums(self) -> dict[str, int]:
+    def _checksums(self) -> dict[str, int]:
         return {name: self._manifest["crc32"][name] for name in self._files}
 
 
@@ -116,7 +116,9 @@ class TokenWriter:
     the first documents say; a set without any document has none.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_id: int, key: str, specials: Specials | None = None) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_id: int, key: str, specials: SpecialTokens | None = None
+    ) -> None:
         assert 0 <= eos_id < vocab_size, f"EOS {eos_id} with a vocabulary of {vocab_size}"
         assert not folder.exists(), f"{folder} exists"
         self.folder = folder
@@ -183,20 +185,21 @@ class TokenWriter:
             "crc32": {TOKENS: self._crc, INDEX: zlib.crc32(index)} | ({MASK: self._mask_crc} if self._masks else {}),
         }
         for name, content in ((INDEX, index), (MANIFEST, json.dumps(manifest, indent=1).encode())):
-            write_synced(self._temporary / name, content)
+            write_and_sync(self._temporary / name, content)
         sync_folder(self._temporary)
         os.rename(self._temporary, self.folder)
         sync_folder(self.folder.parent)
 
 
-def damaged(path: Path, what: str) -> str:
+def describe_damage(path: Path, what: str) -> str:
     """The sentence about a file of a prepared set that is not what it was when it was written."""
     return f"{path} cannot be used: {what}; delete {path.parent} and prepare the data again"
 
 
-def of_other_version(path: Path, version: Any, known: int) -> str:
+def describe_other_version(path: Path, version: Any, known: int) -> str:
     """The sentence about the manifest of a prepared set that another release has written."""
-    return f"{path} {format_versions.problem(version, (known,), f'delete {path.parent} and prepare the data again')}"
+    remedy = f"delete {path.parent} and prepare the data again"
+    return f"{path} {format_versions.describe_version_problem(version, (known,), remedy)}"
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -208,49 +211,49 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             wanted = {"dtype": str, "tokens": int, "documents": int, "vocab_size": int, "eos_id": int, "key": str}
             wrong = [name for name, kind in wanted.items() if type(manifest[name]) is not kind]
             if wrong or manifest["dtype"] not in ("<u2", "<u4") or set(manifest["crc32"]) - {MASK} != {TOKENS, INDEX}:
-                raise DataError(damaged(path, "its fields are not those of a token set"))
+                raise DataError(describe_damage(path, "its fields are not those of a token set"))
             return dict(manifest)
     except FileNotFoundError:
         raise DataError(f"{folder} is not a token set: it has no {MANIFEST}; prepare the data again") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(damaged(path, f"it is not a manifest of a token set ({error!r})")) from None
-    raise DataError(of_other_version(path, version, FORMAT_VERSION))
+        raise DataError(describe_damage(path, f"it is not a manifest of a token set ({error!r})")) from None
+    raise DataError(describe_other_version(path, version, FORMAT_VERSION))
 
 
-def _specials(folder: Path, manifest: dict[str, Any]) -> Specials | None:
+def _specials(folder: Path, manifest: dict[str, Any]) -> SpecialTokens | None:
     if "specials" not in manifest:
         return None
     try:
-        return Specials.from_json(manifest["specials"])
+        return SpecialTokens.from_json(manifest["specials"])
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(damaged(folder / MANIFEST, f"its special tokens are none ({error!r})")) from None
+        raise DataError(describe_damage(folder / MANIFEST, f"its special tokens are none ({error!r})")) from None
 
 
-def mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+def map_array(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     """A file of `count` numbers, which stay on disk until they are sliced; raises DataError for another size."""
     expected_bytes = count * dtype.itemsize
     try:
         found_bytes = path.stat().st_size
     except FileNotFoundError:
-        raise DataError(damaged(path, "it is missing")) from None
+        raise DataError(describe_damage(path, "it is missing")) from None
     if found_bytes != expected_bytes:
-        raise DataError(damaged(path, f"it has {found_bytes} bytes, its manifest says {expected_bytes}"))
+        raise DataError(describe_damage(path, f"it has {found_bytes} bytes, its manifest says {expected_bytes}"))
     if count == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     # A plain view: every slice of a memmap object costs some microseconds more.
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(count,)))
 
 
-def verify(folder: Path, sums: Mapping[str, int]) -> None:
+def verify_files(folder: Path, sums: Mapping[str, int]) -> None:
     """Read these files of a folder whole and compare their checksums; raises DataError."""
     for name, expected in sums.items():
         found = _checksum(folder / name)
         if found != expected:
-            raise DataError(damaged(folder / name, f"its checksum is {found:08x}, not {expected:08x}"))
+            raise DataError(describe_damage(folder / name, f"its checksum is {found:08x}, not {expected:08x}"))
 
 
-def verify_once(folder: Path, sums: Mapping[str, int]) -> None:
-    """`verify`, unless these files, by size and time of change, have been verified before; raises DataError.
+def verify_files_once(folder: Path, sums: Mapping[str, int]) -> None:
+    """`verify_files`, unless these files, by size and time of change, have been verified before; raises DataError.
 
     A mark beside them remembers it; where it cannot be written they are read whole each time.
     """
@@ -259,7 +262,7 @@ def verify_once(folder: Path, sums: Mapping[str, int]) -> None:
     with contextlib.suppress(OSError, ValueError):
         if json.loads(mark.read_text(encoding="utf-8")) == now:
             return
-    verify(folder, sums)
+    verify_files(folder, sums)
     with contextlib.suppress(OSError):
         write_atomic(mark, json.dumps(now))
 

@@ -17,8 +17,8 @@ from phalanx.core.errors import ConfigError, DataError, fetch_hint
 from phalanx.core.json_lines import sync_folder
 from phalanx.core.run_paths import TOKENIZER_FILES, VOCABULARY_FILES
 from phalanx.data import wordpiece
-from phalanx.data.token_files import token_dtype, write_synced
-from phalanx.data.wordpiece import Specials
+from phalanx.data.token_files import token_dtype, write_and_sync
+from phalanx.data.wordpiece import SpecialTokens
 
 if TYPE_CHECKING:  # which needs pydantic
     from phalanx.config.schema import DataSection
@@ -41,7 +41,7 @@ class Tokenizer:
     backend: Any  # tokenizers.Tokenizer, which is only imported where it is used
     vocab_size: int
     eos_id: int
-    specials: Specials | None = None
+    specials: SpecialTokens | None = None
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: Path, pieces: bool = False) -> None:
@@ -53,7 +53,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: Path, pie
     Source: Sennrich et al. 2016 (BPE) on bytes as in GPT-2 (Radford et al. 2019).
     """
     check_vocab(vocab_size)
-    backend, special = (wordpiece.trained if pieces else _trained_bytes)(documents, vocab_size)
+    backend, special = (wordpiece.train_wordpiece if pieces else _train_byte_bpe)(documents, vocab_size)
     # PreTrainedTokenizerFast is the one name that transformers 4 and 5 both read.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
     inputs = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pieces else {}
@@ -67,12 +67,12 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: Path, pie
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     for name, text in contents.items():
-        write_synced(temporary / name, text.encode())
+        write_and_sync(temporary / name, text.encode())
     os.rename(temporary, folder)
     sync_folder(folder.parent)
 
 
-def _trained_bytes(documents: Iterable[str], vocab_size: int) -> tuple[Any, dict[str, str]]:
+def _train_byte_bpe(documents: Iterable[str], vocab_size: int) -> tuple[Any, dict[str, str]]:
     """(the tokenizer, its special tokens by their names in Hugging Face's files)."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -149,7 +149,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             raise ConfigError(f"{folder / 'tokenizer.json'} cannot be read ({error}); restore the file") from None
     else:
         _check_folder(folder)  # else the library would look for it on the hub
-        backend = _converted(folder)
+        backend = _load_converted(folder)
     # A folder saved for fine-tuning may say how to cut and pad its inputs; a token file wants neither.
     backend.no_truncation()
     backend.no_padding()
@@ -167,7 +167,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(backend, vocab_size, eos_id, specials)
 
 
-def foreseen_vocabulary(data: "DataSection") -> int:
+def predict_vocab_size(data: "DataSection") -> int:
     """Rows of the embedding where `model.vocab_size` is auto: the tokenizer's, as far as it is there to be asked."""
     folder = Path(data.tokenizer).expanduser()
     if data.tokenizer in ("auto", "train") or not folder.is_dir():
@@ -185,7 +185,7 @@ def encode_documents(
     No special token is added by the tokenizer itself. The ids have the token set's type (uint16 or uint32).
     """
     dtype = token_dtype(tokenizer.vocab_size)
-    cuts = [segments(tokenizer, text) for text in texts]
+    cuts = [split_segments(tokenizer, text) for text in texts]
     ids: list[NDArray[Any]] = []
     counts: list[NDArray[np.int64]] = []
     for group in _groups(itertools.chain.from_iterable(cuts), group_chars or ENCODE_CHARS):
@@ -202,7 +202,7 @@ def encode_documents(
     return np.insert(np.concatenate(ids), np.cumsum(lengths), tokenizer.eos_id), lengths + 1
 
 
-def segments(tokenizer: Tokenizer, text: str) -> list[str]:
+def split_segments(tokenizer: Tokenizer, text: str) -> list[str]:
     """Cut a long text where the tokenizer cuts it anyway: its segments, encoded one by one, give the ids of the whole.
 
     A place is taken only if the text around it is encoded alike with and without the cut; a tokenizer for which that
@@ -248,7 +248,7 @@ def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
         yield group
 
 
-def _converted(folder: Path) -> Any:
+def _load_converted(folder: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 # What each special token is called in a tokenizer's files, and how it is spelt where they do not say.
-NAMES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-CONTINUES = "##"
-BEGINS = "\u2581"  # before the first character of a word, while pieces are looked for
+SPECIAL_NAMES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+CONTINUATION_PREFIX = "##"
+WORD_START = "\u2581"  # before the first character of a word, while pieces are looked for
 MOST_CHARACTERS = 1000  # of a trained alphabet: rarer ones are [UNK]
 
 
 @dataclass(frozen=True)
-class Specials:
+class SpecialTokens:
     """Ids of the special tokens, and of all pieces that continue a word."""
 
     pad: int
@@ -28,18 +28,18 @@ class Specials:
 
     def to_json(self) -> dict[str, Any]:
         """As a manifest holds it."""
-        return {name: getattr(self, name) for name in (*NAMES, "continuing")}
+        return {name: getattr(self, name) for name in (*SPECIAL_NAMES, "continuing")}
 
     @staticmethod
-    def from_json(content: dict[str, Any]) -> "Specials":
+    def from_json(content: dict[str, Any]) -> "SpecialTokens":
         """Raises KeyError, TypeError and ValueError for what is none."""
-        ids = {name: int(content[name]) for name in NAMES}
-        return Specials(**ids, continuing=tuple(map(int, content["continuing"])))
+        ids = {name: int(content[name]) for name in SPECIAL_NAMES}
+        return SpecialTokens(**ids, continuing=tuple(map(int, content["continuing"])))
 
 
-def find_specials(folder: Path, backend: Any) -> Specials | None:
+def find_specials(folder: Path, backend: Any) -> SpecialTokens | None:
     """The special tokens of an opened tokenizer; None where it lacks one of them, and so is none of BERT's."""
-    names = dict(NAMES)
+    names = dict(SPECIAL_NAMES)
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name in names:
             token = _json(folder / file).get(f"{name}_token")
@@ -50,8 +50,10 @@ def find_specials(folder: Path, backend: Any) -> Specials | None:
     if None in ids.values():
         return None
     vocabulary = backend.get_vocab(with_added_tokens=False)
-    continuing = sorted(id for token, id in vocabulary.items() if token.startswith(CONTINUES) and token != CONTINUES)
-    return Specials(**ids, continuing=tuple(continuing))
+    continuing = sorted(
+        id for token, id in vocabulary.items() if token.startswith(CONTINUATION_PREFIX) and token != CONTINUATION_PREFIX
+    )
+    return SpecialTokens(**ids, continuing=tuple(continuing))
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def trained(texts: Iterable[str], vocab_size: int) -> tuple[Any, dict[str, str]]:
+def train_wordpiece(texts: Iterable[str], vocab_size: int) -> tuple[Any, dict[str, str]]:
     """(the tokenizer, its special tokens by their names in Hugging Face's files): a WordPiece that keeps case.
 
     The same texts in the same order give the same tokenizer. Source: Schuster and Nakajima, "Japanese and Korean Voice
@@ -71,20 +73,20 @@ def trained(texts: Iterable[str], vocab_size: int) -> tuple[Any, dict[str, str]]
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     normalizer = normalizers.BertNormalizer(lowercase=False)
-    pieces = _pieces([normalizer.normalize_str(text) for text in texts], vocab_size - len(NAMES))
-    vocabulary = {token: number for number, token in enumerate([*NAMES.values(), *pieces])}
-    backend = Tokenizer(models.WordPiece(vocabulary, unk_token=NAMES["unk"]))
+    pieces = _pieces([normalizer.normalize_str(text) for text in texts], vocab_size - len(SPECIAL_NAMES))
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL_NAMES.values(), *pieces])}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token=SPECIAL_NAMES["unk"]))
     backend.normalizer = normalizer
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece(prefix=CONTINUES)
-    backend.add_special_tokens(list(NAMES.values()))
-    cls, sep = NAMES["cls"], NAMES["sep"]
+    backend.decoder = decoders.WordPiece(prefix=CONTINUATION_PREFIX)
+    backend.add_special_tokens(list(SPECIAL_NAMES.values()))
+    cls, sep = SPECIAL_NAMES["cls"], SPECIAL_NAMES["sep"]
     backend.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}",
         pair=f"{cls} $A {sep} $B:1 {sep}:1",
         special_tokens=[(token, backend.token_to_id(token)) for token in (cls, sep)],
     )
-    return backend, {f"{name}_token": token for name, token in NAMES.items()}
+    return backend, {f"{name}_token": token for name, token in SPECIAL_NAMES.items()}
 
 
 def _pieces(texts: list[str], most: int) -> list[str]:
@@ -99,17 +101,21 @@ def _pieces(texts: list[str], most: int) -> list[str]:
     letters = sorted((letter for letter in counted if not letter.isspace()), key=lambda one: (-counted[one], one))
     alphabet = sorted(letters[: min(MOST_CHARACTERS, most // 3)])
     backend = Tokenizer(models.BPE())
-    marked = pre_tokenizers.Metaspace(replacement=BEGINS, prepend_scheme="always")
+    marked = pre_tokenizers.Metaspace(replacement=WORD_START, prepend_scheme="always")
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), marked])
     trainer = trainers.BpeTrainer(
         vocab_size=most + len(alphabet) + 1,
-        initial_alphabet=[*alphabet, BEGINS],
+        initial_alphabet=[*alphabet, WORD_START],
         limit_alphabet=len(alphabet) + 1,
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
     found = backend.get_vocab()
     by_number = sorted(found, key=lambda piece: found[piece])
-    named = [piece[1:] if piece.startswith(BEGINS) else CONTINUES + piece for piece in by_number if piece != BEGINS]
-    pieces = dict.fromkeys([*alphabet, *(CONTINUES + letter for letter in alphabet), *named])
+    named = [
+        piece[1:] if piece.startswith(WORD_START) else CONTINUATION_PREFIX + piece
+        for piece in by_number
+        if piece != WORD_START
+    ]
+    pieces = dict.fromkeys([*alphabet, *(CONTINUATION_PREFIX + letter for letter in alphabet), *named])
     return list(pieces)[:most]

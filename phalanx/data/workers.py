@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from phalanx.core.errors import ConfigError, DataError, PhalanxError, StorageError
-from phalanx.core.run_paths import shown
-from phalanx.data.encode import Task
+from phalanx.core.run_paths import redact_url
+from phalanx.data.encode import EncodeTask
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.encode import main; main()"
 TRIES = 2  # of a chunk whose worker dies
-RAISED: dict[str, type[PhalanxError]] = {error.__name__: error for error in (ConfigError, DataError, StorageError)}
+ERROR_TYPES: dict[str, type[PhalanxError]] = {error.__name__: error for error in (ConfigError, DataError, StorageError)}
 
 
 class _Worker:
@@ -51,13 +51,13 @@ class _Worker:
         assert self.process.stdout is not None
         return self.process.stdout
 
-    def give(self, index: int, task: Task) -> None:
+    def assign(self, index: int, task: EncodeTask) -> None:
         self.task = index
         with contextlib.suppress(BrokenPipeError):  # it has died: the end of its output will say so
             self.stdin.write((json.dumps(asdict(task)) + "\n").encode())
             self.stdin.flush()
 
-    def lines(self) -> list[bytes] | None:
+    def read_lines(self) -> list[bytes] | None:
         """What it has said since; None when it has ended."""
         data = os.read(self.stdout.fileno(), 1 << 16)
         if not data:
@@ -65,7 +65,7 @@ class _Worker:
         *lines, self.rest = (self.rest + data).split(b"\n")
         return lines
 
-    def end(self) -> str:
+    def kill(self) -> str:
         """Kill it, and say how it had ended by itself."""
         code = self.process.poll()
         self.process.kill()
@@ -80,7 +80,7 @@ class _Worker:
         return f"{how}: {last[0]}" if last else how
 
 
-def run(tasks: Sequence[Task], count: int, logs: Path, on_bytes: Callable[[int], None]) -> None:
+def encode_in_processes(tasks: Sequence[EncodeTask], count: int, logs: Path, on_bytes: Callable[[int], None]) -> None:
     """Encode all tasks with up to `count` processes; their error output goes to `logs`.
 
     Raises the error of the first task, in order, that has one: DataError, ConfigError, StorageError, OSError of the
@@ -109,7 +109,7 @@ def run(tasks: Sequence[Task], count: int, logs: Path, on_bytes: Callable[[int],
             if waiting and not failed:
                 index = waiting.popleft()
                 tries[index] += 1
-                worker.give(index, tasks[index])
+                worker.assign(index, tasks[index])
 
         def hear(worker: _Worker, message: dict[str, Any]) -> None:
             index = worker.task
@@ -125,7 +125,7 @@ def run(tasks: Sequence[Task], count: int, logs: Path, on_bytes: Callable[[int],
         def bury(worker: _Worker) -> None:
             selector.unregister(worker.stdout)
             workers.remove(worker)
-            how, index = worker.end(), worker.task
+            how, index = worker.kill(), worker.task
             if index is None:
                 return
             on_bytes(-told[index])
@@ -147,27 +147,27 @@ def run(tasks: Sequence[Task], count: int, logs: Path, on_bytes: Callable[[int],
                     break
                 for key, _ in selector.select():
                     worker = key.data
-                    lines = worker.lines()
+                    lines = worker.read_lines()
                     if lines is None:
                         bury(worker)
                     for line in lines or ():
                         hear(worker, json.loads(line))
         finally:
             for worker in workers:
-                worker.end()
+                worker.kill()
     if failed:
         raise failed[min(failed)]
 
 
-def _error(message: dict[str, Any], task: Task) -> Exception:
+def _error(message: dict[str, Any], task: EncodeTask) -> Exception:
     if "errno" in message:
         return OSError(message["errno"], message["message"], message["file"])
-    if message["error"] in RAISED:
-        return RAISED[message["error"]](message["message"])
+    if message["error"] in ERROR_TYPES:
+        return ERROR_TYPES[message["error"]](message["message"])
     return RuntimeError(f"at {_what(task)}:\n{message['message']}")
 
 
-def _what(task: Task) -> str:
+def _what(task: EncodeTask) -> str:
     more = f" and {len(task.chunk.paths) - 1} more" if len(task.chunk.paths) > 1 else ""
     place = f", bytes {task.chunk.start} to {task.chunk.stop}" if task.chunk.stop else ""
-    return f"{shown(task.chunk.paths[0])}{more}{place}"
+    return f"{redact_url(task.chunk.paths[0])}{more}{place}"

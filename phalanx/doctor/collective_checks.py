@@ -13,16 +13,16 @@ from torch import Tensor
 
 from phalanx.comm.collectives import Traffic, all_gather, all_reduce, reduce_scatter
 from phalanx.comm.mesh import Mesh, join
-from phalanx.comm.p2p import Messages
+from phalanx.comm.p2p import P2PChannel
 from phalanx.core import round_robin
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.doctor.isolation import note_end
-from phalanx.doctor.results import CheckState, Line
+from phalanx.doctor.isolation import append_log_tail
+from phalanx.doctor.results import CheckResult, CheckState
 from phalanx.elastic.node import agent
-from phalanx.elastic.node.job import Job
+from phalanx.elastic.node.job import NodeJob
 from phalanx.report import event_text
 from phalanx.system import accelerator
 
@@ -38,18 +38,20 @@ REMEDIES = {
 NAMES = {OWN: "collectives", THROUGH_HOST: "collectives-host"}
 
 
-def exchanged(folder: Path, devices: Sequence[str]) -> list[Line]:
+def check_collectives(folder: Path, devices: Sequence[str]) -> list[CheckResult]:
     """Run collectives and messages of all ranks, one for each of `devices`."""
     if len(devices) == 1:
-        return [Line("collectives", CheckState.SKIPPED, "there is one device, and nobody to exchange anything with")]
+        return [
+            CheckResult("collectives", CheckState.SKIPPED, "there is one device, and nobody to exchange anything with")
+        ]
     died: list[str] = []
 
     def note(kind: str, details: dict[str, Any]) -> None:
-        if kind == Kind.WORKER_DIED:
-            died.append(event_text.sentence({"kind": kind, **details}))
+        if kind == EventKind.WORKER_DIED:
+            died.append(event_text.describe_event({"kind": kind, **details}))
 
     folder.mkdir()
-    job = Job(
+    job = NodeJob(
         world=len(devices),
         worker=functools.partial(_rank, folder),
         paths=RunPaths(folder),
@@ -57,20 +59,20 @@ def exchanged(folder: Path, devices: Sequence[str]) -> list[Line]:
         on_event=note,
         grace_s=1.0,
     )
-    code = agent.run(job)
+    code = agent.run_local_job(job)
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     failed = "" if code == ExitCode.DONE else "; ".join(died) or f"exit code {code}"
     if failed:
         for log in sorted(folder.glob("logs/*/*.log")):
-            note_end(log)
-    return judged(rows, len(devices), failed)
+            append_log_tail(log)
+    return judge_collectives(rows, len(devices), failed)
 
 
-def judged(rows: Sequence[dict[str, Any]], world: int, failed: str) -> list[Line]:
+def judge_collectives(rows: Sequence[dict[str, Any]], world: int, failed: str) -> list[CheckResult]:
     """What the ranks' files tell; `failed` says what went wrong, empty where nothing did."""
     if failed:
         text = f"{world} ranks could not exchange anything ({failed}); {REMEDIES[OWN]}"
-        return [Line("collectives", CheckState.WRONG, text)]
+        return [CheckResult("collectives", CheckState.WRONG, text)]
     lines, rates = [], {}
     for way in (OWN, THROUGH_HOST):
         told = [row[way] for row in rows if way in row]
@@ -81,27 +83,29 @@ def judged(rows: Sequence[dict[str, Any]], world: int, failed: str) -> list[Line
         backend = told[0]["backend"]
         if wrong:
             text = f"{world} ranks got other values than were sent by {backend}, in {', '.join(wrong)}"
-            lines.append(Line(NAMES[way], CheckState.WRONG, f"{text}; {REMEDIES[way]}"))
+            lines.append(CheckResult(NAMES[way], CheckState.WRONG, f"{text}; {REMEDIES[way]}"))
             continue
         text = f"{world} ranks exchange by {backend}, and the values are exact ({rates[way] / 1e9:.3g} GB/s reduced)"
-        lines.append(Line(NAMES[way], CheckState.OK, text, rates[way]))
+        lines.append(CheckResult(NAMES[way], CheckState.OK, text, rates[way]))
     if rates.get(OWN, 0.0) < rates.get(THROUGH_HOST, 0.0) and OWN in rates:
         text = "the devices' own collectives are slower than through the host's memory; NCCL_DEBUG=INFO says which way "
         lines.append(
-            Line("collectives speed", CheckState.SLOW, f"{text}they take, and `nvidia-smi topo -m` which there are")
+            CheckResult(
+                "collectives speed", CheckState.SLOW, f"{text}they take, and `nvidia-smi topo -m` which there are"
+            )
         )
     return lines
 
 
 def _rank(folder: Path, placement: Placement) -> int:
     device = torch.device(placement.device)
-    accelerator.use(device, accelerator.threads_of(placement.threads, placement.local_world))
+    accelerator.set_device(device, accelerator.threads_per_rank(placement.threads, placement.local_world))
     found: dict[str, Any] = {}
     with join(placement, TIMEOUT_S) as mesh:
         for way, group in _groups(mesh):
             found[way] = {
                 "backend": str(dist.get_backend(group)),
-                "wrong": sorted(_wrong(mesh, group)),
+                "wrong": sorted(_wrong_operations(mesh, group)),
                 "bytes_per_s": _rate(mesh, group),
             }
     write_atomic(folder / f"rank-{placement.rank}.json", json.dumps(found))
@@ -114,19 +118,19 @@ def _groups(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
     yield THROUGH_HOST, mesh.split(mesh.world, through_host=True)[0]
 
 
-def _given(count: int, rank: int, dtype: torch.dtype) -> Tensor:
+def _test_values(count: int, rank: int, dtype: torch.dtype) -> Tensor:
     """Whole numbers, the sums of which are exact in the type, on up to 85 ranks."""
     numbers = torch.arange(count) % 3 + rank % 2 if dtype == torch.bfloat16 else torch.arange(count) % 1021 + 3 * rank
     return numbers.to(dtype)
 
 
-def _wrong(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
+def _wrong_operations(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
     """Which operations gave other values than they must."""
     wrong = set()
     for dtype in (torch.float32, torch.bfloat16):
         for part in PARTS:
             count = part * mesh.world
-            everyone = [_given(count, rank, dtype) for rank in range(mesh.world)]
+            everyone = [_test_values(count, rank, dtype) for rank in range(mesh.world)]
             total = torch.stack([each.double() for each in everyone]).sum(0)
             mine, own = everyone[mesh.rank], slice(mesh.rank * part, (mesh.rank + 1) * part)
             for _ in range(ROUNDS):
@@ -153,10 +157,10 @@ def _wrong(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
 
 
 def _wrong_messages(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
-    letters, wrong = Messages(group, mesh.device, Traffic(), most=1), set()
-    for other in round_robin.meetings(mesh.rank, mesh.world):
+    letters, wrong = P2PChannel(group, mesh.device, Traffic(), max_in_flight=1), set()
+    for other in round_robin.round_robin_partners(mesh.rank, mesh.world):
         if other is not None:
-            mine, theirs = (_given(PARTS[-1], rank, torch.float32) for rank in (mesh.rank, other))
+            mine, theirs = (_test_values(PARTS[-1], rank, torch.float32) for rank in (mesh.rank, other))
             got = letters.exchange(mine.to(mesh.device), other)
             if not torch.equal(got.cpu(), theirs):
                 wrong.add(f"messages between {min(mesh.rank, other)} and {max(mesh.rank, other)}")
@@ -174,6 +178,6 @@ def _rate(mesh: Mesh, group: dist.ProcessGroup) -> float:
         mesh.sum([0.0])  # all begin together
         begun = time.perf_counter()
         all_reduce(tensor, group, Traffic()).wait()
-        accelerator.wait(mesh.device)
+        accelerator.synchronize(mesh.device)
         best_s = min(best_s, time.perf_counter() - begun)
     return tensor.nbytes / best_s

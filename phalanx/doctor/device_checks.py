@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.autotune.measure import copied_per_s
+from phalanx.autotune.measure import measure_copy_rate
 from phalanx.core.errors import is_out_of_memory
-from phalanx.doctor.results import CheckState, Line, of_finding
+from phalanx.doctor.results import CheckResult, CheckState, result_of_finding
 from phalanx.health import burn_in_report
-from phalanx.health.devices import Device
+from phalanx.health.devices import DeviceInfo
 from phalanx.health.findings import Severity
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.attention import attention, has_kernel, masked
+from phalanx.models.attention import attention, has_kernel, reference_attention
 from phalanx.models.llama import Llama
-from phalanx.parallel.parallelize import compile_units, why_not_compiled
+from phalanx.parallel.parallelize import compile_units, find_compile_problem
 from phalanx.system import accelerator
 
 OF_PEAK = 0.25  # of what its data sheet says: a device that multiplies slower is held back by something
@@ -34,11 +34,11 @@ BEYOND_BYTES = 2**30  # more than the device has
 NO_HOST_HAS_BYTES = 2**50
 
 
-def arithmetic(seconds: float, ranks: int | None, devices: Sequence[Device]) -> list[Line]:
+def check_arithmetic(seconds: float, ranks: int | None, devices: Sequence[DeviceInfo]) -> list[CheckResult]:
     """Products whose bits must not change, memory that must keep what it was given: `phalanx health --deep`."""
-    findings, rows = burn_in_report.looked_at(seconds, ranks)
-    lines = [of_finding(finding) for finding in findings if finding.severity != Severity.OK]
-    lines = lines or [_right(rows)]
+    findings, rows = burn_in_report.run_burn_in(seconds, ranks)
+    lines = [result_of_finding(finding) for finding in findings if finding.severity != Severity.OK]
+    lines = lines or [_summarize(rows)]
     bf16 = {device.name: device.bf16 for device in devices}
     for row in rows:
         dtype = torch.bfloat16 if bf16.get(row["device"], True) else torch.float16
@@ -48,45 +48,49 @@ def arithmetic(seconds: float, ranks: int | None, devices: Sequence[Device]) -> 
                 f"{row['device']} multiplies at {row['flops_per_s'] / peak:.0%} of what its maker says of it; look at "
                 "its clocks, power limit and cooling (nvidia-smi -q), and for other programs on it"
             )
-            lines.append(Line("compute speed", CheckState.SLOW, text, row["flops_per_s"]))
+            lines.append(CheckResult("compute speed", CheckState.SLOW, text, row["flops_per_s"]))
     return lines
 
 
-def _right(rows: Sequence[Mapping[str, Any]]) -> Line:
+def _summarize(rows: Sequence[Mapping[str, Any]]) -> CheckResult:
     speeds = [row["flops_per_s"] / 1e12 for row in rows]
     shown = f"{min(speeds):.3g}" if len(speeds) == 1 else f"{min(speeds):.3g} to {max(speeds):.3g}"
     text = (
         f"{len(rows)} device{'s' if len(rows) > 1 else ''} at once: each product has the same bits again, and memory "
         f"keeps what it is given ({shown} TFLOP/s)"
     )
-    return Line("arithmetic", CheckState.OK, text)
+    return CheckResult("arithmetic", CheckState.OK, text)
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
 
 
-def copies(names: Sequence[str]) -> list[Line]:
+def check_copies(names: Sequence[str]) -> list[CheckResult]:
     """Copies between host and devices, queued and not waited for, and between devices: are the values the same?"""
     wrong, rates = [], []
     source = torch.zeros(COPY_BYTES[-1], dtype=torch.uint8, pin_memory=True)
     for name in names:
         device = torch.device(name)
-        accelerator.use(device, 1)
+        accelerator.set_device(device, 1)
         wrong += [f"{name} {what}" for size in COPY_BYTES for what in _round_trips(device, size)]
-        rates.append(f"{name} {copied_per_s(source, torch.empty_like(source, device=device), device) / 1e9:.3g} GB/s")
+        rates.append(
+            f"{name} {measure_copy_rate(source, torch.empty_like(source, device=device), device) / 1e9:.3g} GB/s"
+        )
     pairs = [(one, other) for one in names for other in names if one != other]
-    wrong += [f"{one} to {other}" for one, other in pairs if not _between(torch.device(one), torch.device(other))]
+    wrong += [
+        f"{one} to {other}" for one, other in pairs if not _is_exact_between(torch.device(one), torch.device(other))
+    ]
     if wrong:
         text = (
             f"copies arrive with other values ({'; '.join(dict.fromkeys(wrong))}); for copies between devices switch "
             "the IOMMU and ACS off in the firmware, for others have the slot, the cable and the device looked at"
         )
-        return [Line("copies", CheckState.WRONG, text, len(wrong))]
+        return [CheckResult("copies", CheckState.WRONG, text, len(wrong))]
     between = f", and between {len(names)} devices" if pairs else ""
     text = (
         f"page-locked and ordinary, queued and waited for{between}: the values arrive ({', '.join(rates)} to devices)"
     )
-    return [Line("copies", CheckState.OK, text)]
+    return [CheckResult("copies", CheckState.OK, text)]
 
 
 def _pattern(size: int, start: int) -> Tensor:
@@ -104,21 +108,21 @@ def _round_trips(device: torch.device, size: int) -> list[str]:
             sent = given.pin_memory() if pinned else given.clone()
             there = sent.to(device, non_blocking=True)
             there += 1  # by the device, behind the copy
-            ready = accelerator.mark(device)
+            ready = accelerator.record_event(device)
             back = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             with side:
                 side.wait_event(ready)
                 back.copy_(there, non_blocking=True)
-                done = accelerator.mark(device)
+                done = accelerator.record_event(device)
             done.synchronize()
             if not torch.equal(back, given + 1):
                 wrong.append(f"{'from page-locked' if pinned else 'from ordinary'} memory and back")
     return wrong
 
 
-def _between(one: torch.device, other: torch.device) -> bool:
+def _is_exact_between(one: torch.device, other: torch.device) -> bool:
     given = _pattern(COPY_BYTES[-1], 7)
-    accelerator.use(one, 1)
+    accelerator.set_device(one, 1)
     there = given.to(one).to(other)
     return torch.equal(there.cpu(), given)
 
@@ -126,10 +130,10 @@ def _between(one: torch.device, other: torch.device) -> bool:
 # ------------------------------------------------------------------------------------------------------------ attention
 
 
-def attend(name: str) -> list[Line]:
+def check_attention(name: str) -> list[CheckResult]:
     """Attention's kernels against the plain formula in float64 on the CPU: rows, a window, documents, and gradients."""
     device = torch.device(name)
-    accelerator.use(device, 1)
+    accelerator.set_device(device, 1)
     told, wrong = [], []
     for dtype, most in TOLERANCES.items():
         error = max(
@@ -142,16 +146,16 @@ def attend(name: str) -> list[Line]:
             wrong.append(f"{str(dtype).removeprefix('torch.')} {error:.1e}, of which its rounding explains {most:.0e}")
     if wrong:
         text = f"attention on {name} is off the plain formula ({'; '.join(wrong)}); use another version of PyTorch"
-        return [Line("attention", CheckState.WRONG, f"{text}, whose kernels these are, or of the driver")]
+        return [CheckResult("attention", CheckState.WRONG, f"{text}, whose kernels these are, or of the driver")]
     text = f"attention on {name} agrees with the plain formula: {', '.join(told)}"
-    lines = [Line("attention", CheckState.OK, text)]
+    lines = [CheckResult("attention", CheckState.OK, text)]
     dtype = accelerator.best_dtype(device)
     if device.type != "cpu" and not has_kernel(device, dtype, HEAD_DIM):
         text = (
             f"{name} has no variable-length kernel in this PyTorch: packed documents and windows are computed one "
             "after the other; a newer PyTorch may have one for this device"
         )
-        lines.append(Line("attention speed", CheckState.SLOW, text))
+        lines.append(CheckResult("attention speed", CheckState.SLOW, text))
     return lines
 
 
@@ -162,15 +166,15 @@ def _attention_error(device: torch.device, dtype: torch.dtype, window: int | Non
     given = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
     exact = [part.double().requires_grad_() for part in given]
     moved = [part.to(device).requires_grad_() for part in given]
-    expected = masked(exact[0], exact[1], exact[2], window, segments)
+    expected = reference_attention(exact[0], exact[1], exact[2], window, segments)
     there = None if segments is None else segments.to(device)
     found = attention(moved[0], moved[1], moved[2], window=window, segments=there)
     wanted = [expected, *torch.autograd.grad(expected.sin().sum(), exact)]
     results = [found, *torch.autograd.grad(found.float().sin().sum(), moved)]
-    return max(_distance(result, right) for result, right in zip(results, wanted, strict=True))
+    return max(_relative_error(result, right) for result, right in zip(results, wanted, strict=True))
 
 
-def _distance(result: Tensor, right: Tensor) -> float:
+def _relative_error(result: Tensor, right: Tensor) -> float:
     """NaN, if there is any in the result, comes out as infinity: `max` would lose it."""
     error = float((result.detach().cpu().double() - right.detach().double()).norm() / right.norm())
     return error if error == error else float("inf")
@@ -179,35 +183,35 @@ def _distance(result: Tensor, right: Tensor) -> float:
 # -------------------------------------------------------------------------------------------------------------- compile
 
 
-def compile_blocks(name: str) -> list[Line]:
+def check_compile(name: str) -> list[CheckResult]:
     """A small model's loss and gradients as it is and compiled."""
     device = torch.device(name)
-    accelerator.use(device, 1)
+    accelerator.set_device(device, 1)
     begun = time.perf_counter()
     plain = _gradients(device, compiled=False)
     try:
         with torch._inductor.config.patch(compile_threads=1):  # others would outlive this check
             found = _gradients(device, compiled=True)
     except Exception:  # of whichever compiler
-        return [_not_compiled(device)]
-    error = max(_distance(one, other) for one, other in zip(found, plain, strict=True))
+        return [_cannot_compile(device)]
+    error = max(_relative_error(one, other) for one, other in zip(found, plain, strict=True))
     if not error <= COMPILED_TOLERANCE:
         text = f"compiled blocks on {name} are off those that are not by {error:.1e}; train with train.compile=false"
-        return [Line("compile", CheckState.WRONG, f"{text}, and take another version of PyTorch", error)]
+        return [CheckResult("compile", CheckState.WRONG, f"{text}, and take another version of PyTorch", error)]
     seconds = time.perf_counter() - begun
     text = f"torch.compile works on {name}, and agrees within {error:.0e} (compiled in {seconds:.0f} s)"
-    return [Line("compile", CheckState.OK, text, error)]
+    return [CheckResult("compile", CheckState.OK, text, error)]
 
 
-def _not_compiled(device: torch.device) -> Line:
-    reason = why_not_compiled(device)
+def _cannot_compile(device: torch.device) -> CheckResult:
+    reason = find_compile_problem(device)
     if not reason:  # what a run tries first passes, and its blocks do not
         text = f"torch.compile makes code for {device}, but none for a model's blocks; train with train.compile=false"
-        return Line("compile", CheckState.WRONG, text)
+        return CheckResult("compile", CheckState.WRONG, text)
     text = f"torch.compile makes no code for {device} ({reason}), so runs do without; install a C++ compiler"
     if device.type == "cpu":
-        return Line("compile", CheckState.MISSING, text)
-    return Line("compile", CheckState.SLOW, f"{text}, and Triton for this device")
+        return CheckResult("compile", CheckState.MISSING, text)
+    return CheckResult("compile", CheckState.SLOW, f"{text}, and Triton for this device")
 
 
 def _gradients(device: torch.device, compiled: bool) -> list[Tensor]:
@@ -228,11 +232,11 @@ def _gradients(device: torch.device, compiled: bool) -> list[Tensor]:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def memory_limit(names: Sequence[str]) -> list[Line]:
+def check_memory_limit(names: Sequence[str]) -> list[CheckResult]:
     """What asks for more memory than there is must be told so, in words that a run understands, and go on."""
     for name in names:
         device = torch.device(name)
-        accelerator.use(device, 1)
+        accelerator.set_device(device, 1)
         size = NO_HOST_HAS_BYTES if name == "cpu" else accelerator.memory_total(device, 1) + BEYOND_BYTES
         try:
             torch.empty(size, dtype=torch.uint8, device=device)
@@ -240,14 +244,18 @@ def memory_limit(names: Sequence[str]) -> list[Line]:
             if not is_out_of_memory(error):
                 said = str(error).partition("\n")[0]
                 text = f"{name} says {said!r} where memory runs out, which no run takes for that; report it to Phalanx"
-                return [Line("memory-limit", CheckState.WRONG, f"{text}, and set train.micro_batch yourself")]
+                return [CheckResult("memory-limit", CheckState.WRONG, f"{text}, and set train.micro_batch yourself")]
         else:
             text = (
                 f"{name} gives out more memory than it has, so a run cannot find out what fits; set train.micro_batch"
             )
-            return [Line("memory-limit", CheckState.WRONG, f"{text}, and leave some memory free")]
+            return [CheckResult("memory-limit", CheckState.WRONG, f"{text}, and leave some memory free")]
         if float(torch.ones(1000, device=device).sum()) != 1000.0:
             text = f"{name} computes wrongly after memory had run out; use another version of PyTorch or of the driver"
-            return [Line("memory-limit", CheckState.WRONG, text)]
+            return [CheckResult("memory-limit", CheckState.WRONG, text)]
     shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-    return [Line("memory-limit", CheckState.OK, f"that memory has run out is recognised on {shown}, which computes on")]
+    return [
+        CheckResult(
+            "memory-limit", CheckState.OK, f"that memory has run out is recognised on {shown}, which computes on"
+        )
+    ]

@@ -12,49 +12,51 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
-from phalanx.doctor.results import Check, CheckState, Line, from_json
-from phalanx.system.exit_causes import describe
+from phalanx.doctor.results import CheckResult, CheckState, DoctorCheck, result_from_json
+from phalanx.system.exit_causes import describe_exception
 from phalanx.system.fork import fork_call
 
 LOG_BYTES, RANK_LOG_BYTES = 4000, 1500  # of the end of what a check printed, which go into the report
 _END = re.compile(r"was killed by \S+|ended with exit code \d+")
 
 
-def carried_out(check: Check, folder: Path) -> list[Line]:
+def run_isolated(check: DoctorCheck, folder: Path) -> list[CheckResult]:
     """The lines of a check; what it prints goes into a file in `folder`. This process must have one thread."""
     log, begun = folder / f"{check.name}.log", time.monotonic()
     try:
         answer = fork_call(_answer, check, str(log), timeout_s=check.limit_s)
-        lines = [from_json(tree) for tree in answer["lines"]]
+        lines = [result_from_json(tree) for tree in answer["lines"]]
         if answer["failed"] is not None:
-            lines = [failed(check, answer["failed"])]
+            lines = [make_failure(check, answer["failed"])]
     except PhalanxError as error:  # of `fork_call` itself: the time was up, or the kernel had no memory for it
         late = f"no answer within {check.limit_s:g} s, so it was ended"
-        lines = [failed(check, late if type(error) is PhalanxError else "it was killed: the machine ran out of memory")]
+        lines = [
+            make_failure(check, late if type(error) is PhalanxError else "it was killed: the machine ran out of memory")
+        ]
     except (RuntimeError, OSError) as error:
-        lines = [failed(check, ended(error))]
-    return finished(lines, time.monotonic() - begun, log)
+        lines = [make_failure(check, describe_exit(error))]
+    return add_time_and_log(lines, time.monotonic() - begun, log)
 
 
-def failed(check: Check, how: str) -> Line:
+def make_failure(check: DoctorCheck, how: str) -> CheckResult:
     """The line of a check that has not come to its end."""
-    return Line(check.name, CheckState.WRONG, f"{how}; {check.remedy}")
+    return CheckResult(check.name, CheckState.WRONG, f"{how}; {check.remedy}")
 
 
-def reason(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """An exception in one line; of one that `fork_call` hands on with its traceback, the line below that."""
     below = str(error).rpartition("\n  File ")[2] if isinstance(error, RuntimeError) else ""
     handed_on = re.findall(r"^\w[\w.]*: .*$", below, re.M)
-    return handed_on[0] if handed_on else str(describe(error)["reason"])
+    return handed_on[0] if handed_on else str(describe_exception(error)["reason"])
 
 
-def ended(error: Exception) -> str:
+def describe_exit(error: Exception) -> str:
     """How a process ended, in the words of `fork_call`."""
     found = _END.search(str(error))
     return f"its process {found[0]}" if found else f"it could not be started ({error})"
 
 
-def finished(lines: Sequence[Line], seconds: float, log: Path) -> list[Line]:
+def add_time_and_log(lines: Sequence[CheckResult], seconds: float, log: Path) -> list[CheckResult]:
     """The lines with the time that they took, and with what was printed, where there is something to look for."""
     said = _tail(log)
     return [
@@ -63,7 +65,7 @@ def finished(lines: Sequence[Line], seconds: float, log: Path) -> list[Line]:
     ]
 
 
-def quiet(log: str) -> None:
+def redirect_output(log: str) -> None:
     """Have all that this process and libraries in it print go into a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     for number in (1, 2):
@@ -72,20 +74,20 @@ def quiet(log: str) -> None:
     sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115
 
 
-def note_end(log: Path) -> None:
+def append_log_tail(log: Path) -> None:
     """Put the end of a rank's log into this check's own."""
     with open(1, "ab", closefd=False) as out:
         out.write(f"--- {log.name}\n".encode() + log.read_bytes()[-RANK_LOG_BYTES:])
 
 
-def _answer(check: Check, log: str) -> dict[str, Any]:
+def _answer(check: DoctorCheck, log: str) -> dict[str, Any]:
     """In the child. An exception is an answer, too; its traceback is in the log."""
-    quiet(log)
+    redirect_output(log)
     try:
-        return {"lines": [line.to_json() for line in check.look()], "failed": None}
+        return {"lines": [line.to_json() for line in check.run()], "failed": None}
     except Exception as error:
         traceback.print_exc()
-        return {"lines": [], "failed": reason(error)}
+        return {"lines": [], "failed": error_reason(error)}
 
 
 def _tail(log: Path) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from phalanx import __version__
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.doctor.results import CheckState, Line, of_finding
+from phalanx.doctor.results import CheckResult, CheckState, result_of_finding
 from phalanx.health import checks
 from phalanx.health import host as host_health
-from phalanx.health.devices import Device
+from phalanx.health.devices import DeviceInfo
 from phalanx.health.findings import Severity
 from phalanx.launch.slurm import commands as slurm
 
@@ -21,7 +21,7 @@ SENT_BYTES = 2**20  # over loopback and back
 LOOPBACK_S = 5.0
 
 
-def python() -> list[Line]:
+def check_python() -> list[CheckResult]:
     """Versions, and whether this system can run Phalanx."""
     libc = " ".join(platform.libc_ver()).strip() or "an unknown C library"
     text = (
@@ -29,20 +29,22 @@ def python() -> list[Line]:
         f"({platform.machine()}), {libc}"
     )
     if sys.platform != "linux":
-        return [Line("python", CheckState.WRONG, f"{text}; Phalanx runs on Linux alone")]
-    return [Line("python", CheckState.OK, text)]
+        return [CheckResult("python", CheckState.WRONG, f"{text}; Phalanx runs on Linux alone")]
+    return [CheckResult("python", CheckState.OK, text)]
 
 
-def node(run_dir: Path, cache: Path) -> list[Line]:
+def check_node(run_dir: Path, cache: Path) -> list[CheckResult]:
     """All that `phalanx health` looks at, and the disk of the data's cache."""
-    findings = checks.looked_at(checks.Scope(folder=run_dir))
-    room = checks.Check(
-        "cache folder", lambda: host_health.disk(cache, what="cache folder"), checks.DISK_S, Severity.RESET
+    findings = checks.run_health_checks(checks.HealthScope(folder=run_dir))
+    room = checks.HealthCheck(
+        "cache folder", lambda: host_health.check_disk(cache, what="cache folder"), checks.DISK_S, Severity.RESET
     )
-    return [of_finding(finding) for finding in [*findings, *checks.carried_out([room])]]
+    return [result_of_finding(finding) for finding in [*findings, *checks.run_checks([room])]]
 
 
-def network(interfaces: Path = Path("/sys/class/net"), cards: Path = Path("/sys/class/infiniband")) -> list[Line]:
+def check_network(
+    interfaces: Path = Path("/sys/class/net"), cards: Path = Path("/sys/class/infiniband")
+) -> list[CheckResult]:
     """Whether processes of this machine reach each other, and which networks lead to others."""
     try:
         lines = [_loopback()]
@@ -50,17 +52,17 @@ def network(interfaces: Path = Path("/sys/class/net"), cards: Path = Path("/sys/
         text = (
             f"processes cannot reach each other over 127.0.0.1 ({error.strerror or error}); bring the interface lo up"
         )
-        lines = [Line("loopback", CheckState.WRONG, f"{text}, and let a firewall pass it")]
+        lines = [CheckResult("loopback", CheckState.WRONG, f"{text}, and let a firewall pass it")]
     found = [_interface(place) for place in sorted(interfaces.glob("*")) if place.name != "lo"]
     shown = [name for name in found if name]
     rdma = sorted(card.name for card in cards.glob("*"))
     if not shown and not rdma:
         return [
             *lines,
-            Line("network", CheckState.MISSING, "there is no interface that is up, but lo: one machine alone"),
+            CheckResult("network", CheckState.MISSING, "there is no interface that is up, but lo: one machine alone"),
         ]
     with_rdma = f"; RDMA by {', '.join(rdma)}" if rdma else "; none with RDMA"
-    return [*lines, Line("network", CheckState.OK, f"{', '.join(shown) or 'no Ethernet'}{with_rdma}")]
+    return [*lines, CheckResult("network", CheckState.OK, f"{', '.join(shown) or 'no Ethernet'}{with_rdma}")]
 
 
 def _interface(place: Path) -> str:
@@ -74,7 +76,7 @@ def _interface(place: Path) -> str:
     return f"{place.name} ({speed / 1000:g} Gbit/s)" if speed > 0 else place.name
 
 
-def _loopback() -> Line:
+def _loopback() -> CheckResult:
     data = os.urandom(SENT_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(LOOPBACK_S)
@@ -90,37 +92,40 @@ def _loopback() -> Line:
                 sending.join(LOOPBACK_S)
     if received != data:
         raise OSError(5, "other bytes have arrived than were sent")
-    return Line("loopback", CheckState.OK, "processes reach each other over 127.0.0.1")
+    return CheckResult("loopback", CheckState.OK, "processes reach each other over 127.0.0.1")
 
 
-def scheduler() -> list[Line]:
+def check_slurm() -> list[CheckResult]:
     """Whether Slurm is here, and answers."""
     try:
         partitions = slurm.partitions()
     except ConfigError:
-        return [Line("slurm", CheckState.MISSING, "there is no Slurm here; `phalanx train` needs none")]
+        return [CheckResult("slurm", CheckState.MISSING, "there is no Slurm here; `phalanx train` needs none")]
     except RunError as error:
         text = f"Slurm's commands are here, and do not answer ({error}); `phalanx launch` can give it no run"
-        return [Line("slurm", CheckState.MISSING, text)]
+        return [CheckResult("slurm", CheckState.MISSING, text)]
     names = ", ".join(f"{each.name} ({each.nodes} nodes)" for each in partitions) or "none"
-    return [Line("slurm", CheckState.OK, f"Slurm answers; its partitions: {names}")]
+    return [CheckResult("slurm", CheckState.OK, f"Slurm answers; its partitions: {names}")]
 
 
-def pytorch() -> list[Line]:
+def check_torch() -> list[CheckResult]:
     """PyTorch, which must be imported already."""
     import torch
 
     from phalanx.system import accelerator
 
-    return [Line("torch", CheckState.OK, f"PyTorch {torch.__version__}, built for {accelerator.built_for()}")]
+    return [
+        CheckResult("torch", CheckState.OK, f"PyTorch {torch.__version__}, built for {accelerator.describe_build()}")
+    ]
 
 
-def devices(
-    found: Mapping[str, Device], accelerators: Sequence[str], insisted: bool, gpus_of_driver: int | None
-) -> list[Line]:
-    """What ranks may run on. `insisted`: accelerators are asked for; `gpus_of_driver`: what NVIDIA's driver knows."""
+def check_devices(
+    found: Mapping[str, DeviceInfo], accelerators: Sequence[str], require_accelerators: bool, gpus_of_driver: int | None
+) -> list[CheckResult]:
+    """What ranks may run on. `require_accelerators`: accelerators are asked for; `gpus_of_driver`: what NVIDIA's driver
+    knows."""
     if not accelerators:
-        return [_none(found["cpu"], insisted, gpus_of_driver or 0)]
+        return [_no_accelerator(found["cpu"], require_accelerators, gpus_of_driver or 0)]
     lines = []
     for model in sorted({found[name].model for name in accelerators}):
         names = [name for name in accelerators if found[name].model == model]
@@ -128,23 +133,23 @@ def devices(
         shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         text = f"{len(names)} x {model} ({shown}), {first.memory_bytes / 2**30:.1f} GiB of memory each"
         bf16 = "computes in bf16" if first.bf16 else "does not compute in bf16, so runs take fp16"
-        lines.append(Line("devices", CheckState.OK, f"{text}; {bf16}", len(names)))
+        lines.append(CheckResult("devices", CheckState.OK, f"{text}; {bf16}", len(names)))
     if gpus_of_driver is not None and gpus_of_driver > len(accelerators):
         text = (
             f"NVIDIA's driver knows {gpus_of_driver} GPUs and PyTorch {len(accelerators)} of them: the job, the "
             "container or a variable of the environment hides the others; give them back if they are meant"
         )
-        lines.append(Line("devices", CheckState.SLOW, text, len(accelerators)))
+        lines.append(CheckResult("devices", CheckState.SLOW, text, len(accelerators)))
     return lines
 
 
-def _none(cpu: Device, insisted: bool, gpus_of_driver: int) -> Line:
+def _no_accelerator(cpu: DeviceInfo, require_accelerators: bool, gpus_of_driver: int) -> CheckResult:
     from phalanx.system import accelerator
 
-    built = accelerator.built_for()
+    built = accelerator.describe_build()
     here = f"the CPU: {cpu.cores} cores, {cpu.memory_bytes / 2**30:.1f} GiB"
-    if not insisted and not gpus_of_driver:
-        return Line("devices", CheckState.OK, f"there is no accelerator; ranks run on {here}", 0)
+    if not require_accelerators and not gpus_of_driver:
+        return CheckResult("devices", CheckState.OK, f"there is no accelerator; ranks run on {here}", 0)
     if built == accelerator.CPUS:
         why = "is built for CPUs only; install a PyTorch that is built for the accelerators of this machine"
     else:
@@ -154,4 +159,4 @@ def _none(cpu: Device, insisted: bool, gpus_of_driver: int) -> Line:
         )
     known = f", although NVIDIA's driver knows {gpus_of_driver}" if gpus_of_driver else ""
     text = f"PyTorch finds no accelerator{known}, so ranks run on {here}; this PyTorch {why}"
-    return Line("devices", CheckState.WRONG if insisted else CheckState.SLOW, text, 0)
+    return CheckResult("devices", CheckState.WRONG if require_accelerators else CheckState.SLOW, text, 0)

@@ -29,7 +29,7 @@ class CheckState(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Line:
+class CheckResult:
     """One line of the output. `sentence` has the remedy where one is needed; `log` is the end of what the check printed
     where it is not `ok`."""
 
@@ -44,18 +44,18 @@ class Line:
         return asdict(self) | {"state": str(self.state)}
 
 
-def from_json(tree: Mapping[str, Any]) -> Line:
-    """The opposite of `Line.to_json`."""
-    return Line(**{**tree, "state": CheckState(tree["state"])})
+def result_from_json(tree: Mapping[str, Any]) -> CheckResult:
+    """The opposite of `CheckResult.to_json`."""
+    return CheckResult(**{**tree, "state": CheckState(tree["state"])})
 
 
 @dataclass(frozen=True)
-class Check:
-    """A part of the examination. `look` runs in a process of its own for `limit_s` at most; `remedy` is said where that
+class DoctorCheck:
+    """A part of the examination. `run` runs in a process of its own for `limit_s` at most; `remedy` is said where that
     process crashes, or is not done in time."""
 
     name: str
-    look: Callable[[], list[Line]]
+    run: Callable[[], list[CheckResult]]
     limit_s: float
     remedy: str
 
@@ -63,12 +63,14 @@ class Check:
 _OF_FINDING = {Severity.OK: CheckState.OK, Severity.UNKNOWN: CheckState.SKIPPED, Severity.WATCH: CheckState.SLOW}
 
 
-def of_finding(finding: Finding) -> Line:
+def result_of_finding(finding: Finding) -> CheckResult:
     """A finding of `phalanx health` as a line: a node that is not to be used is `wrong`."""
-    return Line(finding.check, _OF_FINDING.get(finding.severity, CheckState.WRONG), finding.sentence, finding.value)
+    return CheckResult(
+        finding.check, _OF_FINDING.get(finding.severity, CheckState.WRONG), finding.sentence, finding.value
+    )
 
 
-def check_names(only: Sequence[str]) -> tuple[str, ...]:
+def parse_check_names(only: Sequence[str]) -> tuple[str, ...]:
     """The names of checks that are asked for. Raises ConfigError for one that there is not."""
     for name in only:
         if name not in NAMES:
@@ -76,7 +78,7 @@ def check_names(only: Sequence[str]) -> tuple[str, ...]:
     return tuple(only)
 
 
-def verdict(lines: Iterable[Line]) -> CheckState:
+def verdict(lines: Iterable[CheckResult]) -> CheckState:
     """`wrong` if anything is, else `slow` if anything is, else `ok`."""
     states = {line.state for line in lines}
     return next((state for state in (CheckState.WRONG, CheckState.SLOW) if state in states), CheckState.OK)

@@ -17,9 +17,9 @@ from phalanx.core.errors import PhalanxError
 from phalanx.core.json_lines import read_lines
 from phalanx.core.run_paths import RunPaths
 from phalanx.doctor import isolation, machine_checks
-from phalanx.doctor.results import LIBRARY, PROOFS, Check, CheckState, Line, from_json
+from phalanx.doctor.results import LIBRARY, PROOFS, CheckResult, CheckState, DoctorCheck, result_from_json
 from phalanx.elastic.node import agent
-from phalanx.health.devices import DEVICES_TIMEOUT_S, PRELOAD, Device, warmed
+from phalanx.health.devices import DEVICES_TIMEOUT_S, PRELOAD, DeviceInfo, preload_and_find_devices
 from phalanx.recovery import shared_memory
 from phalanx.system.fork import fork_call
 
@@ -32,57 +32,59 @@ BESIDE_S = 30.0  # beyond a check's own limit, after which the examiner itself m
 DRIVER = "look at the driver's log (dmesg, nvidia-smi), reboot the machine if that does not help"
 
 
-class Audience(Protocol):
+class DoctorListener(Protocol):
     """Who is told of the examination as it goes on."""
 
     def begin(self, name: str) -> None:
         """A check begins."""
 
-    def line(self, line: Line) -> None:
+    def line(self, line: CheckResult) -> None:
         """A check has said something."""
 
 
 @dataclass(frozen=True)
-class Scope:
-    """What is examined. `insisted`: it is about accelerators, and wrong where there is none; `only`: these checks, all
-    if there is none."""
+class DoctorScope:
+    """What is examined. `require_accelerators`: it is about accelerators, and wrong where there is none; `only`: these
+    checks, all if there is none."""
 
-    insisted: bool
+    require_accelerators: bool
     run_dir: Path
     cache: Path
     only: tuple[str, ...] = ()
 
-    def wants(self, name: str) -> bool:
+    def includes(self, name: str) -> bool:
         return not self.only or name in self.only
 
 
-def examine(scope: Scope, folder: Path, audience: Audience) -> list[Line]:
+def run_doctor(scope: DoctorScope, folder: Path, listener: DoctorListener) -> list[CheckResult]:
     """Carry all checks of a scope out, with files in `folder`; tells of each line, and returns all."""
-    lines: list[Line] = []
+    lines: list[CheckResult] = []
     for check in _of_machine(scope):
-        if scope.wants(check.name):
-            audience.begin(check.name)
-            for line in isolation.carried_out(check, folder):
-                audience.line(line)
+        if scope.includes(check.name):
+            listener.begin(check.name)
+            for line in isolation.run_isolated(check, folder):
+                listener.line(line)
                 lines.append(line)
-    if scope.insisted or any(scope.wants(name) for name in (*LIBRARY, *PROOFS)):
+    if scope.require_accelerators or any(scope.includes(name) for name in (*LIBRARY, *PROOFS)):
         gpus = [line.value for line in lines if line.check == "gpus" and isinstance(line.value, int | float)]
         try:
-            lines += _examined(scope, folder, audience, int(gpus[0]) if gpus else None)
+            lines += _run_examiner(scope, folder, listener, int(gpus[0]) if gpus else None)
         finally:
             for run in folder.glob(f"{RUNS}/*"):  # one that was ended has not taken away what it kept there
-                if (kept := shared_memory.folder_of(RunPaths(run))) is not None:
+                if (kept := shared_memory.find_folder(RunPaths(run))) is not None:
                     shutil.rmtree(kept, ignore_errors=True)
     return lines
 
 
-def _of_machine(scope: Scope) -> list[Check]:
+def _of_machine(scope: DoctorScope) -> list[DoctorCheck]:
     waits = "look for what it waits on (ps shows state D)"
     return [
-        Check("python", machine_checks.python, 10.0, waits),
-        Check("health", functools.partial(machine_checks.node, scope.run_dir, scope.cache), 200.0, waits),
-        Check("network", machine_checks.network, 30.0, "look at the interface lo, and at what filters its packets"),
-        Check("slurm", machine_checks.scheduler, 45.0, "look at Slurm's controller (`scontrol ping`)"),
+        DoctorCheck("python", machine_checks.check_python, 10.0, waits),
+        DoctorCheck("health", functools.partial(machine_checks.check_node, scope.run_dir, scope.cache), 200.0, waits),
+        DoctorCheck(
+            "network", machine_checks.check_network, 30.0, "look at the interface lo, and at what filters its packets"
+        ),
+        DoctorCheck("slurm", machine_checks.check_slurm, 45.0, "look at Slurm's controller (`scontrol ping`)"),
     ]
 
 
@@ -90,124 +92,130 @@ def _of_machine(scope: Scope) -> list[Check]:
 
 
 @dataclass
-class _Follower:
+class _ResultFollower:
     """What the examiner has written, read on by the command."""
 
     file: Path
-    audience: Audience
-    lines: list[Line]
-    seen: int = 0
+    listener: DoctorListener
+    results: list[CheckResult]
+    lines_read: int = 0
     name: str = "torch"
     until: float = 0.0
 
     def poll(self) -> None:
         """Raises PhalanxError where the examiner itself says nothing for too long."""
-        told = list(read_lines(self.file))[self.seen :] if self.file.exists() else []
-        self.seen += len(told)
+        told = list(read_lines(self.file))[self.lines_read :] if self.file.exists() else []
+        self.lines_read += len(told)
         for each in told:
             if "begin" in each:
                 self.name, self.until = each["begin"], time.monotonic() + each["limit_s"] + BESIDE_S
-                self.audience.begin(self.name)
+                self.listener.begin(self.name)
             else:
-                self.say(from_json(each))
+                self.emit(result_from_json(each))
         if self.until and time.monotonic() > self.until:
             raise PhalanxError(f"{self.name} has hung")
 
-    def say(self, line: Line) -> None:
-        self.lines.append(line)
-        self.audience.line(line)
+    def emit(self, result: CheckResult) -> None:
+        self.results.append(result)
+        self.listener.line(result)
 
 
-def _examined(scope: Scope, folder: Path, audience: Audience, gpus_of_driver: int | None) -> list[Line]:
-    follower = _Follower(folder / "lines.jsonl", audience, [])
+def _run_examiner(
+    scope: DoctorScope, folder: Path, listener: DoctorListener, gpus_of_driver: int | None
+) -> list[CheckResult]:
+    follower = _ResultFollower(folder / "lines.jsonl", listener, [])
     try:
         fork_call(_examiner, scope, folder, gpus_of_driver, timeout_s=None, meanwhile=follower.poll)
         follower.poll()
     except (PhalanxError, RuntimeError, OSError) as error:
-        how = "no answer in time, so it was ended" if isinstance(error, PhalanxError) else isolation.ended(error)
-        check = Check(follower.name, list, 0.0, f"install PyTorch anew, or {DRIVER}; nothing more was tried")
-        follower.say(*isolation.finished([isolation.failed(check, how)], 0.0, folder / "examiner.log"))
-    return follower.lines
+        how = (
+            "no answer in time, so it was ended" if isinstance(error, PhalanxError) else isolation.describe_exit(error)
+        )
+        check = DoctorCheck(follower.name, list, 0.0, f"install PyTorch anew, or {DRIVER}; nothing more was tried")
+        follower.emit(*isolation.add_time_and_log([isolation.make_failure(check, how)], 0.0, folder / "examiner.log"))
+    return follower.results
 
 
-def _examiner(scope: Scope, folder: Path, gpus_of_driver: int | None) -> None:
+def _examiner(scope: DoctorScope, folder: Path, gpus_of_driver: int | None) -> None:
     """In a child: import torch, find the devices, and have a process for each proof."""
-    isolation.quiet(str(folder / "examiner.log"))
+    isolation.redirect_output(str(folder / "examiner.log"))
     with open(folder / "lines.jsonl", "a", encoding="utf-8") as file:
 
         def tell(tree: dict[str, Any]) -> None:
             file.write(json.dumps(tree) + "\n")
             file.flush()
 
-        def directly(check: Check) -> bool:
+        def directly(check: DoctorCheck) -> bool:
             """By this process itself, for what it leaves behind; returns whether to go on."""
             tell({"begin": check.name, "limit_s": check.limit_s})
             begun = time.monotonic()
             try:
-                lines = check.look()
+                lines = check.run()
             except Exception as error:
-                lines = [isolation.failed(check, isolation.reason(error))]
-            lines = isolation.finished(lines, time.monotonic() - begun, folder / "examiner.log")
+                lines = [isolation.make_failure(check, isolation.error_reason(error))]
+            lines = isolation.add_time_and_log(lines, time.monotonic() - begun, folder / "examiner.log")
             for line in lines:
                 tell(line.to_json())
             return all(line.state != CheckState.WRONG for line in lines)
 
         found: dict[str, Any] = {}
         again = "install PyTorch anew, of the version that Phalanx asks for (pip install --force-reinstall torch)"
-        if not directly(Check("torch", _library, IMPORT_S, again)):
+        if not directly(DoctorCheck("torch", _library, IMPORT_S, again)):
             return
         look = functools.partial(_devices, scope, gpus_of_driver, found)
-        if not directly(Check("devices", look, DEVICES_TIMEOUT_S, DRIVER)):
+        if not directly(DoctorCheck("devices", look, DEVICES_TIMEOUT_S, DRIVER)):
             return
         for check in _proofs(found["devices"], folder):
-            if scope.wants(check.name):
+            if scope.includes(check.name):
                 tell({"begin": check.name, "limit_s": check.limit_s})
-                for line in isolation.carried_out(check, folder):
+                for line in isolation.run_isolated(check, folder):
                     tell(line.to_json())
 
 
-def _library() -> list[Line]:
+def _library() -> list[CheckResult]:
     agent.preload(PRELOAD)
-    return machine_checks.pytorch()
+    return machine_checks.check_torch()
 
 
-def _devices(scope: Scope, gpus_of_driver: int | None, found: dict[str, Any]) -> list[Line]:
-    devices, accelerators = warmed(on_cpu=False)
+def _devices(scope: DoctorScope, gpus_of_driver: int | None, found: dict[str, Any]) -> list[CheckResult]:
+    devices, accelerators = preload_and_find_devices(on_cpu=False)
     names = accelerators or ["cpu"] * CPU_RANKS
     found["devices"] = [devices[name] for name in names]
-    return machine_checks.devices(devices, accelerators, scope.insisted, gpus_of_driver)
+    return machine_checks.check_devices(devices, accelerators, scope.require_accelerators, gpus_of_driver)
 
 
-def _proofs(devices: Sequence[Device], folder: Path) -> list[Check]:
+def _proofs(devices: Sequence[DeviceInfo], folder: Path) -> list[DoctorCheck]:
     """The proofs for ranks on devices, one for each."""
     from phalanx.doctor import collective_checks, device_checks, training_checks
 
     names = [device.name for device in devices]
     own, on_cpu = list(dict.fromkeys(names)), names[0] == "cpu"
     limit_s, seconds = (PROOF_ON_HOST_S, ARITHMETIC_ON_HOST_S) if on_cpu else (PROOF_S, ARITHMETIC_S)
-    first, place = names[0], training_checks.Place(folder / RUNS, tuple(names))
+    first, place = names[0], training_checks.TrainingTestbed(folder / RUNS, tuple(names))
     place.folder.mkdir()
 
-    def check(name: str, function: Callable[..., list[Line]], *arguments: Any, remedy: str = DRIVER) -> Check:
-        return Check(name, functools.partial(function, *arguments), limit_s, remedy)
+    def check(
+        name: str, function: Callable[..., list[CheckResult]], *arguments: Any, remedy: str = DRIVER
+    ) -> DoctorCheck:
+        return DoctorCheck(name, functools.partial(function, *arguments), limit_s, remedy)
 
     train = functools.partial(check, remedy="the report has what it said; do not train here before this is found")
-    no_copies = [Line("copies", CheckState.SKIPPED, "ranks on the CPU copy nothing to a device")]
+    no_copies = [CheckResult("copies", CheckState.SKIPPED, "ranks on the CPU copy nothing to a device")]
     return [
-        check("arithmetic", device_checks.arithmetic, seconds, len(names), devices),
-        check("copies", (lambda: no_copies) if on_cpu else functools.partial(device_checks.copies, own)),
-        check("attention", device_checks.attend, first, remedy="use another version of PyTorch"),
-        check("compile", device_checks.compile_blocks, first, remedy="train with train.compile=false"),
-        check("memory-limit", device_checks.memory_limit, own),
+        check("arithmetic", device_checks.check_arithmetic, seconds, len(names), devices),
+        check("copies", (lambda: no_copies) if on_cpu else functools.partial(device_checks.check_copies, own)),
+        check("attention", device_checks.check_attention, first, remedy="use another version of PyTorch"),
+        check("compile", device_checks.check_compile, first, remedy="train with train.compile=false"),
+        check("memory-limit", device_checks.check_memory_limit, own),
         check(
             "collectives",
-            collective_checks.exchanged,
+            collective_checks.check_collectives,
             folder / "exchange",
             names,
             remedy=collective_checks.REMEDIES[collective_checks.OWN],
         ),
-        train("one-rank", training_checks.one_rank, place),
-        *(train(f"zero-{zero}", training_checks.shards, place, zero) for zero in (1, 2, 3)),
-        train("resume", training_checks.resume, place),
-        train("time-limit", training_checks.hang, place),
+        train("one-rank", training_checks.check_one_rank, place),
+        *(train(f"zero-{zero}", training_checks.check_zero, place, zero) for zero in (1, 2, 3)),
+        train("resume", training_checks.check_resume, place),
+        train("time-limit", training_checks.check_hang, place),
     ]

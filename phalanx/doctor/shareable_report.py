@@ -13,7 +13,7 @@ from typing import Any
 from phalanx import __version__
 from phalanx.core.errors import RunError
 from phalanx.core.json_lines import write_atomic
-from phalanx.doctor.results import CheckState, Line, verdict
+from phalanx.doctor.results import CheckResult, CheckState, verdict
 
 VERSION = 1  # of this form
 LONG, SHORT = 8, 4  # characters: a shorter value of the environment is part of many words, one of a secret is none
@@ -21,9 +21,9 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.I)
 _ADDRESS = re.compile(r"\b(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}\b|\b(?:[0-9a-f]{1,4}:){3,7}[0-9a-f:]+", re.I)
 
 
-def tree(lines: Sequence[Line], seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
+def build_report(lines: Sequence[CheckResult], seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
     """All that was found, as it is written and sent."""
-    cover = _Cover(environment)
+    cover = _Redactor(environment)
     return {
         "version": VERSION,
         "phalanx": __version__,
@@ -38,7 +38,7 @@ def tree(lines: Sequence[Line], seconds: float, environment: Mapping[str, str]) 
     }
 
 
-def write(file: Path, report: Mapping[str, Any]) -> None:
+def write_report(file: Path, report: Mapping[str, Any]) -> None:
     """Raises RunError where the file cannot be written."""
     try:
         write_atomic(file, json.dumps(report, indent=1) + "\n")
@@ -46,7 +46,7 @@ def write(file: Path, report: Mapping[str, Any]) -> None:
         raise _not_written(file, error) from None
 
 
-def check_writable(file: Path) -> None:
+def check_report_writable(file: Path) -> None:
     """Raises RunError where the report could not be written later."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def _not_written(file: Path, error: OSError) -> RunError:
     return RunError(f"{file} cannot be written ({error.strerror or error}); choose another with --out")
 
 
-class _Cover:
+class _Redactor:
     """Puts names of kinds in the place of what nobody else has to know."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:

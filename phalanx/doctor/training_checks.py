@@ -12,27 +12,29 @@ from typing import Any
 from phalanx.config import load
 from phalanx.core import faults
 from phalanx.core.errors import RunError
-from phalanx.core.events import Kind
-from phalanx.core.json_lines import read_lines
+from phalanx.core.events import EventKind, read_events
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.doctor.isolation import note_end
-from phalanx.doctor.results import CheckState, Line
+from phalanx.doctor.isolation import append_log_tail
+from phalanx.doctor.results import CheckResult, CheckState
 from phalanx.launch import local
 
-STEPS, SAVED, KILLED, HUNG = 8, 4, 7, 4  # all of them; that of a checkpoint; those of faults
+STEPS, CHECKPOINT_STEP, KILL_STEP, HANG_STEP = 8, 4, 7, 4  # all of them; that of a checkpoint; those of faults
 TOLERANCE = 1e-4  # of a loss, relative: what other kernels and another order of sums explain in fp32
 HANG_S = 5.0  # in which nothing changes, in a step, until a rank counts as hung
-MEETING_S, MEETING_ON_HOST_S = 20.0, 10.0  # of a collective; devices' own connect in their first one
+COLLECTIVE_TIMEOUT_S, COLLECTIVE_TIMEOUT_ON_HOST_S = (
+    20.0,
+    10.0,
+)  # of a collective; devices' own connect in their first one
 SEQUENCES = 8  # of a step, or so many more that all ranks have as many
 DOCUMENTS = 80
-ONE_RANK, PLAIN = "reference", {"parallel.data": "single"}
+ONE_RANK, PLAIN = "reference", {"parallel.engine": "single"}
 REMEDY = "do not train here before this is found; the report has the ends of the logs"
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainingTestbed:
     """Where runs are made, and what they run on: a rank for each of `devices`."""
 
     folder: Path
@@ -47,107 +49,123 @@ class Place:
         return self.devices[0] == "cpu"
 
     @property
-    def ranks(self) -> str:
+    def ranks_text(self) -> str:
         """The ranks in words."""
         kind = self.devices[0].partition(":")[0]
         return f"{self.world} rank{'s' if self.world > 1 else ''} on {'the CPU' if kind == 'cpu' else kind}"
 
 
 @dataclass(frozen=True)
-class Walked:
+class TestRun:
     """What a run has left: its loss by step, and its events."""
 
     losses: list[float]
     events: list[dict[str, Any]]
 
 
-def one_rank(place: Place) -> list[Line]:
+def check_one_rank(place: TrainingTestbed) -> list[CheckResult]:
     """The loss of one rank: on the CPU, and on the first device against that."""
-    on_host = reference(place)
+    on_host = reference_losses(place)
     if not all(map(math.isfinite, on_host)) or on_host[-1] > 0.9 * on_host[0]:
         text = f"one rank on the CPU does not learn: its loss goes from {on_host[0]:.4g} to {on_host[-1]:.4g}; {REMEDY}"
-        return [Line("one-rank", CheckState.WRONG, text)]
+        return [CheckResult("one-rank", CheckState.WRONG, text)]
     learnt = f"the loss falls from {on_host[0]:.4f} to {on_host[-1]:.4f} in {STEPS} steps"
     if place.on_cpu:
-        return [Line("one-rank", CheckState.OK, f"one rank on the CPU learns: {learnt}")]
-    found = _walk(place, "one-rank", 1, PLAIN)
-    return [_compared(place, "one-rank", f"one rank on {place.devices[0]}", found.losses, f"; {learnt}")]
+        return [CheckResult("one-rank", CheckState.OK, f"one rank on the CPU learns: {learnt}")]
+    found = _train(place, "one-rank", 1, PLAIN)
+    return [_compare_with_reference(place, "one-rank", f"one rank on {place.devices[0]}", found.losses, f"; {learnt}")]
 
 
-def shards(place: Place, zero: int) -> list[Line]:
+def check_zero(place: TrainingTestbed, zero: int) -> list[CheckResult]:
     """The loss of all ranks, each of which holds a shard of what the stage of ZeRO says."""
     name = f"zero-{zero}"
-    found = _walk(place, name, place.world, {"parallel.zero": zero})
-    return [_compared(place, name, f"{place.ranks}, zero {zero}", found.losses)]
+    found = _train(place, name, place.world, {"parallel.zero": zero})
+    return [_compare_with_reference(place, name, f"{place.ranks_text}, zero {zero}", found.losses)]
 
 
-def resume(place: Place) -> list[Line]:
+def check_resume(place: TrainingTestbed) -> list[CheckResult]:
     """A run that ends and goes on from its checkpoint, in which a rank is killed, and which goes on by itself."""
     name, rank = "resume", place.world - 1
-    _walk(place, name, place.world, {"parallel.zero": 2, "train.steps": SAVED})
-    found = _walk(place, name, place.world, {"parallel.zero": 2}, f"kill:rank={rank},step={KILLED}")
-    died = [event["reason"] for event in found.events if event["kind"] == Kind.WORKER_DIED]
-    resumed = [event for event in found.events if event["kind"] == Kind.RESUMED]
+    _train(place, name, place.world, {"parallel.zero": 2, "train.steps": CHECKPOINT_STEP})
+    found = _train(place, name, place.world, {"parallel.zero": 2}, f"kill:rank={rank},step={KILL_STEP}")
+    died = [event["reason"] for event in found.events if event["kind"] == EventKind.WORKER_DIED]
+    resumed = [event for event in found.events if event["kind"] == EventKind.RESUMED]
     if not died or len(resumed) < 2:
-        text = f"a rank was killed in step {KILLED}, and the run tells of {len(died)} deaths and {len(resumed)} resumes"
-        return [Line(name, CheckState.WRONG, f"{text}; {REMEDY}")]
-    told = f"; it went on from {', then from '.join(map(_source, resumed))}"
-    return [_compared(place, name, f"{place.ranks}, ended, resumed, killed and resumed", found.losses, told)]
+        text = (
+            f"a rank was killed in step {KILL_STEP}, and the run tells of {len(died)} deaths and {len(resumed)} resumes"
+        )
+        return [CheckResult(name, CheckState.WRONG, f"{text}; {REMEDY}")]
+    told = f"; it went on from {', then from '.join(map(_describe_source, resumed))}"
+    return [
+        _compare_with_reference(
+            place, name, f"{place.ranks_text}, ended, resumed, killed and resumed", found.losses, told
+        )
+    ]
 
 
-def _source(resumed: dict[str, Any]) -> str:
+def _describe_source(resumed: dict[str, Any]) -> str:
     return f"{'memory' if resumed.get('memory') else 'the checkpoint'} at step {resumed['step']}"
 
 
-def hang(place: Place) -> list[Line]:
+def check_hang(place: TrainingTestbed) -> list[CheckResult]:
     """A run a rank of which hangs: it must be ended in time, and named, and the run must go on."""
     name, rank = "time-limit", place.world - 1
-    changes = {"parallel.zero": 2, "resilience.hang_s": HANG_S}
-    found = _walk(place, name, place.world, changes, f"hang:rank={rank},step={HUNG}")
-    died = [event for event in found.events if event["kind"] == Kind.WORKER_DIED]
+    changes = {"parallel.zero": 2, "resilience.hang_timeout_s": HANG_S}
+    found = _train(place, name, place.world, changes, f"hang:rank={rank},step={HANG_STEP}")
+    died = [event for event in found.events if event["kind"] == EventKind.WORKER_DIED]
     if not any(event.get("type") == "Hang" and event["rank"] == rank for event in died):
         said = "; ".join(f"rank {event['rank']} {event['reason']}" for event in died) or "nobody was ended"
-        text = f"rank {rank} hung in step {HUNG}, and the run does not say so ({said}); set resilience.hang_s and"
-        return [Line(name, CheckState.WRONG, f"{text} comm.timeout_s to less, and look after runs here")]
+        text = f"rank {rank} hung in step {HANG_STEP}, and the run does not say so ({said})"
+        remedy = "set resilience.hang_timeout_s and comm.timeout_s to less, and look after runs here"
+        return [CheckResult(name, CheckState.WRONG, f"{text}; {remedy}")]
     told = f"; the rank that hung was named and ended after {HANG_S:g} s"
-    return [_compared(place, name, f"{place.ranks}, one of which hung", found.losses, told)]
+    return [_compare_with_reference(place, name, f"{place.ranks_text}, one of which hung", found.losses, told)]
 
 
-def reference(place: Place) -> list[float]:
+def reference_losses(place: TrainingTestbed) -> list[float]:
     """The losses of one rank on the CPU, which trains where nobody has asked before."""
     done = _losses(RunPaths(place.folder / ONE_RANK))
-    return done if len(done) == STEPS else _walk(place, ONE_RANK, 1, PLAIN, on_cpu=True).losses
+    return done if len(done) == STEPS else _train(place, ONE_RANK, 1, PLAIN, on_cpu=True).losses
 
 
-def _compared(place: Place, name: str, who: str, losses: Sequence[float], told: str = "") -> Line:
-    expected = reference(place)
+def _compare_with_reference(
+    place: TrainingTestbed, name: str, who: str, losses: Sequence[float], remark: str = ""
+) -> CheckResult:
+    expected = reference_losses(place)
     if len(losses) != STEPS:
-        return Line(name, CheckState.WRONG, f"{who}: {len(losses)} of {STEPS} steps have a loss; {REMEDY}")
+        return CheckResult(name, CheckState.WRONG, f"{who}: {len(losses)} of {STEPS} steps have a loss; {REMEDY}")
     off = [abs(found - right) / abs(right) for found, right in zip(losses, expected, strict=True)]
     worst = next((step for step, each in enumerate(off, 1) if not each <= TOLERANCE), None)
     if worst is not None:
         text = f"{who}: another loss than one rank on the CPU, {losses[worst - 1]:.6g} instead of"
-        return Line(
+        return CheckResult(
             name, CheckState.WRONG, f"{text} {expected[worst - 1]:.6g} in step {worst}; {REMEDY}", off[worst - 1]
         )
-    return Line(name, CheckState.OK, f"{who}: the loss of one rank on the CPU, within {max(off):.0e}{told}", max(off))
+    return CheckResult(
+        name, CheckState.OK, f"{who}: the loss of one rank on the CPU, within {max(off):.0e}{remark}", max(off)
+    )
 
 
-def _walk(
-    place: Place, name: str, ranks: int, changes: dict[str, Any], fault: str | None = None, on_cpu: bool = False
-) -> Walked:
+def _train(
+    place: TrainingTestbed,
+    name: str,
+    ranks: int,
+    changes: dict[str, Any],
+    fault: str | None = None,
+    on_cpu: bool = False,
+) -> TestRun:
     """Train in a folder of that name, as `phalanx train` does. Raises RunError where it has not come to its end."""
     paths = RunPaths(place.folder / name)
-    planned = faults.parse([] if fault is None else [fault])
+    planned = faults.parse_faults([] if fault is None else [fault])
     code = local.train(_recipe(place, changes), paths, ranks, {}, on_cpu=on_cpu or place.on_cpu, planned=planned)
-    events = list(read_lines(paths.events))
+    events = list(read_events(paths.events))
     if code != ExitCode.DONE:
-        died = [f"rank {event['rank']} {event['reason']}" for event in events if event["kind"] == Kind.WORKER_DIED]
+        died = [f"rank {event['rank']} {event['reason']}" for event in events if event["kind"] == EventKind.WORKER_DIED]
         for log in sorted(paths.root.glob("logs/*/*.log")):
-            note_end(log)
+            append_log_tail(log)
         why = died[-1] if died else "its log may say why"
         raise RunError(f"the run of {ranks} rank{'s' if ranks > 1 else ''} ended with exit code {code} ({why})")
-    return Walked(_losses(paths), events)
+    return TestRun(_losses(paths), events)
 
 
 def _losses(paths: RunPaths) -> list[float]:
@@ -156,11 +174,11 @@ def _losses(paths: RunPaths) -> list[float]:
     return []
 
 
-def _recipe(place: Place, changes: dict[str, Any]) -> Any:
+def _recipe(place: TrainingTestbed, changes: dict[str, Any]) -> Any:
     text = place.folder / "text.jsonl"
     if not text.exists():
         text.write_text(_documents(), encoding="utf-8")
-    meeting_s = MEETING_ON_HOST_S if place.on_cpu else MEETING_S
+    meeting_s = COLLECTIVE_TIMEOUT_ON_HOST_S if place.on_cpu else COLLECTIVE_TIMEOUT_S
     wanted: dict[str, Any] = {
         "model": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64},
         "data": {"source": str(text), "tokenizer_vocab": 280, "seq_len": 32, "cache": str(place.folder / "cache")},
@@ -171,9 +189,9 @@ def _recipe(place: Place, changes: dict[str, Any]) -> Any:
             "dtype": "fp32",
         },
         "optim": {"lr": 1e-2, "decay_steps": STEPS, "warmup_steps": 2},
-        "parallel": {"data": "sharded"},
-        "balance": {"work": "even"},
-        "checkpoint": {"every": SAVED},
+        "parallel": {"engine": "sharded"},
+        "balance": {"batch": "even"},
+        "checkpoint": {"every": CHECKPOINT_STEP},
         "comm": {"timeout_s": meeting_s},
         "resilience": {"health": "off"},  # which has lines of its own
         "report": {"tensorboard": False},
@@ -182,7 +200,7 @@ def _recipe(place: Place, changes: dict[str, Any]) -> Any:
     for key, value in changes.items():
         section, _, name = key.partition(".")
         wanted[section][name] = value
-    return load.check(wanted, "the recipe of phalanx doctor")
+    return load.build_config(wanted, "the recipe of phalanx doctor")
 
 
 def _documents() -> str:

@@ -11,43 +11,49 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from phalanx.comm.comm_thread import POLL_S, Lane, Mark
+from phalanx.comm.comm_thread import POLL_S, CommThread, StreamEvent
 from phalanx.engine.interface import Precision
-from phalanx.layout.buckets import Bucket, Fragment, Member
+from phalanx.layout.buckets import Bucket, BucketMember, Fragment
 from phalanx.system import accelerator
 
 IN_FLIGHT = 3  # gradient buffers of one size: one that is filled, one that is sent, one between
-IN_FLIGHT_RELEASED = 2  # where parameters are released: the backward pass waits for the link anyway
+IN_FLIGHT_ZERO3 = 2  # where parameters are released: the backward pass waits for the link anyway
 
 
-Working = Callable[[int, torch.dtype], torch.Tensor | None]  # elements and type -> memory with any content
+AllocateWorkingMemory = Callable[
+    [int, torch.dtype], torch.Tensor | None
+]  # elements and type -> memory with any content
 
 
-def nothing(elements: int, dtype: torch.dtype) -> None:
+def no_working_memory(elements: int, dtype: torch.dtype) -> None:
     """Where there is no other memory than new one."""
     return None
 
 
-class Pool:
+class GradientBufferPool:
     """Gradient buffers that are given back when they are summed. Who computes faster than the lane sends waits here,
     but never for a lane that itself waits for the main thread."""
 
-    def __init__(self, most: int = IN_FLIGHT, keeps: bool = True) -> None:
-        """`most` buffers of one size, where their number is limited; `keeps`: those given back are used again, else
-        their memory is for anybody."""
-        self._most, self._keeps = most, keeps
-        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Mark]]] = {}
+    def __init__(self, max_buffers: int = IN_FLIGHT, keeps: bool = True) -> None:
+        """`max_buffers` buffers of one size, where their number is limited; `keeps`: those given back are used again,
+        else their memory is for anybody."""
+        self._max_buffers, self._keeps = max_buffers, keeps
+        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, StreamEvent]]] = {}
         self._taken: dict[tuple[int, torch.dtype], int] = {}
         self._changed = threading.Condition()
-        self._awaited: list[Mark] = []  # by the lane
+        self._awaited: list[StreamEvent] = []  # by the lane
 
-    def take(self, like: torch.Tensor, elements: int, lane: Lane, limited: bool) -> torch.Tensor:
+    def acquire(self, like: torch.Tensor, elements: int, comm_thread: CommThread, limited: bool) -> torch.Tensor:
         """A buffer of `elements`, with any content; `limited`: wait if there are as many as may be of that size."""
         size = (elements, like.dtype)
-        with lane.waiting(), self._changed:
-            while limited and self._taken.get(size, 0) >= self._most and all(mark.reached for mark in self._awaited):
+        with comm_thread.report_wait(), self._changed:
+            while (
+                limited
+                and self._taken.get(size, 0) >= self._max_buffers
+                and all(mark.is_recorded for mark in self._awaited)
+            ):
                 self._changed.wait(POLL_S)
-                lane.check()
+                comm_thread.raise_error()
             self._taken[size] = self._taken.get(size, 0) + 1
             free = self._free.setdefault(size, [])
             if not free:
@@ -56,13 +62,13 @@ class Pool:
         given_back.wait()  # the device, not the host: it was set before
         return buffer
 
-    def give_back(self, buffer: torch.Tensor, lane: Lane) -> None:
+    def release(self, buffer: torch.Tensor, comm_thread: CommThread) -> None:
         """On the lane."""
         size = (buffer.numel(), buffer.dtype)
         if not self._keeps:
-            accelerator.used_here(buffer)
-        here = Mark(lane)
-        here.set()
+            accelerator.record_stream(buffer)
+        here = StreamEvent(comm_thread)
+        here.record()
         with self._changed:
             self._taken[size] -= 1
             if self._keeps:
@@ -70,7 +76,7 @@ class Pool:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def starving(self, mark: Mark) -> Iterator[None]:
+    def report_blocked_thread(self, mark: StreamEvent) -> Iterator[None]:
         """The lane waits for the main thread to reach a mark."""
         with self._changed:
             self._awaited.append(mark)
@@ -83,18 +89,18 @@ class Pool:
 
 
 @dataclass
-class Gradient:
+class BucketGradient:
     """A bucket's gradient from its first micro-batch until it is summed over the ranks."""
 
-    first: bool  # of the step
+    first_of_step: bool  # of the step
     buffer: torch.Tensor | None
-    ready: Mark
-    touched: set[int] = field(default_factory=set)  # members that have one, from any micro-batch
-    left: set[int] = field(default_factory=set)  # members that this micro-batch has none for yet
-    closed: bool = False  # it is the lane's now
+    ready: StreamEvent
+    members_with_grad: set[int] = field(default_factory=set)  # members that have one, from any micro-batch
+    pending_members: set[int] = field(default_factory=set)  # members that this micro-batch has none for yet
+    submitted: bool = False  # it is the lane's now
 
 
-class Held:
+class RankBucket:
     """One bucket on one rank."""
 
     def __init__(
@@ -103,43 +109,47 @@ class Held:
         rank: int,
         device: torch.device,
         precision: Precision,
-        lane: Lane,
-        pool: Pool | None,
-        released: bool,
-        working: Working = nothing,
+        comm_thread: CommThread,
+        pool: GradientBufferPool | None,
+        resharded: bool,
+        working_memory: AllocateWorkingMemory = no_working_memory,
     ) -> None:
         """`rank` among those that a copy of the state is sharded over. Without a `pool` the buffer for gradients is the
-        bucket's own for good; `released`: whole parameters are there only between `gathering` and `release`.
-        `working`: memory that may be had for what stays."""
+        bucket's own for good; `resharded`: whole parameters are there only between `prepare_gather` and `reshard`.
+        `working_memory`: memory that may be had for what stays."""
         self.bucket, self.fragments = bucket, tuple(bucket.fragments(rank))
         self.names = [member.parameter.name for member in bucket.members]
         self._own = [part.range(rank) for part in bucket.parts]  # elements of the bucket
-        self._precision, self._lane, self._pool = precision, lane, pool
-        own = None if released else working(bucket.elements, precision.compute)
+        self._precision, self._comm_thread, self._pool = precision, comm_thread, pool
+        own = None if resharded else working_memory(bucket.elements, precision.compute)
         self.values = torch.empty(bucket.elements, dtype=precision.compute, device=device) if own is None else own
-        self._released = released
+        self._resharded = resharded
         self._bytes = self.values.untyped_storage().nbytes()
-        self._travelling: torch.Tensor | None = None
-        self._absent: torch.Tensor | None = None  # what stands for parameters that are released
+        self._transport_buffer: torch.Tensor | None = None
+        self._placeholder: torch.Tensor | None = None  # what stands for parameters that are released
         # A frozen bucket that is released keeps its own range here.
-        kept = released and not bucket.trained
-        self._kept = self._by_part(self.values.new_zeros(bucket.share(rank), dtype=precision.shared)) if kept else None
+        kept = resharded and not bucket.trained
+        self._frozen_shard = (
+            self._by_part(self.values.new_zeros(bucket.count_elements(rank), dtype=precision.transport))
+            if kept
+            else None
+        )
         self._parameters: list[nn.Parameter] = []
         self._views: list[torch.Tensor] = []  # of the bucket, by parameter
-        self.used: set[str] = set()  # in this step, on this rank
+        self.names_with_grad: set[str] = set()  # in this step, on this rank
         if not bucket.trained:
             return
         # With any content: what no gradient comes for is zeroed when it is handed over.
-        self._sums = None if pool is not None else working(bucket.elements, precision.master)
+        self._sums = None if pool is not None else working_memory(bucket.elements, precision.master)
         if pool is None and self._sums is None:
             self._sums = self.values.new_empty(bucket.elements, dtype=precision.master)
         # The sum over the ranks of each part's own range.
-        self.reduced = (
-            self._by_part(self._new(bucket.share(rank)))
+        self.reduced_gradient = (
+            self._by_part(self._new(bucket.count_elements(rank)))
             if self._sums is None
             else [self._sums[start:stop] for start, stop in self._own]
         )
-        self.gradient = Gradient(True, self._sums, Mark(lane), closed=True)
+        self.gradient = BucketGradient(True, self._sums, StreamEvent(comm_thread), submitted=True)
 
     def _new(self, elements: int) -> torch.Tensor:
         return torch.zeros(elements, dtype=self._precision.master, device=self.values.device)
@@ -149,7 +159,7 @@ class Held:
 
     # ------------------------------------------------------------------------------------------------------- parameters
 
-    def take(self, parameters: Sequence[nn.Parameter], replaced: dict[int, nn.Parameter]) -> None:
+    def adopt_parameters(self, parameters: Sequence[nn.Parameter], replaced: dict[int, nn.Parameter]) -> None:
         """Make whole parameters views of the bucket. Those on meta cannot be: `replaced` gets what takes their place,
         by the id of the old ones."""
         with torch.no_grad():
@@ -157,7 +167,7 @@ class Held:
                 self.values[gap].zero_()
             for member, parameter in zip(self.bucket.members, parameters, strict=True):
                 # `data`: what is gathered into it later must not look to autograd like a change of the parameter.
-                view = self.values[member.at : member.end].view(member.parameter.shape).data
+                view = self.values[member.offset : member.end].view(member.parameter.shape).data
                 self._views.append(view)
                 if parameter.is_meta:
                     replaced[id(parameter)] = nn.Parameter(view, requires_grad=parameter.requires_grad)
@@ -166,11 +176,14 @@ class Held:
                     parameter.data = view
         self._parameters = [replaced.get(id(parameter), parameter) for parameter in parameters]
 
-    def watch(self, fold: Callable[["Held", int, torch.Tensor], None]) -> list[RemovableHandle]:
-        """Call the method `fold` with the number of each member whose gradient a backward pass has completed."""
+    def register_grad_hooks(
+        self, accumulate_gradient: Callable[["RankBucket", int, torch.Tensor], None]
+    ) -> list[RemovableHandle]:
+        """Call the method `accumulate_gradient` with the number of each member whose gradient a backward pass has
+        completed."""
         # What a tensor's hooks hold the garbage collector does not see: without weak references the model, and all that
         # is held of it here, would never be given back.
-        here, method = weakref.ref(self), weakref.WeakMethod(fold)
+        here, method = weakref.ref(self), weakref.WeakMethod(accumulate_gradient)
 
         def completed(index: int, parameter: torch.Tensor) -> None:
             held, call = here(), method()
@@ -182,37 +195,37 @@ class Held:
             for index, parameter in enumerate(self._parameters)
         ]
 
-    def members(self) -> Iterator[tuple[Member, torch.Tensor]]:
+    def members(self) -> Iterator[tuple[BucketMember, torch.Tensor]]:
         """Each parameter with its whole values, flat."""
         for member in self.bucket.members:
-            yield member, self.values[member.at : member.end]
+            yield member, self.values[member.offset : member.end]
 
-    def own(self, fragment: Fragment) -> torch.Tensor:
+    def fragment_values(self, fragment: Fragment) -> torch.Tensor:
         """The whole parameter's elements that a fragment is, as the model computes with them; of a frozen one that is
         released, as they are kept."""
-        return self._of(self._kept, fragment) if self._kept is not None else _at(self.values, fragment)
+        return self._of(self._frozen_shard, fragment) if self._frozen_shard is not None else _at(self.values, fragment)
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Give the memory of the whole parameters back; who reads them now, which nobody should, reads NaN."""
-        nothing = self.values.new_full((), torch.nan) if self._absent is None else self._absent
-        self._absent = nothing
+        nothing = self.values.new_full((), torch.nan) if self._placeholder is None else self._placeholder
+        self._placeholder = nothing
         for parameter in self._parameters:
             parameter.data = nothing.expand(parameter.shape)
         self.values.untyped_storage().resize_(0)
 
-    def restore(self) -> None:
+    def unshard(self) -> None:
         """Take that memory again, with any content but a frozen bucket's own range."""
         self.values.untyped_storage().resize_(self._bytes)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
-        if self._kept is not None:
-            departing = self._departing()
-            for (start, stop), kept in zip(self._own, self._kept, strict=True):
+        if self._frozen_shard is not None:
+            departing = self._gather_source()
+            for (start, stop), kept in zip(self._own, self._frozen_shard, strict=True):
                 departing[start:stop].copy_(kept)
 
-    def round(self, masters: Sequence[torch.Tensor]) -> None:
+    def stage_masters(self, masters: Sequence[torch.Tensor]) -> None:
         """Put the masters of the own range, by fragment, where the gathering takes them from."""
-        departing = self._departing()
+        departing = self._gather_source()
         for gap in self.bucket.gaps:  # what is rounded with others must not be anything
             departing[gap].zero_()
         targets = [_at(departing, fragment) for fragment in self.fragments]
@@ -220,16 +233,16 @@ class Held:
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [master for _, master in pairs])
 
-    def _departing(self) -> torch.Tensor:
+    def _gather_source(self) -> torch.Tensor:
         """Where the gathering takes the own range from: the parameters, unless they travel in another type."""
-        if self._precision.shared == self._precision.compute:
+        if self._precision.transport == self._precision.compute:
             return self.values
-        self._travelling = self.values.new_empty(self.bucket.elements, dtype=self._precision.shared)
-        return self._travelling
+        self._transport_buffer = self.values.new_empty(self.bucket.elements, dtype=self._precision.transport)
+        return self._transport_buffer
 
-    def gathering(self, number: int) -> tuple[torch.Tensor, Callable[[], None]]:
+    def prepare_gather(self, number: int) -> tuple[torch.Tensor, Callable[[], None]]:
         """What to gather of part `number`, and what to do when it is there."""
-        part, travelling = self.bucket.parts[number], self._travelling
+        part, travelling = self.bucket.parts[number], self._transport_buffer
         if travelling is None:
             return self.values[part.start : part.stop], lambda: None
         arriving = travelling[part.start : part.stop]
@@ -237,137 +250,145 @@ class Held:
         def arrived() -> None:
             self.values[part.start : part.stop].copy_(arriving)
             if part is self.bucket.parts[-1]:
-                self._travelling = None
+                self._transport_buffer = None
 
         return arriving, arrived
 
     @property
-    def memories(self) -> tuple[int, ...]:
+    def memory_ids(self) -> tuple[int, ...]:
         """What identifies the memory of parameters, whole and released; the same while its bytes come and go."""
-        return tuple(int(each.untyped_storage()._cdata) for each in (self.values, self._absent) if each is not None)
+        return tuple(
+            int(each.untyped_storage()._cdata) for each in (self.values, self._placeholder) if each is not None
+        )
 
     # -------------------------------------------------------------------------------------------------------- gradients
 
     def begin_step(self) -> None:
-        self.used = set()
-        self.gradient = Gradient(True, self._sums, Mark(self._lane))
+        self.names_with_grad = set()
+        self.gradient = BucketGradient(True, self._sums, StreamEvent(self._comm_thread))
 
     def begin_micro_batch(self, reduces: bool) -> None:
         """`reduces`: its gradients are sent when they are complete, with those that were added up before."""
-        if self.gradient.closed:
-            self.gradient = Gradient(False, self._sums, Mark(self._lane))
+        if self.gradient.submitted:
+            self.gradient = BucketGradient(False, self._sums, StreamEvent(self._comm_thread))
         self._reduces = reduces
-        self.gradient.left = set(range(len(self.names)))
+        self.gradient.pending_members = set(range(len(self.names)))
 
-    def let_go(self) -> None:
+    def expect_last_backward(self) -> None:
         """The next backward pass is the last that this micro-batch has for it: what comes of it is sent at once."""
         self._reduces = True
-        self.gradient.left = set(range(len(self.names)))
+        self.gradient.pending_members = set(range(len(self.names)))
 
-    def sum_so_far(self, index: int) -> torch.Tensor:
+    def gradient_sum(self, index: int) -> torch.Tensor:
         """A parameter's gradient as far as it was added up here, flat; what is added to it goes with it."""
         gradient, member = self.gradient, self.bucket.members[index]
-        assert not gradient.closed, self.names[index]
-        sums = self._buffer()[member.at : member.end]
-        if index not in gradient.touched:
-            gradient.touched.add(index)
-            self.used.add(self.names[index])
+        assert not gradient.submitted, self.names[index]
+        sums = self._buffer()[member.offset : member.end]
+        if index not in gradient.members_with_grad:
+            gradient.members_with_grad.add(index)
+            self.names_with_grad.add(self.names[index])
             sums.zero_()
         return sums
 
-    def fold(self, index: int, parameter: torch.Tensor) -> None:
+    def accumulate_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Take over a parameter's gradient, if it has one."""
         if (grad := parameter.grad) is None:
             return
         parameter.grad = None
         gradient = self.gradient
-        if gradient.closed:
+        if gradient.submitted:
             raise RuntimeError(
                 f"parameter {self.names[index]} got a second gradient after its first was sent; call backward() once "
                 "within engine.micro_batch(), of the sum of the losses"
             )
         member = self.bucket.members[index]
-        sums = self._buffer()[member.at : member.end].view(member.parameter.shape)
-        if index in gradient.touched:
+        sums = self._buffer()[member.offset : member.end].view(member.parameter.shape)
+        if index in gradient.members_with_grad:
             sums.add_(grad)
         else:
             sums.copy_(grad)
-            gradient.touched.add(index)
-            self.used.add(self.names[index])
-        gradient.left.discard(index)
-        if self._reduces and not gradient.left:
-            self.complete()
+            gradient.members_with_grad.add(index)
+            self.names_with_grad.add(self.names[index])
+        gradient.pending_members.discard(index)
+        if self._reduces and not gradient.pending_members:
+            self.submit_gradient()
 
-    def fold_all(self) -> None:
+    def accumulate_all(self) -> None:
         for index, parameter in enumerate(self._parameters):
-            self.fold(index, parameter)
+            self.accumulate_gradient(index, parameter)
 
-    def is_over(self) -> None:
+    def finish_backward(self) -> None:
         """No more gradients will come in this micro-batch."""
         if self._reduces:
-            self.complete()
+            self.submit_gradient()
 
-    def complete(self) -> None:
+    def submit_gradient(self) -> None:
         """Hand the gradient to the lane; what has had none is zero."""
         gradient = self.gradient
-        if gradient.closed:
+        if gradient.submitted:
             return
         buffer = self._buffer()
-        for index in set(range(len(self.names))) - gradient.touched:
+        for index in set(range(len(self.names))) - gradient.members_with_grad:
             member = self.bucket.members[index]
-            buffer[member.at : member.end].zero_()
+            buffer[member.offset : member.end].zero_()
         for gap in self.bucket.gaps:
             buffer[gap].zero_()
-        gradient.closed = True
-        gradient.ready.set()
+        gradient.submitted = True
+        gradient.ready.record()
 
     def _buffer(self) -> torch.Tensor:
         if self.gradient.buffer is None:
             assert self._pool is not None
-            self.gradient.buffer = self._pool.take(self.reduced[0], self.bucket.elements, self._lane, self._reduces)
+            self.gradient.buffer = self._pool.acquire(
+                self.reduced_gradient[0], self.bucket.elements, self._comm_thread, self._reduces
+            )
         return self.gradient.buffer
 
-    def reducing(self, gradient: Gradient, number: int) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+    def prepare_reduce(
+        self, gradient: BucketGradient, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
         """On the lane, when a gradient is ready: what to sum of part `number`, where to, and what to do then."""
-        buffer, part, sum_so_far = gradient.buffer, self.bucket.parts[number], self.reduced[number]
+        buffer, part, sum_so_far = gradient.buffer, self.bucket.parts[number], self.reduced_gradient[number]
         assert buffer is not None
-        into = sum_so_far if gradient.first else torch.empty_like(sum_so_far)
+        into = sum_so_far if gradient.first_of_step else torch.empty_like(sum_so_far)
 
         def summed() -> None:
-            if not gradient.first:
+            if not gradient.first_of_step:
                 sum_so_far.add_(into)
             if self._pool is not None and part is self.bucket.parts[-1]:
                 gradient.buffer = None
-                self._pool.give_back(buffer, self._lane)
+                self._pool.release(buffer, self._comm_thread)
 
         return buffer[part.start : part.stop], into, summed
 
     def gradient_of(self, fragment: Fragment) -> torch.Tensor:
         """The summed gradient of a fragment."""
-        return self._of(self.reduced, fragment)
+        return self._of(self.reduced_gradient, fragment)
 
     def _of(self, parts: Sequence[torch.Tensor], fragment: Fragment) -> torch.Tensor:
         """A fragment's elements of what is held of the own ranges, part by part."""
-        first = fragment.at - self._own[fragment.part][0]
+        first = fragment.offset - self._own[fragment.part][0]
         return parts[fragment.part][first : first + fragment.stop - fragment.start]
 
 
 def _at(bucket: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-    return bucket[fragment.at : fragment.at + fragment.stop - fragment.start]
+    return bucket[fragment.offset : fragment.offset + fragment.stop - fragment.start]
 
 
-def reduced(helds: Sequence[Held], copies: Mapping[str, int]) -> Iterator[tuple[torch.Tensor, int]]:
-    """The summed gradients of the own ranges, each with how many ranks of one model hold it alike; `copies` says that
-    of parameters which more than one does."""
-    for held in helds:
-        if not copies:
-            yield from ((part, 1) for part in held.reduced)
+def iterate_gradients(
+    buckets: Sequence[RankBucket], replica_counts: Mapping[str, int]
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """The summed gradients of the own ranges, each with how many ranks of one model hold it alike; `replica_counts`
+    says that of parameters which more than one does."""
+    for held in buckets:
+        if not replica_counts:
+            yield from ((part, 1) for part in held.reduced_gradient)
         else:
             names = ((fragment, fragment.parameter.name) for fragment in held.fragments)
-            yield from ((held.gradient_of(fragment), copies.get(name, 1)) for fragment, name in names)
+            yield from ((held.gradient_of(fragment), replica_counts.get(name, 1)) for fragment, name in names)
 
 
-def place(model: nn.Module, replaced: dict[int, nn.Parameter], device: torch.device) -> None:
+def replace_meta_tensors(model: nn.Module, replaced: dict[int, nn.Parameter], device: torch.device) -> None:
     """Put parameters in place of those on meta; give memory to buffers, and to parameters without elements."""
     for module in model.modules():
         for key, parameter in module._parameters.items():

@@ -4,49 +4,49 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
-from phalanx.comm.comm_thread import Mark
-from phalanx.comm.routes import Ways
-from phalanx.comm.uneven_collectives import Arriving
-from phalanx.engine.bucket import Gradient, Held, Pool
-from phalanx.engine.schedule import Timetable
-from phalanx.layout.buckets import Part
+from phalanx.comm.comm_thread import StreamEvent
+from phalanx.comm.routes import Routes
+from phalanx.comm.uneven_collectives import PendingTransfer
+from phalanx.engine.bucket import BucketGradient, GradientBufferPool, RankBucket
+from phalanx.engine.schedule import TransferSchedule
+from phalanx.layout.buckets import BucketPart
 
 
-class Carrier:
+class CollectiveQueue:
     """Transfers in the order of the calls; all calls come from the lane."""
 
-    def __init__(self, ways: Ways, timetable: Timetable, pool: Pool | None) -> None:
-        self._ways, self._timetable, self._pool = ways, timetable, pool
-        self._under_way: tuple[Arriving, Callable[[], None]] | None = None
+    def __init__(self, routes: Routes, schedule: TransferSchedule, pool: GradientBufferPool | None) -> None:
+        self._routes, self._schedule, self._pool = routes, schedule, pool
+        self._under_way: tuple[PendingTransfer, Callable[[], None]] | None = None
         self._summing = False  # what is under way, if anything is, is a sum
 
-    def reduce(self, held: Held, gradient: Gradient, number: int, then: Callable[[], None]) -> None:
-        """Wait for a gradient and begin to sum part `number` of it; `then`, when the sum is there."""
+    def reduce(self, bucket: RankBucket, gradient: BucketGradient, number: int, on_done: Callable[[], None]) -> None:
+        """Wait for a gradient and begin to sum part `number` of it; `on_done`, when the sum is there."""
         self.wait(gradient.ready)
-        buffer, into, summed = held.reducing(gradient, number)
+        buffer, into, summed = bucket.prepare_reduce(gradient, number)
 
         def arrived() -> None:
-            if self._ways.add is not None and into.numel():
-                self._ways.add(into)
+            if self._routes.sum_over_replicas is not None and into.numel():
+                self._routes.sum_over_replicas(into)
             summed()
-            then()
+            on_done()
 
-        part = held.bucket.parts[number]
-        start = functools.partial(self._ways.trained.reduce_scatter, buffer, part.cuts, into)
-        self._begin(part, self._ways.reduced(buffer.dtype), start, arrived)
+        part = bucket.bucket.parts[number]
+        start = functools.partial(self._routes.trained.reduce_scatter, buffer, part.cuts, into)
+        self._begin(part, self._routes.reduce_bytes(buffer.dtype), start, arrived)
         self._summing = True
 
-    def gather(self, helds: Sequence[Held], number: int, then: Callable[[], None]) -> None:
-        """Begin to gather part `number` of some buckets; `then`, when the last has arrived."""
-        for held in helds[:-1]:
+    def gather(self, buckets: Sequence[RankBucket], number: int, on_done: Callable[[], None]) -> None:
+        """Begin to gather part `number` of some buckets; `on_done`, when the last has arrived."""
+        for held in buckets[:-1]:
             self._gather(held, number, lambda: None)
-        if helds:
-            self._gather(helds[-1], number, then)
+        if buckets:
+            self._gather(buckets[-1], number, on_done)
         else:
-            then()
+            on_done()
 
-    def _gather(self, held: Held, number: int, then: Callable[[], None]) -> None:
-        tensor, arrived = held.gathering(number)
+    def _gather(self, held: RankBucket, number: int, then: Callable[[], None]) -> None:
+        tensor, arrived = held.prepare_gather(number)
 
         def both() -> None:
             arrived()
@@ -54,44 +54,46 @@ class Carrier:
 
         part = held.bucket.parts[number]
         trained = held.bucket.trained
-        moves, size = self._ways.trained if trained else self._ways.frozen, self._ways.gathered(tensor.dtype)
+        moves, size = self._routes.trained if trained else self._routes.frozen, self._routes.gather_bytes(tensor.dtype)
         start = functools.partial(moves.all_gather, tensor, part.cuts)
         self._begin(part, size if trained else tensor.element_size(), start, both)
         self._summing = False
 
-    def _begin(self, part: Part, item_bytes: float, start: Callable[[], Arriving], then: Callable[[], None]) -> None:
+    def _begin(
+        self, part: BucketPart, item_bytes: float, start: Callable[[], PendingTransfer], then: Callable[[], None]
+    ) -> None:
         """Start a transfer, then finish the one before: so the link is busy between the two."""
         if not part.elements:
-            self.settle()
+            self.flush()
             then()
             return
-        begun, moving = self._timetable.mark(), start()
-        self.settle()
+        begun, moving = self._schedule.record_time(), start()
+        self.flush()
 
         def ended() -> None:
-            self._timetable.moved(part.carried * item_bytes, begun)
+            self._schedule.record_transfer(part.link_elements * item_bytes, begun)
             then()
 
         self._under_way = (moving, ended)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Finish what is under way."""
         if self._under_way is not None:
             (moving, then), self._under_way = self._under_way, None
             moving.wait()
             then()
 
-    def settle_sums(self) -> None:
+    def flush_reduce(self) -> None:
         """Finish what is under way if it is a sum, as those before it are finished."""
         if self._summing:
-            self.settle()
+            self.flush()
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: StreamEvent) -> None:
         """Wait for the main thread; it must not wait for the lane meanwhile.
 
         Also where the main thread has already passed the mark: its device may still have to get there.
         """
-        if not mark.reached:
-            self.settle()
-        with contextlib.nullcontext() if self._pool is None else self._pool.starving(mark):
-            mark.wait()
+        if not event.is_recorded:
+            self.flush()
+        with contextlib.nullcontext() if self._pool is None else self._pool.report_blocked_thread(event):
+            event.wait()

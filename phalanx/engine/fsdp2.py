@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from phalanx.comm import collectives
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh
-from phalanx.engine.interface import Keeper, Precision, Queued
+from phalanx.engine.interface import DeviceStepOutcome, InMemoryStore, Precision
 from phalanx.optim import gradients
-from phalanx.optim.state import Allocator, Piece, Shard, Slot
-from phalanx.optim.update import Change, Read, Rule, copy_over, load, pieces, zeros
+from phalanx.optim.state import Allocator, Shard, Slot, StatePiece
+from phalanx.optim.update import ReadState, StepUpdate, UpdateRule, allocate_zeros, copy_slot, load_state, state_pieces
 
 
-class Fsdp2:
+class Fsdp2Engine:
     """Master parameters are the shards that fully_shard keeps, in fp32 (or fp64); moments lie beside them."""
 
     def __init__(
@@ -35,12 +35,12 @@ class Fsdp2:
         units: Sequence[tuple[str, nn.Module]],
         *,
         mesh: Mesh,
-        rule: Rule,
+        rule: UpdateRule,
         nominal_weight: int,
         precision: Precision,
         loss_scale: gradients.LossScale | None = None,
-        allocate: Allocator = zeros,
-        keeper: Keeper | None = None,
+        allocate: Allocator = allocate_zeros,
+        keeper: InMemoryStore | None = None,
     ) -> None:
         """`model` is on meta and gets wrapped; it takes memory in `initialise`. `keeper`: what outlives the process.
 
@@ -48,16 +48,16 @@ class Fsdp2:
         """
         self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
         self.step, self.loss_scale = 0, loss_scale
-        self._allocate, self._keeper = allocate, keeper
+        self._allocate, self._store = allocate, keeper
         self._units = dict(units)
         self._precision = precision
-        self._kept: Slot = {}  # what the rule keeps of each shard
+        self._rule_state: Slot = {}  # what the rule keeps of each shard
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._trainable_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         for parameter in model.parameters():  # on meta: nothing is copied
-            parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.shared)
+            parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.transport)
         policy = MixedPrecisionPolicy(
-            param_dtype=precision.shared if precision.shared != precision.master else None,
+            param_dtype=precision.transport if precision.transport != precision.master else None,
             reduce_dtype=precision.master,
             # Positions' cosines and sines are fp32 inputs and stay so; the embedding sets the type of the rest.
             cast_forward_inputs=False,
@@ -74,7 +74,7 @@ class Fsdp2:
 
     @property
     def trainable(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for name, shape in self._shapes.items() if name in self._trained}
+        return {name: shape for name, shape in self._shapes.items() if name in self._trainable_names}
 
     def _wrapped(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -100,7 +100,7 @@ class Fsdp2:
 
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         self.model.to_empty(device=self.mesh.device)
-        if self._precision.compute != self._precision.shared:
+        if self._precision.compute != self._precision.transport:
             for module in self._wrapped():
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     for sharded in group.fsdp_params:
@@ -110,20 +110,20 @@ class Fsdp2:
         self._ranges = {name: self._range(name, p) for name, p in parameters.items()}  # type: ignore[arg-type]
         self._no_decay = frozenset(name for name, parameter in parameters.items() if parameter.dim() < 2)
         for name, tensor in local.items():
-            if name in self._trained:
+            if name in self._trainable_names:
                 size = (tensor.numel(), self._precision.master, self.mesh.device)
-                self._kept[name] = self.rule.make(name, self._shapes[name], *size, self._allocate)
-        if self._keeper is not None and not self._keeper.open(self._slot(), self._pieces):
-            self._keeper = None
-        attached = self._keeper is not None and self._keeper.attached
+                self._rule_state[name] = self.rule.make_state(name, self._shapes[name], *size, self._allocate)
+        if self._store is not None and not self._store.open(self._slot(), self._pieces):
+            self._store = None
+        attached = self._store is not None and self._store.has_state
         for name, tensor in local.items():
             start, stop = self._ranges[name]
             assert stop - start == tensor.numel(), (name, start, stop, tensor.numel())
-            if not (attached and name in self._trained):
-                fill(Shard(name, start, stop, self._shapes[name], tensor, trainable=name in self._trained))
-        if self._keeper is not None and attached:
-            self._keeper.arrive()
-            copy_over(self._keeper.slots[self._keeper.current], self._slot())
+            if not (attached and name in self._trainable_names):
+                fill(Shard(name, start, stop, self._shapes[name], tensor, trainable=name in self._trainable_names))
+        if self._store is not None and attached:
+            self._store.wait_until_ready()
+            copy_slot(self._store.slots[self._store.current_index], self._slot())
 
     def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
         assert step == self.step + 1, (step, self.step)
@@ -143,29 +143,30 @@ class Fsdp2:
             group.post_backward()
 
     @torch.no_grad()
-    def finish_step(self) -> Queued:
-        if self._keeper is not None:
-            self._keeper.settle()  # before the sum that tells the others that this rank is through with the step before
+    def finish_step(self) -> DeviceStepOutcome:
+        if self._store is not None:
+            # before the sum that tells the others that this rank is through with the step before
+            self._store.wait_for_commit()
         grads = {name: _flat(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         squares = gradients.sum_of_squares(grads.values(), self._precision.master, self.mesh.device)
         collectives.all_reduce(squares, self.mesh.shard.get_group(), self.mesh.traffic).wait()
         total = self._weight.get()
         scale = self.loss_scale.factor.clone() if self.loss_scale is not None else None
-        norm, divisor, skip = gradients.fold(
+        norm, divisor, skip = gradients.compute_norm_and_divisor(
             squares, nominal_weight=self.nominal_weight, total_weight=total, clip=self._clip, scale=self.loss_scale
         )
         slot = self._slot()
-        change = Change(step=self.step + 1, lr=self._lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
+        change = StepUpdate(step=self.step + 1, lr=self._lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
         self.rule.apply(slot, slot, grads, change)
         self.model.zero_grad(set_to_none=True)
-        outcome = Queued(norm, skip, total, scale)
-        if self._keeper is not None:
-            self._keeper.commit(self.step + 1, outcome, slot)
+        outcome = DeviceStepOutcome(norm, skip, total, scale)
+        if self._store is not None:
+            self._store.commit(self.step + 1, outcome, slot)
         return outcome
 
     def _slot(self) -> Slot:
         local = self._local()
-        return {name: {"param": local[name], **kept} for name, kept in self._kept.items()}
+        return {name: {"param": local[name], **kept} for name, kept in self._rule_state.items()}
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -178,30 +179,30 @@ class Fsdp2:
             for module in wrapped:
                 module.reshard()
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[StatePiece]:
         return self._pieces(self._slot())
 
-    def _pieces(self, slot: Slot) -> Iterator[Piece]:
+    def _pieces(self, slot: Slot) -> Iterator[StatePiece]:
         for name, state in slot.items():
             start, stop = self._ranges[name]
             if stop > start:
-                yield from pieces(self.rule, name, state, start)
+                yield from state_pieces(self.rule, name, state, start)
 
-    def load(self, read: Read) -> None:
+    def load(self, read: ReadState) -> None:
         for name, state in self._slot().items():
             start, stop = self._ranges[name]
             if stop > start:
-                load(self.rule, name, state, start, read)
+                load_state(self.rule, name, state, start, read)
 
     def commit(self, step: int) -> None:
         self.step = step
 
-    def begin_after(self, step: int) -> None:
-        if self._keeper is not None:
-            self._keeper.loaded(step, self._slot())
+    def resume_after(self, step: int) -> None:
+        if self._store is not None:
+            self._store.adopt_state(step, self._slot())
         self.step = step
 
-    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+    def take_notices(self) -> list[tuple[str, dict[str, Any]]]:
         return []
 
     def close(self) -> None: ...
@@ -283,7 +284,7 @@ class _TimedReduceScatter(ReduceScatter):
         return _as_asked(pending, async_op)
 
 
-def _as_asked(pending: collectives.Pending, async_op: bool) -> collectives.Pending | None:
+def _as_asked(pending: collectives.PendingCollective, async_op: bool) -> collectives.PendingCollective | None:
     if async_op:
         return pending
     pending.wait()

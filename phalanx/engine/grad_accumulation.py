@@ -4,24 +4,24 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from phalanx.engine.bucket import Held
-from phalanx.engine.timing import Laps
+from phalanx.engine.bucket import RankBucket
+from phalanx.engine.timing import PassTimer
 
 
-class Several:
+class GradAccumulation:
     """What one who runs such passes tells the engine within its `micro_batch`."""
 
-    def __init__(self, trained: Sequence[Held], laps: Laps) -> None:
-        self._trained, self._laps = list(trained), laps
+    def __init__(self, trained: Sequence[RankBucket], pass_timer: PassTimer) -> None:
+        self._trained, self._pass_timer = list(trained), pass_timer
 
-    def let_go(self, units: Collection[str]) -> None:
+    def expect_last_backward(self, units: Collection[str]) -> None:
         """The next backward pass is the last that gives these units gradients: each is sent when it is complete."""
-        self._laps.begin()
+        self._pass_timer.start()
         for held in self._trained:
             if held.bucket.unit in units:
-                held.let_go()
+                held.expect_last_backward()
 
-    def gradient(self, name: str) -> torch.Tensor:
+    def gradient_sum(self, name: str) -> torch.Tensor:
         """What this rank has added up of a parameter's gradient, flat, before it is sent; may be added to."""
         held = next(held for held in self._trained if name in held.names)
-        return held.sum_so_far(held.names.index(name))
+        return held.gradient_sum(held.names.index(name))

@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import torch
 
 from phalanx.optim.gradients import LossScale
-from phalanx.optim.state import Piece, Shard, Slot
-from phalanx.optim.update import Change
+from phalanx.optim.state import Shard, Slot, StatePiece
+from phalanx.optim.update import StepUpdate
 from phalanx.system import accelerator
 
 
-class Keeper(Protocol):
+class InMemoryStore(Protocol):
     """Slots of memory that outlives this process, two or more, into which a rank commits step after step.
 
-    Nothing of the step before the last is written over until `settle` has returned on all ranks: whoever commits has
-    waited for that, by a collective of all ranks behind their `settle`.
+    Nothing of the step before the last is written over until `wait_for_commit` has returned on all ranks: whoever
+    commits has waited for that, by a collective of all ranks behind their `wait_for_commit`.
     """
 
     @property
@@ -30,11 +30,11 @@ class Keeper(Protocol):
         """Whether an engine's state lives in the slots; else it is copied into them."""
 
     @property
-    def late(self) -> bool:
+    def commits_async(self) -> bool:
         """Whether a step may be committed, on some rank, only some time after `commit` has returned."""
 
     @property
-    def attached(self) -> bool:
+    def has_state(self) -> bool:
         """Whether the slots hold, from processes before, the very state that the run goes on from."""
 
     @property
@@ -42,48 +42,48 @@ class Keeper(Protocol):
         """All, laid out as `open` was told."""
 
     @property
-    def current(self) -> int:
+    def current_index(self) -> int:
         """The number of the slot with the newest state."""
 
     @property
-    def next(self) -> int:
+    def next_index(self) -> int:
         """That of the slot which the next state is written to."""
 
-    def open(self, like: Slot, pieces: Callable[[Slot], Iterable[Piece]]) -> bool:
+    def open(self, like: Slot, pieces: Callable[[Slot], Iterable[StatePiece]]) -> bool:
         """Take memory for slots that look like `like`, which may be on meta and of which `pieces` gives the pieces;
         False where there is none. Collective."""
 
-    def arrive(self) -> None:
-        """Wait until the slots hold what `attached` says, which may be on its way still when `open` returns."""
+    def wait_until_ready(self) -> None:
+        """Wait until the slots hold what `has_state` says, which may be on its way still when `open` returns."""
 
-    def working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def allocate_working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for what every process makes anew, with any content, where that is had sooner than new memory."""
 
-    def begin(self) -> None:
+    def begin_write(self) -> None:
         """The next slot is about to be written to, where the state lives in the slots."""
 
-    def updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: Change) -> None:
+    def note_updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: StepUpdate) -> None:
         """Shards of `keys` are about to be updated where the state lives in the slots: those that have one by their
         gradient, which may be overwritten afterwards. May be repeated, as an update may; the last counts."""
 
-    def commit(self, step: int, outcome: "Outcome", state: Slot) -> None:
+    def commit(self, step: int, outcome: "StepOutcome", state: Slot) -> None:
         """The state of `step`, of which came `outcome`, is complete: in the slot that was the next one, or in `state`,
-        which must not change before `settle` has returned."""
+        which must not change before `wait_for_commit` has returned."""
 
-    def settle(self) -> None:
+    def wait_for_commit(self) -> None:
         """Wait until the last step is committed, here and wherever it is kept besides."""
 
-    def loaded(self, step: int, state: Slot) -> None:
+    def adopt_state(self, step: int, state: Slot) -> None:
         """The state was loaded from elsewhere, or is what was found: that of `step`."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: the type of this rank's arithmetic. `shared`: the type in which parameters travel between ranks and in
-    which frozen ones are kept: the same on all ranks, the compute type where that is."""
+    """`compute`: the type of this rank's arithmetic. `transport`: the type in which parameters travel between ranks and
+    in which frozen ones are kept: the same on all ranks, the compute type where that is."""
 
     compute: torch.dtype
-    shared: torch.dtype
+    transport: torch.dtype
 
     @property
     def master(self) -> torch.dtype:
@@ -91,7 +91,7 @@ class Precision:
         return torch.promote_types(self.compute, torch.float32)
 
 
-class Outcome(Protocol):
+class StepOutcome(Protocol):
     """What came of a step: the weight of all ranks, and later what the device must compute first."""
 
     weight: int
@@ -102,7 +102,7 @@ class Outcome(Protocol):
         ...
 
 
-class Queued:
+class DeviceStepOutcome:
     """The outcome of a step whose results the device computes in the order of its work."""
 
     def __init__(
@@ -150,7 +150,7 @@ class Engine(Protocol):
         """Say that a unit's gradients of this micro-batch are complete, where autograd cannot tell; may be repeated."""
         ...
 
-    def finish_step(self) -> Outcome:
+    def finish_step(self) -> StepOutcome:
         """Reduce, clip by the global norm, update, or see to it that this is done before anything looks."""
         ...
 
@@ -158,7 +158,7 @@ class Engine(Protocol):
         """A context in which whole parameters can be read, by name, as the model computes with them."""
         ...
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[StatePiece]:
         """This rank's state: views, valid until the next `finish_step`."""
         ...
 
@@ -170,11 +170,11 @@ class Engine(Protocol):
         """Declare the state that of `step`: from here on `pieces` belong to it."""
         ...
 
-    def begin_after(self, step: int) -> None:
+    def resume_after(self, step: int) -> None:
         """Declare the state, which was loaded or found, that of `step`, and keep it where steps are kept."""
         ...
 
-    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+    def take_notices(self) -> list[tuple[str, dict[str, Any]]]:
         """Events since the last call that a user may want to know of: kinds and details."""
         ...
 

@@ -3,23 +3,23 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from phalanx.comm.codec import CODECS, PLAIN
+from phalanx.comm.codec import CODECS, NO_COMPRESSION
 from phalanx.engine.bucket import IN_FLIGHT
 from phalanx.engine.interface import Precision
-from phalanx.engine.sharding_spec import PREFETCH, Sharding
+from phalanx.engine.sharding_spec import PREFETCH, ShardingSpec
 from phalanx.layout.buckets import Bucket
-from phalanx.optim.update import Rule
+from phalanx.optim.update import UpdateRule
 
 # Of what is held, what is cut into shards of the state; where steps are kept, it lies in the memory of these.
-STATE = ("master weights", "optimizer state")
+STATE_ITEMS = ("master weights", "optimizer state")
 
 
-def held_bytes(
+def estimate_engine_bytes(
     buckets: Sequence[Bucket],
     rank: int,
-    sharding: Sharding,
+    sharding: ShardingSpec,
     precision: Precision,
-    rule: Rule,
+    rule: UpdateRule,
     accumulates: bool = False,
 ) -> dict[str, int]:
     """Bytes by what they hold; `accumulates`: a step has several micro-batches.
@@ -30,10 +30,10 @@ def held_bytes(
     own m, and what the rule keeps of own, once for each slot; but where c = m, there is one slot and parameters are
     kept as they are, masters are they.
     """
-    compute, shared, master = (kind.itemsize for kind in (precision.compute, precision.shared, precision.master))
+    compute, shared, master = (kind.itemsize for kind in (precision.compute, precision.transport, precision.master))
     trained = [bucket for bucket in buckets if bucket.trained]
     frozen = [bucket for bucket in buckets if not bucket.trained]
-    own = sum(bucket.share(rank) for bucket in trained)
+    own = sum(bucket.count_elements(rank) for bucket in trained)
     released = sharding.zero == 3
     if released:
         by_unit: Counter[str] = Counter()
@@ -41,7 +41,7 @@ def held_bytes(
             by_unit[bucket.unit] += bucket.elements * compute
         root = by_unit.pop("", 0)
         parameters = root + sum(sorted(by_unit.values(), reverse=True)[: PREFETCH + 1])
-        parameters += sum(bucket.share(rank) for bucket in frozen) * shared
+        parameters += sum(bucket.count_elements(rank) for bucket in frozen) * shared
     else:
         parameters = sum(bucket.elements for bucket in buckets) * compute
     everything = sum(bucket.elements for bucket in trained)
@@ -55,8 +55,8 @@ def held_bytes(
             sums = (own + max(sizes, default=0)) * master
         else:
             sums = (own + sum(size * min(count, IN_FLIGHT) for size, count in sizes.items())) * master
-    masters_apart = released or sharding.slots > 1 or compute != master or sharding.compress != PLAIN
-    kept = _of_the_rule(trained, rank, master, rule)
+    masters_apart = released or sharding.slots > 1 or compute != master or sharding.compress != NO_COMPRESSION
+    kept = _rule_state_bytes(trained, rank, master, rule)
     items = {
         "weights in use": parameters,
         "gradients": sums,
@@ -66,24 +66,26 @@ def held_bytes(
     if shared != compute:
         gathered = buckets if released else trained
         items["weights on their way"] = 2 * max((bucket.elements for bucket in gathered), default=0) * shared
-    if sharding.compress != PLAIN:
+    if sharding.compress != NO_COMPRESSION:
         # Two parts under way: what is sent of each, and what all others send of the own range.
         parts = [part for bucket in trained for part in bucket.parts]
         ranges = (part.range(rank) for part in parts)
         most = max((part.elements for part in parts), default=0)
         own_most = max((stop - start for start, stop in ranges), default=0) * (len(parts[0].cuts) - 2 if parts else 0)
-        items["encoded on its way"] = 2 * CODECS[sharding.compress].size(most + own_most)
+        items["encoded on its way"] = 2 * CODECS[sharding.compress].byte_size(most + own_most)
     return items
 
 
-def slot_bytes(buckets: Sequence[Bucket], rank: int, precision: Precision, rule: Rule) -> tuple[int, int]:
+def estimate_slot_bytes(
+    buckets: Sequence[Bucket], rank: int, precision: Precision, rule: UpdateRule
+) -> tuple[int, int]:
     """Bytes of a rank's state, which is committed, and of its gradient in the same type."""
     trained, master = [bucket for bucket in buckets if bucket.trained], precision.master.itemsize
     own = sum(fragment.stop - fragment.start for bucket in trained for fragment in bucket.fragments(rank)) * master
-    return own + int(_of_the_rule(trained, rank, master, rule)), own
+    return own + int(_rule_state_bytes(trained, rank, master, rule)), own
 
 
-def _of_the_rule(trained: Sequence[Bucket], rank: int, master: int, rule: Rule) -> float:
+def _rule_state_bytes(trained: Sequence[Bucket], rank: int, master: int, rule: UpdateRule) -> float:
     """Bytes of what the rule keeps of a rank's own."""
     kept = 0.0
     for bucket in trained:

@@ -11,120 +11,131 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.codec import PLAIN
+from phalanx.comm.codec import NO_COMPRESSION
 from phalanx.comm.collectives import Traffic, all_reduce
-from phalanx.comm.comm_thread import Lane, Mark
+from phalanx.comm.comm_thread import CommThread, StreamEvent
 from phalanx.comm.mesh import Mesh
-from phalanx.comm.routes import Ways
+from phalanx.comm.routes import Routes
 from phalanx.comm.topology import Topology
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.engine.interface import Precision
-from phalanx.engine.sharding_spec import Orders, Sharding, guess, orders
-from phalanx.engine.timing import DeviceLaps, HostLaps, Laps, Pacing
+from phalanx.engine.sharding_spec import CommSchedules, ShardingSpec, guess_timings, plan_schedules
+from phalanx.engine.timing import DevicePassTimer, HostPassTimer, LinkTimer, PassTimer
 from phalanx.engine.units import Unit
 
-NOTHING_SAVED = "rounds weights but makes nothing faster here, since all ranks are on one node"
-WORTH_TELLING = 0.02  # of the time computed, in transfers
+NO_GAIN = "rounds weights but makes nothing faster here, since all ranks are on one node"
+MIN_REPORTED_SHARE = 0.02  # of the time computed, in transfers
 
 
-class Timetable:
-    """Which orders hold for which step; `laps` clocks this rank's passes."""
+class TransferSchedule:
+    """Which orders hold for which step; `pass_timer` clocks this rank's passes."""
 
     def __init__(
-        self, units: Sequence[Unit], mesh: Mesh, sharding: Sharding, parts: int, precision: Precision, traffic: Traffic,
-        ways: Ways,
+        self, units: Sequence[Unit], mesh: Mesh, sharding: ShardingSpec, parts: int, precision: Precision,
+        traffic: Traffic, routes: Routes,
     ) -> None:  # fmt: skip
         self._units, self._mesh, self._sharding, self._parts = list(units), mesh, sharding, parts
-        self._precision, self._traffic, self._ways = precision, traffic, ways
+        self._precision, self._traffic, self._routes = precision, traffic, routes
         self._has_root = bool(units) and not units[0].name
         # Alone there is nothing to move. Devices send each bucket whole: only where gradients are not all there before
         # the first parameters leave can they do so in several orders.
         several = sharding.slots > 1 or sharding.zero == 3
-        self._pacing = Pacing(len(self._units), mesh.device) if mesh.world > 1 and (mesh.on_host or several) else None
+        self._link_timer = (
+            LinkTimer(len(self._units), mesh.device) if mesh.world > 1 and (mesh.on_host or several) else None
+        )
         # Events of a device are not made where nobody asks for its times.
-        on_device = mesh.device.type != "cpu" and self._pacing is not None
-        self.laps: Laps = (
-            DeviceLaps(len(self._units), mesh.device) if on_device else HostLaps(len(self._units), mesh.traffic)
+        on_device = mesh.device.type != "cpu" and self._link_timer is not None
+        self.pass_timer: PassTimer = (
+            DevicePassTimer(len(self._units), mesh.device)
+            if on_device
+            else HostPassTimer(len(self._units), mesh.traffic)
         )
         # By the first step that they hold for.
-        self._orders = {1: orders(guess([unit.elements for unit in units], parts), sharding, self._has_root)}
-        self._ended: dict[int, Mark] = {}
+        self._orders = {
+            1: plan_schedules(guess_timings([unit.elements for unit in units], parts), sharding, self._has_root)
+        }
+        self._end_events: dict[int, StreamEvent] = {}
         self._notices: deque[tuple[str, dict[str, Any]]] = deque()  # the lane appends while others take
-        if sharding.compress != PLAIN and len(mesh.topology.nodes) == 1:
-            self._notices.append((Kind.WARNING, {"message": f"compress: {sharding.compress} {NOTHING_SAVED}"}))
+        if sharding.compress != NO_COMPRESSION and len(mesh.topology.nodes) == 1:
+            self._notices.append((EventKind.WARNING, {"message": f"compress: {sharding.compress} {NO_GAIN}"}))
 
     # ------------------------------------------------------------------------------------------------- the main thread
 
-    def of(self, step: int) -> Orders:
+    def orders_for(self, step: int) -> CommSchedules:
         """The orders of a step. Waits until the lane is through with the second step before, as it is as a rule."""
-        if (before := self._ended.pop(step - 2, None)) is not None:
+        if (before := self._end_events.pop(step - 2, None)) is not None:
             before.wait(self._mesh.traffic)
         known = [first for first in self._orders if first <= step]
         return self._orders[max(known) if known else min(self._orders)]  # none: a user has gone back to an old step
 
-    def expect(self, step: int, lane: Lane) -> Mark:
+    def add_end_event(self, step: int, comm_thread: CommThread) -> StreamEvent:
         """To be set when the lane is through with a step, and has made what orders that step calls for."""
-        self._ended[step] = Mark(lane)
-        return self._ended[step]
+        self._end_events[step] = StreamEvent(comm_thread)
+        return self._end_events[step]
 
-    def notices(self) -> list[tuple[str, dict[str, Any]]]:
+    def take_notices(self) -> list[tuple[str, dict[str, Any]]]:
         """Events of orders that were made since the last call."""
         return [self._notices.popleft() for _ in range(len(self._notices))]
 
     # -------------------------------------------------------------------------------------------------------- the lane
 
-    def mark(self) -> Any:
+    def record_time(self) -> Any:
         """Where the lane is now; for the next two."""
-        return self._pacing.mark() if self._pacing is not None else None
+        return self._link_timer.record_time() if self._link_timer is not None else None
 
-    def moved(self, size: float, begun: Any) -> None:
-        """A transfer has ended; as for `Pacing.moved`."""
-        if self._pacing is not None:
-            self._pacing.moved(size, begun)
+    def record_transfer(self, size: float, begun: Any) -> None:
+        """A transfer has ended; as for `LinkTimer.record_transfer`."""
+        if self._link_timer is not None:
+            self._link_timer.record_transfer(size, begun)
 
-    def updated(self, unit: int, begun: Any) -> None:
-        """The lane has updated a unit; as for `Pacing.updated`."""
-        if self._pacing is not None:
-            self._pacing.updated(unit, begun)
+    def record_update(self, unit: int, begun: Any) -> None:
+        """The lane has updated a unit; as for `LinkTimer.record_update`."""
+        if self._link_timer is not None:
+            self._link_timer.record_update(unit, begun)
 
-    def rates(self) -> list[float]:
+    def local_rates(self) -> list[float]:
         """A rank's part of the table of all ranks' rates in this step, which adds up to it. The device must be through
         with the step's sums."""
         mine = [0.0] * self._mesh.world
-        mine[self._mesh.rank] = self._pacing.rate() if self._pacing is not None else 0.0
+        mine[self._mesh.rank] = self._link_timer.measure_rate() if self._link_timer is not None else 0.0
         return mine
 
-    def told(self, rates: Sequence[float]) -> bool:
+    def observe_rates(self, rates: Sequence[float]) -> bool:
         """Take in that table; whether other orders are due."""
-        return self._pacing is not None and self._pacing.told(rates)
+        return self._link_timer is not None and self._link_timer.observe_rates(rates)
 
-    def make(self, step: int) -> None:
+    def make_orders(self, step: int) -> None:
         """Make the orders that hold from `step` on, of what the slowest rank takes. Collective."""
-        assert self._pacing is not None
+        assert self._link_timer is not None
         # Who came last has waited for nobody, so of restarts the shortest counts.
-        mine = [*self.laps.table(), *self._pacing.updates(), -self._pacing.restart_s()]
+        mine = [*self.pass_timer.median_seconds(), *self._link_timer.update_seconds(), -self._link_timer.restart_s()]
         table = torch.tensor(mine, dtype=torch.float64)
         all_reduce(table, self._mesh.agreement, self._traffic, dist.ReduceOp.MAX).wait()
         *slowest, minus_restart_s = table.tolist()
         passes_s, updates_s = slowest[: -len(self._units)], slowest[-len(self._units) :]
-        wide, shared = self._ways.reduced(self._precision.master), self._ways.gathered(self._precision.shared)
+        wide, shared = (
+            self._routes.reduce_bytes(self._precision.master),
+            self._routes.gather_bytes(self._precision.transport),
+        )
         sent = []
         for unit in self._units:
-            trained = sum(held.bucket.carried for held in unit.trained)
-            frozen = sum(held.bucket.carried for held in unit.helds) - trained if self._sharding.zero == 3 else 0
-            sent.append((wide * trained, shared * trained + self._precision.shared.itemsize * frozen))
-        work, rate = self._pacing.work(passes_s, updates_s, -minus_restart_s, sent, self._parts)
+            trained = sum(held.bucket.link_elements for held in unit.trained_buckets)
+            frozen = (
+                sum(held.bucket.link_elements for held in unit.buckets) - trained if self._sharding.zero == 3 else 0
+            )
+            sent.append((wide * trained, shared * trained + self._precision.transport.itemsize * frozen))
+        work, rate = self._link_timer.make_timings(passes_s, updates_s, -minus_restart_s, sent, self._parts)
         last = max(self._orders)  # holds until then
-        self._orders = {last: self._orders[last], step: orders(work, self._sharding, self._has_root)}
+        self._orders = {last: self._orders[last], step: plan_schedules(work, self._sharding, self._has_root)}
         moves_s = sum(work.reduce_s) + sum(work.gather_s)
-        known = link_rate(rate, self._mesh.topology, self._sharding)
+        known = network_rate(rate, self._mesh.topology, self._sharding)
         told = {"step": step, "bytes_per_s": known, "compute_s": work.compute_s, "transfers_s": moves_s}
         # A link so fast is noise, whatever its rate, and on one node there is none.
-        if len(self._mesh.topology.nodes) > 1 and moves_s > WORTH_TELLING * work.compute_s:
-            self._notices.append((Kind.ORDERED, told))
+        if len(self._mesh.topology.nodes) > 1 and moves_s > MIN_REPORTED_SHARE * work.compute_s:
+            self._notices.append((EventKind.COMM_SCHEDULE_CHANGED, told))
 
 
-def link_rate(rate: float, topology: Topology, sharding: Sharding) -> float | None:
+def network_rate(rate: float, topology: Topology, sharding: ShardingSpec) -> float | None:
     """`rate`, bytes per second of the transfers, where it is that of the network between the nodes.
 
     Ranks that share a node carry some of their bytes within it, copies of the state are apart, and parameters that are

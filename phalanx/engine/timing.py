@@ -15,65 +15,66 @@ import torch
 
 from phalanx.comm.collectives import Traffic
 from phalanx.layout import link_rate
-from phalanx.layout.comm_schedule import Work
-from phalanx.system.event_times import Stamps, seconds_between, stamp
+from phalanx.layout.comm_schedule import StepTimings
+from phalanx.system.event_times import EventTimes, record_time, seconds_between
 
-KEPT = 5  # micro-batches whose median counts
+WINDOW = 5  # micro-batches whose median counts
 SAMPLED = 64  # passes of which a device times the first few
 RESTARTS = 8  # transfers after idling of which the shortest counts: few, for they are of the rate that was then
 LEAST_S = 1e-6  # for what has not been seen, or is nothing
 
 
-class Laps(Protocol):
-    """Seconds worked on each unit's passes, without waits; all but `table` is called by who runs the passes."""
+class PassTimer(Protocol):
+    """Seconds worked on each unit's passes, without waits; all but `median_seconds` is called by who runs the
+    passes."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """What comes next belongs to what ends next."""
 
-    def waited(self) -> None:
+    def exclude_wait(self) -> None:
         """The device, if it is not the host itself, waits for others up to here."""
 
-    def forward(self, unit: int) -> None:
+    def end_forward(self, unit: int) -> None:
         """The forward pass of a unit ends."""
 
-    def backward(self, unit: int) -> None:
+    def end_backward(self, unit: int) -> None:
         """The gradients of a unit are complete."""
 
-    def table(self) -> list[float]:
+    def median_seconds(self) -> list[float]:
         """Seconds of every unit's forward pass, then of every backward pass."""
 
 
-class HostLaps:
+class HostPassTimer:
     """Where the host itself works: its time less what it has waited."""
 
     def __init__(self, units: int, traffic: Traffic) -> None:
         self._traffic = traffic
-        self._forward = [deque[float](maxlen=KEPT) for _ in range(units)]
-        self._backward = [deque[float](maxlen=KEPT) for _ in range(units)]
+        self._forward = [deque[float](maxlen=WINDOW) for _ in range(units)]
+        self._backward = [deque[float](maxlen=WINDOW) for _ in range(units)]
         self._since = 0.0
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._lap()
 
-    def waited(self) -> None:
+    def exclude_wait(self) -> None:
         pass
 
-    def forward(self, unit: int) -> None:
+    def end_forward(self, unit: int) -> None:
         self._forward[unit].append(self._lap())
 
-    def backward(self, unit: int) -> None:
+    def end_backward(self, unit: int) -> None:
         self._backward[unit].append(self._lap())
 
-    def table(self) -> list[float]:
+    def median_seconds(self) -> list[float]:
         return [max(LEAST_S, statistics.median(each or [0.0])) for each in (*self._forward, *self._backward)]
 
     def _lap(self) -> float:
-        now = time.perf_counter() - self._traffic.waited_s
+        now = time.perf_counter() - self._traffic.total_wait_s
         taken, self._since = now - self._since, now
         return taken
 
 
-class DeviceLaps:
+class DevicePassTimer:
     """Where a device works behind the host: from where it has waited for a unit's parameters to the pass's end.
 
     Events are made for a few passes of SAMPLED, since the rate of transfers changes more often than what passes take.
@@ -81,32 +82,32 @@ class DeviceLaps:
 
     def __init__(self, units: int, device: torch.device) -> None:
         self._device = device
-        self._forward = [deque[tuple[Any, Any]](maxlen=KEPT) for _ in range(units)]
-        self._backward = [deque[tuple[Any, Any]](maxlen=KEPT) for _ in range(units)]
+        self._forward = [deque[tuple[Any, Any]](maxlen=WINDOW) for _ in range(units)]
+        self._backward = [deque[tuple[Any, Any]](maxlen=WINDOW) for _ in range(units)]
         self._passes = 0
         self._since: Any = None  # None: this pass is not looked at
 
-    def begin(self) -> None:
-        looked_at = self._passes % SAMPLED < KEPT
+    def start(self) -> None:
+        looked_at = self._passes % SAMPLED < WINDOW
         self._passes += 1
-        self._since = stamp(self._device) if looked_at else None
+        self._since = record_time(self._device) if looked_at else None
 
-    def waited(self) -> None:
+    def exclude_wait(self) -> None:
         if self._since is not None:
-            self._since = stamp(self._device)
+            self._since = record_time(self._device)
 
-    def forward(self, unit: int) -> None:
+    def end_forward(self, unit: int) -> None:
         self._lap(self._forward[unit])
 
-    def backward(self, unit: int) -> None:
+    def end_backward(self, unit: int) -> None:
         self._lap(self._backward[unit])
 
-    def table(self) -> list[float]:
+    def median_seconds(self) -> list[float]:
         return [max(LEAST_S, _median(list(each))) for each in (*self._forward, *self._backward)]
 
     def _lap(self, laps: deque[tuple[Any, Any]]) -> None:
         if self._since is not None:
-            now = stamp(self._device)
+            now = record_time(self._device)
             laps.append((self._since, now))
             self._since = now
 
@@ -117,45 +118,45 @@ def _median(laps: Sequence[tuple[Any, Any]]) -> float:
     return statistics.median(seconds or [0.0])
 
 
-class Pacing:
+class LinkTimer:
     """The lane's measurements, and what all ranks know of the link."""
 
     def __init__(self, units: int, device: torch.device) -> None:
-        self._stamps = Stamps(device)
+        self._event_times = EventTimes(device)
         self._moved: list[tuple[float, Any, Any]] = []  # bytes, from when, until when
-        self._rates = link_rate.Rates()
+        self._rates = link_rate.LinkRate()
         self._idle_since: Any = None
         self._updated: list[tuple[int, Any, Any]] = []
-        self._updates = [deque[float](maxlen=KEPT) for _ in range(units)]
+        self._updates = [deque[float](maxlen=WINDOW) for _ in range(units)]
         self._after_idling: deque[tuple[float, float]] = deque(maxlen=RESTARTS)
 
-    def mark(self) -> Any:
+    def record_time(self) -> Any:
         """Where the lane is now."""
-        return self._stamps.mark()
+        return self._event_times.record()
 
-    def moved(self, size: float, begun: Any) -> None:
+    def record_transfer(self, size: float, begun: Any) -> None:
         """A transfer of `size` bytes that the link could not do with less for has just ended, begun at that mark."""
-        self._moved.append((size, begun, self.mark()))
+        self._moved.append((size, begun, self.record_time()))
 
-    def updated(self, unit: int, begun: Any) -> None:
+    def record_update(self, unit: int, begun: Any) -> None:
         """A unit was updated from that mark on, which has held up the lane so long."""
-        self._updated.append((unit, begun, self.mark()))
+        self._updated.append((unit, begun, self.record_time()))
 
-    def updates(self) -> list[float]:
+    def update_seconds(self) -> list[float]:
         """Seconds of every unit's update."""
         return [statistics.median(each or [0.0]) for each in self._updates]
 
     def restart_s(self) -> float:
         """What a transfer takes longer at least whose link was idle when it began, until its pieces are under way."""
-        rate = self._rates.now
+        rate = self._rates.estimate
         return max(0.0, min((seconds - size / rate for size, seconds in self._after_idling), default=0.0))
 
-    def rate(self) -> float:
+    def measure_rate(self) -> float:
         """Bytes per second of the transfers since the last call; 0 if there were none. To be called when the device is
         through with all that was marked."""
         for unit, begun, ended in self._updated:
             self._updates[unit].append(seconds_between(begun, ended))
-            self._stamps.give_back(begun, ended)
+            self._event_times.recycle(begun, ended)
         timed = []
         for size, begun, ended in self._moved:
             before = self._idle_since
@@ -164,32 +165,32 @@ class Pacing:
             timed.append((size, seconds))
             if paused:
                 self._after_idling.append((size, seconds))
-            self._stamps.give_back(begun, *(() if before is None else (before,)))
+            self._event_times.recycle(begun, *(() if before is None else (before,)))
             self._idle_since = ended
         self._moved, self._updated = [], []
         return link_rate.step_rate(timed) or 0.0
 
-    def told(self, everyones: Sequence[float]) -> bool:
+    def observe_rates(self, rates_by_rank: Sequence[float]) -> bool:
         """Take in the ranks' rates of a step; whether another order is due. The same on all ranks."""
         # Who came last has waited for nobody.
-        self._rates = link_rate.observe(self._rates, max(everyones))
-        return link_rate.changed(self._rates)
+        self._rates = link_rate.observe_rate(self._rates, max(rates_by_rank))
+        return link_rate.is_outdated(self._rates)
 
-    def work(
+    def make_timings(
         self, passes_s: Sequence[float], updates_s: Sequence[float], restart_s: float,
         sent: Sequence[tuple[float, float]], parts: int,
-    ) -> tuple[Work, float]:  # fmt: skip
+    ) -> tuple[StepTimings, float]:  # fmt: skip
         """The work that an order is to be made for, and the link's rate in bytes per second; `passes_s` as in
-        `Laps.table`, `sent` the bytes that the link must carry to reduce and to gather each unit.
+        `PassTimer.median_seconds`, `sent` the bytes that the link must carry to reduce and to gather each unit.
 
         An order that knows how long a unit's update takes sends something else behind its gradient. Otherwise the link
         would idle, and begin anew (`restart_s`), for every unit: with 8 units of 4 MiB that was 5 % of a step.
         """
-        self._rates = link_rate.remade(self._rates)
+        self._rates = link_rate.adopt_estimate(self._rates)
         rate = self._rates.in_use
         assert rate is not None
         units = len(sent)
-        work = Work(
+        work = StepTimings(
             forward_s=tuple(passes_s[:units]),
             backward_s=tuple(passes_s[units:]),
             reduce_s=tuple(max(LEAST_S, size / rate) for size, _ in sent),

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint.disk.load import newest_agreed
+from phalanx.checkpoint.disk.load import agree_on_newest
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.llama import Llama
-from phalanx.parallel.model_part import Parted, part
+from phalanx.parallel.model_part import ModelPart, partition_model
 from phalanx.parallel.parallelize import precision_of
-from phalanx.workload.pipeline_step import last_logits
-from phalanx.workload.workload import subject_of
+from phalanx.workload.pipeline_step import compute_next_logits
+from phalanx.workload.workload import make_workload
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
 
 
 @dataclass(frozen=True)
-class Choice:
+class SamplingOptions:
     """How a token is chosen; `temperature` 0 takes the likeliest. `top_k` 0 draws among all."""
 
     temperature: float = 0.8
@@ -36,16 +36,16 @@ class Choice:
     top_k: int = 0
     repetition_penalty: float = 1.0
 
-    def of(self, logits: Tensor, seen: Tensor, generator: torch.Generator) -> int:
+    def sample_token(self, logits: Tensor, seen: Tensor, generator: torch.Generator) -> int:
         """The next token, by its `logits` (V,) and the tokens (S,) `seen` before."""
         if self.temperature == 0:
-            return int(self._penalised(logits, seen).argmax())
-        return int(torch.multinomial(self.chances(logits, seen), 1, generator=generator))
+            return int(self._penalize_repetition(logits, seen).argmax())
+        return int(torch.multinomial(self.token_probabilities(logits, seen), 1, generator=generator))
 
-    def chances(self, logits: Tensor, seen: Tensor) -> Tensor:
+    def token_probabilities(self, logits: Tensor, seen: Tensor) -> Tensor:
         """How probable each token (V,) is to be drawn: as with transformers, by penalty, temperature, top_k and top_p
         in this order."""
-        ordered, tokens = (self._penalised(logits, seen) / self.temperature).sort(descending=True)
+        ordered, tokens = (self._penalize_repetition(logits, seen) / self.temperature).sort(descending=True)
         if self.top_k:
             ordered, tokens = ordered[: self.top_k], tokens[: self.top_k]
         found = ordered.softmax(0)
@@ -53,7 +53,7 @@ class Choice:
         found = found.masked_fill(found.cumsum(0) - found >= self.top_p, 0.0)
         return torch.zeros(len(logits)).index_put_((tokens,), found / found.sum())
 
-    def _penalised(self, logits: Tensor, seen: Tensor) -> Tensor:
+    def _penalize_repetition(self, logits: Tensor, seen: Tensor) -> Tensor:
         logits = logits.to("cpu", torch.float32, copy=True)
         before, factor = logits[seen], self.repetition_penalty
         logits[seen] = torch.where(before < 0, before * factor, before / factor)
@@ -61,42 +61,44 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Together:
+class DistributedModel:
     """A model of which this rank holds a part."""
 
     model: Llama
-    parted: Parted
+    model_part: ModelPart
     mesh: Mesh
 
-    def next(self, tokens: Sequence[int], choice: Choice, generator: torch.Generator) -> int:
+    def next_token(self, tokens: Sequence[int], sampling: SamplingOptions, generator: torch.Generator) -> int:
         """The token behind `tokens`, the same on all ranks. Collective."""
         text = torch.tensor(tokens, device=self.mesh.device)
         with torch.no_grad():
-            if self.parted.pipeline is None:
+            if self.model_part.pipeline is None:
                 logits = self.model(text[None])[0, -1]
             else:
-                logits = last_logits(self.model, text[None], self.parted.pipeline)
+                logits = compute_next_logits(self.model, text[None], self.model_part.pipeline)
         token = 0
-        if self.parted.speaks:
+        if self.model_part.reports_loss:
             assert logits is not None
-            token = choice.of(logits, text.cpu(), generator)
+            token = sampling.sample_token(logits, text.cpu(), generator)
         return int(self.mesh.sum([float(token)])[0])
 
     def close(self) -> None:
-        if self.parted.pipeline is not None:
-            self.parted.pipeline.close()
+        if self.model_part.pipeline is not None:
+            self.model_part.pipeline.close()
 
 
-def load(config: "Config", spec: ModelSpec, paths: RunPaths, mesh: Mesh) -> Together:
+def load_distributed_model(config: "Config", spec: ModelSpec, paths: RunPaths, mesh: Mesh) -> DistributedModel:
     """This rank's part of the model in a run's newest checkpoint, read by byte range; of the layout that `config` asks
     for, whatever that of the run was. Collective. Raises RunError where there is no checkpoint."""
-    model, precision = subject_of(config, spec, paths).model(), precision_of(config.train.dtype, mesh)
-    parted = part(model, config, mesh, precision)
+    model, precision = make_workload(config, spec, paths).model(), precision_of(config.train.dtype, mesh)
+    parted = partition_model(model, config, mesh, precision)
     assert isinstance(model, Llama)
-    checkpoint = newest_agreed(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), None, lambda kind, what: None)
+    checkpoint = agree_on_newest(
+        paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), None, lambda kind, what: None
+    )
     if checkpoint is None:
-        raise RunError(f"{paths.shown} has no checkpoint that can be read, so there is no model; train it first")
-    read = parted.reading(checkpoint.read)
+        raise RunError(f"{paths.display_name} has no checkpoint that can be read, so there is no model; train it first")
+    read = parted.make_reader(checkpoint.read_into)
     for name, empty in list(model.named_parameters()):
         values = torch.empty(empty.numel(), dtype=precision.compute, device=mesh.device)
         read(name, "param", 0, values.numel(), values)
@@ -104,4 +106,4 @@ def load(config: "Config", spec: ModelSpec, paths: RunPaths, mesh: Mesh) -> Toge
         held = nn.Parameter(values.view(empty.shape), requires_grad=False)
         model.get_submodule(owner).register_parameter(leaf, held)
     checkpoint.close()
-    return Together(model.eval(), parted, mesh)
+    return DistributedModel(model.eval(), parted, mesh)

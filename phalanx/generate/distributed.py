@@ -13,7 +13,7 @@ from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node import agent
 from phalanx.generate.text import Sampling, read_prompts
-from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.storage import files as storage
 from phalanx.system.fork import fork_call
 from phalanx.system.torchrun_env import device_of
@@ -23,23 +23,24 @@ DEVICES_TIMEOUT_S = 120.0
 GRACE_S = 10.0
 # What a run's layout was is of no matter here; nothing is trained.
 CHANGES = {
-    "parallel.data": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.schedule": "1f1b",
-    "parallel.stages": "auto", "parallel.sequence": False, "memory.activations": "none", "train.compile": False,
+    "parallel.engine": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.schedule": "1f1b",
+    "parallel.layers_per_stage": "auto", "parallel.sequence_parallel": False, "memory.activations": "none",
+    "train.compile": False,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     """What all ranks are to do: `as_lines` prints JSON lines of prompt and completion, else text as it comes."""
 
     paths: RunPaths
-    axes: Axes
+    axes: MeshAxes
     prompts: list[str]
     sampling: Sampling
     as_lines: bool
 
 
-def complete(model: str, axes: Axes, prompt: str, file: Path | None, sampling: Sampling) -> int:
+def complete_over_ranks(model: str, axes: MeshAxes, prompt: str, file: Path | None, sampling: Sampling) -> int:
     """Print what the model of a run folder adds to `prompt`, or to each of a `file`; gives the exit code.
 
     Raises ConfigError for anything but a run's folder on this machine, and for degrees that do not divide its model.
@@ -47,44 +48,44 @@ def complete(model: str, axes: Axes, prompt: str, file: Path | None, sampling: S
     paths = RunPaths(Path(model))
     if storage.is_url(model) or not paths.config.is_file():
         raise ConfigError(f"--tensor and --pipeline read the checkpoint of a run folder, and {model} is none; name one")
-    asked = Asked(paths, axes, [prompt] if file is None else read_prompts(file), sampling, file is not None)
+    asked = GenerationRequest(paths, axes, [prompt] if file is None else read_prompts(file), sampling, file is not None)
     agent.preload(PRELOAD)
-    fork_call(_checked, str(paths.root), axes.tensor, axes.pipeline, timeout_s=DEVICES_TIMEOUT_S)
-    devices: list[str] = fork_call(_found, timeout_s=DEVICES_TIMEOUT_S)
-    job = agent.Job(
-        world=axes.model,
-        worker=functools.partial(_write, asked),
-        devices=[device_of(devices, rank, axes.model) for rank in range(axes.model)],
+    fork_call(_check_config, str(paths.root), axes.tensor, axes.pipeline, timeout_s=DEVICES_TIMEOUT_S)
+    devices: list[str] = fork_call(_find_accelerators, timeout_s=DEVICES_TIMEOUT_S)
+    job = agent.NodeJob(
+        world=axes.model_parallel_size,
+        worker=functools.partial(_run_rank, asked),
+        devices=[device_of(devices, rank, axes.model_parallel_size) for rank in range(axes.model_parallel_size)],
         on_event=lambda kind, details: None,
         grace_s=GRACE_S,
     )
-    return agent.run(job)
+    return agent.run_local_job(job)
 
 
-def _found() -> list[str]:
+def _find_accelerators() -> list[str]:
     from phalanx.system import accelerator
 
-    return accelerator.found()
+    return accelerator.list_devices()
 
 
-def _checked(folder: str, tensor: int, pipeline: int) -> None:
+def _check_config(folder: str, tensor: int, pipeline: int) -> None:
     """In a child, as the ranks' own errors would be told by each of them. Raises ConfigError."""
-    _config(RunPaths(Path(folder)), Axes(tensor, pipeline))
+    _config(RunPaths(Path(folder)), MeshAxes(tensor, pipeline))
 
 
-def _config(paths: RunPaths, axes: Axes) -> Any:
-    from phalanx.config.load import update
-    from phalanx.trainer.run_folder import saved_config
+def _config(paths: RunPaths, axes: MeshAxes) -> Any:
+    from phalanx.config.load import update_config
+    from phalanx.trainer.run_folder import read_run_config
 
-    config = saved_config(paths)
+    config = read_run_config(paths)
     if config is None:
-        raise ConfigError(f"{paths.shown} has no checkpoint yet, so there is no model; train it first")
+        raise ConfigError(f"{paths.display_name} has no checkpoint yet, so there is no model; train it first")
     if config.task.kind != "language":
-        raise ConfigError(f"{paths.shown} was trained for task.kind {config.task.kind}, which writes no text")
-    return update(config, CHANGES | {"parallel.tensor": axes.tensor, "parallel.pipeline": axes.pipeline})
+        raise ConfigError(f"{paths.display_name} was trained for task.kind {config.task.kind}, which writes no text")
+    return update_config(config, CHANGES | {"parallel.tensor": axes.tensor, "parallel.pipeline": axes.pipeline})
 
 
-def _write(asked: Asked, placement: Placement) -> int:
+def _run_rank(request: GenerationRequest, placement: Placement) -> int:
     """One rank's part. Rank 0 prints."""
     import torch
     from transformers import AutoTokenizer
@@ -92,34 +93,36 @@ def _write(asked: Asked, placement: Placement) -> int:
     from phalanx.comm.mesh import join
     from phalanx.generate import decode
     from phalanx.system import accelerator
-    from phalanx.workload.workload import spec_from_run
+    from phalanx.workload.workload import read_model_shape
 
-    accelerator.use(torch.device(placement.device), accelerator.threads_of(placement.threads, placement.local_world))
-    config, sampling = _config(asked.paths, asked.axes), asked.sampling
-    tokenizer: Any = AutoTokenizer.from_pretrained(asked.paths.tokenizer, local_files_only=True)
-    spec = spec_from_run(config, asked.paths)
-    choice = decode.Choice(sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty)
-    with join(placement, config.comm.timeout_s, axes=asked.axes) as mesh:
-        together = decode.load(config, spec, asked.paths, mesh)
-        for prompt in asked.prompts:
+    accelerator.set_device(
+        torch.device(placement.device), accelerator.threads_per_rank(placement.threads, placement.local_world)
+    )
+    config, sampling = _config(request.paths, request.axes), request.sampling
+    tokenizer: Any = AutoTokenizer.from_pretrained(request.paths.tokenizer, local_files_only=True)
+    spec = read_model_shape(config, request.paths)
+    choice = decode.SamplingOptions(sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty)
+    with join(placement, config.comm.timeout_s, axes=request.axes) as mesh:
+        together = decode.load_distributed_model(config, spec, request.paths, mesh)
+        for prompt in request.prompts:
             tokens = list(tokenizer(prompt)["input_ids"])
             if not tokens:
                 raise ConfigError("the prompt has no tokens; give some text with --prompt")
-            shown = _Shown(tokenizer, mesh.rank == 0 and not asked.as_lines, prompt)
+            shown = _StreamedText(tokenizer, mesh.rank == 0 and not request.as_lines, prompt)
             generator, begun = torch.Generator().manual_seed(sampling.seed), len(tokens)
             while len(tokens) < min(begun + sampling.max_tokens, spec.max_seq_len):
-                tokens.append(together.next(tokens, choice, generator))
+                tokens.append(together.next_token(tokens, choice, generator))
                 if tokens[-1] == tokenizer.eos_token_id:
                     break
                 shown.more(tokens[begun:])
             shown.end(tokens[begun:])
-            if asked.as_lines and mesh.rank == 0:
+            if request.as_lines and mesh.rank == 0:
                 _say(json.dumps({"prompt": prompt, "completion": shown.text}, ensure_ascii=False) + "\n")
         together.close()
     return ExitCode.DONE
 
 
-class _Shown:
+class _StreamedText:
     """What was written, printed as far as later tokens cannot change it any more."""
 
     def __init__(self, tokenizer: Any, prints: bool, prompt: str) -> None:

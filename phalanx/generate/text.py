@@ -24,7 +24,7 @@ _PROBE = "\u2042answer\u2042"  # what no template writes itself
 Phases = Callable[[], contextlib.AbstractContextManager[Callable[[str, int, int], None]]]
 
 
-def untold() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
+def no_progress() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
     """Phases of which nobody is told."""
     return contextlib.nullcontext(lambda phase, done, total: None)
 
@@ -54,7 +54,7 @@ class Sampling:
 
 
 @dataclass
-class Writer:
+class TextGenerator:
     """A loaded model with its tokenizer."""
 
     tokenizer: Any
@@ -63,21 +63,21 @@ class Writer:
     _stop: list[str] = field(default_factory=list)  # texts that end an answer, where no single token does
     _ends: list[int] = field(default_factory=list)  # tokens that end an answer
 
-    def seed(self) -> None:
+    def reset_seed(self) -> None:
         """Begin the draws anew."""
         from transformers import set_seed
 
         set_seed(self.sampling.seed)
 
-    def write(self, prompt: str, show: bool, echo: bool) -> str:
+    def complete(self, prompt: str, show: bool, echo: bool) -> str:
         """Go on from a text; returns what was added. `show` streams it to standard output, `echo` with the prompt."""
         return self._generate(self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False), show, echo, [])
 
     def answer(self, messages: list[dict[str, str]], show: bool) -> str:
         """The assistant's next turn of a conversation; the oldest turns are left out where it has grown too long."""
-        return self._generate(self._fitting(messages), show, False, self._stop)
+        return self._generate(self._fit_messages(messages), show, False, self._stop)
 
-    def _fitting(self, messages: list[dict[str, str]]) -> Any:
+    def _fit_messages(self, messages: list[dict[str, str]]) -> Any:
         """The tokens of as much of a conversation as leaves room for the answer in the model's positions: what the
         system says stays, and the last question, however long it is."""
         system = [one for one in messages[:1] if one["role"] == "system"]
@@ -128,50 +128,50 @@ class Writer:
             if not show:
                 raise
             streamer.end()
-        return streamer.written()
+        return streamer.text()
 
 
-def complete(model: Path | str, prompt: str, sampling: Sampling, phases: Phases = untold) -> None:
+def complete_prompt(model: Path | str, prompt: str, sampling: Sampling, phases: Phases = no_progress) -> None:
     """Print the prompt and what the model adds to it, token by token. Ctrl-C cuts it off.
 
     `model` is a run folder (its newest checkpoint is exported to a temporary folder first, adapters merged into it), a
     Hugging Face folder, or an adapter folder of PEFT's whose base model is on this machine; or the URL of one. `phases`
     shows how far that is. Raises ConfigError when it is none of them.
     """
-    with opened(model, sampling, phases) as writer:
-        writer.seed()
-        writer.write(prompt, show=True, echo=True)
+    with load_generator(model, sampling, phases) as writer:
+        writer.reset_seed()
+        writer.complete(prompt, show=True, echo=True)
 
 
-def complete_all(
-    model: Path | str, file: Path, sampling: Sampling, chat: bool, system: str | None, phases: Phases = untold
+def complete_file(
+    model: Path | str, file: Path, sampling: Sampling, chat: bool, system: str | None, phases: Phases = no_progress
 ) -> None:
     """Print a JSON line {"prompt", "completion"} for each prompt of a file; each begins with the same seed.
 
     A prompt is a line of text, or of JSON with a key "prompt". `chat`: each is a user's message, after `system`.
     """
     prompts = read_prompts(file)
-    with opened(model, sampling, phases) as writer:
+    with load_generator(model, sampling, phases) as writer:
         if chat:
             writer.prepare_chat()
         for prompt in prompts:
-            writer.seed()
+            writer.reset_seed()
             if chat:
-                done = writer.answer([*_first(system), {"role": "user", "content": prompt}], show=False)
+                done = writer.answer([*_system_messages(system), {"role": "user", "content": prompt}], show=False)
             else:
-                done = writer.write(prompt, show=False, echo=False)
+                done = writer.complete(prompt, show=False, echo=False)
             _say(json.dumps({"prompt": prompt, "completion": done}, ensure_ascii=False) + "\n")
 
 
 def converse(
-    model: Path | str, prompt: str | None, system: str | None, sampling: Sampling, phases: Phases = untold
+    model: Path | str, prompt: str | None, system: str | None, sampling: Sampling, phases: Phases = no_progress
 ) -> None:
     """Answer `prompt`, or without one talk until the input ends (Ctrl-D); Ctrl-C cuts an answer off."""
-    with opened(model, sampling, phases) as writer:
+    with load_generator(model, sampling, phases) as writer:
         writer.prepare_chat()
-        writer.seed()
-        messages = _first(system)
-        for said in [prompt] if prompt is not None else _lines():
+        writer.reset_seed()
+        messages = _system_messages(system)
+        for said in [prompt] if prompt is not None else _read_user_lines():
             messages.append({"role": "user", "content": said})
             messages.append({"role": "assistant", "content": writer.answer(messages, show=True)})
 
@@ -200,18 +200,18 @@ def read_prompts(file: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(model: Path | str, sampling: Sampling, phases: Phases = untold) -> Iterator[Writer]:
-    """Load what `model` names, see `complete`."""
-    with _found(model) as paths:
+def load_generator(model: Path | str, sampling: Sampling, phases: Phases = no_progress) -> Iterator[TextGenerator]:
+    """Load what `model` names, see `complete_prompt`."""
+    with _open_model(model) as paths:
         folder = paths.root
         if paths.config.is_file():
             with tempfile.TemporaryDirectory() as temporary:
-                yield Writer(*_load_run(paths, Path(temporary) / "model", phases), sampling)
+                yield TextGenerator(*_load_run(paths, Path(temporary) / "model", phases), sampling)
         elif (folder / ADAPTER).is_file():
-            yield Writer(*_load(_base_of(folder), folder, phases), sampling)
+            yield TextGenerator(*_load(_base_of(folder), folder, phases), sampling)
         elif (folder / "config.json").is_file():
             _refuse_bert(folder)
-            yield Writer(*_load(folder, None, phases), sampling)
+            yield TextGenerator(*_load(folder, None, phases), sampling)
         else:
             raise ConfigError(
                 f"{model} is neither a run folder nor a Hugging Face folder nor an adapter's; name one that holds a "
@@ -236,42 +236,42 @@ def _load_run(paths: RunPaths, folder: Path, phases: Phases) -> tuple[Any, Any]:
     """A run's newest checkpoint by way of `folder`; of a run with adapters these alone, added to the weights that they
     were trained beside, as the whole model would be as large on the disk as in memory."""
     from phalanx.trainer.export import export_run
-    from phalanx.trainer.run_folder import saved_config
-    from phalanx.workload.adapters import check_base
-    from phalanx.workload.local_copies import fetched
-    from phalanx.workload.workload import class_of_run, spec_from_run
+    from phalanx.trainer.run_folder import read_run_config
+    from phalanx.workload.adapters import check_base_weights
+    from phalanx.workload.local_copies import fetch_local_copies
+    from phalanx.workload.workload import read_model_shape, resolve_model_class
 
-    config = saved_config(paths)
-    if config is not None and config.task.kind == "own":
+    config = read_run_config(paths)
+    if config is not None and config.task.kind == "custom":
         raise ConfigError(
-            f"{paths.shown} trained the network of a task of its own ({config.task.code}), which writes no text; "
-            "`phalanx export` gives its parameters"
+            f"{paths.display_name} trained the network of a task of its own ({config.task.code}), which writes no "
+            "text; `phalanx export` gives its parameters"
         )
     if config is not None and config.task.kind in ("masked", "tag", "classify"):
         raise ConfigError(
-            f"{paths.shown} trained a BERT (task.kind {config.task.kind}), which writes no text; `phalanx export` "
-            "makes a folder of it that transformers loads"
+            f"{paths.display_name} trained a BERT (task.kind {config.task.kind}), which writes no text; `phalanx "
+            "export` makes a folder of it that transformers loads"
         )
     apart = config is not None and config.model.lora is not None and config.model.code is None
     with phases() as progress:
         show = functools.partial(progress, "export")
         export_run(paths, folder, None, show, note=False, merge=False if apart else None)
     if config is not None and apart:
-        base = fetched(config)
-        check_base(base, spec_from_run(base, paths), class_of_run(base, paths), paths)
+        base = fetch_local_copies(config)
+        check_base_weights(base, read_model_shape(base, paths), resolve_model_class(base, paths), paths)
         return _load(Path(str(base.model.from_hf)).expanduser(), folder, phases)
     if config is not None:
-        class_of_run(config, paths).register()  # so that transformers knows a model of a user's own
+        resolve_model_class(config, paths).register()  # so that transformers knows a model of a user's own
     return _load(folder, None, phases)
 
 
 @contextlib.contextmanager
-def _found(model: Path | str) -> Iterator[RunPaths]:
+def _open_model(model: Path | str) -> Iterator[RunPaths]:
     """The folder itself, or a copy of what lies at a URL."""
     if not storage.is_url(model):
         yield RunPaths(Path(model))
         return
-    with mirror.looked_at(str(model)) as paths:
+    with mirror.open_remote_records(str(model)) as paths:
         yield paths
 
 
@@ -293,12 +293,12 @@ def _base_of(adapter: Path) -> Path:
 def _load(folder: Path, adapter: Path | None, phases: Phases) -> tuple[Any, Any]:
     with phases() as progress:
         progress("load", 0, 1)
-        loaded = _loaded(folder, adapter)
+        loaded = _load_from_hf(folder, adapter)
         progress("load", 1, 1)
     return loaded
 
 
-def _loaded(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
+def _load_from_hf(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -326,7 +326,7 @@ def _merge(model: Any, folder: Path) -> None:
     import torch
 
     from phalanx.models.hf_mapping import hf_name
-    from phalanx.models.lora import adapter_names, merged
+    from phalanx.models.lora import adapter_names, merge_adapter
     from phalanx.models.peft import Adapter
 
     layers = int(model.config.num_hidden_layers)
@@ -336,7 +336,7 @@ def _merge(model: Any, folder: Path) -> None:
     for matrix, a, b in adapter_names(adapter.lora, layers):
         rows, columns = weights[hf_name(matrix)].shape
         shapes |= {a: (rank, columns), b: (rows, rank)}
-    adapter.check(shapes)
+    adapter.check_shapes(shapes)
 
     def tensor(name: str) -> torch.Tensor:
         return adapter.read(name, 0, math.prod(shapes[name])).view(shapes[name])
@@ -344,14 +344,14 @@ def _merge(model: Any, folder: Path) -> None:
     with torch.no_grad():
         for matrix, a, b in adapter_names(adapter.lora, layers):
             weight = weights[hf_name(matrix)]
-            weight.copy_(merged(weight, tensor(a), tensor(b), adapter.lora.scale))
+            weight.copy_(merge_adapter(weight, tensor(a), tensor(b), adapter.lora.scale))
 
 
-def _first(system: str | None) -> list[dict[str, str]]:
+def _system_messages(system: str | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system is not None else []
 
 
-def _lines() -> Iterator[str]:
+def _read_user_lines() -> Iterator[str]:
     """What the user says: lines of the input, with a mark before each on a terminal; empty ones are passed over."""
     mark = "> " if sys.stdin.isatty() else ""
     if mark:
@@ -390,7 +390,7 @@ def _stream(tokenizer: Any, stop: list[str], show: bool, echo: bool) -> Any:
             if show:
                 _say(ready + ("\n" if stream_end else ""))
 
-        def written(self) -> str:
+        def text(self) -> str:
             return "".join(self._parts).strip() if stop else "".join(self._parts)
 
     return Streamer()

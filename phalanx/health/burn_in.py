@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from phalanx.autotune.link_speed import link_of
-from phalanx.autotune.measure import copied_per_s, host_to_device_per_s
+from phalanx.autotune.link_speed import measure_link
+from phalanx.autotune.measure import measure_copy_rate, measure_host_to_device
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh, join
-from phalanx.comm.p2p import Messages
+from phalanx.comm.p2p import P2PChannel
 from phalanx.core import round_robin
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode, Placement
@@ -35,7 +35,7 @@ TIMEOUT_S = 120.0  # of a collective
 
 
 @dataclass(frozen=True)
-class Tested:
+class BurnInResult:
     """What one rank has found; None where it has not got so far."""
 
     rank: int
@@ -60,32 +60,32 @@ def _as_it_is(product: torch.Tensor, number: int) -> None:
     return None
 
 
-def run(
-    seconds: float, folder: Path, placement: Placement, spoil: Callable[[torch.Tensor, int], None] = _as_it_is
+def run_burn_in(
+    seconds: float, folder: Path, placement: Placement, corrupt: Callable[[torch.Tensor, int], None] = _as_it_is
 ) -> int:
-    """Test this rank's device and write rank-N.json into `folder`. `spoil` may change a product, for tests."""
+    """Test this rank's device and write rank-N.json into `folder`. `corrupt` may change a product, for tests."""
     device = torch.device(placement.device)
-    accelerator.use(device, accelerator.threads_of(placement.threads, placement.local_world))
-    found = Tested(placement.rank, socket.gethostname(), placement.device, accelerator.name(device))
+    accelerator.set_device(device, accelerator.threads_per_rank(placement.threads, placement.local_world))
+    found = BurnInResult(placement.rank, socket.gethostname(), placement.device, accelerator.get_device_name(device))
 
     def keep() -> None:
         write_atomic(folder / f"rank-{placement.rank}.json", json.dumps(asdict(found)))
 
     keep()
-    found = products(found, device, seconds, spoil)
+    found = check_products(found, device, seconds, corrupt)
     keep()
-    found = memory(found, device)
+    found = check_memory(found, device)
     keep()
     if placement.world > 1:
         with join(placement, TIMEOUT_S) as mesh:
-            found = exchanged(found, mesh)
+            found = time_exchanges(found, mesh)
             keep()
     return ExitCode.DONE
 
 
-def products(
-    found: Tested, device: torch.device, seconds: float, spoil: Callable[[torch.Tensor, int], None] = _as_it_is
-) -> Tested:
+def check_products(
+    result: BurnInResult, device: torch.device, seconds: float, corrupt: Callable[[torch.Tensor, int], None] = _as_it_is
+) -> BurnInResult:
     """Multiply the same two matrices for so long, and compare the bits of each product with those of the first."""
     size = SIZE_ON_HOST if device.type == "cpu" else SIZE
     dtype = accelerator.best_dtype(device)
@@ -95,7 +95,7 @@ def products(
     left, right = (matrix.to(device) for matrix in on_host)
     first, again = torch.empty_like(left), torch.empty_like(left)
     torch.matmul(left, right, out=first)
-    spoil(first, 0)
+    corrupt(first, 0)
     bits, wrong = first.view(whole), torch.zeros((), dtype=torch.int64, device=device)
     exact = on_host[0][:ROWS].double() @ on_host[1].double()
     # Which waits for all that was queued: the clock begins with nothing to do.
@@ -104,13 +104,13 @@ def products(
     while count == 0 or time.perf_counter() - begun < seconds:
         started = time.perf_counter()
         torch.matmul(left, right, out=again)
-        accelerator.wait(device)
+        accelerator.synchronize(device)
         computed_s += time.perf_counter() - started
         count += 1
-        spoil(again, count)
+        corrupt(again, count)
         wrong += (again.view(whole) != bits).any()
     return replace(
-        found,
+        result,
         products=count,
         wrong=int(wrong),
         checksum=int(bits.to(torch.int64).sum()),
@@ -120,7 +120,7 @@ def products(
     )
 
 
-def memory(found: Tested, device: torch.device) -> Tested:
+def check_memory(result: BurnInResult, device: torch.device) -> BurnInResult:
     """Fill memory with numbers that differ everywhere, read them again, and time copies."""
     room = CHUNK_BYTES if device.type == "cpu" else int(MEMORY_SHARE * accelerator.memory_free(device, 1))
     count = max(1, room // CHUNK_BYTES)
@@ -133,31 +133,33 @@ def memory(found: Tested, device: torch.device) -> Tested:
     filled.clear()
     source = torch.zeros(COPY_BYTES // (8 if device.type == "cpu" else 1), dtype=torch.uint8, device=device)
     return replace(
-        found,
+        result,
         memory_bytes=count * chunk * 4,
         memory_wrong=wrong,
-        copied_bytes_per_s=copied_per_s(source, torch.empty_like(source), device),
-        host_bytes_per_s=host_to_device_per_s(device),
+        copied_bytes_per_s=measure_copy_rate(source, torch.empty_like(source), device),
+        host_bytes_per_s=measure_host_to_device(device),
     )
 
 
-def exchanged(found: Tested, mesh: Mesh) -> Tested:
+def time_exchanges(result: BurnInResult, mesh: Mesh) -> BurnInResult:
     """Time an all-reduce over all ranks, and what each pair of ranks exchanges while others do the same. Collective."""
-    link, _ = link_of(mesh)
+    link, _ = measure_link(mesh)
     size = PAIR_BYTES_ON_HOST if mesh.on_host else PAIR_BYTES
-    letters = Messages(mesh.shard.get_group(), mesh.device, Traffic(), most=1)
+    letters = P2PChannel(mesh.shard.get_group(), mesh.device, Traffic(), max_in_flight=1)
     tensor = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
     pairs = []
-    for other in round_robin.meetings(mesh.rank, mesh.world):
+    for other in round_robin.round_robin_partners(mesh.rank, mesh.world):
         best_s = float("inf")
         for _ in range(TRIES):
             mesh.sum([0.0])  # all begin together
             begun = time.perf_counter()
             if other is not None:
                 letters.exchange(tensor, other)
-                accelerator.wait(mesh.device)
+                accelerator.synchronize(mesh.device)
             best_s = min(best_s, time.perf_counter() - begun)
         if other is not None:
             pairs.append((other, size / best_s))
     letters.close()
-    return replace(found, all_reduce_bytes_per_s=None if link is None else link.bytes_per_s, pairs=tuple(sorted(pairs)))
+    return replace(
+        result, all_reduce_bytes_per_s=None if link is None else link.bytes_per_s, pairs=tuple(sorted(pairs))
+    )

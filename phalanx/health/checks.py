@@ -25,8 +25,8 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.health import gpu as gpu_health
 from phalanx.health import host as host_health
 from phalanx.health import kernel_log, nvml
-from phalanx.health.findings import VERSION, Finding, Severity, from_json, verdict
-from phalanx.health.gpu import Reading
+from phalanx.health.findings import VERSION, Finding, Severity, finding_from_json, verdict
+from phalanx.health.gpu import GpuReading
 from phalanx.system.fork import fork, fork_call, kill_group
 
 RECENT_S = 3600.0  # how long ago the kernel may have said what only deserves a look, for a quick check to repeat it
@@ -34,18 +34,19 @@ GPUS_S, DISK_S, HOST_S, LOG_S, NAME_S = 30.0, 20.0, 5.0, 15.0, 10.0
 
 
 @dataclass(frozen=True)
-class Check:
-    """What is looked at together, in one child: `hung` says how bad it is that no answer comes within `limit_s`."""
+class HealthCheck:
+    """What is looked at together, in one child: `hang_severity` says how bad it is that no answer comes within
+    `limit_s`."""
 
     name: str
-    look: Callable[[], list[Finding]]
+    run: Callable[[], list[Finding]]
     limit_s: float
-    hung: Severity
+    hang_severity: Severity
     remedy: str = "look for what it waits on (ps shows state D)"
 
 
 @dataclass(frozen=True)
-class Scope:
+class HealthScope:
     """What is to be looked at. `folder`: the run's; `only`: UUIDs of the GPUs that are meant, all if None."""
 
     folder: Path | None = None
@@ -56,46 +57,46 @@ class Scope:
     network: bool = True  # also what matters to other nodes alone
 
 
-def quick(folder: Path, only: Sequence[str] | None, since_s: float | None = None) -> list[Finding]:
+def run_quick_checks(folder: Path, only: Sequence[str] | None, since_s: float | None = None) -> list[Finding]:
     """What an agent looks at before a start and after an incident; asks for no GPU where `only` is empty."""
-    return looked_at(Scope(folder, only, None, since_s, RECENT_S, network=False))
+    return run_health_checks(HealthScope(folder, only, None, since_s, RECENT_S, network=False))
 
 
-def looked_at(scope: Scope, ask: Callable[[], Reading] = nvml.read) -> list[Finding]:
-    """Carry out all checks of a scope. `ask` says what the GPUs' driver says."""
-    told = _Told()
-    wanted = of_host(scope)
+def run_health_checks(scope: HealthScope, read_gpus: Callable[[], GpuReading] = nvml.read_gpus) -> list[Finding]:
+    """Carry out all checks of a scope. `read_gpus` says what the GPUs' driver says."""
+    told = _DriverReport()
+    wanted = host_checks(scope)
     if scope.only is None or scope.only:
-        look = functools.partial(_gpus, scope, ask, told)
-        wanted.append(Check("gpus", look, GPUS_S, Severity.REBOOT, "the driver hangs: reboot the node"))
-    wanted.append(Check("kernel log", functools.partial(_log, scope, told), LOG_S, Severity.UNKNOWN))
-    return carried_out(wanted)
+        look = functools.partial(_check_gpus, scope, read_gpus, told)
+        wanted.append(HealthCheck("gpus", look, GPUS_S, Severity.REBOOT, "the driver hangs: reboot the node"))
+    wanted.append(HealthCheck("kernel log", functools.partial(_check_kernel_log, scope, told), LOG_S, Severity.UNKNOWN))
+    return run_checks(wanted)
 
 
 @dataclass
-class _Told:
+class _DriverReport:
     """What the GPUs' driver has told, for whoever reads the kernel's log in the same child; nothing if it hangs."""
 
     recovery: Mapping[str, Severity] = field(default_factory=dict)
-    foreign: Sequence[str] = ()  # places on the bus of GPUs that are not meant
+    foreign_buses: Sequence[str] = ()  # places on the bus of GPUs that are not meant
 
 
-def of_host(scope: Scope) -> list[Check]:
+def host_checks(scope: HealthScope) -> list[HealthCheck]:
     """The checks of a node without its GPUs."""
     cpus = None if scope.expected is None else scope.expected["cpus"]
     temporary = _temporary()
     wanted = [
-        Check("host", functools.partial(_host, cpus), HOST_S, Severity.REBOOT),
-        Check("shared memory", host_health.shared_memory, HOST_S, Severity.REBOOT),
-        _disk(temporary, host_health.ROOM_TEMPORARY_BYTES, "temporary folder", Severity.WATCH),
+        HealthCheck("host", functools.partial(_check_host, cpus), HOST_S, Severity.REBOOT),
+        HealthCheck("shared memory", host_health.check_shared_memory, HOST_S, Severity.REBOOT),
+        _disk_check(temporary, host_health.ROOM_TEMPORARY_BYTES, "temporary folder", Severity.WATCH),
     ]
     if scope.folder is not None:
-        wanted.append(_disk(scope.folder, host_health.ROOM_BYTES, "run folder", Severity.RESET))
-    clock = functools.partial(host_health.clock, scope.folder or temporary)
-    wanted.append(Check("clock", clock, DISK_S, Severity.RESET))
+        wanted.append(_disk_check(scope.folder, host_health.ROOM_BYTES, "run folder", Severity.RESET))
+    clock = functools.partial(host_health.check_clock, scope.folder or temporary)
+    wanted.append(HealthCheck("clock", clock, DISK_S, Severity.RESET))
     if scope.network:
         remedy = "look at the name service (/etc/resolv.conf)"
-        wanted.append(Check("name", host_health.name, NAME_S, Severity.WATCH, remedy))
+        wanted.append(HealthCheck("name", host_health.check_hostname, NAME_S, Severity.WATCH, remedy))
     return wanted
 
 
@@ -106,60 +107,62 @@ def _temporary() -> Path:
         return Path("/tmp")
 
 
-def _disk(place: Path, room_bytes: int, what: str, failed: Severity) -> Check:
-    look = functools.partial(host_health.disk, place, room_bytes, what, failed)
-    return Check(f"{what} {place}", look, DISK_S, failed, "look at its disk or file server")
+def _disk_check(place: Path, room_bytes: int, what: str, failed: Severity) -> HealthCheck:
+    look = functools.partial(host_health.check_disk, place, room_bytes, what, failed)
+    return HealthCheck(f"{what} {place}", look, DISK_S, failed, "look at its disk or file server")
 
 
-def _host(expected_cpus: int | None) -> list[Finding]:
-    return [*host_health.limits(), *host_health.memory(), *host_health.processors(expected=expected_cpus)]
+def _check_host(expected_cpus: int | None) -> list[Finding]:
+    return [*host_health.check_limits(), *host_health.check_memory(), *host_health.check_cpus(expected=expected_cpus)]
 
 
-def _gpus(scope: Scope, ask: Callable[[], Reading], told: _Told) -> list[Finding]:
-    reading = ask()
+def _check_gpus(scope: HealthScope, read_gpus: Callable[[], GpuReading], driver_report: _DriverReport) -> list[Finding]:
+    reading = read_gpus()
     expected = None if scope.expected is None else scope.expected["gpus"]
-    told.recovery = gpu_health.recovery_of(reading)
+    driver_report.recovery = gpu_health.recovery_by_bus(reading)
     if scope.only is not None:
-        told.foreign = [gpu.bus for gpu in reading.gpus if gpu.uuid and gpu.uuid not in scope.only]
-    return gpu_health.judge(reading, expected, scope.only)
+        driver_report.foreign_buses = [gpu.bus for gpu in reading.gpus if gpu.uuid and gpu.uuid not in scope.only]
+    return gpu_health.judge_gpus(reading, expected, scope.only)
 
 
-def _log(scope: Scope, told: _Told) -> list[Finding]:
+def _check_kernel_log(scope: HealthScope, driver_report: _DriverReport) -> list[Finding]:
     """What the kernel's log tells, but for errors of GPUs that are not meant: those are another run's business."""
-    lines, why_not = kernel_log.read()
-    found = kernel_log.judge(lines, why_not, told.recovery, None, scope.watched_s, scope.since_s)
+    lines, why_not = kernel_log.read_kernel_log()
+    found = kernel_log.judge_kernel_log(lines, why_not, driver_report.recovery, None, scope.watched_s, scope.since_s)
     unused = scope.only is not None and not scope.only
     return [
-        finding for finding in found if not (finding.where in told.foreign or (unused and finding.where is not None))
+        finding
+        for finding in found
+        if not (finding.where in driver_report.foreign_buses or (unused and finding.where is not None))
     ]
 
 
-def carried_out(wanted: Sequence[Check]) -> list[Finding]:
+def run_checks(wanted: Sequence[HealthCheck]) -> list[Finding]:
     """Carry checks out one after another in a child, and in another one what is left when one of them is cut off."""
     findings: list[Finding] = []
     at = 0
     while at < len(wanted):
-        done, why_not = _in_child(wanted[at:])
+        done, why_not = _run_in_child(wanted[at:])
         findings += [finding for each in done for finding in each]
         at += len(done)
         if at < len(wanted):
-            findings.append(_cut_off(wanted[at], why_not))
+            findings.append(_unanswered_finding(wanted[at], why_not))
             at += 1
     return findings
 
 
-def _cut_off(check: Check, why_not: str | None) -> Finding:
+def _unanswered_finding(check: HealthCheck, why_not: str | None) -> Finding:
     if why_not is not None:
         return Finding(check.name, Severity.UNKNOWN, f"{check.name}: could not be looked at ({why_not})")
     text = f"{check.name}: no answer within {check.limit_s:g} s, so this check was cut off; {check.remedy}"
-    return Finding(check.name, check.hung, text, check.limit_s, check.limit_s)
+    return Finding(check.name, check.hang_severity, text, check.limit_s, check.limit_s)
 
 
-def _in_child(wanted: Sequence[Check]) -> tuple[list[list[Finding]], str | None]:
+def _run_in_child(wanted: Sequence[HealthCheck]) -> tuple[list[list[Finding]], str | None]:
     """Findings of as many checks as gave an answer, and why the next one did not: None where its time was up."""
     reader, writer = os.pipe()
     try:
-        pid, pidfd = fork(lambda: _look_all(wanted, writer), keep=[writer])
+        pid, pidfd = fork(lambda: _run_all(wanted, writer), keep=[writer])
     except OSError as error:
         os.close(reader)
         return [], f"no process could be started: {error.strerror}"
@@ -167,7 +170,7 @@ def _in_child(wanted: Sequence[Check]) -> tuple[list[list[Finding]], str | None]
         os.close(writer)
     try:
         with open(reader, "rb", buffering=0) as pipe:
-            return _listen(pipe, wanted)
+            return _read_answers(pipe, wanted)
     finally:
         kill_group(pid)
         # One that a device holds in the kernel cannot be waited for; it ends when the device lets it.
@@ -182,19 +185,19 @@ def _readable(descriptor: int, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
-def _look_all(wanted: Sequence[Check], writer: int) -> int:
+def _run_all(wanted: Sequence[HealthCheck], writer: int) -> int:
     """In the child: a line for each check."""
     with open(writer, "wb", buffering=0) as pipe:
         for check in wanted:
             try:
-                answer: Any = [finding.to_json() for finding in check.look()]
+                answer: Any = [finding.to_json() for finding in check.run()]
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             pipe.write(json.dumps(answer).encode() + b"\n")
     return ExitCode.DONE
 
 
-def _listen(pipe: Any, wanted: Sequence[Check]) -> tuple[list[list[Finding]], str | None]:
+def _read_answers(pipe: Any, wanted: Sequence[HealthCheck]) -> tuple[list[list[Finding]], str | None]:
     done: list[list[Finding]] = []
     heard = bytearray()
     for check in wanted:
@@ -212,14 +215,14 @@ def _listen(pipe: Any, wanted: Sequence[Check]) -> tuple[list[list[Finding]], st
         answer = json.loads(line)
         if isinstance(answer, dict):
             return done, str(answer["error"])
-        done.append([from_json(tree) for tree in answer])
+        done.append([finding_from_json(tree) for tree in answer])
     return done, None
 
 
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def result(findings: Sequence[Finding]) -> dict[str, Any]:
+def build_node_report(findings: Sequence[Finding]) -> dict[str, Any]:
     """The results of this node as they are written: schema version, host, time, verdict, findings."""
     return {
         "version": VERSION,
@@ -230,18 +233,18 @@ def result(findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def keep(paths: RunPaths, findings: Sequence[Finding]) -> None:
+def write_node_report(paths: RunPaths, findings: Sequence[Finding]) -> None:
     """Put results where a list of the run's nodes finds them. Raises OSError."""
-    tree = result(findings)
+    tree = build_node_report(findings)
     paths.nodes.mkdir(mode=0o700, exist_ok=True)
     write_atomic(paths.node_health(tree["host"]), json.dumps(tree) + "\n")
 
 
-def baseline(ask: Callable[[], Reading] = nvml.read) -> dict[str, Any]:
+def collect_baseline(read_gpus: Callable[[], GpuReading] = nvml.read_gpus) -> dict[str, Any]:
     """What a healthy node has, to be compared with later. Raises PhalanxError when the GPUs' driver does not answer."""
 
     def identities() -> list[dict[str, Any]]:
-        return [gpu_health.identity(gpu) for gpu in ask().gpus if gpu.lost is None]
+        return [gpu_health.gpu_identity(gpu) for gpu in read_gpus().gpus if gpu.lost is None]
 
     return {
         "version": VERSION,
@@ -264,7 +267,7 @@ def read_baseline(file: Path) -> dict[str, Any]:
     return tree
 
 
-def write(file: Path, tree: Mapping[str, Any]) -> None:
+def write_json(file: Path, tree: Mapping[str, Any]) -> None:
     """Write results or a baseline as JSON, whole or not at all. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(tree, indent=1) + "\n")

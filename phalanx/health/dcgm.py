@@ -6,31 +6,33 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from phalanx.health.checks import Check
+from phalanx.health.checks import HealthCheck
 from phalanx.health.findings import Finding, Severity
 
-DIAGNOSIS_S = 1800.0  # dcgmi diag -r 3 takes some ten minutes on eight GPUs
+DCGMI_DIAG_TIMEOUT_S = 1800.0  # dcgmi diag -r 3 takes some ten minutes on eight GPUs
 
 
-def diagnosis(level: int = 2) -> Check | None:
+def make_dcgm_check(level: int = 2) -> HealthCheck | None:
     """NVIDIA's own diagnosis by its GPU manager; None where that is not installed."""
     program = shutil.which("dcgmi")
     if program is None:
         return None
-    look = functools.partial(_diagnosed, (program, "diag", "-r", str(level), "-j"), DIAGNOSIS_S)
-    return Check("dcgmi diag", look, DIAGNOSIS_S + 10, Severity.RESET, "end dcgmi, and look at nv-hostengine")
+    look = functools.partial(_run_dcgmi_diag, (program, "diag", "-r", str(level), "-j"), DCGMI_DIAG_TIMEOUT_S)
+    return HealthCheck(
+        "dcgmi diag", look, DCGMI_DIAG_TIMEOUT_S + 10, Severity.RESET, "end dcgmi, and look at nv-hostengine"
+    )
 
 
-def _diagnosed(command: Sequence[str], limit_s: float) -> list[Finding]:
+def _run_dcgmi_diag(command: Sequence[str], limit_s: float) -> list[Finding]:
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         text = f"dcgmi diag gave no result ({error}); see whether nv-hostengine runs"
         return [Finding("dcgmi diag", Severity.UNKNOWN, text)]
-    return diagnosed(said.stdout, said.stderr)
+    return parse_dcgmi_diag(said.stdout, said.stderr)
 
 
-def diagnosed(output: str, errors: str = "") -> list[Finding]:
+def parse_dcgmi_diag(output: str, errors: str = "") -> list[Finding]:
     """What the JSON of `dcgmi diag -j` tells: a failed test is a reset, a warning is worth a look."""
     try:
         tree = json.loads(output[output.index("{") :])

@@ -25,7 +25,7 @@ DEVICES_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceInfo:
     """A device of this machine, as a child process that may touch it found it."""
 
     name: str  # "cpu", or an accelerator with its index
@@ -36,32 +36,32 @@ class Device:
     cores: int = 0  # of a CPU, that this process may use
 
 
-def warmed(on_cpu: bool, preload: Sequence[str] = PRELOAD) -> tuple[dict[str, Device], list[str]]:
+def preload_and_find_devices(on_cpu: bool, preload: Sequence[str] = PRELOAD) -> tuple[dict[str, DeviceInfo], list[str]]:
     """Import what workers need. Returns this machine's devices by name, and names of accelerators that may be used."""
     terminal = open_terminal()
     if terminal.is_terminal:
         terminal.print("[dim]importing torch[/dim]", end="\r")
     agent.preload(preload)
-    found = {row[0]: Device(*row) for row in fork_call(_devices, timeout_s=DEVICES_TIMEOUT_S)}
+    found = {row[0]: DeviceInfo(*row) for row in fork_call(_probe_devices, timeout_s=DEVICES_TIMEOUT_S)}
     return found, [name for name in found if name != "cpu" and not on_cpu]
 
 
-def devices_of_ranks(found: Mapping[str, Device], accelerators: Sequence[str], ranks: int | None) -> list[Device]:
+def assign_devices(found: Mapping[str, DeviceInfo], accelerators: Sequence[str], ranks: int | None) -> list[DeviceInfo]:
     """The device of each local rank. Raises ConfigError when there are more ranks than accelerators."""
     world = ranks or len(accelerators) or 1
     return [found[device_of(accelerators, rank, world)] for rank in range(world)]
 
 
-def _devices() -> list[tuple[str, str, bool, str, int, int]]:
+def _probe_devices() -> list[tuple[str, str, bool, str, int, int]]:
     from phalanx.system import accelerator
 
-    names = ["cpu", *accelerator.found()]
+    names = ["cpu", *accelerator.list_devices()]
     return [
         (
             name,
-            accelerator.model_of(name),
+            accelerator.get_model_name(name),
             accelerator.supports_bf16(name),
-            accelerator.driver_identity(name),
+            accelerator.driver_uuid(name),
             accelerator.memory_limit(name),
             len(os.sched_getaffinity(0)) if name == "cpu" else 0,
         )
@@ -69,6 +69,6 @@ def _devices() -> list[tuple[str, str, bool, str, int, int]]:
     ]
 
 
-def models(devices: Sequence[Device]) -> list[str]:
+def distinct_models(devices: Sequence[DeviceInfo]) -> list[str]:
     """What their makers call them, each once."""
     return sorted({device.model for device in devices})

@@ -37,7 +37,7 @@ class Finding:
         return asdict(self) | {"severity": str(self.severity)}
 
 
-def from_json(tree: dict[str, Any]) -> Finding:
+def finding_from_json(tree: dict[str, Any]) -> Finding:
     """The opposite of `Finding.to_json`."""
     return Finding(**{**tree, "severity": Severity(tree["severity"])})
 
@@ -58,6 +58,6 @@ def at_least(findings: Iterable[Finding], severity: Severity) -> list[Finding]:
     return sorted(wanted, key=lambda finding: -_ORDER.index(finding.severity))
 
 
-def sentences(findings: Sequence[Finding]) -> list[str]:
+def unique_sentences(findings: Sequence[Finding]) -> list[str]:
     """What to tell a user of them, each thing once."""
     return list(dict.fromkeys(finding.sentence for finding in findings))

@@ -29,7 +29,7 @@ RECOVERY = {
 
 
 @dataclass(frozen=True)
-class Process:
+class GpuProcess:
     """A program that holds memory of a GPU; `name` is empty where it cannot be seen from here."""
 
     pid: int
@@ -62,11 +62,11 @@ class Gpu:
     links: int | None = None  # NVLinks that it has
     links_up: int | None = None
     persistence: bool | None = None
-    processes: tuple[Process, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
 
 
 @dataclass(frozen=True)
-class Reading:
+class GpuReading:
     """All GPUs of a node; `problem` where the driver could not be asked, `severity` what follows from that."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -75,10 +75,11 @@ class Reading:
     driver: str = ""  # its version
 
 
-def judge(
-    reading: Reading, expected: Sequence[Mapping[str, Any]] | None = None, only: Sequence[str] | None = None
+def judge_gpus(
+    reading: GpuReading, expected: Sequence[Mapping[str, Any]] | None = None, only: Sequence[str] | None = None
 ) -> list[Finding]:
-    """What is worth a word. `expected`: the GPUs of a baseline (`identity`); `only`: UUIDs of those that are meant."""
+    """What is worth a word. `expected`: the GPUs of a baseline (`gpu_identity`); `only`: UUIDs of those that are
+    meant."""
     if reading.problem is not None:
         missing = bool(expected)
         severity = Severity.REBOOT if missing and reading.severity == Severity.UNKNOWN else reading.severity
@@ -86,7 +87,7 @@ def judge(
     gpus = [gpu for gpu in reading.gpus if only is None or gpu.uuid in only or gpu.lost is not None]
     found = [finding for gpu in gpus for check in _CHECKS for finding in check(gpu)]
     if expected is not None:
-        found += _compared(gpus, expected)
+        found += _compare_with_baseline(gpus, expected)
     if not found:
         count = f"{len(gpus)} GPU{'' if len(gpus) == 1 else 's'}"
         driver = f" (driver {reading.driver})" if reading.driver else ""
@@ -95,7 +96,7 @@ def judge(
     return found
 
 
-def identity(gpu: Gpu) -> dict[str, Any]:
+def gpu_identity(gpu: Gpu) -> dict[str, Any]:
     """What a baseline remembers of a GPU."""
     return {
         "uuid": gpu.uuid,
@@ -107,24 +108,24 @@ def identity(gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def recovery_of(reading: Reading) -> dict[str, Severity]:
+def recovery_by_bus(reading: GpuReading) -> dict[str, Severity]:
     """What the driver says is to be done, by place on the bus, as far as it says anything."""
     known = {gpu.bus: RECOVERY.get(gpu.recovery) for gpu in reading.gpus if gpu.recovery is not None and not gpu.lost}
     return {bus: severity for bus, severity in known.items() if severity is not None}
 
 
-def _called(gpu: Gpu) -> str:
+def _label(gpu: Gpu) -> str:
     return f"GPU {gpu.index} ({gpu.name or 'of unknown model'}{f' at {gpu.bus}' if gpu.bus else ''})"
 
 
-def _is_there(gpu: Gpu) -> list[Finding]:
+def _check_present(gpu: Gpu) -> list[Finding]:
     if gpu.lost is None:
         return []
-    sentence = f"the driver has lost {_called(gpu)}: {gpu.lost}; reboot the node, and have the GPU looked at"
+    sentence = f"the driver has lost {_label(gpu)}: {gpu.lost}; reboot the node, and have the GPU looked at"
     return [Finding("gpu lost", Severity.REBOOT, sentence, where=_where(gpu))]
 
 
-def _is_told_off(gpu: Gpu) -> list[Finding]:
+def _check_recovery_action(gpu: Gpu) -> list[Finding]:
     severity = RECOVERY.get(gpu.recovery, Severity.WATCH) if gpu.recovery is not None else Severity.OK
     if severity == Severity.OK:
         return []
@@ -133,97 +134,99 @@ def _is_told_off(gpu: Gpu) -> list[Finding]:
         Severity.REBOOT: "reboot the node",
         Severity.WATCH: "see `nvidia-smi -q` for what it asks for",
     }[severity]
-    return [_of(gpu, "recovery action", severity, f"the driver asks for a recovery of {_called(gpu)}; {todo}")]
+    return [_make_finding(gpu, "recovery action", severity, f"the driver asks for a recovery of {_label(gpu)}; {todo}")]
 
 
-def _memory_errors(gpu: Gpu) -> list[Finding]:
+def _check_memory_errors(gpu: Gpu) -> list[Finding]:
     found = []
     if gpu.remap_failed:
-        text = f"{_called(gpu)} has no spare rows left for broken memory; take the node out and have the GPU replaced"
-        found.append(_of(gpu, "remapped rows", Severity.ISOLATE, text))
+        text = f"{_label(gpu)} has no spare rows left for broken memory; take the node out and have the GPU replaced"
+        found.append(_make_finding(gpu, "remapped rows", Severity.ISOLATE, text))
     if gpu.uncorrected:
         errors = f"{gpu.uncorrected} memory error{'' if gpu.uncorrected == 1 else 's'}"
-        text = f"{_called(gpu)} had {errors} that could not be corrected since the driver was loaded"
+        text = f"{_label(gpu)} had {errors} that could not be corrected since the driver was loaded"
         # A reset takes the counters back, so they are of now; but the driver knows better whether one is due.
         calm = gpu.recovery == 0
         severity = Severity.WATCH if calm else Severity.RESET
         todo = "the driver asks for nothing; reset it when convenient" if calm else "reset it (nvidia-smi --gpu-reset)"
-        found.append(_of(gpu, "ecc", severity, f"{text}; {todo}", gpu.uncorrected, 0))
+        found.append(_make_finding(gpu, "ecc", severity, f"{text}; {todo}", gpu.uncorrected, 0))
     if gpu.remap_pending or gpu.retire_pending:
-        text = f"{_called(gpu)} is to put broken memory out of use at its next reset; reset it when convenient"
-        found.append(_of(gpu, "remapped rows", Severity.WATCH, text))
+        text = f"{_label(gpu)} is to put broken memory out of use at its next reset; reset it when convenient"
+        found.append(_make_finding(gpu, "remapped rows", Severity.WATCH, text))
     if gpu.retired_pages is not None and gpu.retired_pages >= RETIRED_PAGES:
-        text = f"{_called(gpu)} has put {gpu.retired_pages} pages of its memory out of use; have it replaced"
-        found.append(_of(gpu, "retired pages", Severity.ISOLATE, text, gpu.retired_pages, RETIRED_PAGES))
+        text = f"{_label(gpu)} has put {gpu.retired_pages} pages of its memory out of use; have it replaced"
+        found.append(_make_finding(gpu, "retired pages", Severity.ISOLATE, text, gpu.retired_pages, RETIRED_PAGES))
     return found
 
 
-def _is_slowed(gpu: Gpu) -> list[Finding]:
+def _check_throttling(gpu: Gpu) -> list[Finding]:
     found = []
     for bit, words in THROTTLES.items():
         if gpu.throttles is not None and gpu.throttles & bit:
-            text = f"{_called(gpu)} is slower than it could be: {words}; look at cooling and power"
-            found.append(_of(gpu, "clocks", Severity.WATCH, text, f"0x{gpu.throttles:x}", "0x0"))
+            text = f"{_label(gpu)} is slower than it could be: {words}; look at cooling and power"
+            found.append(_make_finding(gpu, "clocks", Severity.WATCH, text, f"0x{gpu.throttles:x}", "0x0"))
             break
     if gpu.temperature_c is not None and gpu.slowdown_c is not None and gpu.temperature_c > gpu.slowdown_c - NEAR_C:
         text = (
-            f"{_called(gpu)} has {gpu.temperature_c} degrees and slows itself down at {gpu.slowdown_c}; look at its "
+            f"{_label(gpu)} has {gpu.temperature_c} degrees and slows itself down at {gpu.slowdown_c}; look at its "
             "cooling"
         )
-        found.append(_of(gpu, "temperature", Severity.WATCH, text, gpu.temperature_c, gpu.slowdown_c - NEAR_C))
+        found.append(
+            _make_finding(gpu, "temperature", Severity.WATCH, text, gpu.temperature_c, gpu.slowdown_c - NEAR_C)
+        )
     return found
 
 
-def _is_connected(gpu: Gpu) -> list[Finding]:
+def _check_links(gpu: Gpu) -> list[Finding]:
     found = []
     if gpu.pcie_width is not None and gpu.pcie_width_most is not None and gpu.pcie_width < gpu.pcie_width_most:
         text = (
-            f"{_called(gpu)} uses {gpu.pcie_width} of {gpu.pcie_width_most} PCI Express lanes, so copies to it are "
+            f"{_label(gpu)} uses {gpu.pcie_width} of {gpu.pcie_width_most} PCI Express lanes, so copies to it are "
             "slower; if its slot has all of them, have it reseated"
         )
-        found.append(_of(gpu, "pcie width", Severity.WATCH, text, gpu.pcie_width, gpu.pcie_width_most))
+        found.append(_make_finding(gpu, "pcie width", Severity.WATCH, text, gpu.pcie_width, gpu.pcie_width_most))
     if gpu.links_up and gpu.links is not None and gpu.links_up < gpu.links:
         text = (
-            f"{_called(gpu)} has {gpu.links_up} of {gpu.links} NVLinks up, so collectives are slower; reset it, and "
+            f"{_label(gpu)} has {gpu.links_up} of {gpu.links} NVLinks up, so collectives are slower; reset it, and "
             "have it looked at if that does not help"
         )
-        found.append(_of(gpu, "nvlink", Severity.WATCH, text, gpu.links_up, gpu.links))
+        found.append(_make_finding(gpu, "nvlink", Severity.WATCH, text, gpu.links_up, gpu.links))
     return found
 
 
-def _is_free(gpu: Gpu) -> list[Finding]:
+def _check_free(gpu: Gpu) -> list[Finding]:
     used, whole = gpu.memory_used_bytes, gpu.memory_bytes
     if used is None or not whole or used <= BUSY_SHARE * whole:
         return []
     seen = [f"{process.name or 'process'} ({process.pid})" for process in gpu.processes]
     who = f"by {', '.join(seen)}; end what is left over" if seen else "by no program that can be seen from here"
     free = f"{(whole - used) / 2**30:.1f} of {whole / 2**30:.1f} GiB of its memory are free"
-    text = f"{_called(gpu)} is in use already, so only {free}: it is held {who}"
-    return [_of(gpu, "gpu memory", Severity.WATCH, text, used, int(BUSY_SHARE * whole))]
+    text = f"{_label(gpu)} is in use already, so only {free}: it is held {who}"
+    return [_make_finding(gpu, "gpu memory", Severity.WATCH, text, used, int(BUSY_SHARE * whole))]
 
 
-def _persists(gpu: Gpu) -> list[Finding]:
+def _check_persistence(gpu: Gpu) -> list[Finding]:
     if gpu.persistence is not False:
         return []
     text = (
-        f"the driver forgets {_called(gpu)} whenever no program uses it, which makes each start slower; switch "
+        f"the driver forgets {_label(gpu)} whenever no program uses it, which makes each start slower; switch "
         "persistence on (nvidia-smi -pm 1)"
     )
-    return [_of(gpu, "persistence", Severity.WATCH, text)]
+    return [_make_finding(gpu, "persistence", Severity.WATCH, text)]
 
 
 _CHECKS: Sequence[Callable[[Gpu], list[Finding]]] = (
-    _is_there,
-    _is_told_off,
-    _memory_errors,
-    _is_slowed,
-    _is_connected,
-    _is_free,
-    _persists,
+    _check_present,
+    _check_recovery_action,
+    _check_memory_errors,
+    _check_throttling,
+    _check_links,
+    _check_free,
+    _check_persistence,
 )
 
 
-def _compared(gpus: Sequence[Gpu], expected: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def _compare_with_baseline(gpus: Sequence[Gpu], expected: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """GPUs against a baseline: one that is missing, another one, fewer lanes or links than there were."""
     there = {gpu.uuid: gpu for gpu in gpus if gpu.lost is None}
     missing = [known for known in expected if known["uuid"] not in there]
@@ -250,11 +253,11 @@ def _compared(gpus: Sequence[Gpu], expected: Sequence[Mapping[str, Any]]) -> lis
 def _fewer(gpu: Gpu, check: str, now: int | None, before: int | None, what: str) -> list[Finding]:
     if now is None or before is None or now >= before:
         return []
-    text = f"{_called(gpu)} has {now} {what} and had {before}; reset it, and have it reseated if that does not help"
-    return [_of(gpu, check, Severity.RESET, text, now, before)]
+    text = f"{_label(gpu)} has {now} {what} and had {before}; reset it, and have it reseated if that does not help"
+    return [_make_finding(gpu, check, Severity.RESET, text, now, before)]
 
 
-def _of(
+def _make_finding(
     gpu: Gpu, check: str, severity: Severity, text: str, value: float | str | None = None, limit: Any = None
 ) -> Finding:
     return Finding(check, severity, text, value, limit, _where(gpu))

@@ -28,7 +28,7 @@ _UNLIMITED = 1 << 62
 PROBE = b"phalanx writes, syncs, reads\n" * 2048  # some pages
 
 
-def disk(
+def check_disk(
     folder: Path, room_bytes: int = ROOM_BYTES, what: str = "run folder", failed: Severity = Severity.RESET
 ) -> list[Finding]:
     """Room and inodes of a folder, and whether what is written there can be read again; `failed` says how bad it is if
@@ -73,7 +73,7 @@ def _write(place: Path, sync: bool = True) -> float:
             path.unlink()
 
 
-def shared_memory(place: Path = Path("/dev/shm")) -> list[Finding]:
+def check_shared_memory(place: Path = Path("/dev/shm")) -> list[Finding]:
     """Size and use of the folder in shared memory."""
     try:
         known = os.statvfs(place)
@@ -93,7 +93,7 @@ def shared_memory(place: Path = Path("/dev/shm")) -> list[Finding]:
     return [Finding("shared memory", Severity.OK, f"{place} has {_size(free)} left", free, SHARED_BYTES, str(place))]
 
 
-def limits(network_cards: Path = Path("/sys/class/infiniband")) -> list[Finding]:
+def check_limits(network_cards: Path = Path("/sys/class/infiniband")) -> list[Finding]:
     """What this process may open, start and lock (`ulimit`)."""
     found = []
     files = _soft(resource.RLIMIT_NOFILE)
@@ -134,7 +134,9 @@ def _tasks_of_user() -> int:
     return count
 
 
-def memory(meminfo: Path = Path("/proc/meminfo"), edac: Path = Path("/sys/devices/system/edac/mc")) -> list[Finding]:
+def check_memory(
+    meminfo: Path = Path("/proc/meminfo"), edac: Path = Path("/sys/devices/system/edac/mc")
+) -> list[Finding]:
     """Host memory: how much is free, and whether the machine knows of broken parts of it."""
     known = {}
     for line in meminfo.read_text().splitlines():
@@ -151,17 +153,17 @@ def memory(meminfo: Path = Path("/proc/meminfo"), edac: Path = Path("/sys/device
     if broken := known.get("HardwareCorrupted", 0):
         text = f"the kernel has put {_size(broken)} of broken memory out of use; have the memory of this machine tested"
         found.append(Finding("memory errors", Severity.WATCH, text, broken, 0))
-    if uncorrected := _counted(edac, "ue_count"):
+    if uncorrected := _sum_edac_counters(edac, "ue_count"):
         text = f"{uncorrected} memory errors of this machine could not be corrected; have its memory replaced"
         found.append(Finding("memory errors", Severity.ISOLATE, text, uncorrected, 0))
-    if corrected := _counted(edac, "ce_count"):
+    if corrected := _sum_edac_counters(edac, "ce_count"):
         text = f"{corrected} memory errors of this machine were corrected; watch whether they become more"
         found.append(Finding("memory errors", Severity.WATCH, text, corrected, 0))
     text = f"{_size(free)} of this machine's {_size(total)} of memory are free"
     return found or [Finding("memory", Severity.OK, text, free, wanted)]
 
 
-def _counted(edac: Path, name: str) -> int:
+def _sum_edac_counters(edac: Path, name: str) -> int:
     total = 0
     for path in sorted(edac.glob(f"mc*/{name}")):
         with contextlib.suppress(OSError, ValueError):
@@ -169,7 +171,7 @@ def _counted(edac: Path, name: str) -> int:
     return total
 
 
-def processors(
+def check_cpus(
     cores: int | None = None,
     groups: Path = quotas.GROUPS,
     own: Path = quotas.OWN,
@@ -177,7 +179,7 @@ def processors(
 ) -> list[Finding]:
     """The processors that this process may use, by affinity and by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
-    quota = quotas.quota(groups, own)
+    quota = quotas.cpu_quota(groups, own)
     if expected is not None and cores < expected:
         text = (
             f"{cores} processors are there and {expected} are expected; ask for all of them, or have the node looked at"
@@ -193,7 +195,7 @@ def processors(
     return [Finding("processors", Severity.OK, f"{cores} processors may be used", cores, expected)]
 
 
-def clock(folder: Path) -> list[Finding]:
+def check_clock(folder: Path) -> list[Finding]:
     """This machine's clock against that of the file system of a folder: the server's, where it is a shared one."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
@@ -207,10 +209,10 @@ def clock(folder: Path) -> list[Finding]:
     ended = time.time()
     # It was set in between; a file's time may be a tick (10 ms) behind the clock that it was taken from.
     ahead = written - ended if written > ended else min(0.0, written + 0.02 - begun)
-    return [skewed(ahead, f"the file system of {folder}")]
+    return [judge_clock_skew(ahead, f"the file system of {folder}")]
 
 
-def skewed(skew_s: float, other: str) -> Finding:
+def judge_clock_skew(skew_s: float, other: str) -> Finding:
     """What a difference of clocks amounts to; `skew_s` is how far the other one is ahead."""
     if abs(skew_s) < SKEW_S:
         return Finding("clock", Severity.OK, f"the clock agrees with that of {other}", skew_s, SKEW_S)
@@ -220,7 +222,7 @@ def skewed(skew_s: float, other: str) -> Finding:
     return Finding("clock", severity, text, skew_s, SKEW_S)
 
 
-def name() -> list[Finding]:
+def check_hostname() -> list[Finding]:
     """Whether this host's own name leads to an address by which others can reach it. The resolver may take long."""
     host = socket.gethostname()
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from phalanx.health import xid
 from phalanx.health.findings import Finding, Severity
-from phalanx.health.xid import RECOVERY_ACTION_CHANGED, Meaning, Xid
+from phalanx.health.xid import RECOVERY_ACTION_CHANGED, Xid, XidMeaning
 
 JOURNAL_S = 10.0
 JOURNAL = ("journalctl", "--dmesg", "--boot", "--output=short-monotonic", "--no-pager", "--quiet")
@@ -23,7 +23,7 @@ SHOWN = 160  # characters of a line that are shown
 
 
 @dataclass(frozen=True)
-class Line:
+class KernelLogLine:
     """`at_s`: seconds since the machine has started."""
 
     at_s: float
@@ -32,7 +32,7 @@ class Line:
 
 # What else the kernel says of hardware, the worst first; a line is judged by the first that fits. SXid are the errors
 # of NVIDIA's switches, which say themselves whether they are fatal.
-_TALES: Sequence[tuple[re.Pattern[str], Severity, str, str]] = (
+_KERNEL_MESSAGES: Sequence[tuple[re.Pattern[str], Severity, str, str]] = (
     (
         re.compile(r"SXid \(.*?\): \d+, Fatal\b", re.IGNORECASE),
         Severity.RESET,
@@ -80,7 +80,9 @@ _TALES: Sequence[tuple[re.Pattern[str], Severity, str, str]] = (
 )
 
 
-def read(device: Path = Path("/dev/kmsg"), journal: Sequence[str] = JOURNAL) -> tuple[list[Line] | None, str]:
+def read_kernel_log(
+    device: Path = Path("/dev/kmsg"), journal: Sequence[str] = JOURNAL
+) -> tuple[list[KernelLogLine] | None, str]:
     """The lines since the start, or None and why they cannot be read."""
     try:
         return _ring(device), ""
@@ -95,9 +97,9 @@ def read(device: Path = Path("/dev/kmsg"), journal: Sequence[str] = JOURNAL) -> 
     return [line for text in said.stdout.splitlines() if (line := _journal_line(text)) is not None], ""
 
 
-def _ring(device: Path) -> list[Line]:
+def _ring(device: Path) -> list[KernelLogLine]:
     """All records of the kernel's ring: each read() gives one, `priority,number,microseconds,flags;text`."""
-    found: list[Line] = []
+    found: list[KernelLogLine] = []
     descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         while True:
@@ -112,19 +114,19 @@ def _ring(device: Path) -> list[Line]:
             head, _, text = record.decode(errors="replace").partition(";")
             fields = head.split(",")
             if len(fields) >= 3 and fields[2].isdigit():
-                found.append(Line(int(fields[2]) / 1e6, text.partition("\n")[0]))
+                found.append(KernelLogLine(int(fields[2]) / 1e6, text.partition("\n")[0]))
     finally:
         os.close(descriptor)
 
 
-def _journal_line(text: str) -> Line | None:
+def _journal_line(text: str) -> KernelLogLine | None:
     """`[    5.123456] host kernel: words`."""
     found = re.match(r"\[\s*(\d+\.\d+)\] \S+ \S+: (.*)", text)
-    return None if found is None else Line(float(found[1]), found[2])
+    return None if found is None else KernelLogLine(float(found[1]), found[2])
 
 
-def judge(
-    lines: Sequence[Line] | None,
+def judge_kernel_log(
+    lines: Sequence[KernelLogLine] | None,
     why_not: str,
     recovery: Mapping[str, Severity],
     now_s: float | None = None,
@@ -142,58 +144,65 @@ def judge(
     now_s = time.clock_gettime(time.CLOCK_MONOTONIC) if now_s is None else now_s
     lines = [line for line in lines if since_s is None or now_s - line.at_s <= since_s]
 
-    def recent(line: Line) -> bool:
+    def recent(line: KernelLogLine) -> bool:
         return watched_s is None or now_s - line.at_s <= watched_s
 
-    found = _of_gpus(lines, recovery, now_s, recent) + _of_others(lines, now_s, recent)
+    found = _gpu_findings(lines, recovery, now_s, recent) + _other_findings(lines, now_s, recent)
     return found or [
         Finding("kernel log", Severity.OK, "the kernel's log tells of no error of this machine's hardware")
     ]
 
 
-def _of_gpus(
-    lines: Sequence[Line], recovery: Mapping[str, Severity], now_s: float, recent: Callable[[Line], bool]
+def _gpu_findings(
+    lines: Sequence[KernelLogLine],
+    recovery: Mapping[str, Severity],
+    now_s: float,
+    recent: Callable[[KernelLogLine], bool],
 ) -> list[Finding]:
-    by_kind: dict[tuple[str, int], list[tuple[Line, Xid]]] = {}
+    by_kind: dict[tuple[str, int], list[tuple[KernelLogLine, Xid]]] = {}
     for line in lines:
-        seen = xid.parse(line.text)
+        seen = xid.parse_xid(line.text)
         if seen is not None and (seen.meaning.severity != Severity.WATCH or recent(line)):
             by_kind.setdefault((seen.bus, seen.number), []).append((line, seen))
     findings = []
     for (bus, number), all_of_it in by_kind.items():
         line, seen = all_of_it[-1]
-        meaning = _tempered(seen.meaning, recovery.get(bus), superseded=_advice_after(by_kind, bus, line))
+        meaning = _apply_driver_advice(seen.meaning, recovery.get(bus), superseded=_advice_after(by_kind, bus, line))
         if meaning.severity == Severity.RESET and bus not in recovery and not recent(line):
-            meaning = Meaning(
-                Severity.WATCH, f"{meaning.words} (if it was not reset since, that is due)", meaning.blames
+            meaning = XidMeaning(
+                Severity.WATCH, f"{meaning.description} (if it was not reset since, that is due)", meaning.blames_device
             )
         if meaning.severity == Severity.OK:
             continue
         times = f"{len(all_of_it)} times, last " if len(all_of_it) > 1 else ""
         sentence = (
-            f"the driver reported Xid {number} for the GPU at {bus} {times}{_ago(now_s - line.at_s)}: {meaning.words}; "
-            f"{_remedy(meaning)}"
+            f"the driver reported Xid {number} for the GPU at {bus} {times}{_ago(now_s - line.at_s)}: "
+            f"{meaning.description}; {_remedy(meaning)}"
         )
         findings.append(Finding(f"xid {number}", meaning.severity, sentence, len(all_of_it), 0, bus))
     return findings
 
 
-def _advice_after(seen: Mapping[tuple[str, int], list[tuple[Line, Xid]]], bus: str, line: Line) -> Severity | None:
+def _advice_after(
+    seen: Mapping[tuple[str, int], list[tuple[KernelLogLine, Xid]]], bus: str, line: KernelLogLine
+) -> Severity | None:
     """What an Xid 154 of the same GPU said when or after a line was written: it overrides that line's own meaning."""
     said = [x.meaning.severity for at, x in seen.get((bus, RECOVERY_ACTION_CHANGED), []) if at.at_s >= line.at_s]
     return said[-1] if said else None
 
 
-def _tempered(meaning: Meaning, recovery: Severity | None, superseded: Severity | None) -> Meaning:
+def _apply_driver_advice(meaning: XidMeaning, recovery: Severity | None, superseded: Severity | None) -> XidMeaning:
     """A meaning in the light of what the driver says: a GPU that it wants nothing done about was reset meanwhile."""
     advice = recovery if recovery is not None else superseded
     if advice != Severity.OK or meaning.severity in (Severity.OK, Severity.WATCH, Severity.ISOLATE):
         return meaning
-    return Meaning(Severity.WATCH, f"{meaning.words} (the driver asks for nothing more)", meaning.blames)
+    return XidMeaning(
+        Severity.WATCH, f"{meaning.description} (the driver asks for nothing more)", meaning.blames_device
+    )
 
 
-def _remedy(meaning: Meaning) -> str:
-    if not meaning.blames:
+def _remedy(meaning: XidMeaning) -> str:
+    if not meaning.blames_device:
         return "look at the program that ran there first"
     return {
         Severity.WATCH: "watch whether it comes again",
@@ -203,17 +212,19 @@ def _remedy(meaning: Meaning) -> str:
     }[meaning.severity]
 
 
-def _of_others(lines: Sequence[Line], now_s: float, recent: Callable[[Line], bool]) -> list[Finding]:
-    counted: dict[int, list[Line]] = {}
+def _other_findings(
+    lines: Sequence[KernelLogLine], now_s: float, recent: Callable[[KernelLogLine], bool]
+) -> list[Finding]:
+    counted: dict[int, list[KernelLogLine]] = {}
     for line in lines:
-        for number, (pattern, severity, _, _) in enumerate(_TALES):
+        for number, (pattern, severity, _, _) in enumerate(_KERNEL_MESSAGES):
             if pattern.search(line.text):
                 if severity != Severity.WATCH or recent(line):
                     counted.setdefault(number, []).append(line)
                 break
     findings = []
     for number, those in sorted(counted.items()):
-        _, severity, check, words = _TALES[number]
+        _, severity, check, words = _KERNEL_MESSAGES[number]
         last = those[-1]
         if severity == Severity.RESET and not recent(last):
             severity = Severity.WATCH  # it may have been reset since, of which the log says nothing

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.health.findings import Severity
-from phalanx.health.gpu import Gpu, Process, Reading
-from phalanx.health.xid import bus_of
+from phalanx.health.gpu import Gpu, GpuProcess, GpuReading
+from phalanx.health.xid import normalize_bus_id
 
 
-class _Lost(Exception):
+class _DeviceLost(Exception):
     """The driver has no hold of the device any more."""
 
 
-def read() -> Reading:
+def read_gpus() -> GpuReading:
     """All GPUs that this node's NVIDIA driver shows to this user."""
     import pynvml  # only here: it loads the driver's library
 
@@ -29,7 +29,7 @@ def read() -> Reading:
     try:
         count = nvml.nvmlDeviceGetCount()
         gpus = tuple(_gpu(nvml, index) for index in range(count))
-        return Reading(gpus, driver=_driver(nvml))
+        return GpuReading(gpus, driver=_driver(nvml))
     except nvml.NVMLError as error:
         return _unreachable(nvml, error)
     finally:
@@ -43,17 +43,17 @@ def _driver(nvml: Any) -> str:
         return ""
 
 
-def _unreachable(nvml: Any, error: Any) -> Reading:
+def _unreachable(nvml: Any, error: Any) -> GpuReading:
     if error.value == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
         text = "the NVIDIA driver was updated, but an older one still runs in the kernel; reboot the node"
-        return Reading(problem=text, severity=Severity.REBOOT)
+        return GpuReading(problem=text, severity=Severity.REBOOT)
     if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-        return Reading(problem="there is no NVIDIA driver here, so nothing is known of GPUs")
+        return GpuReading(problem="there is no NVIDIA driver here, so nothing is known of GPUs")
     if error.value == nvml.NVML_ERROR_DRIVER_NOT_LOADED and os.path.exists("/dev/nvidiactl"):
-        return Reading(
+        return GpuReading(
             problem="the NVIDIA driver is installed but not loaded; reboot the node", severity=Severity.REBOOT
         )
-    return Reading(problem=f"the NVIDIA driver does not speak of its GPUs ({error})")
+    return GpuReading(problem=f"the NVIDIA driver does not speak of its GPUs ({error})")
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
@@ -71,17 +71,17 @@ def _gpu(nvml: Any, index: int) -> Gpu:
             return function(handle, *arguments)
         except nvml.NVMLError as error:
             if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
-                raise _Lost(str(error)) from None
+                raise _DeviceLost(str(error)) from None
             return None
 
     known: dict[str, Any] = {}
     try:
         pci = ask("nvmlDeviceGetPciInfo")
         if pci is not None:
-            known["bus"] = bus_of(_text(pci.busId))
+            known["bus"] = normalize_bus_id(_text(pci.busId))
         known["uuid"], known["name"] = _text(ask("nvmlDeviceGetUUID")), _text(ask("nvmlDeviceGetName"))
         known |= _state(nvml, ask)
-    except _Lost as lost:
+    except _DeviceLost as lost:
         return Gpu(index, lost=str(lost), **{key: known[key] for key in ("bus", "uuid", "name") if key in known})
     return Gpu(index, **known)
 
@@ -131,12 +131,12 @@ def _field(nvml: Any, ask: Callable[..., Any], name: str) -> int | None:
     return int(values[0].value.uiVal)
 
 
-def _process(known: Any) -> Process:
+def _process(known: Any) -> GpuProcess:
     try:
         name = Path(f"/proc/{known.pid}/comm").read_text().strip()
     except OSError:  # it has ended, or belongs to another container
         name = ""
-    return Process(int(known.pid), name, known.usedGpuMemory)
+    return GpuProcess(int(known.pid), name, known.usedGpuMemory)
 
 
 def _text(value: Any) -> str:

@@ -7,101 +7,105 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import load
-from phalanx.config.schema import Config, get
+from phalanx.config.schema import Config, get_knob
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
-from phalanx.health.devices import Device
+from phalanx.health.devices import DeviceInfo
 from phalanx.layout import hardware
 from phalanx.layout.hardware import Hardware
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.planner import choose_layout
-from phalanx.planner.choose_layout import Asked
-from phalanx.planner.present_cluster import Present
-from phalanx.planner.recipe_keys import FREE
+from phalanx.planner.choose_layout import LayoutRequest
+from phalanx.planner.present_cluster import NodeDevice
+from phalanx.planner.recipe_keys import AUTO_LAYOUT
 from phalanx.system.fork import fork_call
 
-Record = dict[str, Any]
+LayoutRecord = dict[str, Any]
 
 
-def present_on(nodes: Sequence[Sequence[Device]]) -> tuple[tuple[Present, ...], ...]:
+def planner_devices(nodes: Sequence[Sequence[DeviceInfo]]) -> tuple[tuple[NodeDevice, ...], ...]:
     """The devices of all ranks, by node, as a plan takes them: the ranks of a CPU have equal parts of it."""
     found = []
     for devices in nodes:
         parts = [len(devices) if device.name == "cpu" else 1 for device in devices]
         found.append(
             tuple(
-                Present(device.model, device.memory_bytes // part, device.cores / part)
+                NodeDevice(device.model, device.memory_bytes // part, device.cores / part)
                 for device, part in zip(devices, parts, strict=True)
             )
         )
     return tuple(found)
 
 
-def laid_out(
+def resolve_layout(
     wanted: Config,
     config: Config,
     paths: RunPaths,
-    nodes: Sequence[Sequence[Device]],
+    nodes: Sequence[Sequence[DeviceInfo]],
     meanwhile: Callable[[], None] | None = None,
-) -> tuple[Config, Record]:
+) -> tuple[Config, LayoutRecord]:
     """`config`, which goes on from the run folder if there is one, in the best layout for these devices, and the record
     of it. What `wanted` writes itself stays. Raises ConfigError where nothing fits, or nothing can be planned."""
-    present = present_on(nodes)
+    present = planner_devices(nodes)
     devices = [device for node in nodes for device in node]
     kind, bf16 = devices[0].name.partition(":")[0], {device.bf16 for device in devices}
-    written = sorted(key for key in load.written(wanted) if get(wanted, key) != "auto")
-    free = {key: value for key, value in FREE.items() if key not in written}
+    written = sorted(key for key in load.find_explicit_keys(wanted) if get_knob(wanted, key) != "auto")
+    free = {key: value for key, value in AUTO_LAYOUT.items() if key not in written}
     # A file of what was measured informs a plan; it is no wish to leave the model whole.
-    freed = load.update(config, free | {"balance.hardware": None, "parallel.layout": "given"})
-    resolved, _ = load.resolve(freed, device=kind, world=len(devices), bf16=all(bf16), differ=len(bf16) > 1)
-    asked = (resolved, written, present, _known(config.balance.hardware, paths), _last(paths))
+    freed = load.update_config(config, free | {"balance.hardware": None, "parallel.layout": "given"})
+    resolved, _ = load.resolve_autos(freed, device=kind, world=len(devices), bf16=all(bf16), differ=len(bf16) > 1)
+    asked = (resolved, written, present, _read_measured(config.balance.hardware, paths), _read_last_record(paths))
     told = fork_call(_choose, *asked, timeout_s=None, meanwhile=meanwhile)
     keys = dict(told["keys"])
     if keys["parallel.tensor"] * keys["parallel.pipeline"] > 1:
         keys["balance.hardware"] = None
-    return load.update(config, keys | {"parallel.layout": "given"}), told
+    return load.update_config(config, keys | {"parallel.layout": "given"}), told
 
 
 def _choose(
     config: Config,
     written: list[str],
-    nodes: tuple[tuple[Present, ...], ...],
+    nodes: tuple[tuple[NodeDevice, ...], ...],
     known: Hardware | None,
-    last: Record | None,
-) -> Record:
+    last: LayoutRecord | None,
+) -> LayoutRecord:
     spec = None if config.model.from_hf is None else _folder_spec(config)
-    return choose_layout.choose(Asked(config, frozenset(written), nodes, known, spec), last)
+    return choose_layout.choose_layout(LayoutRequest(config, frozenset(written), nodes, known, spec), last)
 
 
 def _folder_spec(config: Config) -> ModelSpec:
     from phalanx.workload import local_copies
-    from phalanx.workload.workload import spec_from_run
+    from phalanx.workload.workload import read_model_shape
 
-    return spec_from_run(local_copies.fetched(config, weights=False))
+    return read_model_shape(local_copies.fetch_local_copies(config, weights=False))
 
 
-def foretold(
-    config: Config, paths: RunPaths, nodes: tuple[tuple[Present, ...], ...], spec: ModelSpec | None
-) -> Record | None:
+def predict_layout(
+    config: Config, paths: RunPaths, nodes: tuple[tuple[NodeDevice, ...], ...], spec: ModelSpec | None
+) -> LayoutRecord | None:
     """What the layout of a resolved `config` is expected to take; None where nobody can say: for a network of one's
     own, and where a node has not said what its devices hold. `spec`: the model's shapes where they are a folder's."""
     if any(device.memory_bytes <= 0 for node in nodes for device in node):
         return None
     folder_spec = spec if config.model.from_hf is not None else None
     try:
-        return choose_layout.foretold(
-            Asked(config, frozenset(), nodes, _known(config.balance.hardware, paths), folder_spec)
+        return choose_layout.predict_recipe_layout(
+            LayoutRequest(config, frozenset(), nodes, _read_measured(config.balance.hardware, paths), folder_spec)
         )
     except ConfigError:
         return None
 
 
-def _known(file: str | None, paths: RunPaths) -> Hardware | None:
+def _read_measured(file: str | None, paths: RunPaths) -> Hardware | None:
     """What was measured: the file that the recipe names, else that of the run folder, if it is of any use."""
-    return hardware.read(Path(file).expanduser()) if file is not None else hardware.read_if_any(paths.hardware)
+    return (
+        hardware.read_hardware(Path(file).expanduser())
+        if file is not None
+        else hardware.read_hardware_if_valid(paths.hardware)
+    )
 
 
-def _last(paths: RunPaths) -> Record | None:
+def _read_last_record(paths: RunPaths) -> LayoutRecord | None:
     """The record of the last start; None where there is none that can be read."""
     try:
         told = json.loads(paths.plan.read_text(encoding="utf-8"))
@@ -110,19 +114,19 @@ def _last(paths: RunPaths) -> Record | None:
     return told if isinstance(told, dict) else None
 
 
-def event_of(told: Record) -> Record:
+def layout_event(record: LayoutRecord) -> LayoutRecord:
     """Details of the event that a layout was chosen."""
     return {
-        "layout": told["layout"],
-        "keys": told["keys"],
-        "step_s": told["expected"]["step_s"],
-        "why": told["why"],
-        "basis": told["basis"],
-        "again": told["again"],
+        "layout": record["layout"],
+        "keys": record["keys"],
+        "step_s": record["expected"]["step_s"],
+        "why": record["why"],
+        "basis": record["basis"],
+        "again": record["again"],
     }
 
 
-def text_of(told: Record) -> str:
+def render_plan_json(record: LayoutRecord) -> str:
     """What the run folder's plan.json holds of it."""
-    kept = {key: value for key, value in told.items() if key != "again"}
+    kept = {key: value for key, value in record.items() if key != "again"}
     return json.dumps(kept, indent=1, allow_nan=False) + "\n"

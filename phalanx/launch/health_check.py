@@ -13,150 +13,157 @@ from phalanx.core import round_robin
 from phalanx.core.errors import CollectiveError, ConfigError
 from phalanx.core.placement import ExitCode
 from phalanx.elastic.membership import rendezvous_client
-from phalanx.elastic.membership.connectivity import Echo, Way, probe
+from phalanx.elastic.membership.connectivity import ConnectionProbe, EchoServer, probe
 from phalanx.elastic.membership.rendezvous import interfaces
-from phalanx.elastic.membership.rendezvous_client import OtherNode
-from phalanx.elastic.membership.rendezvous_host import FirstNode
-from phalanx.elastic.node.signals import StopAsked, stoppable
+from phalanx.elastic.membership.rendezvous_client import RendezvousClient
+from phalanx.elastic.membership.rendezvous_host import RendezvousHost
+from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
 from phalanx.health import burn_in_report
 from phalanx.health import host as host_health
 from phalanx.health.findings import VERSION, Finding, Severity, is_usable, verdict
 from phalanx.launch import multinode
-from phalanx.launch.rendezvous_options import Meeting
+from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.report import health as shown
 from phalanx.report.terminal import open_terminal
 
 COMMAND = "phalanx health"  # by which its nodes know each other
 SLOW = 0.5  # of the median way: worth a look
 LEAST = 3  # so many ways make a median worth comparing with
-LATE_S = 600.0  # what nodes get to reach each other
+PROBE_TIMEOUT_S = 600.0  # what nodes get to reach each other
 
 
-def looked_at(meeting: Meeting, own: dict[str, Any], as_json: bool) -> tuple[int, dict[str, Any]]:
+def check_nodes(meeting: RendezvousOptions, own: dict[str, Any], as_json: bool) -> tuple[int, dict[str, Any]]:
     """Meet the other nodes with the results of this one (`rows` of a deep check beside them), and look at the ways
     between. Returns the exit code, the same everywhere, and on node 0 the results of all; its own elsewhere.
 
     Raises PhalanxError where nodes do not come, or do not fit.
     """
     try:
-        with stoppable():
+        with raise_on_stop_signal():
             if meeting.node == 0:
                 return _lead(meeting, own, as_json)
-            return _follow(meeting, own), _shown(own)
-    except StopAsked as asked:
+            return _follow(meeting, own), _shareable_report(own)
+    except StopRequested as asked:
         open_terminal().print(f"stopped by {asked}")
-        return ExitCode.STOPPED, _shown(own)
+        return ExitCode.STOPPED, _shareable_report(own)
 
 
-def _shown(result: Mapping[str, Any]) -> dict[str, Any]:
+def _shareable_report(result: Mapping[str, Any]) -> dict[str, Any]:
     """A node's results without what only nodes tell each other."""
     return {key: result[key] for key in result if key not in ("ways", "rows")}
 
 
-def _lead(meeting: Meeting, own: dict[str, Any], as_json: bool) -> tuple[int, dict[str, Any]]:
+def _lead(meeting: RendezvousOptions, own: dict[str, Any], as_json: bool) -> tuple[int, dict[str, Any]]:
     with contextlib.ExitStack() as held:
-        first = held.enter_context(multinode.hosted(meeting, multinode.hello(Config(), [], meeting, COMMAND)))
-        tend = multinode.hearing(first)
-        multinode.gather(first, meeting, tend)
+        first = held.enter_context(
+            multinode.host_rendezvous(meeting, multinode.make_training_hello(Config(), [], meeting, COMMAND))
+        )
+        poll_once = multinode.raise_on_remote_stop(first)
+        multinode.gather(first, meeting, poll_once)
         secret = secrets.token_hex(32)
-        echo = Echo(dict(interfaces()).get(first.interface() or "lo", "127.0.0.1"), secret)
+        echo = EchoServer(dict(interfaces()).get(first.interface() or "lo", "127.0.0.1"), secret)
         held.callback(echo.close)
-        multinode.offer(first, lambda node: {"secret": secret}, tend)
+        multinode.offer_to_all(first, lambda node: {"secret": secret}, poll_once)
         peers = [list(echo.address), *(answer["echo"] for answer in first.answers())]
         first.offer(lambda node: {"secret": secret, "peers": peers})
-        ways = {0: _ways(0, peers, secret, tend)}
-        _wait_for_all(first, tend)
+        ways = {0: _probe_peers(0, peers, secret, poll_once)}
+        _wait_for_all(first, poll_once)
         answers = [own, *(answer["result"] for answer in first.answers())]
         ways |= {
-            node: {int(to): Way(**way) for to, way in answers[node]["ways"].items()} for node in range(1, len(peers))
+            node: {int(to): ConnectionProbe(**way) for to, way in answers[node]["ways"].items()}
+            for node in range(1, len(peers))
         }
-        together = _together(answers, ways)
+        together = _combine_reports(answers, ways)
         usable = is_usable(Severity(together["verdict"]))
         code = ExitCode.DONE if usable else ExitCode.UNHEALTHY
         if not as_json:
             for result in [*together["nodes"], {"host": "between nodes", **together["between"]}]:
-                open_terminal().print(shown.table(result, well=False))
+                open_terminal().print(shown.render_findings_table(result, show_ok=False))
         first.finish(code, f"all nodes were looked at: {together['verdict']}; node 0 shows what was found")
         return code, together
 
 
-def _wait_for_all(first: FirstNode, tend: Callable[[], None]) -> None:
+def _wait_for_all(first: RendezvousHost, poll_once: Callable[[], None]) -> None:
     """Until all nodes have said what they found. Raises CollectiveError for nodes that do not, or that leave."""
-    until = time.monotonic() + LATE_S
+    until = time.monotonic() + PROBE_TIMEOUT_S
     while first.missing() or not all("result" in answer for answer in first.answers()):
-        tend()
+        poll_once()
         late = ", ".join(map(str, first.missing()))
         if late or time.monotonic() > until:
             raise CollectiveError(
-                f"node {late or '?'} left, or was not done within {LATE_S:g} s; its own output says why"
+                f"node {late or '?'} left, or was not done within {PROBE_TIMEOUT_S:g} s; its own output says why"
             )
         time.sleep(0.05)
 
 
-def _follow(meeting: Meeting, own: dict[str, Any]) -> int:
-    said = multinode.hello(Config(), [], meeting, COMMAND)
-    node = rendezvous_client.seek(meeting.place, said, meeting.timeout_s, lambda text: None)
+def _follow(meeting: RendezvousOptions, own: dict[str, Any]) -> int:
+    said = multinode.make_training_hello(Config(), [], meeting, COMMAND)
+    node = rendezvous_client.connect_to_leader(meeting.point, said, meeting.timeout_s, lambda text: None)
     with contextlib.ExitStack() as held:
         held.enter_context(contextlib.closing(node))
 
-        def tend() -> None:
-            node.tend()
-            if node.lost is not None and node.over is None and node.refused is None:
+        def poll_once() -> None:
+            node.poll_once()
+            if node.lost is not None and node.over is None and node.refusal is None:
                 raise CollectiveError(f"node 0 was lost ({node.lost}); start all nodes again")
 
-        offer = _offered(node, tend, "secret")
+        offer = _wait_for_offer(node, poll_once, "secret")
         if offer is not None:
             secret = str(offer["secret"])
-            echo = Echo(str(node.channel.socket.getsockname()[0]).removeprefix("::ffff:"), secret)
+            echo = EchoServer(str(node.channel.socket.getsockname()[0]).removeprefix("::ffff:"), secret)
             held.callback(echo.close)
-            node.say({"answer": {"echo": list(echo.address)}})
-            offer = _offered(node, tend, "peers")
+            node.send({"answer": {"echo": list(echo.address)}})
+            offer = _wait_for_offer(node, poll_once, "peers")
         if offer is not None:
-            ways = _ways(meeting.node, offer["peers"], secret, tend)
+            ways = _probe_peers(meeting.node, offer["peers"], secret, poll_once)
             told = {str(to): way.to_json() for to, way in ways.items()}
-            node.say({"answer": {"result": own | {"ways": told}}})
-            multinode.wait(node, lambda: _settled(node, tend))
-        if node.refused is not None:
-            raise ConfigError(node.refused)
+            node.send({"answer": {"result": own | {"ways": told}}})
+            multinode.poll_until(node, lambda: _is_settled(node, poll_once))
+        if node.refusal is not None:
+            raise ConfigError(node.refusal)
         assert node.over is not None
         return node.over[0]
 
 
-def _settled(node: OtherNode, tend: Callable[[], None]) -> bool:
-    tend()
-    return node.over is not None or node.refused is not None
+def _is_settled(node: RendezvousClient, poll_once: Callable[[], None]) -> bool:
+    poll_once()
+    return node.over is not None or node.refusal is not None
 
 
-def _offered(node: OtherNode, tend: Callable[[], None], key: str) -> dict[str, Any] | None:
+def _wait_for_offer(node: RendezvousClient, poll_once: Callable[[], None], key: str) -> dict[str, Any] | None:
     """What node 0 offers once it has `key`; None where the meeting ends before."""
-    multinode.wait(node, lambda: _settled(node, tend) or (node.offer is not None and key in node.offer))
-    return None if node.over is not None or node.refused is not None else node.offer
+    multinode.poll_until(node, lambda: _is_settled(node, poll_once) or (node.offer is not None and key in node.offer))
+    return None if node.over is not None or node.refusal is not None else node.offer
 
 
-def _ways(own: int, peers: Sequence[Sequence[Any]], secret: str, tend: Callable[[], None]) -> dict[int, Way]:
+def _probe_peers(
+    own: int, peers: Sequence[Sequence[Any]], secret: str, poll_once: Callable[[], None]
+) -> dict[int, ConnectionProbe]:
     """This node's ways to all others, in an order in which nodes pair off."""
     found = {}
-    for other in round_robin.meetings(own, len(peers)):
+    for other in round_robin.round_robin_partners(own, len(peers)):
         if other is not None:
             host, port = peers[other]
             found[other] = probe((str(host), int(port)), secret)
-            tend()
+            poll_once()
     return found
 
 
 # -------------------------------------------------------------------------------------------------------------- judging
 
 
-def _together(answers: Sequence[Mapping[str, Any]], ways: Mapping[int, Mapping[int, Way]]) -> dict[str, Any]:
+def _combine_reports(
+    answers: Sequence[Mapping[str, Any]], connections: Mapping[int, Mapping[int, ConnectionProbe]]
+) -> dict[str, Any]:
     hosts = [str(answer["host"]) for answer in answers]
-    between = judge(hosts, ways)
+    between = judge_connections(hosts, connections)
     rows = [
         row | {"rank": at} for at, row in enumerate(itertools.chain(*(answer.get("rows", []) for answer in answers)))
     ]
-    between += burn_in_report.compared(rows)
+    between += burn_in_report.compare_devices(rows)
     told = [
         {"from": one, "to": other} | way.to_json()
-        for one, of_one in sorted(ways.items())
+        for one, of_one in sorted(connections.items())
         for other, way in sorted(of_one.items())
     ]
     worst = verdict(
@@ -166,15 +173,15 @@ def _together(answers: Sequence[Mapping[str, Any]], ways: Mapping[int, Mapping[i
         "version": VERSION,
         "time": time.time(),
         "verdict": str(worst),
-        "nodes": [_shown(answer) for answer in answers],
+        "nodes": [_shareable_report(answer) for answer in answers],
         "between": {"verdict": str(verdict(between)), "findings": [finding.to_json() for finding in between]},
         "ways": told,
     }
 
 
-def judge(hosts: Sequence[str], ways: Mapping[int, Mapping[int, Way]]) -> list[Finding]:
+def judge_connections(hosts: Sequence[str], connections: Mapping[int, Mapping[int, ConnectionProbe]]) -> list[Finding]:
     """What the ways between nodes tell; `ways[one][other]` is what `one` found."""
-    every = [(one, other, way) for one, of_one in sorted(ways.items()) for other, way in sorted(of_one.items())]
+    every = [(one, other, way) for one, of_one in sorted(connections.items()) for other, way in sorted(of_one.items())]
     found = []
     for one, other, way in every:
         if way.error is not None:
@@ -196,7 +203,7 @@ def judge(hosts: Sequence[str], ways: Mapping[int, Mapping[int, Way]]) -> list[F
     for one, other, way in every:
         if one == 0 and way.skew_s is not None:  # to the nearest half of what a byte takes there and back
             ahead = 0.0 if abs(way.skew_s) <= (way.latency_s or 0.0) else way.skew_s
-            finding = host_health.skewed(ahead, f"node {other} ({hosts[other]})")
+            finding = host_health.judge_clock_skew(ahead, f"node {other} ({hosts[other]})")
             if finding.severity != Severity.OK:
                 found.append(finding)
     if not found:

@@ -32,24 +32,24 @@ from phalanx.launch.slurm import commands as slurm
 from phalanx.storage import permissions
 from phalanx.system import locks
 from phalanx.system.exit_causes import signal_name
-from phalanx.system.fork import STOP_SIGNALS, die_with, heeded
-from phalanx.system.slurm_env import Step, step_of
+from phalanx.system.fork import STOP_SIGNALS, active_stop_signals, die_with
+from phalanx.system.slurm_env import SlurmStep, read_slurm_step
 
 STALLED = 3  # starts in a row without a new checkpoint, after which no further one is made
 REVIVALS = 3  # how often in a row an agent that was killed is started again
 LOOK_S = 3.0  # between two looks whether the run was cancelled
 SEEN_S = 5.0  # what a network file system gets to show what `phalanx launch` has written
-WORD_S = 10.0  # what node 0 gets to say how the run ended, before it is looked after
-SAID_S = 1.0  # what srun gets to hand on what a node has said, before its step is ended
+NODE0_OUTCOME_WAIT_S = 10.0  # what node 0 gets to say how the run ended, before it is looked after
+SRUN_FLUSH_S = 1.0  # what srun gets to hand on what a node has said, before its step is ended
 ASK_S, AGAIN_S = 300.0, 5.0  # how long Slurm is asked to end a job whose script is gone, and how often
 QUIET_S = 600.0  # a run whose records have not grown for so long has nobody left who trains
 ASKED_S = 90.0  # once asked to stop, of which who trains makes a note; a shared folder may be shown a minute late
 GROWN_S = 2.0  # between two looks whether they have grown
-AGAIN, END = "again", "end"
+RESTART, END = "again", "end"
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchSpec:
     """What `phalanx launch` wants to be done; `nodes` are those that train, `spares` those that wait beside them."""
 
     slurm: bool
@@ -62,44 +62,44 @@ class Launched:
     host: str
 
 
-def write_launched(paths: RunPaths, launched: Launched) -> None:
-    write_atomic(paths.launched, json.dumps(asdict(launched), indent=2) + "\n")
+def write_launch_spec(paths: RunPaths, spec: LaunchSpec) -> None:
+    write_atomic(paths.launched, json.dumps(asdict(spec), indent=2) + "\n")
 
 
-def read_launched(paths: RunPaths) -> Launched | None:
+def read_launch_spec(paths: RunPaths) -> LaunchSpec | None:
     """How the run was launched; None where it was not, or by another version."""
     try:
         tree = json.loads(paths.launched.read_text(encoding="utf-8"))
-        return Launched(**{field.name: tree[field.name] for field in fields(Launched)})
+        return LaunchSpec(**{field.name: tree[field.name] for field in fields(LaunchSpec)})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 @dataclass(frozen=True)
-class Over:
-    """How one start of a launched run ended: by `code`, with `follows` another one or not, at the saved `step`, as
+class StartOutcome:
+    """How one start of a launched run ended: by `code`, with `next_action` another one or not, at the saved `step`, as
     `node` says."""
 
     code: int
-    follows: str
+    next_action: str
     step: int
     node: int = 0
 
 
-def read_over(path: Path) -> Over | None:
+def read_start_outcome(path: Path) -> StartOutcome | None:
     try:
         words = path.read_text(encoding="utf-8").split()
-        return Over(int(words[0]), words[1], int(words[2]), int(words[3]))
+        return StartOutcome(int(words[0]), words[1], int(words[2]), int(words[3]))
     except (OSError, ValueError, IndexError):
         return None
 
 
-def earlier(paths: RunPaths) -> list[Over]:
+def read_start_outcomes(paths: RunPaths) -> list[StartOutcome]:
     """How the starts before ended, oldest first."""
-    return [over for path in _ends(paths) if (over := read_over(path)) is not None]
+    return [over for path in _outcome_files(paths) if (over := read_start_outcome(path)) is not None]
 
 
-def _ends(paths: RunPaths) -> list[Path]:
+def _outcome_files(paths: RunPaths) -> list[Path]:
     """Files of how starts ended, oldest first, but for those that another launch is just removing."""
     found: list[tuple[float, Path]] = []
     for path in paths.launch.glob("over-*"):
@@ -108,7 +108,9 @@ def _ends(paths: RunPaths) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def follows(launched: Launched, code: int, cancelled: bool, saved: int, before: Sequence[Over]) -> tuple[str, str]:
+def decide_restart(
+    launched: LaunchSpec, code: int, cancelled: bool, saved: int, before: Sequence[StartOutcome]
+) -> tuple[str, str]:
     """Whether another start follows one that ended with `code`, having `saved` that step, and why not if so.
 
     What has been done is done; what was a mistake of the recipe, or too much for the memory, would be so again.
@@ -122,13 +124,13 @@ def follows(launched: Launched, code: int, cancelled: bool, saved: int, before: 
     reached = [over.step for over in before]
     if len(reached) + 1 >= STALLED and saved <= [0, *reached][-STALLED]:
         return END, f"{STALLED} starts in a row have not come further than step {saved}"
-    return AGAIN, ""
+    return RESTART, ""
 
 
 # ------------------------------------------------------------------------------------------------------------- one node
 
 
-class _Stop:
+class _StopHandler:
     """Passes stop signals on to the child, and remembers them for one that is about to be started."""
 
     def __init__(self) -> None:
@@ -142,15 +144,15 @@ class _Stop:
                 self.child.send_signal(number)
 
 
-def keep(run: Path, environment: Mapping[str, str]) -> int:
+def supervise(run: Path, environment: Mapping[str, str]) -> int:
     """Keep this node's part of a launched run to its end; returns its exit code.
 
     Raises ConfigError where this node does not see the run folder that `phalanx launch` has written.
     """
     paths = RunPaths(run)
-    permissions.apply(paths.root)
-    step = step_of(environment)
-    launched = _seen(paths)
+    permissions.restrict_permissions(paths.root)
+    step = read_slurm_step(environment)
+    launched = _wait_for_launch_spec(paths)
     if launched is None and paths.launched.exists():
         raise ConfigError(
             f"{paths.launched} says nothing that this version of Phalanx knows; launch the run again, "
@@ -162,55 +164,55 @@ def keep(run: Path, environment: Mapping[str, str]) -> int:
             "a folder on a file system that all nodes share"
         )
     node = 0 if step is None else step.node
-    stop = _Stop()
-    before = {number: signal.signal(number, stop) for number in heeded()}
+    stop = _StopHandler()
+    before = {number: signal.signal(number, stop) for number in active_stop_signals()}
     try:
-        with _held(paths) if step is None else contextlib.nullcontext():
+        with _hold_lock(paths) if step is None else contextlib.nullcontext():
             while True:
-                code = _train(paths, launched, node, step, stop)
+                code = _run_training(paths, launched, node, step, stop)
                 start = f"local-{os.getpid()}-{time.time_ns()}" if step is None else step.name
-                follow = _conclude(paths, launched, node, start, code)
-                if step is not None or follow != AGAIN or stop.asked is not None:
+                follow = _record_outcome(paths, launched, node, start, code)
+                if step is not None or follow != RESTART or stop.asked is not None:
                     break
         if step is not None:
-            _leave(paths, step, code, follow, stop)
+            _end_orphaned_job(paths, step, code, follow, stop)
         return code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _seen(paths: RunPaths) -> Launched | None:
+def _wait_for_launch_spec(paths: RunPaths) -> LaunchSpec | None:
     until = time.monotonic() + SEEN_S
-    while (launched := read_launched(paths)) is None and time.monotonic() < until:
+    while (launched := read_launch_spec(paths)) is None and time.monotonic() < until:
         time.sleep(0.2)
     return launched
 
 
-def command(paths: RunPaths, launched: Launched, node: int) -> list[str]:
+def train_command(paths: RunPaths, launched: LaunchSpec, node: int) -> list[str]:
     """What is run on a node."""
     words = ["train", str(paths.launch_recipe), "--run-dir", str(paths.root)]
     words += [] if launched.ranks is None else ["--ranks", str(launched.ranks)]
     if launched.nodes + launched.spares > 1:
         words += ["--nodes", str(launched.nodes), "--node-rank", str(node)]
-        words += ["--rendezvous", paths.meet.resolve().as_uri()]
+        words += ["--rendezvous", paths.rendezvous.resolve().as_uri()]
         words += ["--spares", str(launched.spares)] if launched.spares else []
     return [sys.executable, "-m", "phalanx", *words]
 
 
-def _train(paths: RunPaths, launched: Launched, node: int, step: Step | None, stop: _Stop) -> int:
+def _run_training(paths: RunPaths, launched: LaunchSpec, node: int, step: SlurmStep | None, stop: _StopHandler) -> int:
     """Run `phalanx train` until it ends of itself; one that is killed is started again."""
     log = paths.node_log(node)
     log.parent.mkdir(parents=True, exist_ok=True)
     revivals = 0
     with open(log, "ab", buffering=0) as out:
         while True:
-            where = platform.node() if step is None else f"{platform.node()}, job {step.job}, start {step.start}"
+            where = platform.node() if step is None else f"{platform.node()}, job {step.job}, start {step.start_count}"
             _note(out, f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {where}")
             if stop.asked is None and paths.cancelled.exists():
                 _note(out, "not started, as the run was cancelled: give it to `phalanx launch` again")
             began = _size(paths.metrics)
-            code = _child(command(paths, launched, node), out.fileno(), stop, paths.cancelled)
+            code = _run_child(train_command(paths, launched, node), out.fileno(), stop, paths.cancelled)
             if code >= 0:
                 return code
             if stop.asked is not None and -code in STOP_SIGNALS:
@@ -229,7 +231,7 @@ def _note(out: BinaryIO, text: str) -> None:
         out.write(f"--- {text}\n".encode())
 
 
-def _child(words: list[str], out: int, stop: _Stop, cancelled: Path) -> int:
+def _run_child(words: list[str], out: int, stop: _StopHandler, cancelled: Path) -> int:
     """Run a command that dies with this process; minus a signal's number where one has ended it. It is asked to stop
     when the file `cancelled` comes to be, too: a signal may have come before there was anybody to heed it."""
     parent = os.getpid()
@@ -277,25 +279,25 @@ def _size(path: Path) -> int:
 # --------------------------------------------------------------------------------------------------------- how it ended
 
 
-def _conclude(paths: RunPaths, launched: Launched, node: int, start: str, code: int) -> str:
+def _record_outcome(paths: RunPaths, launched: LaunchSpec, node: int, start: str, code: int) -> str:
     """Write down how this start ended, and return what follows.
 
     A node that failed may have failed alone; one that is done, or was stopped, is so with all others. So what a failure
     says is replaced by what comes later, and what a success says stays; of two that agree the lower node's word stays.
     """
-    path = paths.over(start)
-    there = read_over(path)
-    if there is not None and _stays(there, node, code):
-        return there.follows
-    saved = outcome.recorded(paths)
-    before = [over for other in _others(paths, path) if (over := read_over(other)) is not None]
-    follow, why = follows(launched, code, paths.cancelled.exists(), saved, before)
+    path = paths.start_outcome(start)
+    there = read_start_outcome(path)
+    if there is not None and _is_final(there, node, code):
+        return there.next_action
+    saved = outcome.checkpoint_step_in_events(paths)
+    before = [over for other in _other_outcome_files(paths, path) if (over := read_start_outcome(other)) is not None]
+    follow, why = decide_restart(launched, code, paths.cancelled.exists(), saved, before)
     text = f"{int(code)} {follow} {saved} {node}\n"
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-        if there is not None or not _created(path, text):
-            there = read_over(path)  # again: another node may have ended in the same moment
-            if there is not None and _stays(there, node, code):
-                return there.follows
+        if there is not None or not _create_file(path, text):
+            there = read_start_outcome(path)  # again: another node may have ended in the same moment
+            if there is not None and _is_final(there, node, code):
+                return there.next_action
             write_atomic(path, text)
         if why:
             with open(paths.node_log(node), "a", encoding="utf-8") as log:
@@ -303,13 +305,13 @@ def _conclude(paths: RunPaths, launched: Launched, node: int, start: str, code: 
     return follow
 
 
-def _stays(there: Over, node: int, code: int) -> bool:
+def _is_final(there: StartOutcome, node: int, code: int) -> bool:
     """Whether what another node has said is not replaced by what this one says."""
     sure = (ExitCode.DONE, ExitCode.STOPPED)
     return there.code in sure and (code not in sure or there.node < node)
 
 
-def _created(path: Path, text: str) -> bool:
+def _create_file(path: Path, text: str) -> bool:
     """Write a file that is whole as soon as it is there; False where there is one. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
@@ -324,40 +326,40 @@ def _created(path: Path, text: str) -> bool:
     return True
 
 
-def _others(paths: RunPaths, path: Path) -> list[Path]:
-    return [other for other in _ends(paths) if other != path]
+def _other_outcome_files(paths: RunPaths, path: Path) -> list[Path]:
+    return [other for other in _outcome_files(paths) if other != path]
 
 
-def _leave(paths: RunPaths, step: Step, code: int, follow: str, stop: _Stop) -> None:
+def _end_orphaned_job(paths: RunPaths, step: SlurmStep, code: int, follow: str, stop: _StopHandler) -> None:
     """End the job where its script is gone with the node that ran it, which is node 0's: nobody else would, before the
     time is up."""
     stop.asked = None  # what has ended the training is no word on this
-    until = time.monotonic() + WORD_S
+    until = time.monotonic() + NODE0_OUTCOME_WAIT_S
     while step.node > 0:
-        over = read_over(paths.over(step.name))
+        over = read_start_outcome(paths.start_outcome(step.name))
         if over is not None and over.node == 0:
             return
         if time.monotonic() > until:
             break
         time.sleep(0.2)
-    if step.node == 0 or _is_there(step.caller):
+    if step.node == 0 or _is_srun_listening(step.caller):
         return
-    if code not in (ExitCode.DONE, ExitCode.STOPPED) and not _is_quiet(paths, stop):
+    if code not in (ExitCode.DONE, ExitCode.STOPPED) and not _are_records_silent(paths, stop):
         return  # others train on
     _end_job(paths, step, follow, stop)
 
 
-def _end_job(paths: RunPaths, step: Step, follow: str, stop: _Stop) -> None:
+def _end_job(paths: RunPaths, step: SlurmStep, follow: str, stop: _StopHandler) -> None:
     """Have Slurm end the job; where it does not, as when its controller starts anew, it is asked again for a while. One
     that does not run any more is left alone: Slurm ends it or puts it back into the queue, as other nodes, or its user
     by `scancel`, have asked. One that is cancelled meanwhile is not put back."""
     until = time.monotonic() + ASK_S
     stop.asked = None  # what has ended the training is no word on this
-    if not _runs(step.job):
+    if not _is_job_running(step.job):
         return
     while True:
         try:
-            back = follow == AGAIN and not paths.cancelled.exists()
+            back = follow == RESTART and not paths.cancelled.exists()
             (slurm.requeue if back else slurm.cancel)(step.job)
             return
         except ConfigError:  # in a container there are no commands of Slurm's
@@ -365,7 +367,7 @@ def _end_job(paths: RunPaths, step: Step, follow: str, stop: _Stop) -> None:
         except PhalanxError as error:
             with contextlib.suppress(OSError), open(paths.node_log(step.node), "a", encoding="utf-8") as log:
                 log.write(f"--- job {step.job} was not ended: {error}\n")
-        if stop.asked is not None or time.monotonic() > until or not _runs(step.job):
+        if stop.asked is not None or time.monotonic() > until or not _is_job_running(step.job):
             return
         again = time.monotonic() + AGAIN_S
         while stop.asked is None and time.monotonic() < again:
@@ -374,16 +376,16 @@ def _end_job(paths: RunPaths, step: Step, follow: str, stop: _Stop) -> None:
             return
 
 
-def _runs(job: str) -> bool:
+def _is_job_running(job: str) -> bool:
     """Whether a job still runs; where Slurm does not say so it is taken to."""
     try:
-        known = slurm.job_of(job)
+        known = slurm.query_job(job)
     except PhalanxError:
         return True
     return known is not None and not (known.waits or known.ends or known.over)
 
 
-def _is_there(caller: tuple[str, int] | None) -> bool:
+def _is_srun_listening(caller: tuple[str, int] | None) -> bool:
     """Whether the `srun` of this step still listens; where that is not known it is taken to."""
     if caller is None:
         return True
@@ -394,7 +396,7 @@ def _is_there(caller: tuple[str, int] | None) -> bool:
     return True
 
 
-def _is_quiet(paths: RunPaths, stop: _Stop) -> bool:
+def _are_records_silent(paths: RunPaths, stop: _StopHandler) -> bool:
     """Whether the records do not grow for QUIET_S, or for ASKED_S after a stop signal; false as soon as they do."""
     sizes = _size(paths.metrics), _size(paths.events)
     until, heard = time.monotonic() + QUIET_S, False
@@ -407,10 +409,10 @@ def _is_quiet(paths: RunPaths, stop: _Stop) -> bool:
     return True
 
 
-def give_up(environment: Mapping[str, str]) -> None:
+def cancel_step(environment: Mapping[str, str]) -> None:
     """End the step that this node cannot be part of: the other nodes would wait for it in vain."""
-    time.sleep(SAID_S)
-    step = step_of(environment)
+    time.sleep(SRUN_FLUSH_S)
+    step = read_slurm_step(environment)
     if step is not None:
         with contextlib.suppress(PhalanxError):
             slurm.cancel(f"{step.job}.{step.step}")
@@ -420,12 +422,14 @@ def give_up(environment: Mapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def _held(paths: RunPaths) -> Iterator[None]:
+def _hold_lock(paths: RunPaths) -> Iterator[None]:
     """Hold the lock that says that this process keeps the run. Raises RunError when another does."""
-    descriptor = os.open(paths.keeper, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(paths.job_supervisor, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if not locks.take(descriptor):
-            raise RunError(f"{paths.shown} is kept already, by process {_text(paths.keeper)}; stop that first")
+        if not locks.try_lock(descriptor):
+            raise RunError(
+                f"{paths.display_name} is kept already, by process {_text(paths.job_supervisor)}; stop that first"
+            )
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
         yield
@@ -433,14 +437,14 @@ def _held(paths: RunPaths) -> Iterator[None]:
         os.close(descriptor)
 
 
-def holder(lock: Path) -> tuple[int, str] | None:
+def find_lock_holder(lock: Path) -> tuple[int, str] | None:
     """Process and machine that hold a lock file of a run, as they have written it there; None where nobody does."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        match = re.match(r"(\d+) on (\S+)", _text(lock)) if locks.is_held(descriptor) else None
+        match = re.match(r"(\d+) on (\S+)", _text(lock)) if locks.is_locked(descriptor) else None
         return (int(match[1]), match[2]) if match else None
     finally:
         os.close(descriptor)

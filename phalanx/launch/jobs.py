@@ -19,14 +19,14 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, PhalanxError, RunError
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership.rendezvous import look_again
+from phalanx.elastic.membership.rendezvous import refresh_listing
 from phalanx.elastic.supervisor import node_states
 from phalanx.launch import job_supervisor
-from phalanx.launch.job_supervisor import AGAIN, Launched
+from phalanx.launch.job_supervisor import RESTART, LaunchSpec
 from phalanx.launch.slurm import commands as slurm
 from phalanx.launch.slurm import script as slurm_script
 from phalanx.launch.slurm.commands import SlurmJob
-from phalanx.launch.slurm.script import Asked
+from phalanx.launch.slurm.script import SlurmScriptOptions
 from phalanx.recovery import fencing
 from phalanx.report.console import Console, Follower
 from phalanx.report.terminal import open_terminal
@@ -35,29 +35,29 @@ from phalanx.system import symlinks, torchrun_env
 
 ASK_S = 2.0  # between two questions to Slurm
 DRAW_S = 0.2
-LATE_S = 5.0  # what a shared file system gets, once a job is gone, to show how its run has ended
+OUTCOME_WAIT_S = 5.0  # what a shared file system gets, once a job is gone, to show how its run has ended
 ENDS_S, BETWEEN_S = 60.0, 0.5  # what all nodes get to end their ranks at once, and between two signals
 STARTS_S = 30.0  # what a process in the background gets to take its lock
-MOST_STARTS = 100  # with --until-done, where nobody has said how many
+MAX_STARTS = 100  # with --until-done, where nobody has said how many
 
 
 @dataclass(frozen=True)
-class Wish:
+class LaunchOptions:
     """What the command line of `phalanx launch` asks for, beside the recipe."""
 
     nodes: int
     spares: int = 0
     ranks: int | None = None
     until_done: bool = False
-    max_jobs: int = MOST_STARTS
+    max_jobs: int = MAX_STARTS
 
 
 # ------------------------------------------------------------------------------------------------------------- starting
 
 
-def ask(config: Config, paths: RunPaths, wish: Wish) -> Asked:
+def make_job_spec(config: Config, paths: RunPaths, options: LaunchOptions) -> SlurmScriptOptions:
     """What a job is made of. Raises ConfigError for what could not run, before anything is submitted."""
-    parts = slurm_script.parts_of(config.slurm.partition, wish.nodes + wish.spares)
+    parts = slurm_script.parse_partition_counts(config.slurm.partition, options.nodes + options.spares)
     for option in config.slurm.extra:
         if not option.startswith("-"):
             raise ConfigError(
@@ -72,17 +72,19 @@ def ask(config: Config, paths: RunPaths, wish: Wish) -> Asked:
     python = config.slurm.python
     if python == "auto":
         python = sys.executable if config.slurm.container is None else "python3"
-    return Asked(paths.name, RunPaths(paths.root.resolve()), Path.cwd(), parts, config.slurm, python, wish.until_done)
+    return SlurmScriptOptions(
+        paths.name, RunPaths(paths.root.resolve()), Path.cwd(), parts, config.slurm, python, options.until_done
+    )
 
 
-def check_partitions(asked: Asked, found: list[slurm.Partition]) -> None:
+def check_partitions(asked: SlurmScriptOptions, found: list[slurm.SlurmPartition]) -> None:
     """Raises ConfigError where the cluster has no such partitions, or not so many nodes."""
     names = ", ".join(partition.name for partition in found) or "none"
     for name, nodes in asked.parts:
         fits = [each for each in found if each.name == name or (name is None and each.default)]
         if not fits and name is None:
             raise ConfigError(f"Slurm has no default partition here; name one with --partition: {names}")
-        for each in fits or _listed(name, found, names):
+        for each in fits or _largest_of_list(name, found, names):
             if not each.up:
                 raise ConfigError(f"the partition {each.name} takes no jobs now; wait, or name another: {names}")
             if each.nodes < nodes:
@@ -90,7 +92,7 @@ def check_partitions(asked: Asked, found: list[slurm.Partition]) -> None:
                     f"the partition {each.name} has {each.nodes} node{'s' if each.nodes != 1 else ''}, but {nodes} are "
                     "asked for (--nodes and --spares); ask for fewer, or name another partition"
                 )
-            limit_s, asked_s = slurm.seconds_of(each.limit), slurm.seconds_of(asked.slurm.time or "0")
+            limit_s, asked_s = slurm.parse_time_limit(each.limit), slurm.parse_time_limit(asked.slurm.time or "0")
             if limit_s is not None and asked_s is not None and asked_s > limit_s:
                 raise ConfigError(
                     f"the partition {each.name} lets a job run for {each.limit}, but --time asks for "
@@ -98,7 +100,7 @@ def check_partitions(asked: Asked, found: list[slurm.Partition]) -> None:
                 )
 
 
-def _listed(name: str | None, found: list[slurm.Partition], names: str) -> list[slurm.Partition]:
+def _largest_of_list(name: str | None, found: list[slurm.SlurmPartition], names: str) -> list[slurm.SlurmPartition]:
     """The largest of the partitions of a list such as `a,b`, of which Slurm takes any."""
     several = [each for each in found if each.name in (name or "").split(",")]
     if not several or len(several) < len((name or "").split(",")):
@@ -106,25 +108,25 @@ def _listed(name: str | None, found: list[slurm.Partition], names: str) -> list[
     return [max((each for each in several if each.up), key=lambda each: each.nodes, default=several[0])]
 
 
-def to_slurm(config: Config, paths: RunPaths, wish: Wish, environment: Mapping[str, str]) -> str:
+def submit_to_slurm(config: Config, paths: RunPaths, options: LaunchOptions, environment: Mapping[str, str]) -> str:
     """Give the run to Slurm; returns the job's number. Raises PhalanxError before anything was submitted."""
-    asked = ask(config, paths, wish)
-    script = slurm_script.script_of(asked)
+    asked = make_job_spec(config, paths, options)
+    script = slurm_script.render_script(asked)
     check_partitions(asked, slurm.partitions())
-    _check_free(paths)
-    _write(config, paths, wish, slurm_too=True)
+    _check_not_running(paths)
+    _write_launch_files(config, paths, options, slurm_too=True)
     write_atomic(paths.launch_script, script)
-    os.chmod(paths.launch_script, 0o755 & ~permissions.umask())
-    number = slurm.submit(paths.launch_script.resolve(), torchrun_env.outside(environment))
+    os.chmod(paths.launch_script, 0o755 & ~permissions.current_umask())
+    number = slurm.submit(paths.launch_script.resolve(), torchrun_env.strip_job_variables(environment))
     with open(paths.jobs, "a", encoding="utf-8") as file:
         file.write(f"{number}\n")
     return number
 
 
-def to_background(config: Config, paths: RunPaths, wish: Wish, environment: Mapping[str, str]) -> int:
+def start_in_background(config: Config, paths: RunPaths, options: LaunchOptions, environment: Mapping[str, str]) -> int:
     """Start the run as a process of this machine that outlives this command; returns its number."""
-    _check_free(paths)
-    _write(config, paths, wish, slurm_too=False)
+    _check_not_running(paths)
+    _write_launch_files(config, paths, options, slurm_too=False)
     log = paths.job_log("none").with_name("keeper.log")
     with open(log, "ab") as out:
         started = subprocess.Popen(
@@ -133,11 +135,11 @@ def to_background(config: Config, paths: RunPaths, wish: Wish, environment: Mapp
             stdout=out,
             stderr=out,
             start_new_session=True,
-            env=torchrun_env.outside(environment),
+            env=torchrun_env.strip_job_variables(environment),
         )
     until = time.monotonic() + STARTS_S
     while started.poll() is None and time.monotonic() < until:
-        if job_supervisor.holder(paths.keeper) is not None:
+        if job_supervisor.find_lock_holder(paths.job_supervisor) is not None:
             return started.pid
         time.sleep(0.02)
     if started.poll() is None:
@@ -146,25 +148,25 @@ def to_background(config: Config, paths: RunPaths, wish: Wish, environment: Mapp
     raise RunError(f"the run has not started: {words[-1] if words else f'exit code {started.returncode}'}")
 
 
-def _check_free(paths: RunPaths) -> None:
+def _check_not_running(paths: RunPaths) -> None:
     """Raises ConfigError where the run is going on, or waits in the queue, already; RunError where its folder has links
     that lead out of it."""
-    symlinks.check(paths)
+    symlinks.check_symlinks(paths)
     job = newest_job(paths)
     if job is not None and not job.over:
         raise ConfigError(
-            f"the run {paths.shown} is job {job.id} already, which is {job.state}; `phalanx cancel {paths.shown}` ends "
-            "that one"
+            f"the run {paths.display_name} is job {job.id} already, which is {job.state}; `phalanx cancel "
+            f"{paths.display_name}` ends that one"
         )
-    for lock in (paths.keeper, paths.lock):
-        if (held := job_supervisor.holder(lock)) is not None:
+    for lock in (paths.job_supervisor, paths.lock):
+        if (held := job_supervisor.find_lock_holder(lock)) is not None:
             raise ConfigError(
-                f"the run {paths.shown} is going on already, as process {held[0]} on {held[1]}; "
-                f"`phalanx cancel {paths.shown}` ends that one"
+                f"the run {paths.display_name} is going on already, as process {held[0]} on {held[1]}; "
+                f"`phalanx cancel {paths.display_name}` ends that one"
             )
 
 
-def _write(config: Config, paths: RunPaths, wish: Wish, slurm_too: bool) -> None:
+def _write_launch_files(config: Config, paths: RunPaths, options: LaunchOptions, slurm_too: bool) -> None:
     """Put what the nodes need into the run folder, in the stead of what an earlier launch has left."""
     try:
         paths.node_log(0).parent.mkdir(parents=True, exist_ok=True)
@@ -172,20 +174,20 @@ def _write(config: Config, paths: RunPaths, wish: Wish, slurm_too: bool) -> None
         for old in [paths.cancelled, *paths.launch.glob("over-*"), *([] if slurm_too else [paths.jobs])]:
             old.unlink(missing_ok=True)
         write_atomic(paths.launch_recipe, load.to_yaml(config))
-        launched = Launched(
+        launched = LaunchSpec(
             slurm=slurm_too,
-            nodes=wish.nodes,
-            spares=wish.spares,
-            ranks=wish.ranks,
-            until_done=wish.until_done,
-            max_starts=wish.max_jobs,
+            nodes=options.nodes,
+            spares=options.spares,
+            ranks=options.ranks,
+            until_done=options.until_done,
+            max_starts=options.max_jobs,
             submitted=time.time(),
             host=platform.node(),
         )
-        job_supervisor.write_launched(paths, launched)
+        job_supervisor.write_launch_spec(paths, launched)
     except OSError as error:
         raise RunError(
-            f"the run folder {paths.shown} cannot be written ({error.strerror}); choose another with --run-dir"
+            f"the run folder {paths.display_name} cannot be written ({error.strerror}); choose another with --run-dir"
         ) from None
 
 
@@ -195,7 +197,7 @@ def _write(config: Config, paths: RunPaths, wish: Wish, slurm_too: bool) -> None
 def newest_job(paths: RunPaths) -> SlurmJob | None:
     """The newest job of a run, as Slurm knows it; None where it was given to none, or Slurm has forgotten it."""
     numbers = job_numbers(paths)
-    return slurm.job_of(numbers[-1]) if numbers else None
+    return slurm.query_job(numbers[-1]) if numbers else None
 
 
 def job_numbers(paths: RunPaths) -> list[str]:
@@ -205,55 +207,55 @@ def job_numbers(paths: RunPaths) -> list[str]:
     return []
 
 
-def running_here(paths: RunPaths) -> tuple[int, str] | None:
+def find_local_process(paths: RunPaths) -> tuple[int, str] | None:
     """The process that runs a run without a scheduler, and its machine; None where there is none."""
     if paths.url is not None:
-        return mirror.holder(paths)
-    return job_supervisor.holder(paths.keeper) or job_supervisor.holder(paths.lock)
+        return mirror.read_holder(paths)
+    return job_supervisor.find_lock_holder(paths.job_supervisor) or job_supervisor.find_lock_holder(paths.lock)
 
 
-def leading(paths: RunPaths) -> int:
+def find_leading_node(paths: RunPaths) -> int:
     """The node of a launched run that leads it, and so shows its progress, as the newest file of epochs says: 0 where
     none says otherwise, or where that node has no log of its own."""
-    launched = job_supervisor.read_launched(paths)
+    launched = job_supervisor.read_launch_spec(paths)
     if launched is None or launched.nodes + launched.spares == 1:
         return 0
-    node = (fencing.newest(paths) or {}).get("leader")
+    node = (fencing.read_newest_epoch(paths) or {}).get("leader")
     return node if type(node) is int and paths.node_log(node).exists() else 0
 
 
-def goes_on(paths: RunPaths) -> bool:
+def is_running(paths: RunPaths) -> bool:
     """Whether more may yet be heard of a run. Where Slurm cannot be asked it is taken to go on."""
     if paths.url is not None:
-        return mirror.holder(paths) is not None
+        return mirror.read_holder(paths) is not None
     try:
-        return not _is_over(paths, newest_job(paths)) or job_supervisor.holder(paths.lock) is not None
+        return not _has_ended(paths, newest_job(paths)) or job_supervisor.find_lock_holder(paths.lock) is not None
     except PhalanxError:
         return True
 
 
-class Asking:
-    """`goes_on`, to be called again and again: who else has Slurm to answer wants to be asked too."""
+class RunningPoller:
+    """`is_running`, to be called again and again: who else has Slurm to answer wants to be asked too."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._paths, self._asked, self._answer = paths, -ASK_S, True
+        self._paths, self._asked_at, self._answer = paths, -ASK_S, True
 
     def __call__(self) -> bool:
-        if time.monotonic() >= self._asked + ASK_S:
-            self._answer = goes_on(self._paths)
-            self._asked = time.monotonic()
+        if time.monotonic() >= self._asked_at + ASK_S:
+            self._answer = is_running(self._paths)
+            self._asked_at = time.monotonic()
         return self._answer
 
 
-def scheduler_words(paths: RunPaths) -> dict[str, Any] | None:
+def describe_scheduler_state(paths: RunPaths) -> dict[str, Any] | None:
     """What is known of the run beside its records: the job, or the process. Raises nothing: Slurm may be elsewhere."""
     numbers = job_numbers(paths)
     if not numbers:
-        held = running_here(paths)
+        held = find_local_process(paths)
         return None if held is None else {"by": "process", "id": str(held[0]), "state": "RUNNING", "nodes": held[1]}
     known: dict[str, Any] = {"by": "slurm", "id": numbers[-1], "state": "", "nodes": ""}
     try:
-        job = slurm.job_of(numbers[-1])
+        job = slurm.query_job(numbers[-1])
     except PhalanxError as error:
         return known | {"state": "not known", "reason": str(error)}
     if job is None:
@@ -267,7 +269,7 @@ def scheduler_words(paths: RunPaths) -> dict[str, Any] | None:
 # -------------------------------------------------------------------------------------------------------------- waiting
 
 
-def wait(paths: RunPaths, config: Config) -> int:
+def wait_for_end(paths: RunPaths, config: Config) -> int:
     """Show a launched run until it has ended for good; returns its exit code.
 
     Ctrl-C ends the waiting, not the run: 130. Raises RunError where it ended without a word.
@@ -286,38 +288,41 @@ def wait(paths: RunPaths, config: Config) -> int:
                 asked = now
                 try:
                     state, answers = newest_job(paths), True
-                    words = _said(state)
+                    words = _describe_job(state)
                 except RunError as error:  # Slurm's controller may be away for minutes, and jobs go on meanwhile
                     words, answers = f"{error}; waiting on", False
                 if words != told:
                     told = words
                     console.say(words)
             if gone is not None:
-                look_again(paths.launch)
-            over, ended = _newest_over(paths), answers and _is_over(paths, state)
-            if over is not None and over.follows != AGAIN and ended:
+                refresh_listing(paths.launch)
+            over, ended = _newest_outcome(paths), answers and _has_ended(paths, state)
+            if over is not None and over.next_action != RESTART and ended:
                 return over.code
             if ended:
                 gone = gone if gone is not None else now
-                if now > gone + LATE_S:
-                    if state is not None and (over := _over_of(paths, state)) is not None:
+                if now > gone + OUTCOME_WAIT_S:
+                    if state is not None and (over := _outcome_of_job(paths, state)) is not None:
                         return over.code  # whatever was to follow: somebody has ended the job itself
-                    raise RunError(_without_a_word(paths, state))
+                    raise RunError(_no_outcome_message(paths, state))
             else:
                 gone = None
             time.sleep(DRAW_S)
     except KeyboardInterrupt:
         console.close()
         terminal.print(
-            Text(f"no longer waiting; the run goes on: phalanx status {paths.shown}, phalanx cancel {paths.shown}")
+            Text(
+                f"no longer waiting; the run goes on: phalanx status {paths.display_name}, "
+                f"phalanx cancel {paths.display_name}"
+            )
         )
         return 128 + signal.SIGINT
     finally:
-        follower.poll(last=True)
+        follower.poll(final=True)
         console.close()
 
 
-def _said(job: SlurmJob | None) -> str:
+def _describe_job(job: SlurmJob | None) -> str:
     if job is None:
         return ""
     why = f" ({job.reason})" if job.waits and job.reason else ""
@@ -325,28 +330,28 @@ def _said(job: SlurmJob | None) -> str:
     return f"job {job.id} is {job.state}{why}{where}"
 
 
-def _is_over(paths: RunPaths, job: SlurmJob | None) -> bool:
+def _has_ended(paths: RunPaths, job: SlurmJob | None) -> bool:
     """Whether nothing of the run is left: no job, no process of this machine."""
     if job is not None:
         return job.over
-    return bool(job_numbers(paths)) or job_supervisor.holder(paths.keeper) is None
+    return bool(job_numbers(paths)) or job_supervisor.find_lock_holder(paths.job_supervisor) is None
 
 
-def _newest_over(paths: RunPaths) -> job_supervisor.Over | None:
-    found = job_supervisor.earlier(paths)
+def _newest_outcome(paths: RunPaths) -> job_supervisor.StartOutcome | None:
+    found = job_supervisor.read_start_outcomes(paths)
     return found[-1] if found else None
 
 
-def _over_of(paths: RunPaths, job: SlurmJob) -> job_supervisor.Over | None:
+def _outcome_of_job(paths: RunPaths, job: SlurmJob) -> job_supervisor.StartOutcome | None:
     """How the last start of a job ended, as its nodes say."""
-    return job_supervisor.read_over(paths.over(f"{job.id}-{job.restarts + 1}"))
+    return job_supervisor.read_start_outcome(paths.start_outcome(f"{job.id}-{job.restarts + 1}"))
 
 
-def _without_a_word(paths: RunPaths, job: SlurmJob | None) -> str:
+def _no_outcome_message(paths: RunPaths, job: SlurmJob | None) -> str:
     if job is None:
         return (
-            f"the run {paths.shown} has ended without saying how; its last words are in {paths.node_log(0)}, and the "
-            "same command goes on with it"
+            f"the run {paths.display_name} has ended without saying how; its last words are in {paths.node_log(0)}, "
+            "and the same command goes on with it"
         )
     log = paths.job_log(job.id)
     where = (
@@ -360,13 +365,13 @@ def _without_a_word(paths: RunPaths, job: SlurmJob | None) -> str:
 # --------------------------------------------------------------------------------------------------------------- ending
 
 
-def cancel(paths: RunPaths, now: bool) -> str:
+def cancel_run(paths: RunPaths, now: bool) -> str:
     """Ask a run to save and leave, or end it at once; returns what was done, in words. Raises PhalanxError."""
     if paths.url is not None:
         return _cancel_at_url(paths, now)
     if not paths.root.is_dir():
-        raise ConfigError(f"there is no run folder {paths.shown}; name the folder of a run")
-    symlinks.check(paths)  # before anything is written there
+        raise ConfigError(f"there is no run folder {paths.display_name}; name the folder of a run")
+    symlinks.check_symlinks(paths)  # before anything is written there
     if paths.launch.is_dir():
         _note_cancelled(paths)
     job = newest_job(paths)
@@ -382,47 +387,48 @@ def cancel(paths: RunPaths, now: bool) -> str:
         if job.over:
             return f"job {job.id} has ended by itself meanwhile, as {job.state}"
         return f"job {job.id} was asked to stop: it finishes the step, saves and leaves"
-    held = running_here(paths)
+    held = find_local_process(paths)
     if held is None:
-        if any(lock.exists() and not os.access(lock, os.R_OK | os.W_OK) for lock in (paths.keeper, paths.lock)):
+        if any(lock.exists() and not os.access(lock, os.R_OK | os.W_OK) for lock in (paths.job_supervisor, paths.lock)):
             raise RunError(
-                f"the run {paths.shown} belongs to another user, who alone can see whether it goes on, and cancel it"
+                f"the run {paths.display_name} belongs to another user, who alone can see whether it goes on, "
+                "and cancel it"
             )
-        raise RunError(f"the run {paths.shown} is not going on, so there is nothing to cancel")
+        raise RunError(f"the run {paths.display_name} is not going on, so there is nothing to cancel")
     pid, host = held
     if host != platform.node():
-        raise RunError(f"the run {paths.shown} is going on as process {pid} on {host}; give this command there")
+        raise RunError(f"the run {paths.display_name} is going on as process {pid} on {host}; give this command there")
     if not now:
         _signal(paths, pid, signal.SIGTERM)
         return f"process {pid} was asked to stop: it finishes the step, saves and leaves"
     if _on_several_nodes(paths):  # of which the others would go on without the one that is killed
         return _end_everywhere(paths, pid)
-    for lock in (paths.keeper, paths.lock):  # the keeper first: it would start the other again
-        if (held := job_supervisor.holder(lock)) is not None and held[1] == platform.node():
+    for lock in (paths.job_supervisor, paths.lock):  # the keeper first: it would start the other again
+        if (held := job_supervisor.find_lock_holder(lock)) is not None and held[1] == platform.node():
             _signal(paths, held[0], signal.SIGKILL, needed=False)
     return f"process {pid} was killed; the newest checkpoint is what is left"
 
 
 def _cancel_at_url(paths: RunPaths, now: bool) -> str:
-    held = running_here(paths)
+    held = find_local_process(paths)
     if held is None:
-        raise RunError(f"the run {paths.shown} is not going on, so there is nothing to cancel")
+        raise RunError(f"the run {paths.display_name} is not going on, so there is nothing to cancel")
     pid, host = held
     if now:
         raise RunError(
-            f"the run {paths.shown} is at a URL, by which it can be asked to stop, not be ended at once; leave --now "
-            f"out, or end process {pid} on {host}"
+            f"the run {paths.display_name} is at a URL, by which it can be asked to stop, not be ended at once; leave "
+            f"--now out, or end process {pid} on {host}"
         )
-    if not mirror.stop(paths):
+    if not mirror.request_stop(paths):
         raise RunError(
-            f"process {pid} on {host}, which holds the run {paths.shown}, has not answered for {mirror.STALE_S:.0f} s; "
-            "look whether that machine is still there"
+            f"process {pid} on {host}, which holds the run {paths.display_name}, has not answered for "
+            f"{mirror.STALE_S:.0f} s; look whether that machine is still there"
         )
     return f"process {pid} on {host} was asked to stop: it finishes the step, saves and leaves"
 
 
 def _on_several_nodes(paths: RunPaths) -> bool:
-    rows = node_states.rows(paths) if paths.events.exists() else []
+    rows = node_states.list_nodes(paths) if paths.events.exists() else []
     return sum(row["state"] == node_states.HERE for row in rows) > 1
 
 
@@ -431,19 +437,20 @@ def _end_everywhere(paths: RunPaths, pid: int) -> str:
     does not."""
     until, asked = time.monotonic() + ENDS_S, 0
     while time.monotonic() < until:
-        held = job_supervisor.holder(paths.lock)
+        held = job_supervisor.find_lock_holder(paths.lock)
         if held is None:
             return f"process {pid} has ended the run on all nodes; the newest checkpoint is what is left"
         if held[0] != pid:
             raise RunError(
-                f"the run {paths.shown} is led by process {held[0]} on {held[1]} meanwhile; give this command there"
+                f"the run {paths.display_name} is led by process {held[0]} on {held[1]} meanwhile; "
+                "give this command there"
             )
         if asked < 2:  # one after the other: two at a time are one
             _signal(paths, pid, signal.SIGINT, needed=False)
             asked += 1
         time.sleep(BETWEEN_S)
     raise RunError(
-        f"process {pid}, which leads the run {paths.shown}, was asked to end it on all nodes and has not within "
+        f"process {pid}, which leads the run {paths.display_name}, was asked to end it on all nodes and has not within "
         f"{ENDS_S:g} s; look with phalanx status, and end what is left on each node (kill -KILL)"
     )
 
@@ -480,9 +487,9 @@ def _signal(paths: RunPaths, pid: int, number: signal.Signals, needed: bool = Tr
         if not needed:
             return
         raise RunError(
-            f"process {pid} of the run {paths.shown} has just ended by itself; look with phalanx status"
+            f"process {pid} of the run {paths.display_name} has just ended by itself; look with phalanx status"
         ) from None
     except PermissionError:
         raise RunError(
-            f"process {pid} of the run {paths.shown} belongs to somebody else, who alone can cancel it"
+            f"process {pid} of the run {paths.display_name} belongs to somebody else, who alone can cancel it"
         ) from None

@@ -11,20 +11,21 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.config import load
-from phalanx.config.schema import Config, get, leaves
+from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.core.errors import ConfigError
 from phalanx.core.faults import Fault
-from phalanx.elastic.membership.handshake import told
-from phalanx.planner.recipe_keys import PLANNED
+from phalanx.elastic.membership.handshake import redact
+from phalanx.planner.recipe_keys import CHOICE_FIELDS
 
 SHOWN = 3  # keys that a sentence names
 
 
-def check(wanted: Config, offered: Config) -> None:
-    """Raise ConfigError where a leader's resolved configuration does not follow from `wanted`, this node's recipe."""
-    different = [key for key, info in leaves() if not _follows(key, info.annotation, wanted, offered)]
+def check_offer(requested: Config, offered: Config) -> None:
+    """Raise ConfigError where a leader's resolved configuration does not follow from `requested`, this node's
+    recipe."""
+    different = [key for key, info in iter_knobs() if not _follows(key, info.annotation, requested, offered)]
     if different:
-        both = [(key, _plain(offered, key), _plain(wanted, key)) for key in different[:SHOWN]]
+        both = [(key, _plain(offered, key), _plain(requested, key)) for key in different[:SHOWN]]
         said = "; ".join(f"{key} is {theirs!r} there and {mine!r} here" for key, theirs, mine in both)
         raise ConfigError(
             f"the leader offers another recipe than this node was started with: {said}; start all nodes with the same "
@@ -36,7 +37,7 @@ def _follows(key: str, annotation: Any, wanted: Config, offered: Config) -> bool
     """Whether the offered value of a key may be what the recipe's comes to. Besides what is the same, that is: what an
     `auto` was resolved to; what a plan decides, where parallel.layout is auto and the recipe does not say; and the
     second copy of the state, and a file of measurements, that are of no use in a layout and were left out."""
-    mine, theirs = get(wanted, key), get(offered, key)
+    mine, theirs = get_knob(wanted, key), get_knob(offered, key)
     if mine == theirs:
         return True
     if mine == "auto":
@@ -46,9 +47,9 @@ def _follows(key: str, annotation: Any, wanted: Config, offered: Config) -> bool
         return planned and theirs == "given"
     if key == "balance.hardware":
         return planned and theirs is None
-    if key == "optim.slots" and theirs == 1:
+    if key == "optim.double_buffer" and not theirs:
         return True
-    return planned and key in PLANNED and key not in load.written(wanted)
+    return planned and key in CHOICE_FIELDS and key not in load.find_explicit_keys(wanted)
 
 
 def _resolves(annotation: Any) -> bool:
@@ -65,7 +66,7 @@ def _plain(config: Config, key: str) -> Any:
     tree: Any = config.model_dump(mode="json")
     for part in key.split("."):
         tree = None if tree is None else tree[part]
-    return told(tree)
+    return redact(tree)
 
 
 def check_faults(asked: Sequence[Fault], offered: Sequence[Fault]) -> None:

@@ -7,117 +7,117 @@ from typing import Any
 
 from phalanx.core import faults
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, read_events, write_event
 from phalanx.core.faults import Fault
-from phalanx.core.json_lines import last_line, read_lines
+from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.report.terminal import open_terminal
 
 
-def note(paths: RunPaths, console: Any, kind: str, details: dict[str, Any]) -> None:
+def write_agent_event(paths: RunPaths, console: Any, kind: str, details: dict[str, Any]) -> None:
     """Write an event of the agent's. A full disk must not end a run that can go on: then it is only shown."""
     try:
         write_event(paths.events, kind, **details)
     except OSError as error:
         console.on_event({"kind": kind, **details})
-        console.say(f"{paths.events} could not take this: {error.strerror}", kind=Kind.WARNING)
+        console.say(f"{paths.events} could not take this: {error.strerror}", kind=EventKind.WARNING)
 
 
-def committed(paths: RunPaths) -> int:
+def newest_checkpoint_step(paths: RunPaths) -> int:
     """The step of the newest checkpoint; 0 where there is none. A store is not asked: that would start threads."""
-    from phalanx.checkpoint.disk.load import find
+    from phalanx.checkpoint.disk.load import list_steps
 
     if isinstance(paths.checkpoints, Url):
-        return recorded(paths)
-    return max(find(paths.checkpoints), default=0)
+        return checkpoint_step_in_events(paths)
+    return max(list_steps(paths.checkpoints), default=0)
 
 
-def recorded(paths: RunPaths) -> int:
+def checkpoint_step_in_events(paths: RunPaths) -> int:
     """The last step that the records say was saved; 0 where they say nothing."""
-    saved = (event for event in read_lines(paths.events) if event.get("kind") == Kind.CHECKPOINT_SAVED)
+    saved = (event for event in read_events(paths.events) if event.get("kind") == EventKind.CHECKPOINT_SAVED)
     return max((event["step"] for event in saved if type(event.get("step")) is int), default=0)
 
 
-def rolled_back(paths: RunPaths) -> list[int]:
+def rollback_attempts(paths: RunPaths) -> list[int]:
     """The attempt of each time that training went back behind what it had done."""
-    events = (event for event in read_lines(paths.events) if event.get("kind") == Kind.ROLLED_BACK)
+    events = (event for event in read_events(paths.events) if event.get("kind") == EventKind.ROLLED_BACK)
     return [event["attempt"] for event in events if type(event.get("attempt")) is int]
 
 
-def stopped_early(paths: RunPaths, asked: str) -> str:
-    """What to say of a start that the signal `asked` has stopped before there were ranks."""
-    step, done = recorded(paths), (last_line(paths.metrics) or {}).get("step")
+def describe_early_stop(paths: RunPaths, signal_name: str) -> str:
+    """What to say of a start that the signal `signal_name` has stopped before there were ranks."""
+    step, done = checkpoint_step_in_events(paths), (read_last_line(paths.metrics) or {}).get("step")
     later = type(done) is int and done > step  # after a failure: whether that is kept is known when all nodes are there
     if not step and not later:
-        return f"stopped by {asked} before any step was done; the same command starts again"
+        return f"stopped by {signal_name} before any step was done; the same command starts again"
     where = f"the checkpoint of step {step}" if step else "the beginning"
     where += ", or from a later step where memory has kept one" * later
-    return f"stopped by {asked} before any further step; the same command goes on from {where}"
+    return f"stopped by {signal_name} before any further step; the same command goes on from {where}"
 
 
-def outcome(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
+def resolve_exit_code(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
     """The exit code of a start whose agent ended with `code`, and whether it had been asked to stop.
 
     What was saved has not failed: ranks that are killed (a second Ctrl-C) while they leave have done their work.
     """
     kinds = [
         event.get("kind")
-        for event in read_lines(paths.events)
+        for event in read_events(paths.events)
         if type(event.get("attempt")) is int and event["attempt"] >= first_attempt
     ]
-    asked = Kind.SIGNALLED in kinds
-    if code == ExitCode.FAILED and asked and Kind.FINISHED in kinds:
+    asked = EventKind.STOP_REQUESTED in kinds
+    if code == ExitCode.FAILED and asked and EventKind.FINISHED in kinds:
         return ExitCode.DONE, asked
-    if code == ExitCode.FAILED and asked and Kind.STOPPED in kinds:
+    if code == ExitCode.FAILED and asked and EventKind.STOPPED in kinds:
         return ExitCode.STOPPED, asked
     return code, asked
 
 
-def tell_done(paths: RunPaths, step: int, attempt: int) -> None:
+def write_finish_event(paths: RunPaths, step: int, attempt: int) -> None:
     """Write that a run of several nodes is done with `step`, where rank 0 was lost before it had written that."""
-    said = [event.get("step") for event in read_lines(paths.events) if event.get("kind") == Kind.FINISHED]
+    said = [event.get("step") for event in read_events(paths.events) if event.get("kind") == EventKind.FINISHED]
     if not any(type(each) is int and each >= step for each in said):
         with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-            write_event(paths.events, Kind.FINISHED, attempt, step=step)
+            write_event(paths.events, EventKind.FINISHED, attempt, step=step)
 
 
-def tell_missed(paths: RunPaths, planned: Sequence[Fault], first_attempt: int) -> None:
+def warn_missing_faults(paths: RunPaths, planned: Sequence[Fault], first_attempt: int) -> None:
     """Say which faults were asked for and did not happen in this start, or they would be taken for tried."""
     happened = {
         str(event.get("fault"))
-        for event in read_lines(paths.events)
-        if event.get("kind") == Kind.INJECTED
+        for event in read_events(paths.events)
+        if event.get("kind") == EventKind.INJECTED
         and type(event.get("attempt")) is int
         and event["attempt"] >= first_attempt
     }
-    for fault in faults.missed(planned, happened):
+    for fault in faults.find_missed_faults(planned, happened):
         message = f"--inject {fault.text} did not happen: the run did not get there in that attempt"
         open_terminal().print(message, style="yellow", soft_wrap=True)
-        write_event(paths.events, Kind.WARNING, first_attempt, message=message)
+        write_event(paths.events, EventKind.WARNING, first_attempt, message=message)
 
 
-def close(paths: RunPaths, code: int, asked: bool = False, kept: Path | None = None) -> None:
-    """Write the report and say where everything is; a report that fails must not hide how the run ended. `kept`: the
-    folder in shared memory that holds a later step than the disk."""
+def finish_run(paths: RunPaths, code: int, stop_requested: bool = False, memory_folder: Path | None = None) -> None:
+    """Write the report and say where everything is; a report that fails must not hide how the run ended.
+    `memory_folder`: the folder in shared memory that holds a later step than the disk."""
     from phalanx.report import html
-    from phalanx.report.console import summary
+    from phalanx.report.console import render_run_summary
 
     terminal = open_terminal()
     try:
-        html.write(paths)
+        html.write_report(paths)
     except (PhalanxError, OSError) as error:
         terminal.print(f"no report was written: {error}", style="yellow")
     if code in (ExitCode.DONE, ExitCode.STOPPED):
-        terminal.print(summary(paths))
-    elif kept is not None:
+        terminal.print(render_run_summary(paths))
+    elif memory_folder is not None:
         terminal.print(
             f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}. Its last step is "
-            f"newer than its checkpoints and kept in {kept}: the same command here goes on from it",
+            f"newer than its checkpoints and kept in {memory_folder}: the same command here goes on from it",
             style="red",
         )
-    elif asked:
-        step = committed(paths)
+    elif stop_requested:
+        step = newest_checkpoint_step(paths)
         on = f"goes on from the checkpoint of step {step}" if step else "begins again, as there is no checkpoint"
         terminal.print(
             f"asked to stop, the run ended before it had saved (exit code {code}); the same command {on}",

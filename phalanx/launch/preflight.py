@@ -14,31 +14,31 @@ from phalanx.report.terminal import open_terminal
 from phalanx.system.fork import fork_call
 
 
-def look_at_data(wanted: Config) -> None:
+def check_first_records(wanted: Config) -> None:
     """Raises ConfigError or DataError for mistakes that the first records of the data show."""
-    fork_call(_look_at_data, load.to_yaml(wanted), timeout_s=None)
+    fork_call(_check_first_records, load.to_yaml(wanted), timeout_s=None)
 
 
-def _look_at_data(text: str) -> None:
+def _check_first_records(text: str) -> None:
     from phalanx.data import quick_check
 
-    quick_check.check(load.check(yaml.safe_load(text), "the recipe"))
+    quick_check.check_first_records(load.build_config(yaml.safe_load(text), "the recipe"))
 
 
-def shrink(wanted: Config, show: bool = True) -> Config:
+def shrink_recipe(wanted: Config, show: bool = True) -> Config:
     """The recipe in tiny; says what it changed."""
     agent.preload(["phalanx.data.chat"])  # with numpy, whose threads would forbid to fork later
     tiny_hf = fork_call(_tiny_hf, load.to_yaml(wanted), timeout_s=None) if wanted.model.from_hf else None
-    config = tiny.shrunk(wanted, _is_here, tiny_hf)
+    config = tiny.shrink_config(wanted, _is_source_available, tiny_hf)
     if show:
         terminal = open_terminal()
         terminal.print("shrunk; what differs from the recipe:")
-        for line in tiny.changes(wanted, config):
+        for line in tiny.list_changes(wanted, config):
             terminal.print(Text(f"  {line}", style="dim"))
     return config
 
 
-def _is_here(source: str) -> bool:
+def _is_source_available(source: str) -> bool:
     from phalanx.data.chat import TEMPLATES
 
     built_in = source in ("stdlib", "stdlib-chat") or source in TEMPLATES
@@ -47,6 +47,8 @@ def _is_here(source: str) -> bool:
 
 def _tiny_hf(text: str) -> tuple[str, bool]:
     from phalanx.workload import local_copies
-    from phalanx.workload.tiny_model import tiny_folder
+    from phalanx.workload.tiny_model import write_tiny_model
 
-    return tiny_folder(local_copies.fetched(load.check(yaml.safe_load(text), "the recipe"), weights=False))
+    return write_tiny_model(
+        local_copies.fetch_local_copies(load.build_config(yaml.safe_load(text), "the recipe"), weights=False)
+    )

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
-from phalanx.core.events import Kind
-from phalanx.core.incidents import Incidents
+from phalanx.core.events import EventKind, read_events
+from phalanx.core.incidents import IncidentTracker
 from phalanx.core.json_lines import read_lines
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.supervisor.node_requests import Request, Wanted, requests
+from phalanx.elastic.supervisor.node_requests import NodeRequest, NodeRequestKind, read_requests
 from phalanx.launch import outcome
 from phalanx.report.console import Console, Follower
 from phalanx.system.fork import end_child, fork
@@ -26,28 +26,28 @@ POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at what is asked of nodes, and whether what is held can be held by now
 CLOSE_S = 10.0  # what it gets to write and show the last of it
 AGAIN_S = 1.0  # how long one lives at least, before another takes its place
-Again = Callable[[], None]  # tries once more to hold what could not be held
-Hold = Callable[[], contextlib.AbstractContextManager[Again | None]]
+TryAgain = Callable[[], None]  # tries once more to hold what could not be held
+HoldLeaderFiles = Callable[[], contextlib.AbstractContextManager[TryAgain | None]]
 
 
-class Recorder:
+class EventRecorder:
     """`hold` is entered for as long as it lives: locks and files that belong to whoever leads. A process that something
     has killed is replaced by another one, which is told again of what was not written yet. The first begins at once or,
-    `later`, when `safe` is called: whoever has just come to lead tells the other nodes what to do before that. `steps`
-    is 0 where nobody tells of any; `stream` is where the run is shown, standard output if None."""
+    `later`, when `take_committed_steps` is called: whoever has just come to lead tells the other nodes what to do
+    before that. `steps` is 0 where nobody tells of any; `stream` is where the run is shown, standard output if None."""
 
     def __init__(
         self,
         paths: RunPaths,
         steps: int,
         unit: str,
-        hold: Hold = contextlib.nullcontext,
+        hold: HoldLeaderFiles = contextlib.nullcontext,
         later: bool = False,
         stream: TextIO | None = None,
     ) -> None:
         self._follower = (paths, steps, unit, hold, stream)
         self._steps: list[int] = []
-        self._asked: list[Request] = []
+        self._asked: list[NodeRequest] = []
         self._count = 0
         self._unwritten: dict[int, bytes] = {}  # what was told and is not written yet, by number
         self._begun = False
@@ -57,12 +57,14 @@ class Recorder:
 
     def _begin(self, replaces: bool = False) -> None:
         events, self._events = os.pipe()
-        self._told, told = os.pipe()
-        self._pid, self._pidfd = fork(lambda: _record(events, told, replaces, *self._follower), keep=[events, told])
+        self._replies, told = os.pipe()
+        self._pid, self._pidfd = fork(
+            lambda: _recorder_main(events, told, replaces, *self._follower), keep=[events, told]
+        )
         os.close(events)
         os.close(told)
         os.set_blocking(self._events, False)
-        os.set_blocking(self._told, False)
+        os.set_blocking(self._replies, False)
         self._out = bytearray(b"".join(self._unwritten.values()))
         self._in = bytearray()
         self._begun, self._begun_at = True, time.monotonic()
@@ -80,9 +82,9 @@ class Recorder:
         return bool(poll.poll(wait_s * 1000))
 
     def fileno(self) -> int:
-        return self._told
+        return self._replies
 
-    def note(self, kind: str, details: dict[str, Any]) -> None:
+    def record(self, kind: str, details: dict[str, Any]) -> None:
         """Have an event written and shown; details hold `attempt`. An incident is once a new step is done, if steps are
         told of; what is said `again`, only where its attempt has none of that kind."""
         self._count += 1
@@ -93,9 +95,9 @@ class Recorder:
 
     def show(self, kind: str, details: dict[str, Any]) -> None:
         """Have an event shown that is written already."""
-        self.note(kind, {**details, "shown_only": True})
+        self.record(kind, {**details, "shown_only": True})
 
-    def safe(self) -> list[int]:
+    def take_committed_steps(self) -> list[int]:
         """Steps that have become safe since the last call."""
         if not self._begun:
             self._begin()
@@ -105,7 +107,7 @@ class Recorder:
         steps, self._steps = self._steps, []
         return steps
 
-    def asked(self) -> list[Request]:
+    def take_node_requests(self) -> list[NodeRequest]:
         """What was asked of nodes since the last call, in order."""
         self._send()
         self._hear()
@@ -114,7 +116,7 @@ class Recorder:
 
     def _hear(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._told, 1 << 16):
+            while part := os.read(self._replies, 1 << 16):
                 self._in += part
         *lines, rest = bytes(self._in).split(b"\n")
         self._in = bytearray(rest)
@@ -124,7 +126,7 @@ class Recorder:
             elif "written" in told:
                 self._unwritten.pop(told["written"], None)
             else:
-                self._asked.append(Request(**{**told, "wanted": Wanted(told["wanted"])}))
+                self._asked.append(NodeRequest(**{**told, "wanted": NodeRequestKind(told["wanted"])}))
 
     def close(self) -> None:
         """Wait until all is written and shown, for a while; a process that something has killed is replaced once."""
@@ -156,7 +158,7 @@ class Recorder:
 
     def _reap(self) -> None:
         end_child(self._pid, self._pidfd)
-        os.close(self._told)
+        os.close(self._replies)
 
     def _send(self) -> None:
         try:
@@ -169,18 +171,18 @@ class Recorder:
             self._out.clear()
 
 
-class _Shown:
+class _RecorderView:
     """The console, and what has to be known of the records that go to it. It `replaces` that of a process that was
     killed, which may have written what is told once more."""
 
     def __init__(self, console: Console, paths: RunPaths, told: int, replaces: bool) -> None:
-        self.console, self._paths, self._told = console, paths, told
-        self.incidents = Incidents(self._end_incident)
+        self.console, self._paths, self._replies = console, paths, told
+        self.incidents = IncidentTracker(self._end_incident)
         self._open: list[int] = []  # numbers of what was told of an incident that is not over
         self._late: list[tuple[int, dict[str, Any]]] = []  # incidents that may be over by now, with their numbers
-        self._before = list(read_lines(paths.events)) if replaces else []
-        if replaces and (saved := outcome.recorded(paths)):  # which nobody may have told of
-            self._tell(saved)
+        self._before = list(read_events(paths.events)) if replaces else []
+        if replaces and (saved := outcome.checkpoint_step_in_events(paths)):  # which nobody may have told of
+            self._reply(saved)
         self._requests: dict[str, float] = {}  # by node, when the last one that was told of was made
         self._look_at = 0.0
 
@@ -189,32 +191,32 @@ class _Shown:
         self.console.on_step(record)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        if event.get("kind") == Kind.CHECKPOINT_SAVED and type(event.get("step")) is int:
-            self._tell(event["step"])
+        if event.get("kind") == EventKind.CHECKPOINT_SAVED and type(event.get("step")) is int:
+            self._reply(event["step"])
         self.incidents.on_event(event)
         self.console.on_event(event)
 
-    def _tell(self, what: Any) -> None:
+    def _reply(self, what: Any) -> None:
         with contextlib.suppress(OSError):  # the agent is gone, and this process soon
-            os.write(self._told, json.dumps(what).encode() + b"\n")
+            os.write(self._replies, json.dumps(what).encode() + b"\n")
 
-    def look(self, again: Again | None) -> None:
+    def look(self, again: TryAgain | None) -> None:
         """Tell the agent of what is asked of nodes; and hold what is free by now."""
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
         if again is not None:
             again()
-        for request in requests(self._paths):
+        for request in read_requests(self._paths):
             if request.time != self._requests.get(request.node):  # whose clock it was, nobody knows
                 self._requests[request.node] = request.time
-                self._tell(vars(request))
+                self._reply(vars(request))
 
     def tick(self) -> None:
         self.console.tick()
 
-    def note(self, number: int, kind: str, details: dict[str, Any]) -> None:
-        if kind == Kind.INCIDENT:
+    def record(self, number: int, kind: str, details: dict[str, Any]) -> None:
+        if kind == EventKind.INCIDENT:
             del details["time"]  # that of its end is written
             if self._before:
                 self._late.append((number, details))
@@ -222,14 +224,14 @@ class _Shown:
                 self._begin_incident(number, details)
             return
         if details.pop("again", False) and any(
-            _is_one(event, kind, details) for event in read_lines(self._paths.events)
+            _is_one(event, kind, details) for event in read_events(self._paths.events)
         ):
             pass  # whoever led before has written it
         elif details.pop("shown_only", False):
             self.console.on_event({"kind": kind, **details})
         elif not any(event.get("kind") == kind and event.get("time") == details["time"] for event in self._before):
-            outcome.note(self._paths, self.console, kind, details)
-        self._tell({"written": number})
+            outcome.write_agent_event(self._paths, self.console, kind, details)
+        self._reply({"written": number})
 
     def _begin_incident(self, number: int, details: dict[str, Any]) -> None:
         self._open.append(number)
@@ -244,7 +246,7 @@ class _Shown:
         for index, (number, details) in enumerate(late):
             self._begin_incident(number, details)
             stop = late[index + 1][1]["attempt"] if index + 1 < len(late) else None
-            for event in _up_to(stop, read_lines(self._paths.events)):
+            for event in _up_to(stop, read_events(self._paths.events)):
                 self.incidents.on_event(event)
             for record in _up_to(stop, read_lines(self._paths.metrics)):
                 self.incidents.on_step(record)
@@ -252,16 +254,16 @@ class _Shown:
     def _is_written(self, number: int, details: dict[str, Any]) -> bool:
         if not any(_is_of(event, details) for event in self._before):
             return False
-        self._tell({"written": number})
+        self._reply({"written": number})
         return True
 
     def _end_incident(self, details: dict[str, Any]) -> None:
-        outcome.note(self._paths, self.console, Kind.INCIDENT, details)
+        outcome.write_agent_event(self._paths, self.console, EventKind.INCIDENT, details)
         self._tell_written()
 
     def _tell_written(self) -> None:
         for number in self._open:
-            self._tell({"written": number})
+            self._reply({"written": number})
         self._open.clear()
 
 
@@ -280,14 +282,21 @@ def _is_one(event: dict[str, Any], kind: str, details: dict[str, Any]) -> bool:
 def _is_of(event: dict[str, Any], incident: dict[str, Any]) -> bool:
     """Whether an event tells of an incident that `begin` tells of."""
     when, later = event.get("time"), isinstance(event.get("attempt"), int) and event["attempt"] >= incident["attempt"]
-    same = event.get("kind") == Kind.INCIDENT and later and incident["what"] in str(event.get("what"))
+    same = event.get("kind") == EventKind.INCIDENT and later and incident["what"] in str(event.get("what"))
     return same and isinstance(when, float) and when >= incident["began"]
 
 
-def _record(
-    events: int, told: int, replaces: bool, paths: RunPaths, steps: int, unit: str, hold: Hold, stream: TextIO | None
+def _recorder_main(
+    events: int,
+    replies: int,
+    replaces: bool,
+    paths: RunPaths,
+    steps: int,
+    unit: str,
+    hold: HoldLeaderFiles,
+    stream: TextIO | None,
 ) -> int:
-    shown = _Shown(Console(steps, paths.name, stream, unit), paths, told, replaces)
+    shown = _RecorderView(Console(steps, paths.name, stream, unit), paths, replies, replaces)
     follower = Follower(paths, shown)
     with hold() as again, open(events, "rb", buffering=0) as pipe:
         received = b""
@@ -299,12 +308,12 @@ def _record(
                 *lines, received = (received + part).split(b"\n")
                 for line in lines:
                     event = json.loads(line)
-                    shown.note(event.pop("number"), event.pop("kind"), event)
+                    shown.record(event.pop("number"), event.pop("kind"), event)
                 shown.catch_up()
             shown.look(again)
             follower.poll()
         follower.poll()
         shown.incidents.end({})
-        follower.poll(last=True)
+        follower.poll(final=True)
         shown.console.close()
     return 0

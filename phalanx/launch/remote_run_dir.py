@@ -17,7 +17,7 @@ NOTICE_S = 5.0  # what takes longer at the end is named
 
 
 @contextlib.contextmanager
-def mirrored(paths: RunPaths) -> Iterator[None]:
+def mirror_while_running(paths: RunPaths) -> Iterator[None]:
     """While it lasts, a run folder at a URL is this process's alone, and a child copies the records there.
 
     Raises RunError when another process uses the run, and StorageError when not all has been copied at the end.
@@ -28,20 +28,22 @@ def mirrored(paths: RunPaths) -> Iterator[None]:
     place = (str(paths.root), paths.url.text, paths.url.timeout_s)
     fork_call(_take, *place, os.getpid(), timeout_s=None)
     reader, writer = os.pipe()
-    pid, pidfd = fork(lambda: mirror.follow(paths, reader), keep=[reader])
+    pid, pidfd = fork(lambda: mirror.run_mirror(paths, reader), keep=[reader])
     os.close(reader)
 
     def end() -> str | None:
         os.close(writer)  # which tells it to come to its end
         if not select.select([pidfd], [], [], NOTICE_S)[0]:
-            open_terminal().print(f"copying the last records to {paths.shown}, which is tried for a while if need be")
+            open_terminal().print(
+                f"copying the last records to {paths.display_name}, which is tried for a while if need be"
+            )
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         os.close(pidfd)
         if code == ExitCode.DONE:
             return None
         mends = "" if code == ExitCode.CONFIG else ", and the same command on this machine copies them"
-        why = mirror.complaint(paths)
-        return f"not all records of the run are at {paths.shown} ({why}); they are in {paths.root}{mends}"
+        why = mirror.read_push_error(paths)
+        return f"not all records of the run are at {paths.display_name} ({why}); they are in {paths.root}{mends}"
 
     try:
         yield
@@ -57,11 +59,11 @@ def mirrored(paths: RunPaths) -> Iterator[None]:
 
 def _take(root: str, url: str, timeout_s: float, pid: int) -> None:
     paths = RunPaths(Path(root), Url(url, timeout_s))
-    mirror.take(paths, pid)
+    mirror.acquire_lease(paths, pid)
     try:
-        mirror.fetch(paths)
+        mirror.fetch_records(paths)
     except BaseException:
-        mirror.release(paths)
+        mirror.release_lease(paths)
         raise
 
 
@@ -74,4 +76,4 @@ def fetch_records(paths: RunPaths, meanwhile: Callable[[], None] | None = None) 
 def _fetch(root: str, url: str, timeout_s: float) -> None:
     paths = RunPaths(Path(root), Url(url, timeout_s))
     paths.root.mkdir(parents=True, exist_ok=True)
-    mirror.fetch(paths)
+    mirror.fetch_records(paths)

@@ -9,47 +9,47 @@ from rich.text import Text
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import rendezvous
-from phalanx.elastic.membership.rendezvous import Place
+from phalanx.elastic.membership.rendezvous import RendezvousPoint
 from phalanx.report.terminal import open_terminal
-from phalanx.system.slurm_env import auto_resumed
+from phalanx.system.slurm_env import read_auto_resume_step
 
 TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousOptions:
     """What the command line says of a job on several nodes: `nodes` train, and `spares` more wait."""
 
     nodes: int
     node: int
-    place: Place
+    point: RendezvousPoint
     timeout_s: float
     quiet: bool = False  # whether nothing is said on the way
-    aside: bool = False  # whether that goes to standard error, as the output is a script's
+    to_stderr: bool = False  # whether that goes to standard error, as the output is a script's
     spares: int = 0
 
     @property
     def total(self) -> int:
         return self.nodes + self.spares
 
-    def say(self, text: str) -> None:
+    def notify_user(self, text: str) -> None:
         """Tell whoever sits at this node."""
         if not self.quiet:
-            terminal = open_terminal(sys.stderr if self.aside else None)
+            terminal = open_terminal(sys.stderr if self.to_stderr else None)
             terminal.print(Text(f"node {self.node} of {self.total}: {text}"), soft_wrap=True)
 
 
-def meeting(
+def parse_rendezvous_options(
     nodes: int | None,
     node: int | None,
     where: str | None,
     timeout_s: float | None,
     environment: Mapping[str, str],
     spares: int | None = None,
-) -> Meeting | None:
+) -> RendezvousOptions | None:
     """Check the options that belong together; None for a run on one node. Raises ConfigError."""
     if nodes is None:
-        if auto_resumed(environment) is not None:
+        if read_auto_resume_step(environment) is not None:
             spares = None  # they belong to the meeting of a Slurm step
         given = {"--node-rank": node, "--rendezvous": where, "--rendezvous-timeout": timeout_s, "--spares": spares}
         alone = [name for name, value in given.items() if value is not None]
@@ -69,15 +69,17 @@ def meeting(
             f"{named} needs --rendezvous, where the nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER that all "
             "nodes share"
         )
-    place = rendezvous.place_of(where, environment)
-    return Meeting(nodes, node, place, timeout_s or TIMEOUT_S, spares=spares or 0)
+    place = rendezvous.parse_rendezvous(where, environment)
+    return RendezvousOptions(nodes, node, place, timeout_s or TIMEOUT_S, spares=spares or 0)
 
 
-def meeting_of_slurm(paths: RunPaths, environment: Mapping[str, str], spares: int | None = None) -> Meeting | None:
+def rendezvous_from_slurm(
+    paths: RunPaths, environment: Mapping[str, str], spares: int | None = None
+) -> RendezvousOptions | None:
     """The meeting of a Slurm step that has one task on each of several nodes and was started with --auto-resume=1:
     each task is then a node's agent instead of a rank, and of these nodes `spares` wait. None for any other start.
     Raises ConfigError."""
-    step = auto_resumed(environment)
+    step = read_auto_resume_step(environment)
     if step is None:
         return None
     spares = spares or 0
@@ -86,8 +88,8 @@ def meeting_of_slurm(paths: RunPaths, environment: Mapping[str, str], spares: in
                           "ask for more nodes, or for fewer spares")  # fmt: skip
     if paths.url is not None:
         raise ConfigError(
-            f"srun --auto-resume=1 needs a run folder that all nodes share, by which they meet, but {paths.shown} is a "
-            "URL; name a folder, or give --nodes, --node-rank and --rendezvous"
+            f"srun --auto-resume=1 needs a run folder that all nodes share, by which they meet, but "
+            f"{paths.display_name} is a URL; name a folder, or give --nodes, --node-rank and --rendezvous"
         )
-    place = Place(str(paths.meet), folder=paths.meet.absolute())
-    return Meeting(step.nodes - spares, step.node, place, TIMEOUT_S, spares=spares)
+    place = RendezvousPoint(str(paths.rendezvous), folder=paths.rendezvous.absolute())
+    return RendezvousOptions(step.nodes - spares, step.node, place, TIMEOUT_S, spares=spares)

@@ -18,23 +18,30 @@ from typing import Any
 from phalanx.compat import run as script_run
 from phalanx.core import format_versions
 from phalanx.core.errors import ConfigError, Unhealthy
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.membership.channel import Message
-from phalanx.elastic.membership.rendezvous_host import FirstNode
-from phalanx.elastic.node.job import Job
-from phalanx.elastic.node.node_agent import Peer
-from phalanx.elastic.node.signals import StopAsked, stoppable
+from phalanx.elastic.membership.rendezvous_host import RendezvousHost
+from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.node.node_agent import NodeAgent
+from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor import failover
-from phalanx.elastic.supervisor.coordinator import Leader, Plan
-from phalanx.elastic.supervisor.state import Phase, Policy
-from phalanx.health.devices import Device, devices_of_ranks, models, warmed
+from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
+from phalanx.elastic.supervisor.state import JobPhase, RecoveryPolicy
+from phalanx.health.devices import DeviceInfo, assign_devices, distinct_models, preload_and_find_devices
 from phalanx.launch import health_gate, multinode
-from phalanx.launch.node_participant import CHECK_S, Participant, Tend, Where, check_folder, signed
-from phalanx.launch.recorder import Hold, Recorder
-from phalanx.launch.rendezvous_options import Meeting
+from phalanx.launch.node_participant import (
+    CHECK_S,
+    NodeContext,
+    NodeParticipant,
+    Tend,
+    check_shared_folder,
+    ensure_run_sign,
+)
+from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles
+from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.report import event_text
 from phalanx.system.fork import fork_call
 
@@ -45,128 +52,134 @@ UNFIT = "--no-health"
 
 
 @dataclass(frozen=True)
-class Script:
-    """What the command line asks for. `settings`: text of a file for SageMaker's library; `least_nodes`: with fewer the
-    script does not go on, but waits for `wait_s` seconds; `looks`: whether nodes are looked at."""
+class ScriptJob:
+    """What the command line asks for. `settings`: text of a file for SageMaker's library; `min_nodes`: with fewer the
+    script does not go on, but waits for `wait_s` seconds; `checks_health`: whether nodes are looked at."""
 
     path: str
     arguments: tuple[str, ...]
     settings: str | None
     max_restarts: int
-    least_nodes: int
+    min_nodes: int
     wait_s: float
-    looks: bool = True
+    checks_health: bool = True
 
-    def policy(self, nodes: int) -> Policy:
+    def policy(self, nodes: int) -> RecoveryPolicy:
         """What is done about losses. A node that comes back is a spare: ranks of a script are not ended for it."""
-        ways = ("replace", *(("shrink",) if self.least_nodes < nodes else ()), "wait")
-        return Policy(
-            nodes, self.max_restarts, on_lost_node=ways, wait_s=self.wait_s, grow=False, least=self.least_nodes
+        ways = ("replace", *(("shrink",) if self.min_nodes < nodes else ()), "wait")
+        return RecoveryPolicy(
+            nodes, self.max_restarts, on_lost_node=ways, wait_s=self.wait_s, grow=False, least=self.min_nodes
         )
 
 
-def script_of(
+def make_script_job(
     path: str,
     arguments: Sequence[str],
     smp_config: Path | None,
-    meeting: Meeting,
-    least_nodes: int | None = None,
+    options: RendezvousOptions,
+    min_nodes: int | None = None,
     max_restarts: int | None = None,
-    looks: bool = True,
-) -> Script:
+    checks_health: bool = True,
+) -> ScriptJob:
     """Check what belongs together. Raises ConfigError."""
-    least = meeting.nodes if least_nodes is None else least_nodes
-    if least > meeting.nodes:
-        raise ConfigError(f"--min-nodes {least} is more than --nodes {meeting.nodes}; give a number up to that")
+    least = options.nodes if min_nodes is None else min_nodes
+    if least > options.nodes:
+        raise ConfigError(f"--min-nodes {least} is more than --nodes {options.nodes}; give a number up to that")
     restarts = script_run.RESTARTS if max_restarts is None else max_restarts
-    settings = script_run.read(path, smp_config)
-    return Script(path, tuple(arguments), settings, restarts, least, meeting.timeout_s, looks)
+    settings = script_run.read_settings(path, smp_config)
+    return ScriptJob(path, tuple(arguments), settings, restarts, least, options.timeout_s, checks_health)
 
 
-def run(script: Script, paths: RunPaths, ranks: int | None, meeting: Meeting) -> int:
+def run_script_on_node(script: ScriptJob, paths: RunPaths, ranks: int | None, options: RendezvousOptions) -> int:
     """Run a script as one of several nodes: `ranks` of it here, or one for each accelerator; `paths` is the folder that
     they share. Returns the exit code; raises PhalanxError for what a user can mend, on whichever node it was found."""
     if paths.config.exists():
-        raise ConfigError(f"{paths.shown} holds a run of phalanx train; name another folder with --run-dir")
+        raise ConfigError(f"{paths.display_name} holds a run of phalanx train; name another folder with --run-dir")
     try:
-        with stoppable():
-            found, accelerators = warmed(False, script_run.PRELOAD)
-        devices = devices_of_ranks(found, accelerators, ranks)
-        lead = functools.partial(_lead, script, paths, devices, meeting)
-        return multinode.meet(paths, meeting, lead, lambda: _follow(script, paths, devices, meeting))
-    except StopAsked as asked:
-        meeting.say(f"stopped by {asked} before the script was started")
+        with raise_on_stop_signal():
+            found, accelerators = preload_and_find_devices(False, script_run.PRELOAD)
+        devices = assign_devices(found, accelerators, ranks)
+        lead = functools.partial(_lead, script, paths, devices, options)
+        return multinode.lead_or_follow(paths, options, lead, lambda: _follow(script, paths, devices, options))
+    except StopRequested as asked:
+        options.notify_user(f"stopped by {asked} before the script was started")
         return ExitCode.STOPPED
 
 
-def _hello(script: Script, devices: Sequence[Device], meeting: Meeting) -> Message:
+def _hello(script: ScriptJob, devices: Sequence[DeviceInfo], options: RendezvousOptions) -> Message:
     asked = {
-        "the command": COMMAND, "--spares": meeting.spares, "--min-nodes": script.least_nodes,
-        "--max-restarts": script.max_restarts, "--smp-config": script.settings, UNFIT: not script.looks,
+        "the command": COMMAND, "--spares": options.spares, "--min-nodes": script.min_nodes,
+        "--max-restarts": script.max_restarts, "--smp-config": script.settings, UNFIT: not script.checks_health,
         "the digest of the script": _digest(Path(script.path).read_bytes()),
         "the digest of its arguments": _digest("\0".join(script.arguments).encode()),  # they may hold what is secret
     }  # fmt: skip
-    return multinode.hello_of(asked, devices, meeting)
+    return multinode.make_command_hello(asked, devices, options)
 
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _member(script: Script, paths: RunPaths, devices: Sequence[Device], meeting: Meeting) -> "ScriptMember":
-    where = Where(meeting.node, meeting.nodes, meeting.place.folder)
-    said = _hello(script, devices, meeting)
-    return ScriptMember(paths, devices, where, said, meeting.say, script)
+def _member(
+    script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions
+) -> "ScriptNodeSession":
+    where = NodeContext(options.node, options.nodes, options.point.folder)
+    said = _hello(script, devices, options)
+    return ScriptNodeSession(paths, devices, where, said, options.notify_user, script)
 
 
-def _lead(script: Script, paths: RunPaths, devices: Sequence[Device], meeting: Meeting, before: int) -> int:
+def _lead(
+    script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions, before: int
+) -> int:
     """Be node 0: bring all together, and then be one of the members. `before`: the run's epoch."""
     from phalanx.trainer import run_folder
 
     with contextlib.ExitStack() as held:
-        with stoppable():
-            held.enter_context(run_folder.opened(paths))
-            run = _member(script, paths, devices, meeting)
-            first = held.enter_context(multinode.hosted(meeting, run.said, spares=meeting.spares))
-            tend = multinode.hearing(first)
-            multinode.gather(first, meeting, multinode.watching(paths, tend, before))
+        with raise_on_stop_signal():
+            held.enter_context(run_folder.hold_run_folder(paths))
+            run = _member(script, paths, devices, options)
+            first = held.enter_context(multinode.host_rendezvous(options, run.hello, spares=options.spares))
+            poll_once = multinode.raise_on_remote_stop(first)
+            multinode.gather(first, options, multinode.watch_for_takeover(paths, poll_once, before))
             noticed = None
             try:
-                noticed = run.looked_at(tend)
+                noticed = run.check_health(poll_once)
             except Unhealthy as error:
-                run.unfit = first.stand_aside(str(error), alone=False)
-            rows = [each["devices"] for each in first.hellos()[: meeting.nodes]]
+                run.unfit_reason = first.yield_to_spare(str(error), alone=False)
+            rows = [each["devices"] for each in first.hellos()[: options.nodes]]
             run.first_attempt = run_folder.next_attempt(paths)
-            told = run.offered(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
+            told = run.make_offer(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
             until_all_meet = held.enter_context(contextlib.ExitStack())
-            until_all_meet.callback(paths.sign.unlink, missing_ok=True)
-            multinode.offer(first, lambda node: told, tend)
-            peer = Peer(first.secret, run.make, run.lead)
-            peer.prepared(told, run.job(told))
+            until_all_meet.callback(paths.node0_marker.unlink, missing_ok=True)
+            multinode.offer_to_all(first, lambda node: told, poll_once)
+            peer = NodeAgent(first.secret, run.make_job, run.make_coordinator)
+            peer.adopt_job(told, run.job_for(told))
             run.begin(first, noticed)
             epoch = epoch_files.claim_next(paths, {"attempt": run.first_attempt, "leader": 0})
-        enter = functools.partial(multinode.enter_first, first, peer, run.claim, HEARTBEAT_S, epoch, until_all_meet)
-        return run.to_the_end(peer, enter)
+        enter = functools.partial(
+            multinode.start_membership, first, peer, run.claim, HEARTBEAT_S, epoch, until_all_meet
+        )
+        return run.run_to_end(peer, enter)
 
 
-def _follow(script: Script, paths: RunPaths, devices: Sequence[Device], meeting: Meeting) -> int:
-    run = _member(script, paths, devices, meeting)
-    works = multinode.Works(run.make, run.lead, run.claim, HEARTBEAT_S)
-    peer = multinode.take_part(run.said, meeting, works, functools.partial(epoch_files.leader, paths))
-    return peer if isinstance(peer, int) else run.to_the_end(peer)
+def _follow(script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions) -> int:
+    run = _member(script, paths, devices, options)
+    works = multinode.AgentHooks(run.make_job, run.make_coordinator, run.claim, HEARTBEAT_S)
+    peer = multinode.join_job(run.hello, options, works, functools.partial(epoch_files.read_leader_address, paths))
+    return peer if isinstance(peer, int) else run.run_to_end(peer)
 
 
 @dataclass
-class ScriptMember(Participant):
+class ScriptNodeSession(NodeParticipant):
     """One of the nodes of a script."""
 
-    script: Script
-    leading: Leader | None = field(default=None, init=False)
+    script: ScriptJob
+    is_leading: Coordinator | None = field(default=None, init=False)
     began: tuple[int, float] = field(default=(0, 0.0), init=False)  # the attempt that runs, and since when, as it seems
 
     @property
-    def looks(self) -> bool:
-        return self.script.looks
+    def checks_health(self) -> bool:
+        return self.script.checks_health
 
     @property
     def grace_s(self) -> float:
@@ -174,14 +187,14 @@ class ScriptMember(Participant):
 
     # ------------------------------------------------------------------------------------------------------ its ranks
 
-    def make(self, offer: Message, tend: Tend) -> Job:
-        if failover.policy_of(offer) != self.script.policy(self.where.nodes):
+    def make_job(self, offer: Message, poll_once: Tend) -> NodeJob:
+        if failover.parse_policy(offer) != self.script.policy(self.context.nodes):
             raise ConfigError("the leader offers another policy than this command has; use one version of Phalanx")
-        check_folder(self.paths, offer["sign"], tend)
-        noticed = self.looked_at(tend)
+        check_shared_folder(self.paths, offer["sign"], poll_once)
+        noticed = self.check_health(poll_once)
         if noticed is not None:
-            self.say(event_text.sentence({"kind": Kind.HEALTH, **noticed}))
-        return self.job(offer)
+            self.notify_user(event_text.describe_event({"kind": EventKind.HEALTH, **noticed}))
+        return self.job_for(offer)
 
     def _note(self, world: int, kind: str, details: dict[str, Any]) -> None:
         super()._note(world, kind, self._told(kind, details))
@@ -191,103 +204,103 @@ class ScriptMember(Participant):
 
     def _told(self, kind: str, details: dict[str, Any]) -> dict[str, Any]:
         """What ranks do about a signal is for their script to say."""
-        return details | {"script": self.script.path} if kind == Kind.SIGNALLED else details
+        return details | {"script": self.script.path} if kind == EventKind.STOP_REQUESTED else details
 
-    def looked_at(self, tend: Tend) -> dict[str, Any] | None:
+    def check_health(self, poll_once: Tend) -> dict[str, Any] | None:
         """Look at this node, in a child: devices and disks may take their time. Raises Unhealthy."""
-        if not self.script.looks:
+        if not self.script.checks_health:
             return None
         seen: dict[str, Any] | None = fork_call(
-            health_gate.fit, self.paths, self.devices, UNFIT, timeout_s=CHECK_S, meanwhile=tend
+            health_gate.check_node, self.paths, self.devices, UNFIT, timeout_s=CHECK_S, meanwhile=poll_once
         )
         return seen
 
-    def job(self, offer: Message) -> Job:
+    def job_for(self, offer: Message) -> NodeJob:
         """This node's ranks in a division."""
-        ranks = self.ranks_of(offer)
-        launched = script_run.Launched(self.paths.name, int(offer["attempt"]), self.script.max_restarts)
+        ranks = self.count_ranks(offer)
+        launched = script_run.LaunchInfo(self.paths.name, int(offer["attempt"]), self.script.max_restarts)
         worker = functools.partial(
-            script_run.become,
+            script_run.run_rank,
             script=self.script.path,
             arguments=list(self.script.arguments),
             settings=self.script.settings,
             launched=launched,
         )
-        return Job(
+        return NodeJob(
             world=ranks,
             worker=worker,
             paths=self.paths,
             devices=[device.name for device in self.devices[:ranks]],
             on_event=functools.partial(self._note, int(offer["world"])),
-            on_idle=self.watch.tend,
+            on_idle=self.health_watch.poll_once,
             grace_s=self.grace_s,
             logs=False,
         )
 
     # --------------------------------------------------------------------------------------------------------- leading
 
-    def offered(self, division: int, plan: Plan, devices: Sequence[Any], first: bool = True) -> Message:
+    def make_offer(self, division: int, plan: Plan, devices: Sequence[Any], first: bool = True) -> Message:
         """What all nodes are told of a division. Raises ConfigError where the settings forbid so many ranks."""
         world = sum(ranks for _, ranks in plan)
-        script_run.check(self.script.settings, world)
-        told = {"sign": signed(self.paths, first), "world": world, "attempt": self.first_attempt}
-        return told | failover.division_of(division, plan, devices, self.script.policy(self.where.nodes))
+        script_run.check_settings(self.script.settings, world)
+        told = {"sign": ensure_run_sign(self.paths, first), "world": world, "attempt": self.first_attempt}
+        return told | failover.describe_division(division, plan, devices, self.script.policy(self.context.nodes))
 
-    def prepare(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
-        rows = [Device(*row) for each in devices for row in each]
-        write_event(self.paths.events, Kind.RUN_STARTED, self.first_attempt, **self._facts(rows))
-        return self.offered(division, plan, devices, first=False)
+    def prepare_offer(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
+        rows = [DeviceInfo(*row) for each in devices for row in each]
+        write_event(self.paths.events, EventKind.RUN_STARTED, self.first_attempt, **self._facts(rows))
+        return self.make_offer(division, plan, devices, first=False)
 
-    def begin(self, first: FirstNode, noticed: dict[str, Any] | None) -> None:
+    def begin(self, first: RendezvousHost, noticed: dict[str, Any] | None) -> None:
         """Be the first to lead: from now on the run is recorded and shown."""
         hellos = first.hellos()
-        rows = [Device(*row) for each in hellos[: self.where.nodes] for row in each["devices"]]
+        rows = [DeviceInfo(*row) for each in hellos[: self.context.nodes] for row in each["devices"]]
         hosts = [each["host"] for each in hellos]
-        there = {"hosts": hosts[: self.where.nodes], "spares": hosts[self.where.nodes :]}
-        event = write_event(self.paths.events, Kind.RUN_STARTED, self.first_attempt, **self._facts(rows), **there)
-        later = [] if noticed is None else [(str(Kind.HEALTH), noticed)]
-        for node, why in first.left_out.items():
+        there = {"hosts": hosts[: self.context.nodes], "spares": hosts[self.context.nodes :]}
+        event = write_event(self.paths.events, EventKind.RUN_STARTED, self.first_attempt, **self._facts(rows), **there)
+        later = [] if noticed is None else [(str(EventKind.HEALTH), noticed)]
+        for node, why in first.replaced_by_spares.items():
             if node:  # this one leaves later
-                later.append((Kind.NODE_LOST, {"node": node, "host": hosts[node], "reason": why}))
-        self.record(self._recorder(), event, later)
+                later.append((EventKind.NODE_LOST, {"node": node, "host": hosts[node], "reason": why}))
+        self.start_recording(self._recorder(), event, later)
 
-    def _facts(self, devices: Sequence[Device]) -> dict[str, Any]:
+    def _facts(self, devices: Sequence[DeviceInfo]) -> dict[str, Any]:
         return {
             format_versions.KEY: format_versions.RUN_FOLDER,
             "script": self.script.path,
             "world": len(devices),
             "device": devices[0].name.partition(":")[0],
-            "device_names": models(devices),
+            "device_names": distinct_models(devices),
         }
 
-    def _recorder(self, hold: Hold = contextlib.nullcontext, later: bool = False) -> Recorder:
-        return Recorder(self.paths, 0, "", hold, later, sys.stderr)
+    def _recorder(self, hold: HoldLeaderFiles = contextlib.nullcontext, later: bool = False) -> EventRecorder:
+        return EventRecorder(self.paths, 0, "", hold, later, sys.stderr)
 
-    def succeed(self, offer: Message, hold: Hold) -> Recorder:
+    def take_over_recording(self, offer: Message, hold: HoldLeaderFiles) -> EventRecorder:
         self.first_attempt = int(offer["attempt"])
         return self._recorder(hold, later=True)
 
-    def lead(self, peer: Peer) -> Leader:
+    def make_coordinator(self, agent: NodeAgent) -> Coordinator:
         """Lead from now on."""
-        self.leading = super().lead(peer)
-        return self.leading
+        self.is_leading = super().make_coordinator(agent)
+        return self.is_leading
 
-    def safe(self) -> list[int]:
+    def take_committed_steps(self) -> list[int]:
         """The attempt that runs, once it has lasted: what a script has saved it alone knows, and this much tells that
         it does not fail at its start."""
-        super().safe()
-        if self.leading is None or self.leading.state.phase != Phase.RUNNING:
+        super().take_committed_steps()
+        if self.is_leading is None or self.is_leading.state.phase != JobPhase.RUNNING:
             return []
-        attempt, now = self.leading.state.attempt, time.monotonic()
+        attempt, now = self.is_leading.state.attempt, time.monotonic()
         if self.began[0] != attempt:
             self.began = attempt, now
         return [attempt] if now > self.began[1] + LASTED_S else []
 
-    def finish(self, peer: Peer, code: int) -> int:
-        attempt = self.first_attempt if peer.start is None else int(peer.start["attempt"])
-        kind = {int(ExitCode.DONE): Kind.FINISHED, int(ExitCode.STOPPED): Kind.STOPPED}.get(code)
+    def finish(self, agent: NodeAgent, code: int) -> int:
+        attempt = self.first_attempt if agent.start is None else int(agent.start["attempt"])
+        kind = {int(ExitCode.DONE): EventKind.FINISHED, int(ExitCode.STOPPED): EventKind.STOPPED}.get(code)
         if kind is not None:
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 write_event(self.paths.events, kind, attempt)
-        self.say(peer.over[1] if peer.over is not None else "this node was asked to stop, and leaves")
+        self.notify_user(agent.over[1] if agent.over is not None else "this node was asked to stop, and leaves")
         return code

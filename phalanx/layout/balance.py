@@ -1,7 +1,8 @@
 """Splitting integers over ranks and sources. Pure: no torch, no files, no clocks.
 
-`split` is the one that minimises the slowest: of sequences over ranks here, and of anything else that takes longer by
-the piece. `divide` builds on it to say how many sequences of a step each rank takes, and in how many micro-batches.
+`split_by_cost` is the one that minimises the slowest: of sequences over ranks here, and of anything else that takes
+longer by the piece. `divide` builds on it to say how many sequences of a step each rank takes, and in how many
+micro-batches.
 `state_shares` and `shard_cuts` say who holds which part of what is sharded.
 """
 
@@ -49,24 +50,26 @@ class Division:
     parts: int
     own: tuple[int, ...] = ()
 
-    def parts_of(self, rank: int) -> int:
+    def micro_batches_of(self, rank: int) -> int:
         """Micro-batches that the rank runs."""
         return self.own[rank] if self.own else self.parts
 
-    def largest(self, rank: int) -> int:
+    def largest_micro_batch(self, rank: int) -> int:
         """Sequences of the rank's largest micro-batch."""
-        return max(1, -(-self.shares[rank] // self.parts_of(rank)))
+        return max(1, -(-self.shares[rank] // self.micro_batches_of(rank)))
 
     def fits(self, most: Sequence[int]) -> bool:
         """Whether it is one for as many ranks as `most` has, and none gets more than its `most` at a time."""
-        return len(self.shares) == len(most) and all(self.largest(rank) <= few for rank, few in enumerate(most))
+        return len(self.shares) == len(most) and all(
+            self.largest_micro_batch(rank) <= few for rank, few in enumerate(most)
+        )
 
-    def tree(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As records, events and checkpoints have it: `parts` is a list where ranks run numbers of their own."""
         return {"shares": list(self.shares), "parts": list(self.own) or self.parts}
 
 
-def division_of(tree: Any) -> Division | None:
+def parse_division(tree: Any) -> Division | None:
     """The division that a record, an event or a checkpoint's header holds, if it does."""
     shares = tree.get("shares") if isinstance(tree, Mapping) else None
     if not isinstance(shares, list) or not shares or any(type(share) is not int or share < 0 for share in shares):
@@ -86,33 +89,33 @@ def in_lockstep(zero: int, reduce: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Line:
+class CostLine:
     """What a rank (or any other taker) needs for n pieces: `base + max(n, least) * each`; it takes `most` at most.
 
-    It has room for `few` at a time, no fewer than `least`, and needs `again` more whenever it begins anew.
+    It has room for `per_round` at a time, no fewer than `least`, and needs `round_cost` more whenever it begins anew.
     """
 
     base: float
     each: float
     most: int
     least: int = 0
-    few: int = UNBOUND
-    again: float = 0.0
+    per_round: int = UNBOUND
+    round_cost: float = 0.0
 
     def cost(self, pieces: int) -> float:
-        return self.base + max(pieces, self.least) * self.each + max(0, pieces - 1) // self.few * self.again
+        return self.base + max(pieces, self.least) * self.each + max(0, pieces - 1) // self.per_round * self.round_cost
 
 
-def split(total: int, lines: Sequence[Line]) -> tuple[int, ...]:
+def split_by_cost(total: int, lines: Sequence[CostLine]) -> tuple[int, ...]:
     """Split `total` pieces so that the greatest cost of any taker is the least that is possible.
 
     One piece after the other goes to whoever then has the least cost (of equals the first), which is optimal since
     costs rise; all but the last few of them are given at once, at a cost that is too low for all.
     """
     assert total >= 0 and lines and all(line.each > 0 and line.most >= 0 for line in lines), (total, lines)
-    assert all(line.least <= line.few for line in lines), lines
+    assert all(line.least <= line.per_round for line in lines), lines
     assert sum(line.most for line in lines) >= total, "more pieces than room"
-    taken = _below(total, lines)
+    taken = _split_below(total, lines)
     left = total - sum(taken)
     open_lines = ((line, number) for number, line in enumerate(lines) if taken[number] < line.most)
     heap = [(line.cost(taken[number] + 1), number) for line, number in open_lines]
@@ -129,10 +132,18 @@ def split(total: int, lines: Sequence[Line]) -> tuple[int, ...]:
     return tuple(taken)
 
 
-def _below(total: int, lines: Sequence[Line]) -> list[int]:
+def _split_below(total: int, lines: Sequence[CostLine]) -> list[int]:
     """What can be had for a cost at which `total` is nearly reached, and not passed."""
     rows = [
-        (line.cost(0), line.base, line.each, line.least, line.most, line.few, line.few * line.each + line.again)
+        (
+            line.cost(0),
+            line.base,
+            line.each,
+            line.least,
+            line.most,
+            line.per_round,
+            line.per_round * line.each + line.round_cost,
+        )
         for line in lines
     ]
 
@@ -165,15 +176,15 @@ def divide(total: int, speeds: Sequence[Speed], part_s: float = 0.0, lockstep: b
     `part_s`: what a micro-batch costs all ranks besides, for its collectives, in lockstep. Of numbers of micro-batches
     that are equally fast the least is taken. Raises ConfigError where a rank's memory holds no sequence at all.
     """
-    _check(total, speeds)
+    _check_memory(total, speeds)
     if not lockstep:  # what a rank needs does not depend on the others
-        lines = [Line(speed.fixed_s, speed.sequence_s, total, 1, speed.most, speed.fixed_s) for speed in speeds]
-        return in_parts(split(total, lines), [speed.most for speed in speeds], lockstep=False)
+        lines = [CostLine(speed.fixed_s, speed.sequence_s, total, 1, speed.most, speed.fixed_s) for speed in speeds]
+        return cut_into_micro_batches(split_by_cost(total, lines), [speed.most for speed in speeds], lockstep=False)
     rows = [(part_s + speed.fixed_s, speed.sequence_s, speed.most) for speed in speeds]
 
     def best_of(parts: int) -> tuple[float, Division]:
-        lines = [Line(parts * s.fixed_s, s.sequence_s, min(total, parts * s.most), parts) for s in speeds]
-        division = Division(split(total, lines), parts)
+        lines = [CostLine(parts * s.fixed_s, s.sequence_s, min(total, parts * s.most), parts) for s in speeds]
+        division = Division(split_by_cost(total, lines), parts)
         return slowest_s(division, speeds, part_s), division
 
     fewest = max(1, -(-total // sum(speed.most for speed in speeds)))
@@ -182,7 +193,7 @@ def divide(total: int, speeds: Sequence[Speed], part_s: float = 0.0, lockstep: b
     parts = first
     while True:
         parts += 1
-        whole, pieces, binds = _room(rows, parts, best_s * BETTER)
+        whole, pieces, binds = _capacity(rows, parts, best_s * BETTER)
         if whole < total:
             break
         if pieces >= total:
@@ -192,7 +203,7 @@ def divide(total: int, speeds: Sequence[Speed], part_s: float = 0.0, lockstep: b
         if not binds:  # more of them would only take longer
             break
     for parts in range(first - 1, fewest - 1, -1):
-        whole, pieces, _ = _room(rows, parts, best_s / BETTER)
+        whole, pieces, _ = _capacity(rows, parts, best_s / BETTER)
         if whole < total:
             break
         if pieces >= total:
@@ -222,7 +233,7 @@ def _fluid_parts(total: int, rows: Sequence[Row]) -> float:
     return per_s * total / sum(min(per_s * most, (1 - per_s * fixed) / each) for fixed, each, most in rows)
 
 
-def _room(rows: Sequence[Row], parts: int, seconds: float) -> tuple[float, int, bool]:
+def _capacity(rows: Sequence[Row], parts: int, seconds: float) -> tuple[float, int, bool]:
     """(sequences, whole sequences) that can be done in so many seconds and micro-batches, and whether limits bind.
 
     The former has its greatest value where `_fluid_parts` says and falls to both sides, so that where it is too small
@@ -243,19 +254,21 @@ def _room(rows: Sequence[Row], parts: int, seconds: float) -> tuple[float, int, 
 def slowest_s(division: Division, speeds: Sequence[Speed], part_s: float = 0.0) -> float:
     """Seconds that a step takes: those of the slowest rank."""
     rows = enumerate(zip(division.shares, speeds, strict=True))
-    return division.parts * part_s + max(speed.seconds(share, division.parts_of(rank)) for rank, (share, speed) in rows)
+    return division.parts * part_s + max(
+        speed.seconds(share, division.micro_batches_of(rank)) for rank, (share, speed) in rows
+    )
 
 
-def in_parts(shares: Sequence[int], most: Sequence[int], lockstep: bool = True) -> Division:
+def cut_into_micro_batches(shares: Sequence[int], most: Sequence[int], lockstep: bool = True) -> Division:
     """These shares in as few micro-batches as no rank's `most` is passed with. Raises ConfigError as `divide` does."""
-    _check(sum(shares), [Speed(1.0, most=each) for each in most])
+    _check_memory(sum(shares), [Speed(1.0, most=each) for each in most])
     own = [max(1, -(-share // few)) for share, few in zip(shares, most, strict=True)]
     return Division(tuple(shares), max(own)) if lockstep else _cut(shares, own)
 
 
-def without_empty(division: Division) -> Division:
+def drop_empty_micro_batches(division: Division) -> Division:
     """The same without micro-batches that have no sequence, but for one of a rank that has none at all."""
-    own = [max(1, min(share, division.parts_of(rank))) for rank, share in enumerate(division.shares)]
+    own = [max(1, min(share, division.micro_batches_of(rank))) for rank, share in enumerate(division.shares)]
     return _cut(division.shares, own)
 
 
@@ -264,7 +277,7 @@ def _cut(shares: Sequence[int], own: Sequence[int]) -> Division:
     return Division(tuple(shares), max(own), () if len(set(own)) == 1 else tuple(own))
 
 
-def scaled(total: int, division: Division, most: Sequence[int], lockstep: bool = True) -> Division:
+def scale_division(total: int, division: Division, most: Sequence[int], lockstep: bool = True) -> Division:
     """`total` sequences in the proportions of another division, by largest remainder (of equals the first gains)."""
     whole = sum(division.shares)
     if total == whole and division.fits(most):
@@ -273,10 +286,10 @@ def scaled(total: int, division: Division, most: Sequence[int], lockstep: bool =
     by_remainder = sorted(range(len(shares)), key=lambda rank: -(division.shares[rank] * total % whole))
     for rank in by_remainder[: total - sum(shares)]:
         shares[rank] += 1
-    return in_parts(shares, most, lockstep)
+    return cut_into_micro_batches(shares, most, lockstep)
 
 
-def _check(total: int, speeds: Sequence[Speed]) -> None:
+def _check_memory(total: int, speeds: Sequence[Speed]) -> None:
     assert total >= 0 and speeds, (total, speeds)
     assert all(speed.sequence_s > 0 and speed.fixed_s >= 0 for speed in speeds), speeds
     full = [str(rank) for rank, speed in enumerate(speeds) if speed.most < 1]
@@ -287,10 +300,10 @@ def _check(total: int, speeds: Sequence[Speed]) -> None:
         )
 
 
-def even(total: int, ranks: int) -> list[int]:
+def split_evenly(total: int, ranks: int) -> list[int]:
     """Split `total` into `ranks` whole shares that differ by at most one, the larger ones first.
 
-    >>> even(8, 3)
+    >>> split_evenly(8, 3)
     [3, 3, 2]
     """
     assert total >= 0 and ranks >= 1, (total, ranks)
@@ -298,10 +311,10 @@ def even(total: int, ranks: int) -> list[int]:
     return [share + (rank < rest) for rank in range(ranks)]
 
 
-def quotas(weights: Sequence[float], total: int) -> list[int]:
+def split_by_weights(weights: Sequence[float], total: int) -> list[int]:
     """Split `total` in proportion to `weights`, by largest remainder; of equal remainders the first gains.
 
-    >>> quotas([2.0, 1.0], 10)
+    >>> split_by_weights([2.0, 1.0], 10)
     [7, 3]
     """
     assert total >= 0 and min(weights) > 0, (weights, total)

@@ -17,7 +17,7 @@ GRANULE = 64  # elements: every range starts at a multiple, so that the fastest 
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterSpec:
     """A whole parameter. `unit` uses it (\"\" is the model itself); `dtype` is what it travels in; `whole_rows`: no
     range may cut a row of its last dim, since the update rule keeps something for each row."""
 
@@ -34,27 +34,27 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Member:
+class BucketMember:
     """A parameter of a bucket, and at which of the bucket's elements it starts."""
 
-    parameter: Parameter
-    at: int
+    parameter: ParameterSpec
+    offset: int
 
     @property
     def end(self) -> int:
-        return self.at + self.parameter.elements
+        return self.offset + self.parameter.elements
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, stop) of a flattened parameter that one rank owns: from element `at` of the bucket on, in its
-    part number `part`."""
+    """Elements [start, stop) of a flattened parameter that one rank owns: from element `offset` of the bucket on, in
+    its part number `part`."""
 
-    parameter: Parameter
+    parameter: ParameterSpec
     start: int
     stop: int
     part: int
-    at: int
+    offset: int
 
     @property
     def key(self) -> str:
@@ -63,7 +63,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketPart:
     """What travels as one: from element `start` of the bucket on, cut into a range for each rank."""
 
     start: int
@@ -78,7 +78,7 @@ class Part:
         return self.start + self.elements
 
     @property
-    def carried(self) -> int:
+    def link_elements(self) -> int:
         """Elements that some link must carry to reduce or to gather the part: all but the smallest range."""
         return self.elements - min(stop - start for start, stop in itertools.pairwise(self.cuts))
 
@@ -94,8 +94,8 @@ class Bucket:
     unit: str
     dtype: str
     trained: bool
-    members: tuple[Member, ...]
-    parts: tuple[Part, ...]
+    members: tuple[BucketMember, ...]
+    parts: tuple[BucketPart, ...]
 
     @property
     def elements(self) -> int:
@@ -103,23 +103,23 @@ class Bucket:
         return max(part.stop for part in self.parts)
 
     @property
-    def used(self) -> int:
+    def parameter_elements(self) -> int:
         """Elements of parameters; those behind are padding."""
         return self.members[-1].end
 
     @property
-    def carried(self) -> int:
+    def link_elements(self) -> int:
         """As of its parts."""
-        return sum(part.carried for part in self.parts)
+        return sum(part.link_elements for part in self.parts)
 
     @property
     def gaps(self) -> tuple[slice, ...]:
         """Elements of no parameter, between parameters and behind the last."""
-        starts = [*(member.at for member in self.members[1:]), self.elements]
+        starts = [*(member.offset for member in self.members[1:]), self.elements]
         ends = (member.end for member in self.members)
         return tuple(slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
-    def share(self, rank: int) -> int:
+    def count_elements(self, rank: int) -> int:
         """Elements that `rank` owns."""
         return sum(stop - start for start, stop in (part.range(rank) for part in self.parts))
 
@@ -128,45 +128,49 @@ class Bucket:
         for number, part in enumerate(self.parts):
             first, last = part.range(rank)
             for member in self.members:
-                start, stop = max(first, member.at), min(last, member.end)
+                start, stop = max(first, member.offset), min(last, member.end)
                 if start < stop:
-                    yield Fragment(member.parameter, start - member.at, stop - member.at, number, start)
+                    yield Fragment(member.parameter, start - member.offset, stop - member.offset, number, start)
 
 
-def lay_out(
-    parameters: Sequence[Parameter], weights: Sequence[float], parts: int = 1, least: int = 1, apart: bool = False
+def make_buckets(
+    parameters: Sequence[ParameterSpec],
+    weights: Sequence[float],
+    parts: int = 1,
+    min_part_elements: int = 1,
+    isolate_parameters: bool = False,
 ) -> tuple[Bucket, ...]:
     """Buckets in order of use, cut so that each rank owns its part of `weights` of all of them.
 
-    Each travels in `parts` of the same length, or as many as have `least` elements; all in as many, but in no more than
-    one of them needs. With equal weights all ranges of a part have the same length, so that collectives for equal
-    shards serve, too. `apart`: each parameter begins at a multiple of GRANULE, and no two share one. Raises ConfigError
-    for weights that make no shares.
+    Each travels in `parts` of the same length, or as many as have `min_part_elements` elements; all in as many, but in
+    no more than one of them needs. With equal weights all ranges of a part have the same length, so that collectives
+    for equal shards serve, too. `isolate_parameters`: each parameter begins at a multiple of GRANULE, and no two share
+    one. Raises ConfigError for weights that make no shares.
     """
-    check(weights)
-    groups: dict[tuple[str, str, bool], list[Parameter]] = {}
+    check_weights(weights)
+    groups: dict[tuple[str, str, bool], list[ParameterSpec]] = {}
     for parameter in parameters:
         if parameter.elements:
             groups.setdefault((parameter.unit, parameter.dtype, parameter.trained), []).append(parameter)
     taken = [0] * len(weights)
     buckets = []
     for (unit, dtype, trained), of_bucket in groups.items():
-        step = GRANULE if apart else 1
+        step = GRANULE if isolate_parameters else 1
         starts = itertools.accumulate((-(-p.elements // step) * step for p in of_bucket), initial=0)
-        members = tuple(Member(parameter, at) for parameter, at in zip(of_bucket, starts, strict=False))
-        cut: list[Part] = []
-        for start, stop in _parts(members, len(weights), parts, least):
+        members = tuple(BucketMember(parameter, at) for parameter, at in zip(of_bucket, starts, strict=False))
+        cut: list[BucketPart] = []
+        for start, stop in _parts(members, len(weights), parts, min_part_elements):
             cuts = _cut(members, start, stop - start, weights, taken)
             if stop < members[-1].end:  # only the end is padded
                 cuts = tuple(min(each, stop - start) for each in cuts)
             taken = [had + last - first for had, (first, last) in zip(taken, itertools.pairwise(cuts), strict=True)]
-            cut.append(Part(cut[-1].stop if cut else 0, cuts))
+            cut.append(BucketPart(cut[-1].stop if cut else 0, cuts))
         buckets.append(Bucket(unit, dtype, trained, members, tuple(cut)))
     needed = 1 + max((at for bucket in buckets for at, part in enumerate(bucket.parts) if part.elements), default=0)
     return tuple(replace(bucket, parts=bucket.parts[:needed]) for bucket in buckets)
 
 
-def _parts(members: Sequence[Member], ranks: int, parts: int, least: int) -> Iterator[tuple[int, int]]:
+def _parts(members: Sequence[BucketMember], ranks: int, parts: int, least: int) -> Iterator[tuple[int, int]]:
     """Where the parts of a bucket begin and end; only the last that is not empty may have to be padded."""
     step, end = GRANULE * ranks, members[-1].end
     length = -(-max(-(-end // parts), least) // step) * step
@@ -174,7 +178,7 @@ def _parts(members: Sequence[Member], ranks: int, parts: int, least: int) -> Ite
     yield from itertools.pairwise([*edges, end])
 
 
-def check(weights: Sequence[float]) -> None:
+def check_weights(weights: Sequence[float]) -> None:
     """Raise ConfigError unless these are shares: numbers of which none is negative and one is positive."""
     if not all(0 <= weight < math.inf for weight in weights) or not sum(weights) > 0:
         raise ConfigError(
@@ -183,7 +187,7 @@ def check(weights: Sequence[float]) -> None:
         )
 
 
-def check_rows(parameters: Sequence[Parameter]) -> None:
+def check_whole_rows(parameters: Sequence[ParameterSpec]) -> None:
     """Raise ConfigError where ranges between whole rows could cut a GRANULE, of which all is rounded together."""
     for parameter in parameters:
         if parameter.whole_rows and parameter.shape[-1] % GRANULE:
@@ -194,7 +198,7 @@ def check_rows(parameters: Sequence[Parameter]) -> None:
 
 
 def _cut(
-    members: Sequence[Member], start: int, elements: int, weights: Sequence[float], taken: Sequence[int]
+    members: Sequence[BucketMember], start: int, elements: int, weights: Sequence[float], taken: Sequence[int]
 ) -> tuple[int, ...]:
     if not elements:
         return (0,) * (len(weights) + 1)
@@ -210,10 +214,10 @@ def _cut(
     return (0, *itertools.accumulate(inner, max), cuts[-1]) if inner else cuts
 
 
-def _at_row(members: Sequence[Member], cut: int) -> int:
+def _at_row(members: Sequence[BucketMember], cut: int) -> int:
     """The nearest place to `cut` at which no row is cut that must stay whole."""
     for member in members:
-        if member.at < cut < member.end and member.parameter.whole_rows:
+        if member.offset < cut < member.end and member.parameter.whole_rows:
             row = member.parameter.shape[-1]
-            return member.at + min(round((cut - member.at) / row) * row, member.parameter.elements)
+            return member.offset + min(round((cut - member.offset) / row) * row, member.parameter.elements)
     return cut

@@ -2,7 +2,7 @@
 be given.
 
 A device is slower or faster for one piece of work only, so a file says for which it was measured (`work`). Whoever
-reads one asks `misfit` first. No torch here: it is `autotune/measure.py` that measures.
+reads one asks `explain_mismatch` first. No torch here: it is `autotune/measure.py` that measures.
 """
 
 import json
@@ -21,14 +21,14 @@ from phalanx.layout.balance import UNBOUND, Speed
 VERSION = 1
 ALIKE = 1.15  # ratio of the times of two devices of one model
 UNLIKE = 1.25  # one that is worth measuring again
-AGAIN = "measure again with `phalanx hardware`, or delete the file"
+REMEASURE_HINT = "measure again with `phalanx hardware`, or delete the file"
 # Of seconds, bytes and bytes a second in a file: nothing beyond was measured, and squares of these are still floats.
 LEAST, MOST = 1e-18, 1e18
 SHOWN = 40  # characters of what a file holds instead
 
 
 @dataclass(frozen=True)
-class Device:
+class MeasuredDevice:
     """One rank's device, as it was measured while all others were measured too."""
 
     rank: int
@@ -48,7 +48,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """An all-reduce over all ranks: bytes of the tensor per second for a large one, seconds for one number.
 
     `busy_latency_s`: for one number while all ranks compute, as they do when gradients travel; a CPU that has a part of
@@ -61,7 +61,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Learnt:
+class Calibration:
     """What the steps of a run have shown beside its passes (`phalanx plan --calibrate`); None what they could not tell.
 
     `run` is its name and `steps` how many were looked at; `host_s` are seconds of the host that a step takes beside all
@@ -80,17 +80,18 @@ class Hardware:
     `learnt`: what a run has shown."""
 
     work: dict[str, Any]
-    devices: tuple[Device, ...]
-    link: Link | None
-    learnt: Learnt | None = None
+    devices: tuple[MeasuredDevice, ...]
+    link: MeasuredLink | None
+    learnt: Calibration | None = None
 
 
-class OtherHardwareFormat(ValueError):
+class UnsupportedHardwareVersion(ValueError):
     """A file is of a format version that this release does not read; the text is the end of a sentence."""
 
 
-def read(path: Path) -> Hardware:
-    """Read what `write` wrote. Raises ConfigError, naming the file and what to do, for one that is none or damaged."""
+def read_hardware(path: Path) -> Hardware:
+    """Read what `write_hardware` wrote. Raises ConfigError, naming the file and what to do, for one that is none or
+    damaged."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -98,24 +99,24 @@ def read(path: Path) -> Hardware:
             f"the hardware file {path} cannot be read ({error.strerror}); name one that `phalanx hardware` wrote"
         ) from None
     except (ValueError, RecursionError):
-        raise ConfigError(f"the hardware file {path} is not JSON, so it is damaged; {AGAIN}") from None
+        raise ConfigError(f"the hardware file {path} is not JSON, so it is damaged; {REMEASURE_HINT}") from None
     try:
         return from_json(tree)
-    except OtherHardwareFormat as error:
+    except UnsupportedHardwareVersion as error:
         raise ConfigError(f"the hardware file {path} {error}") from None
     except ValueError as error:
-        raise ConfigError(f"the hardware file {path} cannot be used: {error}; {AGAIN}") from None
+        raise ConfigError(f"the hardware file {path} cannot be used: {error}; {REMEASURE_HINT}") from None
 
 
-def read_if_any(path: Path) -> Hardware | None:
+def read_hardware_if_valid(path: Path) -> Hardware | None:
     """The same; None where there is no file, or none that can be used."""
     try:
-        return read(path) if path.exists() else None
+        return read_hardware(path) if path.exists() else None
     except ConfigError:
         return None
 
 
-def write(path: Path, hardware: Hardware) -> None:
+def write_hardware(path: Path, hardware: Hardware) -> None:
     """Write the file in one go. Raises OSError where that cannot be done."""
     write_atomic(path, json.dumps(to_json(hardware), indent=1, allow_nan=False) + "\n")
 
@@ -128,31 +129,31 @@ def from_json(tree: Any) -> Hardware:
     """The other way round; raises ValueError with half a sentence for anything else than what `to_json` gives."""
     if not isinstance(tree, dict):
         raise ValueError("it holds no table")
-    if (wrong := format_versions.problem(tree.get("version"), (VERSION,), AGAIN)) is not None:
-        raise OtherHardwareFormat(wrong)
+    if (wrong := format_versions.describe_version_problem(tree.get("version"), (VERSION,), REMEASURE_HINT)) is not None:
+        raise UnsupportedHardwareVersion(wrong)
     work, devices, link = (_item(tree, key, "it") for key in ("work", "devices", "link"))
     if not isinstance(work, dict):
-        raise ValueError(f"its work is {_shown(work)}, not a table")
+        raise ValueError(f"its work is {_shorten(work)}, not a table")
     if not isinstance(devices, list) or not devices:
         raise ValueError("it lists no devices")
     found = tuple(_device(each, number) for number, each in enumerate(devices))
-    learnt = _learnt(tree.get("learnt"))
+    learnt = _calibration(tree.get("learnt"))
     if link is None:
         return Hardware(work, found, None, learnt)
     if not isinstance(link, dict):
-        raise ValueError(f"its link is {_shown(link)}, not a table")
+        raise ValueError(f"its link is {_shorten(link)}, not a table")
     rate, latency = _positive(link, "bytes_per_s", "link"), _positive(link, "latency_s", "link")
     busy = None if link.get("busy_latency_s") is None else _positive(link, "busy_latency_s", "link")
-    return Hardware(work, found, Link(rate, latency, busy), learnt)
+    return Hardware(work, found, MeasuredLink(rate, latency, busy), learnt)
 
 
-def misfit(hardware: Hardware, models: Sequence[str | None], work: Mapping[str, Any]) -> str | None:
+def explain_mismatch(hardware: Hardware, models: Sequence[str | None], work: Mapping[str, Any]) -> str | None:
     """Why it was measured for another job than that of devices of these models (None: not known yet), in order of rank,
     doing `work`; None when it fits."""
     there = [device.model for device in hardware.devices]
     if len(there) != len(models):
         return f"it was measured with {len(there)} ranks, and this job has {len(models)}"
-    other = _other_device(there, models)
+    other = _describe_changed_device(there, models)
     if other is not None:
         return other
     for key in [*work, *(key for key in hardware.work if key not in work)]:
@@ -162,33 +163,33 @@ def misfit(hardware: Hardware, models: Sequence[str | None], work: Mapping[str, 
     return None
 
 
-def changed(paths: RunPaths, models: Sequence[str]) -> str | None:
+def find_changed_device(paths: RunPaths, models: Sequence[str]) -> str | None:
     """Which of a run's ranks is on a device of another model than when its devices were last measured; None where none
     is, or where nobody knows."""
     if not paths.hardware.exists():
         return None
     try:
-        there = [device.model for device in read(paths.hardware).devices]
+        there = [device.model for device in read_hardware(paths.hardware).devices]
     except ConfigError:
         return None
-    return _other_device(there, models) if len(there) == len(models) else None
+    return _describe_changed_device(there, models) if len(there) == len(models) else None
 
 
-def _other_device(there: Sequence[str], models: Sequence[str | None]) -> str | None:
+def _describe_changed_device(there: Sequence[str], models: Sequence[str | None]) -> str | None:
     for rank, (before, now) in enumerate(zip(there, models, strict=True)):
         if now is not None and before != now:
             return f"rank {rank} was on a device called {before!r} when it was measured, and is on {now!r} now"
     return None
 
 
-def speeds(hardware: Hardware) -> list[Speed]:
+def fit_speeds(hardware: Hardware) -> list[Speed]:
     """How fast each rank is, in order of rank: the line nearest to the times of its device, relative to them.
 
     Devices of one model that differ by no more than ALIKE count as alike, since it is measured in a moment and noise is
     no reason to divide unevenly. Where one device could not be measured, all count as alike: half of the truth would be
     worse than none.
     """
-    lines = [line(device.times) for device in hardware.devices]
+    lines = [fit_line(device.times) for device in hardware.devices]
     known = [found for found in lines if found is not None]
     if len(known) < len(lines):
         return [Speed(1.0, 0.0, device.most) for device in hardware.devices]
@@ -217,10 +218,10 @@ def _by_model(hardware: Hardware, lines: Sequence[tuple[float, float]]) -> dict[
     return found
 
 
-def unlike(hardware: Hardware) -> str | None:
+def describe_uneven_devices(hardware: Hardware) -> str | None:
     """Which devices of one model differ so much that it may be due to who else uses a machine, as a sentence; None
     where none do, or where one could not be measured."""
-    lines = [line(device.times) for device in hardware.devices]
+    lines = [fit_line(device.times) for device in hardware.devices]
     known = [found for found in lines if found is not None]
     for model, took in _by_model(hardware, known).items() if len(known) == len(lines) else ():
         fast, slow = min(took, key=lambda rank: took[rank]), max(took, key=lambda rank: took[rank])
@@ -232,7 +233,7 @@ def unlike(hardware: Hardware) -> str | None:
     return None
 
 
-def faster(one: Hardware, other: Hardware) -> Hardware:
+def merge_fastest(one: Hardware, other: Hardware) -> Hardware:
     """Of two measurements of the same devices the better of each figure: what disturbs only slows."""
     devices = []
     for first, second in zip(one.devices, other.devices, strict=True):
@@ -254,11 +255,11 @@ def faster(one: Hardware, other: Hardware) -> Hardware:
     return replace(other, devices=tuple(devices), link=max(links, key=lambda link: link.bytes_per_s, default=None))
 
 
-def line(times: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     """(fixed seconds, seconds of a sequence) of the line through `times` with the least sum of squared relative errors
     that neither begins below zero nor falls; None of no times.
 
-    >>> fixed_s, sequence_s = line([(1, 3.0), (2, 5.0), (4, 9.0)])
+    >>> fixed_s, sequence_s = fit_line([(1, 3.0), (2, 5.0), (4, 9.0)])
     >>> round(fixed_s, 6), round(sequence_s, 6)
     (1.0, 2.0)
     """
@@ -285,28 +286,28 @@ def line(times: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
 # ------------------------------------------------------------------------------------------------------- out of memory
 
 
-def limits(paths: RunPaths) -> dict[int, int]:
+def read_micro_batch_limits(paths: RunPaths) -> dict[int, int]:
     """Sequences of a micro-batch that each rank which has run out of memory may have at most, by rank."""
     return {int(found["rank"]): int(found["most"]) for found in _limits(paths)}
 
 
-def remember(paths: RunPaths, rank: int, tried: int, device: str = "") -> int:
+def record_out_of_memory(paths: RunPaths, rank: int, tried: int, device: str = "") -> int:
     """Note that `rank` ran out of memory with micro-batches of `tried` sequences; returns its new limit, half of that.
 
-    `device` is the model of the rank's device, since another one may hold more (`forget_others`). Raises OSError.
+    `device` is the model of the rank's device, since another one may hold more (`drop_stale_limits`). Raises OSError.
     """
     assert tried > 1, "less than one sequence cannot be asked for"
-    path = paths.limit(rank)
+    path = paths.memory_limit(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     most = tried // 2
     write_atomic(path, json.dumps({"rank": rank, "most": most, "device": device}))
     return most
 
 
-def after_kernel_kill(paths: RunPaths, rank: int, tried: int, steps: int) -> str | None:
+def record_kernel_kill(paths: RunPaths, rank: int, tried: int, steps: int) -> str | None:
     """Note that the kernel has killed `rank` for want of memory, which ran micro-batches of `tried` sequences (0: none
-    yet) and had done so many `steps` since its start: as `remember`. Returns what to say of it; None where that says
-    nothing of the size of micro-batches, or nothing can be noted."""
+    yet) and had done so many `steps` since its start: as `record_out_of_memory`. Returns what to say of it; None where
+    that says nothing of the size of micro-batches, or nothing can be noted."""
     killed = "killed by the kernel for want of memory, with micro-batches of"
     if tried == 1 and not steps:
         return (
@@ -316,30 +317,30 @@ def after_kernel_kill(paths: RunPaths, rank: int, tried: int, steps: int) -> str
     if tried <= 1:  # with the same it has come through steps: others took the memory, or it had lost some
         return None
     try:
-        most = remember(paths, rank, tried)
+        most = record_out_of_memory(paths, rank, tried)
     except OSError:
         return None
     return f"{killed} {tried} sequences at most; from the next start on it gets {most} at most"
 
 
-def forget_others(paths: RunPaths, models: Sequence[str]) -> None:
+def drop_stale_limits(paths: RunPaths, models: Sequence[str]) -> None:
     """Remove limits of ranks that are gone or that are on a device of another model now; `models` in order of rank."""
     for found in _limits(paths):
         rank = int(found["rank"])
         if rank >= len(models) or found.get("device") not in ("", models[rank]):
-            paths.limit(rank).unlink(missing_ok=True)
+            paths.memory_limit(rank).unlink(missing_ok=True)
 
 
-def lowered(paths: RunPaths) -> Callable[[], bool]:
+def watch_limits(paths: RunPaths) -> Callable[[], bool]:
     """A function that says whether a limit has been lowered since it was made or last asked.
 
     Limits only fall, and not below one sequence, so it says True a bounded number of times.
     """
-    seen = limits(paths)
+    seen = read_micro_batch_limits(paths)
 
     def fell() -> bool:
         nonlocal seen
-        before, seen = seen, limits(paths)
+        before, seen = seen, read_micro_batch_limits(paths)
         return any(most < before.get(rank, UNBOUND) for rank, most in seen.items())
 
     return fell
@@ -347,7 +348,7 @@ def lowered(paths: RunPaths) -> Callable[[], bool]:
 
 def _limits(paths: RunPaths) -> list[dict[str, Any]]:
     found = []
-    for path in sorted(paths.limit(0).parent.glob("rank-*.json")):
+    for path in sorted(paths.memory_limit(0).parent.glob("rank-*.json")):
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):  # one that cannot be read limits nothing: running out of memory writes it anew
@@ -360,15 +361,15 @@ def _limits(paths: RunPaths) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------- reading a file
 
 
-def _device(tree: Any, rank: int) -> Device:
+def _device(tree: Any, rank: int) -> MeasuredDevice:
     where = f"device {rank}"
     if not isinstance(tree, dict):
-        raise ValueError(f"its {where} is {_shown(tree)}, not a table")
+        raise ValueError(f"its {where} is {_shorten(tree)}, not a table")
     if _whole(tree, "rank", where) != rank:
         raise ValueError(f"its devices are not in order of rank: number {rank} has rank {tree['rank']}")
     bandwidth = _item(tree, "host_to_device_bytes_per_s", where)
     carries = tree.get("carries_s_per_byte")  # files of before have none
-    return Device(
+    return MeasuredDevice(
         rank=rank,
         node=_whole(tree, "node", where),
         local_rank=_whole(tree, "local_rank", where),
@@ -383,14 +384,14 @@ def _device(tree: Any, rank: int) -> Device:
     )
 
 
-def _learnt(tree: Any) -> Learnt | None:
+def _calibration(tree: Any) -> Calibration | None:
     if tree is None:
         return None
     where = "what it has learnt"
     if not isinstance(tree, dict):
-        raise ValueError(f"{where} is {_shown(tree)}, not a table")
+        raise ValueError(f"{where} is {_shorten(tree)}, not a table")
     told = {name: _positive(tree, name, where) for name in ("host_s", "update") if tree.get(name) is not None}
-    return Learnt(_text(tree, "run", where), _whole(tree, "steps", where, least=1), **told)
+    return Calibration(_text(tree, "run", where), _whole(tree, "steps", where, least=1), **told)
 
 
 def _times(value: Any, where: str) -> tuple[tuple[int, float], ...]:
@@ -417,25 +418,25 @@ def _item(tree: dict[str, Any], key: str, where: str) -> Any:
 def _whole(tree: dict[str, Any], key: str, where: str, least: int = 0) -> int:
     value = _item(tree, key, where)
     if type(value) is not int or value < least:
-        raise ValueError(f"{key} of {where} is {_shown(value)}, not a whole number from {least}")
+        raise ValueError(f"{key} of {where} is {_shorten(value)}, not a whole number from {least}")
     if value > MOST:
-        raise ValueError(f"{key} of {where} is {_shown(value)}, more than any device has")
+        raise ValueError(f"{key} of {where} is {_shorten(value)}, more than any device has")
     return value
 
 
 def _text(tree: dict[str, Any], key: str, where: str) -> str:
     value = _item(tree, key, where)
     if not isinstance(value, str):
-        raise ValueError(f"{key} of {where} is {_shown(value)}, not a text")
+        raise ValueError(f"{key} of {where} is {_shorten(value)}, not a text")
     return value
 
 
 def _positive(tree: dict[str, Any], key: str, where: str) -> float:
     value = _item(tree, key, where)
     if not _is_number(value) or not value > 0:
-        raise ValueError(f"{key} of {where} is {_shown(value)}, not a number above zero")
+        raise ValueError(f"{key} of {where} is {_shorten(value)}, not a number above zero")
     if not _is_positive(value):
-        raise ValueError(f"{key} of {where} is {_shown(value)}, which nothing that is measured can be")
+        raise ValueError(f"{key} of {where} is {_shorten(value)}, which nothing that is measured can be")
     return float(value)
 
 
@@ -448,7 +449,7 @@ def _is_positive(value: Any) -> bool:
     return _is_number(value) and LEAST <= value <= MOST
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """What a file holds, no longer than a sentence can be."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = SHOWN

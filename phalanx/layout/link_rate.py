@@ -1,4 +1,4 @@
-"""How fast the link is, from what its operations took, and whether that has changed: pure, like `overlap`.
+"""How fast the link is, from what its operations took, and whether that has changed: pure, like `comm_schedule`.
 
 An order of communication stays good while the rate moves a little, and making another one costs a message to all ranks.
 So one odd step changes nothing: only what comes twice in a row, and is farther off than steps differ by themselves.
@@ -10,32 +10,32 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 CHANGE = math.log(1.2)  # a rate that is farther than this from the one in use is another
-MEMORY = 32  # steps whose rates tell how much they differ by themselves
+WINDOW = 32  # steps whose rates tell how much they differ by themselves
 NOISE = 0.03  # the deviation of a logarithm of a step's rate that is assumed until a few steps are known
 FAR = 3.0  # deviations
 
 
 @dataclass(frozen=True)
-class Rates:
+class LinkRate:
     """What is known of the link: bytes per second that the order in use was made for (None: no order was made from a
     measurement yet), and those of the last steps."""
 
     in_use: float | None = None
-    lately: tuple[float, ...] = ()
+    recent: tuple[float, ...] = ()
 
     @property
     def noise(self) -> float:
         """Deviation of the logarithm of a step's rate, from one step to the next, so that a change counts once."""
-        if len(self.lately) < 4:
+        if len(self.recent) < 4:
             return NOISE
-        pairs = zip(self.lately, self.lately[1:], strict=False)
+        pairs = zip(self.recent, self.recent[1:], strict=False)
         # The median of the distance of two normal draws is 0.954 deviations.
         return max(NOISE, statistics.median(abs(math.log(after / before)) for before, after in pairs) / 0.954)
 
     @property
-    def now(self) -> float:
+    def estimate(self) -> float:
         """The rate to make an order for. At least one step must be known."""
-        *_, before, last = (self.lately[-1], *self.lately)
+        *_, before, last = (self.recent[-1], *self.recent)
         # The link may have changed within the step before: then only the last one is sure.
         return math.sqrt(before * last) if abs(math.log(before / last)) <= FAR * self.noise else last
 
@@ -55,24 +55,25 @@ def step_rate(moved: Iterable[tuple[float, float]]) -> float | None:
     return None
 
 
-def observe(rates: Rates, rate: float | None) -> Rates:
+def observe_rate(rates: LinkRate, rate: float | None) -> LinkRate:
     """With another step's rate taken in, if it has one."""
     if rate is None or not 0 < rate < math.inf:
         return rates
-    return replace(rates, lately=(*rates.lately, rate)[-MEMORY:])
+    return replace(rates, recent=(*rates.recent, rate)[-WINDOW:])
 
 
-def changed(rates: Rates) -> bool:
-    """Whether the link is another than the order was made for; then make one for `now`, and say so with `remade`."""
-    if len(rates.lately) < 2:
+def is_outdated(rates: LinkRate) -> bool:
+    """Whether the link is another than the order was made for; then make one for `estimate`, and say so with
+    `adopt_estimate`."""
+    if len(rates.recent) < 2:
         return False
     if rates.in_use is None:
         return True
-    off = [math.log(rate / rates.in_use) for rate in rates.lately[-2:]]
+    off = [math.log(rate / rates.in_use) for rate in rates.recent[-2:]]
     limit = max(CHANGE, FAR * rates.noise)
     return min(off) > limit or max(off) < -limit
 
 
-def remade(rates: Rates) -> Rates:
-    """With an order in use that was made for `now`."""
-    return replace(rates, in_use=rates.now)
+def adopt_estimate(rates: LinkRate) -> LinkRate:
+    """With an order in use that was made for `estimate`."""
+    return replace(rates, in_use=rates.estimate)

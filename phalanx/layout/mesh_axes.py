@@ -12,7 +12,7 @@ from phalanx.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshCoordinates:
     """Where a rank stands: its stage of the pipeline, its copy of the model, its slice of the layers."""
 
     pipe: int
@@ -21,47 +21,48 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Axes:
+class MeshAxes:
     """Degrees of model parallelism: `tensor` ranks share each layer, `pipeline` ranks follow one another."""
 
     tensor: int = 1
     pipeline: int = 1
 
     @property
-    def model(self) -> int:
+    def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model together."""
         return self.tensor * self.pipeline
 
-    def data(self, world: int) -> int:
+    def data_parallel_size(self, world: int) -> int:
         """Copies of the model on `world` ranks. Raises ConfigError where they do not come out even."""
-        if world % self.model:
+        if world % self.model_parallel_size:
             what = " x ".join(
                 f"parallel.{name}={degree}"
                 for name, degree in (("tensor", self.tensor), ("pipeline", self.pipeline))
                 if degree > 1
             )
             raise ConfigError(
-                f"{world} rank{'s' * (world != 1)} cannot hold copies of a model on {self.model} ranks each ({what}); "
-                f"start a multiple of {self.model} ranks, or choose degrees whose product divides {world}"
+                f"{world} rank{'s' * (world != 1)} cannot hold copies of a model on {self.model_parallel_size} ranks "
+                f"each ({what}); start a multiple of {self.model_parallel_size} ranks, or choose degrees whose product "
+                f"divides {world}"
             )
-        return world // self.model
+        return world // self.model_parallel_size
 
-    def place(self, rank: int, world: int) -> Place:
+    def coordinates(self, rank: int, world: int) -> MeshCoordinates:
         """Where `rank` of `world` stands."""
         beyond, tensor = divmod(rank, self.tensor)
-        pipe, data = divmod(beyond, self.data(world))
-        return Place(pipe, data, tensor)
+        pipe, data = divmod(beyond, self.data_parallel_size(world))
+        return MeshCoordinates(pipe, data, tensor)
 
-    def rank(self, place: Place, world: int) -> int:
+    def rank_at(self, place: MeshCoordinates, world: int) -> int:
         """Who stands there."""
-        return (place.pipe * self.data(world) + place.data) * self.tensor + place.tensor
+        return (place.pipe * self.data_parallel_size(world) + place.data) * self.tensor + place.tensor
 
     def groups(self, axis: str, world: int) -> Iterator[tuple[int, ...]]:
         """All groups of ranks that differ along one axis alone ("data", "tensor" or "pipe"), or in both of the model's
         ("model"), each in order of rank: every rank is in one of them."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(world):
-            place = self.place(rank, world)
+            place = self.coordinates(rank, world)
             alike = {
                 "data": (place.pipe, place.tensor),
                 "tensor": (place.pipe, place.data),
@@ -72,4 +73,4 @@ class Axes:
         yield from (tuple(ranks) for ranks in members.values())
 
 
-ALONE = Axes()  # every rank holds a whole copy
+ALONE = MeshAxes()  # every rank holds a whole copy

@@ -8,9 +8,9 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "bert")
 # each token; one for the whole.
 OBJECTIVES = ("language", "masked", "masked-next", "tags", "classes")
 ROPE_RULES = ("linear", "dynamic", "yarn", "llama3")
-MASKED_SHARE = 0.15  # of the tokens that are predicted, of those of a sequence: BERT's own (Devlin et al. 2018)
-MOST_LAYERS = 10_000  # beyond any model: a slip of the pen must not cost minutes of counting
-MOST_ELEMENTS = 2**59  # of one tensor: its bytes are counted in 64 bits, and torch allocates none of more
+MASKED_FRACTION = 0.15  # of the tokens that are predicted, of those of a sequence: BERT's own (Devlin et al. 2018)
+MAX_LAYERS = 10_000  # beyond any model: a slip of the pen must not cost minutes of counting
+MAX_ELEMENTS = 2**59  # of one tensor: its bytes are counted in 64 bits, and torch allocates none of more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,10 +227,10 @@ def _bert_flops(spec: ModelSpec, seq_len: int) -> int:
     for name, shape in shapes.items():
         if name.startswith("head.") and len(shape) == 2:
             pooled = name.startswith(("head.pooler", "head.next")) or spec.objective == "classes"
-            each = MASKED_SHARE if name.startswith("head.transform") else 1.0
+            each = MASKED_FRACTION if name.startswith("head.transform") else 1.0
             flops += 6.0 * math.prod(shape) * (1.0 / seq_len if pooled else each)
     if spec.objective.startswith("masked"):
-        flops += 6.0 * MASKED_SHARE * spec.vocab_size * spec.hidden  # the embedding, as the head's last matrix
+        flops += 6.0 * MASKED_FRACTION * spec.vocab_size * spec.hidden  # the embedding, as the head's last matrix
     return int(flops)
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from phalanx.layout.model_shape import (
     ARCHITECTURES,
-    MOST_ELEMENTS,
-    MOST_LAYERS,
+    MAX_ELEMENTS,
+    MAX_LAYERS,
     ROPE_RULES,
     ModelSpec,
     RopeScaling,
@@ -14,7 +14,7 @@ from phalanx.layout.model_shape import (
 )
 
 
-def problems(spec: ModelSpec) -> list[str]:
+def find_shape_problems(spec: ModelSpec) -> list[str]:
     """Every reason why no model of this shape can exist, each a sentence naming configuration keys; empty if fine."""
     found = []
     if spec.architecture not in ARCHITECTURES:
@@ -30,8 +30,8 @@ def problems(spec: ModelSpec) -> list[str]:
         if not (value > 0 and math.isfinite(value)):
             found.append(f"model.{name} is {value}, but it must be a finite number above 0; set a positive one.")
     found += _window_problems(spec) + _objective_problems(spec)
-    if spec.layers > MOST_LAYERS:
-        found.append(f"model.layers is {spec.layers}, more than any model has ({MOST_LAYERS}); lower it.")
+    if spec.layers > MAX_LAYERS:
+        found.append(f"model.layers is {spec.layers}, more than any model has ({MAX_LAYERS}); lower it.")
     if not not_positive:
         found += _head_problems(spec) + _size_problems(spec)
     for name in ("dropout", "attention_dropout"):
@@ -106,12 +106,12 @@ def _head_problems(spec: ModelSpec) -> list[str]:
 def _size_problems(spec: ModelSpec) -> list[str]:
     shapes = parameter_shapes(replace(spec, layers=1))
     name, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))
-    if math.prod(shape) > MOST_ELEMENTS:
+    if math.prod(shape) > MAX_ELEMENTS:
         return [
             f"the shapes make {name.replace('layers.0.', '')} a matrix of {' x '.join(map(str, shape))}, more elements "
             "than a tensor can have; lower model.hidden, model.intermediate, model.heads or model.vocab_size."
         ]
-    if spec.lora is not None and spec.lora.rank * max(max(shape) for shape in shapes.values()) > MOST_ELEMENTS:
+    if spec.lora is not None and spec.lora.rank * max(max(shape) for shape in shapes.values()) > MAX_ELEMENTS:
         return [f"model.lora.rank is {spec.lora.rank}, more than any matrix can have; lower it."]
     return []
 

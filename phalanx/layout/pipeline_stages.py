@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout import balance
-from phalanx.layout.balance import Line
+from phalanx.layout.balance import CostLine
 from phalanx.layout.model_shape import ModelSpec, parameter_shapes
 
-HELD = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}  # schedule -> stages of a rank
-FOLDED = ("zero_bubble",)  # the stages go down the ranks and back up: the first rank has the first and the last
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}  # schedule -> stages of a rank
+V_SHAPED = ("zero_bubble",)  # the stages go down the ranks and back up: the first rank has the first and the last
 
 # F forward; B backward; I backward to the stage's input alone; W to its weights alone.
 Kind = Literal["F", "B", "I", "W"]
@@ -46,7 +46,7 @@ class Result(NamedTuple):
     micro_batch: int
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """An action with the seconds of its beginning and end."""
 
     action: Action
@@ -61,16 +61,16 @@ class Move(NamedTuple):
     action: Action
 
 
-Orders = Sequence[Sequence[Action]]  # by rank
+ActionsByRank = Sequence[Sequence[Action]]  # by rank
 
 
 @dataclass(frozen=True)
-class Stages:
+class PipelineStages:
     """The layers of each stage, in order, on `ranks` ranks."""
 
     layers: tuple[range, ...]
     ranks: int
-    folded: bool = False
+    v_shaped: bool = False
 
     @property
     def last(self) -> int:
@@ -79,13 +79,13 @@ class Stages:
 
     def owner(self, stage: int) -> int:
         """The rank of the pipeline that holds a stage."""
-        return min(stage, 2 * self.ranks - 1 - stage) if self.folded else stage % self.ranks
+        return min(stage, 2 * self.ranks - 1 - stage) if self.v_shaped else stage % self.ranks
 
-    def of(self, rank: int) -> tuple[int, ...]:
+    def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds."""
         return tuple(stage for stage in range(len(self.layers)) if self.owner(stage) == rank)
 
-    def goes_to(self, result: Result) -> int | None:
+    def receiver_of(self, result: Result) -> int | None:
         """The rank that needs a result; None: no stage does."""
         stage = result.stage + (1 if result.kind == "F" else -1)
         return self.owner(stage) if 0 <= stage <= self.last else None
@@ -101,41 +101,43 @@ def head_worth(spec: ModelSpec) -> float:
     return spec.vocab_size * spec.hidden / block
 
 
-def divide(
+def divide_layers(
     layers: int, ranks: int, schedule: str, *, speeds: Sequence[float] | None = None, head: float = 0.0
-) -> Stages:
+) -> PipelineStages:
     """Stages whose slowest rank is the fastest possible, each with a layer at least.
 
     `speeds` of the ranks (None: all alike); `head`: layers that the head takes as long as. Raises ConfigError where
     there are too few layers.
     """
-    _refuse(problems(layers, ranks, schedule))
-    count, folded = HELD[schedule], schedule in FOLDED
-    shape = Stages((range(0),) * (ranks * count), ranks, folded)
+    _refuse(find_stage_problems(layers, ranks, schedule))
+    count, folded = STAGES_PER_RANK[schedule], schedule in V_SHAPED
+    shape = PipelineStages((range(0),) * (ranks * count), ranks, folded)
     extra = [head if stage == shape.last else 0.0 for stage in range(shape.last + 1)]
     pace = [1.0 / speed for speed in speeds or [1.0] * ranks]
     room = layers - ranks * count  # each stage has one already
     lines = [
-        Line((count + sum(extra[stage] for stage in shape.of(rank))) * pace[rank], pace[rank], room)
+        CostLine((count + sum(extra[stage] for stage in shape.stages_of(rank))) * pace[rank], pace[rank], room)
         for rank in range(ranks)
     ]
     numbers = [1] * (ranks * count)
-    for rank, more in enumerate(balance.split(room, lines)):
-        mine = shape.of(rank)
-        for stage, some in zip(mine, balance.split(more, [Line(extra[each], 1.0, more) for each in mine]), strict=True):
+    for rank, more in enumerate(balance.split_by_cost(room, lines)):
+        mine = shape.stages_of(rank)
+        for stage, some in zip(
+            mine, balance.split_by_cost(more, [CostLine(extra[each], 1.0, more) for each in mine]), strict=True
+        ):
             numbers[stage] += some
     return _placed(numbers, ranks, folded)
 
 
-def listed(layers: int, ranks: int, schedule: str, numbers: Sequence[int]) -> Stages:
+def stages_from_counts(layers: int, ranks: int, schedule: str, numbers: Sequence[int]) -> PipelineStages:
     """Stages of so many layers each. Raises ConfigError where these are not the model's."""
-    _refuse(problems(layers, ranks, schedule, numbers))
-    return _placed(numbers, ranks, schedule in FOLDED)
+    _refuse(find_stage_problems(layers, ranks, schedule, numbers))
+    return _placed(numbers, ranks, schedule in V_SHAPED)
 
 
-def _placed(numbers: Sequence[int], ranks: int, folded: bool) -> Stages:
+def _placed(numbers: Sequence[int], ranks: int, folded: bool) -> PipelineStages:
     starts = [sum(numbers[:stage]) for stage in range(len(numbers))]
-    return Stages(tuple(range(a, a + n) for a, n in zip(starts, numbers, strict=True)), ranks, folded)
+    return PipelineStages(tuple(range(a, a + n) for a, n in zip(starts, numbers, strict=True)), ranks, folded)
 
 
 def _refuse(found: Sequence[str]) -> None:
@@ -143,7 +145,7 @@ def _refuse(found: Sequence[str]) -> None:
         raise ConfigError(found[0])
 
 
-def problems(
+def find_stage_problems(
     layers: int,
     ranks: int,
     schedule: str,
@@ -152,20 +154,22 @@ def problems(
     activations: str = "none",
     compiled: bool = False,
 ) -> list[str]:
-    """What cannot be done, a sentence each. `numbers`: parallel.stages, None if that is auto; `activations`:
+    """What cannot be done, a sentence each. `numbers`: parallel.layers_per_stage, None if that is auto; `activations`:
     memory.activations; `compiled`: train.compile."""
     found = []
-    stages = ranks * HELD[schedule]
-    each = f"parallel.pipeline {ranks}" + (f" with schedule {schedule}" if HELD[schedule] > 1 else "")
+    stages = ranks * STAGES_PER_RANK[schedule]
+    each = f"parallel.pipeline {ranks}" + (f" with schedule {schedule}" if STAGES_PER_RANK[schedule] > 1 else "")
     if numbers is not None and len(numbers) != stages:
-        found.append(f"parallel.stages has {len(numbers)} numbers, but {each} makes {stages} stages; give one for each")
+        found.append(
+            f"parallel.layers_per_stage has {len(numbers)} numbers, but {each} makes {stages} stages; give one for each"
+        )
     elif numbers is not None and (sum(numbers) != layers or min(numbers) < 1):
         found.append(
-            f"parallel.stages gives the stages {sum(numbers)} layers together, but the model has {layers}; give each "
-            "stage one at least, and all of them together"
+            f"parallel.layers_per_stage gives the stages {sum(numbers)} layers together, but the model has {layers}; "
+            "give each stage one at least, and all of them together"
         )
     elif layers < stages:
-        instead = f"set parallel.pipeline={layers // HELD[schedule]} at most"
+        instead = f"set parallel.pipeline={layers // STAGES_PER_RANK[schedule]} at most"
         if layers >= ranks:
             instead = "set parallel.schedule=1f1b, which needs half as many"
         found.append(f"{each} makes {stages} stages, and each needs a layer, but the model has {layers}; {instead}")
@@ -191,12 +195,12 @@ def problems(
 # ----------------------------------------------------------------------------------------------------- what orders take
 
 
-def simulate(
-    orders: Orders, stages: Stages, seconds: Callable[[Action], float], hop_s: float = 0.0
-) -> list[list[Span]]:
+def simulate_schedule(
+    orders: ActionsByRank, stages: PipelineStages, seconds: Callable[[Action], float], hop_s: float = 0.0
+) -> list[list[ActionSpan]]:
     """When each rank does what, if a result takes `hop_s` from rank to rank; ValueError if they wait for ever."""
     made: dict[tuple[str, int, int], float] = {}
-    spans: list[list[Span]] = [[] for _ in orders]
+    spans: list[list[ActionSpan]] = [[] for _ in orders]
     left = [deque(order) for order in orders]
     free, moved = [0.0] * len(orders), True
     while moved:
@@ -207,14 +211,16 @@ def simulate(
                 start = max(free[rank], ready)
                 free[rank] = start + seconds(action)
                 made["W" if action.kind == "W" else action.result.kind, action.stage, action.micro_batch] = free[rank]
-                spans[rank].append(Span(action, start, free[rank]))
+                spans[rank].append(ActionSpan(action, start, free[rank]))
                 moved = True
     if any(left):
         raise ValueError(f"these orders wait for each other: {[order[0] for order in left if order]}")
     return spans
 
 
-def _ready(action: Action, made: dict[tuple[str, int, int], float], stages: Stages, hop_s: float) -> float | None:
+def _ready(
+    action: Action, made: dict[tuple[str, int, int], float], stages: PipelineStages, hop_s: float
+) -> float | None:
     """When an action may begin; None: what it needs is not made yet."""
     kind, stage, number = action
     needs: list[tuple[str, int, int]] = []
@@ -233,44 +239,44 @@ def _ready(action: Action, made: dict[tuple[str, int, int], float], stages: Stag
     return found
 
 
-def step_s(spans: Sequence[Sequence[Span]]) -> float:
+def step_s(spans: Sequence[Sequence[ActionSpan]]) -> float:
     """Seconds that all of it takes."""
     return max(span.stop for mine in spans for span in mine)
 
 
-def bubble(spans: Sequence[Sequence[Span]]) -> float:
+def bubble_fraction(spans: Sequence[Sequence[ActionSpan]]) -> float:
     """The part of the ranks' time in which they wait."""
     busy = sum(span.stop - span.start for mine in spans for span in mine)
     return 1.0 - busy / (len(spans) * step_s(spans))
 
 
-def bubble_of(ranks: int, micro_batches: int, held: int = 1) -> float:
+def ideal_bubble_fraction(ranks: int, micro_batches: int, held: int = 1) -> float:
     """The same by formula, where stages are alike and nothing is split: p - 1 slots of v m + p - 1."""
     return (ranks - 1) / (held * micro_batches + ranks - 1)
 
 
-USUAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what actions take, in proportion
+TYPICAL_COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what actions take, in proportion
 
 
-def moves(orders: Orders, stages: Stages, ahead: int = 0) -> list[list[Move]]:
+def plan_moves(orders: ActionsByRank, stages: PipelineStages, ahead: int = 0) -> list[list[Move]]:
     """What each rank does, with sends and receives between its actions.
 
     Any two ranks send and receive the same results in the same order, that of a simulated time: nobody waits for a
     result that is to be sent behind one that is waited for. A rank is ready to receive `ahead` actions earlier than
     that; then the two directions are not in the same order any more, which the link must allow.
     """
-    spans = simulate(orders, stages, lambda action: USUAL[action.kind])
+    spans = simulate_schedule(orders, stages, lambda action: TYPICAL_COST[action.kind])
     found: list[list[tuple[tuple[float, int, float, Action], Move]]] = [[] for _ in orders]
     starts = [[span.start for span in mine] for mine in spans]
 
-    def put(rank: int, kind: Literal["send", "receive"], span: Span, early: int) -> None:
+    def put(rank: int, kind: Literal["send", "receive"], span: ActionSpan, early: int) -> None:
         before = bisect.bisect_left(starts[rank], span.stop)  # actions that have begun by then
         found[rank].append(((max(0, before - early), 0, span.stop, span.action), Move(kind, span.action)))
 
     for rank, mine in enumerate(spans):
         for number, span in enumerate(mine):
             found[rank].append(((number, 1, 0.0, span.action), Move("do", span.action)))
-            other = stages.goes_to(span.action.result) if span.action.kind != "W" else None
+            other = stages.receiver_of(span.action.result) if span.action.kind != "W" else None
             if other is not None and other != rank:
                 put(rank, "send", span, 0)
                 put(other, "receive", span, ahead)

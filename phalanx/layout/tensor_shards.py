@@ -1,7 +1,7 @@
 """Which part of each parameter a tensor-parallel rank holds, and where its elements lie in the whole. Pure: no torch.
 
-What is cut how is said by a dict beside the model (`models.llama.TENSOR`), from a module within a block, or outside of
-them, to one of KINDS. Source: Shoeybi et al., "Megatron-LM", 2019.
+What is cut how is said by a dict beside the model (`models.llama.TENSOR_PLAN`), from a module within a block, or
+outside of them, to one of KINDS. Source: Shoeybi et al., "Megatron-LM", 2019.
 """
 
 import math
@@ -13,12 +13,12 @@ from phalanx.layout.model_shape import ModelSpec
 
 # How the matrix (out, in) of a module is cut: by outputs; by outputs that are key and value heads, of which there may
 # be fewer than ranks; by inputs; by rows of the vocabulary, in ranges that may be unequal.
-KINDS = ("column", "column_kv", "row", "vocabulary")
+CUT_KINDS = ("column", "column_kv", "row", "vocabulary")
 _BLOCK = re.compile(r"^(?:.*\.)?layers\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Slice:
+class TensorShard:
     """[start, stop) along `dim`, the first or the last, of a parameter of the whole `shape`.
 
     `copies` ranks of the tensor axis hold just this, neighbours; `first` says whether this one is the first of them.
@@ -36,7 +36,7 @@ class Slice:
         assert 0 <= self.start <= self.stop <= self.shape[self.dim], self
 
     @property
-    def local(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """The shape of the part."""
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
 
@@ -62,28 +62,28 @@ class Slice:
             start += count
 
 
-def kind_of(module: str, kinds: Mapping[str, str]) -> str | None:
+def find_cut_kind(module: str, kinds: Mapping[str, str]) -> str | None:
     """How the matrix of `module` is cut; None where each rank holds all of it."""
     return kinds.get(_BLOCK.sub("", module))
 
 
-def slices(
+def plan_tensor_shards(
     shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str], kv_heads: int, size: int, rank: int
-) -> dict[str, Slice]:
+) -> dict[str, TensorShard]:
     """The slice of each parameter that rank number `rank` of `size` holds; what is not named it holds whole.
 
-    `shapes` are those of whole parameters, by name. That all of it divides is what `problems` says.
+    `shapes` are those of whole parameters, by name. That all of it divides is what `find_tensor_problems` says.
     """
     found = {}
     for name, shape in shapes.items():
-        kind = kind_of(name.rpartition(".")[0], kinds)
+        kind = find_cut_kind(name.rpartition(".")[0], kinds)
         if kind is None or (kind == "row" and len(shape) < 2):  # the bias of a sum over ranks is added once, by each
             continue
         found[name] = _cut(shape, kind, kv_heads, size, rank)
     return found
 
 
-def _cut(shape: tuple[int, ...], kind: str, kv_heads: int, size: int, rank: int) -> Slice:
+def _cut(shape: tuple[int, ...], kind: str, kv_heads: int, size: int, rank: int) -> TensorShard:
     dim = len(shape) - 1 if kind == "row" else 0
     length, copies, among, place = shape[dim], 1, size, rank
     if kind == "column_kv" and kv_heads < size:
@@ -92,28 +92,32 @@ def _cut(shape: tuple[int, ...], kind: str, kv_heads: int, size: int, rank: int)
         among, place = kv_heads, rank // copies
     assert kind == "vocabulary" or length % among == 0, (shape, kind, among)
     start, stop = length * place // among, length * (place + 1) // among
-    return Slice(shape, dim, start, stop, copies, rank % copies == 0)
+    return TensorShard(shape, dim, start, stop, copies, rank % copies == 0)
 
 
-def whole_shapes(shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, Slice]) -> dict[str, tuple[int, ...]]:
+def whole_shapes(
+    shapes: Mapping[str, tuple[int, ...]], shards: Mapping[str, TensorShard]
+) -> dict[str, tuple[int, ...]]:
     """The shapes of whole parameters, from those of the parts."""
-    return {name: slices[name].shape if name in slices else tuple(shape) for name, shape in shapes.items()}
+    return {name: shards[name].shape if name in shards else tuple(shape) for name, shape in shapes.items()}
 
 
-def copies_of(names: Mapping[str, object], slices: Mapping[str, Slice], size: int) -> dict[str, int]:
+def count_copies(names: Mapping[str, object], shards: Mapping[str, TensorShard], size: int) -> dict[str, int]:
     """How many of the `size` ranks of the tensor axis hold just what this one holds of each parameter."""
-    return {name: slices[name].copies if name in slices else size for name in names}
+    return {name: shards[name].copies if name in shards else size for name in names}
 
 
-def problems(spec: ModelSpec, tensor: int, seq_len: int, sequence: bool, own_code: bool = False) -> list[str]:
+def find_tensor_problems(
+    spec: ModelSpec, tensor: int, seq_len: int, sequence: bool, custom_code: bool = False
+) -> list[str]:
     """Why a model cannot be cut over `tensor` ranks, a sentence each; `sequence`: activations between blocks, too.
 
-    `own_code`: its class is a user's own.
+    `custom_code`: its class is a user's own.
     """
     if tensor == 1:
         return []
     set_ = f"parallel.tensor={tensor}"
-    if own_code:
+    if custom_code:
         return [f"{set_} cuts the built-in LLaMA family, and model.code is a model of your own; set parallel.tensor=1"]
     if spec.bidirectional:
         return [f"{set_} cuts the LLaMA family, and model.architecture is {spec.architecture}; set parallel.tensor=1"]
@@ -138,7 +142,8 @@ def problems(spec: ModelSpec, tensor: int, seq_len: int, sequence: bool, own_cod
         found.append(f"{set_} leaves ranks without a row of the vocabulary of {spec.vocab_size}; set fewer ranks")
     if sequence and seq_len % tensor:
         found.append(
-            f"parallel.sequence cuts sequences into {tensor} parts (parallel.tensor), and data.seq_len={seq_len} does "
-            f"not divide; set data.seq_len to a multiple of {tensor}, or parallel.sequence=false"
+            f"parallel.sequence_parallel cuts sequences into {tensor} parts (parallel.tensor), and "
+            f"data.seq_len={seq_len} does not divide; set data.seq_len to a multiple of {tensor}, or "
+            "parallel.sequence_parallel=false"
         )
     return found

@@ -1,7 +1,8 @@
 """Causal attention: whole rows, a sliding window, several documents in one row, and both; one function for all.
 
-What is meant is said by `masked`, with a mask of every pair of positions. Where there is no kernel that skips what the
-mask hides, the others walk through documents and bands of the window, so that no work is done for pairs far apart.
+What is meant is said by `reference_attention`, with a mask of every pair of positions. Where there is no kernel that
+skips what the mask hides, the others walk through documents and bands of the window, so that no work is done for pairs
+far apart.
 """
 
 import functools
@@ -39,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, seg
         assert window is not None
         return _banded(q, k, v, window)
     if torch.compiler.is_compiling() or segments.is_meta:  # no walk along offsets that are not known yet
-        return masked(q, k, v, window, segments)
+        return reference_attention(q, k, v, window, segments)
     return _by_document(q, k, v, window, segments)
 
 
@@ -166,7 +167,7 @@ def _runs(offsets: list[int]) -> Iterator[tuple[int, int]]:
         yield len(list(group)), size
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: Tensor | None) -> Tensor:
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: Tensor | None) -> Tensor:
     """What `attention` means, with a mask of all pairs: bool (B, 1, S, S)."""
     batch, _, length, _ = q.shape
     positions = torch.arange(length, device=q.device)

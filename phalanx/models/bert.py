@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.counter_rng import Draws
-from phalanx.models.layers import IGNORED, Embedding, cross_entropy_sum
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.layers import IGNORE_INDEX, Embedding, cross_entropy_sum
 from phalanx.models.model import Architecture
 
 # Our name -> the name in a Hugging Face folder; {i} is the layer. `_both` adds the weight and the bias of each.
@@ -42,7 +42,7 @@ HF_NAMES: dict[str, str] = {
     "head.bias": "cls.predictions.bias",
 } | {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in _PARTS.items() for kind in ("weight", "bias")}
 
-PLACES = 3  # of dropout in a block: attention's probabilities, and the outputs of its two halves
+DROPOUT_SITES_PER_BLOCK = 3  # of dropout in a block: attention's probabilities, and the outputs of its two halves
 
 
 class LayerNorm(nn.LayerNorm):
@@ -55,7 +55,7 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(input.to(wide), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
 
 
-class Embed(nn.Module):
+class BertEmbeddings(nn.Module):
     """Words, positions and kinds of segment, added up and normalised."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -72,7 +72,7 @@ class Embed(nn.Module):
         return self.norm(x)
 
 
-class Attention(nn.Module):
+class BertAttention(nn.Module):
     """Self-attention of all positions to all that are not padding."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -80,33 +80,33 @@ class Attention(nn.Module):
         self.head_dim, self.dropout = spec.head_dim, spec.attention_dropout
         self.q, self.k, self.v, self.o = (nn.Linear(spec.hidden, spec.hidden) for _ in range(4))
 
-    def forward(self, x: Tensor, seen: Tensor | None, draws: Draws | None, place: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, draws: CounterRNG | None, site: Tensor | None) -> Tensor:
         """x (B, S, D), seen bool (B, 1, 1, S) or None for all -> (B, S, D)."""
         q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        if draws is None or place is None or self.dropout == 0.0:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        if draws is None or site is None or self.dropout == 0.0:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
-            mixed = dropped_attention(q, k, v, seen, draws, place, self.dropout)
+            mixed = attention_with_dropout(q, k, v, mask, draws, site, self.dropout)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
 
-def dropped_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, draws: Draws, place: Tensor, p: float
+def attention_with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, draws: CounterRNG, site: Tensor, p: float
 ) -> Tensor:
     """Attention with dropout of its probabilities, which are all held: q, k, v (B, heads, S, head_dim) -> the same.
 
     A draw depends on the sample, both positions and the head, not on how far other samples are padded.
     """
     scores = (q @ k.transpose(2, 3)) * (1.0 / math.sqrt(q.shape[3]))
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
     probabilities = torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     rows = probabilities.permute(0, 2, 3, 1)  # (B, S, S, heads): a position's channels are the others, head by head
-    kept = draws.dropout(rows.flatten(2), place, p).view(rows.shape).permute(0, 3, 1, 2)
+    kept = draws.dropout(rows.flatten(2), site, p).view(rows.shape).permute(0, 3, 1, 2)
     return kept @ v
 
 
-class MLP(nn.Module):
+class BertMLP(nn.Module):
     """down(gelu(up(x))), with the exact error function."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -119,30 +119,30 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Block(nn.Module):
+class BertBlock(nn.Module):
     """Attention and MLP, each beside a residual and before a norm."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.dropout = spec.dropout
-        self.attention = Attention(spec)
+        self.attention = BertAttention(spec)
         self.attention_norm = LayerNorm(spec.hidden, spec.norm_eps)
-        self.mlp = MLP(spec)
+        self.mlp = BertMLP(spec)
         self.mlp_norm = LayerNorm(spec.hidden, spec.norm_eps)
 
     def forward(
-        self, x: Tensor, seen: Tensor | None = None, draws: Draws | None = None, place: Tensor | None = None
+        self, x: Tensor, mask: Tensor | None = None, draws: CounterRNG | None = None, site: Tensor | None = None
     ) -> Tensor:
-        """x (B, S, D) -> (B, S, D). With `draws`, `place` is the 0-dim number of this block's first dropout."""
-        if draws is None or place is None:
-            x = self.attention_norm(x + self.attention(x, seen, None, None))
+        """x (B, S, D) -> (B, S, D). With `draws`, `site` is the 0-dim number of this block's first dropout."""
+        if draws is None or site is None:
+            x = self.attention_norm(x + self.attention(x, mask, None, None))
             return self.mlp_norm(x + self.mlp(x))
-        mixed = draws.dropout(self.attention(x, seen, draws, place), place + 1, self.dropout)
+        mixed = draws.dropout(self.attention(x, mask, draws, site), site + 1, self.dropout)
         x = self.attention_norm(x + mixed)
-        return self.mlp_norm(x + draws.dropout(self.mlp(x), place + 2, self.dropout))
+        return self.mlp_norm(x + draws.dropout(self.mlp(x), site + 2, self.dropout))
 
 
-class MaskedHead(nn.Module):
+class BertPretrainingHead(nn.Module):
     """Masked tokens from the vectors at their places, and whether the second segment follows the first.
 
     The last matrix is the embedding's, which it is handed. `cross_entropy_sum` is an attribute so that another
@@ -184,21 +184,21 @@ class MaskedHead(nn.Module):
         return loss, _loss_sum(follows, next_labels)
 
 
-class LabelHead(nn.Module):
+class BertLabelHead(nn.Module):
     """A label for each token, or through the pooler one for each sequence."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.dropout, self.place = spec.dropout, PLACES * spec.layers + 1
+        self.dropout, self.site = spec.dropout, DROPOUT_SITES_PER_BLOCK * spec.layers + 1
         self.pooler = nn.Linear(spec.hidden, spec.hidden) if spec.objective == "classes" else None
         self.classifier = nn.Linear(spec.hidden, len(spec.labels))
 
-    def forward(self, hidden: Tensor, labels: Tensor | None, draws: Draws | None) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor | None, draws: CounterRNG | None) -> Tensor:
         """hidden (B, S, D) -> logits (B, S, C), with a pooler (B, C); or with `labels` (B, S) or (B,), -100 ignored,
         the sum of the losses."""
         x = hidden if self.pooler is None else torch.tanh(self.pooler(hidden[:, :1]))
         if draws is not None:
-            x = draws.dropout(x, self.place, self.dropout)
+            x = draws.dropout(x, self.site, self.dropout)
         logits = self.classifier(x if self.pooler is None else x[:, 0])
         return logits if labels is None else _loss_sum(logits, labels)
 
@@ -206,7 +206,7 @@ class LabelHead(nn.Module):
 def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of cross-entropies over the labels that count, in float32 or better; exactly 0 where none does."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 class Bert(Architecture):
@@ -222,17 +222,25 @@ class Bert(Architecture):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
-        self.embed = Embed(spec)
-        self.layers = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.embed = BertEmbeddings(spec)
+        self.layers = nn.ModuleList(BertBlock(spec) for _ in range(spec.layers))
         self.masks = spec.objective in ("masked", "masked-next")
-        self.head: MaskedHead | LabelHead = MaskedHead(spec) if self.masks else LabelHead(spec)
+        self.head: BertPretrainingHead | BertLabelHead = (
+            BertPretrainingHead(spec) if self.masks else BertLabelHead(spec)
+        )
 
-    def encode(self, tokens: Tensor, segments: Tensor | None, lengths: Tensor | None, draws: Draws | None) -> Tensor:
+    def encode(
+        self, tokens: Tensor, segments: Tensor | None, lengths: Tensor | None, draws: CounterRNG | None
+    ) -> Tensor:
         """The vectors of all positions: tokens (B, S) int64 -> (B, S, D)."""
         p = self.spec.dropout
         draws = draws if p > 0.0 or self.spec.attention_dropout > 0.0 else None
         # Places of dropout are numbers in a tensor, so that one compiled block serves all layers.
-        places = torch.arange(PLACES * len(self.layers) + 1, device=tokens.device) if draws is not None else None
+        places = (
+            torch.arange(DROPOUT_SITES_PER_BLOCK * len(self.layers) + 1, device=tokens.device)
+            if draws is not None
+            else None
+        )
         seen = None
         if lengths is not None:
             seen = (torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None])[:, None, None]
@@ -240,14 +248,14 @@ class Bert(Architecture):
         if draws is not None:
             x = draws.dropout(x, 0, p)
         for index, block in enumerate(self.layers):
-            x = block(x, seen, draws, None if places is None else places[PLACES * index + 1])
+            x = block(x, seen, draws, None if places is None else places[DROPOUT_SITES_PER_BLOCK * index + 1])
         return x
 
     def forward(
         self,
         tokens: Tensor,
         labels: Tensor | None = None,
-        draws: Draws | None = None,
+        draws: CounterRNG | None = None,
         segments: Tensor | None = None,
         lengths: Tensor | None = None,
         places: Tensor | None = None,
@@ -260,7 +268,7 @@ class Bert(Architecture):
         whatever `training` says.
         """
         hidden = self.encode(tokens, segments, lengths, draws)
-        if isinstance(self.head, LabelHead):
+        if isinstance(self.head, BertLabelHead):
             return self.head(hidden, labels, draws)
         return self.head(hidden, self.embed.words.weight, places, labels, next_labels)
 
@@ -282,7 +290,7 @@ class Bert(Architecture):
         return [name for name in dict.fromkeys([*names[1:], *old]) if name != theirs]
 
     @staticmethod
-    def unused_hf_name(theirs: str) -> bool:
+    def ignores_hf_name(theirs: str) -> bool:
         """Whether a tensor of a folder is none that a model of this kind lacks: a head for something else, the decoder,
         which is the embedding, and the numbers of positions that old programs stored."""
         return theirs.startswith(("cls.", "classifier.", "bert.pooler.", "pooler.")) or theirs.endswith("position_ids")

@@ -20,13 +20,13 @@ _PAIRS_PER_BLOCK = 32768
 _PAIRS_PER_BLOCK_ACCELERATOR = 1 << 22
 
 
-def key(seed: int, *coordinates: int | str) -> int:
+def derive_key(seed: int, *coordinates: int | str) -> int:
     """A signed 64-bit key for a seed and any coordinates; the same on every machine and Python version."""
     digest = hashlib.sha256(repr((int(seed), *coordinates)).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def bits(key: int | Tensor, counters: Tensor) -> Tensor:
+def random_bits(key: int | Tensor, counters: Tensor) -> Tensor:
     """64 random bits (int64) for each int64 counter: SplitMix64's output number `key ^ counter`, started at 0.
 
     `key` is a Python integer or an int64 tensor that broadcasts with `counters`.
@@ -66,7 +66,7 @@ def normal(key: int, start: int, stop: int, *, device: torch.device | str, dtype
 
 def _normal_block(key: int, first: int, count: int, device: torch.device) -> Tensor:
     counters = torch.arange(first, first + count, device=device).view(-1, 2)
-    uniform = _shift_right(bits(key, counters), 11).double()  # 53 bits, as many as a float64 holds
+    uniform = _shift_right(random_bits(key, counters), 11).double()  # 53 bits, as many as a float64 holds
     radius = torch.sqrt(-2.0 * torch.log((uniform[:, 0] + 1.0) * 2.0**-53))  # the logarithm's argument is never 0
     angle = uniform[:, 1] * (2.0 * math.pi * 2.0**-53)
     return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1).flatten()
@@ -78,16 +78,16 @@ def uniform(key: int, start: int, stop: int, *, device: torch.device | str, dtyp
     Element i depends on (key, i) only; it is a multiple of 2^-24, which every dtype from float32 on holds exactly.
     """
     counters = torch.arange(start, stop, device=device)
-    return _shift_right(bits(key, counters), 40).to(dtype).mul_(2.0**-24)
+    return _shift_right(random_bits(key, counters), 40).to(dtype).mul_(2.0**-24)
 
 
-def keep(key: int | Tensor, samples: Tensor, positions: Tensor, width: int, p: float) -> Tensor:
+def dropout_mask(key: int | Tensor, samples: Tensor, positions: Tensor, width: int, p: float) -> Tensor:
     """Which elements survive a dropout of probability `p`: bool (B, S, width) for samples (B,) and positions (S,).
 
     Element (b, s, c) depends on (key, samples[b], positions[s], c) only. `p` is rounded to a multiple of 2^-32.
     """
-    rows = bits(bits(key, samples)[:, None], positions[None, :])
-    words = bits(rows[..., None], torch.arange((width + 1) // 2, device=rows.device))
+    rows = random_bits(random_bits(key, samples)[:, None], positions[None, :])
+    words = random_bits(rows[..., None], torch.arange((width + 1) // 2, device=rows.device))
     # One word serves two channels: half the hashing, and 32 bits resolve any probability that matters.
     halves = torch.stack((words & 0xFFFFFFFF, _shift_right(words, 32)), dim=-1)
     return halves.flatten(-2)[..., :width] >= _threshold(p)
@@ -99,36 +99,36 @@ def _threshold(p: float) -> int:
 
 
 @dataclass
-class Draws:
+class CounterRNG:
     """The dropout of one micro-batch: `samples` (B,) int64 says which sample of the global order each row is.
 
-    `step` may be a 0-dim int64 tensor. What compiled code sees is `root`, a 0-dim tensor on the device of `samples`, so
-    that another step or seed never recompiles anything. `first` is the position in its row of the first that a tensor
-    holds, where it is cut along the sequence.
+    `step` may be a 0-dim int64 tensor. What compiled code sees is `step_key`, a 0-dim tensor on the device of
+    `samples`, so that another step or seed never recompiles anything. `first` is the position in its row of the first
+    that a tensor holds, where it is cut along the sequence.
     """
 
     seed: int
     step: int | Tensor
     samples: Tensor
     first: int = 0
-    root: Tensor = field(init=False, repr=False)
+    step_key: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         step = self.step
         if isinstance(step, int):
             step = torch.full((), step, dtype=torch.int64, device=self.samples.device)
-        self.root = bits(key(self.seed, "dropout"), step)
+        self.step_key = random_bits(derive_key(self.seed, "dropout"), step)
 
-    def dropout(self, x: Tensor, layer: int | Tensor, p: float) -> Tensor:
+    def dropout(self, x: Tensor, site: int | Tensor, p: float) -> Tensor:
         """`x` (B, S, D) with elements zeroed with probability `p`, the others scaled by 1 / (1 - p); `x` itself if 0.
 
-        A draw depends on (seed, step, layer, sample, position, channel) only. `layer` is any number that tells the
+        A draw depends on (seed, step, layer, sample, position, channel) only. `site` is any number that tells the
         places of dropout in a model apart; as a 0-dim int64 tensor it is not compiled into the code.
         """
         if p == 0.0:
             return x
-        if isinstance(layer, int):
-            layer = torch.full((), layer, dtype=torch.int64, device=x.device)
+        if isinstance(site, int):
+            site = torch.full((), site, dtype=torch.int64, device=x.device)
         positions = torch.arange(self.first, self.first + x.shape[1], device=x.device)
-        kept = keep(bits(self.root, layer), self.samples, positions, x.shape[2], p)
+        kept = dropout_mask(random_bits(self.step_key, site), self.samples, positions, x.shape[2], p)
         return torch.where(kept, x * (1.0 / (1.0 - p)), 0.0)

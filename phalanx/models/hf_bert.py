@@ -44,7 +44,7 @@ def is_bert(config: dict[str, Any]) -> bool:
     return config.get("model_type") == "bert"
 
 
-def check_supported(config: dict[str, Any], where: str) -> None:
+def check_bert_config(config: dict[str, Any], where: str) -> None:
     """Raises ConfigError for a feature that is not built here."""
     for name, accepted in UNSUPPORTED.items():
         if config.get(name) not in accepted:

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from phalanx.core.errors import ConfigError, fetch_hint
-from phalanx.layout.model_shape import MOST_LAYERS, ROPE_RULES, ModelSpec, RopeScaling
-from phalanx.layout.model_shape_checks import problems
+from phalanx.layout.model_shape import MAX_LAYERS, ROPE_RULES, ModelSpec, RopeScaling
+from phalanx.layout.model_shape_checks import find_shape_problems
 from phalanx.models import hf_bert
 
 # What a config.json calls its architecture -> what a ModelSpec does, which is also its model_type.
@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-MOST = 2**31 - 1  # of anything that a config counts
+MAX_COUNT = 2**31 - 1  # of anything that a config counts
 # The key by which a config.json with an architecture of a user's own says which of ours it is built on.
 BASE_KEY = "phalanx_architecture"
 # What transformers takes for a key that is not there, where that differs from Llama's.
@@ -46,7 +46,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "partial_rotary_factor": (1, 1.0, None),
 }
-KINDS = {"full_attention": False, "sliding_attention": True}  # transformers' words for a layer, and if it has a window
+LAYER_TYPES = {
+    "full_attention": False,
+    "sliding_attention": True,
+}  # transformers' words for a layer, and if it has a window
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -107,7 +110,7 @@ def spec_from_config(config: dict[str, Any], where: str, own: Mapping[str, Any] 
         tie_embeddings=_flag(config, "tie_word_embeddings", where, False),
         init_std=_number(config, "initializer_range", where, 0.02),
     )
-    found = problems(spec)
+    found = find_shape_problems(spec)
     if found:
         raise ConfigError(f"{where} describes an impossible model: {' '.join(found)}")
     return spec
@@ -115,7 +118,7 @@ def spec_from_config(config: dict[str, Any], where: str, own: Mapping[str, Any] 
 
 def _bert(config: dict[str, Any], where: str) -> ModelSpec:
     """The shape of a BERT, without a head: that depends on what it is to be trained for."""
-    hf_bert.check_supported(config, where)
+    hf_bert.check_bert_config(config, where)
     config = hf_bert.DEFAULTS | config
     heads = _count(config, "num_attention_heads", where)
     hidden = _count(config, "hidden_size", where)
@@ -135,7 +138,7 @@ def _bert(config: dict[str, Any], where: str) -> ModelSpec:
         objective="masked",
         segment_kinds=_count(config, "type_vocab_size", where),
     )
-    if found := problems(spec):
+    if found := find_shape_problems(spec):
         raise ConfigError(f"{where} describes an impossible model: {' '.join(found)}")
     return spec
 
@@ -174,7 +177,7 @@ def _number(config: dict[str, Any], name: str, where: str, default: float | None
 
 def _count(config: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
     value = _number(config, name, where, default)
-    if value != int(value) or not 0 <= value <= MOST:
+    if value != int(value) or not 0 <= value <= MAX_COUNT:
         raise ConfigError(f"{where} sets {json.dumps(value)} as {name}, which no model has; give it a whole number.")
     return int(value)
 
@@ -195,18 +198,18 @@ def _window(config: dict[str, Any], architecture: str, layers: int, where: str) 
         window = _count(config, "sliding_window", where)
     else:
         window = None
-    slides = [window is not None] * layers if layers <= MOST_LAYERS else []
+    slides = [window is not None] * layers if layers <= MAX_LAYERS else []
     if window is not None and architecture != "mistral":
         first = _count(config, "max_window_layers", where)
         slides = [layer >= first for layer in range(len(slides))]
     kinds = config.get("layer_types")
     if kinds is not None and architecture != "llama":
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in KINDS for kind in kinds):
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
             raise ConfigError(
-                f"{where} sets layer_types to {_brief(kinds)}, which is no list of {layers} of {', '.join(KINDS)}; "
-                "give each layer one of them."
+                f"{where} sets layer_types to {_brief(kinds)}, which is no list of {layers} of "
+                f"{', '.join(LAYER_TYPES)}; give each layer one of them."
             )
-        told = [KINDS[kind] for kind in kinds]
+        told = [LAYER_TYPES[kind] for kind in kinds]
         if told != slides and (architecture == "mistral" or window is None):
             raise ConfigError(
                 f"{where} sets layer_types to {_brief(kinds)}, which its other keys about the sliding window "

@@ -57,8 +57,9 @@ def export(
 ) -> None:
     """Writes a folder that transformers' class for its config.json and `AutoTokenizer` load; one tensor is in memory.
 
-    `tensor_of(our_name)` gives a parameter, flat or shaped, in any dtype and on any device; it is asked once for each,
-    in order, and may use the memory of the one before again. `progress` gets the bytes of each tensor as it is done,
+    `tensor_of(our_name)` gives a parameter, flat or shaped, in any dtype and on any device; it is asked once for
+    each, in order, and may use the memory of the one before again. `progress` gets the bytes of each tensor as it is
+    done,
     `finished` each file of weights, which it may take away. Tokenizer files, and a generation_config.json, are copied
     from `tokenizer_folder`. The folder appears complete or not at all. Raises ConfigError if it exists and is not
     empty, or cannot be written, or if a class of one's own names no parameter there.

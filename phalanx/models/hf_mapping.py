@@ -8,7 +8,7 @@ import torch
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec, RopeScaling
 from phalanx.models import hf_bert
-from phalanx.models.hf_config import ARCHITECTURES, BASE_KEY, KINDS
+from phalanx.models.hf_config import ARCHITECTURES, BASE_KEY, LAYER_TYPES
 from phalanx.models.llama import Llama
 from phalanx.models.model import Architecture
 
@@ -84,7 +84,7 @@ def _architecture_keys(spec: ModelSpec) -> dict[str, Any]:
     if spec.architecture == "mistral":
         return {"sliding_window": spec.sliding_window}
     windowed = [spec.window_of(layer) is not None for layer in range(spec.layers)]
-    words = {windows: word for word, windows in KINDS.items()}
+    words = {windows: word for word, windows in LAYER_TYPES.items()}
     return {
         "use_sliding_window": any(windowed),
         "sliding_window": spec.sliding_window,

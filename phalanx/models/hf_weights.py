@@ -114,8 +114,8 @@ class Weights:
     """The tensors of a local Hugging Face folder by our names, read by byte range: a rank reads only what it keeps.
 
     Takes `model.safetensors`, shards with `model.safetensors.index.json`, or shards without an index; where there is no
-    such file, `pytorch_model.bin` in the same three forms. The names are those of `model_class`. Raises ConfigError if
-    there are none, or if one is missing or damaged.
+    such file, `pytorch_model.bin` in the same three forms. The names are those of `model_class`. Raises
+    ConfigError if there are none, or if one is missing or damaged.
     """
 
     def __init__(self, folder: Path, model_class: type[Architecture] = Llama) -> None:
@@ -192,7 +192,7 @@ class Weights:
         if start < stop:
             file.read_into(theirs, start, out)
 
-    def lacking(self, spec: ModelSpec) -> list[str]:
+    def missing_parameters(self, spec: ModelSpec) -> list[str]:
         """Our names of the parameters that are not here, or in another shape, and that may be drawn instead."""
         shapes = shapes_of(self.model_class, spec)
         may = {name: shape for name, shape in shapes.items() if name.startswith(self.model_class.may_draw)}
@@ -201,7 +201,7 @@ class Weights:
     def check(self, spec: ModelSpec) -> None:
         """Raises ConfigError that names the tensors and files if they are not just what a model of `spec` needs."""
         shapes = shapes_of(self.model_class, spec)
-        drawn = set(self.lacking(spec))
+        drawn = set(self.missing_parameters(spec))
         needed = {name: shape for name, shape in shapes.items() if name not in drawn}
         missing = [self._theirs(name) for name in needed if not self._has(name)]
         tied = "head.weight" in self.model_class.hf_names
@@ -228,7 +228,7 @@ class Weights:
         known |= {self._theirs("head.weight")} if tied else set()
         # Rotary frequencies were stored by old versions of transformers; they follow from the config.
         extra = [name for name in self._path_of if name not in known and not name.endswith("rotary_emb.inv_freq")]
-        extra = [name for name in extra if not self.model_class.unused_hf_name(name)]
+        extra = [name for name in extra if not self.model_class.ignores_hf_name(name)]
         if extra:
             raise ConfigError(
                 f"{self._path_of[extra[0]]} holds {_few(extra)}, which a model of this config.json does not have; use "

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.rope import rope_frequencies
 
-IGNORED = -100  # a label that counts for nothing
+IGNORE_INDEX = -100  # a label that counts for nothing
 _CHUNK_BYTES_CPU = 4 << 20  # a chunk's logits stay in the cache: measured fastest of 2 to 64 MiB
 _CHUNK_TOKENS_CPU = 512  # fewer make products too thin: at a vocabulary of 32,768 a tenth slower with 128
 # On an accelerator each chunk also reads and writes all of dW in float32. Per element of dW that is 8 bytes, 2.4 ps at
@@ -24,7 +24,7 @@ _CHUNK_TOKENS_CPU = 512  # fewer make products too thin: at a vocabulary of 32,7
 # 2.1 GB, just inside). By arithmetic with the figures of an H100, not measured.
 _CHUNK_BYTES_ACCELERATOR = 512 << 20
 _CHUNK_TOKENS_ACCELERATOR = 4096
-_CHUNK_BYTES_MOST = 2 << 30
+_CHUNK_BYTES_MAX = 2 << 30
 
 ChunkFn = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -72,7 +72,7 @@ class Linear(nn.Linear):
         if not self.weight.is_meta:
             super().reset_parameters()
 
-    def forward(self, input: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, draws: CounterRNG | None = None, site: Tensor | None = None) -> Tensor:
         """input (..., in) -> (..., out)."""
         return super().forward(input)
 
@@ -117,18 +117,20 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cosines + wide.roll(x.shape[-1] // 2, -1) * signed_sines).to(x.dtype)
 
 
-def cross_entropy_sum_plain(hidden: Tensor, head_weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
+def reference_cross_entropy_sum(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """What `cross_entropy_sum` means, in one line of PyTorch that holds all the logits."""
     logits = F.linear(hidden, head_weight, bias)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def default_chunk(vocab_size: int, device: torch.device) -> int:
     """Tokens per chunk of `cross_entropy_sum`."""
     if device.type == "cpu":
         return max(_CHUNK_TOKENS_CPU, _CHUNK_BYTES_CPU // (4 * vocab_size))
-    enough = min(_CHUNK_TOKENS_ACCELERATOR, _CHUNK_BYTES_MOST // (4 * vocab_size))
+    enough = min(_CHUNK_TOKENS_ACCELERATOR, _CHUNK_BYTES_MAX // (4 * vocab_size))
     return max(1, enough, _CHUNK_BYTES_ACCELERATOR // (4 * vocab_size))
 
 
@@ -147,7 +149,7 @@ def _chunk(
     A row whose label is ignored adds nothing to the loss; its gradient is meaningless, and the caller masks it where
     that is cheap (in the width of the model instead of the vocabulary).
     """
-    valid = labels != IGNORED
+    valid = labels != IGNORE_INDEX
     targets = torch.where(valid, labels, 0)[:, None]
     logits = F.linear(hidden, head_weight, bias)
     log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -198,7 +200,7 @@ class _CrossEntropySum(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for start in starts:
             part, targets = hidden[start : start + chunk], labels[start : start + chunk]
-            ignored = (targets == IGNORED)[:, None]
+            ignored = (targets == IGNORE_INDEX)[:, None]
             part = part.masked_fill(ignored, 0.0)  # an ignored token adds exactly nothing to the weight's gradient
             part_loss, grad_logits = chunk_fn(part, head_weight, targets, True, *biases)
             assert grad_logits is not None

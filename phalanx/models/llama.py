@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.attention import attention
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.layers import Embedding, Linear, RMSNorm, apply_rope, cross_entropy_sum, rope_table
-from phalanx.models.model import Architecture, Model, Start, draw
+from phalanx.models.model import Architecture, InitRule, Model, draw_init_slice
 
 # Our name -> the name in a Hugging Face folder; {i} is the layer.
 HF_NAMES: dict[str, str] = {
@@ -41,7 +41,7 @@ HF_NAMES: dict[str, str] = {
 }
 
 # How the matrix of a module, of a block or outside of them, is cut over ranks (layout/tensor_shards.py).
-TENSOR: dict[str, str] = {
+TENSOR_PLAN: dict[str, str] = {
     "embed": "vocabulary",
     "attention.q": "column",
     "attention.k": "column_kv",
@@ -75,19 +75,19 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         segments: Tensor | None = None,
-        draws: Draws | None = None,
-        place: Tensor | None = None,
+        draws: CounterRNG | None = None,
+        site: Tensor | None = None,
     ) -> Tensor:
         """x (B, S, D), cos and sin (S, head_dim / 2) or (B, S, head_dim / 2) -> (B, S, D).
 
-        `draws` and `place` are for matrices with adapters (lora.py).
+        `draws` and `site` are for matrices with adapters (lora.py).
         """
         # Head counts come from the tensors, not from the spec: a tensor-parallel rank holds only some of the heads.
-        q, k, v = (project(x, draws, place).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        q, k, v = (project(x, draws, site).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         q = apply_rope(self.q_norm(q), cos, sin).transpose(1, 2)
         k = apply_rope(self.k_norm(k), cos, sin).transpose(1, 2)
         mixed = attention(q, k, v.transpose(1, 2), window=self.window, segments=segments)
-        return self.o(mixed.transpose(1, 2).flatten(2), draws, place)
+        return self.o(mixed.transpose(1, 2).flatten(2), draws, site)
 
 
 class MLP(nn.Module):
@@ -99,9 +99,9 @@ class MLP(nn.Module):
         self.up = Linear(spec.hidden, spec.intermediate, bias=False)
         self.down = Linear(spec.intermediate, spec.hidden, bias=False)
 
-    def forward(self, x: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
-        """x (B, S, D) -> (B, S, D). `draws` and `place` are for matrices with adapters (lora.py)."""
-        return self.down(F.silu(self.gate(x, draws, place)) * self.up(x, draws, place), draws, place)
+    def forward(self, x: Tensor, draws: CounterRNG | None = None, site: Tensor | None = None) -> Tensor:
+        """x (B, S, D) -> (B, S, D). `draws` and `site` are for matrices with adapters (lora.py)."""
+        return self.down(F.silu(self.gate(x, draws, site)) * self.up(x, draws, site), draws, site)
 
 
 class Block(nn.Module):
@@ -121,17 +121,17 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        draws: Draws | None = None,
-        place: Tensor | None = None,
+        draws: CounterRNG | None = None,
+        site: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
-        """x (B, S, D) -> (B, S, D). With `draws`, `place` is the 0-dim number of this block's first dropout."""
-        if draws is None or place is None:
+        """x (B, S, D) -> (B, S, D). With `draws`, `site` is the 0-dim number of this block's first dropout."""
+        if draws is None or site is None:
             x = x + self.attention(self.attention_norm(x), cos, sin, segments)
             return x + self.mlp(self.mlp_norm(x))
-        inner = (draws, place) if self.adapters_drop else ()  # parts of one's own need not know of draws otherwise
-        x = x + draws.dropout(self.attention(self.attention_norm(x), cos, sin, segments, *inner), place, self.dropout)
-        return x + draws.dropout(self.mlp(self.mlp_norm(x), *inner), place + 1, self.dropout)
+        inner = (draws, site) if self.adapters_drop else ()  # parts of one's own need not know of draws otherwise
+        x = x + draws.dropout(self.attention(self.attention_norm(x), cos, sin, segments, *inner), site, self.dropout)
+        return x + draws.dropout(self.mlp(self.mlp_norm(x), *inner), site + 1, self.dropout)
 
 
 class Head(nn.Module):
@@ -161,7 +161,7 @@ class Head(nn.Module):
         return self.cross_entropy_sum(hidden.flatten(0, 1), used, labels.flatten())
 
 
-def initial(name: str, spec: ModelSpec) -> Start:
+def llama_init_rule(name: str, spec: ModelSpec) -> InitRule:
     """How parameter `name` starts: ("ones",), ("zeros",) or ("normal", standard deviation).
 
     Projections that write into the residual stream are scaled by 1 / sqrt(2 * layers), so that its variance does not
@@ -188,7 +188,7 @@ class Llama(Architecture):
 
     block: ClassVar[type[nn.Module]] = Block
     hf_names: ClassVar[dict[str, str]] = HF_NAMES
-    initial: ClassVar[Callable[[str, ModelSpec], Start]] = staticmethod(initial)
+    initial: ClassVar[Callable[[str, ModelSpec], InitRule]] = staticmethod(llama_init_rule)
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -203,7 +203,7 @@ class Llama(Architecture):
     def losses(self) -> list[Any]:
         return [module for name, module in self.named_children() if name == "head"]
 
-    def keep(self, stages: Sequence[range]) -> None:
+    def keep_stages(self, stages: Sequence[range]) -> None:
         """Let go of all layers but these, of the embedding unless the first is among them, and of the head unless the
         last is; a tied head keeps the embedding. What is left is named as in the whole model."""
         numbers = [number for number in range(self.spec.layers) if any(number in stage for stage in stages)]
@@ -221,7 +221,7 @@ class Llama(Architecture):
         self,
         tokens: Tensor,
         labels: Tensor | None = None,
-        draws: Draws | None = None,
+        draws: CounterRNG | None = None,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
         *,
@@ -274,4 +274,4 @@ def init_slice(
 
     Raises ValueError where a class of one's own names a start that there is not.
     """
-    return draw(model_class.initial(name, spec), seed, name, start, stop, device, dtype)
+    return draw_init_slice(model_class.initial(name, spec), seed, name, start, stop, device, dtype)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec
-from phalanx.models.counter_rng import Draws, key, uniform
+from phalanx.models.counter_rng import CounterRNG, derive_key, uniform
 from phalanx.models.layers import Linear
 
 # A target of LORA_TARGETS -> its module in a block.
 MODULES = {name: f"{'attention' if name in ('q', 'k', 'v', 'o') else 'mlp'}.{name}" for name in LORA_TARGETS}
 # Places of an adapter's dropout, apart from those of the blocks' own, which count from 0 to twice the layers.
-_FIRST_PLACE = 1 << 20
+_FIRST_SITE = 1 << 20
 
 
 class LoraLinear(Linear):
@@ -35,11 +35,11 @@ class LoraLinear(Linear):
         self.lora_b = nn.Parameter(torch.empty(like.out_features, lora.rank, device=device, dtype=dtype))
         self.scale, self.dropout, self.number = lora.scale, lora.dropout, number
 
-    def forward(self, x: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
-        """x (B, S, in) -> (B, S, out). With `draws`, `place` is the 0-dim number of the block's first dropout."""
+    def forward(self, x: Tensor, draws: CounterRNG | None = None, site: Tensor | None = None) -> Tensor:
+        """x (B, S, in) -> (B, S, out). With `draws`, `site` is the 0-dim number of the block's first dropout."""
         base = F.linear(x, self.weight, self.bias)
-        if draws is not None and place is not None:
-            x = draws.dropout(x, place * 8 + (_FIRST_PLACE + self.number), self.dropout)
+        if draws is not None and site is not None:
+            x = draws.dropout(x, site * 8 + (_FIRST_SITE + self.number), self.dropout)
         # The scale on the narrow side: rank instead of `out` products for each token.
         return base + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
 
@@ -73,14 +73,14 @@ def _check_draws(model: nn.Module) -> None:
     missing = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
     def note(module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
-        if any(isinstance(value, Draws) for value in (*inputs, *named.values())):
+        if any(isinstance(value, CounterRNG) for value in (*inputs, *named.values())):
             missing.discard(names[module])
 
     names = {module: name for name, module in model.named_modules()}
     hooks = [model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True) for name in missing]
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
-        model(tokens, tokens, Draws(0, 0, torch.zeros(1, dtype=torch.int64, device="meta")))
+        model(tokens, tokens, CounterRNG(0, 0, torch.zeros(1, dtype=torch.int64, device="meta")))
     except TypeError as error:
         raise ConfigError(
             "model.lora.dropout needs a block that hands `draws` and `place` on to its attention, its MLP and their "
@@ -119,17 +119,17 @@ def init_adapter_slice(
     if name.endswith(".lora_b"):
         return torch.zeros(stop - start, device=device, dtype=dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    values = uniform(key(seed, name), start, stop, device=device, dtype=wide)
+    values = uniform(derive_key(seed, name), start, stop, device=device, dtype=wide)
     return values.mul_(2.0).sub_(1.0).mul_(shape[1] ** -0.5).to(dtype)
 
 
-def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+def merge_adapter(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """weight + scale * B A, computed in float32 (float64 where any of them is) and returned so."""
     wide = torch.promote_types(torch.promote_types(weight.dtype, lora_a.dtype), torch.float32)
     return torch.addmm(weight.to(wide), lora_b.to(wide), lora_a.to(wide), alpha=scale)
 
 
-def fingerprint(read: Callable[[str, int, int], Tensor], shapes: dict[str, tuple[int, ...]]) -> str:
+def fingerprint_weights(read: Callable[[str, int, int], Tensor], shapes: dict[str, tuple[int, ...]]) -> str:
     """A checksum that tells the frozen weights of one model from those of another without reading them all.
 
     Of every parameter it takes the shape, the stored dtype, and 64 elements at the start, in the middle and at the end.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.counter_rng import key, normal
+from phalanx.models.counter_rng import derive_key, normal
 
-Start = tuple[str, float] | tuple[str]  # ("normal", standard deviation), ("ones",) or ("zeros",)
+InitRule = tuple[str, float] | tuple[str]  # ("normal", standard deviation), ("ones",) or ("zeros",)
 
 
 class Model(nn.Module):
@@ -55,7 +55,7 @@ class Model(nn.Module):
         """Modules with an attribute `cross_entropy_sum` in whose place another implementation may be put."""
         return []
 
-    def start(self, name: str, shape: tuple[int, ...]) -> Start:
+    def start(self, name: str, shape: tuple[int, ...]) -> InitRule:
         """How parameter `name` of `shape` starts.
 
         By default a weight with one dim (of a norm) with ones, other vectors with zeros, and everything else with
@@ -66,7 +66,7 @@ class Model(nn.Module):
         return ("normal", 1.0 / math.sqrt(max(1, math.prod(shape[1:]))))
 
 
-def plain_start(name: str, spec: ModelSpec) -> Start:
+def default_init_rule(name: str, spec: ModelSpec) -> InitRule:
     """Ones for norms, zeros for biases, normal draws of `spec.init_std` for all else."""
     if "norm" in name and not name.endswith(".bias"):
         return ("ones",)
@@ -82,7 +82,7 @@ class Architecture(Model):
     # Keys of config.json that replace those of the built-in architecture or are added to them, such as "architectures".
     hf_config: ClassVar[dict[str, Any]] = {}
     # (parameter's name, spec) -> how it starts.
-    initial: ClassVar[Callable[[str, ModelSpec], Start]] = staticmethod(plain_start)
+    initial: ClassVar[Callable[[str, ModelSpec], InitRule]] = staticmethod(default_init_rule)
 
     # Beginnings of our names of parameters that a Hugging Face folder may lack: they are drawn then.
     may_draw: ClassVar[tuple[str, ...]] = ()
@@ -93,7 +93,7 @@ class Architecture(Model):
         return ()
 
     @staticmethod
-    def unused_hf_name(theirs: str) -> bool:
+    def ignores_hf_name(theirs: str) -> bool:
         """Whether a Hugging Face folder may hold a tensor that this model has no use for."""
         return False
 
@@ -113,21 +113,21 @@ class Architecture(Model):
     def shared_units(self) -> tuple[str, ...]:
         return ("embed",) if self.spec.tie_embeddings else ()
 
-    def start(self, name: str, shape: tuple[int, ...]) -> Start:
+    def start(self, name: str, shape: tuple[int, ...]) -> InitRule:
         return type(self).initial(name, self.spec)
 
 
-def draw(
-    start: Start, seed: int, name: str, first: int, last: int, device: torch.device | str, dtype: torch.dtype
+def draw_init_slice(
+    rule: InitRule, seed: int, name: str, first: int, last: int, device: torch.device | str, dtype: torch.dtype
 ) -> Tensor:
     """Initial values of elements [first, last) of the flattened parameter `name`, 1-D; the same however it is cut.
 
     Raises ValueError where a class of one's own names a start that there is not.
     """
-    match start:
+    match rule:
         case ("normal", float(std)):
             wide = torch.promote_types(dtype, torch.float32)
-            return normal(key(seed, name), first, last, device=device, dtype=wide).mul_(std).to(dtype)
+            return normal(derive_key(seed, name), first, last, device=device, dtype=wide).mul_(std).to(dtype)
         case ("ones",):
             return torch.ones(last - first, device=device, dtype=dtype)
         case ("zeros",):

@@ -20,7 +20,7 @@ from phalanx.models.lora import MODULES, adapter_names
 
 CONFIG, WEIGHTS, WEIGHTS_BIN = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 BASE = "base_sha256"  # in what safetensors keeps beside the tensors
-_MOST_RANK = 2**20
+_MAX_RANK = 2**20
 # What goes before the model's own names in the names of an adapter's tensors.
 _PREFIX = "base_model.model."
 _STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -55,7 +55,7 @@ class Adapter:
     def _shape(self, config: dict[str, Any], layers: int, hf_name: HfName) -> LoraSpec:
         where = self.folder / CONFIG
         rank, alpha, dropout = (_number(config, name, where) for name in ("r", "lora_alpha", "lora_dropout"))
-        if rank != int(rank) or not 1 <= rank <= _MOST_RANK:
+        if rank != int(rank) or not 1 <= rank <= _MAX_RANK:
             raise ConfigError(f"{where} sets r to {rank}, which is no rank of a matrix; fetch the adapter again")
         if alpha <= 0 or not 0 <= dropout < 1:
             raise ConfigError(
@@ -87,7 +87,7 @@ class Adapter:
             raise ConfigError(f"{weights} hold no adapter at all; fetch the folder's files again")
         return lora
 
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def check_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises ConfigError unless its tensors have the `shapes` (by our names) that the model needs."""
         for name, theirs in self._names.items():
             if tuple(self._tensors[theirs].shape) != shapes[name]:

@@ -42,11 +42,11 @@ def _load(key: str, path: Path, changed_ns: int) -> dict[str, object]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a program that ends itself would end this one, and in silence
-        raise ConfigError(f"{key} {path} cannot be run: {where(error, path)}; mend the file") from error
+        raise ConfigError(f"{key} {path} cannot be run: {describe_error(error, path)}; mend the file") from error
     return vars(module)
 
 
-def where(error: BaseException, path: str | Path) -> str:
+def describe_error(error: BaseException, path: str | Path) -> str:
     """The error, and the line of the user's file that it came from."""
     if isinstance(error, SyntaxError):
         return f"{error.msg} in line {error.lineno}"
@@ -55,6 +55,6 @@ def where(error: BaseException, path: str | Path) -> str:
     return f"{type(error).__name__}{f': {said}' if said else ''}" + (f" in line {lines[-1]}" if lines else "")
 
 
-def file_of(found: type) -> str:
+def source_file(found: type) -> str:
     """The file that a class comes from."""
     return str(vars(sys.modules[found.__module__]).get("__file__") or "")

@@ -12,12 +12,12 @@ from phalanx.models.hf_mapping import hf_name
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.lora import apply_lora
 from phalanx.models.model import Architecture
-from phalanx.models.user_code import file_of, load_class, where
+from phalanx.models.user_code import describe_error, load_class, source_file
 
 _KEY = "model.code"
 
 
-def model_class(code: str | Path | None, built_in: type[Architecture] = Llama) -> type[Architecture]:
+def load_model_class(code: str | Path | None, built_in: type[Architecture] = Llama) -> type[Architecture]:
     """The class `Model` of the file `code`, a subclass of the `built_in` one; without a file that one itself.
 
     The file is run, as any program of the user's. Raises ConfigError that says what is wrong with it, and where.
@@ -25,7 +25,7 @@ def model_class(code: str | Path | None, built_in: type[Architecture] = Llama) -
     return built_in if code is None else load_class(_KEY, code, "Model", built_in)
 
 
-def on_meta(spec: ModelSpec, model_class: type[Architecture] = Llama) -> Architecture:
+def build_on_meta(spec: ModelSpec, model_class: type[Architecture] = Llama) -> Architecture:
     """A model that holds no memory yet, with its adapters. Raises ConfigError where a class of one's own cannot be
     built, or cannot take them."""
     try:
@@ -45,15 +45,15 @@ def _is_built_in(model_class: type[Architecture]) -> bool:
 
 
 def _built(error: Exception, model_class: type[Architecture]) -> str:
-    return where(error, file_of(model_class))
+    return describe_error(error, source_file(model_class))
 
 
-def check_class(model_class: type[Architecture], spec: ModelSpec) -> int:
+def check_model_class(model_class: type[Architecture], spec: ModelSpec) -> int:
     """Raises ConfigError for a class that could be trained only to fail later; returns the number of parameters.
 
     Everything must lie in a unit, be a parameter, start somehow, and have a name in a Hugging Face folder.
     """
-    model = on_meta(replace(spec, lora=None), model_class)
+    model = build_on_meta(replace(spec, lora=None), model_class)
     buffers = [name for name, _ in model.named_buffers()]
     outside = [name for name, _ in model.named_parameters() if not name.startswith(("embed.", "layers.", "head."))]
     if buffers:
@@ -114,5 +114,5 @@ def shapes_of(model_class: type[Architecture], spec: ModelSpec) -> dict[str, tup
 
     Adapters are left out: what a Hugging Face folder holds.
     """
-    model: nn.Module = on_meta(replace(spec, lora=None), model_class)
+    model: nn.Module = build_on_meta(replace(spec, lora=None), model_class)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import torch
 
-from phalanx.optim.quantized import Coded, blocks_of, code_of_zero
+from phalanx.optim.quantized import QuantizedShard, split_row, zero_code
 from phalanx.optim.state import Allocator, Slot, State
-from phalanx.optim.update import MOMENTS, AdamW, Change, copy_over
+from phalanx.optim.update import MOMENTS, AdamW, StepUpdate, copy_slot
 
-LEAST_ELEMENTS = 4096  # of a whole parameter; in smaller ones, and in vectors, moments stay as they are
+MIN_ELEMENTS = 4096  # of a whole parameter; in smaller ones, and in vectors, moments stay as they are
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class AdamW8bit:
     """`AdamW` with coded moments, of matrices of LEAST_ELEMENTS elements and more."""
 
     adamw: AdamW
-    kinds: ClassVar[tuple[str, ...]] = MOMENTS
+    state_kinds: ClassVar[tuple[str, ...]] = MOMENTS
 
-    def make(
+    def make_state(
         self,
         name: str,
         shape: Sequence[int],
@@ -34,24 +34,24 @@ class AdamW8bit:
         device: torch.device,
         allocate: Allocator,
     ) -> State:
-        if not _is_coded(shape):
-            return self.adamw.make(name, shape, elements, dtype, device, allocate)
-        rows, (count, length) = elements // shape[-1], blocks_of(shape[-1])
+        if not _is_quantized(shape):
+            return self.adamw.make_state(name, shape, elements, dtype, device, allocate)
+        rows, (count, length) = elements // shape[-1], split_row(shape[-1])
         state = {}
         for kind in MOMENTS:
             codes = allocate(name, f"{kind}.codes", rows * count * length, torch.uint8, device)
             scales = allocate(name, f"{kind}.scales", rows * count, dtype, device)
             state[f"{kind}.codes"], state[f"{kind}.scales"] = codes.view(rows, count, length), scales.view(rows, count)
-            state[f"{kind}.codes"].fill_(code_of_zero(kind))
+            state[f"{kind}.codes"].fill_(zero_code(kind))
         return state
 
-    def keeps_rows(self, shape: Sequence[int]) -> bool:
-        return _is_coded(shape)
+    def needs_whole_rows(self, shape: Sequence[int]) -> bool:
+        return _is_quantized(shape)
 
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
-        if not _is_coded(shape):
+        if not _is_quantized(shape):
             return self.adamw.state_bytes(shape, itemsize)
-        count, length = blocks_of(shape[-1])
+        count, length = split_row(shape[-1])
         return 2 * math.prod(shape[:-1]) * count * (length + itemsize)
 
     def apply(
@@ -59,27 +59,27 @@ class AdamW8bit:
         source: Slot,
         target: Slot,
         grads: dict[str, torch.Tensor],
-        change: Change,
+        change: StepUpdate,
     ) -> None:
-        copy_over(source, target)
-        change = self.adamw.divided(grads, change)
+        copy_slot(source, target)
+        change = self.adamw.divide_grads(grads, change)
         plain = {name: grad for name, grad in grads.items() if "exp_avg" in target[name]}
-        self.adamw.in_place(target, plain, change)
+        self.adamw.update_in_place(target, plain, change)
         for name in grads.keys() - plain.keys():
-            mean, square = (Coded.of(target[name], kind, grads[name].numel()) for kind in MOMENTS)
-            for first, last in mean.portions():
+            mean, square = (QuantizedShard.from_state(target[name], kind, grads[name].numel()) for kind in MOMENTS)
+            for first, last in mean.row_chunks():
                 part = slice(first * mean.columns, last * mean.columns)
                 decoded = {
                     "param": target[name]["param"][part],
-                    "exp_avg": mean.rows(first, last),
-                    "exp_avg_sq": square.rows(first, last),
+                    "exp_avg": mean.dequantize_rows(first, last),
+                    "exp_avg_sq": square.dequantize_rows(first, last),
                 }
                 gradient = {name: grads[name][part]}
-                self.adamw.in_place({name: decoded}, gradient, change)
+                self.adamw.update_in_place({name: decoded}, gradient, change)
                 # Of a skipped step the same numbers are coded again, and give the same codes.
-                mean.put(first, last, decoded["exp_avg"])
-                square.put(first, last, decoded["exp_avg_sq"])
+                mean.quantize_rows(first, last, decoded["exp_avg"])
+                square.quantize_rows(first, last, decoded["exp_avg_sq"])
 
 
-def _is_coded(shape: Sequence[int]) -> bool:
-    return len(shape) > 1 and math.prod(shape) >= LEAST_ELEMENTS
+def _is_quantized(shape: Sequence[int]) -> bool:
+    return len(shape) > 1 and math.prod(shape) >= MIN_ELEMENTS

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.collectives import Pending, Traffic, all_reduce
+from phalanx.comm.collectives import PendingCollective, Traffic, all_reduce
 from phalanx.comm.mesh import Axis
 
 
@@ -30,36 +30,36 @@ class LossScale:
         self.floor = min(self.FLOOR, first)
         self._every = every
         self.factor = torch.full((), first, dtype=torch.float32, device=device)
-        self._taken = torch.zeros((), dtype=torch.int32, device=device)  # steps in a row
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)  # steps in a row
 
     def update(self, skip: torch.Tensor) -> None:
         """Take note of a step that had weight; `skip` is 1.0 where its gradient was not finite."""
-        self._taken.add_(1)
+        self._good_steps.add_(1)
         grown = self.factor * 2
-        grows = (self._taken >= self._every) & torch.isfinite(grown)
+        grows = (self._good_steps >= self._every) & torch.isfinite(grown)
         kept = torch.where(grows, grown, self.factor)
         halved = (self.factor / 2).clamp(min=self.floor)
         self.factor.copy_(torch.where(skip > 0, halved, kept))
-        self._taken.copy_(torch.where((skip > 0) | grows, 0, self._taken))
+        self._good_steps.copy_(torch.where((skip > 0) | grows, 0, self._good_steps))
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps; waits for the device."""
-        return {"factor": self.factor.item(), "taken": self._taken.item()}
+        return {"factor": self.factor.item(), "taken": self._good_steps.item()}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Go on from what `state` gave."""
         self.factor.fill_(state["factor"])
-        self._taken.fill_(state["taken"])
+        self._good_steps.fill_(state["taken"])
 
 
-def scaled(loss_sum: torch.Tensor, nominal_weight: int, scale: LossScale | None = None) -> torch.Tensor:
+def scale_loss(loss_sum: torch.Tensor, nominal_weight: int, scale: LossScale | None = None) -> torch.Tensor:
     """What the backward pass of a sum of losses begins with."""
     return loss_sum / nominal_weight if scale is None else loss_sum * (scale.factor / nominal_weight)
 
 
 def backward(loss_sum: torch.Tensor, nominal_weight: int, scale: LossScale | None = None) -> None:
     """Run the backward pass of a sum of losses."""
-    scaled(loss_sum, nominal_weight, scale).backward()
+    scale_loss(loss_sum, nominal_weight, scale).backward()
 
 
 class TotalWeight:
@@ -67,12 +67,12 @@ class TotalWeight:
 
     def __init__(self, weight: int, group: dist.ProcessGroup, traffic: Traffic) -> None:
         self._sum = torch.tensor([weight], dtype=torch.int64)
-        self._pending: Pending = all_reduce(self._sum, group, traffic)
-        self._alone = threading.Lock()
+        self._pending: PendingCollective = all_reduce(self._sum, group, traffic)
+        self._lock = threading.Lock()
 
     def get(self) -> int:
         """The sum, when it is there; any thread may ask."""
-        with self._alone:
+        with self._lock:
             self._pending.wait()
         return int(self._sum.item())  # a host tensor: no device is synchronised
 
@@ -84,7 +84,9 @@ def sum_of_squares(grads: Iterable[torch.Tensor], dtype: torch.dtype, device: to
     return torch.stack(torch._foreach_norm(some, 2, dtype)).square_().sum()
 
 
-def squares_once(grads: Iterable[tuple[torch.Tensor, int]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def sum_of_squares_once(
+    grads: Iterable[tuple[torch.Tensor, int]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """As `sum_of_squares`, of gradients with how many ranks hold each alike: in the sum over them it counts once."""
     alike: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for grad, copies in grads:
@@ -93,7 +95,7 @@ def squares_once(grads: Iterable[tuple[torch.Tensor, int]], dtype: torch.dtype, 
     return sum((sum_of_squares(some, dtype, device) / copies for copies, some in alike.items()), zero)
 
 
-def over_model(squares: torch.Tensor, model: Axis | None, traffic: Traffic) -> torch.Tensor:
+def sum_over_model(squares: torch.Tensor, model: Axis | None, traffic: Traffic) -> torch.Tensor:
     """Sums of squares added up over the ranks that hold other parts of the `model`: norm, clipping and skipping are
     then the same on all of them. Waits for the device where there are such ranks."""
     if model is None:
@@ -103,10 +105,11 @@ def over_model(squares: torch.Tensor, model: Axis | None, traffic: Traffic) -> t
     return total.to(squares)
 
 
-def unclipped(
+def divisor_without_clipping(
     like: torch.Tensor, nominal_weight: int, total_weight: int, scale: LossScale | None = None
 ) -> torch.Tensor:
-    """The divisor that `fold` gives for a gradient that is neither clipped nor skipped, bit by bit."""
+    """The divisor that `compute_norm_and_divisor` gives for a gradient that is neither clipped nor skipped, bit by
+    bit."""
     return _factor(like, nominal_weight, total_weight, scale).reciprocal()
 
 
@@ -115,7 +118,7 @@ def _factor(like: torch.Tensor, nominal_weight: int, total_weight: int, scale: L
     return factor if scale is None else factor / scale.factor
 
 
-def fold(
+def compute_norm_and_divisor(
     squares: torch.Tensor,
     *,
     nominal_weight: int,

@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = 256  # elements at most that share a scale
-PORTION_ELEMENTS = 2**24  # decoded at a time
+CHUNK_ELEMENTS = 2**24  # decoded at a time
 SIGNED = frozenset(["exp_avg"])
 # Blocks whose greatest is below count as zero: further down decoding would meet numbers that float32 holds inexactly.
 # The root of such a second moment is 1e-15, far below any eps.
-LEAST = 1e-30
+MIN_SCALE = 1e-30
 
 
 @functools.cache
-def table(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def make_codebook(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The 256 numbers that codes stand for, in order, and the 255 places between them at which rounding changes."""
     numbers = [0.0, 1.0]
     for exponent in range(7):
@@ -40,44 +40,44 @@ def table(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[torch
     return values.to(device, dtype), between.to(device, dtype)
 
 
-def code_of_zero(kind: str) -> int:
-    values, _ = table(kind in SIGNED, torch.float32, torch.device("cpu"))
+def zero_code(kind: str) -> int:
+    values, _ = make_codebook(kind in SIGNED, torch.float32, torch.device("cpu"))
     return int((values == 0).nonzero())
 
 
-def blocks_of(columns: int) -> tuple[int, int]:
+def split_row(columns: int) -> tuple[int, int]:
     """(blocks of a row, elements of a block): as few equal blocks as there can be; the last may be filled up."""
     count = -(-columns // BLOCK)
     return count, -(-columns // count)
 
 
-def code(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Values (rows, columns) -> codes uint8 (rows, blocks, block) and scales (rows, blocks) in the values' dtype."""
     rows, columns = values.shape
-    count, length = blocks_of(columns)
+    count, length = split_row(columns)
     blocks = F.pad(values, (0, count * length - columns)).view(rows, count, length)
     scales = blocks.abs().amax(dim=-1)
-    scales = torch.where(scales < LEAST, 0.0, scales)
+    scales = torch.where(scales < MIN_SCALE, 0.0, scales)
     shares = torch.where(scales[..., None] > 0, blocks / scales[..., None], 0.0)
     fast = values.dtype == torch.float32 and values.device.type == "cpu"
-    return (looked_up(shares, signed) if fast else searched(shares, signed)), scales
+    return (look_up_codes(shares, signed) if fast else search_codes(shares, signed)), scales
 
 
-def searched(shares: torch.Tensor, signed: bool) -> torch.Tensor:
+def search_codes(normalized: torch.Tensor, signed: bool) -> torch.Tensor:
     """The codes of numbers from -1 to 1: how many of the places between the table's numbers lie below each."""
-    _, between = table(signed, shares.dtype, shares.device)
-    return torch.bucketize(shares, between, out_int32=True).to(torch.uint8)
+    _, between = make_codebook(signed, normalized.dtype, normalized.device)
+    return torch.bucketize(normalized, between, out_int32=True).to(torch.uint8)
 
 
-def looked_up(shares: torch.Tensor, signed: bool) -> torch.Tensor:
+def look_up_codes(normalized: torch.Tensor, signed: bool) -> torch.Tensor:
     """The same for float32: a binary search takes a CPU ten times as long.
 
     Numbers with the same upper 16 bits lie so close together that at most one of the places is among them.
     """
-    firsts, between = _look_up(signed, shares.device)
-    flat = shares.flatten()
+    firsts, between = _look_up(signed, normalized.device)
+    flat = normalized.flatten()
     first = firsts.index_select(0, (flat.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
-    return first.add_(flat > between.index_select(0, first)).to(torch.uint8).view(shares.shape)
+    return first.add_(flat > between.index_select(0, first)).to(torch.uint8).view(normalized.shape)
 
 
 @functools.cache
@@ -85,20 +85,20 @@ def _look_up(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Te
     """The code of the least float32 with each upper half (65536,), and the place above each code (256,)."""
     upper = torch.arange(1 << 16, dtype=torch.int64, device=device)
     least = (upper << 16) + torch.where(upper < 1 << 15, 0, 0xFFFF)  # of a negative number: the farthest from zero
-    _, between = table(signed, torch.float32, device)
+    _, between = make_codebook(signed, torch.float32, device)
     firsts = torch.bucketize(least.to(torch.int32).view(torch.float32), between, out_int32=True)
     return firsts, torch.cat((between, between.new_full((1,), torch.inf)))
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool, columns: int) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool, columns: int) -> torch.Tensor:
     """The numbers (rows, columns) that codes and scales stand for, in the dtype of the scales."""
-    numbers, _ = table(signed, scales.dtype, scales.device)
+    numbers, _ = make_codebook(signed, scales.dtype, scales.device)
     found = numbers.index_select(0, codes.flatten().int()).view(codes.shape).mul_(scales[..., None])
     return found.flatten(1)[:, :columns]
 
 
 @dataclass(frozen=True)
-class Coded:
+class QuantizedShard:
     """A coded shard of one kind of state, of whole rows: codes (rows, blocks, block) and scales (rows, blocks)."""
 
     codes: torch.Tensor
@@ -107,7 +107,7 @@ class Coded:
     signed: bool
 
     @classmethod
-    def of(cls, state: Mapping[str, torch.Tensor], kind: str, elements: int) -> "Coded":
+    def from_state(cls, state: Mapping[str, torch.Tensor], kind: str, elements: int) -> "QuantizedShard":
         """The view of what a state keeps flat under "KIND.codes" and "KIND.scales"."""
         codes, scales = state[f"{kind}.codes"], state[f"{kind}.scales"]
         return cls(codes, scales, elements, kind in SIGNED)
@@ -124,24 +124,24 @@ class Coded:
     def columns(self) -> int:
         return self.elements // max(1, self.scales.shape[0])
 
-    def portions(self) -> list[tuple[int, int]]:
+    def row_chunks(self) -> list[tuple[int, int]]:
         """The rows, cut into runs of at most PORTION_ELEMENTS elements."""
-        rows, step = self.scales.shape[0], max(1, PORTION_ELEMENTS // max(1, self.columns))
+        rows, step = self.scales.shape[0], max(1, CHUNK_ELEMENTS // max(1, self.columns))
         return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
-    def rows(self, first: int, last: int) -> torch.Tensor:
+    def dequantize_rows(self, first: int, last: int) -> torch.Tensor:
         """The decoded rows [first, last), flat."""
-        return decode(self.codes[first:last], self.scales[first:last], self.signed, self.columns).reshape(-1)
+        return dequantize(self.codes[first:last], self.scales[first:last], self.signed, self.columns).reshape(-1)
 
-    def put(self, first: int, last: int, values: torch.Tensor) -> None:
+    def quantize_rows(self, first: int, last: int, values: torch.Tensor) -> None:
         """Code flat values into the rows [first, last)."""
-        codes, scales = code(values.view(last - first, self.columns), self.signed)
+        codes, scales = quantize(values.view(last - first, self.columns), self.signed)
         self.codes[first:last] = codes
         self.scales[first:last] = scales
 
-    def decoded(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
         """All elements, flat."""
         out = torch.empty(self.elements, dtype=self.dtype, device=self.device)
-        for first, last in self.portions():
-            out[first * self.columns : last * self.columns] = self.rows(first, last)
+        for first, last in self.row_chunks():
+            out[first * self.columns : last * self.columns] = self.dequantize_rows(first, last)
         return out

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.optim.quantized import Coded
+from phalanx.optim.quantized import QuantizedShard
 
 # An allocator gives zero-filled buffers for state: (parameter name, kind, elements, dtype, device) -> flat tensor.
 Allocator = Callable[[str, str, int, torch.dtype, torch.device], torch.Tensor]
@@ -27,29 +27,29 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StatePiece:
     """A shard of one kind of state, as checkpoints keep it: elements [start, stop) of the flattened parameter.
 
     With a `window` [first, last) they are elements of these columns alone, flattened: a part of a matrix that is cut by
-    its last dim. `held` is a 1-D tensor on any device, or a coded one that is decoded whenever `tensor` is asked for.
+    its last dim. `values` is a 1-D tensor on any device, or a coded one that is decoded whenever `tensor` is asked for.
     """
 
     name: str
     kind: str  # "param" for the master weights, otherwise a state of the same shape such as "exp_avg"
     start: int
     stop: int
-    held: torch.Tensor | Coded
+    values: torch.Tensor | QuantizedShard
     window: tuple[int, int] | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
         """The elements; ask for it once, since decoding takes time and memory."""
-        return self.held if isinstance(self.held, torch.Tensor) else self.held.decoded()
+        return self.values if isinstance(self.values, torch.Tensor) else self.values.dequantize()
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.held.dtype
+        return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.held.device
+        return self.values.device

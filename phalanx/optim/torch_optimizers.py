@@ -11,26 +11,27 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.config.optimizers import BETAS, RULES
+from phalanx.config.optimizers import BETAS, OPTIMIZERS
 from phalanx.core.errors import ConfigError
 from phalanx.optim.state import Allocator, Slot, State
-from phalanx.optim.update import Change
+from phalanx.optim.update import StepUpdate
 
-PORTION_ELEMENTS = 2**24  # updated at a time: the new state lies beside the old one until it is known whether it counts
+CHUNK_ELEMENTS = 2**24  # updated at a time: the new state lies beside the old one until it is known whether it counts
 SCALARS = frozenset(["step", "mu_product", "eta", "mu"])
 
 
 @dataclass(frozen=True)
-class FromTorch:
-    """The rule `name` of `RULES` with its class's `arguments`; `initial`: what a state starts at, where not at 0."""
+class TorchRule:
+    """The rule `name` of `OPTIMIZERS` with its class's `arguments`; `initial`: what a state starts at, where not at
+    0."""
 
     name: str
     arguments: Mapping[str, object]
     weight_decay: float
-    kinds: tuple[str, ...]
+    state_kinds: tuple[str, ...]
     initial: Mapping[str, float]
 
-    def make(
+    def make_state(
         self,
         name: str,
         shape: Sequence[int],
@@ -39,29 +40,29 @@ class FromTorch:
         device: torch.device,
         allocate: Allocator,
     ) -> State:
-        state = {kind: allocate(name, kind, elements, dtype, device) for kind in self.kinds}
+        state = {kind: allocate(name, kind, elements, dtype, device) for kind in self.state_kinds}
         for kind, value in self.initial.items():
             state[kind].fill_(value)
         return state
 
-    def keeps_rows(self, shape: Sequence[int]) -> bool:
+    def needs_whole_rows(self, shape: Sequence[int]) -> bool:
         return False
 
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
-        return len(self.kinds) * itemsize * torch.Size(shape).numel()
+        return len(self.state_kinds) * itemsize * torch.Size(shape).numel()
 
     def apply(
         self,
         source: Slot,
         target: Slot,
         grads: dict[str, torch.Tensor],
-        change: Change,
+        change: StepUpdate,
     ) -> None:
         if target is not source:
             for name in source.keys() - grads.keys():
                 for kind, tensor in source[name].items():
                     target[name][kind].copy_(tensor)
-        kinds = ("param", *self.kinds)
+        kinds = ("param", *self.state_kinds)
         for portion in _portions(grads):
             old = [{kind: source[name][kind][part] for kind in kinds} for name, part in portion]
             new = [{kind: tensor.clone() for kind, tensor in state.items()} for state in old]
@@ -80,17 +81,17 @@ class FromTorch:
             params = [state["param"] for state, wanted in zip(states, decayed, strict=True) if wanted is decay]
             if params:
                 amount = {"weight_decay": self.weight_decay if decay else 0.0}
-                groups.append({"params": params} | (amount if "weight_decay" in RULES[self.name].keys else {}))
+                groups.append({"params": params} | (amount if "weight_decay" in OPTIMIZERS[self.name].keys else {}))
         optimizer = _class_of(self.name)(groups, lr=lr, foreach=False, **self.arguments)
         scalars = self._scalars(step, lr)
         for state in states:
-            kept: dict[str, torch.Tensor] = {kind: state[kind] for kind in self.kinds}
+            kept: dict[str, torch.Tensor] = {kind: state[kind] for kind in self.state_kinds}
             if self.name == "sgd" and step == 1:
                 kept.pop("momentum_buffer", None)  # the first gradient is not dampened
             optimizer.state[state["param"]] = kept | {name: value.clone() for name, value in scalars.items()}
         optimizer.step()
         for state in states:
-            for kind in self.kinds:
+            for kind in self.state_kinds:
                 state[kind] = optimizer.state[state["param"]][kind]
 
     def _scalars(self, step: int, lr: float) -> dict[str, torch.Tensor]:
@@ -112,23 +113,23 @@ class FromTorch:
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
 
-def from_torch(
+def make_torch_rule(
     name: str, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
     options: Mapping[str, bool | int | float],
-) -> FromTorch:  # fmt: skip
-    """The rule of torch.optim that is called `name` in `RULES`.
+) -> TorchRule:  # fmt: skip
+    """The rule of torch.optim that is called `name` in `OPTIMIZERS`.
 
     Raises ConfigError where its class refuses a value, or keeps a number of which nothing is known here.
     """
     arguments: dict[str, object] = dict(options)
-    if BETAS[0] in RULES[name].keys:
+    if BETAS[0] in OPTIMIZERS[name].keys:
         arguments |= {"betas": betas, "eps": eps}
     try:
         kinds = _kinds(name, lr, arguments)
     except ValueError as error:
-        raise ConfigError(f"optim.rule {name} refuses its options ({error}); mend optim.options") from None
+        raise ConfigError(f"optim.name {name} refuses its options ({error}); mend optim.options") from None
     initial = {"step_size": lr, "sum": float(options.get("initial_accumulator_value", 0.0))}
-    return FromTorch(name, arguments, weight_decay, kinds, {k: v for k, v in initial.items() if k in kinds})
+    return TorchRule(name, arguments, weight_decay, kinds, {k: v for k, v in initial.items() if k in kinds})
 
 
 def _kinds(name: str, lr: float, arguments: Mapping[str, object]) -> tuple[str, ...]:
@@ -141,14 +142,14 @@ def _kinds(name: str, lr: float, arguments: Mapping[str, object]) -> tuple[str, 
     unknown = optimizer.state[sample].keys() - shaped - SCALARS
     if unknown:
         raise ConfigError(
-            f"optim.rule {name} keeps {', '.join(sorted(unknown))} in this version of torch, which no checkpoint would "
-            f"hold; choose one of {', '.join(rule for rule in RULES if rule != name)}"
+            f"optim.name {name} keeps {', '.join(sorted(unknown))} in this version of torch, which no checkpoint would "
+            f"hold; choose one of {', '.join(rule for rule in OPTIMIZERS if rule != name)}"
         )
     return tuple(sorted(shaped))
 
 
 def _class_of(name: str) -> Callable[..., torch.optim.Optimizer]:
-    torch_class = RULES[name].torch_class
+    torch_class = OPTIMIZERS[name].torch_class
     assert torch_class is not None, name
     found: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, torch_class)
     return found
@@ -164,7 +165,7 @@ def _mu_product(steps: int, beta1: float, decay: float) -> float:
 def _portions(grads: Mapping[str, torch.Tensor]) -> Iterator[list[tuple[str, slice]]]:
     """Cut the shards into parts and gather these, so that each list has at most PORTION_ELEMENTS elements."""
     batch: list[tuple[str, slice]] = []
-    room = PORTION_ELEMENTS
+    room = CHUNK_ELEMENTS
     for name, grad in grads.items():
         start = 0
         while start < grad.numel():
@@ -174,6 +175,6 @@ def _portions(grads: Mapping[str, torch.Tensor]) -> Iterator[list[tuple[str, sli
             start = stop
             if room == 0:
                 yield batch
-                batch, room = [], PORTION_ELEMENTS
+                batch, room = [], CHUNK_ELEMENTS
     if batch:
         yield batch

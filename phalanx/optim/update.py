@@ -11,17 +11,17 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from phalanx.optim.quantized import Coded
-from phalanx.optim.state import Allocator, Piece, Slot, State
+from phalanx.optim.quantized import QuantizedShard
+from phalanx.optim.state import Allocator, Slot, State, StatePiece
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-NO_COPIES: Mapping[str, int] = MappingProxyType({})  # no parameter is held alike by ranks of one model
+NO_REPLICAS: Mapping[str, int] = MappingProxyType({})  # no parameter is held alike by ranks of one model
 
-Read = Callable[[str, str, int, int, torch.Tensor], None]  # name, kind, start, stop, out
+ReadState = Callable[[str, str, int, int, torch.Tensor], None]  # name, kind, start, stop, out
 
 
 @dataclass(frozen=True)
-class Change:
+class StepUpdate:
     """What a step asks of every element: the number of the `step` (the first is 1) and its learning rate; which
     parameters are not decayed; what gradients are divided by before use; whether (1.0) the state is carried over as it
     is. The last two are one-element tensors on the device, so that nothing waits for the host."""
@@ -33,14 +33,14 @@ class Change:
     skip: torch.Tensor
 
 
-class Rule(Protocol):
-    """How a gradient changes a parameter. `kinds` are the kinds of state beside the master weights, as checkpoints name
-    them: each has the parameter's shape."""
+class UpdateRule(Protocol):
+    """How a gradient changes a parameter. `state_kinds` are the kinds of state beside the master weights, as
+    checkpoints name them: each has the parameter's shape."""
 
     @property
-    def kinds(self) -> tuple[str, ...]: ...
+    def state_kinds(self) -> tuple[str, ...]: ...
 
-    def make(
+    def make_state(
         self,
         name: str,
         shape: Sequence[int],
@@ -52,7 +52,7 @@ class Rule(Protocol):
         """Allocate the state, without the master weights, of a shard of `elements` of the parameter of that `shape`."""
         ...
 
-    def keeps_rows(self, shape: Sequence[int]) -> bool:
+    def needs_whole_rows(self, shape: Sequence[int]) -> bool:
         """Whether something is kept for each row of a parameter of that shape, so that no shard may cut a row."""
         ...
 
@@ -65,43 +65,43 @@ class Rule(Protocol):
         source: Slot,
         target: Slot,
         grads: dict[str, torch.Tensor],
-        change: Change,
+        change: StepUpdate,
     ) -> None:
         """Write the state after the step into `target`; `grads`, flat and of the shards, may be overwritten."""
         ...
 
 
-def zeros(name: str, kind: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocate_zeros(name: str, kind: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The plain allocator: fresh zero-filled memory."""
     return torch.zeros(elements, dtype=dtype, device=device)
 
 
-def pieces(rule: Rule, name: str, state: State, start: int) -> Iterator[Piece]:
+def state_pieces(rule: UpdateRule, name: str, state: State, start: int) -> Iterator[StatePiece]:
     """The state of a shard that begins at element `start`, kind by kind; what is coded is decoded when asked for."""
     stop = start + state["param"].numel()
-    for kind in ("param", *rule.kinds):
-        yield Piece(name, kind, start, stop, _look(state, kind))
+    for kind in ("param", *rule.state_kinds):
+        yield StatePiece(name, kind, start, stop, _state_values(state, kind))
 
 
-def load(rule: Rule, name: str, state: State, start: int, read: Read) -> None:
+def load_state(rule: UpdateRule, name: str, state: State, start: int, read: ReadState) -> None:
     """Fill the state of a shard that begins at element `start`."""
-    for kind in ("param", *rule.kinds):
-        found = _look(state, kind)
+    for kind in ("param", *rule.state_kinds):
+        found = _state_values(state, kind)
         if isinstance(found, torch.Tensor):
             read(name, kind, start, start + found.numel(), found)
         else:
-            for first, last in found.portions():
+            for first, last in found.row_chunks():
                 low, high = start + first * found.columns, start + last * found.columns
                 values = torch.empty(high - low, dtype=found.dtype, device=found.device)
                 read(name, kind, low, high, values)
-                found.put(first, last, values)
+                found.quantize_rows(first, last, values)
 
 
-def _look(state: State, kind: str) -> torch.Tensor | Coded:
-    return state[kind] if kind in state else Coded.of(state, kind, state["param"].numel())
+def _state_values(state: State, kind: str) -> torch.Tensor | QuantizedShard:
+    return state[kind] if kind in state else QuantizedShard.from_state(state, kind, state["param"].numel())
 
 
-def copy_over(source: Slot, target: Slot) -> None:
+def copy_slot(source: Slot, target: Slot) -> None:
     """Carry everything over, also of shards that get no gradient, so that an update may go on in place in `target`."""
     if target is not source:
         for name, state in source.items():
@@ -117,9 +117,9 @@ class AdamW:
     beta2: float
     eps: float
     weight_decay: float
-    kinds: ClassVar[tuple[str, ...]] = MOMENTS
+    state_kinds: ClassVar[tuple[str, ...]] = MOMENTS
 
-    def make(
+    def make_state(
         self,
         name: str,
         shape: Sequence[int],
@@ -130,7 +130,7 @@ class AdamW:
     ) -> State:
         return {kind: allocate(name, kind, elements, dtype, device) for kind in MOMENTS}
 
-    def keeps_rows(self, shape: Sequence[int]) -> bool:
+    def needs_whole_rows(self, shape: Sequence[int]) -> bool:
         return False
 
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
@@ -141,23 +141,23 @@ class AdamW:
         source: Slot,
         target: Slot,
         grads: dict[str, torch.Tensor],
-        change: Change,
+        change: StepUpdate,
     ) -> None:
-        copy_over(source, target)
-        self.in_place(target, grads, self.divided(grads, change))
+        copy_slot(source, target)
+        self.update_in_place(target, grads, self.divide_grads(grads, change))
 
-    def divided(self, grads: Mapping[str, torch.Tensor], change: Change) -> Change:
+    def divide_grads(self, grads: Mapping[str, torch.Tensor], change: StepUpdate) -> StepUpdate:
         """With the divisor left for the kernel, which reads it in float32: too coarse for a proof in float64."""
         if all(grad.dtype != torch.float64 for grad in grads.values()):
             return replace(change, divisor=change.divisor.float())
         torch._foreach_div_(list(grads.values()), change.divisor)
         return replace(change, divisor=torch.ones_like(change.divisor, dtype=torch.float32))
 
-    def in_place(
+    def update_in_place(
         self,
         slot: Slot,
         grads: Mapping[str, torch.Tensor],
-        change: Change,
+        change: StepUpdate,
     ) -> None:
         """The update of a slot whose moments are plain tensors."""
         for decay in (True, False):

@@ -34,7 +34,7 @@ def recompute(units: Sequence[nn.Module], selective: bool) -> None:
     """
     wrap = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if selective:
-        policy = functools.partial(_policy, frozenset(kept()))
+        policy = functools.partial(_policy, frozenset(operators_to_save()))
         wrap = functools.partial(wrap, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
     for unit in units:
         unit.forward = functools.partial(by_position, wrap, unit.forward)
@@ -78,12 +78,12 @@ def check_horizon(blocks: int, horizon: int) -> None:
     if blocks <= horizon:
         raise ConfigError(
             f"memory.activations=offload would move nothing: the inputs of the last {horizon} blocks stay on the "
-            f"device (memory.horizon) and the model has {blocks}; set memory.activations=full"
-            + (f", or memory.horizon={blocks - 1} at most" if blocks > 1 else "")
+            f"device (memory.offload_prefetch_blocks) and the model has {blocks}; set memory.activations=full"
+            + (f", or memory.offload_prefetch_blocks={blocks - 1} at most" if blocks > 1 else "")
         )
 
 
-def kept() -> list[Callable[..., object]]:
+def operators_to_save() -> list[Callable[..., object]]:
     """The operators whose results `selective` keeps."""
     import torch.nn.attention.varlen  # makes the last of them known
 

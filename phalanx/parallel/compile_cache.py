@@ -26,12 +26,12 @@ def prepare_caches() -> None:
     ConfigError where that is not this user's."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
-    check_own(Path(default_cache_dir()))
+    check_cache_owner(Path(default_cache_dir()))
     for cache in {cache_dir(), default_cache_dir()}:
-        sweep(Path(cache))
+        remove_stale_files(Path(cache))
 
 
-def check_own(cache: Path) -> None:
+def check_cache_owner(cache: Path) -> None:
     """Make a folder that is this user's alone, or raise ConfigError where there is one of another user."""
     with contextlib.suppress(FileExistsError):
         cache.mkdir(mode=0o700)
@@ -43,7 +43,7 @@ def check_own(cache: Path) -> None:
         )
 
 
-def sweep(cache: Path) -> list[str]:
+def remove_stale_files(cache: Path) -> list[str]:
     """Remove from torch's cache what builds that were killed have left; returns the names. Any number of processes may
     do so, also while others compile."""
     removed = []

@@ -13,37 +13,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.comm.collectives import carried_from
-from phalanx.parallel.tensor_collectives import Peers
+from phalanx.comm.collectives import device_for_group
+from phalanx.parallel.tensor_collectives import TensorParallelPeers
 
 _SEEDS = 2**62  # how many there are
 
 
-def agree(model: nn.Module, attention: list[nn.Module], peers: Peers) -> None:
+def sync_dropout(model: nn.Module, attention: list[nn.Module], peers: TensorParallelPeers) -> None:
     """Have a divided model's dropout agree over its ranks, while it trains; `attention`: its modules with heads."""
-    model.register_forward_pre_hook(_OneSeed(peers))
+    model.register_forward_pre_hook(_SharedSeed(peers))
     for module in attention:
-        own = _OwnDraws(peers.rank)
+        own = _LocalRNG(peers.rank)
         module.register_forward_pre_hook(own.begin, with_kwargs=True)
         module.register_forward_hook(own.end, always_call=True)
 
 
-class _OneSeed:
+class _SharedSeed:
     """Seeds the generators of all ranks alike, by a number that the first draws from its own."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: TensorParallelPeers) -> None:
         self._peers = peers
 
     def __call__(self, model: nn.Module, _: Any) -> None:
         if not model.training:
             return
         axis = self._peers.axis
-        seed = torch.randint(_SEEDS, (1,), device="cpu").to(carried_from(axis.group, torch.device("cpu")))
+        seed = torch.randint(_SEEDS, (1,), device="cpu").to(device_for_group(axis.group, torch.device("cpu")))
         dist.broadcast(seed, axis.ranks[0], group=axis.group)
         torch.manual_seed(int(seed))
 
 
-class _OwnDraws:
+class _LocalRNG:
     """Around one module: draws of this rank's own."""
 
     def __init__(self, rank: int) -> None:

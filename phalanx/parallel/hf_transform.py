@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from phalanx.comm import collectives
-from phalanx.comm.collectives import Traffic, carried_from
-from phalanx.comm.mesh import Axis, neighbours
+from phalanx.comm.collectives import Traffic, device_for_group
+from phalanx.comm.mesh import Axis, split_axis
 from phalanx.core.errors import ConfigError
-from phalanx.layout.tensor_shards import Slice, slices
+from phalanx.layout.tensor_shards import TensorShard, plan_tensor_shards
 from phalanx.parallel import dropout
 from phalanx.parallel.tensor import (
-    CUT_MODULES,
-    Cut,
-    PartialNorm,
-    Row,
-    VocabularyEmbedding,
-    VocabularyHead,
-    part_of,
+    TENSOR_PARALLEL_MODULES,
+    PartialRMSNorm,
+    RowParallelLinear,
+    TensorParallelContext,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    copy_shard,
     replace_modules,
 )
-from phalanx.parallel.tensor_collectives import Peers
+from phalanx.parallel.tensor_collectives import TensorParallelPeers
 
 _LLAMA = {
     "model.embed_tokens": "vocabulary",
@@ -54,7 +54,7 @@ _NEOX = {
     "embed_out": "vocabulary",  # the head's name in transformers 4
 }
 # A class of transformers -> how its modules, of a block or outside of them, are cut.
-KNOWN: dict[str, dict[str, str]] = {
+SUPPORTED_MODELS: dict[str, dict[str, str]] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
@@ -91,40 +91,44 @@ def transform(
     stay where they are (what is sent goes to the host), in the type that they have. The axis must live as long as the
     model is used. Raises ConfigError for models that it does not know, and for numbers that do not divide.
     """
-    kinds = kinds_of(model)
+    kinds = find_cut_plan(model)
     numbers = _numbers(model)
     _check(model, numbers, axis.size)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
-    held = slices(shapes, kinds, numbers.kv_heads, axis.size, axis.rank)
-    arrive = _Arrivals(model, device or torch.device("cpu"), dtype) if load_state_dict_from_rank0 else None
-    cut = Cut(Peers(axis, Traffic()), sharers=_sharers(axis, numbers.kv_heads, timeout_s))
+    held = plan_tensor_shards(shapes, kinds, numbers.kv_heads, axis.size, axis.rank)
+    arrive = _Rank0Weights(model, device or torch.device("cpu"), dtype) if load_state_dict_from_rank0 else None
+    cut = TensorParallelContext(
+        TensorParallelPeers(axis, Traffic()), kv_peers=_sharers(axis, numbers.kv_heads, timeout_s)
+    )
     (head,) = (name for name in ("lm_head", "embed_out") if name in dict(model.named_children()))
-    replace_modules(model, kinds, held, cut, head=head, take=arrive.part if arrive is not None else None)
+    replace_modules(model, kinds, held, cut, head=head, take=arrive.receive_shard if arrive is not None else None)
     if arrive is not None:
-        arrive.rest(model)
+        arrive.receive_rest(model)
     for name, module in list(model.named_modules()):
         if name.endswith((".q_norm", ".k_norm")):  # each rank sees its own heads
             weight, eps = module.get_parameter("weight"), float(vars(module)["variance_epsilon"])
-            model.set_submodule(name, PartialNorm(weight.shape[0], eps, weight, cut))
+            model.set_submodule(name, PartialRMSNorm(weight.shape[0], eps, weight, cut))
         if "num_key_value_groups" in vars(module):
             vars(module)["num_key_value_groups"] = numbers.heads // axis.size // max(1, numbers.kv_heads // axis.size)
     for parameter in model.parameters():  # not buffers: rotary frequencies keep their digits
         parameter.data = parameter.data.to(dtype=dtype)
-    model.register_load_state_dict_pre_hook(take_parts)
+    model.register_load_state_dict_pre_hook(shard_state_dict)
     if any(_config(model).get(key) for key in _DROPOUT):
-        dropout.agree(model, [each for name, each in model.named_modules() if name.endswith(_ATTENTION)], cut.peers)
+        dropout.sync_dropout(
+            model, [each for name, each in model.named_modules() if name.endswith(_ATTENTION)], cut.peers
+        )
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     return model if on_meta or device is None else model.to(device=device)
 
 
-def kinds_of(model: nn.Module) -> dict[str, str]:
+def find_cut_plan(model: nn.Module) -> dict[str, str]:
     """How the modules of a model are cut. Raises ConfigError where nobody knows."""
     for each in type(model).__mro__:
-        if each.__name__ in KNOWN:
-            return KNOWN[each.__name__]
+        if each.__name__ in SUPPORTED_MODELS:
+            return SUPPORTED_MODELS[each.__name__]
     raise ConfigError(
-        f"tensor parallelism does not know {type(model).__name__}; it knows transformers' {', '.join(KNOWN)}, so "
-        "transform one of them, or leave tensor parallelism out"
+        f"tensor parallelism does not know {type(model).__name__}; it knows transformers' "
+        f"{', '.join(SUPPORTED_MODELS)}, so transform one of them, or leave tensor parallelism out"
     )
 
 
@@ -157,18 +161,18 @@ def _check(model: nn.Module, numbers: _Heads, size: int) -> None:
         raise ConfigError(f"{over} leaves some without a row of the vocabulary of {numbers.vocab_size}; choose fewer")
 
 
-def _sharers(axis: Axis, kv_heads: int, timeout_s: float) -> Peers | None:
+def _sharers(axis: Axis, kv_heads: int, timeout_s: float) -> TensorParallelPeers | None:
     if kv_heads >= axis.size:
         return None
-    return Peers(neighbours(axis, axis.size // kv_heads, timeout_s), Traffic())
+    return TensorParallelPeers(split_axis(axis, axis.size // kv_heads, timeout_s), Traffic())
 
 
-class _Arrivals:
+class _Rank0Weights:
     """The weights that global rank 0 sends to all others, one tensor after the other; nobody else holds all of them."""
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
-        self._sent_from = carried_from(dist.group.WORLD, device)  # type: ignore[arg-type]
+        self._sent_from = device_for_group(dist.group.WORLD, device)  # type: ignore[arg-type]
         self._sends = dist.get_rank() == 0
         described = [
             *((name, tuple(p.shape), dtype or p.dtype) for name, p in model.named_parameters(remove_duplicate=False)),
@@ -185,14 +189,14 @@ class _Arrivals:
                 "ranks; load it there, and build it from one config elsewhere"
             )
 
-    def part(self, whole: Tensor, part: Slice) -> nn.Parameter:
+    def receive_shard(self, whole: Tensor, part: TensorShard) -> nn.Parameter:
         """This rank's part of what rank 0 sends."""
-        return part_of(self._sent(whole, self._dtype).requires_grad_(whole.requires_grad), part)
+        return copy_shard(self._sent(whole, self._dtype).requires_grad_(whole.requires_grad), part)
 
-    def rest(self, model: nn.Module) -> None:
+    def receive_rest(self, model: nn.Module) -> None:
         """Everything else, which all ranks have whole."""
         for module in model.modules():
-            known = module.slices if isinstance(module, CUT_MODULES) else {}
+            known = module.shards if isinstance(module, TENSOR_PARALLEL_MODULES) else {}
             for leaf, each in list(module._parameters.items()):
                 if each is not None and leaf not in known:
                     sent = self._sent(each, self._dtype)
@@ -214,19 +218,23 @@ class _Arrivals:
 # ------------------------------------------------------------------------------------------------------- and back again
 
 
-def parts_of(model: nn.Module) -> dict[str, Slice]:
+def find_tensor_shards(model: nn.Module) -> dict[str, TensorShard]:
     """Which slice each parameter of a transformed model is, by name; what is not named is whole on every rank."""
     return {
         f"{name}.{leaf}": part
         for name, module in model.named_modules()
-        if isinstance(module, CUT_MODULES)
-        for leaf, part in module.slices.items()
+        if isinstance(module, TENSOR_PARALLEL_MODULES)
+        for leaf, part in module.shards.items()
     }
 
 
-def axis_of(model: nn.Module) -> Axis | None:
+def find_tensor_axis(model: nn.Module) -> Axis | None:
     """The ranks over which a model was cut; None where it was not."""
-    cuts = (module.cut for module in model.modules() if isinstance(module, Row | VocabularyEmbedding | VocabularyHead))
+    cuts = (
+        module.cut
+        for module in model.modules()
+        if isinstance(module, RowParallelLinear | VocabParallelEmbedding | VocabParallelHead)
+    )
     found = next(cuts, None)
     return None if found is None else found.peers.axis
 
@@ -241,11 +249,11 @@ def full_state_dict(
     wrapper holds them). Collective.
     """
     own = dict(model.state_dict()) if tensors is None else tensors
-    return dict(_gathered(own, parts_of(model), axis, everywhere))
+    return dict(_gather_tensors(own, find_tensor_shards(model), axis, everywhere))
 
 
-def _gathered(
-    own: Mapping[str, Tensor], parts: Mapping[str, Slice], axis: Axis, everywhere: bool
+def _gather_tensors(
+    own: Mapping[str, Tensor], parts: Mapping[str, TensorShard], axis: Axis, everywhere: bool
 ) -> Iterator[tuple[str, Tensor]]:
     memory: dict[int, Tensor] = {}  # what is tied stays tied
     wanted = everywhere or axis.rank == 0
@@ -257,35 +265,37 @@ def _gathered(
             continue
         key = tensor.data_ptr() if tensor.numel() else id(tensor)
         if key not in memory:
-            memory[key] = whole_of(tensor.detach(), part, axis, everywhere)
+            memory[key] = gather_tensor(tensor.detach(), part, axis, everywhere)
         if wanted:
             yield name, memory[key]
 
 
-def take_parts(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def shard_state_dict(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """A hook before a transformed model takes a state dict: of what is in it whole, each rank takes its part. Of a dict
     of parts it takes them as they are."""
-    parts = {clean_tensor_name(name): part for name, part in parts_of(model).items()}  # its layers may be in FSDP now
+    parts = {
+        clean_tensor_name(name): part for name, part in find_tensor_shards(model).items()
+    }  # its layers may be in FSDP now
     for name, given in list(state.items()):
         part = parts.get(clean_tensor_name(name.removeprefix(prefix)))
-        if part is not None and isinstance(given, Tensor) and tuple(given.shape) == part.shape != part.local:
-            state[name] = part_of(given, part).detach()
+        if part is not None and isinstance(given, Tensor) and tuple(given.shape) == part.shape != part.local_shape:
+            state[name] = copy_shard(given, part).detach()
 
 
-def whole_of(tensor: Tensor, part: Slice, axis: Axis, everywhere: bool = False) -> Tensor:
+def gather_tensor(tensor: Tensor, shard: TensorShard, axis: Axis, everywhere: bool = False) -> Tensor:
     """What all ranks hold parts of, put together on the host of the first, or `everywhere`; else nothing. Collective
     over `axis`."""
-    length = part.shape[part.dim]
-    unlike = part.copies == 1 and length % axis.size != 0
-    widest = -(-length // axis.size) if unlike else tensor.shape[part.dim]
-    tensor = tensor.to(carried_from(axis.group, tensor.device))
-    padded = tensor.new_zeros([widest if dim == part.dim else size for dim, size in enumerate(tensor.shape)])
-    padded.narrow(part.dim, 0, tensor.shape[part.dim]).copy_(tensor)
+    length = shard.shape[shard.dim]
+    unlike = shard.copies == 1 and length % axis.size != 0
+    widest = -(-length // axis.size) if unlike else tensor.shape[shard.dim]
+    tensor = tensor.to(device_for_group(axis.group, tensor.device))
+    padded = tensor.new_zeros([widest if dim == shard.dim else size for dim, size in enumerate(tensor.shape)])
+    padded.narrow(shard.dim, 0, tensor.shape[shard.dim]).copy_(tensor)
     out = tensor.new_empty((axis.size, *padded.shape))
     collectives.all_gather(out.view(-1), padded.view(-1), axis.group, Traffic()).wait()
     if axis.rank and not everywhere:
         return tensor.new_empty(0)
-    among = axis.size // part.copies
+    among = axis.size // shard.copies
     edges = itertools.pairwise(length * place // among for place in range(among + 1))
-    found = [out[place * part.copies].narrow(part.dim, 0, stop - start) for place, (start, stop) in enumerate(edges)]
-    return torch.cat(found, part.dim).cpu()
+    found = [out[place * shard.copies].narrow(shard.dim, 0, stop - start) for place, (start, stop) in enumerate(edges)]
+    return torch.cat(found, shard.dim).cpu()

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import ConfigError
-from phalanx.models.model import Start, draw
+from phalanx.models.model import InitRule, draw_init_slice
 from phalanx.optim.state import Shard
 from phalanx.parallel.materialize import Fill
-from phalanx.parallel.tensor import VocabularyEmbedding
+from phalanx.parallel.tensor import VocabParallelEmbedding
 from phalanx.system import accelerator
 
 
@@ -26,7 +26,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str | None = None) 
     Each module is made again from its own `config`. Raises ConfigError for a buffer of any other module.
     """
     if device is None:
-        device = (accelerator.found() or ["cpu"])[0]
+        device = (accelerator.list_devices() or ["cpu"])[0]
     for name, module in model.named_modules():
         if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             continue
@@ -66,11 +66,11 @@ def start_of(model: nn.Module, seed: int) -> Fill:
     pads = _pads(model)
 
     def fill(shard: Shard) -> None:
-        start: Start = ("normal", float(std))
+        start: InitRule = ("normal", float(std))
         if len(shard.shape) < 2:
             start = ("ones",) if shard.name.endswith("weight") else ("zeros",)
         device, dtype = shard.tensor.device, shard.tensor.dtype
-        shard.tensor.copy_(draw(start, seed, shard.name, shard.start, shard.stop, device, dtype))
+        shard.tensor.copy_(draw_init_slice(start, seed, shard.name, shard.start, shard.stop, device, dtype))
         if shard.name in pads:
             width, row = shard.shape[-1], pads[shard.name]
             first, last = max(row * width, shard.start), min((row + 1) * width, shard.stop)
@@ -84,7 +84,7 @@ def _pads(model: nn.Module) -> dict[str, int]:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
-            row = module.skipped if isinstance(module, VocabularyEmbedding) else module.padding_idx
+            row = module.skipped if isinstance(module, VocabParallelEmbedding) else module.padding_idx
             if row is not None:
                 found[f"{name}.weight"] = row
     return found

@@ -10,14 +10,14 @@ from phalanx.engine.interface import Engine
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.hf_weights import Weights
 from phalanx.models.lora import init_adapter_slice, is_adapter
-from phalanx.models.model import Model, draw
+from phalanx.models.model import Model, draw_init_slice
 from phalanx.models.peft import Adapter
 from phalanx.optim.state import Shard
 
 Fill = Callable[[Shard], None]
 
 
-def materialise(model: nn.Module, engine: Engine, fill: Fill) -> None:
+def materialize(model: nn.Module, engine: Engine, fill: Fill) -> None:
     """Let the engine take memory and `fill` write each of its shards. Raises ConfigError for what nobody would fill,
     and names it: a buffer on meta, which may get memory but no values; a parameter that is on meta still."""
     _refuse([name for name, buffer in model.named_buffers() if buffer.is_meta])
@@ -35,17 +35,17 @@ def _refuse(left: list[str]) -> None:
         )
 
 
-def drawn(model: Model, seed: int) -> Fill:
+def make_random_fill(model: Model, seed: int) -> Fill:
     """Initial weights that depend on (seed, name, element) alone, so that no layout changes them."""
 
     def fill(shard: Shard) -> None:
         start, (device, dtype) = model.start(shard.name, shard.shape), (shard.tensor.device, shard.tensor.dtype)
-        shard.tensor.copy_(draw(start, seed, shard.name, shard.start, shard.stop, device, dtype))
+        shard.tensor.copy_(draw_init_slice(start, seed, shard.name, shard.start, shard.stop, device, dtype))
 
     return fill
 
 
-def imported(weights: Weights, spec: ModelSpec) -> Fill:
+def make_hf_fill(weights: Weights, spec: ModelSpec) -> Fill:
     """Weights of a Hugging Face folder, each shard read by its byte range."""
     weights.check(spec)
 
@@ -55,7 +55,7 @@ def imported(weights: Weights, spec: ModelSpec) -> Fill:
     return fill
 
 
-def with_adapters(base: Fill, seed: int, adapter: Adapter | None) -> Fill:
+def make_adapter_fill(base: Fill, seed: int, adapter: Adapter | None) -> Fill:
     """Adapters drawn by coordinates, or read where there is an `adapter` to start from; `base` fills the rest."""
 
     def fill(shard: Shard) -> None:
@@ -71,7 +71,7 @@ def with_adapters(base: Fill, seed: int, adapter: Adapter | None) -> Fill:
     return fill
 
 
-def frozen_only(fill: Fill) -> Fill:
+def make_frozen_fill(fill: Fill) -> Fill:
     """Fill what is frozen by `fill`, and the rest with zeros: a checkpoint, which holds it, is about to be loaded."""
 
     def fill_frozen(shard: Shard) -> None:

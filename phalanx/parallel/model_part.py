@@ -11,69 +11,76 @@ from typing import TYPE_CHECKING
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import ConfigError
 from phalanx.engine.interface import Engine, Precision
-from phalanx.layout.mesh_axes import Place
+from phalanx.layout.mesh_axes import MeshCoordinates
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.layout.pipeline_stages import Stages, divide, head_worth, listed
-from phalanx.layout.tensor_shards import Slice, copies_of, slices
-from phalanx.models.llama import TENSOR, Llama
+from phalanx.layout.pipeline_stages import PipelineStages, divide_layers, head_worth, stages_from_counts
+from phalanx.layout.tensor_shards import TensorShard, count_copies, plan_tensor_shards
+from phalanx.models.llama import TENSOR_PLAN, Llama
 from phalanx.models.model import Model
-from phalanx.optim.state import Piece
+from phalanx.optim.state import StatePiece
 from phalanx.parallel.materialize import Fill
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.tensor import cut_among, part_of, split
-from phalanx.parallel.tensor_state import Read, WindowRead, filled_by_rows, filled_by_runs, reading, saved
+from phalanx.parallel.tensor import apply_tensor_parallel, copy_shard, make_tensor_context
+from phalanx.parallel.tensor_state import (
+    Read,
+    WindowRead,
+    fill_by_rows,
+    fill_by_runs,
+    make_shard_reader,
+    to_whole_pieces,
+)
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config.schema import Config
 
-TIED = "embed.weight"  # where the head has no weight of its own, the last stage holds this one, too
+TIED_WEIGHT = "embed.weight"  # where the head has no weight of its own, the last stage holds this one, too
 
 
 @dataclass(frozen=True)
-class Parted:
+class ModelPart:
     """This rank's part of the model. `shapes` are those of all parameters of the whole model that are trained; `copies`
     says how many ranks of one model hold the same of a parameter."""
 
     shapes: Mapping[str, tuple[int, ...]]
     pipeline: Pipeline | None = None
-    held: Mapping[str, Slice] = field(default_factory=dict)
+    shards: Mapping[str, TensorShard] = field(default_factory=dict)
     copies: Mapping[str, int] = field(default_factory=dict)
     first: bool = True  # of the ranks that hold slices of the same layers
-    lent: frozenset[str] = frozenset()  # parameters that another stage saves
+    tied_elsewhere: frozenset[str] = frozenset()  # parameters that another stage saves
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether this rank's losses are counted, of all that have the same."""
         return self.first and (self.pipeline is None or self.pipeline.has_loss)
 
-    def filling(self, fill: Fill, drawn: bool) -> Fill:
-        """A `fill` of whole parameters for this part; `drawn`: it is fast for long runs only."""
-        if not self.held:
+    def make_fill(self, fill: Fill, by_rows: bool) -> Fill:
+        """A `fill` of whole parameters for this part; `by_rows`: it is fast for long runs only."""
+        if not self.shards:
             return fill
-        return filled_by_rows(fill, self.held) if drawn else filled_by_runs(fill, self.held)
+        return fill_by_rows(fill, self.shards) if by_rows else fill_by_runs(fill, self.shards)
 
-    def pieces(self, engine: Engine) -> Iterator[Piece]:
+    def checkpoint_pieces(self, engine: Engine) -> Iterator[StatePiece]:
         """What this rank gives to a checkpoint."""
-        return self.whole(engine.pieces())
+        return self.to_whole_pieces(engine.pieces())
 
-    def whole(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def to_whole_pieces(self, pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
         """An engine's pieces in coordinates of whole parameters, those that this rank gives."""
-        own = (piece for piece in pieces if piece.name not in self.lent)
-        return saved(own, self.held, self.first)
+        own = (piece for piece in pieces if piece.name not in self.tied_elsewhere)
+        return to_whole_pieces(own, self.shards, self.first)
 
-    def reading(self, read: WindowRead) -> Read:
+    def make_reader(self, read: WindowRead) -> Read:
         """What this rank's engine loads by."""
-        return reading(read, self.held)
+        return make_shard_reader(read, self.shards)
 
 
-def part(model: Model, config: "Config", mesh: Mesh, precision: Precision) -> Parted:
+def partition_model(model: Model, config: "Config", mesh: Mesh, precision: Precision) -> ModelPart:
     """Cut `model`, on meta, down to what this rank holds of it. Collective.
 
     Raises ConfigError for a model that cannot be cut.
     """
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
-    if mesh.axes.model == 1:
-        return Parted(shapes)
+    if mesh.axes.model_parallel_size == 1:
+        return ModelPart(shapes)
     if not isinstance(model, Llama):
         raise ConfigError(
             f"parallel.tensor and parallel.pipeline cut models of the Llama family only, not a {type(model).__name__}; "
@@ -83,74 +90,78 @@ def part(model: Model, config: "Config", mesh: Mesh, precision: Precision) -> Pa
     pipeline = None
     # Stages first: there is no use in slices of what is let go of.
     if mesh.pipe is not None:
-        numbers = None if parallel.stages == "auto" else parallel.stages
-        plan = plan_of(model.spec, mesh.pipe.size, parallel.schedule, numbers)
-        pipeline = make_pipeline(model, plan, parallel.schedule, mesh, precision, parallel.sequence is True)
-    held: dict[str, Slice] = {}
+        numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
+        plan = plan_stages(model.spec, mesh.pipe.size, parallel.schedule, numbers)
+        pipeline = make_pipeline(model, plan, parallel.schedule, mesh, precision, parallel.sequence_parallel is True)
+    held: dict[str, TensorShard] = {}
     if mesh.tensor is not None:
-        held = split(model, cut_among(mesh, model.spec.kv_heads, parallel.sequence is True))
+        held = apply_tensor_parallel(
+            model, make_tensor_context(mesh, model.spec.kv_heads, parallel.sequence_parallel is True)
+        )
     names = [name for name, _ in model.named_parameters()]
     size = 1 if mesh.tensor is None else mesh.tensor.size
-    copies = copies_of(dict.fromkeys(names), held, size)
+    copies = count_copies(dict.fromkeys(names), held, size)
     lent: frozenset[str] = frozenset()
     if pipeline is not None:
-        copies |= {name: count * copies[name] for name, count in copies_at_ends(model, pipeline).items()}
-        lent = saved_elsewhere(model, pipeline)
+        copies |= {name: count * copies[name] for name, count in count_tied_copies(model, pipeline).items()}
+        lent = find_tied_elsewhere(model, pipeline)
     first = mesh.tensor is None or mesh.tensor.rank == 0
-    return Parted(shapes, pipeline, held, {n: count for n, count in copies.items() if count > 1}, first, lent)
+    return ModelPart(shapes, pipeline, held, {n: count for n, count in copies.items() if count > 1}, first, lent)
 
 
-def cut_down(model: Model, config: "Config", place: Place) -> Stages | None:
+def partition_model_at(model: Model, config: "Config", place: MeshCoordinates) -> PipelineStages | None:
     """Leave of `model`, on meta, what the rank at `place` holds, in the shapes that it has there: to be counted, not to
-    be run. What `part` leaves, found without the other ranks; returns the stages of its pipeline."""
+    be run. What `partition_model` leaves, found without the other ranks; returns the stages of its pipeline."""
     plan, parallel = None, config.parallel
     if not isinstance(model, Llama):
-        return plan  # which `part` refuses
+        return plan  # which `partition_model` refuses
     if parallel.pipeline > 1:
-        numbers = None if parallel.stages == "auto" else parallel.stages
-        plan = plan_of(model.spec, parallel.pipeline, parallel.schedule, numbers)
-        model.keep([plan.layers[stage] for stage in plan.of(place.pipe)])
+        numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
+        plan = plan_stages(model.spec, parallel.pipeline, parallel.schedule, numbers)
+        model.keep_stages([plan.layers[stage] for stage in plan.stages_of(place.pipe)])
     if parallel.tensor > 1:
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-        for name, mine in slices(shapes, TENSOR, model.spec.kv_heads, parallel.tensor, place.tensor).items():
+        for name, mine in plan_tensor_shards(
+            shapes, TENSOR_PLAN, model.spec.kv_heads, parallel.tensor, place.tensor
+        ).items():
             module, _, leaf = name.rpartition(".")
-            model.get_submodule(module).register_parameter(leaf, part_of(model.get_parameter(name), mine))
+            model.get_submodule(module).register_parameter(leaf, copy_shard(model.get_parameter(name), mine))
     return plan
 
 
-def plan_of(
+def plan_stages(
     spec: ModelSpec, ranks: int, schedule: str, numbers: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
-) -> Stages:  # fmt: skip
+) -> PipelineStages:  # fmt: skip
     """The stages of a model: of `numbers` of layers, or as even as the head lets them be, in proportion to `speeds`."""
     if numbers is not None:
-        return listed(spec.layers, ranks, schedule, numbers)
-    return divide(spec.layers, ranks, schedule, speeds=speeds, head=head_worth(spec))
+        return stages_from_counts(spec.layers, ranks, schedule, numbers)
+    return divide_layers(spec.layers, ranks, schedule, speeds=speeds, head=head_worth(spec))
 
 
 def make_pipeline(
-    model: Llama, plan: Stages, schedule: str, mesh: Mesh, precision: Precision, sequence: bool = False
+    model: Llama, plan: PipelineStages, schedule: str, mesh: Mesh, precision: Precision, sequence: bool = False
 ) -> Pipeline:
     """Cut `model`, on meta, down to the stages of this rank, and give what runs them; `sequence`: ranks that share its
     layers cut hidden states along the sequence."""
     assert mesh.pipe is not None, "a mesh without stages"
-    model.keep([plan.layers[stage] for stage in plan.of(mesh.pipe.rank)])
+    model.keep_stages([plan.layers[stage] for stage in plan.stages_of(mesh.pipe.rank)])
     over = mesh.axes.tensor if sequence else 1
     return Pipeline(plan, schedule, mesh.pipe, mesh.device, precision, mesh.traffic, over)
 
 
-def copies_at_ends(model: Llama, pipeline: Pipeline) -> dict[str, int]:
+def count_tied_copies(model: Llama, pipeline: Pipeline) -> dict[str, int]:
     """How many ranks of the pipeline hold a parameter alike, where more than one does: the weight of a tied head, which
     is the embedding's. All go the same way to the same bits, and are counted once in the norm."""
-    return {TIED: 2} if shares_ends(model, pipeline) else {}
+    return {TIED_WEIGHT: 2} if holds_one_tied_end(model, pipeline) else {}
 
 
-def saved_elsewhere(model: Llama, pipeline: Pipeline) -> frozenset[str]:
+def find_tied_elsewhere(model: Llama, pipeline: Pipeline) -> frozenset[str]:
     """Names of parameters whose state another rank of the pipeline saves."""
-    return frozenset({TIED} if shares_ends(model, pipeline) and 0 not in pipeline.held else ())
+    return frozenset({TIED_WEIGHT} if holds_one_tied_end(model, pipeline) and 0 not in pipeline.stages else ())
 
 
-def shares_ends(model: Llama, pipeline: Pipeline) -> bool:
+def holds_one_tied_end(model: Llama, pipeline: Pipeline) -> bool:
     """Whether this rank has one end of a model whose ends share a weight, and not the other."""
     ends = {pipeline.plan.owner(0), pipeline.plan.owner(pipeline.plan.last)}
     return model.spec.tie_embeddings and len(ends) > 1 and pipeline.rank in ends

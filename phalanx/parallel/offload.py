@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from phalanx.system import accelerator
 from phalanx.system import memory as host_memory
 
-LEAST_BYTES = 1024  # what is smaller is not worth a copy
+MIN_BYTES = 1024  # what is smaller is not worth a copy
 
 Key = tuple[Any, ...]  # of a tensor among those that are alive
 
 
-def offload(units: Sequence[nn.Module], horizon: int) -> "Mover":
+def offload(units: Sequence[nn.Module], horizon: int) -> "ActivationOffloader":
     """Have the inputs that checkpointed `units`, in order of use, save for the backward pass wait in host memory.
 
     Moved are tensors handed to a unit itself (not within tuples) that a backward pass goes through: masks, tables and
@@ -41,18 +41,18 @@ def offload(units: Sequence[nn.Module], horizon: int) -> "Mover":
     a copy could not have. The forward method is replaced in place: to be called after units were checkpointed and
     compiled, since it is the outermost.
     """
-    mover = Mover(len(units), horizon)
+    mover = ActivationOffloader(len(units), horizon)
     for number, unit in enumerate(units):
         unit.forward = functools.partial(mover.forward, number, unit.forward)
     return mover
 
 
-class Pool:
+class HostBufferPool:
     """Host buffers that are used again. There are never more of them than were in use at one time."""
 
     def __init__(self) -> None:
         self.make: Callable[[int, bool], Tensor] = _host_buffer
-        self.made = 0  # allocations so far
+        self.allocations = 0  # allocations so far
         self.bytes = 0  # in all buffers
         self._free: list[Tensor] = []
         self._lock = threading.RLock()  # one may come back in another thread, even while this one takes another
@@ -66,14 +66,14 @@ class Pool:
                 return self._free.pop(min(fitting, key=lambda number: self._free[number].nbytes))
             if self._free:  # too small: micro-batches have grown
                 self.bytes -= self._free.pop().nbytes
-            size = host_memory.pinned(size) if pinned else size
-            if pinned and size > (free := host_memory.free()):
+            size = host_memory.pinned_bytes(size) if pinned else size
+            if pinned and size > (free := host_memory.free_bytes()):
                 raise MemoryError(
                     f"an input of {size / 2**20:,.0f} MiB was to wait in host memory, of which {free / 2**20:,.0f} MiB "
                     f"are left beside {self.bytes / 2**20:,.0f} MiB that wait already"
                 )
             buffer = self.make(size, pinned)
-            self.made += 1
+            self.allocations += 1
             self.bytes += buffer.nbytes
             return buffer
 
@@ -86,18 +86,18 @@ def _host_buffer(size: int, pinned: bool) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
-class Mover:
+class ActivationOffloader:
     """Moves the inputs of some units; `out_bytes` and `back_bytes` count what it has moved so far."""
 
     def __init__(self, units: int, horizon: int) -> None:
         assert horizon >= 1
         self.horizon = horizon
-        self.pool = Pool()
+        self.pool = HostBufferPool()
         self.out_bytes = self.back_bytes = 0
         self._units = units
         self._pass = _Pass(self)
         self._unit = -1  # that the forward pass has come to
-        self._leaving: deque[_Leaving] = deque()
+        self._leaving: deque[_PendingCopy] = deque()
         self._streams: dict[torch.device, Any] = {}
 
     def forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -132,14 +132,14 @@ class Mover:
         if tensor.is_leaf:  # also a parameter, whose values may be elsewhere by the backward pass
             return tensor
         if not _movable(tensor) or (key := _key(tensor)) not in inputs:
-            return _Kept(turn, unit, tensor)
-        if (moved := turn.known(key, tensor)) is not None:
+            return _DeviceInput(turn, unit, tensor)
+        if (moved := turn.find_offloaded(key, tensor)) is not None:
             moved.users += 1
             return moved
         if unit >= self._units - self.horizon:
-            return _Kept(turn, unit, tensor)
-        moved = _Moved(turn, unit, tensor)
-        self._leaving.append(_Leaving(unit, tensor, moved.left))
+            return _DeviceInput(turn, unit, tensor)
+        moved = _OffloadedInput(turn, unit, tensor)
+        self._leaving.append(_PendingCopy(unit, tensor, moved.copied_out))
         turn.add(key, tensor, moved)
         return moved
 
@@ -147,33 +147,33 @@ class Mover:
 class _Pass:
     """A forward pass and its backward pass: which inputs of which units have left."""
 
-    def __init__(self, mover: Mover) -> None:
+    def __init__(self, mover: ActivationOffloader) -> None:
         self.mover = mover
         # Weakly, so that what autograd has let go of gives its buffer back at once.
-        self._of_unit: dict[int, list[weakref.ref[_Moved]]] = {}
-        self._known: dict[Key, tuple[StorageWeakRef, int, weakref.ref[_Moved]]] = {}
+        self._of_unit: dict[int, list[weakref.ref[_OffloadedInput]]] = {}
+        self._known: dict[Key, tuple[StorageWeakRef, int, weakref.ref[_OffloadedInput]]] = {}
 
-    def add(self, key: Key, tensor: Tensor, moved: "_Moved") -> None:
+    def add(self, key: Key, tensor: Tensor, moved: "_OffloadedInput") -> None:
         here = weakref.ref(moved)
         self._of_unit.setdefault(moved.unit, []).append(here)
         self._known[key] = StorageWeakRef(tensor.untyped_storage()), tensor._version, here
 
-    def known(self, key: Key, tensor: Tensor) -> "_Moved | None":
+    def find_offloaded(self, key: Key, tensor: Tensor) -> "_OffloadedInput | None":
         """What has become of `tensor`, if another unit had it as its input."""
         storage, version, here = self._known.get(key, (None, 0, None))
         if storage is None or here is None or storage.expired() or version != tensor._version:
             return None  # or another tensor in the same place
         return here()
 
-    def ask_before(self, unit: int) -> None:
+    def prefetch_before(self, unit: int) -> None:
         """Let come back what the units before `unit` will want, as far as the horizon."""
         for number in range(unit - 1, unit - 1 - self.mover.horizon, -1):
             for here in self._of_unit.get(number, ()):
                 if (moved := here()) is not None:
-                    moved.ask()
+                    moved.prefetch()
 
 
-class _Leaving:
+class _PendingCopy:
     """The device's copy of an input that is on its way out: its memory must not be another's before it is read."""
 
     def __init__(self, unit: int, tensor: Tensor, left: torch.Event | None) -> None:
@@ -190,7 +190,7 @@ class _Leaving:
             )
 
 
-class _Kept:
+class _DeviceInput:
     """An input that stays on the device; knows, as autograd itself would, whether it was changed."""
 
     def __init__(self, turn: _Pass, unit: int, tensor: Tensor) -> None:
@@ -199,7 +199,7 @@ class _Kept:
         self._tensor = tensor.detach()
 
     def get(self) -> Tensor:
-        self._turn.ask_before(self._unit)
+        self._turn.prefetch_before(self._unit)
         if self._tensor._version != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self._tensor.shape)} that the backward pass of block {self._unit} needs was "
@@ -208,7 +208,7 @@ class _Kept:
         return self._tensor
 
 
-class _Moved:
+class _OffloadedInput:
     """An input on the host; on the device, too, from when it is asked for until its last user has it."""
 
     _buffer: Tensor | None = None
@@ -222,10 +222,10 @@ class _Moved:
         self._dtype, self._device = tensor.dtype, tensor.device
         self._bytes = tensor.numel() * tensor.itemsize
         self._buffer = turn.mover.pool.take(self._bytes, pinned=self._device.type != "cpu")
-        self.left = self._copy(_flat(tensor.detach()), self._host())
+        self.copied_out = self._copy(_flat(tensor.detach()), self._host())
         turn.mover.out_bytes += self._bytes
 
-    def ask(self) -> None:
+    def prefetch(self) -> None:
         """Have it come back, unless it has or is on its way."""
         if self._back is not None or self.users < 1:
             return
@@ -237,8 +237,8 @@ class _Moved:
     def get(self) -> Tensor:
         """The input, on the device; what is queued next comes behind its arrival."""
         self.users = max(self.users, 1)  # of a graph that is kept for several backward passes
-        self.ask()
-        self._turn.ask_before(self.unit)
+        self.prefetch()
+        self._turn.prefetch_before(self.unit)
         tensor = self._back
         assert tensor is not None
         _come_after(self._device, self._arrived)
@@ -259,10 +259,10 @@ class _Moved:
             if stream is None:
                 target.copy_(source)
                 return None
-            stream.wait_event(accelerator.mark(self._device))
+            stream.wait_event(accelerator.record_event(self._device))
             with stream:
                 target.copy_(source, non_blocking=True)
-                return accelerator.mark(self._device)
+                return accelerator.record_event(self._device)
 
     def __del__(self) -> None:
         if self._buffer is None or sys.is_finalizing():
@@ -288,7 +288,7 @@ def _key(tensor: Tensor) -> Key:
 
 def _movable(tensor: Tensor) -> bool:
     """Whether a copy of the tensor's elements, in the order in which they lie, is worth its while."""
-    if tensor.is_leaf or is_traceable_wrapper_subclass(tensor) or tensor.numel() * tensor.itemsize < LEAST_BYTES:
+    if tensor.is_leaf or is_traceable_wrapper_subclass(tensor) or tensor.numel() * tensor.itemsize < MIN_BYTES:
         return False
     step = 1  # elements to the next one along the dims that were looked at
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):

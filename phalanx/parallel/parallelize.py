@@ -13,20 +13,20 @@ from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import is_out_of_memory
 from phalanx.engine.interface import Engine, Precision
 from phalanx.models import layers
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.model import Architecture, Model
 from phalanx.optim.gradients import LossScale
 from phalanx.optim.make_rule import make_rule
 from phalanx.parallel import activations, compile_cache
-from phalanx.parallel.model_part import Parted, part
-from phalanx.parallel.offload import Mover, offload
+from phalanx.parallel.model_part import ModelPart, partition_model
+from phalanx.parallel.offload import ActivationOffloader, offload
 from phalanx.system import accelerator
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config.schema import Config
 
 MakeEngine = Callable[..., Engine]
-MOST_OF_AN_ERROR = 200  # characters; compilers say much
+MAX_ERROR_CHARS = 200  # characters; compilers say much
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -41,27 +41,27 @@ def precision_of(dtype: str, mesh: Mesh) -> Precision:
     return Precision(compute, torch.float32 if dtype == "mixed" and mesh.world > 1 else compute)
 
 
-def apply(
+def parallelize(
     model: Model, config: "Config", mesh: Mesh, make_engine: MakeEngine, nominal_weight: int
-) -> tuple[Engine, Parted]:
+) -> tuple[Engine, ModelPart]:
     """Prepare a model on meta for training by the resolved `config`; returns the engine that drives it, and what this
     rank holds of it."""
     # What other ranks hold is let go of first: nothing need be done to it.
-    parted = part(model, config, mesh, precision_of(config.train.dtype, mesh))
+    parted = partition_model(model, config, mesh, precision_of(config.train.dtype, mesh))
     # Recomputation and compilation after slicing: blocks exchange with other ranks from within.
-    change_blocks(model, config, sizes_change=mesh.world > 1 and config.balance.work == "auto")
+    change_blocks(model, config, sizes_change=mesh.world > 1 and config.balance.batch == "auto")
     # The engine after compilation: its hooks stay outside the compiled code and gather parameters before it runs.
     train, precision = config.train, precision_of(config.train.dtype, mesh)
     # All ranks scale their losses alike, also those that need not, since their gradients are added up.
     (scaled,) = mesh.max([float(precision.compute == torch.float16)])
     engine = make_engine(
         model,
-        own_units(model),
+        sharding_units(model),
         mesh=mesh.data,
         rule=make_rule(config.optim),
         nominal_weight=nominal_weight,
         precision=precision,
-        loss_scale=LossScale(train.loss_scale, train.loss_scale_steps, mesh.device) if scaled else None,
+        loss_scale=LossScale(train.loss_scale, train.loss_scale_growth_interval, mesh.device) if scaled else None,
         **({"copies": parted.copies} if parted.copies else {}),
     )
     if not isinstance(model, Architecture):
@@ -70,7 +70,7 @@ def apply(
     return engine, parted
 
 
-def own_units(model: Model) -> list[tuple[str, nn.Module]]:
+def sharding_units(model: Model) -> list[tuple[str, nn.Module]]:
     """The units that an engine shards one by one. What two units use (an embedding that is the head's too) must be
     whole for both, and so belongs to the model itself."""
     return [unit for unit in model.units() if unit[0] not in model.shared_units()]
@@ -91,7 +91,7 @@ def cast_at_edges(model: nn.Module, dtype: torch.dtype) -> None:
     model.register_forward_hook(widened)
 
 
-def change_blocks(model: Model, config: "Config", sizes_change: bool = False) -> Mover | None:
+def change_blocks(model: Model, config: "Config", sizes_change: bool = False) -> ActivationOffloader | None:
     """What is done to the model's own code, whatever drives it; returns what moves activations to the host, if anything
     does. `sizes_change`: a micro-batch may have another number of sequences in every step."""
     blocks, memory = model.blocks(), config.memory
@@ -102,10 +102,10 @@ def change_blocks(model: Model, config: "Config", sizes_change: bool = False) ->
     if config.train.compile:
         compile_units(model, blocks, sizes_change)
     # Offload after compilation: it is about what a block saves, compiled or not, and copies are not to be compiled.
-    return offload(blocks, memory.horizon) if memory.activations == "offload" else None
+    return offload(blocks, memory.offload_prefetch_blocks) if memory.activations == "offload" else None
 
 
-def why_not_compiled(device: torch.device) -> str:
+def find_compile_problem(device: torch.device) -> str:
     """What is wrong where torch.compile can make no code for `device`, in one line; "" where it can."""
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def why_not_compiled(device: torch.device) -> str:
         if is_out_of_memory(error):
             raise
         said = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]
-        return " ".join(said.split())[:MOST_OF_AN_ERROR] or type(error).__name__
+        return " ".join(said.split())[:MAX_ERROR_CHARS] or type(error).__name__
     finally:
         logging.disable(logging.NOTSET)
     return ""
@@ -132,7 +132,7 @@ def why_not_compiled(device: torch.device) -> str:
 def _of_any_size(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a compiled block; the compiler is told beforehand what else it would find out by compiling twice."""
     for value in (*args, *kwargs.values()):
-        tensor = value.samples if isinstance(value, Draws) else value
+        tensor = value.samples if isinstance(value, CounterRNG) else value
         # Hidden states, samples, and the offsets of documents; tables of positions (S, d) are those of one row.
         if isinstance(tensor, torch.Tensor) and tensor.dim() not in (0, 2):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)

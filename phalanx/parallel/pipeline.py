@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Axis
-from phalanx.comm.p2p import Arriving, Messages
+from phalanx.comm.p2p import P2PChannel, PendingReceive
 from phalanx.engine.interface import Precision
 from phalanx.layout import pipeline_stages
-from phalanx.layout.pipeline_stages import Move, Result, Stages
+from phalanx.layout.pipeline_stages import Move, PipelineStages, Result
 from phalanx.parallel import pipeline_schedules
 from phalanx.system.trace import phase
 
-AHEAD = 2  # actions: a result that comes early finds its receiver ready
+RECEIVE_AHEAD = 2  # actions: a result that comes early finds its receiver ready
 
 
-class Work(Protocol):
+class StageWork(Protocol):
     """What a pipeline asks for while it works on the micro-batches 0, 1, ... of a step."""
 
-    def shape(self, micro_batch: int) -> Sequence[int]:
+    def hidden_shape(self, micro_batch: int) -> Sequence[int]:
         """Of the hidden states between two stages."""
         ...
 
@@ -40,11 +40,11 @@ class Work(Protocol):
         """Those that a stage uses and trains."""
         ...
 
-    def before_last(self, stage: int) -> None:
+    def before_last_backward(self, stage: int) -> None:
         """What comes next is the stage's last backward pass to its weights."""
         ...
 
-    def after_weights(self, stage: int) -> None:
+    def after_weight_gradients(self, stage: int) -> None:
         """A half of a backward pass has put gradients beside the stage's parameters, and no hook has seen it."""
         ...
 
@@ -53,35 +53,35 @@ class Pipeline:
     """This rank among those that hold the stages of one copy of a model."""
 
     def __init__(
-        self, plan: Stages, schedule: str, axis: Axis, device: torch.device, precision: Precision, traffic: Traffic,
-        sequence: int = 1,
+        self, plan: PipelineStages, schedule: str, axis: Axis, device: torch.device, precision: Precision,
+        traffic: Traffic, sequence: int = 1,
     ) -> None:  # fmt: skip
         """`traffic` counts what is sent, and the host's waiting. `sequence`: over so many ranks hidden states are cut
         along the sequence, where several share each layer."""
         assert axis.size == plan.ranks, (axis.size, plan.ranks)
         self.plan, self.rank = plan, axis.rank
-        self.held = plan.of(axis.rank)
+        self.stages = plan.stages_of(axis.rank)
         self.precision, self.sequence = precision, sequence
         self._schedule = schedule
         # Twice as many as a rank may have under way and nobody waits for: what is sent and has arrived keeps memory.
-        self.messages = Messages(axis.group, device, traffic, most=2 * (plan.last + 1))
+        self.messages = P2PChannel(axis.group, device, traffic, max_in_flight=2 * (plan.last + 1))
         self._known: dict[tuple[int, bool], list[Move]] = {}
 
     @property
     def has_loss(self) -> bool:
         """Whether this rank holds the last stage."""
-        return self.plan.last in self.held
+        return self.plan.last in self.stages
 
-    def train(self, count: int, work: Work) -> None:
+    def train(self, count: int, work: StageWork) -> None:
         """Forward and backward passes of `count` micro-batches."""
-        _Turn(self, work, training=True).run(self._moves(count, training=True))
+        _PipelineRun(self, work, training=True).run(self._moves(count, training=True))
 
-    def forward(self, count: int, work: Work) -> None:
+    def forward(self, count: int, work: StageWork) -> None:
         """Forward passes alone; what the last stage gives is for `work` to keep."""
         with torch.no_grad():
-            _Turn(self, work, training=False).run(self._moves(count, training=False))
+            _PipelineRun(self, work, training=False).run(self._moves(count, training=False))
 
-    def sum_ends(self, gradient: Tensor) -> None:
+    def sum_tied_gradient(self, gradient: Tensor) -> None:
         """Add up, in place and to the same bits, what the first and the last stage have of a weight that both hold.
         Only their ranks call this."""
         ends = [self.plan.owner(0), self.plan.owner(self.plan.last)]
@@ -94,20 +94,20 @@ class Pipeline:
 
     def _moves(self, count: int, training: bool) -> list[Move]:
         if (count, training) not in self._known:
-            orders = pipeline_schedules.orders(self._schedule, self.plan, count)
+            orders = pipeline_schedules.build_actions(self._schedule, self.plan, count)
             if not training:  # the forward passes of a good order are in a good order
                 orders = [[action for action in mine if action.kind == "F"] for mine in orders]
-            ahead = AHEAD if self.messages.both_ways else 0
-            self._known[count, training] = pipeline_stages.moves(orders, self.plan, ahead)[self.rank]
+            ahead = RECEIVE_AHEAD if self.messages.full_duplex else 0
+            self._known[count, training] = pipeline_stages.plan_moves(orders, self.plan, ahead)[self.rank]
         return self._known[count, training]
 
 
-class _Turn:
+class _PipelineRun:
     """The micro-batches of one step on their way through this rank's stages."""
 
-    def __init__(self, pipeline: Pipeline, work: Work, training: bool) -> None:
+    def __init__(self, pipeline: Pipeline, work: StageWork, training: bool) -> None:
         self._pipeline, self._plan, self._work, self._training = pipeline, pipeline.plan, work, training
-        self._arriving: dict[Result, Arriving] = {}
+        self._arriving: dict[Result, PendingReceive] = {}
         self._made: dict[Result, Tensor] = {}  # here, and not yet used or sent
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output, by stage and number
         self._halves: dict[tuple[int, int], Any] = {}  # what the second half of a backward pass goes by
@@ -123,7 +123,7 @@ class _Turn:
                 self._send(action.result)
             else:
                 self._receive(action.result)
-        self._pipeline.messages.settle()
+        self._pipeline.messages.flush()
         assert not (self._arriving or self._made or self._kept or self._halves)
 
     # ----------------------------------------------------------------------------------------------------------- passes
@@ -147,7 +147,7 @@ class _Turn:
             if output.requires_grad:  # nothing before it is trained otherwise
                 torch.autograd.backward(output, gradient)
         if hidden is not None:
-            self._made[Result("G", stage, number)] = _given(hidden.grad, hidden)
+            self._made[Result("G", stage, number)] = _input_gradient(hidden.grad, hidden)
 
     def _to_input(self, stage: int, number: int) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input  # late, as in pipeline_schedules.py
@@ -160,7 +160,7 @@ class _Turn:
             given, self._halves[stage, number] = stage_backward_input(
                 [output], None if gradient is None else [gradient], [hidden], parameters
             )
-        self._made[Result("G", stage, number)] = _given(given[0], hidden)
+        self._made[Result("G", stage, number)] = _input_gradient(given[0], hidden)
 
     def _to_weights(self, stage: int, number: int) -> None:
         from torch.distributed.pipelining._backward import stage_backward_weight
@@ -171,7 +171,7 @@ class _Turn:
         self._before_weights(stage)
         with phase("backward"):
             stage_backward_weight(self._work.parameters(stage), self._halves.pop((stage, number)))
-        self._work.after_weights(stage)
+        self._work.after_weight_gradients(stage)
 
     def _gradient(self, stage: int, number: int) -> Tensor | None:
         """Of a stage's output; the last stage's is a loss."""
@@ -180,7 +180,7 @@ class _Turn:
     def _before_weights(self, stage: int) -> None:
         self._left[stage] -= 1
         if not self._left[stage]:
-            self._work.before_last(stage)
+            self._work.before_last_backward(stage)
 
     # ---------------------------------------------------------------------------------------------------------- results
 
@@ -191,18 +191,18 @@ class _Turn:
         return self._arriving.pop(result).get().to(self._pipeline.precision.compute)
 
     def _send(self, result: Result) -> None:
-        to = self._plan.goes_to(result)
+        to = self._plan.receiver_of(result)
         assert to is not None
         # In the type that ranks exchange parameters in: the same on all, where each computes in its own.
-        self._pipeline.messages.send(self._made.pop(result).to(self._pipeline.precision.shared), to)
+        self._pipeline.messages.send(self._made.pop(result).to(self._pipeline.precision.transport), to)
 
     def _receive(self, result: Result) -> None:
-        shape, dtype = self._work.shape(result.micro_batch), self._pipeline.precision.shared
+        shape, dtype = self._work.hidden_shape(result.micro_batch), self._pipeline.precision.transport
         of = self._plan.owner(result.stage)
         self._arriving[result] = self._pipeline.messages.receive(shape, dtype, of)
 
 
-def _given(gradient: Tensor | None, like: Tensor | None) -> Tensor:
+def _input_gradient(gradient: Tensor | None, like: Tensor | None) -> Tensor:
     """The gradient of a stage's input: zeros where its output does not depend on it."""
     if gradient is not None:
         return gradient

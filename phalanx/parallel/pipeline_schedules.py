@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
-from phalanx.layout.pipeline_stages import HELD, Action, Kind, Stages
+from phalanx.layout.pipeline_stages import STAGES_PER_RANK, Action, Kind, PipelineStages
 
 # Classes of torch.distributed.pipelining: with one stage of a rank, and with several.
-SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-SEVERAL = {"interleaved": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleZBVZeroBubble"}
+SINGLE_STAGE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+MULTI_STAGE = {"interleaved": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleZBVZeroBubble"}
 ACTIONS = ("F", "B", "I", "W")
 
 
-class _Place:
+class _StageStub:
     """All that a schedule asks of a stage before it makes its table."""
 
     def __init__(self, stage: int, stages: int, ranks: int) -> None:
@@ -30,7 +30,7 @@ class _Place:
         self.stage_index_to_group_rank: dict[int, int] = {}
 
 
-def accepted(schedule: str, ranks: int, micro_batches: int) -> int:
+def round_up_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int:
     """The least number of micro-batches, at least `micro_batches`, that PyTorch makes a table for."""
     if schedule == "1f1b":
         return max(micro_batches, ranks)
@@ -39,24 +39,24 @@ def accepted(schedule: str, ranks: int, micro_batches: int) -> int:
     return micro_batches
 
 
-def made(schedule: str, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
+def make_schedule(schedule: str, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
     """PyTorch's schedule of that name for the `stages` of a rank."""
     from torch.distributed import pipelining
 
-    if schedule in SINGLE:
-        return getattr(pipelining, SINGLE[schedule])(stages[0], micro_batches, **options)
-    return getattr(pipelining, SEVERAL[schedule])(stages, micro_batches, **options)
+    if schedule in SINGLE_STAGE:
+        return getattr(pipelining, SINGLE_STAGE[schedule])(stages[0], micro_batches, **options)
+    return getattr(pipelining, MULTI_STAGE[schedule])(stages, micro_batches, **options)
 
 
-def orders(schedule: str, stages: Stages, micro_batches: int) -> list[list[Action]]:
+def build_actions(schedule: str, stages: PipelineStages, micro_batches: int) -> list[list[Action]]:
     """The passes of each rank, in order.
 
     Where PyTorch makes no table for so few micro-batches, or for such a number, it is that for a few more, without
     them: what is left keeps its order, so nothing waits for what is not there.
     """
-    ranks, count = stages.ranks, accepted(schedule, stages.ranks, micro_batches)
-    places = [_Place(stage, stages.last + 1, ranks) for stage in range(0, ranks * HELD[schedule], ranks)]
-    table = made(schedule, places, count)
+    ranks, count = stages.ranks, round_up_micro_batches(schedule, stages.ranks, micro_batches)
+    places = [_StageStub(stage, stages.last + 1, ranks) for stage in range(0, ranks * STAGES_PER_RANK[schedule], ranks)]
+    table = make_schedule(schedule, places, count)
     return [_passes(table.pipeline_order[rank], micro_batches) for rank in range(ranks)]
 
 

@@ -3,7 +3,7 @@
 Applied to a model from outside, on meta or with its values; its own code computes with as many heads as its tensors
 have. Parameters stay plain tensors of the local shape, under their own names, so that engines, recomputation,
 compilation and offloading see nothing new. A pair of matrices (queries, keys and values, then the output; gate and up,
-then down) is cut by outputs, then by inputs, with one exchange before and one behind (exchange.py).
+then down) is cut by outputs, then by inputs, with one exchange before and one behind (tensor_collectives.py).
 
 With `sequence` what lies between the pairs (norms, residuals, dropout) is cut along the sequence: the exchanges are
 then a gathering and a scattering, which carry just as much as the sums do, and activations there take a part of the
@@ -21,25 +21,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.comm.mesh import Mesh, neighbours
-from phalanx.layout.tensor_shards import Slice, kind_of, slices
+from phalanx.comm.mesh import Mesh, split_axis
+from phalanx.layout.tensor_shards import TensorShard, find_cut_kind, plan_tensor_shards
 from phalanx.models import layers
-from phalanx.models.counter_rng import Draws
-from phalanx.models.layers import IGNORED, Embedding, Linear, RMSNorm
-from phalanx.models.llama import TENSOR, Head, Llama
-from phalanx.parallel.tensor_collectives import Peers
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.layers import IGNORE_INDEX, Embedding, Linear, RMSNorm
+from phalanx.models.llama import TENSOR_PLAN, Head, Llama
+from phalanx.parallel.tensor_collectives import TensorParallelPeers
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorParallelContext:
     """How a model is cut on this rank: among whom, and whether along the sequence between the pairs of matrices.
 
-    `sharers` hold the same key and value heads as this rank; None where nobody does.
+    `kv_peers` hold the same key and value heads as this rank; None where nobody does.
     """
 
-    peers: Peers
+    peers: TensorParallelPeers
     sequence: bool = False
-    sharers: Peers | None = None
+    kv_peers: TensorParallelPeers | None = None
 
     def enter(self, x: Tensor) -> Tensor:
         """Before a pair of matrices: x (B, S or its part, D) -> (B, S, D)."""
@@ -54,35 +54,35 @@ class Cut:
         return self.peers.exchange(parameter, "same", "sum")
 
 
-class Column(Linear):
+class ColumnParallelLinear(Linear):
     """A linear layer of which a rank computes some of the outputs, of an input that has been entered."""
 
-    slices: dict[str, Slice]
+    shards: dict[str, TensorShard]
 
-    def __init__(self, old: nn.Linear, parts: "Parts", sharers: Peers | None) -> None:
-        _shaped(self, old, parts)
-        self.sharers = sharers
+    def __init__(self, old: nn.Linear, parts: "LayerShards", sharers: TensorParallelPeers | None) -> None:
+        _init_parallel_linear(self, old, parts)
+        self.kv_peers = sharers
 
-    def forward(self, input: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, draws: CounterRNG | None = None, place: Tensor | None = None) -> Tensor:
         """input (B, S, in) -> (B, S, its outputs)."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if self.sharers is not None:  # whose queries give a part each of the gradient
-            weight = self.sharers.exchange(weight, "same", "sum")
-            bias = None if bias is None else self.sharers.exchange(bias, "same", "sum")
+        if self.kv_peers is not None:  # whose queries give a part each of the gradient
+            weight = self.kv_peers.exchange(weight, "same", "sum")
+            bias = None if bias is None else self.kv_peers.exchange(bias, "same", "sum")
         return F.linear(input, weight, bias)
 
 
-class Row(Linear):
+class RowParallelLinear(Linear):
     """A linear layer that sums over the inputs which a rank has, and then over the ranks."""
 
-    slices: dict[str, Slice]
+    shards: dict[str, TensorShard]
 
-    def __init__(self, old: nn.Linear, parts: "Parts", cut: Cut) -> None:
-        _shaped(self, old, parts)
+    def __init__(self, old: nn.Linear, parts: "LayerShards", cut: TensorParallelContext) -> None:
+        _init_parallel_linear(self, old, parts)
         self.cut = cut
 
-    def forward(self, input: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, draws: CounterRNG | None = None, place: Tensor | None = None) -> Tensor:
         """input (B, S, its inputs) -> (B, S or its part, out)."""
         total = self.cut.leave(F.linear(input, self.weight))
         if self.bias is None:
@@ -90,14 +90,14 @@ class Row(Linear):
         return total + (self.cut.partial(self.bias) if self.cut.sequence else self.bias)
 
 
-class VocabularyEmbedding(Embedding):
+class VocabParallelEmbedding(Embedding):
     """An embedding of which a rank has the rows from `first` on; what others have counts nothing here."""
 
-    def __init__(self, old: nn.Embedding, parts: "Parts", cut: Cut) -> None:
+    def __init__(self, old: nn.Embedding, parts: "LayerShards", cut: TensorParallelContext) -> None:
         super().__init__(parts.weight.shape[0], parts.weight.shape[1], device="meta")
         self.train(old.training)
-        self.weight, self.slices = parts.weight, parts.slices
-        self.first, self.cut = parts.slices["weight"].start, cut
+        self.weight, self.shards = parts.weight, parts.shards
+        self.first, self.cut = parts.shards["weight"].start, cut
         self.skipped = old.padding_idx  # a token whose row gets no gradient
 
     def forward(self, input: Tensor) -> Tensor:
@@ -110,24 +110,24 @@ class VocabularyEmbedding(Embedding):
         return self.cut.leave(torch.where(here[..., None], rows, 0.0))
 
 
-class VocabularyHead(Linear):
+class VocabParallelHead(Linear):
     """A linear layer to the vocabulary, of which a rank computes some logits and then has all of them."""
 
-    slices: dict[str, Slice]
+    shards: dict[str, TensorShard]
 
-    def __init__(self, old: nn.Linear, parts: "Parts", cut: Cut) -> None:
-        _shaped(self, old, parts)
-        self.cut, self.whole = cut, parts.slices["weight"].shape[0]
+    def __init__(self, old: nn.Linear, parts: "LayerShards", cut: TensorParallelContext) -> None:
+        _init_parallel_linear(self, old, parts)
+        self.cut, self.whole = cut, parts.shards["weight"].shape[0]
 
-    def forward(self, input: Tensor, draws: Draws | None = None, place: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, draws: CounterRNG | None = None, place: Tensor | None = None) -> Tensor:
         """input (B, S, in) -> (B, S, vocabulary)."""
-        return all_logits(F.linear(self.cut.enter(input), self.weight, self.bias), self.cut.peers, self.whole)
+        return gather_logits(F.linear(self.cut.enter(input), self.weight, self.bias), self.cut.peers, self.whole)
 
 
-class PartialNorm(RMSNorm):
+class PartialRMSNorm(RMSNorm):
     """A norm of which each rank sees some of the heads, or of the positions."""
 
-    def __init__(self, width: int, eps: float, weight: nn.Parameter, cut: Cut) -> None:
+    def __init__(self, width: int, eps: float, weight: nn.Parameter, cut: TensorParallelContext) -> None:
         super().__init__(width, eps)
         self.weight = weight
         self.cut = cut
@@ -139,33 +139,35 @@ class PartialNorm(RMSNorm):
         return self.cut.partial(self.weight) * (wide * scale).to(x.dtype)
 
 
-CUT_MODULES = (Column, Row, VocabularyEmbedding, VocabularyHead)
+TENSOR_PARALLEL_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead)
 
 
 @dataclass(frozen=True)
-class Parts:
+class LayerShards:
     """This rank's parameters of a layer, and which slices they are; one without a slice is whole."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    slices: dict[str, Slice]
+    shards: dict[str, TensorShard]
 
 
-def _shaped(layer: "Column | Row | VocabularyHead", old: nn.Linear, parts: Parts) -> None:
+def _init_parallel_linear(
+    layer: "ColumnParallelLinear | RowParallelLinear | VocabParallelHead", old: nn.Linear, parts: LayerShards
+) -> None:
     nn.Linear.__init__(layer, parts.weight.shape[1], parts.weight.shape[0], bias=False, device="meta")
     layer.train(old.training)
-    layer.weight, layer.slices = parts.weight, parts.slices
+    layer.weight, layer.shards = parts.weight, parts.shards
     layer.register_parameter("bias", parts.bias)
 
 
 class _AllLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, peers: Peers, whole: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, peers: TensorParallelPeers, whole: int) -> Tensor:
         bounds = [whole * rank // peers.size for rank in range(peers.size + 1)]
         widths = [stop - start for start, stop in itertools.pairwise(bounds)]
         ctx.bounds = bounds[peers.rank], bounds[peers.rank + 1]
         padded = F.pad(logits, (0, max(widths) - logits.shape[-1]))  # a gathering is of equal parts
-        parts = peers.collect(padded).unbind(0)
+        parts = peers.all_gather(padded).unbind(0)
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
 
     @staticmethod
@@ -175,14 +177,14 @@ class _AllLogits(torch.autograd.Function):
         return grads[0][..., slice(*ctx.bounds)].contiguous(), None, None
 
 
-def all_logits(logits: Tensor, peers: Peers, whole: int) -> Tensor:
+def gather_logits(logits: Tensor, peers: TensorParallelPeers, whole: int) -> Tensor:
     """The logits of each rank's rows of a vocabulary of `whole` rows -> all of them, (..., whole)."""
     out: Tensor = _AllLogits.apply(logits, peers, whole)
     return out
 
 
 def _chunk(
-    peers: Peers,
+    peers: TensorParallelPeers,
     first: int,
     hidden: Tensor,
     weight: Tensor,
@@ -193,13 +195,13 @@ def _chunk(
     """As `layers._chunk`, where `weight` is the rows of the vocabulary from `first` on: the loss is the same on all
     ranks, the gradient that to a rank's own logits. One gathering of three numbers for each token and rank."""
     logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
-    at, valid = labels - first, labels != IGNORED
+    at, valid = labels - first, labels != IGNORE_INDEX
     mine = valid & (at >= 0) & (at < weight.shape[0])
     targets = torch.where(mine, at, 0)[:, None]
     picked = torch.where(mine, logits.gather(1, targets)[:, 0], 0.0)
     greatest = logits.amax(1)
     powers = logits.sub_(greatest[:, None]).exp_()
-    told = peers.collect(torch.stack((greatest, powers.sum(1), picked)))
+    told = peers.all_gather(torch.stack((greatest, powers.sum(1), picked)))
     most = told[:, 0].amax(0)
     total = (told[:, 1] * (told[:, 0] - most).exp()).sum(0)
     loss = torch.where(valid, most + total.log() - told[:, 2].sum(0), 0.0).sum()
@@ -209,7 +211,7 @@ def _chunk(
     return loss, grad.scatter_add_(1, targets, -mine[:, None].to(grad.dtype)).to(hidden.dtype)
 
 
-def cross_entropy(peers: Peers, whole: int) -> Callable[..., Tensor]:
+def make_vocab_parallel_cross_entropy(peers: TensorParallelPeers, whole: int) -> Callable[..., Tensor]:
     """`layers.cross_entropy_sum` for a rank's rows of a vocabulary of `whole` rows. The gradient to `hidden` is a part
     of a sum over the ranks, that to the weight all of it."""
     first = whole * peers.rank // peers.size
@@ -227,33 +229,33 @@ def cross_entropy(peers: Peers, whole: int) -> Callable[..., Tensor]:
 # ----------------------------------------------------------------------------------------------------- to a whole model
 
 
-def cut_among(mesh: Mesh, kv_heads: int, sequence: bool) -> Cut:
+def make_tensor_context(mesh: Mesh, kv_heads: int, sequence: bool) -> TensorParallelContext:
     """How a model with so many key and value heads is cut over the tensor axis of `mesh`. Collective."""
     axis = mesh.tensor
     assert axis is not None
     sharers = None
     if kv_heads < axis.size:
-        same_head = neighbours(axis, axis.size // kv_heads, mesh.timeout_s)
-        mesh.made.append(same_head.group)
-        sharers = Peers(same_head, mesh.traffic)
-    return Cut(Peers(axis, mesh.traffic), sequence, sharers)
+        same_head = split_axis(axis, axis.size // kv_heads, mesh.timeout_s)
+        mesh.split_groups.append(same_head.group)
+        sharers = TensorParallelPeers(same_head, mesh.traffic)
+    return TensorParallelContext(TensorParallelPeers(axis, mesh.traffic), sequence, sharers)
 
 
-def split(model: Llama, cut: Cut) -> dict[str, Slice]:
+def apply_tensor_parallel(model: Llama, cut: TensorParallelContext) -> dict[str, TensorShard]:
     """Cut a model of the LLaMA family, in place; returns which slices it has from now on.
 
     It may be on meta, or hold the values that it is cut from. To be called before anything else is applied to it.
     """
     spec, peers = model.spec, cut.peers
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    held = slices(shapes, TENSOR, spec.kv_heads, peers.size, peers.rank)
-    replace_modules(model, TENSOR, held, cut)
+    held = plan_tensor_shards(shapes, TENSOR_PLAN, spec.kv_heads, peers.size, peers.rank)
+    replace_modules(model, TENSOR_PLAN, held, cut)
     _split_norms(model, cut)
     for head in model.losses():  # some stages of a pipeline have none
         assert isinstance(head, Head)
         if head.weight is not None:
-            head.weight = part_of(head.weight, held["head.weight"])
-        head.cross_entropy_sum = cross_entropy(peers, spec.vocab_size)
+            head.weight = copy_shard(head.weight, held["head.weight"])
+        head.cross_entropy_sum = make_vocab_parallel_cross_entropy(peers, spec.vocab_size)
         # Behind the norm, so that labels and hidden states are of the same positions again.
         head.norm.register_forward_hook(lambda module, args, output: cut.enter(output))
         head.register_forward_hook(functools.partial(_whole_logits, peers, spec.vocab_size))
@@ -265,10 +267,10 @@ def split(model: Llama, cut: Cut) -> dict[str, Slice]:
 def replace_modules(
     model: nn.Module,
     kinds: Mapping[str, str],
-    held: Mapping[str, Slice],
-    cut: Cut,
+    shards: Mapping[str, TensorShard],
+    cut: TensorParallelContext,
     head: str | None = None,
-    take: Callable[[Tensor, Slice], nn.Parameter] | None = None,
+    take: Callable[[Tensor, TensorShard], nn.Parameter] | None = None,
 ) -> None:
     """Put what computes with slices in the place of the linear layers and embeddings that `kinds` names.
 
@@ -277,72 +279,72 @@ def replace_modules(
     """
     shared: dict[int, nn.Parameter] = {}
 
-    def parts(name: str, old: nn.Module) -> Parts:
-        of = {leaf: held[f"{name}.{leaf}"] for leaf in old._parameters if f"{name}.{leaf}" in held}
+    def parts(name: str, old: nn.Module) -> LayerShards:
+        of = {leaf: shards[f"{name}.{leaf}"] for leaf in old._parameters if f"{name}.{leaf}" in shards}
         mine = dict(old._parameters)
         for leaf, part in of.items():
             whole = old.get_parameter(leaf)
             if id(whole) not in shared:
-                shared[id(whole)] = (take or part_of)(whole, part)
+                shared[id(whole)] = (take or copy_shard)(whole, part)
             mine[leaf] = shared[id(whole)]
         weight = mine["weight"]
         assert weight is not None, name
-        return Parts(weight, mine.get("bias"), of)
+        return LayerShards(weight, mine.get("bias"), of)
 
     entered = set()
     for name, old in list(model.named_modules()):
-        kind = kind_of(name, kinds)
+        kind = find_cut_kind(name, kinds)
         if not isinstance(old, nn.Linear | nn.Embedding) or kind is None:
             continue
         if isinstance(old, nn.Embedding):
-            new: nn.Module = VocabularyEmbedding(old, parts(name, old), cut)
+            new: nn.Module = VocabParallelEmbedding(old, parts(name, old), cut)
         elif name == head:
-            new = VocabularyHead(old, parts(name, old), cut)
+            new = VocabParallelHead(old, parts(name, old), cut)
         elif kind == "row":
-            new = Row(old, parts(name, old), cut)
+            new = RowParallelLinear(old, parts(name, old), cut)
         else:
-            new = Column(old, parts(name, old), cut.sharers if kind == "column_kv" else None)
+            new = ColumnParallelLinear(old, parts(name, old), cut.kv_peers if kind == "column_kv" else None)
             entered.add(name.rpartition(".")[0])
         model.set_submodule(name, new)
     for name in sorted(entered):
         model.get_submodule(name).register_forward_pre_hook(functools.partial(_enter, cut), with_kwargs=True)
 
 
-def part_of(parameter: Tensor, held: Slice) -> nn.Parameter:
+def copy_shard(parameter: Tensor, shard: TensorShard) -> nn.Parameter:
     """A rank's part of a whole parameter, in memory of its own."""
     part = (
         parameter.detach()
-        .narrow(held.dim, held.start, held.stop - held.start)
+        .narrow(shard.dim, shard.start, shard.stop - shard.start)
         .clone(memory_format=torch.contiguous_format)
     )
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
-def _split_norms(model: nn.Module, cut: Cut) -> None:
+def _split_norms(model: nn.Module, cut: TensorParallelContext) -> None:
     for name, old in list(model.named_modules()):
         # Those of queries and keys see a rank's heads; the others, with `sequence`, its positions.
         if isinstance(old, RMSNorm) and (cut.sequence or name.endswith((".q_norm", ".k_norm"))):
-            model.set_submodule(name, PartialNorm(old.weight.shape[0], old.eps, old.weight, cut))
+            model.set_submodule(name, PartialRMSNorm(old.weight.shape[0], old.eps, old.weight, cut))
 
 
-def _enter(cut: Cut, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _enter(cut: TensorParallelContext, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Hook before a module whose first layers are cut by outputs: its input, once for all of them."""
     if args:
         return (cut.enter(args[0]), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": cut.enter(kwargs["hidden_states"])}  # as transformers calls it
 
 
-def _whole_logits(peers: Peers, whole: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _whole_logits(peers: TensorParallelPeers, whole: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
     """Hook behind the head: a loss is the same on all ranks, logits are gathered."""
-    return output if output.dim() == 0 else all_logits(output, peers, whole)
+    return output if output.dim() == 0 else gather_logits(output, peers, whole)
 
 
-def _own_positions(peers: Peers, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _own_positions(peers: TensorParallelPeers, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Hook before a model whose activations are cut along the sequence: dropout is drawn for the own positions."""
     tokens = args[0] if args else kwargs["tokens"]
     first = tokens.shape[1] // peers.size * peers.rank
 
     def moved(value: Any) -> Any:
-        return replace(value, first=first) if isinstance(value, Draws) else value
+        return replace(value, first=first) if isinstance(value, CounterRNG) else value
 
     return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}

@@ -28,30 +28,30 @@ SUMS = ("sum", "scatter")  # the words that add something up
 SCHEMA = "(Tensor x, str there, str back) -> Tensor"
 
 
-class Peers:
+class TensorParallelPeers:
     """The ranks of an axis, as a model's modules know them. A model may outlive its mesh, which holds the axis, and
     is of no more use then: the group must not live on."""
 
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
         self.rank, self.size = axis.rank, axis.size
         self._axis, self._traffic = weakref.ref(axis), traffic
-        if NAMESPACE not in axis.shared:
-            axis.shared[NAMESPACE] = _operator(self._axis, traffic)
-        self._operator = axis.shared[NAMESPACE]
+        if NAMESPACE not in axis.cache:
+            axis.cache[NAMESPACE] = _operator(self._axis, traffic)
+        self._operator = axis.cache[NAMESPACE]
 
     @property
     def axis(self) -> Axis:
         """The axis, as long as its mesh is there."""
         return _alive(self._axis)
 
-    def exchange(self, x: Tensor, there: str, back: str) -> Tensor:
-        """`x` as `there` says, with a gradient as `back` says; never `x` itself."""
-        out: Tensor = self._operator(x, there, back)
+    def exchange(self, x: Tensor, forward_op: str, backward_op: str) -> Tensor:
+        """`x` as `forward_op` says, with a gradient as `backward_op` says; never `x` itself."""
+        out: Tensor = self._operator(x, forward_op, backward_op)
         return out
 
-    def collect(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape, stacked; without a gradient."""
-        return _collect(x, _alive(self._axis), self._traffic)
+        return _all_gather(x, _alive(self._axis), self._traffic)
 
 
 def _alive(here: weakref.ref[Axis]) -> Axis:
@@ -60,15 +60,15 @@ def _alive(here: weakref.ref[Axis]) -> Axis:
     return axis
 
 
-def _collect(x: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
+def _all_gather(x: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
     out = x.new_empty((axis.size, *x.shape))
     if not x.is_meta:  # there a pass only counts
         collectives.all_gather(out.view(-1), x.contiguous().view(-1), axis.group, traffic).wait()
     return out
 
 
-def _run(x: Tensor, word: str, axis: Axis, traffic: Traffic) -> Tensor:
-    match word:
+def _run_exchange(x: Tensor, op: str, axis: Axis, traffic: Traffic) -> Tensor:
+    match op:
         case "same":
             return x.clone(memory_format=torch.contiguous_format)
         case "sum":
@@ -76,7 +76,7 @@ def _run(x: Tensor, word: str, axis: Axis, traffic: Traffic) -> Tensor:
             collectives.all_reduce(out, axis.group, traffic).wait()
             return out
         case "gather":
-            return _collect(x, axis, traffic).movedim(0, 1).flatten(1, 2)
+            return _all_gather(x, axis, traffic).movedim(0, 1).flatten(1, 2)
         case "scatter":
             parts = x.unflatten(1, (axis.size, -1)).movedim(1, 0).contiguous()
             part = x.new_empty(parts.shape[1:])
@@ -95,7 +95,7 @@ def _operator(here: weakref.ref[Axis], traffic: Traffic) -> Any:
     size, name = axis.size, f"of_{axis.group.group_name}"
 
     def run(x: Tensor, there: str, back: str) -> Tensor:
-        return _run(x, there, _alive(here), traffic)
+        return _run_exchange(x, there, _alive(here), traffic)
 
     def shape(x: Tensor, there: str, back: str) -> Tensor:
         if there == "gather":

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from phalanx.layout.tensor_shards import Slice
-from phalanx.optim.state import Piece, Shard
+from phalanx.layout.tensor_shards import TensorShard
+from phalanx.optim.state import Shard, StatePiece
 from phalanx.parallel.materialize import Fill
 
 Read = Callable[[str, str, int, int, Tensor], None]  # name, kind, start, stop, out
@@ -22,11 +22,11 @@ WindowRead = Callable[[str, str, int, int, Tensor, tuple[int, int] | None], None
 _ELEMENTS = 1 << 22  # of whole rows that are filled at a time to take columns from
 
 
-def filled_by_runs(fill: Fill, held: Mapping[str, Slice]) -> Fill:
+def fill_by_runs(fill: Fill, shards: Mapping[str, TensorShard]) -> Fill:
     """Fill parts by a `fill` of whole parameters that may be asked for any run of elements, however short: a file."""
 
     def fill_part(shard: Shard) -> None:
-        part = held.get(shard.name)
+        part = shards.get(shard.name)
         if part is None:
             fill(shard)
             return
@@ -38,12 +38,12 @@ def filled_by_runs(fill: Fill, held: Mapping[str, Slice]) -> Fill:
     return fill_part
 
 
-def filled_by_rows(fill: Fill, held: Mapping[str, Slice]) -> Fill:
+def fill_by_rows(fill: Fill, shards: Mapping[str, TensorShard]) -> Fill:
     """Fill parts by a `fill` of whole parameters that is fast for long runs only, as draws are: of columns whole rows
     are filled, a few at a time, and the rest of them is dropped."""
 
     def fill_part(shard: Shard) -> None:
-        part = held.get(shard.name)
+        part = shards.get(shard.name)
         if part is None:
             fill(shard)
         elif part.window is None:
@@ -55,7 +55,7 @@ def filled_by_rows(fill: Fill, held: Mapping[str, Slice]) -> Fill:
     return fill_part
 
 
-def _fill_columns(fill: Fill, shard: Shard, part: Slice) -> None:
+def _fill_columns(fill: Fill, shard: Shard, part: TensorShard) -> None:
     width, columns = part.shape[-1], part.stop - part.start
     rows = max(1, _ELEMENTS // width)
     first, last = shard.start // columns, -(-shard.stop // columns)
@@ -68,17 +68,19 @@ def _fill_columns(fill: Fill, shard: Shard, part: Slice) -> None:
         shard.tensor[low - shard.start : high - shard.start].copy_(found[low - row * columns : high - row * columns])
 
 
-def _of_whole(shard: Shard, part: Slice, start: int, stop: int, into: Tensor) -> Shard:
+def _of_whole(shard: Shard, part: TensorShard, start: int, stop: int, into: Tensor) -> Shard:
     return replace(shard, start=start, stop=stop, shape=part.shape, tensor=into)
 
 
-def saved(pieces: Iterable[Piece], held: Mapping[str, Slice], first: bool) -> Iterator[Piece]:
+def to_whole_pieces(
+    pieces: Iterable[StatePiece], shards: Mapping[str, TensorShard], first: bool
+) -> Iterator[StatePiece]:
     """An engine's pieces as a checkpoint keeps them, in coordinates of whole parameters; each is given by one rank.
 
     `first`: this is the first rank of the tensor axis, which gives what all of them have whole.
     """
     for piece in pieces:
-        part = held.get(piece.name)
+        part = shards.get(piece.name)
         if part is None:
             if first:
                 yield piece
@@ -87,11 +89,11 @@ def saved(pieces: Iterable[Piece], held: Mapping[str, Slice], first: bool) -> It
             yield replace(piece, start=piece.start + moved, stop=piece.stop + moved, window=window)
 
 
-def reading(read: WindowRead, held: Mapping[str, Slice]) -> Read:
+def make_shard_reader(read: WindowRead, shards: Mapping[str, TensorShard]) -> Read:
     """What an engine loads by, from a checkpoint's `read`."""
 
     def read_part(name: str, kind: str, start: int, stop: int, out: Tensor) -> None:
-        part = held.get(name)
+        part = shards.get(name)
         if part is None:
             read(name, kind, start, stop, out, None)
         else:

@@ -10,16 +10,16 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.planner import parse_cluster
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.constants import DEFAULT, Constants
-from phalanx.planner.cost import Keep
-from phalanx.planner.device_catalog import KINDS, Kind
-from phalanx.planner.failures import Failures
-from phalanx.planner.recipe_keys import PLANNED, free, pins_of, shape_of, space_of, work_of
-from phalanx.planner.search import Found, Plan, search
-from phalanx.planner.work import Work
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
+from phalanx.planner.cost import RecoverySource
+from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind
+from phalanx.planner.failures import FailureModel
+from phalanx.planner.recipe_keys import CHOICE_FIELDS, free_layout, pins_of, shape_of, space_of, work_of
+from phalanx.planner.search import Plan, SearchResult, search_layouts
+from phalanx.planner.work import StepWork
 
-WORDS = {
+TERM_NAMES = {
     "compute": "computing",
     "communication": "communication that nothing hides",
     "bubble": "waiting for other stages",
@@ -29,48 +29,48 @@ WORDS = {
     "offload": "the way to the host's memory",
     "other": "everything else",
 }
-KEPT: tuple[Keep, ...] = ("checkpoints", "memory", "copies")
-LACKS = {"checkpoints": "it keeps no step in memory", "memory": "it keeps no step on another node"}
-HAS = {"memory": "it keeps steps in memory", "copies": "it keeps steps on other nodes, too"}
+RECOVERY_SOURCES: tuple[RecoverySource, ...] = ("checkpoints", "memory", "copies")
+MISSING_RECOVERY = {"checkpoints": "it keeps no step in memory", "memory": "it keeps no step on another node"}
+EXTRA_RECOVERY = {"memory": "it keeps steps in memory", "copies": "it keeps steps on other nodes, too"}
 MEMORY = 1.5  # how much more memory is asked about
 MOST_NODES = 4096  # that are looked through for enough memory
 FAMILIES = 6  # of layouts, as a search keeps them
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuery:
     """A recipe's work, as a plan is asked for it: `config` without a layout, `overrides` that hold some of it fixed,
     `folder_spec` the shapes of `model.from_hf` where there is one. `pins`: fields of a Choice that are fixed besides;
-    `whole`: all devices are to be used, in the order they are in. `failures`: what is known of them but for what the
-    overrides say of checkpoints."""
+    `use_all_devices`: all devices are to be used, in the order they are in. `failures`: what is known of them but for
+    what the overrides say of checkpoints."""
 
     config: Config
     folder_spec: ModelSpec | None
     overrides: tuple[str, ...]
-    constants: Constants = DEFAULT
+    constants: CostConstants = DEFAULT_CONSTANTS
     pins: Mapping[str, Any] = field(default_factory=dict)
-    whole: bool = False
-    failures: Failures = field(default_factory=Failures)
+    use_all_devices: bool = False
+    failures: FailureModel = field(default_factory=FailureModel)
 
-    def failing(self) -> Failures:
+    def failure_model(self) -> FailureModel:
         """With the interval of checkpoints, where that is held fixed: at the end there is one anyway."""
         if "checkpoint.every" not in {word.partition("=")[0] for word in self.overrides}:
             return self.failures
         steps = self.config.checkpoint.every or self.config.train.steps
         return replace(self.failures, checkpoint_steps=max(1, steps))
 
-    def work(self, cluster: Cluster) -> Work:
+    def work(self, cluster: ClusterSpec) -> StepWork:
         """A step there."""
         return work_of(self.config, shape_of(self.config, self.folder_spec), cluster)
 
-    def on(self, cluster: Cluster, near: Found | None = None) -> Found:
+    def search(self, cluster: ClusterSpec, near: SearchResult | None = None) -> SearchResult:
         """The best layouts there; `near`: of no larger degrees than those that were found. Raises ConfigError for what
         the recipe itself refuses."""
         found, work = self._search(cluster, near), self.work(cluster)
         # Without some devices the others may compute in another type, and are judged by that.
         plans = [plan for plan in found.plans if self.work(plan.cluster) == work]
         tried = found.tried
-        for part in () if self.whole else _of_types(cluster):
+        for part in () if self.use_all_devices else _of_types(cluster):
             alone = self.work(part)
             if alone != work:
                 try:
@@ -79,41 +79,41 @@ class Question:
                     continue
                 plans += [plan for plan in more.plans if self.work(plan.cluster) == alone]
                 tried += more.tried
-        plans.sort(key=lambda plan: plan.lasting_s)
-        return Found(tuple(plans[:FAMILIES]), None if plans else found.short, tried)
+        plans.sort(key=lambda plan: plan.effective_step_s)
+        return SearchResult(tuple(plans[:FAMILIES]), None if plans else found.shortfall, tried)
 
-    def _search(self, cluster: Cluster, near: Found | None) -> Found:
+    def _search(self, cluster: ClusterSpec, near: SearchResult | None) -> SearchResult:
         work = self.work(cluster)
         pins = {**self.pins, **pins_of(self.config, self.overrides)}
-        space = replace(space_of(self.config, work, cluster, pins), whole=self.whole)
+        space = replace(space_of(self.config, work, cluster, pins), use_all_devices=self.use_all_devices)
         if near is not None:
             known = {(plan.choice.tensor, plan.choice.pipeline) for plan in near.plans}
             tensor, pipeline = near.best.choice.tensor, near.best.choice.pipeline
             kept = tuple(each for each in space.degrees if each in known or (each[0] <= tensor and each[1] <= pipeline))
             space = replace(space, degrees=kept or space.degrees)
-        return search(work, cluster, space, self.constants, failures=self.failing())
+        return search_layouts(work, cluster, space, self.constants, failures=self.failure_model())
 
-    def same_as(self, other: "Question", cluster: Cluster) -> bool:
+    def same_as(self, other: "PlanQuery", cluster: ClusterSpec) -> bool:
         """Whether what a plan reckons with is the same in both, whatever else of their recipes differs."""
-        return self._reckoned(cluster) == other._reckoned(cluster)
+        return self._planning_inputs(cluster) == other._planning_inputs(cluster)
 
-    def _reckoned(self, cluster: Cluster) -> tuple[object, ...]:
+    def _planning_inputs(self, cluster: ClusterSpec) -> tuple[object, ...]:
         pins = {**self.pins, **pins_of(self.config, self.overrides)}
         work = self.work(cluster)
-        return work, space_of(self.config, work, cluster, pins), self.failing()
+        return work, space_of(self.config, work, cluster, pins), self.failure_model()
 
-    def changed(self, *words: str) -> "Question":
+    def with_keys(self, *words: str) -> "PlanQuery":
         """The same with further keys. Raises ConfigError for keys or values that no recipe has."""
         tree = load.apply_overrides(self.config.model_dump(mode="json"), words)
-        config = load.check(tree, f"the recipe with {' '.join(words)}")
+        config = load.build_config(tree, f"the recipe with {' '.join(words)}")
         keys = {word.partition("=")[0] for word in words}
         kept = tuple(word for word in self.overrides if word.partition("=")[0] not in keys)
         return replace(self, config=config, overrides=(*kept, *words))
 
 
-def _of_types(cluster: Cluster) -> Iterator[Cluster]:
+def _of_types(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
     """What is left without the devices that keep the others from computing in the type that they would have alone."""
-    wanted: tuple[Callable[[Kind], bool], ...] = (
+    wanted: tuple[Callable[[DeviceKind], bool], ...] = (
         lambda kind: not kind.on_host,
         lambda kind: not kind.on_host and "bf16" in kind.flop_per_s,
         lambda kind: not kind.on_host and "bf16" not in kind.flop_per_s,
@@ -123,7 +123,7 @@ def _of_types(cluster: Cluster) -> Iterator[Cluster]:
         numbers = tuple(number for number, group in enumerate(cluster.groups) if fits(group.kind))
         if numbers and numbers not in seen:
             seen.append(numbers)
-            yield cluster.of(numbers)
+            yield cluster.select_groups(numbers)
 
 
 # ------------------------------------------------------------------------------------------------------- other layouts
@@ -132,49 +132,58 @@ def _of_types(cluster: Cluster) -> Iterator[Cluster]:
 def why_slower(other: Plan, best: Plan, faster: bool = False) -> str:
     """In which part of its steps that last a layout loses most against the best one; or wins, where it is `faster`. Of
     steps of unlike numbers of tokens it is for as many."""
-    scale = scaled(other, best)
+    scale = token_ratio(other, best)
     gains = {name: scale * value - best.estimate.terms[name] for name, value in other.estimate.terms.items()}
-    lost = scale * (other.lasting_s - other.estimate.step_s) - (best.lasting_s - best.estimate.step_s)
+    lost = scale * (other.effective_step_s - other.estimate.step_s) - (best.effective_step_s - best.estimate.step_s)
     sign = -1 if faster else 1
     name = max(gains, key=lambda term: sign * gains[term])
     # Where its steps are no worse it can only be failures, whatever the parts of a step are.
     if sign * lost > sign * gains[name] or sign * sum(gains.values()) < 0 < sign * lost:
-        kept, ours = other.estimate.kept, best.estimate.kept
-        words = "" if kept == ours else f"{LACKS[kept] if KEPT.index(kept) < KEPT.index(ours) else HAS[kept]}: "
+        kept, ours = other.estimate.recovers_from, best.estimate.recovers_from
+        words = ""
+        if kept != ours:
+            less = RECOVERY_SOURCES.index(kept) < RECOVERY_SOURCES.index(ours)
+            words = f"{MISSING_RECOVERY[kept] if less else EXTRA_RECOVERY[kept]}: "
         words += f"failures take {_percent(1 - other.goodput)} of the time"
         return f"{words} instead of {_percent(1 - best.goodput)}"
     theirs_s, ours_s = scale * other.estimate.terms[name], best.estimate.terms[name]
-    return f"{WORDS[name]} takes {_seconds(theirs_s)} instead of {_seconds(ours_s)}"
+    return f"{TERM_NAMES[name]} takes {_seconds(theirs_s)} instead of {_seconds(ours_s)}"
 
 
-def scaled(other: Plan, best: Plan) -> float:
+def token_ratio(other: Plan, best: Plan) -> float:
     """What seconds of a step of `other` are to be multiplied with, to be of as many tokens as one of `best`."""
     tokens = [plan.estimate.tokens_per_s * plan.estimate.step_s for plan in (other, best)]
     return tokens[1] / tokens[0]
 
 
-def explain(question: Question, cluster: Cluster, best: Plan, wish: str) -> dict[str, Any]:
+def explain_key(question: PlanQuery, cluster: ClusterSpec, best: Plan, setting: str) -> dict[str, Any]:
     """What `key=value` costs against the best: both steps, by where they go. Raises ConfigError for what no recipe
     has."""
-    if "=" not in wish:
-        raise ConfigError(f"--explain {wish} has no value; write it as key=value, such as parallel.tensor=4")
-    asked = question.changed(wish)
+    if "=" not in setting:
+        raise ConfigError(f"--explain {setting} has no value; write it as key=value, such as parallel.tensor=4")
+    asked = question.with_keys(setting)
     if asked.config.model.from_hf != question.config.model.from_hf:
         raise ConfigError(
-            f"--explain {wish} is another model, of other shapes; leave --explain out and plan with {wish}"
+            f"--explain {setting} is another model, of other shapes; leave --explain out and plan with {setting}"
         )
     if asked.same_as(question, cluster):
-        return {"wish": wish, "fits": True, "counts": False}
-    found = asked.on(cluster)
+        return {"wish": setting, "fits": True, "counts": False}
+    found = asked.search(cluster)
     if not found.plans:
-        if found.short is None:
-            raise ConfigError(none_even(asked, cluster))
-        lacking = found.short.missing_bytes
-        return {"wish": wish, "fits": False, "counts": True, "missing_bytes": lacking, "kind": found.short.kind.name}
+        if found.shortfall is None:
+            raise ConfigError(explain_no_layout(asked, cluster))
+        lacking = found.shortfall.missing_bytes
+        return {
+            "wish": setting,
+            "fits": False,
+            "counts": True,
+            "missing_bytes": lacking,
+            "kind": found.shortfall.kind.name,
+        }
     theirs = found.best
-    slower = best.lasting_tokens_per_s / theirs.lasting_tokens_per_s - 1
+    slower = best.effective_tokens_per_s / theirs.effective_tokens_per_s - 1
     return {
-        "wish": wish,
+        "wish": setting,
         "fits": True,
         "counts": True,
         "plan": theirs,
@@ -188,9 +197,9 @@ def explain(question: Question, cluster: Cluster, best: Plan, wish: str) -> dict
 # --------------------------------------------------------------------------------------------------- what would help
 
 
-def helps(question: Question, cluster: Cluster, near: Found) -> list[tuple[str, float]]:
+def suggest_purchases(question: PlanQuery, cluster: ClusterSpec, near: SearchResult) -> list[tuple[str, float]]:
     """(change, how many times as many tokens a second that last) of what could be bought, the most helpful first."""
-    ideas: list[tuple[str, Cluster]] = []
+    ideas: list[tuple[str, ClusterSpec]] = []
     if cluster.nodes > 1:
         faster = replace(cluster, between_bits_per_s=2 * cluster.between_bits_per_s)
         ideas.append((f"a network of {2 * cluster.between_bits_per_s / 1e9:g} Gb/s", faster))
@@ -201,24 +210,24 @@ def helps(question: Question, cluster: Cluster, near: Found) -> list[tuple[str, 
     ideas.append((f"devices with {MEMORY:g} times the memory", roomier))
     for number, group in enumerate(cluster.groups):
         node = f"one more node of {group.per_node} {group.kind.name}"
-        ideas.append((node, parse_cluster.with_nodes(cluster, number, 1)))
+        ideas.append((node, parse_cluster.add_nodes(cluster, number, 1)))
     gains = []
     for words, other in ideas:
-        found = question.on(other, near)
+        found = question.search(other, near)
         if found.plans:
-            gains.append((words, found.best.lasting_tokens_per_s / near.best.lasting_tokens_per_s))
+            gains.append((words, found.best.effective_tokens_per_s / near.best.effective_tokens_per_s))
     return sorted(gains, key=lambda gain: -gain[1])
 
 
-def _roomier(kind: Kind) -> Kind:
+def _roomier(kind: DeviceKind) -> DeviceKind:
     return replace(kind, memory_bytes=int(kind.memory_bytes * MEMORY))
 
 
-def _linked(kind: Kind) -> Kind:
+def _linked(kind: DeviceKind) -> DeviceKind:
     return replace(kind, link_bytes_per_s=2 * kind.link_bytes_per_s)
 
 
-def idle(question: Question, cluster: Cluster, best: Plan) -> str | None:
+def explain_idle_devices(question: PlanQuery, cluster: ClusterSpec, best: Plan) -> str | None:
     """Why devices are left over; None where none are."""
     over = cluster.devices - best.devices
     if not over:
@@ -243,16 +252,16 @@ def idle(question: Question, cluster: Cluster, best: Plan) -> str | None:
 # ------------------------------------------------------------------------------------------------- where nothing fits
 
 
-def none_even(question: Question, cluster: Cluster) -> str:
+def explain_no_layout(question: PlanQuery, cluster: ClusterSpec) -> str:
     """Why there is no layout at all, be it too large for the devices or not."""
-    fixed = [word for word in question.overrides if word.partition("=")[0] in PLANNED]
+    fixed = [word for word in question.overrides if word.partition("=")[0] in CHOICE_FIELDS]
     return (
-        f"{' '.join(fixed) or 'the recipe'} comes out even on no part of {parse_cluster.text_of(cluster)}; choose "
-        "degrees whose product divides the devices of a node, or of all nodes, or leave them out"
+        f"{' '.join(fixed) or 'the recipe'} comes out even on no part of {parse_cluster.format_cluster(cluster)}; "
+        "choose degrees whose product divides the devices of a node, or of all nodes, or leave them out"
     )
 
 
-def ways_out(question: Question, cluster: Cluster) -> list[str]:
+def suggest_fixes(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
     """The three cheapest changes with which the model fits, each of which was tried: settings first, then devices."""
     ways: list[str] = []
     for way in (_settings, _shorter, _more_nodes, _larger_devices):
@@ -260,34 +269,36 @@ def ways_out(question: Question, cluster: Cluster) -> list[str]:
     return ways[:3]
 
 
-def _fits(question: Question, cluster: Cluster, *words: str) -> bool:
+def _fits(question: PlanQuery, cluster: ClusterSpec, *words: str) -> bool:
     """Whether there is a layout, with `words` beside what is asked; a recipe that refuses them has none."""
     try:
-        return bool((question.changed(*words) if words else question).on(cluster).plans)
+        return bool((question.with_keys(*words) if words else question).search(cluster).plans)
     except ConfigError:
         return False
 
 
-def _settings(question: Question, cluster: Cluster) -> list[str]:
+def _settings(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
     """Keys that take less memory; first those that leave the curve as it is."""
     found = []
-    freed = replace(question, config=free(question.config, ()), overrides=())
+    freed = replace(question, config=free_layout(question.config, ()), overrides=())
     if question.overrides and _fits(freed, cluster):
         found.append("leave out what the command line holds fixed: without it there is a layout that fits")
     resilience = question.config.resilience
-    if resilience.memory is not False and any(kind.on_host for kind in cluster.kinds):  # where steps are kept, too
-        words = "resilience.memory=false"
-        off = () if resilience.replicate in ("auto", "off") else ("resilience.replicate=off",)
+    if resilience.in_memory_checkpoints is not False and any(
+        kind.on_host for kind in cluster.kinds
+    ):  # where steps are kept, too
+        words = "resilience.in_memory_checkpoints=false"
+        off = () if resilience.replicate_every in ("auto", "off") else ("resilience.replicate_every=off",)
         if _fits(question, cluster, words, *off):
             found.append(f"{' '.join((words, *off))}: no steps in memory, so that failures go back to a checkpoint")
-    if question.config.optim.rule == "adamw":
-        words = "optim.rule=adamw8bit"
+    if question.config.optim.name == "adamw":
+        words = "optim.name=adamw8bit"
         if _fits(question, cluster, words):
             found.append(f"{words}: moments in 8 bits (another curve)")
     return found
 
 
-def _shorter(question: Question, cluster: Cluster) -> list[str]:
+def _shorter(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
     """The longest sequences that fit, in halves; with as many tokens in a step."""
     length, batch = question.config.data.seq_len, question.config.train.global_batch
     while length > 128:
@@ -298,13 +309,13 @@ def _shorter(question: Question, cluster: Cluster) -> list[str]:
     return []
 
 
-def _more_nodes(question: Question, cluster: Cluster) -> list[str]:
+def _more_nodes(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
     """The least number of further nodes of the roomiest kind."""
     number = max(range(len(cluster.groups)), key=lambda index: cluster.groups[index].kind.memory_bytes)
     group = cluster.groups[number]
 
     def enough(more: int) -> bool:
-        return _fits(question, parse_cluster.with_nodes(cluster, number, more))
+        return _fits(question, parse_cluster.add_nodes(cluster, number, more))
 
     return _least(enough, lambda more: f"{more} more node{'s' * (more > 1)} of {group.per_node} {group.kind.name}")
 
@@ -322,17 +333,19 @@ def _least(enough: Callable[[int], bool], words: Callable[[int], str]) -> list[s
     return [words(most)]
 
 
-def _larger_devices(question: Question, cluster: Cluster) -> list[str]:
+def _larger_devices(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
     """The two kinds with the least memory that do in place of all there are."""
     found: list[str] = []
     least = min(group.kind.memory_bytes for group in cluster.groups)
-    roomier = sorted((kind for kind in KINDS.values() if kind.memory_bytes > least), key=lambda kind: kind.memory_bytes)
+    roomier = sorted(
+        (kind for kind in DEVICE_KINDS.values() if kind.memory_bytes > least), key=lambda kind: kind.memory_bytes
+    )
     for kind in roomier:
         groups = tuple(
             replace(group, kind=kind) if group.kind.memory_bytes < kind.memory_bytes else group
             for group in cluster.groups
         )
-        larger = not found or kind.memory_bytes > KINDS[found[-1].split()[0]].memory_bytes
+        larger = not found or kind.memory_bytes > DEVICE_KINDS[found[-1].split()[0]].memory_bytes
         if larger and not kind.on_host and _fits(question, replace(cluster, groups=groups)):
             found.append(f"{kind.name} in place of {_names(cluster.groups, kind)}")
         if len(found) == 2:
@@ -340,7 +353,7 @@ def _larger_devices(question: Question, cluster: Cluster) -> list[str]:
     return found
 
 
-def _names(groups: Sequence[Group], than: Kind) -> str:
+def _names(groups: Sequence[NodeGroup], than: DeviceKind) -> str:
     return " and ".join(
         dict.fromkeys(group.kind.name for group in groups if group.kind.memory_bytes < than.memory_bytes)
     )

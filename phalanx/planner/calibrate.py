@@ -1,8 +1,8 @@
 """What a run's steps say of its devices, its links and its host: a hardware.json by which the planner foretells them.
 
-Each part of a step is put down to one thing, as far as records tell parts apart (`compared.measured_parts`): computing
-to the devices' speeds, waiting that is no pipeline's bubble to the links, updates to the memory, the rest to the host.
-Nothing is learnt beyond what is plausible.
+Each part of a step is put down to one thing, as far as records tell parts apart (`comparison.split_measured_step`):
+computing to the devices' speeds, waiting that is no pipeline's bubble to the links, updates to the memory, the rest to
+the host. Nothing is learnt beyond what is plausible.
 """
 
 import json
@@ -11,21 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.config.schema import Config, spec_of
+from phalanx.config.schema import Config, build_model_spec
 from phalanx.core.errors import ConfigError
-from phalanx.layout.balance import division_of
-from phalanx.layout.hardware import MOST, Device, Hardware, Learnt, Link
+from phalanx.layout.balance import parse_division
+from phalanx.layout.hardware import MOST, Calibration, Hardware, MeasuredDevice, MeasuredLink
 from phalanx.layout.model_shape import ModelSpec, adapter_count, parameter_count
 from phalanx.planner import comparison, link_cost, measured_cluster, present_cluster
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.constants import RANGES, Constants
-from phalanx.planner.cost import Model
-from phalanx.planner.device_catalog import Kind
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.predict import Prediction, predict
-from phalanx.planner.present_cluster import Present
-from phalanx.planner.work import Work
-from phalanx.report.event_text import apart, seconds
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.constants import RANGES, CostConstants
+from phalanx.planner.cost import CostModel
+from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.predict import Prediction, predict_recipe_step
+from phalanx.planner.present_cluster import NodeDevice
+from phalanx.planner.work import StepWork
+from phalanx.report.event_text import format_difference, format_seconds
 
 # Times as fast as a data-sheet has a device, updates and links: beyond these it is a mistake elsewhere. What is on the
 # sheet of a CPU is an order of magnitude.
@@ -35,36 +35,39 @@ LINKS = (1e-3, 8.0)
 HALVINGS = 40
 LEAST_S = 1e-9  # of anything that is divided by
 LITTLE = 0.02  # of a step: communication of which less is waited for says nothing of links
-NEEDED, TOLD = ("step", "step_s", "data_s"), ("wait_s", "update_s")  # of a step's record; and what may not be known
-NOT_TOLD = ("norm_eps", "init_std", "dropout")  # shapes that make no difference to a device
+NEEDED, OPTIONAL_FIELDS = (
+    ("step", "step_s", "data_s"),
+    ("wait_s", "update_s"),
+)  # of a step's record; and what may not be known
+IGNORED_SHAPES = ("norm_eps", "init_std", "dropout")  # shapes that make no difference to a device
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """A run as its records have it: the resolved `config`, the devices of its `nodes`, what was `known` of them, and
     the `steps` of its newest attempt. `spec`: the shapes of `model.from_hf`."""
 
     name: str
     config: Config
-    nodes: tuple[tuple[Present, ...], ...]
+    nodes: tuple[tuple[NodeDevice, ...], ...]
     known: Hardware | None
     steps: Sequence[Mapping[str, Any]]
     spec: ModelSpec | None = None
 
 
 @dataclass(frozen=True)
-class Lesson:
+class CalibrationResult:
     """What was learnt, as a file and in sentences; seconds of a step as it was, as it was foretold, and as it would be
     foretold now."""
 
     hardware: Hardware
-    said: tuple[str, ...]
+    findings: tuple[str, ...]
     measured_s: float
     before_s: float
     after_s: float
 
 
-def learn(run: Run) -> Lesson:
+def calibrate_run(run: MeasuredRun) -> CalibrationResult:
     """Raises ConfigError for a run that is too short, or of a network of one's own."""
     if len(run.steps) < comparison.ENOUGH:
         raise ConfigError(
@@ -73,27 +76,27 @@ def learn(run: Run) -> Lesson:
         )
     taken = run.steps[comparison.WARM_UP :]
     _refuse_others(run, taken)
-    parts = comparison.measured_parts(taken, run.config.parallel.data == "sharded")
+    parts = comparison.split_measured_step(taken, run.config.parallel.engine == "sharded")
     measured_s = comparison.median(record["step_s"] for record in taken)
-    cluster, constants, _ = present_cluster.known_as(run.nodes, run.known)
-    before = predict(run.config, cluster, run.spec, constants)
+    cluster, constants, _ = present_cluster.resolve_cluster(run.nodes, run.known)
+    before = predict_recipe_step(run.config, cluster, run.spec, constants)
     said: list[str] = []
     speeds = _speeds(run, before, parts, taken, constants, said)
-    learnt = Learnt(run.name, len(taken), _host_s(parts), None)
+    learnt = Calibration(run.name, len(taken), _host_s(parts), None)
     found = _file(run, before, cluster, speeds, learnt, constants)
     found = replace(found, learnt=replace(learnt, update=_update(run, found, parts, said)))
     found = replace(found, link=_link(run, found, parts, measured_s, said))
     if learnt.host_s is not None:
-        said.append(f"the host: {seconds(learnt.host_s)} a step beside all else")
-    after = _foretold(run, found)
-    return Lesson(found, tuple(said), measured_s, before.estimate.step_s, after.estimate.step_s)
+        said.append(f"the host: {format_seconds(learnt.host_s)} a step beside all else")
+    after = _predict_step_s(run, found)
+    return CalibrationResult(found, tuple(said), measured_s, before.estimate.step_s, after.estimate.step_s)
 
 
-def _refuse_others(run: Run, taken: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_others(run: MeasuredRun, taken: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError where the steps are of other ranks than those that the newest start has been given."""
     world = sum(map(len, run.nodes))
-    copies = run.config.parallel.axes.data(world)
-    divided = division_of(taken[-1])
+    copies = run.config.parallel.axes.data_parallel_size(world)
+    divided = parse_division(taken[-1])
     if divided is not None and len(divided.shares) != copies:
         raise ConfigError(
             f"the newest start of the run {run.name}, with {copies} copies of the model, has done no steps; those that "
@@ -101,20 +104,22 @@ def _refuse_others(run: Run, taken: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _foretold(run: Run, found: Hardware) -> Prediction:
-    constants = measured_cluster.constants_of(found)
-    return predict(run.config, measured_cluster.cluster_of(found, constants), run.spec, constants)
+def _predict_step_s(run: MeasuredRun, found: Hardware) -> Prediction:
+    constants = measured_cluster.constants_from_hardware(found)
+    return predict_recipe_step(
+        run.config, measured_cluster.cluster_from_hardware(found, constants), run.spec, constants
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- devices
 
 
 def _speeds(
-    run: Run, before: Prediction, parts: Mapping[tuple[str, ...], float], taken: Sequence[Mapping[str, Any]],
-    constants: Constants, said: list[str],
+    run: MeasuredRun, before: Prediction, parts: Mapping[tuple[str, ...], float], taken: Sequence[Mapping[str, Any]],
+    constants: CostConstants, said: list[str],
 ) -> list[float]:  # fmt: skip
     """How many times as fast as thought each copy of the model computes."""
-    copies = run.config.parallel.axes.data(before.cluster.devices)
+    copies = run.config.parallel.axes.data_parallel_size(before.cluster.devices)
     busy = [record["busy_s"] for record in taken if record.get("busy_s") and len(record["busy_s"]) == copies]
     terms = before.estimate.terms
     computes = terms["compute"] + terms["offload"]
@@ -123,15 +128,17 @@ def _speeds(
         said.append("of one accelerator only whole steps are known: all of a difference is put down to the device")
         raw = [computes / max(LEAST_S, parts[comparison.ALL] - (before.estimate.step_s - computes))] * copies
     elif not busy:
-        raw = [computes / max(LEAST_S, parts[comparison.COMPUTED])] * copies
+        raw = [computes / max(LEAST_S, parts[comparison.COMPUTE_TERMS])] * copies
     else:
-        spent = comparison.median(map(comparison.mean, busy)) - parts[comparison.COMPUTED]  # on data, and on updates
-        told = (division for record in taken if (division := division_of(record)) is not None)
+        spent = (
+            comparison.median(map(comparison.mean, busy)) - parts[comparison.COMPUTE_TERMS]
+        )  # on data, and on updates
+        told = (division for record in taken if (division := parse_division(record)) is not None)
         rows = [division for division in told if len(division.shares) == copies]
         raw = []
         for copy in range(copies):
             share = comparison.median(division.shares[copy] for division in rows) if rows else 1.0
-            cuts = comparison.median(division.parts_of(copy) for division in rows) if rows else 1.0
+            cuts = comparison.median(division.micro_batches_of(copy) for division in rows) if rows else 1.0
             took = comparison.median(each[copy] for each in busy) - spent
             raw.append(_copy_s(before, copy, share, cuts, constants) / max(LEAST_S, took))
     found = [_bounded(speed, kind, said) for speed, kind in zip(raw, kinds, strict=True)]
@@ -141,7 +148,7 @@ def _speeds(
     return found
 
 
-def _bounded(speed: float, kind: Kind, said: list[str]) -> float:
+def _bounded(speed: float, kind: DeviceKind, said: list[str]) -> float:
     least, most = SPEEDS_OF_CPU if kind.on_host else SPEEDS
     if not least <= speed <= most:
         said.append(
@@ -151,7 +158,7 @@ def _bounded(speed: float, kind: Kind, said: list[str]) -> float:
     return min(most, max(least, speed))
 
 
-def _copy_s(before: Prediction, copy: int, share: float, cuts: float, constants: Constants) -> float:
+def _copy_s(before: Prediction, copy: int, share: float, cuts: float, constants: CostConstants) -> float:
     """Seconds that a copy's busiest rank was thought to compute: `share` sequences in so many micro-batches."""
     choice, work = before.choice, before.work
     size = max(1, round(share / cuts))
@@ -165,39 +172,44 @@ def _copy_s(before: Prediction, copy: int, share: float, cuts: float, constants:
     return longest * share / size
 
 
-def _alone(work: Work, kind: Kind, choice: Choice, constants: Constants) -> float:
+def _alone(work: StepWork, kind: DeviceKind, choice: LayoutChoice, constants: CostConstants) -> float:
     """Seconds that the whole model computes for one micro-batch on devices of a kind, cut as `choice` has it."""
     plain = replace(
         choice, pipeline=1, virtual=1, stages=(), shares=(), state=(), shard_degree=0, devices=choice.tensor
     )
-    there = Cluster((Group(1, choice.tensor, kind),))
-    terms = Model(replace(work, global_batch=choice.micro_batch), there, constants).predict(plain).terms
+    there = ClusterSpec((NodeGroup(1, choice.tensor, kind),))
+    terms = CostModel(replace(work, global_batch=choice.micro_batch), there, constants).estimate(plain).terms
     return terms["compute"] + terms["offload"]
 
 
 def _file(
-    run: Run, before: Prediction, cluster: Cluster, speeds: Sequence[float], learnt: Learnt, constants: Constants
+    run: MeasuredRun,
+    before: Prediction,
+    cluster: ClusterSpec,
+    speeds: Sequence[float],
+    learnt: Calibration,
+    constants: CostConstants,
 ) -> Hardware:
     """The devices with a pass of the whole model each, as long as it must have taken; the link as it was known."""
     axes, world = run.config.parallel.axes, cluster.devices
     size = max(1, before.choice.micro_batch)
     rows = run.known.devices if run.known is not None and len(run.known.devices) == world else None
-    work = run.known.work if rows is not None and run.known is not None else _work_told(run)
-    passes = replace(measured_cluster.passes_of(work), micro_batch=size)
+    work = run.known.work if rows is not None and run.known is not None else _measured_work(run)
+    passes = replace(measured_cluster.single_device_choice(work), micro_batch=size)
     found, rank = [], 0
     for number, node in enumerate(run.nodes):
         for place, device in enumerate(node):
             kind = cluster.kind_of(rank)
             took = _alone(before.work, kind, passes, constants)
-            took /= speeds[axes.place(rank, world).data]
+            took /= speeds[axes.coordinates(rank, world).data]
             told = rows[rank] if rows is not None else _device(rank, number, place, device, kind, size)
             found.append(replace(told, times=((size, took),)))
             rank += 1
     return Hardware(work, tuple(found), None if world == 1 else _link_of(cluster, constants), learnt)
 
 
-def _device(rank: int, node: int, place: int, device: Present, kind: Kind, most: int) -> Device:
-    return Device(
+def _device(rank: int, node: int, place: int, device: NodeDevice, kind: DeviceKind, most: int) -> MeasuredDevice:
+    return MeasuredDevice(
         rank=rank, node=node, local_rank=place, host="", name="cpu" if kind.on_host else f"accelerator:{place}",
         model=device.model, memory_bytes=device.memory_bytes, most=most, times=(),
         host_to_device_bytes_per_s=None if kind.on_host else kind.host_bytes_per_s,
@@ -205,10 +217,10 @@ def _device(rank: int, node: int, place: int, device: Present, kind: Kind, most:
     )  # fmt: skip
 
 
-def _work_told(run: Run) -> dict[str, Any]:
+def _measured_work(run: MeasuredRun) -> dict[str, Any]:
     """As a run that measures its devices says what for."""
-    config, spec = run.config, spec_of(run.config, run.spec)
-    shapes = {name: value for name, value in asdict(spec).items() if name not in NOT_TOLD}
+    config, spec = run.config, build_model_spec(run.config, run.spec)
+    shapes = {name: value for name, value in asdict(spec).items() if name not in IGNORED_SHAPES}
     how = {
         "task": config.task.kind,
         "parameters": parameter_count(spec) + (adapter_count(spec) if spec.lora is not None else 0),
@@ -217,7 +229,7 @@ def _work_told(run: Run) -> dict[str, Any]:
         "activations": config.memory.activations,
     }
     if config.memory.activations == "offload":
-        how["horizon"] = config.memory.horizon
+        how["horizon"] = config.memory.offload_prefetch_blocks
     told: dict[str, Any] = json.loads(json.dumps(how | shapes))
     return told
 
@@ -232,13 +244,13 @@ def _host_s(parts: Mapping[tuple[str, ...], float]) -> float | None:
     return min(most, max(least, parts[("other",)]))
 
 
-def _update(run: Run, found: Hardware, parts: Mapping[tuple[str, ...], float], said: list[str]) -> float | None:
+def _update(run: MeasuredRun, found: Hardware, parts: Mapping[tuple[str, ...], float], said: list[str]) -> float | None:
     """How many times as fast updates are as the memory of a device's kind would have them."""
-    took = parts.get(comparison.UPDATED, 0.0)
+    took = parts.get(comparison.UPDATE_TERMS, 0.0)
     if took <= 0:
         return None
-    terms = _foretold(run, found).estimate.terms
-    thought = sum(terms[name] for name in comparison.UPDATED)
+    terms = _predict_step_s(run, found).estimate.terms
+    thought = sum(terms[name] for name in comparison.UPDATE_TERMS)
     if thought <= 0:
         return None
     speed = min(UPDATES[1], max(UPDATES[0], thought / took))
@@ -246,8 +258,8 @@ def _update(run: Run, found: Hardware, parts: Mapping[tuple[str, ...], float], s
     return speed
 
 
-def _link_of(cluster: Cluster, constants: Constants) -> Link:
-    """What an all-reduce over all devices would have to be measured as for `measured` to give this cluster."""
+def _link_of(cluster: ClusterSpec, constants: CostConstants) -> MeasuredLink:
+    """What an all-reduce over all devices would have to be measured as for `measured_cluster` to give this cluster."""
     ring = link_cost.ring_of(0, cluster.devices, 1, cluster)
     if cluster.nodes > 1:
         share = 2 * (1 - 1 / cluster.nodes)
@@ -258,49 +270,51 @@ def _link_of(cluster: Cluster, constants: Constants) -> Link:
         rate = ring.kind.link_bytes_per_s * constants.near_share / share
         latency_s = ring.kind.link_latency_s * 2 * cluster.devices
     later_s = cluster.busy_hop_s * 2 * (cluster.devices - 1)
-    return Link(rate, latency_s, latency_s + later_s if later_s else None)
+    return MeasuredLink(rate, latency_s, latency_s + later_s if later_s else None)
 
 
 def _link(
-    run: Run, found: Hardware, parts: Mapping[tuple[str, ...], float], step_s: float, said: list[str]
-) -> Link | None:
+    run: MeasuredRun, found: Hardware, parts: Mapping[tuple[str, ...], float], step_s: float, said: list[str]
+) -> MeasuredLink | None:
     """The link by which as much is waited for as was; as it was where that says nothing."""
     link = found.link
-    if link is None or comparison.WAITED not in parts:
+    if link is None or comparison.WAIT_TERMS not in parts:
         return link
-    terms = _foretold(run, found).estimate.terms
-    waited = max(0.0, parts[comparison.WAITED] - terms["bubble"])
+    terms = _predict_step_s(run, found).estimate.terms
+    waited = max(0.0, parts[comparison.WAIT_TERMS] - terms["bubble"])
     if max(waited, terms["communication"]) < LITTLE * step_s:
         said.append("links: communication is hidden, which says nothing of them; they are left as they were")
         return link
 
-    def slower(factor: float) -> Link:
+    def slower(factor: float) -> MeasuredLink:
         busy_s = None if link.busy_latency_s is None else link.busy_latency_s * factor
-        return Link(link.bytes_per_s / factor, link.latency_s * factor, busy_s)
+        return MeasuredLink(link.bytes_per_s / factor, link.latency_s * factor, busy_s)
 
     def communicates(factor: float) -> float:
-        return _foretold(run, replace(found, link=slower(factor))).estimate.terms["communication"]
+        return _predict_step_s(run, replace(found, link=slower(factor))).estimate.terms["communication"]
 
     low, high = math.log(1 / LINKS[1]), math.log(1 / LINKS[0])
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if communicates(math.exp(middle)) < waited else (low, middle)
     factor = math.exp((low + high) / 2)
-    said.append(f"links: {1 / factor:.3g} times as fast as was thought, by {seconds(waited)} of waiting in a step")
+    said.append(
+        f"links: {1 / factor:.3g} times as fast as was thought, by {format_seconds(waited)} of waiting in a step"
+    )
     return slower(factor)
 
 
-def in_words(lesson: Lesson) -> list[str]:
+def describe_calibration(result: CalibrationResult) -> list[str]:
     """Lines for a person."""
-    took, then, now = lesson.measured_s, lesson.before_s, lesson.after_s
+    took, then, now = result.measured_s, result.before_s, result.after_s
     return [
-        *lesson.said,
-        f"a step took {seconds(took)}: {apart(took, then)} the {seconds(then)} predicted, {apart(took, now)} the "
-        f"{seconds(now)} that are predicted now",
+        *result.findings,
+        f"a step took {format_seconds(took)}: {format_difference(took, then)} the {format_seconds(then)} predicted, "
+        f"{format_difference(took, now)} the {format_seconds(now)} that are predicted now",
     ]
 
 
-def steps_of_newest(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def last_attempt_steps(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The steps of the attempt that came last, but for records that lack what is learnt from."""
     steps = [step for step in steps if _is_whole(step)]
     newest = max((step.get("attempt", 1) for step in steps), default=1)
@@ -313,7 +327,9 @@ def _is_whole(step: Mapping[str, Any]) -> bool:
     if not isinstance(busy, list) or type(step.get("attempt", 1)) is not int:
         return False
     told: list[Any] = (
-        [step.get(name) for name in NEEDED] + [step[name] for name in TOLD if step.get(name) is not None] + busy
+        [step.get(name) for name in NEEDED]
+        + [step[name] for name in OPTIONAL_FIELDS if step.get(name) is not None]
+        + busy
     )
     possible = all(type(each) in (int, float) and 0 <= each <= MOST for each in told)
     return possible and step["step_s"] >= LEAST_S

@@ -22,7 +22,7 @@ HALVINGS = 100  # of an interval in which a root lies: more than a float has bit
 
 
 @dataclass(frozen=True)
-class Saving:
+class CheckpointCosts:
     """What saving costs, and what failures take back.
 
     `step_s` of a step; `commit_s` that a commit adds to a step, `checkpoint_s` for which a checkpoint holds training
@@ -43,7 +43,7 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Intervals:
+class CheckpointIntervals:
     """Whole steps between commits and between checkpoints (None: none needed), and the goodput that they lead to."""
 
     commit_steps: int
@@ -72,13 +72,13 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
     return young_s(cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
-def share_done(work_s: float, cost_s: float, mtbf_s: float, recovery_s: float) -> float:
+def useful_share(work_s: float, cost_s: float, mtbf_s: float, recovery_s: float) -> float:
     """Which share of the time goes into work that lasts: of Daly's exact wall time (2006, equation 20).
 
     `work_s` of work, then a saving of `cost_s`, must both pass without a failure; otherwise it is recovered for
     `recovery_s`, which may fail too, and done again: M exp(R / M) (exp((work + C) / M) - 1) seconds on average.
 
-    >>> round(share_done(1000, 50, 10_000, 0), 4)
+    >>> round(useful_share(1000, 50, 10_000, 0), 4)
     0.9033
     """
     exponent = (work_s + cost_s + recovery_s) / mtbf_s
@@ -87,12 +87,12 @@ def share_done(work_s: float, cost_s: float, mtbf_s: float, recovery_s: float) -
     return work_s / (mtbf_s * math.exp(recovery_s / mtbf_s) * math.expm1((work_s + cost_s) / mtbf_s))
 
 
-def goodput(saving: Saving, commit_steps: int, checkpoint_steps: int | None) -> float:
+def goodput(saving: CheckpointCosts, commit_steps: int, checkpoint_steps: int | None) -> float:
     """Which share of the time a job does work that lasts.
 
     Failures that only end processes (a share of 1 - `hard`) set it back to the last commit, on average by half the
     distance between two, and cost a recovery. That stretches the time in which the others may come. Exact in what
-    these take back (`share_done`), and to first order in how both kinds meet.
+    these take back (`useful_share`), and to first order in how both kinds meet.
     """
     soft_per_s = (1 - saving.hard if checkpoint_steps is not None else 1.0) / saving.mtbf_s
     if soft_per_s * saving.recovery_s > MOST_EXPONENT:
@@ -103,10 +103,10 @@ def goodput(saving: Saving, commit_steps: int, checkpoint_steps: int | None) -> 
     if checkpoint_steps is None or saving.hard == 0:
         return 1 / stretched
     work_s = checkpoint_steps * saving.step_s * stretched
-    return share_done(work_s, saving.checkpoint_s, saving.mtbf_s / saving.hard, saving.recovery_s) / stretched
+    return useful_share(work_s, saving.checkpoint_s, saving.mtbf_s / saving.hard, saving.recovery_s) / stretched
 
 
-def best(saving: Saving) -> Intervals:
+def best_intervals(saving: CheckpointCosts) -> CheckpointIntervals:
     """The intervals of Young and Daly, in whole steps, one at least.
 
     Commits are for the failures that leave memory as it is, checkpoints for the others.
@@ -117,15 +117,17 @@ def best(saving: Saving) -> Intervals:
     checkpoint = None
     if saving.hard > 0 and saving.mtbf_s / saving.hard < NEVER_S:
         checkpoint = _steps(daly_s(saving.checkpoint_s, saving.mtbf_s / saving.hard), saving.step_s)
-    return Intervals(commit, checkpoint, goodput(saving, commit, checkpoint))
+    return CheckpointIntervals(commit, checkpoint, goodput(saving, commit, checkpoint))
 
 
 def _steps(seconds: float, step_s: float) -> int:
     return max(1, round(seconds / step_s))
 
 
-def recovery_for_s(
-    aim: float, saving: Saving, goodput_of: Callable[[Saving], float] = lambda saving: best(saving).goodput
+def longest_recovery_s(
+    aim: float,
+    saving: CheckpointCosts,
+    goodput_of: Callable[[CheckpointCosts], float] = lambda saving: best_intervals(saving).goodput,
 ) -> float | None:
     """The longest recovery, in place of that of `saving`, with which a job still has a goodput of `aim`, at the best
     intervals or those of `goodput_of`; None where saving alone costs more than that leaves."""

@@ -5,18 +5,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from phalanx.core.errors import ConfigError
-from phalanx.planner.device_catalog import Kind
+from phalanx.planner.device_catalog import DeviceKind
 
 
 @dataclass(frozen=True)
-class Group:
-    """`nodes` nodes alike, with `per_node` devices of one kind each; `beside`: the first of them is the last node of
-    the group before, which has unlike devices there."""
+class NodeGroup:
+    """`nodes` nodes alike, with `per_node` devices of one kind each; `shares_node`: the first of them is the last node
+    of the group before, which has unlike devices there."""
 
     nodes: int
     per_node: int
-    kind: Kind
-    beside: bool = False
+    kind: DeviceKind
+    shares_node: bool = False
 
     @property
     def devices(self) -> int:
@@ -24,7 +24,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterSpec:
     """Groups of nodes on one network. A node sends `between_bits_per_s` at most, whatever number of devices it has, and
     as many come in at the same time. Devices are numbered by group, node and place on the node, as ranks are.
     `busy_hop_s`: by how much later than else a rank that computes takes part in what others send; CPUs only.
@@ -32,7 +32,7 @@ class Cluster:
     Raises ConfigError for a cluster without a device, or with a network that carries nothing.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[NodeGroup, ...]
     between_bits_per_s: float = 100e9
     between_latency_s: float = 5e-6
     busy_hop_s: float = 0.0
@@ -52,10 +52,10 @@ class Cluster:
 
     @cached_property
     def nodes(self) -> int:
-        return sum(group.nodes - group.beside for group in self.groups)
+        return sum(group.nodes - group.shares_node for group in self.groups)
 
     @cached_property
-    def spans(self) -> tuple[tuple[int, int, Group], ...]:
+    def spans(self) -> tuple[tuple[int, int, NodeGroup], ...]:
         """(first device, one behind the last, group) in order."""
         spans, first = [], 0
         for group in self.groups:
@@ -64,11 +64,11 @@ class Cluster:
         return tuple(spans)
 
     @cached_property
-    def crowds(self) -> tuple[int, ...]:
+    def node_sizes(self) -> tuple[int, ...]:
         """Of each group the devices of the fullest node that it is on, with those beside its own."""
         found, node = [group.per_node for group in self.groups], list[int]()
         for number, group in enumerate(self.groups):
-            node = [*node, number] if group.beside else [number]
+            node = [*node, number] if group.shares_node else [number]
             together = sum(self.groups[each].per_node for each in node)
             for each in node:
                 found[each] = max(found[each], together)
@@ -76,19 +76,19 @@ class Cluster:
                 node = [number]  # only its last node can have others beside
         return tuple(found)
 
-    def crowd_of(self, device: int) -> int:
+    def node_size_of(self, device: int) -> int:
         """The same of a device's group."""
-        return next(crowd for (_, behind, _), crowd in zip(self.spans, self.crowds, strict=True) if device < behind)
+        return next(crowd for (_, behind, _), crowd in zip(self.spans, self.node_sizes, strict=True) if device < behind)
 
     @cached_property
     def names(self) -> tuple[tuple[int, int, str, bool], ...]:
         """What tells clusters of one network apart."""
-        return tuple((group.nodes, group.per_node, group.kind.name, group.beside) for group in self.groups)
+        return tuple((group.nodes, group.per_node, group.kind.name, group.shares_node) for group in self.groups)
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[DeviceKind, ...]:
         """Each kind once, in order of appearance."""
-        found: list[Kind] = []
+        found: list[DeviceKind] = []
         for group in self.groups:
             if group.kind not in found:
                 found.append(group.kind)
@@ -98,46 +98,46 @@ class Cluster:
         """The number of a device's node."""
         before = 0
         for first, behind, group in self.spans:
-            before -= group.beside
+            before -= group.shares_node
             if device < behind:
                 return before + (device - first) // group.per_node
             before += group.nodes
         raise IndexError(f"there is no device {device} among {self.devices}")
 
-    def of(self, numbers: Sequence[int]) -> "Cluster":
+    def select_groups(self, numbers: Sequence[int]) -> "ClusterSpec":
         """Some of the groups, in that order: those that have a node in common are beside one another still."""
-        found: list[Group] = []
+        found: list[NodeGroup] = []
         ends = [(self.node_of(first), self.node_of(behind - 1)) for first, behind, _ in self.spans]
         for place, number in enumerate(numbers):
             first, last = ends[number]
             before = ends[numbers[place - 1]] if place else None
             common = before is not None and (before[0] in (first, last) or before[1] in (first, last))
-            found.append(replace(self.groups[number], beside=common))
+            found.append(replace(self.groups[number], shares_node=common))
         return replace(self, groups=tuple(found))
 
-    def gathered(self) -> "Cluster":
+    def merge_alike_groups(self) -> "ClusterSpec":
         """With nodes alike as one group, at the place of the first of them; of nodes with unlike devices as it is."""
-        if any(group.beside for group in self.groups):
+        if any(group.shares_node for group in self.groups):
             return self
-        alike: dict[tuple[str, int], Group] = {}
+        alike: dict[tuple[str, int], NodeGroup] = {}
         for group in self.groups:
             key = (group.kind.name, group.per_node)
             before = alike.get(key)
             alike[key] = group if before is None else replace(before, nodes=before.nodes + group.nodes)
         return replace(self, groups=tuple(alike.values()))
 
-    def sized(self, nodes: Sequence[int]) -> "Cluster":
+    def resize_groups(self, nodes: Sequence[int]) -> "ClusterSpec":
         """With so many nodes of each group; those with none are left out."""
-        part = self.of([number for number, count in enumerate(nodes) if count > 0])
+        part = self.select_groups([number for number, count in enumerate(nodes) if count > 0])
         counts = [count for count in nodes if count > 0]
         groups = (replace(group, nodes=count) for group, count in zip(part.groups, counts, strict=True))
         return replace(part, groups=tuple(groups))
 
-    def group_of(self, device: int) -> Group:
+    def group_of(self, device: int) -> NodeGroup:
         for first, behind, group in self.spans:
             if first <= device < behind:
                 return group
         raise IndexError(f"there is no device {device} among {self.devices}")
 
-    def kind_of(self, device: int) -> Kind:
+    def kind_of(self, device: int) -> DeviceKind:
         return self.group_of(device).kind

@@ -9,37 +9,38 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx.planner.advice import WORDS
+from phalanx.planner.advice import TERM_NAMES
 
 WARM_UP, ENOUGH = 5, 20  # steps of an attempt that are left out, and after which it is told
 FAR = 0.15  # relative error from which on the part that is off is named
-COMPUTED = ("compute", "offload")
-WAITED = ("communication", "bubble")
-UPDATED = ("optimizer", "commit")  # an update writes to where its step is kept
-ALL = tuple(WORDS)
+COMPUTE_TERMS = ("compute", "offload")
+WAIT_TERMS = ("communication", "bubble")
+UPDATE_TERMS = ("optimizer", "commit")  # an update writes to where its step is kept
+ALL = tuple(TERM_NAMES)
 
 
-def compared(
+def compare_steps(
     expected: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], beside: bool, basis: str
 ) -> dict[str, Any] | None:
     """Details of the event; None while there are too few of `steps`, the records of one attempt in order.
 
-    `beside`: updates are done beside the thread that computes, which waits for them. `expected` as `chosen.expected`
-    has it. `off` is the name of the part that explains most of a difference of more than FAR.
+    `beside`: updates are done beside the thread that computes, which waits for them. `expected` as
+    `choose_layout.prediction_with_memory` has it. `off` is the name of the part that explains most of a difference of
+    more than FAR.
     """
     taken = list(steps)[WARM_UP:]
     if len(steps) < ENOUGH:
         return None
     step_s = median(record["step_s"] for record in taken)
-    terms: Mapping[str, float] = dict.fromkeys(WORDS, 0.0) | expected["terms"]
+    terms: Mapping[str, float] = dict.fromkeys(TERM_NAMES, 0.0) | expected["terms"]
     rows: list[dict[str, Any]] = [
         {
-            "name": " and ".join(WORDS[name] for name in names if terms[name] > 0) or WORDS[names[0]],
+            "name": " and ".join(TERM_NAMES[name] for name in names if terms[name] > 0) or TERM_NAMES[names[0]],
             "terms": list(names),
             "predicted_s": sum(terms[name] for name in names),
             "measured_s": seconds,
         }
-        for names, seconds in measured_parts(taken, beside).items()
+        for names, seconds in split_measured_step(taken, beside).items()
         if any(terms[name] > 0 for name in names) or seconds > 0
     ]
     off = None
@@ -59,7 +60,7 @@ def compared(
     }
 
 
-def measured_parts(taken: Sequence[Mapping[str, Any]], beside: bool) -> dict[tuple[str, ...], float]:
+def split_measured_step(taken: Sequence[Mapping[str, Any]], beside: bool) -> dict[tuple[str, ...], float]:
     """Seconds of a step by the terms of a prediction that they belong to; several terms where nothing tells them apart.
     They add up to the step but for medians being taken one by one."""
     step_s = median(record["step_s"] for record in taken)
@@ -70,17 +71,17 @@ def measured_parts(taken: Sequence[Mapping[str, Any]], beside: bool) -> dict[tup
         if not busy:
             return {ALL: step_s}
         slowest, average = median(map(max, busy)), median(map(mean, busy))
-        rest = (*WAITED, *UPDATED, "other")
-        return {COMPUTED: average, ("imbalance",): slowest - average, rest: max(0.0, step_s - slowest)}
+        rest = (*WAIT_TERMS, *UPDATE_TERMS, "other")
+        return {COMPUTE_TERMS: average, ("imbalance",): slowest - average, rest: max(0.0, step_s - slowest)}
     update_s = median(updates)
     waits = median(record.get("wait_s") or 0.0 for record in taken)
     slowest = median(map(max, busy)) if busy else step_s - waits
     average = median(map(mean, busy)) if busy else slowest
     return {
-        COMPUTED: max(0.0, average - data_s - (0.0 if beside else update_s)),
+        COMPUTE_TERMS: max(0.0, average - data_s - (0.0 if beside else update_s)),
         ("imbalance",): slowest - average,
-        WAITED: max(0.0, step_s - slowest - (update_s if beside else 0.0)),
-        UPDATED: update_s,
+        WAIT_TERMS: max(0.0, step_s - slowest - (update_s if beside else 0.0)),
+        UPDATE_TERMS: update_s,
         ("other",): data_s,
     }
 

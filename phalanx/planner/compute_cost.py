@@ -6,10 +6,10 @@ runs dry where they are shorter than their calls. Pure floats.
 
 from dataclasses import dataclass
 
-from phalanx.planner.constants import Constants
-from phalanx.planner.device_catalog import Kind
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.work import WIDTH, Work
+from phalanx.planner.constants import CostConstants
+from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.work import WIDTH, StepWork
 
 TILE_ROWS, TILE_COLUMNS = 256, 128  # of a matrix product that one multiprocessor computes at a time, at its fastest
 # Kernels that are called for a block, by hand of an eager profile of a pre-norm decoder: forward, backward.
@@ -22,7 +22,7 @@ LOGITS_MOVED = (20.0, 16.0)  # bytes of an element of whole logits, forward and 
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassTime:
     """Seconds of one block, or of one edge of the model: of the device, forward and backward, and of the host."""
 
     forward_s: float
@@ -31,7 +31,7 @@ class Pass:
     host_backward_s: float
 
 
-def longer(device_s: float, host_s: float, constants: Constants) -> float:
+def overlap_host_s(device_s: float, host_s: float, constants: CostConstants) -> float:
     """Seconds of a pass that the device needs `device_s` for and the host `host_s` to call: at least the longer one,
     and more where they are alike, since the queue between them runs dry in the stretches of short kernels."""
     if host_s <= 0.0:
@@ -42,14 +42,16 @@ def longer(device_s: float, host_s: float, constants: Constants) -> float:
     return host_s * (1.0 + ratio**constants.queueing) ** (1.0 / constants.queueing)
 
 
-def matmul_s(rows: float, columns: float, depth: float, kind: Kind, dtype: str, constants: Constants) -> float:
+def matmul_s(
+    rows: float, columns: float, depth: float, kind: DeviceKind, dtype: str, constants: CostConstants
+) -> float:
     """Seconds of a product (rows x depth) (depth x columns).
 
     A roofline (Williams et al. 2009) of the multiplications and the bytes, each operand moved once; the former longer
     by the tail of the last wave of tiles, on average over shapes (NVIDIA, Matrix Multiplication Background User's
     Guide, 2023: tile and wave quantisation).
     """
-    rate = kind.peak(dtype) * kind.sustained * constants.matmul_share
+    rate = kind.peak_flop_per_s(dtype) * kind.sustained * constants.matmul_share
     waves = rows * columns / (TILE_ROWS * TILE_COLUMNS * kind.cores)
     longer = 1.0 + constants.matmul_tail / waves
     if columns % 8 or depth % 8:  # of two bytes each: NVIDIA's guide, tensor core requirements
@@ -58,13 +60,13 @@ def matmul_s(rows: float, columns: float, depth: float, kind: Kind, dtype: str, 
     return max(2.0 * rows * columns * depth * longer / rate, moved / (kind.memory_bytes_per_s * constants.memory_share))
 
 
-def writes_scores(work: Work, choice: Choice) -> bool:
+def writes_scores(work: StepWork, choice: LayoutChoice) -> bool:
     """Whether attention's scores are held in memory: without a kernel that never writes them, and where some of them
-    are dropped (`models.bert.dropped_attention`)."""
+    are dropped (`models.bert.attention_with_dropout`)."""
     return choice.attention == "plain" or work.attention_dropout
 
 
-def band(work: Work, kind: Kind) -> int:
+def attention_band(work: StepWork, kind: DeviceKind) -> int:
     """Queries of a band, whose keys are its own and those of the band before, where a layer with a window has no kernel
     that skips what it hides: on CPUs, on devices before Ampere, and in fp32. 0: there is such a kernel."""
     if not kind.on_host and "bf16" in kind.flop_per_s and work.width == 2:
@@ -72,7 +74,7 @@ def band(work: Work, kind: Kind) -> int:
     return min(max(work.window, BAND_LEAST), work.seq_len)
 
 
-def seen(work: Work, kind: Kind) -> float:
+def attention_density(work: StepWork, kind: DeviceKind) -> float:
     """The share of all pairs of positions that attention computes, on average over layers.
 
     Of s positions with a window of w the first w see 1, 2, ... w, and all others w (Beltagy et al. 2020). In bands of c
@@ -81,23 +83,25 @@ def seen(work: Work, kind: Kind) -> float:
     if work.both_ways:
         return 1.0
     near = work.window * (2.0 * work.seq_len - work.window) / 2.0
-    if queries := band(work, kind):
+    if queries := attention_band(work, kind):
         near = queries * (2.0 * work.seq_len - queries)
-    return 0.5 * (1.0 - work.narrow) + work.narrow * near / work.seq_len**2
+    return 0.5 * (1.0 - work.windowed_share) + work.windowed_share * near / work.seq_len**2
 
 
-def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: Constants) -> Pass:
+def block_pass(
+    work: StepWork, kind: DeviceKind, choice: LayoutChoice, sequences: float, constants: CostConstants
+) -> PassTime:
     """One block on one of `choice.tensor` ranks, of `sequences` sequences, without recomputing.
 
     Forward products: 2 rows for each parameter; backward twice that (Kaplan et al. 2020). Attention: 4 seq_len^2
-    queries forward, of which a kernel that skips what is masked computes what is `seen`; FlashAttention computes scores
-    again and so takes 2.5 times as long backward (Dao 2023). Passes over activations are counted kernel by kernel, in
-    units of tokens x hidden; those between tensor-parallel regions are divided only by sequence parallelism
-    (Korthikanti et al. 2022).
+    queries forward, of which a kernel that skips what is masked computes what is `attention_density`; FlashAttention
+    computes scores again and so takes 2.5 times as long backward (Dao 2023). Passes over activations are counted kernel
+    by kernel, in units of tokens x hidden; those between tensor-parallel regions are divided only by sequence
+    parallelism (Korthikanti et al. 2022).
     """
     tensor, dtype = choice.tensor, work.precision
     tokens = sequences * work.seq_len
-    hidden, queries, keys = work.hidden, work.queries / tensor, work.keys / tensor
+    hidden, queries, keys = work.hidden, work.query_channels / tensor, work.key_channels / tensor
     ffn = work.ffn / tensor
     wide = ffn * (2 if work.gated else 1)
     kept = "bf16" if dtype == "fp8" and "fp8" not in kind.flop_per_s else dtype
@@ -120,14 +124,14 @@ def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: C
     inside = tokens * (2.0 * (queries + 2 * keys) + 2.0 * queries + (3.0 if work.gated else 2.0) * ffn)
     passes_forward, passes_backward = outside + inside, 1.6 * (outside + inside)
     dtype_attention = "bf16" if kept == "fp8" else kept
-    rate = kind.peak(dtype_attention) * kind.sustained
+    rate = kind.peak_flop_per_s(dtype_attention) * kind.sustained
     pairs = 4.0 * sequences * work.seq_len * work.seq_len * queries
     kernels_forward, kernels_backward = KERNELS
     scores = sequences * work.seq_len * work.seq_len * work.heads / tensor
     if not writes_scores(work, choice):
         rate *= kind.attention * constants.attention_share
-        forward += seen(work, kind) * pairs / rate
-        backward += 2.5 * seen(work, kind) * pairs / rate
+        forward += attention_density(work, kind) * pairs / rate
+        backward += 2.5 * attention_density(work, kind) * pairs / rate
     else:
         # Products of the library, one for each head: as any others, of as many tiles as there are scores.
         rate *= constants.matmul_share / (1.0 + constants.matmul_tail * TILE_ROWS * TILE_COLUMNS * kind.cores / scores)
@@ -154,20 +158,24 @@ def block(work: Work, kind: Kind, choice: Choice, sequences: float, constants: C
         kernels_again = kernels_forward // 2
     kernels_backward += kernels_again
     if kind.on_host:
-        return Pass(forward + kernels_forward * kind.call_s, backward + kernels_backward * kind.call_s, 0.0, 0.0)
-    return Pass(forward, backward, kernels_forward * constants.launch_s, kernels_backward * constants.launch_s)
+        return PassTime(forward + kernels_forward * kind.call_s, backward + kernels_backward * kind.call_s, 0.0, 0.0)
+    return PassTime(forward, backward, kernels_forward * constants.launch_s, kernels_backward * constants.launch_s)
 
 
-def embedding(work: Work, kind: Kind, choice: Choice, sequences: float, constants: Constants) -> Pass:
+def embedding_pass(
+    work: StepWork, kind: DeviceKind, choice: LayoutChoice, sequences: float, constants: CostConstants
+) -> PassTime:
     """Looking tokens up, and adding their gradients into a table that is cleared: only data is moved."""
     moving = constants.traffic * work.width / (kind.memory_bytes_per_s * constants.memory_share)
     passes = sequences * work.seq_len * work.hidden * (5.0 if work.positions or work.dropout else 2.0)
-    table = work.embedding / choice.tensor if work.trained >= 1.0 else 0.0
+    table = work.embedding_parameters / choice.tensor if work.trained >= 1.0 else 0.0
     calls = (4 * constants.launch_s, 4 * constants.launch_s) if not kind.on_host else (0.0, 0.0)
-    return Pass(passes * moving, (1.5 * passes + table) * moving, *calls)
+    return PassTime(passes * moving, (1.5 * passes + table) * moving, *calls)
 
 
-def head(work: Work, kind: Kind, choice: Choice, sequences: float, constants: Constants) -> Pass:
+def head_pass(
+    work: StepWork, kind: DeviceKind, choice: LayoutChoice, sequences: float, constants: CostConstants
+) -> PassTime:
     """The last norm, the product with the vocabulary, and the loss.
 
     Of logits, forward: cast to fp32, their maximum, exponents and sum, what is picked; backward: the gradient in fp32
@@ -183,6 +191,6 @@ def head(work: Work, kind: Kind, choice: Choice, sequences: float, constants: Co
     forward = product + tokens * columns * LOGITS_MOVED[0] * moving
     backward += tokens * columns * LOGITS_MOVED[1] * moving
     if kind.on_host:
-        return Pass(forward + CALLS_OF_EDGE[0] * kind.call_s, backward + CALLS_OF_EDGE[1] * kind.call_s, 0.0, 0.0)
+        return PassTime(forward + CALLS_OF_EDGE[0] * kind.call_s, backward + CALLS_OF_EDGE[1] * kind.call_s, 0.0, 0.0)
     calls = constants.launch_s
-    return Pass(forward, backward, CALLS_OF_EDGE[0] * calls, CALLS_OF_EDGE[1] * calls)
+    return PassTime(forward, backward, CALLS_OF_EDGE[0] * calls, CALLS_OF_EDGE[1] * calls)

@@ -1,7 +1,7 @@
 """The few numbers that say how much of what is promised a training step reaches: one set for all devices and files.
 
-Each has a unit, a range within which it is physically plausible, and a default; `fit` moves them within their ranges
-to what was measured. What differs between kinds of devices is on their data-sheets, not here.
+Each has a unit, a range within which it is physically plausible, and a default; `fit_constants` moves them within their
+ranges to what was measured. What differs between kinds of devices is on their data-sheets, not here.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Constants:
+class CostConstants:
     """Shares are of a data-sheet's figure; seconds are of the host or a link; see RANGES for what is plausible."""
 
     matmul_share: float = 0.91  # of `sustained` that large products of a model's own shapes reach
@@ -54,10 +54,10 @@ UNITS: dict[str, str] = {
     "skew_s": "seconds",
     "step_s": "seconds",
 }  # the others are ratios
-DEFAULT = Constants()
+DEFAULT_CONSTANTS = CostConstants()
 
 # One measurement: seconds of its step, as a set of constants would have it, and as it was measured.
-Row = tuple[Callable[[Constants], float], float]
+Row = tuple[Callable[[CostConstants], float], float]
 
 SURE = 0.05  # what a good prediction is off by: the relative error that counts as much as ...
 LIKELY = 0.05  # ... so much of a constant's range, away from where it was
@@ -67,7 +67,7 @@ ROUNDS = 12
 ENOUGH = 1e-4  # relative gain below which a round was the last
 
 
-def fit(rows: Sequence[Row], start: Constants = DEFAULT) -> Constants:
+def fit_constants(rows: Sequence[Row], start: CostConstants = DEFAULT_CONSTANTS) -> CostConstants:
     """The constants within RANGES that explain `rows` best, near `start` where they say nothing. Deterministic.
 
     Bounded damped least squares (Levenberg 1944; Marquardt 1963) of the logarithms of predicted over measured, with
@@ -76,7 +76,7 @@ def fit(rows: Sequence[Row], start: Constants = DEFAULT) -> Constants:
     """
     names = [name for name in RANGES if name != "slack"]  # of memory, which no row here speaks of
 
-    def at(point: Sequence[float]) -> Constants:
+    def at(point: Sequence[float]) -> CostConstants:
         values = {
             name: RANGES[name][0] + part * (RANGES[name][1] - RANGES[name][0])
             for name, part in zip(names, point, strict=True)

@@ -12,23 +12,23 @@ from typing import Literal
 
 from phalanx.core.errors import ConfigError
 from phalanx.planner import compute_cost, exchange_cost, link_cost
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.compute_cost import Pass
-from phalanx.planner.constants import DEFAULT, Constants
-from phalanx.planner.device_catalog import Kind
-from phalanx.planner.exchange_cost import Travel
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.link_cost import Ring
-from phalanx.planner.memory import Held, held, parameters_of
-from phalanx.planner.work import Work
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.compute_cost import PassTime
+from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
+from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.exchange_cost import CommTime
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.link_cost import RingPlacement
+from phalanx.planner.memory import DeviceMemory, estimate_device_memory, parameters_of
+from phalanx.planner.work import StepWork
 
-Keep = Literal["checkpoints", "memory", "copies"]  # what outlives a failure: of steps, beside checkpoints
+RecoverySource = Literal["checkpoints", "memory", "copies"]  # what outlives a failure: of steps, beside checkpoints
 RING_BYTES = 1e9  # of a tensor by which rings are compared
 TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "commit", "offload", "other")
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicationCost:
     """What a node sends to another one that keeps a copy of its state: bytes of each `every`th step, and the seconds
     by which a step is longer for it on average, which are part of `communication`."""
 
@@ -38,37 +38,39 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StepEstimate:
     """A step, in seconds by where they go (`terms` add up to `step_s`), and what devices hold, the fullest first."""
 
     step_s: float
     terms: dict[str, float]
-    memory: tuple[Held, ...]
+    memory: tuple[DeviceMemory, ...]
     tokens_per_s: float
     mfu: float  # of the data-sheets' peak of all devices that are used
-    replicas: Replicas | None = None  # None: no node gets what another one has
-    kept: Keep = "checkpoints"  # each step in memory, which outlives processes; copies of it elsewhere outlive nodes
+    replicas: ReplicationCost | None = None  # None: no node gets what another one has
+    recovers_from: RecoverySource = (
+        "checkpoints"  # each step in memory, which outlives processes; copies of it elsewhere outlive nodes
+    )
 
     @property
     def fits(self) -> bool:
         """Whether every device has room for what it holds."""
-        return all(each.left >= 0 for each in self.memory)
+        return all(each.free_bytes >= 0 for each in self.memory)
 
 
 @dataclass(frozen=True)
-class Run:
+class CopyGroup:
     """Neighbouring copies whose devices are alike stage by stage, and that have as many sequences each."""
 
     first: int  # copy
     copies: int
-    kinds: tuple[Kind, ...]  # by stage; of a tensor group of several kinds the slowest
+    kinds: tuple[DeviceKind, ...]  # by stage; of a tensor group of several kinds the slowest
     share: int  # sequences of a step, of each of these copies
     parts: int  # micro-batches that it is cut into
     owns: float  # of what is sharded, each of them
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCost:
     """Seconds of one micro-batch in one block: its passes, what of both is waiting for other tensor ranks, and their
     exchanges of one pass by themselves, of the device and of the host; and the passes of the embedding, and of the head
     and its loss."""
@@ -78,12 +80,12 @@ class Layer:
     waits_s: float
     exchange_s: float
     calls_s: float
-    embedding: Pass
-    head: Pass
+    embedding: PassTime
+    head: PassTime
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageCost:
     """Seconds of one micro-batch on one stage of one copy."""
 
     forward_s: float
@@ -96,19 +98,22 @@ class Stage:
         return self.forward_s + self.backward_s
 
 
-class Model:
+class CostModel:
     """A work on a cluster, with what many layouts have in common computed once: for a search."""
 
-    def __init__(self, work: Work, cluster: Cluster, constants: Constants = DEFAULT) -> None:
+    def __init__(self, work: StepWork, cluster: ClusterSpec, constants: CostConstants = DEFAULT_CONSTANTS) -> None:
         self.work, self.cluster, self.constants = work, cluster, constants
-        self._layers: dict[tuple[object, ...], Layer] = {}
-        self._rings: dict[tuple[int, int, int], Ring] = {}
+        self._layers: dict[tuple[object, ...], LayerCost] = {}
+        self._rings: dict[tuple[int, int, int], RingPlacement] = {}
 
-    def predict(self, choice: Choice) -> Estimate:
+    def estimate(self, choice: LayoutChoice) -> StepEstimate:
         """Seconds and bytes of a layout. Raises ConfigError for one whose numbers do not come out even."""
         work, constants = self.work, self.constants
         devices, copies, layers, shares = self._numbers(choice)
-        runs = [self._fitted(choice, run, max(shares), layers, copies) for run in self._runs(choice, copies, shares)]
+        runs = [
+            self._fit_micro_batch(choice, run, max(shares), layers, copies)
+            for run in self._runs(choice, copies, shares)
+        ]
         last, last_s, mean_s = None, -1.0, 0.0
         for run in runs:
             sequences = max(1.0, run.share / run.parts)  # a pass without any computes one for nothing
@@ -117,7 +122,7 @@ class Model:
             fill = filling_s(choice, stages, run.parts)
             mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
             # Who is through first may be the last, as less hides behind shorter passes, or as it carries more slowly.
-            travel, shown_s = self._travel(choice, run, stages, layers, copies)
+            travel, shown_s = self._parameter_comm(choice, run, stages, layers, copies)
             if run.parts * longest + fill + shown_s > last_s:
                 last, last_s = (run, stages, longest, fill, travel, shown_s), run.parts * longest + fill + shown_s
         assert last is not None
@@ -151,19 +156,23 @@ class Model:
         terms["other"] = constants.step_s + waits
         step_s = busy + terms["other"]
         peak = sum(
-            max(0, min(behind, devices) - begin) * group.kind.peak(counted(work, group.kind)) / group.kind.speed
+            max(0, min(behind, devices) - begin)
+            * group.kind.peak_flop_per_s(peak_dtype(work, group.kind))
+            / group.kind.speed
             for begin, behind, group in self.cluster.spans
         )
         tokens_per_s = work.tokens / step_s
         mfu = tokens_per_s * work.flops_per_token() / peak
         # Or other nodes have the same state anyway.
-        copied = replicas is not None or (self._nodes(devices) > 1 and not self.replicated(choice, copies))
-        kept: Keep = "checkpoints" if not keeps else "copies" if copied and work.replicate != "off" else "memory"
-        return Estimate(step_s, terms, found, tokens_per_s, mfu, replicas, kept)
+        copied = replicas is not None or (self._nodes(devices) > 1 and not self.needs_replicas(choice, copies))
+        kept: RecoverySource = (
+            "checkpoints" if not keeps else "copies" if copied and work.replicate != "off" else "memory"
+        )
+        return StepEstimate(step_s, terms, found, tokens_per_s, mfu, replicas, kept)
 
     # ------------------------------------------------------------------------------------------------------- who is who
 
-    def _numbers(self, choice: Choice) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    def _numbers(self, choice: LayoutChoice) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
         work, cluster = self.work, self.cluster
         devices = choice.devices or cluster.devices
         copies, rest = divmod(devices, choice.tensor * choice.pipeline)
@@ -179,7 +188,7 @@ class Model:
             )
         layers = choice.layers_of(work.layers)
         stages = choice.stages or layers
-        shares = choice.shares or even(work.global_batch, copies)
+        shares = choice.shares or split_evenly(work.global_batch, copies)
         chunks = choice.pipeline * choice.virtual if choice.stages else choice.pipeline
         if len(stages) != chunks or sum(stages) != work.layers or min(stages) < 1:
             raise ConfigError(
@@ -193,7 +202,7 @@ class Model:
             )
         return devices, copies, layers, shares
 
-    def _runs(self, choice: Choice, copies: int, shares: tuple[int, ...]) -> Iterator[Run]:
+    def _runs(self, choice: LayoutChoice, copies: int, shares: tuple[int, ...]) -> Iterator[CopyGroup]:
         """All copies, those alike once; of even shares only the largest, since nothing waits for a smaller one."""
         tensor, width = choice.tensor, copies * choice.tensor
         cuts = {0, copies}
@@ -209,36 +218,38 @@ class Model:
             kinds = tuple(self._slowest(stage * width + begin * tensor, tensor) for stage in range(choice.pipeline))
             if not choice.shares and not weights:
                 share = max(shares[begin:behind])
-                yield Run(begin, behind - begin, kinds, share, choice.parts(share, most), 1.0 / degree)
+                yield CopyGroup(begin, behind - begin, kinds, share, choice.micro_batches(share, most), 1.0 / degree)
                 continue
             if not weights:
                 for share, count in Counter(shares[begin:behind]).items():
                     first = shares.index(share, begin)
-                    yield Run(first, count, kinds, share, choice.parts(share, most), 1.0 / degree)
+                    yield CopyGroup(first, count, kinds, share, choice.micro_batches(share, most), 1.0 / degree)
                 continue
             seen: dict[tuple[int, float], list[int]] = {}
             for copy_ in range(begin, behind):
                 seen.setdefault((shares[copy_], weights[copy_ % degree] / total), []).append(copy_)
             for (share, owns), alike in seen.items():
-                yield Run(alike[0], len(alike), kinds, share, choice.parts(share, most), owns)
+                yield CopyGroup(alike[0], len(alike), kinds, share, choice.micro_batches(share, most), owns)
 
-    def _fitted(self, choice: Choice, run: Run, most: int, layers: tuple[int, ...], copies: int) -> Run:
+    def _fit_micro_batch(
+        self, choice: LayoutChoice, run: CopyGroup, most: int, layers: tuple[int, ...], copies: int
+    ) -> CopyGroup:
         """With smaller micro-batches, where there is no room for whole ones."""
-        parts = choice.parts(run.share, most, fits=False)
-        if parts == run.parts or self._memory(choice, [run], layers, copies)[0].left >= 0:
+        parts = choice.micro_batches(run.share, most, fits=False)
+        if parts == run.parts or self._memory(choice, [run], layers, copies)[0].free_bytes >= 0:
             return run
         return replace(run, parts=parts)
 
-    def _slowest(self, first: int, tensor: int) -> Kind:
+    def _slowest(self, first: int, tensor: int) -> DeviceKind:
         kinds = [group.kind for begin, behind, group in self.cluster.spans if begin < first + tensor and first < behind]
         if len(kinds) == 1:
             return kinds[0]
-        return min(kinds, key=lambda kind: kind.peak(counted(self.work, kind)) * kind.sustained)
+        return min(kinds, key=lambda kind: kind.peak_flop_per_s(peak_dtype(self.work, kind)) * kind.sustained)
 
     def _nodes(self, devices: int) -> int:
         return self.cluster.node_of(devices - 1) + 1
 
-    def _ring(self, first: int, ranks: int, stride: int) -> Ring:
+    def _ring(self, first: int, ranks: int, stride: int) -> RingPlacement:
         key = (first, ranks, stride)
         if key not in self._rings:
             self._rings[key] = link_cost.ring_of(first, ranks, stride, self.cluster)
@@ -250,21 +261,27 @@ class Model:
 
     # ---------------------------------------------------------------------------------------------------------- seconds
 
-    def _layer(self, choice: Choice, kind: Kind, first: int, sequences: float) -> Layer:
+    def _layer(self, choice: LayoutChoice, kind: DeviceKind, first: int, sequences: float) -> LayerCost:
         """Of a device in the tensor group that begins with device `first`."""
         ring = self._ring(first, choice.tensor, 1) if choice.tensor > 1 else None
         key = (
             kind.name, choice.tensor, choice.sequence, choice.recompute, choice.attention, choice.engine, sequences,
-            ring and (ring.nodes, ring.beside, ring.kind.name),
+            ring and (ring.nodes, ring.concurrent_rings, ring.kind.name),
         )  # fmt: skip
         if key not in self._layers:
             self._layers[key] = self._found_layer(choice, kind, ring, sequences)
         return self._layers[key]
 
-    def _found_layer(self, choice: Choice, kind: Kind, ring: Ring | None, sequences: float) -> Layer:
+    def _found_layer(
+        self, choice: LayoutChoice, kind: DeviceKind, ring: RingPlacement | None, sequences: float
+    ) -> LayerCost:
         work, constants = self.work, self.constants
         at = (work, kind, choice, sequences, constants)
-        block, embedding, head = compute_cost.block(*at), compute_cost.embedding(*at), compute_cost.head(*at)
+        block, embedding, head = (
+            compute_cost.block_pass(*at),
+            compute_cost.embedding_pass(*at),
+            compute_cost.head_pass(*at),
+        )
         moved = sequences * work.seq_len * work.hidden * work.width
         exchange_s = calls_s = 0.0
         if ring is not None:
@@ -276,18 +293,18 @@ class Model:
             else:
                 calls_s = 2.0 * compute_cost.COLLECTIVE_CALLS * constants.launch_s + late_s
         again = 1.0 if choice.recompute == "full" else 0.0
-        alone = compute_cost.longer(block.forward_s, block.host_forward_s, constants)
-        alone += compute_cost.longer(block.backward_s, block.host_backward_s, constants)
-        forward = compute_cost.longer(block.forward_s + exchange_s, block.host_forward_s + calls_s, constants)
-        backward = compute_cost.longer(
+        alone = compute_cost.overlap_host_s(block.forward_s, block.host_forward_s, constants)
+        alone += compute_cost.overlap_host_s(block.backward_s, block.host_backward_s, constants)
+        forward = compute_cost.overlap_host_s(block.forward_s + exchange_s, block.host_forward_s + calls_s, constants)
+        backward = compute_cost.overlap_host_s(
             block.backward_s + (1.0 + again) * exchange_s, block.host_backward_s + (1.0 + again) * calls_s, constants
         )
         waits_s = max(0.0, forward + backward - alone)
-        return Layer(forward, backward, waits_s, exchange_s, calls_s, embedding, head)
+        return LayerCost(forward, backward, waits_s, exchange_s, calls_s, embedding, head)
 
     def _stage(
-        self, choice: Choice, run: Run, number: int, layers: tuple[int, ...], copies: int, sequences: float
-    ) -> Stage:
+        self, choice: LayoutChoice, run: CopyGroup, number: int, layers: tuple[int, ...], copies: int, sequences: float
+    ) -> StageCost:
         work, cluster, constants, kind = self.work, self.cluster, self.constants, run.kinds[number]
         first = (number * copies + run.first) * choice.tensor
         layer = self._layer(choice, kind, first, sequences)
@@ -307,13 +324,13 @@ class Model:
         for wanted, edge in zip(choice.ends(number), (layer.embedding, layer.head), strict=True):
             if wanted:
                 device_s, host_s = edge.forward_s + 0.5 * layer.exchange_s, edge.host_forward_s + 0.5 * layer.calls_s
-                passed = compute_cost.longer(device_s, host_s, constants)
+                passed = compute_cost.overlap_host_s(device_s, host_s, constants)
                 forward += passed
-                backward += compute_cost.longer(edge.backward_s, edge.host_backward_s, constants)
-                waits += passed - compute_cost.longer(edge.forward_s, edge.host_forward_s, constants)
+                backward += compute_cost.overlap_host_s(edge.backward_s, edge.host_backward_s, constants)
+                waits += passed - compute_cost.overlap_host_s(edge.forward_s, edge.host_forward_s, constants)
         if choice.pipeline > 1:
             moved, gathered_s = self._handed(choice, first, moved)
-            beside = min(copies * choice.tensor, cluster.crowd_of(first))
+            beside = min(copies * choice.tensor, cluster.node_size_of(first))
             width = copies * choice.tensor
             for other in (number - 1, number + 1):
                 if 0 <= other < choice.pipeline:
@@ -326,9 +343,9 @@ class Model:
                         forward += choice.virtual * sent
                     else:
                         backward += choice.virtual * sent
-        return Stage(forward, backward, waits, offload)
+        return StageCost(forward, backward, waits, offload)
 
-    def _handed(self, choice: Choice, first: int, moved: float) -> tuple[float, float]:
+    def _handed(self, choice: LayoutChoice, first: int, moved: float) -> tuple[float, float]:
         """(bytes that a rank hands to the next stage, seconds until the tensor ranks there have them all) of what is
         `moved` for a micro-batch.
 
@@ -340,16 +357,16 @@ class Model:
         if choice.sequence:
             return moved / choice.tensor, 0.0
         ring = self._ring(first, choice.tensor, 1)
-        gathered_s = link_cost.shard_s(moved, ring, self.cluster, self.constants) + link_cost.skew_s(
+        gathered_s = link_cost.reduce_scatter_s(moved, ring, self.cluster, self.constants) + link_cost.skew_s(
             ring, self.constants
         )
         return moved / choice.tensor, gathered_s
 
-    def _travel(
-        self, choice: Choice, run: Run, stages: list[Stage], layers: tuple[int, ...], copies: int
-    ) -> tuple[Travel, float]:
+    def _parameter_comm(
+        self, choice: LayoutChoice, run: CopyGroup, stages: list[StageCost], layers: tuple[int, ...], copies: int
+    ) -> tuple[CommTime, float]:
         """Of the stage whose parameters make a step longest on their way, and by how much they do."""
-        work, worst, most_s = self.work, Travel(0.0, 0.0), 0.0
+        work, worst, most_s = self.work, CommTime(0.0, 0.0), 0.0
         width = copies * choice.tensor
         for number, stage in enumerate(stages):
             parameters, *_ = parameters_of(work, choice.tensor, layers[number], *choice.ends(number))
@@ -358,18 +375,18 @@ class Model:
             shard = self._shard_ring(first, degree, choice.tensor, copies // degree)
             spread = self._ring(first, copies // degree, choice.tensor * degree)
             least = min(choice.state) / sum(choice.state) if choice.state else 1.0 / degree
-            found = exchange_cost.travel(
+            found = exchange_cost.estimate_comm_time(
                 work, choice, parameters, layers[number], (shard, spread, least), run.owns,
                 (stage.forward_s, stage.backward_s), run.parts, self.cluster, self.constants,
             )  # fmt: skip
             crosses = max(shard.nodes, spread.nodes) > 1
-            taken = link_cost.taken(run.kinds[number], crosses, self.cluster, self.constants)
+            taken = link_cost.compute_slowdown(run.kinds[number], crosses, self.cluster, self.constants)
             longer_s = found.exposed_s + taken * found.hidden_s
             if longer_s > most_s:
                 worst, most_s = found, longer_s
         return worst, most_s
 
-    def _shard_ring(self, first: int, degree: int, tensor: int, count: int) -> Ring:
+    def _shard_ring(self, first: int, degree: int, tensor: int, count: int) -> RingPlacement:
         """Of the `count` rings from `first` on, each of which has a copy of the state, the one that takes longest: they
         lie on unlike devices, or not all within a node."""
         width, numbers = degree * tensor, {0}
@@ -379,9 +396,9 @@ class Model:
             number = max(0, begin - first) // width
             numbers |= {each for each in range(number, number + unlike + 1) if each < count}
         rings = [self._ring(first + number * width, degree, tensor) for number in sorted(numbers)]
-        return max(rings, key=lambda ring: link_cost.shard_s(RING_BYTES, ring, self.cluster, self.constants))
+        return max(rings, key=lambda ring: link_cost.reduce_scatter_s(RING_BYTES, ring, self.cluster, self.constants))
 
-    def _update_s(self, choice: Choice, run: Run, layers: tuple[int, ...]) -> float:
+    def _update_s(self, choice: LayoutChoice, run: CopyGroup, layers: tuple[int, ...]) -> float:
         """Of the stage that takes longest. All wait for what any copy updates, also one that computes longest and owns
         nothing."""
         longest = 0.0
@@ -391,7 +408,7 @@ class Model:
             longest = max(longest, exchange_cost.update_s(self.work, kind, own, self.constants))
         return longest
 
-    def _replicas(self, found: tuple[Held, ...], idle_s: float) -> Replicas | None:
+    def _replicas(self, found: tuple[DeviceMemory, ...], idle_s: float) -> ReplicationCost | None:
         """What sending replicas costs where the network has nothing else to do for `idle_s` of a step. A CPU copies
         what it sends and gets itself, as it does in collectives."""
         work, constants, node_bytes, copying_s = self.work, self.constants, 0.0, 0.0
@@ -401,37 +418,39 @@ class Model:
             kind, sent = each.kind, each.state_bytes
             if each.keeps.replays:  # gradients, by which the update is made again
                 sent *= work.master_bytes / (work.master_bytes + work.state_bytes)
-            crowds = zip(self.cluster.groups, self.cluster.crowds, strict=True)
+            crowds = zip(self.cluster.groups, self.cluster.node_sizes, strict=True)
             beside = max(crowd for group, crowd in crowds if group.kind == kind)
             node_bytes = max(node_bytes, beside * sent)
             if kind.on_host:
-                copying_s = max(copying_s, link_cost.carried_s(sent, kind, constants))
+                copying_s = max(copying_s, link_cost.cpu_transfer_s(sent, kind, constants))
         every = work.replicate if isinstance(work.replicate, int) else 1
         sent_s = 8.0 * node_bytes / (self.cluster.between_bits_per_s * constants.far_share)
-        return Replicas(every, node_bytes, (max(0.0, sent_s - max(0.0, idle_s)) + copying_s) / every)
+        return ReplicationCost(every, node_bytes, (max(0.0, sent_s - max(0.0, idle_s)) + copying_s) / every)
 
     # ----------------------------------------------------------------------------------------------------------- memory
 
-    def replicated(self, choice: Choice, copies: int) -> bool:
+    def needs_replicas(self, choice: LayoutChoice, copies: int) -> bool:
         """Whether nodes hold what no other one does, so that another one is to have it too."""
         apart = choice.shard_degree and choice.shard_degree < copies
         elsewhere = apart and not self._is_near(0, (copies - choice.shard_degree) * choice.tensor)
         return self._nodes(choice.devices or self.cluster.devices) > 1 and not elsewhere
 
-    def _memory(self, choice: Choice, runs: list[Run], layers: tuple[int, ...], copies: int) -> tuple[Held, ...]:
-        replicated = self.replicated(choice, copies)
+    def _memory(
+        self, choice: LayoutChoice, runs: list[CopyGroup], layers: tuple[int, ...], copies: int
+    ) -> tuple[DeviceMemory, ...]:
+        replicated = self.needs_replicas(choice, copies)
         found = [
-            held(
+            estimate_device_memory(
                 self.work, kind, choice, copies, number, layers[number], max(1.0, run.share / run.parts),
                 run.parts, run.owns, self.constants, run.copies * choice.tensor, replicated,
             )
             for run in runs
             for number, kind in enumerate(run.kinds)
         ]  # fmt: skip
-        return tuple(sorted(found, key=lambda each: each.left))
+        return tuple(sorted(found, key=lambda each: each.free_bytes))
 
 
-def filling_s(choice: Choice, stages: Sequence[Stage], micro_batches: int) -> float:
+def filling_s(choice: LayoutChoice, stages: Sequence[StageCost], micro_batches: int) -> float:
     """Seconds of a step in which the slowest stage has nothing to do, since the first micro-batch is on its way to it,
     or the last one behind it.
 
@@ -450,18 +469,20 @@ def filling_s(choice: Choice, stages: Sequence[Stage], micro_batches: int) -> fl
     return max(before_s / 2, before_s + (len(stages) - micro_batches) * slowest.backward_s / 2)
 
 
-def predict(work: Work, cluster: Cluster, choice: Choice, constants: Constants = DEFAULT) -> Estimate:
+def estimate_step(
+    work: StepWork, cluster: ClusterSpec, choice: LayoutChoice, constants: CostConstants = DEFAULT_CONSTANTS
+) -> StepEstimate:
     """What a step of `work` costs on `cluster`, laid out as `choice`. Raises ConfigError for numbers that do not come
-    out even; who asks for many layouts keeps a `Model`."""
-    return Model(work, cluster, constants).predict(choice)
+    out even; who asks for many layouts keeps a `CostModel`."""
+    return CostModel(work, cluster, constants).estimate(choice)
 
 
-def even(total: int, parts: int) -> tuple[int, ...]:
-    """`total` in parts that differ by one at most, the larger ones first; as `balance.even`, but a tuple."""
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """`total` in parts that differ by one at most, the larger ones first; as `balance.split_evenly`, but a tuple."""
     each, rest = divmod(total, parts)
     return (each + 1,) * rest + (each,) * (parts - rest)
 
 
-def counted(work: Work, kind: Kind) -> str:
+def peak_dtype(work: StepWork, kind: DeviceKind) -> str:
     """The type whose peak counts: what is multiplied in, of a device that has it."""
     return work.precision if work.precision in kind.flop_per_s else "bf16" if "bf16" in kind.flop_per_s else "fp16"

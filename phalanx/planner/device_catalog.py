@@ -22,7 +22,7 @@ UNMEASURED = 0.85  # `sustained` of a kind for which nobody has published it: th
 
 
 @dataclass(frozen=True)
-class Kind:
+class DeviceKind:
     """One kind of device. Bytes and flop per second are of one device; links count one direction."""
 
     name: str
@@ -43,7 +43,7 @@ class Kind:
     call_s: float = 0.0  # of a CPU for an operation, beside what it computes
     carries_s_per_byte: float | None = None  # of a CPU's computing, for what it sends and gets; None: not measured
 
-    def peak(self, dtype: str) -> float:
+    def peak_flop_per_s(self, dtype: str) -> float:
         """Matrix products per second in a type, flop/s. Raises ConfigError for one that the device has no unit for, or
         of which nothing is known here."""
         if dtype not in self.flop_per_s:
@@ -53,7 +53,7 @@ class Kind:
             )
         return self.flop_per_s[dtype]
 
-    def scaled(self, speed: float) -> "Kind":
+    def scale_speed(self, speed: float) -> "DeviceKind":
         """The same device as it was measured: `speed` times as fast as was thought, in memory and arithmetic alike."""
         faster = {dtype: flops * speed for dtype, flops in self.flop_per_s.items()}
         found = replace(self, flop_per_s=faster, memory_bytes_per_s=self.memory_bytes_per_s * speed)
@@ -70,13 +70,13 @@ _COLLECTED = "sustained: zzc0721, torch-performance-test-data, 2025-2026"
 def _kind(
     name: str, fp32: float, bf16: float | None, fp16: float, memory: int, bandwidth: float, link: float, cores: int,
     source: str, fp8: float | None = None, **more: Any,
-) -> Kind:  # fmt: skip
+) -> DeviceKind:  # fmt: skip
     """Teraflop/s, GB, GB/s of memory and of links in one direction."""
     flops = {"fp32": fp32 * TERA, "fp16": fp16 * TERA}
     flops |= {} if bf16 is None else {"bf16": bf16 * TERA}
     flops |= {} if fp8 is None else {"fp8": fp8 * TERA}
     latency = more.pop("link_latency_s", 3e-6)
-    return Kind(name, flops, memory * GIB, bandwidth * GB, link * GB, latency, cores, source, **more)
+    return DeviceKind(name, flops, memory * GIB, bandwidth * GB, link * GB, latency, cores, source, **more)
 
 
 # Warp-level matrix instructions, which FlashAttention 2 and Triton of 2023 use: Luo et al., Benchmarking and Dissecting
@@ -85,7 +85,7 @@ _HOPPER = 0.63
 _PCIE3, _PCIE4 = 16.0, 32.0  # GB/s of 16 lanes, in one direction
 
 # fp32 is what PyTorch computes by default, without TF32. Memory is what the devices report, in GiB.
-KINDS: dict[str, Kind] = {
+DEVICE_KINDS: dict[str, DeviceKind] = {
     kind.name: kind
     for kind in (
         _kind(
@@ -147,7 +147,7 @@ KINDS: dict[str, Kind] = {
             "RTX-4090", 82.6, 165.2, 165.2, 24, 1008, _PCIE4 / 2, 128,
             f"NVIDIA Ada whitepaper, 2022; {_COLLECTED}, 165 Tflop/s", fp8=330.3, link_latency_s=8e-6, sustained=1.0,
         ),
-        Kind(
+        DeviceKind(
             "CPU", {"fp64": 0.25e12, "fp32": 0.5e12, "bf16": 0.25e12, "fp16": 0.25e12}, 64 * GIB, 50e9, 10e9, 2e-5, 1,
             "16 cores of 32 flop a cycle at 1 GHz, DDR4-3200 in two channels: an order of magnitude, so measure it",
             host_bytes_per_s=50e9, reserved_bytes=GIB // 2, on_host=True,
@@ -158,21 +158,21 @@ KINDS: dict[str, Kind] = {
 ALIASES = {"A100": "A100-40GB", "V100": "V100-16GB", "H100": "H100-80GB", "RTX3090": "RTX-3090", "RTX4090": "RTX-4090"}
 
 
-def known(name: str) -> Kind | None:
+def find_kind(name: str) -> DeviceKind | None:
     """The kind of that name, whatever its case; spaces and underscores count as hyphens; None of an unknown one."""
     wanted = name.strip().replace("_", "-").replace(" ", "-").lower()
-    names = {key.lower(): kind for key, kind in KINDS.items()}
-    names |= {alias.lower(): KINDS[key] for alias, key in ALIASES.items()}
+    names = {key.lower(): kind for key, kind in DEVICE_KINDS.items()}
+    names |= {alias.lower(): DEVICE_KINDS[key] for alias, key in ALIASES.items()}
     names |= {key.removesuffix("gb"): kind for key, kind in names.items() if key.endswith("gb")}
     return names.get(wanted)
 
 
-def unknown(name: str) -> str:
+def unknown_kind_message(name: str) -> str:
     """What is said of a kind that nobody knows: which numbers are needed of it, and what finds them."""
-    near = difflib.get_close_matches(name.upper().replace(" ", "-"), [*KINDS, *ALIASES], n=1)
+    near = difflib.get_close_matches(name.upper().replace(" ", "-"), [*DEVICE_KINDS, *ALIASES], n=1)
     meant = f"; did you mean {near[0]}?" if near else "."
     return (
-        f"no kind of device is called {name!r}; known are {', '.join(KINDS)}{meant} Of another one numbers are needed: "
-        "seconds of passes of a model, bytes of memory, and bytes per second of its links to other devices and to its "
-        "host. `phalanx hardware` on a node of them measures all; give its file as --hardware"
+        f"no kind of device is called {name!r}; known are {', '.join(DEVICE_KINDS)}{meant} Of another one numbers are "
+        "needed: seconds of passes of a model, bytes of memory, and bytes per second of its links to other devices and "
+        "to its host. `phalanx hardware` on a node of them measures all; give its file as --hardware"
     )

@@ -1,43 +1,43 @@
 """What parameters, gradients and state cost in a step: how long they travel, how much of it is hidden, and the update.
 
-Pure floats. For this project's own engine these are the closed forms of `optim.overlap` for equal buckets: a test holds
-them against its bound and its plan.
+Pure floats. For this project's own engine these are the closed forms of `layout.comm_schedule` for equal buckets: a
+test holds them against its bound and its plan.
 """
 
 from dataclasses import dataclass
 
 from phalanx.planner import link_cost
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.constants import Constants
-from phalanx.planner.device_catalog import Kind
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.link_cost import Ring
-from phalanx.planner.work import Work
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.constants import CostConstants
+from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.link_cost import RingPlacement
+from phalanx.planner.work import StepWork
 
 # Over what an update on a CPU writes to another place, so that the step before stays whole: the old is read, and the
 # new place fetched before it is written.
 COMMIT_PASSES = 3.0
-# In how many parts at most a unit travels between hosts and how short a part may be, as `optim.order` has it, and how
-# many parts are under way at a time.
+# In how many parts at most a unit travels between hosts and how short a part may be, as `engine.sharding_spec` has it,
+# and how many parts are under way at a time.
 PARTS, PART_BYTES, UNDER_WAY = 4, 2**18, 2
 
 
 @dataclass(frozen=True)
-class Travel:
+class CommTime:
     """Seconds of a step: of communication that computation waits for, and of that which it does not."""
 
     exposed_s: float
     hidden_s: float
 
 
-def update_s(work: Work, kind: Kind, own: float, constants: Constants) -> float:
+def update_s(work: StepWork, kind: DeviceKind, own: float, constants: CostConstants) -> float:
     """Seconds of AdamW on `own` parameters: it only moves data. Gradient, master weight and moments are read, the
     latter two written, the weight to compute with written; and the gradient is read for its norm and cleared."""
     moved = 3.0 * work.reduce_bytes + 2.0 * (work.master_bytes + work.state_bytes) + work.gather_bytes
     return work.trained * own * moved / (kind.memory_bytes_per_s * constants.memory_share * kind.update)
 
 
-def commit_s(kind: Kind, state_bytes: float, window_s: float, constants: Constants) -> float:
+def commit_s(kind: DeviceKind, state_bytes: float, window_s: float, constants: CostConstants) -> float:
     """Seconds by which a step is longer since its state is kept in memory that outlives the ranks.
 
     A CPU's update writes it to another place (docs/benchmarks.md has that measured). An accelerator's is copied to the
@@ -48,10 +48,11 @@ def commit_s(kind: Kind, state_bytes: float, window_s: float, constants: Constan
     return max(0.0, state_bytes / kind.host_bytes_per_s - window_s)
 
 
-def travel(
-    work: Work, choice: Choice, parameters: float, layers: int, rings: tuple[Ring, Ring, float],
-    owns: float, passes_s: tuple[float, float], micro_batches: int, cluster: Cluster, constants: Constants,
-) -> Travel:  # fmt: skip
+def estimate_comm_time(
+    work: StepWork, choice: LayoutChoice, parameters: float, layers: int,
+    rings: tuple[RingPlacement, RingPlacement, float], owns: float, passes_s: tuple[float, float], micro_batches: int,
+    cluster: ClusterSpec, constants: CostConstants,
+) -> CommTime:  # fmt: skip
     """Of a rank that holds a stage's `parameters`, whose pass takes `passes_s` forward and backward.
 
     `rings`: over which a copy of the state is sharded, over which its copies are kept alike, and the least share of the
@@ -63,10 +64,10 @@ def travel(
     fewer = (1.0 - least) / (1.0 - 1.0 / shard.ranks) if shard.ranks > 1 else 1.0
     trained = parameters * work.trained
 
-    def sharded(elements: float, each_bytes: float, ring: Ring, operations: int) -> float:
+    def sharded(elements: float, each_bytes: float, ring: RingPlacement, operations: int) -> float:
         """Seconds of a tensor that travels in so many operations."""
         shorter = 1.0 if work.far_bytes is None else min(1.0, work.far_bytes / each_bytes)
-        alone_s = link_cost.shard_s(elements * each_bytes / operations, ring, cluster, constants, shorter)
+        alone_s = link_cost.reduce_scatter_s(elements * each_bytes / operations, ring, cluster, constants, shorter)
         return operations * (alone_s + link_cost.skew_s(ring, constants))
 
     if choice.engine == "megatron" or choice.zero == 0 or choice.engine == "ddp":
@@ -75,9 +76,9 @@ def travel(
         gather = sharded(trained, work.gather_bytes if choice.zero else work.reduce_bytes, shard, operations)
         moves = reduce + gather
         if choice.engine == "megatron":
-            return Travel(moves, 0.0)
+            return CommTime(moves, 0.0)
         exposed = max(moves / units, moves - backward * (1.0 - 1.0 / units))
-        return Travel(exposed, moves - exposed)
+        return CommTime(exposed, moves - exposed)
     reduce = fewer * sharded(trained, work.reduce_bytes, shard, units)
     if spread.ranks > 1:
         reduce += 2.0 * sharded(trained * owns, work.reduce_bytes, spread, units)
@@ -90,11 +91,11 @@ def travel(
         sent = _fetched(passes_s, gather, regathered + reduce, reduce, units, (later[0], again + later[1]))
         silent = _fetched(passes_s, gather, regathered, 0.0, units, (later[0], again))
         alone = micro_batches - reduces
-        return Travel(reduces * sent[0] + alone * silent[0], reduces * sent[1] + alone * silent[1])
+        return CommTime(reduces * sent[0] + alone * silent[0], reduces * sent[1] + alone * silent[1])
     return _planned(choice.slots > 1, passes_s, reduce, gather, units, reduces, later)
 
 
-def _hops(ring: Ring) -> int:
+def _hops(ring: RingPlacement) -> int:
     """How often a part goes from one rank to another: round the nodes, and once within them."""
     return ring.nodes - 1 + (ring.ranks > ring.nodes)
 
@@ -127,8 +128,8 @@ def _fetched(
 def _planned(
     early: bool, passes_s: tuple[float, float], reduce: float, gather: float, units: int, reduces: int,
     later_s: tuple[float, float],
-) -> Travel:  # fmt: skip
-    """This project's own order with zero 1 and 2, of equal units: what `optim.overlap` is bound by.
+) -> CommTime:  # fmt: skip
+    """This project's own order with zero 1 and 2, of equal units: what `layout.comm_schedule` is bound by.
 
     The link is idle in the last unit's forward and backward pass, and the first unit's reduce and gather are waited
     for. `early` may gather a bucket before the last one is reduced, so only the sum has to fit behind both passes; else
@@ -147,4 +148,4 @@ def _planned(
     else:
         exposed = max(first_reduce, _left(reduces * reduce, behind, reduces_later))
         exposed += max(first_gather, _left(gather, ahead, gathers_later))
-    return Travel(exposed, max(0.0, reduces * reduce + gather - exposed))
+    return CommTime(exposed, max(0.0, reduces * reduce + gather - exposed))

@@ -11,20 +11,20 @@ from dataclasses import replace
 from phalanx.core.errors import ConfigError
 from phalanx.layout import balance
 from phalanx.layout import pipeline_stages as pipelines
-from phalanx.layout.balance import Line
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.constants import DEFAULT, Constants
-from phalanx.planner.cost import Model
-from phalanx.planner.device_catalog import Kind
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.memory import IN_SHARES, Held
-from phalanx.planner.work import Work
+from phalanx.layout.balance import CostLine
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
+from phalanx.planner.cost import CostModel
+from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.memory import IN_SHARES, DeviceMemory
+from phalanx.planner.work import StepWork
 
 
-class Unlike:
+class HeterogeneousDevices:
     """The devices of one cluster, by how fast they are at one work; what many layouts have in common is kept."""
 
-    def __init__(self, work: Work, cluster: Cluster, constants: Constants = DEFAULT) -> None:
+    def __init__(self, work: StepWork, cluster: ClusterSpec, constants: CostConstants = DEFAULT_CONSTANTS) -> None:
         self.work, self.cluster, self.constants = work, cluster, constants
         self.uniform = len(cluster.kinds) == 1
         self._paces: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -32,24 +32,24 @@ class Unlike:
         self._classes: dict[tuple[object, ...], list[tuple[int, float, float]]] = {}
         self._shares: dict[tuple[object, ...], tuple[int, ...]] = {}
 
-    def completed(self, choice: Choice) -> Choice:
+    def complete(self, choice: LayoutChoice) -> LayoutChoice:
         """A layout with what it leaves open: layers of its stages, and where devices differ the copies' shares."""
         devices = choice.devices or self.cluster.devices
         copies = devices // (choice.tensor * choice.pipeline)
         if not choice.stages:
             choice = replace(choice, stages=self.stage_layers(choice, copies))
         if not choice.shares and not self.uniform:
-            choice = replace(choice, shares=self.shares(choice, copies))
+            choice = replace(choice, shares=self.divide_batch(choice, copies))
         return choice
 
-    def stage_layers(self, choice: Choice, copies: int) -> tuple[int, ...]:
+    def stage_layers(self, choice: LayoutChoice, copies: int) -> tuple[int, ...]:
         """Layers of each stage, by the slowest device that has a part of it, and by what the head takes."""
         folded = choice.order == "zero_bubble"
         if choice.pipeline == 1 or (choice.virtual > 1 and not folded):
             return ()
         width = copies * choice.tensor
         paces = [
-            max(self.pace(kind, choice)[1] for kind in self.kinds_of(stage * width, (stage + 1) * width))
+            max(self.fit_kind_speed(kind, choice)[1] for kind in self.kinds_of(stage * width, (stage + 1) * width))
             for stage in range(choice.pipeline)
         ]
         fastest = min(paces)
@@ -57,18 +57,18 @@ class Unlike:
         speeds = tuple(ratios[pace] for pace in paces)
         key = (choice.pipeline, speeds, folded)
         if key not in self._stages:
-            head = self.work.vocabulary * self.work.hidden / self.work.matrices
-            found = pipelines.divide(
+            head = self.work.vocabulary * self.work.hidden / self.work.matrix_parameters
+            found = pipelines.divide_layers(
                 self.work.layers, choice.pipeline, "zero_bubble" if folded else "1f1b", speeds=speeds, head=head
             )
             self._stages[key] = tuple(len(each) for each in found.layers)
         return self._stages[key]
 
-    def kinds_of(self, first: int, behind: int) -> list[Kind]:
+    def kinds_of(self, first: int, behind: int) -> list[DeviceKind]:
         """Of devices [first, behind)."""
         return [group.kind for begin, end, group in self.cluster.spans if begin < behind and first < end]
 
-    def shares(self, choice: Choice, copies: int) -> tuple[int, ...]:
+    def divide_batch(self, choice: LayoutChoice, copies: int) -> tuple[int, ...]:
         """Sequences of each copy of the model, such that all end together; () where a copy would have none.
 
         With m micro-batches a copy of fixed seconds f and e for a sequence does (T - m f) / e of them in T seconds.
@@ -86,7 +86,7 @@ class Unlike:
             self._shares[key] = shares if min(shares) > 0 and sum(shares) == self.work.global_batch else ()
         return self._shares[key]
 
-    def _in_lockstep(self, choice: Choice, copies: int) -> list[list[int]]:
+    def _in_lockstep(self, choice: LayoutChoice, copies: int) -> list[list[int]]:
         """Sequences of each copy, by class: all run as many micro-batches, as do ranks that hold a copy together and
         need not where none of them would be empty."""
         classes = self.classes(choice, copies)
@@ -110,11 +110,11 @@ class Unlike:
                 break
         return taken
 
-    def _apart(self, choice: Choice, copies: int) -> list[list[int]]:
+    def _apart(self, choice: LayoutChoice, copies: int) -> list[list[int]]:
         """Sequences of each copy, by class: each runs as many micro-batches as it needs. As `balance.divide` has it."""
         classes, size = self.classes(choice, copies), choice.micro_batch
         left = total = self.work.global_batch
-        lines = [Line(fixed, each, total, 1, size, fixed) for _, fixed, each in classes]
+        lines = [CostLine(fixed, each, total, 1, size, fixed) for _, fixed, each in classes]
         turns = [size * each + fixed for _, fixed, each in classes]
         # So long it takes at least: all micro-batches would have to be full.
         seconds = total / sum(count * size / turn for (count, _, _), turn in zip(classes, turns, strict=True))
@@ -131,18 +131,18 @@ class Unlike:
             left -= more
         return taken
 
-    def _key(self, choice: Choice) -> tuple[object, ...]:
+    def _key(self, choice: LayoutChoice) -> tuple[object, ...]:
         """What a copy's seconds depend on."""
         return (choice.tensor, choice.pipeline, choice.stages, choice.recompute, choice.offload)
 
-    def classes(self, choice: Choice, copies: int) -> list[tuple[int, float, float]]:
+    def classes(self, choice: LayoutChoice, copies: int) -> list[tuple[int, float, float]]:
         """(copies, fixed seconds, seconds of a sequence) of neighbouring copies that are alike, in order."""
         key = (copies, *self._key(choice))
         if key not in self._classes:
             self._classes[key] = self._found_classes(choice, copies)
         return self._classes[key]
 
-    def _found_classes(self, choice: Choice, copies: int) -> list[tuple[int, float, float]]:
+    def _found_classes(self, choice: LayoutChoice, copies: int) -> list[tuple[int, float, float]]:
         width = copies * choice.tensor
         cuts = {0, copies}
         for begin, _, _ in self.cluster.spans[1:]:
@@ -157,16 +157,16 @@ class Unlike:
             for stage in range(choice.pipeline):
                 part = layers[stage] / whole
                 at = stage * width + first * choice.tensor
-                stage_fixed, stage_each = self.pace(self.kinds_of(at, at + 1)[0], choice)
+                stage_fixed, stage_each = self.fit_kind_speed(self.kinds_of(at, at + 1)[0], choice)
                 fixed, each = max(fixed, stage_fixed * part), max(each, stage_each * part)
             found.append((behind - first, fixed, each))
         return found
 
-    def pace(self, kind: Kind, choice: Choice) -> tuple[float, float]:
+    def fit_kind_speed(self, kind: DeviceKind, choice: LayoutChoice) -> tuple[float, float]:
         """(fixed seconds, seconds of a sequence) of a micro-batch of the whole model on devices of a kind."""
         key = (kind.name, choice.tensor, choice.recompute, choice.offload)
         if key not in self._paces:
-            alone = replace(self.cluster, groups=(Group(1, choice.tensor, kind),))
+            alone = replace(self.cluster, groups=(NodeGroup(1, choice.tensor, kind),))
             times = []
             for sequences in (1, 4):
                 work = replace(self.work, global_batch=sequences)
@@ -174,20 +174,20 @@ class Unlike:
                     choice, pipeline=1, virtual=1, stages=(), shares=(), state=(), shard_degree=0,
                     micro_batch=sequences, devices=choice.tensor,
                 )  # fmt: skip
-                terms = Model(work, alone, self.constants).predict(plain).terms
+                terms = CostModel(work, alone, self.constants).estimate(plain).terms
                 times.append(terms["compute"] + terms["communication"] + terms["offload"])
             each = max((times[1] - times[0]) / 3, times[1] * 1e-6)
             self._paces[key] = (max(0.0, times[0] - each), each)
         return self._paces[key]
 
-    def state_weights(self, holders: Sequence[Held], copies: int, tensor: int) -> tuple[float, ...]:
+    def state_weights(self, holders: Sequence[DeviceMemory], copies: int, tensor: int) -> tuple[float, ...]:
         """How much of the state each copy holds where equal parts do not fit: what there is room for; () if that is too
         little. What is not the state stays what it is."""
         rooms: list[float] = []
         needed = 0.0
         for held, (begin, behind, _) in zip(holders, self.cluster.spans, strict=False):
             own = sum(held.parts.get(name, 0.0) for name in IN_SHARES)
-            room, count = max(0.0, held.left + own), (behind - begin) // tensor
+            room, count = max(0.0, held.free_bytes + own), (behind - begin) // tensor
             count = min(count, copies - len(rooms))
             rooms += [room] * count
             needed += own * count

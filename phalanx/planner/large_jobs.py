@@ -6,52 +6,54 @@ from typing import Any
 
 from phalanx.config.resilience import ResilienceSection
 from phalanx.core.errors import ConfigError
-from phalanx.elastic.supervisor.state import Policy
+from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.planner import checkpoint_interval
-from phalanx.planner.advice import Question
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.cost import Estimate, Keep, Model, counted
+from phalanx.planner.advice import PlanQuery
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.cost import CostModel, RecoverySource, StepEstimate, peak_dtype
 from phalanx.planner.failures import HARDWARE_SHARE
-from phalanx.planner.search import Found, Plan
+from phalanx.planner.search import Plan, SearchResult
 from phalanx.planner.simulate import Scenario, simulate
 
 AIMS = (0.90, 0.95, 0.99)
 SIZES = (8, 32, 128, 512, 2048, 8192, 16384)
-HANG_S, HANG_STEPS = 20.0, 10  # resilience.hang_s auto
+HANG_S, HANG_STEPS = 20.0, 10  # resilience.hang_timeout_s auto
 MOST_DEVICES = 131_072
 MOST_STEPS = 10**9  # between copies
 # Of failures, the share that takes back to a checkpoint, by what is kept.
-TAKES_BACK: dict[Keep, float] = {"checkpoints": 1.0, "memory": HARDWARE_SHARE, "copies": 0.0}
-ALL: tuple[Keep, ...] = tuple(TAKES_BACK)
+CHECKPOINT_LOSS_SHARE: dict[RecoverySource, float] = {"checkpoints": 1.0, "memory": HARDWARE_SHARE, "copies": 0.0}
+RECOVERY_SOURCES: tuple[RecoverySource, ...] = tuple(CHECKPOINT_LOSS_SHARE)
 
 
-def if_kept(plan: Plan, question: Question) -> dict[Keep, Estimate]:
+def estimate_by_source(plan: Plan, question: PlanQuery) -> dict[RecoverySource, StepEstimate]:
     """The steps of a plan's layout by what is kept, whatever the recipe wants; without what there is no room for."""
     resilience = question.config.resilience
-    memory = "true" if resilience.memory is True else "auto"
-    every = "auto" if resilience.replicate == "off" else resilience.replicate
-    found: dict[Keep, Estimate] = {}
+    memory = "true" if resilience.in_memory_checkpoints is True else "auto"
+    every = "auto" if resilience.replicate_every == "off" else resilience.replicate_every
+    found: dict[RecoverySource, StepEstimate] = {}
     for said in (("false", "off"), (memory, "off"), (memory, every)):
-        asked = question.changed(f"resilience.memory={said[0]}", f"resilience.replicate={said[1]}")
-        estimate = Model(asked.work(plan.cluster), plan.cluster, asked.constants).predict(plan.choice)
+        asked = question.with_keys(
+            f"resilience.in_memory_checkpoints={said[0]}", f"resilience.replicate_every={said[1]}"
+        )
+        estimate = CostModel(asked.work(plan.cluster), plan.cluster, asked.constants).estimate(plan.choice)
         if estimate.fits:
-            found.setdefault(estimate.kept, estimate)
+            found.setdefault(estimate.recovers_from, estimate)
     return found
 
 
-def keys_for(keep: Keep, resilience: ResilienceSection) -> dict[str, Any]:
+def keys_for(keep: RecoverySource, resilience: ResilienceSection) -> dict[str, Any]:
     """The keys of a recipe with which that outlives a failure."""
     if keep == "checkpoints":
-        return {"resilience.memory": False, "resilience.replicate": "off"}
-    every = "every_step" if resilience.replicate == "off" else resilience.replicate
+        return {"resilience.in_memory_checkpoints": False, "resilience.replicate_every": "off"}
+    every = "every_step" if resilience.replicate_every == "off" else resilience.replicate_every
     return {
-        "resilience.memory": resilience.memory or "auto",
-        "resilience.replicate": "off" if keep == "memory" else every,
+        "resilience.in_memory_checkpoints": resilience.in_memory_checkpoints or "auto",
+        "resilience.replicate_every": "off" if keep == "memory" else every,
     }
 
 
 @dataclass(frozen=True)
-class Job:
+class LargeJob:
     """What is to be simulated; seconds. `step_assumed`: nobody has said what it trains. `commit_s` comes to `step_s`
     where steps are kept, and `copies_s` besides where each `copies_every`th is copied, on average. `possible`: what
     there is room for. `group`: devices that hold a copy of the model together. `checkpoint_every`: steps between
@@ -64,13 +66,13 @@ class Job:
     step_s: float
     step_assumed: bool
     checkpoint_s: float
-    keep: Keep
+    keep: RecoverySource
     spares: int
     seed: int
     commit_s: float = 0.0
     copies_s: float = 0.0
     copies_every: int = 1
-    possible: tuple[Keep, ...] = ALL
+    possible: tuple[RecoverySource, ...] = RECOVERY_SOURCES
     group: int = 1
     checkpoint_every: int | None = None
     detect_s: float = 1.0
@@ -82,21 +84,21 @@ class Job:
     def nodes(self) -> int:
         return self.devices // self.per_node
 
-    def kept_on(self, devices: int) -> Keep:
+    def recovery_source_on(self, devices: int) -> RecoverySource:
         """What outlives a failure on so many devices: one node has no other one that could keep anything."""
         return "memory" if self.keep == "copies" and devices <= self.per_node else self.keep
 
-    def paid_s(self, keep: Keep) -> float:
+    def overhead_s(self, keep: RecoverySource) -> float:
         """By which each step is longer for that to outlive a failure."""
         commit_s = 0.0 if keep == "checkpoints" else self.commit_s
         return commit_s + (self.copies_s if keep == "copies" else 0.0)
 
-    def of_plan(self, plan: Plan, question: Question) -> "Job":
+    def with_plan(self, plan: Plan, question: PlanQuery) -> "LargeJob":
         """With the steps of a plan, and with what it would pay for keeping them."""
-        kept = if_kept(plan, question)
+        kept = estimate_by_source(plan, question)
         alone_s = kept["checkpoints"].step_s  # what takes the least memory fits wherever the plan does
         memory_s = kept["memory"].step_s if "memory" in kept else alone_s
-        every = question.config.resilience.replicate
+        every = question.config.resilience.replicate_every
         return replace(
             self,
             step_s=alone_s,
@@ -105,44 +107,50 @@ class Job:
             copies_s=kept["copies"].step_s - memory_s if "copies" in kept else 0.0,
             copies_every=every if isinstance(every, int) else 1,
             possible=tuple(kept),
-            checkpoint_every=question.failing().checkpoint_steps,
+            checkpoint_every=question.failure_model().checkpoint_steps,
         )
 
-    def saving(self, keep: Keep) -> checkpoint_interval.Saving:
+    def checkpoint_costs(self, keep: RecoverySource) -> checkpoint_interval.CheckpointCosts:
         """As the closed forms take it. A lost node takes the run back to the last step that another one has: as to a
         checkpoint that costs nothing."""
-        recovery_s, commit_s = self.detect_s + self.restart_s, self.paid_s(keep)
-        if self.goes_back(keep):
-            return checkpoint_interval.Saving(self.step_s, self.mtbf_s, recovery_s, 0.0, commit_s, HARDWARE_SHARE)
-        return checkpoint_interval.Saving(
-            self.step_s, self.mtbf_s, recovery_s, self.checkpoint_s, commit_s, TAKES_BACK[keep]
+        recovery_s, commit_s = self.detect_s + self.restart_s, self.overhead_s(keep)
+        if self.loses_kept_steps(keep):
+            return checkpoint_interval.CheckpointCosts(
+                self.step_s, self.mtbf_s, recovery_s, 0.0, commit_s, HARDWARE_SHARE
+            )
+        return checkpoint_interval.CheckpointCosts(
+            self.step_s, self.mtbf_s, recovery_s, self.checkpoint_s, commit_s, CHECKPOINT_LOSS_SHARE[keep]
         )
 
-    def goes_back(self, keep: Keep) -> bool:
+    def loses_kept_steps(self, keep: RecoverySource) -> bool:
         """Whether a lost node takes steps back that are kept, since not all of them are copied."""
         return keep == "copies" and self.copies_every > 1
 
-    def checkpoint_steps(self, keep: Keep) -> int | None:
+    def checkpoint_steps(self, keep: RecoverySource) -> int | None:
         """Steps between checkpoints; None: no failure takes back to one, and nobody asks for any."""
         if self.checkpoint_every is not None:
             return self.checkpoint_every
-        return None if self.goes_back(keep) else checkpoint_interval.best(self.saving(keep)).checkpoint_steps
+        return (
+            None
+            if self.loses_kept_steps(keep)
+            else checkpoint_interval.best_intervals(self.checkpoint_costs(keep)).checkpoint_steps
+        )
 
-    def goodput(self, keep: Keep, saving: checkpoint_interval.Saving | None = None) -> float:
+    def goodput(self, keep: RecoverySource, saving: checkpoint_interval.CheckpointCosts | None = None) -> float:
         """By the closed form, each step being committed; `saving`: in place of its own."""
-        saving = saving or self.saving(keep)
+        saving = saving or self.checkpoint_costs(keep)
         if keep != "copies":
             return checkpoint_interval.goodput(
-                saving, 1, self.checkpoint_every or checkpoint_interval.best(saving).checkpoint_steps
+                saving, 1, self.checkpoint_every or checkpoint_interval.best_intervals(saving).checkpoint_steps
             )
-        found = checkpoint_interval.goodput(saving, 1, self.copies_every if self.goes_back(keep) else None)
+        found = checkpoint_interval.goodput(saving, 1, self.copies_every if self.loses_kept_steps(keep) else None)
         # Checkpoints that are asked for hold training up all the same.
         held_up_s = 0.0 if self.checkpoint_every is None else self.checkpoint_s / self.checkpoint_every
-        period_s = self.step_s + self.paid_s(keep)
+        period_s = self.step_s + self.overhead_s(keep)
         return found * period_s / (period_s + held_up_s)
 
 
-def refuse_others(devices: int, per_node: int) -> None:
+def check_device_count(devices: int, per_node: int) -> None:
     """Raises ConfigError for devices that are no whole nodes, or too many."""
     if devices % per_node or devices > MOST_DEVICES:
         raise ConfigError(
@@ -151,11 +159,11 @@ def refuse_others(devices: int, per_node: int) -> None:
         )
 
 
-def simulated(
-    job: Job, resilience: ResilienceSection, question: tuple[Question, Cluster, Found] | None
+def simulate_job(
+    job: LargeJob, resilience: ResilienceSection, question: tuple[PlanQuery, ClusterSpec, SearchResult] | None
 ) -> dict[str, Any]:
     """The record of a simulated job. Raises ConfigError for what takes too long, or comes to no whole nodes."""
-    refuse_others(job.devices, job.per_node)
+    check_device_count(job.devices, job.per_node)
     if job.spares * job.per_node > MOST_DEVICES:
         raise ConfigError(f"--spares {job.spares} are nodes of more than {MOST_DEVICES:,} devices; give fewer")
     keep, checkpoint_steps = job.keep, job.checkpoint_steps(job.keep)
@@ -163,7 +171,7 @@ def simulated(
         Scenario(
             nodes=job.nodes, span_s=job.days * 86400, mtbf_s=job.mtbf_s, step_s=job.step_s, hard=HARDWARE_SHARE,
             detect_s=job.detect_s, restart_s=job.restart_s, memory=keep != "checkpoints",
-            commit_s=job.paid_s(keep), copied=job.copies_every if keep == "copies" else 0,
+            commit_s=job.overhead_s(keep), copied=job.copies_every if keep == "copies" else 0,
             checkpoint_steps=checkpoint_steps or 0, checkpoint_s=job.checkpoint_s,
             spares=job.spares, straggler_every_s=job.straggler_every_s, stall_every_s=job.stall_every_s,
             hang_s=_hang_s(resilience, job.step_s), policy=_policy(resilience, job),
@@ -176,7 +184,7 @@ def simulated(
             "devices": job.devices, "nodes": job.nodes, "mtbf_s": job.mtbf_s, "step_s": job.step_s,
             "step_assumed": job.step_assumed, "checkpoint_s": job.checkpoint_s, "keep": keep,
             "checkpoint_steps": checkpoint_steps, "checkpoint_held": job.checkpoint_every is not None,
-            "commit_s": job.paid_s(keep), "copies_every": job.copies_every,
+            "commit_s": job.overhead_s(keep), "copies_every": job.copies_every,
             "detect_s": job.detect_s, "restart_s": job.restart_s, "spares": job.spares, "seed": job.seed,
         },
         "span_s": outcome.span_s,
@@ -193,7 +201,12 @@ def simulated(
         "fewest": outcome.fewest,
         "ended": outcome.ended,
         "recovery_for": [
-            (aim, checkpoint_interval.recovery_for_s(aim, job.saving(keep), lambda saving: job.goodput(keep, saving)))
+            (
+                aim,
+                checkpoint_interval.longest_recovery_s(
+                    aim, job.checkpoint_costs(keep), lambda saving: job.goodput(keep, saving)
+                ),
+            )
             for aim in AIMS
         ],
         "mixed": question is not None and len(question[1].groups) > 1,
@@ -201,20 +214,22 @@ def simulated(
     }  # fmt: skip
 
 
-def _scaled(job: Job, devices: int, question: tuple[Question, Cluster, Found] | None) -> dict[str, Any]:
+def _scaled(
+    job: LargeJob, devices: int, question: tuple[PlanQuery, ClusterSpec, SearchResult] | None
+) -> dict[str, Any]:
     """As many devices in whole nodes, unlike ones in the same mix, each failing as often; the same steps, where it is
     known what they are. Tokens per second are of steps alone, without what keeping them takes, as the goodput is."""
-    there_job, rates, keep = job, dict[str, float | None](), job.kept_on(devices)
+    there_job, rates, keep = job, dict[str, float | None](), job.recovery_source_on(devices)
     if question is not None:
         asked, cluster, found = question
-        there = mixed(cluster, devices)
+        there = resize_cluster(cluster, devices)
         devices = there.devices
         mtbf_s = job.mtbf_s * job.devices / devices
         asked = replace(asked, failures=replace(asked.failures, mtbf_s=mtbf_s))
         plan, best = _best_on(there, asked, found), found.best
         rates = {"tokens_per_s": None, "of_ideal": None}
         if plan is not None:
-            there_job, keep = job.of_plan(plan, asked), plan.estimate.kept
+            there_job, keep = job.with_plan(plan, asked), plan.estimate.recovers_from
             alike = plan.estimate.tokens_per_s / best.estimate.tokens_per_s
             ideal = _power(there, there.devices, asked) / _power(best.cluster, best.devices, asked)
             per_s = plan.estimate.tokens_per_s * plan.estimate.step_s / there_job.step_s
@@ -228,7 +243,7 @@ def _scaled(job: Job, devices: int, question: tuple[Question, Cluster, Found] | 
     }  # fmt: skip
 
 
-def mixed(cluster: Cluster, devices: int) -> Cluster:
+def resize_cluster(cluster: ClusterSpec, devices: int) -> ClusterSpec:
     """About as many devices in whole nodes, of each group as large a part as there is now: what is left by rounding
     down goes to the groups that lack most."""
     there = sum(group.nodes for group in cluster.groups)
@@ -238,42 +253,44 @@ def mixed(cluster: Cluster, devices: int) -> Cluster:
     lacking = sorted(range(len(exact)), key=lambda number: whole[number] - exact[number])
     for number in lacking[: nodes - sum(whole)]:
         whole[number] += 1
-    return cluster.sized(whole)
+    return cluster.resize_groups(whole)
 
 
-def _power(cluster: Cluster, devices: int, question: Question) -> float:
+def _power(cluster: ClusterSpec, devices: int, question: PlanQuery) -> float:
     """What the first devices multiply in a second together."""
     work = question.work(cluster)
     return sum(
-        max(0, min(behind, devices) - begin) * group.kind.peak(counted(work, group.kind)) * group.kind.sustained
+        max(0, min(behind, devices) - begin)
+        * group.kind.peak_flop_per_s(peak_dtype(work, group.kind))
+        * group.kind.sustained
         for begin, behind, group in cluster.spans
     )
 
 
-def _best_on(there: Cluster, question: Question, near: Found) -> Plan | None:
+def _best_on(there: ClusterSpec, question: PlanQuery, near: SearchResult) -> Plan | None:
     """The best plan; None where nothing fits, or what the command line holds fixed needs more devices."""
     try:
-        plans = question.on(there, near).plans
+        plans = question.search(there, near).plans
     except ConfigError:
         return None
     return plans[0] if plans else None
 
 
 def _hang_s(resilience: ResilienceSection, step_s: float) -> float:
-    wanted = resilience.hang_s
+    wanted = resilience.hang_timeout_s
     if wanted == "off":
         return math.inf
     return max(HANG_S, HANG_STEPS * step_s) if wanted == "auto" else float(wanted)
 
 
-def _policy(resilience: ResilienceSection, job: Job) -> Policy:
+def _policy(resilience: ResilienceSection, job: LargeJob) -> RecoveryPolicy:
     """As a run would have it, but for nodes in place of ranks."""
-    return Policy(
+    return RecoveryPolicy(
         nodes=job.nodes,
         max_restarts=resilience.max_restarts,
         on_lost_node=tuple(resilience.on_lost_node),
         wait_s=resilience.wait_for_node_s,
-        grow=resilience.grow,
-        same_crash=resilience.same_crash,
+        grow=resilience.rejoin_nodes,
+        same_crash=resilience.max_identical_failures,
         group=-(-job.group // job.per_node),
     )

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.layout.balance import even, in_lockstep
+from phalanx.layout.balance import in_lockstep, split_evenly
 
-Engine = Literal["sharded", "fsdp", "ddp", "megatron"]
-Order = Literal["1f1b", "gpipe", "zero_bubble"]
+EngineName = Literal["sharded", "fsdp", "ddp", "megatron"]
+PipelineSchedule = Literal["1f1b", "gpipe", "zero_bubble"]
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """`tensor` ranks share each layer, `pipeline` stages follow one another, and the rest of `devices` are copies.
 
     `stages` are layers of each stage and `shares` sequences of each copy in a step; () divides evenly. `micro_batch` is
@@ -31,14 +31,14 @@ class Choice:
     pipeline: int = 1
     stages: tuple[int, ...] = ()
     virtual: int = 1
-    order: Order = "1f1b"  # interleaved chunks run in that of 1f1b
+    order: PipelineSchedule = "1f1b"  # interleaved chunks run in that of 1f1b
     micro_batch: int = 1
     shares: tuple[int, ...] = ()
     reduce: Literal["per_step", "per_micro_batch"] = "per_step"
     recompute: Recompute = "none"
     offload: bool = False  # blocks' inputs wait in the host's memory; with recompute "full"
     slots: int = 1
-    engine: Engine = "sharded"
+    engine: EngineName = "sharded"
     devices: int = 0
     attention: Literal["flash", "plain"] = "flash"
     state: tuple[float, ...] = ()  # how much of the state each rank owns of those that share a copy; () evenly
@@ -52,7 +52,7 @@ class Choice:
         """How many of so many layers each stage has: of interleaved chunks every `pipeline`th is its own, and of folded
         ones the nth from either end."""
         if not self.stages:
-            return tuple(even(layers, self.pipeline))
+            return tuple(split_evenly(layers, self.pipeline))
         if self.order == "zero_bubble":
             half = self.stages[: self.pipeline]
             return tuple(down + up for down, up in zip(half, reversed(self.stages), strict=False))
@@ -62,7 +62,7 @@ class Choice:
         """Whether a stage has the embedding, and whether it has the head."""
         return stage == 0, stage == (0 if self.order == "zero_bubble" else self.pipeline - 1)
 
-    def parts(self, share: int, most: int, fits: bool = True) -> int:
+    def micro_batches(self, share: int, most: int, fits: bool = True) -> int:
         """Micro-batches of a copy with so many sequences of a step, where the most that any has are `most`: all run as
         many in lockstep, and else no more than they have sequences. A copy on one device runs as few as it can where
         whole micro-batches `fits` there, as a run finds out by measuring it; of others nobody knows."""

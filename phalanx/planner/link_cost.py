@@ -3,40 +3,42 @@
 import math
 from dataclasses import dataclass
 
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.constants import Constants
-from phalanx.planner.device_catalog import Kind
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.constants import CostConstants
+from phalanx.planner.device_catalog import DeviceKind
 
 # Passes over memory for a byte that a CPU hands on: read and written on its way out, and on its way in; and read with
 # what is there, and written, where it is added up.
-COPIES = 7.0
+MEMORY_PASSES = 7.0
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingPlacement:
     """`ranks` of a collective on `nodes` nodes, and how many such collectives leave each node at the same time."""
 
     ranks: int
     nodes: int
-    beside: int
-    kind: Kind  # of the device whose link is slowest
+    concurrent_rings: int
+    kind: DeviceKind  # of the device whose link is slowest
 
 
-def ring_of(first: int, ranks: int, stride: int, cluster: Cluster) -> Ring:
+def ring_of(first: int, ranks: int, stride: int, cluster: ClusterSpec) -> RingPlacement:
     """The ring of `ranks` devices from `first` on, every `stride`-th; its neighbours' rings run at the same time."""
     last = first + (ranks - 1) * stride
     slowest, most = cluster.kind_of(first), 1
-    for (begin, behind, group), crowd in zip(cluster.spans, cluster.crowds, strict=True):
+    for (begin, behind, group), crowd in zip(cluster.spans, cluster.node_sizes, strict=True):
         if begin <= last and first < behind:
             most = max(most, crowd)
             if group.kind.link_bytes_per_s < slowest.link_bytes_per_s:
                 slowest = group.kind
     nodes = min(cluster.node_of(last) - cluster.node_of(first) + 1, ranks)
     # A node's devices at one distance from each other: as many rings as there are members of a stride on a node.
-    return Ring(ranks, nodes, min(stride, most), slowest)
+    return RingPlacement(ranks, nodes, min(stride, most), slowest)
 
 
-def shard_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Constants, shorter: float = 1.0) -> float:
+def reduce_scatter_s(
+    moved_bytes: float, ring: RingPlacement, cluster: ClusterSpec, constants: CostConstants, shorter: float = 1.0
+) -> float:
     """Seconds of a reduce-scatter, or an all-gather, of a tensor of `moved_bytes` over the ring.
 
     Each rank passes on all but its own part, (n - 1) / n of the bytes (Thakur et al. 2005), within the node at its
@@ -53,24 +55,24 @@ def shard_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Constan
         seconds = passed / (kind.link_bytes_per_s * constants.near_share)
         hops = (ring.ranks - nodes) * kind.link_latency_s
     if nodes > 1:
-        passed = moved_bytes * (1.0 - 1.0 / nodes) * ring.beside * 8.0 * shorter
+        passed = moved_bytes * (1.0 - 1.0 / nodes) * ring.concurrent_rings * 8.0 * shorter
         seconds = max(seconds, passed / (cluster.between_bits_per_s * constants.far_share))
         hops += (nodes - 1) * cluster.between_latency_s
     return seconds + hops
 
 
-def all_reduce_s(moved_bytes: float, ring: Ring, cluster: Cluster, constants: Constants) -> float:
+def all_reduce_s(moved_bytes: float, ring: RingPlacement, cluster: ClusterSpec, constants: CostConstants) -> float:
     """Seconds of an all-reduce: a reduce-scatter and an all-gather (Thakur et al. 2005)."""
-    return 2.0 * shard_s(moved_bytes, ring, cluster, constants)
+    return 2.0 * reduce_scatter_s(moved_bytes, ring, cluster, constants)
 
 
-def skew_s(ring: Ring, constants: Constants) -> float:
+def skew_s(ring: RingPlacement, constants: CostConstants) -> float:
     """Seconds that a collective which is waited for waits itself, until the last of its ranks has come: the expected
     maximum of n like delays grows about as the logarithm of n (David and Nagaraja 2003, extremes)."""
     return constants.skew_s * doublings(ring.ranks)
 
 
-def taken(kind: Kind, crosses: bool, cluster: Cluster, constants: Constants) -> float:
+def compute_slowdown(kind: DeviceKind, crosses: bool, cluster: ClusterSpec, constants: CostConstants) -> float:
     """Of the time of a collective that computation hides, by how much computation is longer.
 
     An accelerator's collectives take multiprocessors and memory from it for as long as they last. A CPU carries each
@@ -81,18 +83,20 @@ def taken(kind: Kind, crosses: bool, cluster: Cluster, constants: Constants) -> 
     rate = kind.link_bytes_per_s * constants.near_share
     if crosses:
         rate = min(rate, cluster.between_bits_per_s / 8.0 * constants.far_share)
-    return min(1.0, carried_s(rate, kind, constants))
+    return min(1.0, cpu_transfer_s(rate, kind, constants))
 
 
-def carried_s(sent_bytes: float, kind: Kind, constants: Constants) -> float:
+def cpu_transfer_s(sent_bytes: float, kind: DeviceKind, constants: CostConstants) -> float:
     """Seconds that a CPU does not compute since it sends so many bytes, and gets as many: as was measured, or COPIES of
     them at the speed of its memory, into and out of the system's buffers and to add them up."""
     if kind.carries_s_per_byte is not None:
         return sent_bytes * kind.carries_s_per_byte
-    return COPIES * sent_bytes / (kind.memory_bytes_per_s * constants.memory_share)
+    return MEMORY_PASSES * sent_bytes / (kind.memory_bytes_per_s * constants.memory_share)
 
 
-def send_s(moved_bytes: float, near: bool, kind: Kind, cluster: Cluster, beside: int, constants: Constants) -> float:
+def send_s(
+    moved_bytes: float, near: bool, kind: DeviceKind, cluster: ClusterSpec, beside: int, constants: CostConstants
+) -> float:
     """Seconds of handing `moved_bytes` to one other rank: of the next stage, on the same node or on another."""
     if near:
         return moved_bytes / (kind.link_bytes_per_s * constants.near_share) + kind.link_latency_s

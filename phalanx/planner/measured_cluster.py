@@ -11,16 +11,18 @@ from typing import Any
 from phalanx.core.errors import ConfigError
 from phalanx.layout import hardware
 from phalanx.layout.balance import UNBOUND, Speed
-from phalanx.layout.hardware import Device, Hardware
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.constants import DEFAULT, RANGES, Constants
-from phalanx.planner.cost import Model
-from phalanx.planner.device_catalog import GIB, KINDS, Kind
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.work import WIDTH, Work
+from phalanx.layout.hardware import Hardware, MeasuredDevice
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.constants import DEFAULT_CONSTANTS, RANGES, CostConstants
+from phalanx.planner.cost import CostModel
+from phalanx.planner.device_catalog import DEVICE_KINDS, GIB, DeviceKind
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.work import WIDTH, StepWork
 
 CALLS_AT_MOST = 2.0  # times as fast that a CPU may be without what its calls take
-LIKE = "A100-40GB"  # what an accelerator that nobody knows is taken to be made like, at the speed that was measured
+FALLBACK_KIND = (
+    "A100-40GB"  # what an accelerator that nobody knows is taken to be made like, at the speed that was measured
+)
 # Ratio of the times of neighbours of one model on a node that count as alike: what is measured in a moment differs by
 # so much, and where devices differ by design (parts of a CPU, say) it is more.
 ALIKE = 1.25
@@ -29,11 +31,11 @@ ALIKE_MEMORY = 1.02  # ratio of the memories of two devices that count as alike
 SHAPES = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab_size", "positions", "head_dim")
 
 
-def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
+def cluster_from_hardware(found: Hardware, constants: CostConstants = DEFAULT_CONSTANTS) -> ClusterSpec:
     """The devices of a file, neighbours alike together. Raises ConfigError for a file of a network of one's own, whose
     work nobody can compare with other work, and for one whose shapes or memories are none."""
     on_host = any(device.host_to_device_bytes_per_s is None for device in found.devices)
-    work, passes = _work_of(found.work, on_host), passes_of(found.work)
+    work, passes = _work_of(found.work, on_host), single_device_choice(found.work)
     for device in found.devices:
         if device.memory_bytes < 1:
             raise ConfigError(
@@ -42,7 +44,7 @@ def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
             )
     devices = _measured_like(found.devices)
     speeds = _speeds(devices)
-    kinds: list[Kind] = []
+    kinds: list[DeviceKind] = []
     for same in _alike(devices, speeds):
         lines = [speeds[device.rank] for device in same]
         mean = Speed(fmean(line.sequence_s for line in lines), fmean(line.fixed_s for line in lines))
@@ -54,11 +56,11 @@ def cluster_of(found: Hardware, constants: Constants = DEFAULT) -> Cluster:
         kinds += [_kind(least, mean, work, passes, constants)] * len(same)
     if found.learnt is not None and found.learnt.update is not None:
         kinds = [replace(kind, update=found.learnt.update) for kind in kinds]
-    groups = grouped([device.node for device in found.devices], kinds)
-    return _linked(Cluster(groups), found, constants)
+    groups = group_devices([device.node for device in found.devices], kinds)
+    return _linked(ClusterSpec(groups), found, constants)
 
 
-def _measured_like(devices: Sequence[Device]) -> list[Device]:
+def _measured_like(devices: Sequence[MeasuredDevice]) -> list[MeasuredDevice]:
     """With the times of another one of its model, of its node if there is one, for each that could not be measured."""
     known: dict[tuple[str, int | None], tuple[tuple[int, float], ...]] = {}
     for device in reversed(devices):
@@ -71,17 +73,17 @@ def _measured_like(devices: Sequence[Device]) -> list[Device]:
     return found
 
 
-def _speeds(devices: Sequence[Device]) -> list[Speed]:
+def _speeds(devices: Sequence[MeasuredDevice]) -> list[Speed]:
     """As `hardware.speeds` has them, but in seconds also where devices of some models have no times; of these any."""
     known = [device for device in devices if device.times]
-    lines = hardware.speeds(
+    lines = hardware.fit_speeds(
         Hardware({}, tuple(replace(device, rank=number) for number, device in enumerate(known)), None)
     )
     found = {device.rank: line for device, line in zip(known, lines, strict=True)}
     return [found.get(device.rank, Speed(1.0)) for device in devices]
 
 
-def constants_of(found: Hardware, start: Constants = DEFAULT) -> Constants:
+def constants_from_hardware(found: Hardware, start: CostConstants = DEFAULT_CONSTANTS) -> CostConstants:
     """The constants with what a run has shown of them, as far as it is plausible."""
     if found.learnt is None or found.learnt.host_s is None:
         return start
@@ -89,31 +91,31 @@ def constants_of(found: Hardware, start: Constants = DEFAULT) -> Constants:
     return replace(start, step_s=min(most, max(least, found.learnt.host_s)))
 
 
-def grouped(nodes: Sequence[int], kinds: Sequence[Kind]) -> tuple[Group, ...]:
+def group_devices(nodes: Sequence[int], kinds: Sequence[DeviceKind]) -> tuple[NodeGroup, ...]:
     """Devices in order of rank, by the node and the kind of each: neighbours alike together."""
-    groups: list[Group] = []
+    groups: list[NodeGroup] = []
     before = None
     for (node, kind), same in itertools.groupby(
-        zip(nodes, _told_apart(kinds), strict=True), lambda one: (one[0], one[1])
+        zip(nodes, _distinguish_kinds(kinds), strict=True), lambda one: (one[0], one[1])
     ):
         count = len(list(same))
         last = groups[-1] if groups else None
-        if last is not None and node != before and not last.beside and (last.kind, last.per_node) == (kind, count):
+        if last is not None and node != before and not last.shares_node and (last.kind, last.per_node) == (kind, count):
             groups[-1] = replace(last, nodes=last.nodes + 1)
         else:
-            groups.append(Group(1, count, kind, beside=node == before))
+            groups.append(NodeGroup(1, count, kind, shares_node=node == before))
         before = node
     return tuple(groups)
 
 
-def _told_apart(kinds: Sequence[Kind]) -> list[Kind]:
+def _distinguish_kinds(kinds: Sequence[DeviceKind]) -> list[DeviceKind]:
     """Kinds of one name as one, with the least memory of its like; those with other memories get names of their own."""
     memories: dict[str, list[int]] = {}
     for kind in sorted(kinds, key=lambda kind: kind.memory_bytes):
         known = memories.setdefault(kind.name, [])
         if not known or kind.memory_bytes > ALIKE_MEMORY * known[-1]:
             known.append(kind.memory_bytes)
-    first: dict[tuple[str, int], Kind] = {}
+    first: dict[tuple[str, int], DeviceKind] = {}
     found = []
     for kind in kinds:
         known = memories[kind.name]
@@ -123,10 +125,10 @@ def _told_apart(kinds: Sequence[Kind]) -> list[Kind]:
     return found
 
 
-def _alike(devices: Sequence[Device], speeds: Sequence[Speed]) -> Iterator[list[Device]]:
+def _alike(devices: Sequence[MeasuredDevice], speeds: Sequence[Speed]) -> Iterator[list[MeasuredDevice]]:
     """Neighbours on a node that are of one model and take about as long, together, since noise is no difference: as one
     they can be slices of a model."""
-    same: list[Device] = []
+    same: list[MeasuredDevice] = []
     for device in devices:
         together = [*same, device]
         size = min(each.times[-1][0] if each.times else 1 for each in together)
@@ -138,15 +140,15 @@ def _alike(devices: Sequence[Device], speeds: Sequence[Speed]) -> Iterator[list[
     yield same
 
 
-def _work_of(told: dict[str, Any], on_host: bool = False) -> Work:
+def _work_of(work_record: dict[str, Any], on_host: bool = False) -> StepWork:
     """A pass of one sequence of what was measured; `on_host`: by CPUs, which compute a mixed type in fp32."""
-    if any(name not in told for name in (*SHAPES, "dtype")) or told["dtype"] not in (*WIDTH, "mixed"):
+    if any(name not in work_record for name in (*SHAPES, "dtype")) or work_record["dtype"] not in (*WIDTH, "mixed"):
         raise ConfigError(
             "the hardware file was measured with a network of one's own, from which nothing follows for another; "
             "measure with a recipe of a built-in model, or give --cluster"
         )
-    window, full = told.get("sliding_window"), told.get("full_attention_layers") or []
-    sizes = {name: told[name] for name in SHAPES} | ({} if window is None else {"sliding_window": window})
+    window, full = work_record.get("sliding_window"), work_record.get("full_attention_layers") or []
+    sizes = {name: work_record[name] for name in SHAPES} | ({} if window is None else {"sliding_window": window})
     wrong = [name for name, value in sizes.items() if type(value) is not int or not 1 <= value <= UNBOUND]
     if not isinstance(full, list | tuple) or any(type(layer) is not int for layer in full):
         wrong.append("full_attention_layers")
@@ -155,26 +157,31 @@ def _work_of(told: dict[str, Any], on_host: bool = False) -> Work:
             f"the hardware file is damaged, since of the model that was measured {' and '.join(wrong)} cannot be what "
             "it says; measure again with `phalanx hardware`, or give --cluster"
         )
-    bert = told.get("architecture") == "bert"
-    return Work(
-        layers=told["layers"], hidden=told["hidden"], heads=told["heads"], kv_heads=told["kv_heads"],
-        ffn=told["intermediate"], vocabulary=told["vocab_size"], seq_len=told["positions"], global_batch=1,
-        tied=bool(told.get("tie_embeddings")), gated=not bert, biases=bert, head_dim=told["head_dim"],
-        precision=told["dtype"] if told["dtype"] != "mixed" else "fp32" if on_host else "fp16",
-        window=window or 0, full_layers=sum(layer < told["layers"] for layer in full), both_ways=bert,
+    bert = work_record.get("architecture") == "bert"
+    return StepWork(
+        layers=work_record["layers"], hidden=work_record["hidden"], heads=work_record["heads"],
+        kv_heads=work_record["kv_heads"], ffn=work_record["intermediate"], vocabulary=work_record["vocab_size"],
+        seq_len=work_record["positions"], global_batch=1,
+        tied=bool(work_record.get("tie_embeddings")), gated=not bert, biases=bert, head_dim=work_record["head_dim"],
+        precision=work_record["dtype"] if work_record["dtype"] != "mixed" else "fp32" if on_host else "fp16",
+        window=window or 0, full_layers=sum(layer < work_record["layers"] for layer in full), both_ways=bert,
     )  # fmt: skip
 
 
-def passes_of(told: dict[str, Any]) -> Choice:
+def single_device_choice(work_record: dict[str, Any]) -> LayoutChoice:
     """The layout whose passes a file's times are of: one device, which computes again what the recipe said."""
-    again = told.get("activations")
-    return Choice(recompute="full" if again in ("full", "offload") else "selective" if again == "selective" else "none")
+    again = work_record.get("activations")
+    return LayoutChoice(
+        recompute="full" if again in ("full", "offload") else "selective" if again == "selective" else "none"
+    )
 
 
-def _kind(device: Device, speed: Speed, work: Work, passes: Choice, constants: Constants) -> Kind:
+def _kind(
+    device: MeasuredDevice, speed: Speed, work: StepWork, passes: LayoutChoice, constants: CostConstants
+) -> DeviceKind:
     """A known kind with the device's own memory, and as fast as its line of times says: at the most sequences that were
     tried; a CPU also with what each operation takes besides, by a pass of the fewest."""
-    base = like(device)
+    base = match_device(device)
     kind = replace(base, memory_bytes=device.memory_bytes, carries_s_per_byte=device.carries_s_per_byte)
     if device.host_to_device_bytes_per_s is not None:
         kind = replace(kind, host_bytes_per_s=device.host_to_device_bytes_per_s)
@@ -185,9 +192,9 @@ def _kind(device: Device, speed: Speed, work: Work, passes: Choice, constants: C
     few, size = device.times[0][0], device.times[-1][0]
     few_s, took_s = speed.seconds(few, 1), speed.seconds(size, 1)
 
-    def thought_s(kind: Kind, sequences: int) -> float:
-        alone = Model(replace(work, global_batch=sequences), Cluster((Group(1, 1, kind),)), constants)
-        return alone.predict(replace(passes, micro_batch=sequences)).terms["compute"]
+    def thought_s(kind: DeviceKind, sequences: int) -> float:
+        alone = CostModel(replace(work, global_batch=sequences), ClusterSpec((NodeGroup(1, 1, kind),)), constants)
+        return alone.estimate(replace(passes, micro_batch=sequences)).terms["compute"]
 
     times, call_s = thought_s(base, size) / took_s, 0.0
     if base.on_host and few < size:
@@ -196,39 +203,43 @@ def _kind(device: Device, speed: Speed, work: Work, passes: Choice, constants: C
         faster = min(max(more, times), CALLS_AT_MOST * times)
         of_calls_s = max(0.0, took_s - thought_s(base, size) / faster)
         times, call_s = faster, of_calls_s / (thought_s(replace(base, call_s=1.0), few) - thought_s(base, few))
-    return replace(kind.scaled(times), call_s=call_s, name=f"{base.name} at {times:.3g} of its speed")
+    return replace(kind.scale_speed(times), call_s=call_s, name=f"{base.name} at {times:.3g} of its speed")
 
 
-def like(device: Device) -> Kind:
+def match_device(device: MeasuredDevice) -> DeviceKind:
     """The kind that a device's maker calls it, the one with the nearest memory of several; a CPU; or LIKE."""
-    return kind_called(device.model, device.host_to_device_bytes_per_s is None, device.memory_bytes)
+    return match_device_name(device.model, device.host_to_device_bytes_per_s is None, device.memory_bytes)
 
 
-def kind_called(model: str, on_host: bool, memory_bytes: int) -> Kind:
+def match_device_name(model: str, on_host: bool, memory_bytes: int) -> DeviceKind:
     """The same of a device of which no more is known."""
     if on_host:
-        return KINDS["CPU"]
+        return DEVICE_KINDS["CPU"]
     memory_bytes = max(1, memory_bytes)  # of a node that has not said what it has: 0
-    return min(_called(model) or [KINDS[LIKE]], key=lambda kind: abs(math.log(kind.memory_bytes / memory_bytes)))
+    return min(
+        _find_named_kind(model) or [DEVICE_KINDS[FALLBACK_KIND]],
+        key=lambda kind: abs(math.log(kind.memory_bytes / memory_bytes)),
+    )
 
 
-def is_known(model: str) -> bool:
+def has_data_sheet(model: str) -> bool:
     """Whether an accelerator that its maker calls so has a data-sheet here."""
-    return bool(_called(model))
+    return bool(_find_named_kind(model))
 
 
-def _called(model: str) -> list[Kind]:
+def _find_named_kind(model: str) -> list[DeviceKind]:
     words = set(re.split(r"[\s_-]+", model.upper()))
     return [
         kind
-        for kind in KINDS.values()
+        for kind in DEVICE_KINDS.values()
         if not kind.on_host and words >= {part for part in kind.name.split("-") if not part.endswith("GB")}
     ]
 
 
-def _linked(cluster: Cluster, found: Hardware, constants: Constants) -> Cluster:
+def _linked(cluster: ClusterSpec, found: Hardware, constants: CostConstants) -> ClusterSpec:
     """With the network, or the links of the one node, such that an all-reduce takes what it was measured to take, as
-    `links.shard_s` has it: each of n nodes, or of the ranks of one, passes on 2 (n - 1) / n of the bytes."""
+    `link_cost.reduce_scatter_s` has it: each of n nodes, or of the ranks of one, passes on 2 (n - 1) / n of the
+    bytes."""
     if found.link is None:
         return cluster
     rate, latency, count = found.link.bytes_per_s, found.link.latency_s, cluster.devices

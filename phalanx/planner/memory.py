@@ -1,17 +1,17 @@
 """Bytes that a device holds while it trains, by what holds them. Pure numbers.
 
-For this project's own engine the rule is that of `optim.memory`, which needs torch: a test compares the two.
+For this project's own engine the rule is that of `engine.memory_model`, which needs torch: a test compares the two.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.planner import compute_cost
-from phalanx.planner.constants import Constants
-from phalanx.planner.device_catalog import Kind
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.work import Work
-from phalanx.recovery.budget import NONE, Keeps, in_room, keeps_of
+from phalanx.planner.constants import CostConstants
+from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.work import StepWork
+from phalanx.recovery.budget import NO_COPIES, StateCopies, choose_copies, list_copy_options
 
 STATE = ("master weights", "optimizer state")
 UNITS_AT_ONCE = 2  # of parameters that are whole with zero 3: the block in use, and the one that is fetched
@@ -21,70 +21,74 @@ CHUNK_TOKENS, CHUNK_LEAST_BYTES, CHUNK_MOST_BYTES = 4096, 512 << 20, 2 << 30
 CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES = 512, 4 << 20
 # Of a device, that layouts of this project's own engine leave free: a run that ends for want of memory costs more than
 # a smaller micro-batch, and train.micro_batch=auto leaves twice as much.
-ROOM = 0.1
-COPY = "a checkpoint's copy"  # beyond what is held in a step
+MEMORY_MARGIN = 0.1
+CHECKPOINT_COPY = "a checkpoint's copy"  # beyond what is held in a step
 # On a CPU: of steps that outlive the ranks, what is not in the master weights and the optimizer state already; and of
 # another node's ranks.
-KEPT, REPLICAS = "kept steps", "replicas of other ranks"
-IN_SHARES = (*STATE, KEPT, REPLICAS)  # what a device holds more of, the more of the state is its own
+IN_MEMORY_STEPS, REPLICAS = "kept steps", "replicas of other ranks"
+IN_SHARES = (*STATE, IN_MEMORY_STEPS, REPLICAS)  # what a device holds more of, the more of the state is its own
 LOGIT_BYTES = 6  # of an element of whole logits of two bytes: themselves, their logarithms, and the gradient
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceMemory:
     """What each of some devices alike holds, of what it has; bytes."""
 
     devices: int
-    kind: Kind
+    kind: DeviceKind
     stage: int
     parts: dict[str, float]
     state_bytes: float = 0.0  # of the master weights and moments that it owns, once: what is committed and saved of it
-    keeps: Keeps = NONE  # how often its state, and that of another node's device, lies in memory that outlives ranks
+    keeps: StateCopies = (
+        NO_COPIES  # how often its state, and that of another node's device, lies in memory that outlives ranks
+    )
 
     @cached_property
-    def total(self) -> float:
+    def total_bytes(self) -> float:
         return sum(self.parts.values())
 
     @property
-    def left(self) -> float:
+    def free_bytes(self) -> float:
         """Bytes to spare; below zero what is short."""
-        return self.kind.memory_bytes - self.total
+        return self.kind.memory_bytes - self.total_bytes
 
 
-def parameters_of(work: Work, tensor: int, layers: int, first: bool, last: bool) -> tuple[float, float, float, float]:
+def parameters_of(
+    work: StepWork, tensor: int, layers: int, first: bool, last: bool
+) -> tuple[float, float, float, float]:
     """Parameters of a rank of a stage: all, those of a block, of the embedding, and of the head, where it has them. A
     tied head on another stage than the embedding holds the table once more."""
-    block = work.matrices / tensor + (work.block - work.matrices)
-    embedding = work.embedding / tensor if first else 0.0
-    head = work.head / tensor if last else 0.0
+    block = work.matrix_parameters / tensor + (work.block_parameters - work.matrix_parameters)
+    embedding = work.embedding_parameters / tensor if first else 0.0
+    head = work.head_parameters / tensor if last else 0.0
     if last and work.tied and not first:
         head += work.vocabulary * work.hidden / tensor
     return layers * block + embedding + head, block, embedding, head
 
 
-def band_bytes(work: Work, kind: Kind, tensor: int, sequences: float) -> float:
+def band_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) -> float:
     """What a block keeps of one of the `sequences` of a micro-batch beside all else, on average over layers, since
     attention with a window goes band by band: the results of bands, keys and values of the band before once more, and
     for all sequences together a mask of the pairs."""
-    queries = compute_cost.band(work, kind)
+    queries = compute_cost.attention_band(work, kind)
     if not queries:
         return 0.0
     before, pairs = work.seq_len - queries, queries * (2 * work.seq_len - queries)
-    each = (work.seq_len * work.queries + 2 * before * work.keys) / tensor
-    return work.narrow * work.width * (each + pairs / sequences)
+    each = (work.seq_len * work.query_channels + 2 * before * work.key_channels) / tensor
+    return work.windowed_share * work.width * (each + pairs / sequences)
 
 
-def turn_bytes(work: Work, sequences: float) -> float:
+def rope_bytes(work: StepWork, sequences: float) -> float:
     """What a block keeps of one of the `sequences` of a micro-batch of the angles that queries and keys are turned by:
     cosines and sines in fp32 for either. They are the same for all sequences, unless rows have positions of their own.
     """
-    return 16.0 * work.channels * work.seq_len / (1.0 if work.own_positions else sequences)
+    return 16.0 * work.head_channels * work.seq_len / (1.0 if work.own_positions else sequences)
 
 
-def block_activations(work: Work, choice: Choice, bands: float = 0.0) -> tuple[float, float]:
+def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) -> tuple[float, float]:
     """(bytes that a block keeps of one sequence until its backward pass, bytes while it is computed again).
 
-    `bands`: `band_bytes`, and `turn_bytes` where it has such.
+    `bands`: `band_bytes`, and `rope_bytes` where it has such.
 
     Korthikanti et al. 2022, equation 1 and 2: tokens x hidden (10 + 24 / t) bytes and 5 heads seq_len^2 / t of
     attention that writes its scores, here counted tensor by tensor so that it holds for other widths, for gated
@@ -97,9 +101,9 @@ def block_activations(work: Work, choice: Choice, bands: float = 0.0) -> tuple[f
     # Two norms: their inputs (in fp32, where the norm is this project's own, and once more normalised) and outputs.
     norms = 2 * (4 + 2 * width) if choice.engine == "sharded" else 4 * width
     outside = norms * hidden + (2 * hidden if work.dropout else 0)
-    inside = width * (work.queries + 2 * work.keys + work.queries + gates * work.ffn)
+    inside = width * (work.query_channels + 2 * work.key_channels + work.query_channels + gates * work.ffn)
     if work.qk_norm and choice.engine == "sharded":
-        inside += (4 + width) * (work.queries + work.keys)
+        inside += (4 + width) * (work.query_channels + work.key_channels)
     dropped = work.dropout or work.attention_dropout
     scores = work.heads * work.seq_len * (2 * width - 2 + 3 if dropped else width)
     if work.attention_dropout and choice.engine == "sharded":
@@ -116,19 +120,21 @@ def block_activations(work: Work, choice: Choice, bands: float = 0.0) -> tuple[f
             return work.seq_len * (outside / spread + (inside + scores) / tensor), 0.0
         if compute_cost.writes_scores(work, choice):
             return work.seq_len * (outside / spread + inside / tensor), work.seq_len * scores / tensor
-        results = width * (work.queries + 2 * work.keys + work.queries + (2 if work.gated else 1) * work.ffn)
+        results = width * (
+            work.query_channels + 2 * work.key_channels + work.query_channels + (2 if work.gated else 1) * work.ffn
+        )
         return work.seq_len * (3 * width * hidden / spread + results / tensor), work.seq_len * inside / tensor + bands
     return work.seq_len * width * hidden / spread, everything
 
 
-def gradients_of_block(work: Work, choice: Choice) -> float:
+def gradients_of_block(work: StepWork, choice: LayoutChoice) -> float:
     """What the backward pass of a block holds of one sequence at its height beside what was kept: the gradients to its
     output and within its feed-forward part."""
     inner = (2 if work.gated else 1) * work.ffn / choice.tensor
     return work.width * work.seq_len * (work.hidden / (choice.tensor if choice.sequence else 1) + inner)
 
 
-def loss_bytes(work: Work, kind: Kind, tensor: int, sequences: float) -> float:
+def loss_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) -> float:
     """What this project's own loss holds at its height: of one chunk logits, these in fp32 and their logarithms, and of
     the head's matrix the gradient in fp32."""
     columns, tokens = work.vocabulary / tensor, sequences * work.seq_len
@@ -144,10 +150,10 @@ def loss_bytes(work: Work, kind: Kind, tensor: int, sequences: float) -> float:
     return tokens / chunks * columns * logits + gradient + tokens * work.hidden * work.width
 
 
-def held(
-    work: Work, kind: Kind, choice: Choice, copies: int, stage: int, layers: int, sequences: float, micro_batches: int,
-    own_share: float, constants: Constants, devices: int = 1, replicated: bool = False,
-) -> Held:  # fmt: skip
+def estimate_device_memory(
+    work: StepWork, kind: DeviceKind, choice: LayoutChoice, copies: int, stage: int, layers: int, sequences: float,
+    micro_batches: int, own_share: float, constants: CostConstants, devices: int = 1, replicated: bool = False,
+) -> DeviceMemory:  # fmt: skip
     """What a device of stage `stage` holds; `own_share`: its part of what is sharded (even: 1 / shard degree);
     `replicated`: other nodes are to keep its state, too, where there is room."""
     first, last = choice.ends(stage)
@@ -177,16 +183,16 @@ def held(
     parts["optimizer state"] = state_own * trained * work.state_bytes * choice.slots
     # What accelerators commit is copied to their host, as it is. Nothing is known of the room there, which is taken to
     # be enough.
-    keeps = keeps_of(work.memory, work.replicate, replicated, replays=False)[0]
+    keeps = list_copy_options(work.memory, work.replicate, replicated, replays=False)[0]
     if kind.on_host and choice.engine == "sharded" and work.memory is not False:
         gradient = own * trained * work.master_bytes
         state = gradient + own * trained * work.state_bytes
-        options = keeps_of(work.memory, work.replicate, replicated, work.replays)
-        keeps = in_room(options, state, gradient, kind.memory_bytes - kind.reserved_bytes)
+        options = list_copy_options(work.memory, work.replicate, replicated, work.replays)
+        keeps = choose_copies(options, state, gradient, kind.memory_bytes - kind.reserved_bytes)
         # The state lives there; but that of one rank alone is copied there.
         there = 0.0 if copies * choice.tensor * choice.pipeline == 1 else sum(parts[name] for name in STATE)
         if keeps.own:
-            parts[KEPT] = max(0.0, keeps.own_bytes(state, gradient) - there)
+            parts[IN_MEMORY_STEPS] = max(0.0, keeps.own_bytes(state, gradient) - there)
         if keeps.replicas:
             parts[REPLICAS] = keeps.replica_bytes(state, gradient)
     alone = copies * choice.tensor * choice.pipeline == 1 and work.far_bytes is None  # the engine of a single rank
@@ -211,7 +217,7 @@ def held(
         parts["weights on their way"] = 2 * max(block, embedding, head) * gathered * work.gather_bytes
     beside = band_bytes(work, kind, choice.tensor, sequences)
     if choice.engine == "sharded" and not work.both_ways:
-        beside += turn_bytes(work, sequences)
+        beside += rope_bytes(work, sequences)
     kept, again = block_activations(work, choice, beside)
     under_way = float(min(choice.pipeline - stage, micro_batches))
     if choice.order == "gpipe":
@@ -240,7 +246,7 @@ def held(
         # A checkpoint's copy lies in the same memory; it is made between steps, when nothing is under way.
         resting = (0.0 if zero == 3 else parts["weights"]) + sum(parts.get(name, 0.0) for name in IN_SHARES)
         resting += min(parts["gradients"], own * gradient * trained if zero == 3 else parts["gradients"])
-        parts[COPY] = max(0.0, resting + state - sum(parts.values()))
-    slack = max(constants.slack, ROOM) if choice.engine == "sharded" else constants.slack
+        parts[CHECKPOINT_COPY] = max(0.0, resting + state - sum(parts.values()))
+    slack = max(constants.slack, MEMORY_MARGIN) if choice.engine == "sharded" else constants.slack
     parts["reserved"] = kind.reserved_bytes + slack * kind.memory_bytes
-    return Held(devices, kind, stage, parts, state, keeps)
+    return DeviceMemory(devices, kind, stage, parts, state, keeps)

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.hardware import MOST
-from phalanx.planner.failures import RECOVERY_S, Failures
+from phalanx.planner.failures import RECOVERY_S, FailureModel
 
-DEATHS = (Kind.WORKER_DIED, Kind.NODE_LOST)
+DEATHS = (EventKind.WORKER_DIED, EventKind.NODE_LOST)
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Experience:
+class ObservedFailures:
     """Medians in seconds, and how many of each; None where the run has had none."""
 
     run: str
@@ -28,26 +28,28 @@ class Experience:
     checkpoint_s: float | None
     checkpoints: int
 
-    def failures(self, mtbf_s: float | None) -> Failures:
+    def to_failure_model(self, mtbf_s: float | None) -> FailureModel:
         """As far as they are known from it."""
         recovery_s = RECOVERY_S if self.recovery_s is None else self.recovery_s
-        return Failures(mtbf_s, recovery_s, self.checkpoint_s)
+        return FailureModel(mtbf_s, recovery_s, self.checkpoint_s)
 
 
-def of_run(paths: RunPaths) -> Experience:
+def read_observed_failures(paths: RunPaths) -> ObservedFailures:
     """Raises ConfigError where there is no run, or it has neither failed nor saved anything while it went on."""
     if not paths.metrics.exists():
-        raise ConfigError(f"{paths.shown} holds no {paths.metrics.name}, so it is no run; name the folder of one")
+        raise ConfigError(
+            f"{paths.display_name} holds no {paths.metrics.name}, so it is no run; name the folder of one"
+        )
     steps = list(filter(_is_whole, read_steps(paths.metrics)))
     lines = list(filter(_is_whole, read_lines(paths.metrics)))
-    events = list(read_lines(paths.events))
+    events = list(read_events(paths.events))
     recoveries, savings = _recoveries(lines, events), _savings(steps, events)
     if not recoveries and not savings:
         raise ConfigError(
-            f"the run in {paths.shown} has neither gone on after a failure nor after a checkpoint, so nothing follows "
-            "from it for either; name one that has, or leave --run out"
+            f"the run in {paths.display_name} has neither gone on after a failure nor after a checkpoint, so nothing "
+            "follows from it for either; name one that has, or leave --run out"
         )
-    return Experience(
+    return ObservedFailures(
         paths.name,
         statistics.median(recoveries) if recoveries else None,
         len(recoveries),
@@ -78,9 +80,9 @@ def _savings(steps: Sequence[Record], events: Sequence[Record]) -> list[float]:
     lines = {record["step"]: record for record in steps}
     evaluated: dict[int, float] = {}
     for event in events:
-        if event.get("kind") == Kind.EVALUATED and _is_number(event, "seconds") and type(event.get("step")) is int:
+        if event.get("kind") == EventKind.EVALUATED and _is_number(event, "seconds") and type(event.get("step")) is int:
             evaluated[event["step"]] = evaluated.get(event["step"], 0.0) + event["seconds"]
-    told = [event.get("step") for event in events if event.get("kind") == Kind.CHECKPOINT_SAVED]
+    told = [event.get("step") for event in events if event.get("kind") == EventKind.CHECKPOINT_SAVED]
     found = []
     for step in sorted({step for step in told if type(step) is int}):
         before, at, after = (lines.get(number) for number in (step - 1, step, step + 1))

@@ -13,8 +13,8 @@ import re
 from rich.cells import cell_len
 
 from phalanx.core.errors import ConfigError
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.device_catalog import KINDS, Kind, known, unknown
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind, find_kind, unknown_kind_message
 
 DEFAULT_SPEED = 100e9  # bits/s: one link of 100 Gb/s a node
 DEFAULT_LATENCY = 5e-6
@@ -44,9 +44,9 @@ AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmbt]?)\s*", re.I)
 AMOUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def cluster(text: str) -> Cluster:
+def parse_cluster(text: str) -> ClusterSpec:
     """The cluster that a text describes. Raises ConfigError whose second line points at the character that is wrong."""
-    groups: list[Group] = []
+    groups: list[NodeGroup] = []
     speed: float | None = None
     latency: float | None = None
     at = _skip(text, 0)
@@ -79,10 +79,10 @@ def cluster(text: str) -> Cluster:
         raise _wrong(text, 0, "it names a network and no devices; put them before it, such as 4x(8xA100-80GB)")
     if sum(group.devices for group in groups) > MOST_DEVICES:
         raise _wrong(text, 0, f"it has more than {MOST_DEVICES:,} devices; there must be a digit too many")
-    return Cluster(tuple(groups), speed or DEFAULT_SPEED, DEFAULT_LATENCY if latency is None else latency)
+    return ClusterSpec(tuple(groups), speed or DEFAULT_SPEED, DEFAULT_LATENCY if latency is None else latency)
 
 
-def _group(text: str, at: int) -> tuple[Group, int]:
+def _group(text: str, at: int) -> tuple[NodeGroup, int]:
     """One part, and where it ends."""
     match = TIMES.match(text, at)
     bracket = match is not None and text[_skip(text, match.end()) :].startswith("(")
@@ -92,14 +92,14 @@ def _group(text: str, at: int) -> tuple[Group, int]:
         if nodes is not None and TIMES.match(text, start):
             raise _wrong(text, start, "devices of several nodes stand in brackets; write it as 4x(8xA100-80GB)")
         kind, end = _kind(text, start)
-        return Group(1, nodes or 1, kind), end  # what stands before a kind are devices of one node
+        return NodeGroup(1, nodes or 1, kind), end  # what stands before a kind are devices of one node
     inside = _skip(text, start + 1)
     devices, inside = _times(text, inside, "devices")
     kind, end = _kind(text, _skip(text, inside))
     end = _skip(text, end)
     if text[end : end + 1] != ")":
         raise _wrong(text, end, "the bracket that was opened is not closed here; write it as 4x(8xA100-80GB)")
-    return Group(nodes or 1, devices or 1, kind), end + 1
+    return NodeGroup(nodes or 1, devices or 1, kind), end + 1
 
 
 def _times(text: str, at: int, what: str) -> tuple[int | None, int]:
@@ -117,18 +117,18 @@ def _times(text: str, at: int, what: str) -> tuple[int | None, int]:
     return int(match[1]), match.end()
 
 
-def _kind(text: str, at: int) -> tuple[Kind, int]:
+def _kind(text: str, at: int) -> tuple[DeviceKind, int]:
     match = NAME.match(text, at)
     if match is None:
-        raise _wrong(text, at, f"a kind of device is expected here, one of {', '.join(KINDS)}")
-    found, end = known(match[0]), match.end()
+        raise _wrong(text, at, f"a kind of device is expected here, one of {', '.join(DEVICE_KINDS)}")
+    found, end = find_kind(match[0]), match.end()
     for gap in re.finditer(" ", match[0]):
         # What begins another part behind a blank is no part of the name: a comma is missing.
         if found is None and any(form.match(text, at + gap.end()) for form in (TIMES, SPEED, LATENCY)):
             end = at + gap.start()
-            found = known(text[at:end])
+            found = find_kind(text[at:end])
     if found is None:
-        raise _wrong(text, at, unknown(match[0]))
+        raise _wrong(text, at, unknown_kind_message(match[0]))
     return found, end
 
 
@@ -173,7 +173,7 @@ def _wrong(text: str, at: int, why: str) -> ConfigError:
 # ------------------------------------------------------------------------------------------------------ times, amounts
 
 
-def seconds(text: str, what: str) -> float:
+def parse_duration(text: str, what: str) -> float:
     """`90s`, `45min`, `3h`, `2d`: seconds above 0. Raises ConfigError, which names `what` it is for."""
     match = DURATION.fullmatch(text)
     value = float(match[1]) * SECONDS[match[2].casefold()] if match else math.nan
@@ -184,7 +184,7 @@ def seconds(text: str, what: str) -> float:
     return value
 
 
-def amount(text: str, what: str) -> float:
+def parse_amount(text: str, what: str) -> float:
     """`300e9`, `300B`, `1.4T`: a number above 0. Raises ConfigError, which names `what` it is for."""
     match = AMOUNT.fullmatch(text)
     try:
@@ -203,17 +203,17 @@ def amount(text: str, what: str) -> float:
 # ------------------------------------------------------------------------------------------------------------- written
 
 
-def text_of(there: Cluster) -> str:
-    """The cluster as `cluster` reads it, but for unlike devices of one node, which a plus joins."""
+def format_cluster(there: ClusterSpec) -> str:
+    """The cluster as `parse_cluster` reads it, but for unlike devices of one node, which a plus joins."""
     text = ""
     for group in there.groups:
-        text += (" + " if group.beside else ", ") if text else ""
+        text += (" + " if group.shares_node else ", ") if text else ""
         devices = f"{group.per_node}x{group.kind.name}"
         text += devices if group.nodes == 1 else f"{group.nodes}x({devices})"
     return f"{text}, {there.between_bits_per_s / 1e9:g}Gb/s" if there.nodes > 1 else text
 
 
-def with_nodes(there: Cluster, group: int, more: int) -> Cluster:
+def add_nodes(there: ClusterSpec, group: int, more: int) -> ClusterSpec:
     """The same with `more` nodes (less, where negative) in one of its groups."""
     counts = [each.nodes + (more if number == group else 0) for number, each in enumerate(there.groups)]
-    return there.sized(counts)
+    return there.resize_groups(counts)

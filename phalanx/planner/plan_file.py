@@ -6,36 +6,38 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.planner import advice, parse_cluster
-from phalanx.planner.advice import Question
-from phalanx.planner.checkpoint_interval import best
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.failures import Failures, refused
-from phalanx.planner.memory import Held
-from phalanx.planner.observed_failures import Experience
-from phalanx.planner.recipe_keys import checked, keys_of
-from phalanx.planner.search import Found, Plan, Short
+from phalanx.planner.advice import PlanQuery
+from phalanx.planner.checkpoint_interval import best_intervals
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.failures import FailureModel, check_goodput
+from phalanx.planner.memory import DeviceMemory
+from phalanx.planner.observed_failures import ObservedFailures
+from phalanx.planner.recipe_keys import apply_plan, keys_of
+from phalanx.planner.search import Plan, SearchResult, Shortfall
 
 VERSION = 1
 DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanOptions:
     """What the command line asks beside the layout; None: nothing."""
 
     tokens: float | None = None  # to train on
     price: float | None = None  # of a device for an hour
     explain: str | None = None  # key=value
-    experience: Experience | None = None  # what a run has shown of failures and of saving
+    experience: ObservedFailures | None = None  # what a run has shown of failures and of saving
 
 
-def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Wanted, recipe_name: str) -> dict[str, Any]:
+def plan_record(
+    question: PlanQuery, cluster: ClusterSpec, found: SearchResult, wanted: PlanOptions, recipe_name: str
+) -> dict[str, Any]:
     """The record of a plan, JSON-able. Raises ConfigError where the recipe refuses what was found, or a wish, and where
     failures leave nothing."""
     plan = found.best
     work = question.work(plan.cluster)
-    checked(question.config, plan)
-    saving = saving_of(plan, question.failing(), wanted.experience)
+    apply_plan(question.config, plan)
+    saving = saving_of(plan, question.failure_model(), wanted.experience)
     record: dict[str, Any] = {
         "version": VERSION,
         "recipe": recipe_name,
@@ -46,35 +48,35 @@ def plan_record(question: Question, cluster: Cluster, found: Found, wanted: Want
         "cluster": _cluster(cluster),
         "used": {**_cluster(plan.cluster), "devices": plan.devices, "copies": plan.copies},
         "keys": {**keys_of(plan, question.config), "checkpoint.every": saving["checkpoint_steps"] or 0},
-        "expected": expected(plan),
+        "expected": prediction_record(plan),
         "saving": saving,
-        "idle": advice.idle(question, cluster, plan),
+        "idle": advice.explain_idle_devices(question, cluster, plan),
         "runners_up": [
             {
                 "keys": keys_of(other, question.config),
-                "cluster": parse_cluster.text_of(other.cluster),
+                "cluster": parse_cluster.format_cluster(other.cluster),
                 "step_s": other.estimate.step_s,
                 "goodput": other.goodput,
                 "why": advice.why_slower(other, plan),
             }
             for other in found.plans[1:5]
         ],
-        "helps": [{"what": what, "times": times} for what, times in advice.helps(question, cluster, found)],
+        "helps": [{"what": what, "times": times} for what, times in advice.suggest_purchases(question, cluster, found)],
         "tried": found.tried,
     }  # fmt: skip
     if wanted.tokens is not None:
-        record["goal"] = goal(plan, wanted.tokens, wanted.price, saving["goodput"])
+        record["goal"] = goal_record(plan, wanted.tokens, wanted.price, saving["goodput"])
     if wanted.explain is not None:
-        asked = advice.explain(question, cluster, plan, wanted.explain)
+        asked = advice.explain_key(question, cluster, plan, wanted.explain)
         theirs = asked.pop("plan", None)
         if theirs is not None:
-            config = question.changed(wanted.explain).config
-            asked |= {"keys": keys_of(theirs, config), "expected": expected(theirs)}
+            config = question.with_keys(wanted.explain).config
+            asked |= {"keys": keys_of(theirs, config), "expected": prediction_record(theirs)}
         record["explain"] = asked
     return record
 
 
-def expected(plan: Plan) -> dict[str, Any]:
+def prediction_record(plan: Plan) -> dict[str, Any]:
     """What a step takes, by where it goes, and what devices hold."""
     estimate = plan.estimate
     return {
@@ -87,31 +89,31 @@ def expected(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _ends(holders: tuple[Held, ...]) -> list[Held]:
+def _ends(holders: tuple[DeviceMemory, ...]) -> list[DeviceMemory]:
     """The fullest device of each kind and stage; of many stages the fullest and the emptiest."""
-    fullest: dict[tuple[str, int], Held] = {}
+    fullest: dict[tuple[str, int], DeviceMemory] = {}
     for held in holders:
         key = (held.kind.name, held.stage)
-        if key not in fullest or held.left < fullest[key].left:
+        if key not in fullest or held.free_bytes < fullest[key].free_bytes:
             fullest[key] = held
-    ordered = sorted(fullest.values(), key=lambda held: held.left)
+    ordered = sorted(fullest.values(), key=lambda held: held.free_bytes)
     return ordered if len(ordered) <= 4 else [*ordered[:2], *ordered[-2:]]
 
 
-def _held(held: Held) -> dict[str, Any]:
+def _held(held: DeviceMemory) -> dict[str, Any]:
     return {
         "kind": held.kind.name,
         "stage": held.stage,
         "devices": held.devices,
-        "bytes": held.total,
+        "bytes": held.total_bytes,
         "of_bytes": held.kind.memory_bytes,
         "parts": dict(held.parts),
     }
 
 
-def _cluster(cluster: Cluster) -> dict[str, Any]:
+def _cluster(cluster: ClusterSpec) -> dict[str, Any]:
     return {
-        "text": parse_cluster.text_of(cluster),
+        "text": parse_cluster.format_cluster(cluster),
         "devices": cluster.devices,
         "nodes": cluster.nodes,
         "groups": [
@@ -121,17 +123,17 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def saving_of(plan: Plan, failures: Failures, experience: Experience | None = None) -> dict[str, Any]:
+def saving_of(plan: Plan, failures: FailureModel, experience: ObservedFailures | None = None) -> dict[str, Any]:
     """How often to save, by Young and Daly, unless that is held fixed, and what failures leave. `experience`: the run
     that has shown what `failures` say of a recovery and a checkpoint. Raises ConfigError where they leave nothing.
 
     Where steps are kept in memory, only a lost node goes back to a checkpoint. A run keeps every step; `commit_steps`
     would be enough."""
     estimate = plan.estimate
-    saving, commit_s = failures.saving(estimate, plan.devices), estimate.terms["commit"]
-    goodput, commits = failures.goodput(estimate, plan.devices), estimate.kept != "checkpoints"
-    refused(goodput, saving)
-    enough = best(replace(saving, step_s=saving.step_s - commit_s, commit_s=commit_s)).commit_steps
+    saving, commit_s = failures.checkpoint_costs(estimate, plan.devices), estimate.terms["commit"]
+    goodput, commits = failures.goodput(estimate, plan.devices), estimate.recovers_from != "checkpoints"
+    check_goodput(goodput, saving)
+    enough = best_intervals(replace(saving, step_s=saving.step_s - commit_s, commit_s=commit_s)).commit_steps
     return {
         "mtbf_s": saving.mtbf_s,
         "mtbf_assumed": failures.mtbf_s is None,
@@ -140,8 +142,8 @@ def saving_of(plan: Plan, failures: Failures, experience: Experience | None = No
         "recovery_from": experience.run if experience is not None and experience.recovery_s is not None else None,
         "checkpoint_s": saving.checkpoint_s,
         "checkpoint_from": experience.run if experience is not None and experience.checkpoint_s is not None else None,
-        "checkpoint_steps": failures.every(saving),
-        "kept": estimate.kept,  # what outlives a failure beside checkpoints
+        "checkpoint_steps": failures.checkpoint_interval(saving),
+        "kept": estimate.recovers_from,  # what outlives a failure beside checkpoints
         "commit_s": commit_s if commits else None,  # of the step; None: nothing is committed in memory
         "commit_steps": enough if commits else None,
         "replicas": None if estimate.replicas is None else asdict(estimate.replicas),
@@ -149,14 +151,14 @@ def saving_of(plan: Plan, failures: Failures, experience: Experience | None = No
     }
 
 
-def goal(plan: Plan, tokens: float, price: float | None, good: float) -> dict[str, Any]:
+def goal_record(plan: Plan, tokens: float, price: float | None, good: float) -> dict[str, Any]:
     """Days to so many tokens, failures included, and what that costs at a price of a device for an hour."""
     days = tokens / (plan.estimate.tokens_per_s * good) / DAY_S
     money = None if price is None else days * 24 * plan.devices * price
     return {"tokens": tokens, "days": days, "price": price, "money": money}
 
 
-def short_record(question: Question, cluster: Cluster, short: Short) -> dict[str, Any]:
+def short_record(question: PlanQuery, cluster: ClusterSpec, short: Shortfall) -> dict[str, Any]:
     """What is said where nothing fits."""
     return {
         "version": VERSION,
@@ -167,7 +169,7 @@ def short_record(question: Question, cluster: Cluster, short: Short) -> dict[str
         "needed_bytes": short.needed_bytes,
         "missing_bytes": short.missing_bytes,
         "parts": dict(short.parts),
-        "ways_out": advice.ways_out(question, cluster),
+        "ways_out": advice.suggest_fixes(question, cluster),
     }
 
 

@@ -7,28 +7,31 @@ from phalanx.config.schema import Config
 from phalanx.layout import pipeline_stages as pipelines
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.planner import cost
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.constants import DEFAULT, Constants
-from phalanx.planner.cost import Estimate, Model
-from phalanx.planner.heterogeneous import Unlike
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.memory import REPLICAS, Held
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
+from phalanx.planner.cost import CostModel, StepEstimate
+from phalanx.planner.heterogeneous import HeterogeneousDevices
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.memory import REPLICAS, DeviceMemory
 from phalanx.planner.recipe_keys import shape_of, work_of
-from phalanx.planner.work import Work
+from phalanx.planner.work import StepWork
 
 
 @dataclass(frozen=True)
 class Prediction:
     """`choice`: the layout that was meant, complete with stages and shares; `estimate`: its step and its memory."""
 
-    work: Work
-    cluster: Cluster
-    choice: Choice
-    estimate: Estimate
+    work: StepWork
+    cluster: ClusterSpec
+    choice: LayoutChoice
+    estimate: StepEstimate
 
 
-def predict(
-    config: Config, cluster: Cluster, folder_spec: ModelSpec | None = None, constants: Constants = DEFAULT
+def predict_recipe_step(
+    config: Config,
+    cluster: ClusterSpec,
+    folder_spec: ModelSpec | None = None,
+    constants: CostConstants = DEFAULT_CONSTANTS,
 ) -> Prediction:
     """A step of the layout that `config` describes, on all devices of `cluster` in their order.
 
@@ -38,60 +41,64 @@ def predict(
     """
     work = work_of(config, shape_of(config, folder_spec), cluster)
     choice = choice_of(config, cluster)
-    unlike, model = Unlike(work, cluster, constants), Model(work, cluster, constants)
+    unlike, model = HeterogeneousDevices(work, cluster, constants), CostModel(work, cluster, constants)
     if config.train.micro_batch != "auto":
-        choice = unlike.completed(choice)
-        return Prediction(work, cluster, choice, model.predict(choice))
-    size = -(-work.global_batch // config.parallel.axes.data(cluster.devices))
+        choice = unlike.complete(choice)
+        return Prediction(work, cluster, choice, model.estimate(choice))
+    size = -(-work.global_batch // config.parallel.axes.data_parallel_size(cluster.devices))
     size = 1 << (size.bit_length() - 1)
     while True:
-        tried = unlike.completed(replace(choice, micro_batch=size))
-        estimate = model.predict(tried)
+        tried = unlike.complete(replace(choice, micro_batch=size))
+        estimate = model.estimate(tried)
         if estimate.fits or size == 1:
             return Prediction(work, cluster, tried, estimate)
         size //= 2
 
 
-def choice_of(config: Config, cluster: Cluster) -> Choice:
+def choice_of(config: Config, cluster: ClusterSpec) -> LayoutChoice:
     """The layout of a recipe, as `recipe_keys.keys_of` has written it. Raises ConfigError where the degrees do not
     divide the devices."""
     parallel, memory = config.parallel, config.memory.activations
     devices, batch = cluster.devices, config.train.global_batch
     staged = parallel.pipeline > 1
     schedule = parallel.schedule if staged else "1f1b"
-    copies = config.parallel.axes.data(devices)
-    zero, reduce = parallel.settled
-    work, state = config.balance.work, config.balance.state
+    copies = config.parallel.axes.data_parallel_size(devices)
+    zero, reduce = parallel.resolve_sharding
+    work, state = config.balance.batch, config.balance.optimizer_state
     shares: tuple[int, ...] = ()
     if isinstance(work, list):
         shares = tuple(work)
     elif work == "even":
-        shares = cost.even(batch, copies)
+        shares = cost.split_evenly(batch, copies)
     full: dict[str, Any] = {"recompute": "full", "offload": True}
     kept = full if memory == "offload" else {"recompute": "none" if memory == "auto" else memory}
-    cuts = config.data.seq_len % parallel.tensor == 0 if parallel.sequence == "auto" else parallel.sequence
-    return Choice(
+    cuts = (
+        config.data.seq_len % parallel.tensor == 0
+        if parallel.sequence_parallel == "auto"
+        else parallel.sequence_parallel
+    )
+    return LayoutChoice(
         zero=zero,
         shard_degree=0 if parallel.shard_degree == "auto" or copies == 1 else parallel.shard_degree,
         tensor=parallel.tensor,
         sequence=parallel.tensor > 1 and bool(cuts),
         pipeline=parallel.pipeline,
-        stages=() if parallel.stages == "auto" or not staged else tuple(parallel.stages),
-        virtual=pipelines.HELD[schedule],
+        stages=() if parallel.layers_per_stage == "auto" or not staged else tuple(parallel.layers_per_stage),
+        virtual=pipelines.STAGES_PER_RANK[schedule],
         order="1f1b" if schedule == "interleaved" else schedule,
         micro_batch=1 if config.train.micro_batch == "auto" else config.train.micro_batch,
         shares=shares,
         reduce=reduce,
-        slots=1 if zero == 3 else config.optim.slots,
-        engine="fsdp" if parallel.data == "fsdp2" else "sharded",
+        slots=2 if config.optim.double_buffer and zero != 3 else 1,
+        engine="fsdp" if parallel.engine == "fsdp2" else "sharded",
         devices=devices,
         state=tuple(part / sum(state) for part in state) if isinstance(state, list) else (),
         **kept,
     )
 
 
-def allocated_bytes(held: Held) -> float:
+def allocator_bytes(held: DeviceMemory) -> float:
     """What a run's records can show of it: on an accelerator what is allocated, so without the driver's and the
     fragments; on a CPU what is resident, with what a process is itself, but no replica, which another process has."""
     reserved = held.parts.get("reserved", 0.0) + held.parts.get(REPLICAS, 0.0)
-    return held.total - reserved + (held.kind.reserved_bytes if held.kind.on_host else 0.0)
+    return held.total_bytes - reserved + (held.kind.reserved_bytes if held.kind.on_host else 0.0)

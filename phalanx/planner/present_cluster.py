@@ -6,14 +6,14 @@ from typing import Any
 
 from phalanx.layout.hardware import MOST, Hardware
 from phalanx.planner import measured_cluster, parse_cluster
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.constants import DEFAULT, Constants
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
 
 SHEET_CORES = 16  # of the CPU whose figures are in `kinds`
 
 
 @dataclass(frozen=True)
-class Present:
+class NodeDevice:
     """A rank's device: what its maker calls it, and bytes of memory that this rank could have. `cores` are a CPU
     rank's part of its machine's; 0 of an accelerator."""
 
@@ -22,10 +22,10 @@ class Present:
     cores: float = 0.0
 
 
-def read(told: Any) -> tuple[tuple[Present, ...], ...]:
+def parse_node_devices(tree: Any) -> tuple[tuple[NodeDevice, ...], ...]:
     """The devices of each node, as JSON has them. Raises ValueError for anything else."""
     try:
-        nodes = tuple(tuple(Present(**device) for device in node) for node in told)
+        nodes = tuple(tuple(NodeDevice(**device) for device in node) for node in tree)
     except TypeError as error:
         raise ValueError(f"no devices of nodes: {error}") from None
     if not nodes or not all(node and all(map(_is_one, node)) for node in nodes):
@@ -33,34 +33,40 @@ def read(told: Any) -> tuple[tuple[Present, ...], ...]:
     return nodes
 
 
-def _is_one(device: Present) -> bool:
+def _is_one(device: NodeDevice) -> bool:
     if not isinstance(device.model, str) or type(device.memory_bytes) is not int:
         return False
     return 0 <= device.memory_bytes <= MOST and type(device.cores) in (int, float) and 0 <= device.cores <= MOST
 
 
-def cluster_of(nodes: Sequence[Sequence[Present]]) -> Cluster:
+def cluster_from_nodes(nodes: Sequence[Sequence[NodeDevice]]) -> ClusterSpec:
     """The devices of all nodes in order of rank, as their data-sheets have them and with their own memory; the network
     between nodes is taken to be as fast as where a cluster's text names no speed."""
     kinds, numbers = [], []
     for number, devices in enumerate(nodes):
         for device in devices:
-            kind = measured_cluster.kind_called(device.model, device.cores > 0, device.memory_bytes)
+            kind = measured_cluster.match_device_name(device.model, device.cores > 0, device.memory_bytes)
             kind = replace(kind, memory_bytes=device.memory_bytes)
             if device.cores > 0:
-                kind = replace(kind.scaled(device.cores / SHEET_CORES), name=f"{kind.name} of {device.cores:.3g} cores")
+                kind = replace(
+                    kind.scale_speed(device.cores / SHEET_CORES), name=f"{kind.name} of {device.cores:.3g} cores"
+                )
             kinds.append(kind)
             numbers.append(number)
-    return Cluster(measured_cluster.grouped(numbers, kinds), parse_cluster.DEFAULT_SPEED, parse_cluster.DEFAULT_LATENCY)
+    return ClusterSpec(
+        measured_cluster.group_devices(numbers, kinds), parse_cluster.DEFAULT_SPEED, parse_cluster.DEFAULT_LATENCY
+    )
 
 
-def known_as(nodes: Sequence[Sequence[Present]], known: Hardware | None) -> tuple[Cluster, Constants, bool]:
+def resolve_cluster(
+    nodes: Sequence[Sequence[NodeDevice]], known: Hardware | None
+) -> tuple[ClusterSpec, CostConstants, bool]:
     """The cluster that these devices are, the constants for it, and whether both rest on what was measured of them
     (`known`), or on data-sheets, as where that was of other devices."""
     there = [(number, device.model) for number, devices in enumerate(nodes) for device in devices]
     if known is not None:
         order = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in known.devices))}
         if there == [(order[device.node], device.model) for device in known.devices]:
-            constants = measured_cluster.constants_of(known)
-            return measured_cluster.cluster_of(known, constants), constants, True
-    return cluster_of(nodes), DEFAULT, False
+            constants = measured_cluster.constants_from_hardware(known)
+            return measured_cluster.cluster_from_hardware(known, constants), constants, True
+    return cluster_from_nodes(nodes), DEFAULT_CONSTANTS, False

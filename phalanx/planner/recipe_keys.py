@@ -5,14 +5,14 @@ from typing import Any, get_args
 
 from phalanx.config import load
 from phalanx.config.model import LoraTarget
-from phalanx.config.schema import Config, spec_of
-from phalanx.config.validation import is_own, problems_with
+from phalanx.config.schema import Config, build_model_spec
+from phalanx.config.validation import find_problems_for_world, is_custom_task
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec, adapter_count, parameter_count
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.search import Plan, Space, degrees
-from phalanx.planner.work import WIDTH, Work
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.search import Plan, SearchSpace, list_degrees
+from phalanx.planner.work import WIDTH, StepWork
 
 # Bytes that a rule keeps of a parameter in fp32, besides the parameter (torch.optim's own buffers).
 STATE_BYTES = {
@@ -22,35 +22,35 @@ STATE_BYTES = {
 MORE_STATE = {"amsgrad": 4.0, "momentum": 4.0, "centered": 4.0}  # options that keep one number more
 FRESH_RANK = 16  # of adapters that nobody says more of, as a start has it
 # Bytes of an element on its way between nodes, by comm.compress; int8 has a scale of 2 bytes for 64 of them.
-SENT = {"none": None, "bf16": 2.0, "int8": 1 + 2 / 64}
+COMPRESSED_BYTES = {"none": None, "bf16": 2.0, "int8": 1 + 2 / 64}
 # Keys of a recipe that a plan chooses, and the field of a Choice that each is.
-PLANNED = {
-    "parallel.data": "engine",
+CHOICE_FIELDS = {
+    "parallel.engine": "engine",
     "parallel.zero": "zero",
     "parallel.shard_degree": "shard_degree",
-    "parallel.reduce": "reduce",
+    "parallel.grad_reduce": "reduce",
     "parallel.tensor": "tensor",
-    "parallel.sequence": "sequence",
+    "parallel.sequence_parallel": "sequence",
     "parallel.pipeline": "pipeline",
     "parallel.schedule": "virtual",
-    "parallel.stages": "stages",
+    "parallel.layers_per_stage": "stages",
     "train.micro_batch": "micro_batch",
     "memory.activations": "recompute",
-    "optim.slots": "slots",
-    "balance.work": "shares",
-    "balance.state": "state",
+    "optim.double_buffer": "slots",
+    "balance.batch": "shares",
+    "balance.optimizer_state": "state",
 }
 # What a plan finds out by itself, whatever a recipe made for another cluster says.
-FREE: dict[str, Any] = {
+AUTO_LAYOUT: dict[str, Any] = {
     "parallel.layout": "given",
-    "parallel.data": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.reduce": "auto",
-    "parallel.tensor": 1, "parallel.sequence": "auto", "parallel.pipeline": 1, "parallel.schedule": "1f1b",
-    "parallel.stages": "auto", "train.micro_batch": "auto", "memory.activations": "none", "optim.slots": 1,
-    "balance.work": "auto", "balance.state": "auto", "balance.hardware": None,
+    "parallel.engine": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.grad_reduce": "auto",
+    "parallel.tensor": 1, "parallel.sequence_parallel": "auto", "parallel.pipeline": 1, "parallel.schedule": "1f1b",
+    "parallel.layers_per_stage": "auto", "train.micro_batch": "auto", "memory.activations": "none",
+    "optim.double_buffer": False, "balance.batch": "auto", "balance.optimizer_state": "auto", "balance.hardware": None,
 }  # fmt: skip
 SCHEDULES = {"1f1b": 1, "interleaved": 2}
-# Fields of a Choice by parallel.data.
-DATA: dict[str, dict[str, Any]] = {
+# Fields of a Choice by parallel.engine.
+ENGINE_FIELDS: dict[str, dict[str, Any]] = {
     "single": {"devices": 1},
     "sharded": {"engine": "sharded"},
     "fsdp2": {"engine": "fsdp", "zero": 3, "reduce": "per_micro_batch", "shard_degree": 0},
@@ -60,15 +60,15 @@ DATA: dict[str, dict[str, Any]] = {
 def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
     """The model's shapes; a vocabulary that is not known yet is taken to be as large as the one that would be trained.
     `folder_spec` is that of `model.from_hf`. Raises ConfigError for a network of one's own."""
-    if is_own(config) or config.model.code is not None:
-        key = "task.code" if is_own(config) else "model.code"
+    if is_custom_task(config) or config.model.code is not None:
+        key = "task.code" if is_custom_task(config) else "model.code"
         raise ConfigError(
             f"a plan is made from the shapes of built-in models, and {key} brings a network of its own; start it with "
             "few steps on one node, or `phalanx train --dry-run` for its memory"
         )
     if folder_spec is None and config.model.preset is None and config.model.vocab_size == "auto":
-        config = load.update(config, {"model.vocab_size": config.data.tokenizer_vocab})
-    return spec_of(_with_adapters(config), folder_spec)
+        config = load.update_config(config, {"model.vocab_size": config.data.tokenizer_vocab})
+    return build_model_spec(_with_adapters(config), folder_spec)
 
 
 def _with_adapters(config: Config) -> Config:
@@ -79,18 +79,18 @@ def _with_adapters(config: Config) -> Config:
         return config
     rank = FRESH_RANK if lora.rank == "auto" else lora.rank
     fresh = {"rank": rank, "alpha": 2.0 * rank, "targets": list(get_args(LoraTarget))}
-    return load.update(
+    return load.update_config(
         config, {f"model.lora.{name}": value for name, value in fresh.items() if getattr(lora, name) == "auto"}
     )
 
 
-def precision_of(config: Config, cluster: Cluster) -> tuple[str, bool]:
+def precision_of(config: Config, cluster: ClusterSpec) -> tuple[str, bool]:
     """(type of matrix products, whether each device makes its own of what travels): as `train.dtype` says, or auto
     chooses where it runs."""
     kinds, wanted = cluster.kinds, config.train.dtype
     if wanted in WIDTH:
         for kind in kinds:
-            kind.peak(wanted)  # raises for what one of them cannot
+            kind.peak_flop_per_s(wanted)  # raises for what one of them cannot
         return wanted, False
     if any(kind.on_host for kind in kinds):
         return "fp32", False
@@ -99,15 +99,15 @@ def precision_of(config: Config, cluster: Cluster) -> tuple[str, bool]:
     return "fp16", wanted == "mixed" or any("bf16" in kind.flop_per_s for kind in kinds)
 
 
-def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
+def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
     """A step of the recipe, as the cost model takes it."""
     bert = spec.architecture == "bert"
     precision, mixed = precision_of(config, cluster)
-    rule, options = config.optim.rule, config.optim.options
+    rule, options = config.optim.name, config.optim.options
     state = STATE_BYTES[rule] + sum(more for name, more in MORE_STATE.items() if options.get(name))
     whole = parameter_count(spec)
     doubled = 2 if precision == "fp64" else 1  # then masters, moments and gradients are, too
-    return Work(
+    return StepWork(
         layers=spec.layers,
         hidden=spec.hidden,
         heads=spec.heads,
@@ -128,14 +128,14 @@ def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
         state_bytes=state * doubled,
         reduce_bytes=4 * doubled,
         gather_bytes=4 if mixed else WIDTH[precision],
-        far_bytes=SENT[config.comm.compress],
+        far_bytes=COMPRESSED_BYTES[config.comm.compress],
         trained=1.0 if spec.lora is None else adapter_count(spec) / (whole + adapter_count(spec)),
         window=spec.sliding_window or 0,
         full_layers=sum(layer < spec.layers for layer in spec.full_attention_layers),
         both_ways=spec.bidirectional,
-        horizon=config.memory.horizon,
-        memory=config.resilience.memory,
-        replicate=config.resilience.replicate,
+        horizon=config.memory.offload_prefetch_blocks,
+        memory=config.resilience.in_memory_checkpoints,
+        replicate=config.resilience.replicate_every,
         replays=rule == "adamw",
         qk_norm=spec.qk_norm,
         own_positions=config.data.format in ("chat", "prompt") or config.data.isolate_documents,
@@ -145,11 +145,13 @@ def work_of(config: Config, spec: ModelSpec, cluster: Cluster) -> Work:
 # --------------------------------------------------------------------------------------------------------- what may be
 
 
-def free(config: Config, overrides: Sequence[str]) -> Config:
+def free_layout(config: Config, overrides: Sequence[str]) -> Config:
     """The recipe without the layout that it was written for, but with what the command line says of it."""
     said = {word.partition("=")[0] for word in overrides}
-    values = {key: value for key, value in FREE.items() if key not in said}
-    return load.update(config, values | {"parallel.layout": "given"})  # by the plan, whoever else was to choose it
+    values = {key: value for key, value in AUTO_LAYOUT.items() if key not in said}
+    return load.update_config(
+        config, values | {"parallel.layout": "given"}
+    )  # by the plan, whoever else was to choose it
 
 
 def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
@@ -157,17 +159,19 @@ def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
     pins: dict[str, Any] = {}
     for word in overrides:
         key = word.partition("=")[0]
-        if key not in PLANNED:
+        if key not in CHOICE_FIELDS:
             continue
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         if value in ("auto", "measured-once"):
             continue
-        if key == "parallel.data":
-            pins |= DATA[value]
+        if key == "parallel.engine":
+            pins |= ENGINE_FIELDS[value]
             continue
         if isinstance(value, list):
             value = tuple(value)
+        if key == "optim.double_buffer":
+            value = 1 + value
         if key == "parallel.schedule":
             if value not in SCHEDULES:
                 raise ConfigError(
@@ -177,17 +181,17 @@ def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         if key == "memory.activations":
             pins["offload"] = value == "offload"
             value = "full" if value == "offload" else value
-        pins[PLANNED[key]] = value
+        pins[CHOICE_FIELDS[key]] = value
     return pins
 
 
-def space_of(config: Config, work: Work, cluster: Cluster, pins: Mapping[str, Any]) -> Space:
+def space_of(config: Config, work: StepWork, cluster: ClusterSpec, pins: Mapping[str, Any]) -> SearchSpace:
     """Which degrees the recipe can run with on this cluster: those that come out even and that it does not refuse.
     Raises ConfigError with its own words where it refuses all that are asked for."""
     if pins.get("offload") and work.layers <= work.horizon:
         raise ConfigError(
             f"memory.activations=offload would move nothing: the inputs of the last {work.horizon} blocks stay on the "
-            f"device (memory.horizon) and the model has {work.layers}; set memory.activations=full"
+            f"device (memory.offload_prefetch_blocks) and the model has {work.layers}; set memory.activations=full"
         )
     asked = {f"parallel.{name}": pins[name] for name in ("tensor", "pipeline") if name in pins}
     if why := _why_not(config, asked):
@@ -201,7 +205,7 @@ def space_of(config: Config, work: Work, cluster: Cluster, pins: Mapping[str, An
         )
     refused: dict[tuple[int, bool], bool] = {}  # what is said of a pipeline does not depend on its length
     found = []
-    for tensor, pipeline in degrees(work, cluster, pins.get("pipeline", 0)):
+    for tensor, pipeline in list_degrees(work, cluster, pins.get("pipeline", 0)):
         if (pins.get("tensor", tensor), pins.get("pipeline", pipeline)) != (tensor, pipeline):
             continue
         if kind is not None and tensor * pipeline > 1:
@@ -218,13 +222,13 @@ def space_of(config: Config, work: Work, cluster: Cluster, pins: Mapping[str, An
             f"{words} does not come out even on {cluster.devices} devices and a model of {work.layers} layers and "
             f"{work.heads} heads; choose divisors, and slices that fit on one node"
         )
-    return Space(tuple(found), pins=dict(pins))
+    return SearchSpace(tuple(found), pins=dict(pins))
 
 
 def _why_not(config: Config, values: Mapping[str, int]) -> str | None:
     """Why the recipe cannot run with such degrees; None where it can."""
     try:
-        load.update(config, dict(values))
+        load.update_config(config, dict(values))
     except ConfigError as error:
         return str(error)
     return None
@@ -237,34 +241,34 @@ def keys_of(plan: Plan, config: Config) -> dict[str, Any]:
     """The keys of a recipe that make it run in this layout; all that a layout is, so that nothing else interferes.
     `config`: what the plan is for, which says whether one rank alone is to have the sharded engine."""
     choice, fsdp = plan.choice, plan.choice.engine == "fsdp"
-    sharded = plan.devices > 1 or config.parallel.data == "sharded" or config.comm.compress != "none"
+    sharded = plan.devices > 1 or config.parallel.engine == "sharded" or config.comm.compress != "none"
     keys: dict[str, Any] = {
-        "parallel.data": "fsdp2" if fsdp else "sharded" if sharded else "single",
+        "parallel.engine": "fsdp2" if fsdp else "sharded" if sharded else "single",
         "parallel.zero": "auto" if plan.copies == 1 or fsdp else choice.zero,
         "parallel.shard_degree": choice.shard_degree or "auto",
-        "parallel.reduce": "auto" if plan.copies == 1 or fsdp else choice.reduce,
+        "parallel.grad_reduce": "auto" if plan.copies == 1 or fsdp else choice.reduce,
         "parallel.tensor": choice.tensor,
-        "parallel.sequence": choice.sequence if choice.tensor > 1 else "auto",
+        "parallel.sequence_parallel": choice.sequence if choice.tensor > 1 else "auto",
         "parallel.pipeline": choice.pipeline,
         "parallel.schedule": "interleaved" if choice.virtual > 1 else "1f1b",
-        "parallel.stages": list(choice.stages) if choice.stages else "auto",
+        "parallel.layers_per_stage": list(choice.stages) if choice.stages else "auto",
         "train.micro_batch": choice.micro_batch,
-        "memory.activations": activations(choice),
-        "optim.slots": choice.slots,
-        "balance.work": list(choice.shares) if choice.shares else "auto",
-        "balance.state": list(choice.state) if choice.state else "auto",
+        "memory.activations": activations_key(choice),
+        "optim.double_buffer": choice.slots == 2,
+        "balance.batch": list(choice.shares) if choice.shares else "auto",
+        "balance.optimizer_state": list(choice.state) if choice.state else "auto",
     }
     return keys
 
 
-def activations(choice: Choice) -> str:
+def activations_key(choice: LayoutChoice) -> str:
     """`memory.activations` of a layout."""
     return "offload" if choice.offload else choice.recompute
 
 
-def checked(config: Config, plan: Plan) -> Config:
+def apply_plan(config: Config, plan: Plan) -> Config:
     """The recipe with the plan's keys, checked as a start would. Raises ConfigError where it refuses them."""
-    chosen = load.update(config, keys_of(plan, config))
-    if found := problems_with(chosen, plan.devices):
+    chosen = load.update_config(config, keys_of(plan, config))
+    if found := find_problems_for_world(chosen, plan.devices):
         raise ConfigError("; ".join(found))
     return chosen

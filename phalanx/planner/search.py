@@ -2,8 +2,8 @@
 step, or where failures count of a step that lasts.
 
 Every layout that is returned fits, by `memory`. Devices are taken in the cluster's order, from the first on; where some
-are better left idle, a smaller cluster or `Choice.devices` says so, with the reason. Unlike devices get shares by their
-speed (balance.py), stages of a pipeline layers by theirs (layout/pipeline_stages.py).
+are better left idle, a smaller cluster or `LayoutChoice.devices` says so, with the reason. Unlike devices get shares by
+their speed (balance.py), stages of a pipeline layers by theirs (layout/pipeline_stages.py).
 """
 
 import itertools
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from phalanx.planner import compute_cost, cost, memory
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.constants import DEFAULT, Constants
-from phalanx.planner.cost import Estimate, Model
-from phalanx.planner.device_catalog import Kind
-from phalanx.planner.failures import Failures
-from phalanx.planner.heterogeneous import Unlike
-from phalanx.planner.layout_choice import Choice, Recompute
-from phalanx.planner.memory import Held
-from phalanx.planner.work import Work
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
+from phalanx.planner.cost import CostModel, StepEstimate
+from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.failures import FailureModel
+from phalanx.planner.heterogeneous import HeterogeneousDevices
+from phalanx.planner.layout_choice import LayoutChoice, Recompute
+from phalanx.planner.memory import DeviceMemory
+from phalanx.planner.work import StepWork
 
 RECOMPUTE: tuple[tuple[Recompute, bool], ...] = (("none", False), ("selective", False), ("full", False), ("full", True))
 MOST_GROUPS = 4  # of which all subsets are tried; of more, those of the fastest kinds
@@ -37,13 +37,13 @@ Reduce = Literal["per_step", "per_micro_batch"]
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What may be chosen: pairs of a tensor and a pipeline degree, and a field of Choice to one value in `pins`;
     `shares` and `state` may be "even"."""
 
     degrees: tuple[tuple[int, int], ...] = ((1, 1),)
     pins: Mapping[str, Any] = field(default_factory=dict)
-    whole: bool = False  # all devices in the order they are in, since they are there already
+    use_all_devices: bool = False  # all devices in the order they are in, since they are there already
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,18 @@ class Plan:
     """A layout that fits: `cluster` is what it uses of the one that was given, in order of rank; `goodput` the share of
     the time that goes into steps that last, 1 where nobody asks for failures."""
 
-    choice: Choice
-    estimate: Estimate
-    cluster: Cluster
+    choice: LayoutChoice
+    estimate: StepEstimate
+    cluster: ClusterSpec
     goodput: float = 1.0
 
     @property
-    def lasting_s(self) -> float:
+    def effective_step_s(self) -> float:
         """Seconds for each step that lasts: what failures take is paid by the others."""
         return self.estimate.step_s / self.goodput
 
     @property
-    def lasting_tokens_per_s(self) -> float:
+    def effective_tokens_per_s(self) -> float:
         return self.estimate.tokens_per_s * self.goodput
 
     @property
@@ -75,18 +75,18 @@ class Plan:
         return self.devices // (self.choice.tensor * self.choice.pipeline)
 
 
-def family(choice: Choice, zero: int, cluster: Cluster) -> tuple[object, ...]:
+def layout_family(choice: LayoutChoice, zero: int, cluster: ClusterSpec) -> tuple[object, ...]:
     """What tells layouts apart for a reader: of each family only the best is shown."""
     return (choice.tensor, choice.pipeline, zero, cluster.names)
 
 
 @dataclass(frozen=True)
-class Short:
+class Shortfall:
     """How far a model is from fitting, in the layout that needs the least: bytes missing on the fullest device."""
 
-    choice: Choice
-    cluster: Cluster
-    kind: Kind
+    choice: LayoutChoice
+    cluster: ClusterSpec
+    kind: DeviceKind
     stage: int
     needed_bytes: float
     missing_bytes: float
@@ -94,11 +94,11 @@ class Short:
 
 
 @dataclass(frozen=True)
-class Found:
-    """`plans`: the best of each family, fastest first; empty where nothing fits, which `short` then explains."""
+class SearchResult:
+    """`plans`: the best of each family, fastest first; empty where nothing fits, which `shortfall` then explains."""
 
     plans: tuple[Plan, ...]
-    short: Short | None
+    shortfall: Shortfall | None
     tried: int
 
     @property
@@ -106,7 +106,7 @@ class Found:
         return self.plans[0]
 
 
-def degrees(work: Work, cluster: Cluster, asked: int = 0) -> Iterator[tuple[int, int]]:
+def list_degrees(work: StepWork, cluster: ClusterSpec, asked: int = 0) -> Iterator[tuple[int, int]]:
     """Pairs of a tensor and a pipeline degree that come out even: slices of all heads and channels on one node, and no
     more stages than layers. Of more than FEW_STAGES, powers of two and three times such, as many as there are layers,
     and the number that is `asked` for: the same for all clusters, as more devices are never to be a loss."""
@@ -120,26 +120,26 @@ def degrees(work: Work, cluster: Cluster, asked: int = 0) -> Iterator[tuple[int,
                     yield tensor, pipeline
 
 
-def search(
-    work: Work, cluster: Cluster, space: Space, constants: Constants = DEFAULT, keep: int = 6,
-    failures: Failures | None = None,
-) -> Found:  # fmt: skip
+def search_layouts(
+    work: StepWork, cluster: ClusterSpec, space: SearchSpace, constants: CostConstants = DEFAULT_CONSTANTS,
+    keep: int = 6, failures: FailureModel | None = None,
+) -> SearchResult:  # fmt: skip
     """The best layouts, `keep` families of them at most; `failures` None: as if nothing ever failed. Deterministic; of
     equals the first of the enumeration wins."""
-    found = _Found(failures)
-    for part, turned in [(cluster, False)] if space.whole else _parts(cluster):
-        _Search(work, part, space, constants, found, turned).run()
-    if not space.whole:
-        _with_fewer(work, space, constants, found, found.ranked()[: 2 * keep])
-    for plan in found.ranked()[: 2 * keep]:
+    found = _BestPlans(failures)
+    for part, turned in [(cluster, False)] if space.use_all_devices else _parts(cluster):
+        _Search(work, part, space, constants, found, turned).search_cluster()
+    if not space.use_all_devices:
+        _with_fewer(work, space, constants, found, found.ranking()[: 2 * keep])
+    for plan in found.ranking()[: 2 * keep]:
         refining = _Search(work, plan.cluster, space, constants, found, False)
-        for choice in found.hopeful(plan):
+        for choice in found.promising_choices(plan):
             refining.refine(choice)
-    plans = found.ranked()[:keep]
-    return Found(tuple(plans), None if plans else found.short, found.tried)
+    plans = found.ranking()[:keep]
+    return SearchResult(tuple(plans), None if plans else found.shortfall, found.tried)
 
 
-def _parts(cluster: Cluster) -> Iterator[tuple[Cluster, bool]]:
+def _parts(cluster: ClusterSpec) -> Iterator[tuple[ClusterSpec, bool]]:
     """The cluster, and what is left of it without some of its groups, since a slow one may cost more than it does; each
     also turned round."""
     groups, numbers = cluster.groups, range(len(cluster.groups))
@@ -154,13 +154,15 @@ def _parts(cluster: Cluster) -> Iterator[tuple[Cluster, bool]]:
     for subset in subsets:
         # Stages lie one behind the other: the kind with the head, or with the most in flight, may be either.
         for turned in (False, True):
-            part = cluster.of(subset[::-1] if turned else subset)
+            part = cluster.select_groups(subset[::-1] if turned else subset)
             if part.names not in seen:
                 seen.add(part.names)
                 yield part, turned
 
 
-def _with_fewer(work: Work, space: Space, constants: Constants, found: "_Found", plans: list[Plan]) -> None:
+def _with_fewer(
+    work: StepWork, space: SearchSpace, constants: CostConstants, found: "_BestPlans", plans: list[Plan]
+) -> None:
     """Plans for some nodes of few unlike ones, in the degrees of those for all: a slow node less may be less to wait
     for. As long as that helps one more is left out."""
     seen = set()
@@ -169,70 +171,72 @@ def _with_fewer(work: Work, space: Space, constants: Constants, found: "_Found",
         if len(groups) == 1 or plan.cluster.nodes > FEW:
             continue
         for number, group in enumerate(groups):
-            part = plan.cluster.sized([each.nodes - (place == number) for place, each in enumerate(groups)])
+            part = plan.cluster.resize_groups([each.nodes - (place == number) for place, each in enumerate(groups)])
             if group.nodes > 1 and (part.names, degrees) not in seen:
                 seen.add((part.names, degrees))
-                _Search(work, part, replace(space, degrees=(degrees,)), constants, found, False).run()
-                made = [other for other in found.ranked() if other.cluster.names == part.names]
-                plans += [other for other in made[:1] if other.lasting_s < plan.lasting_s]
+                _Search(work, part, replace(space, degrees=(degrees,)), constants, found, False).search_cluster()
+                made = [other for other in found.ranking() if other.cluster.names == part.names]
+                plans += [other for other in made[:1] if other.effective_step_s < plan.effective_step_s]
 
 
-class _Found:
+class _BestPlans:
     """The best plan of each family so far, and the nearest miss."""
 
-    def __init__(self, failures: Failures | None) -> None:
+    def __init__(self, failures: FailureModel | None) -> None:
         self.failures = failures
         self.plans: dict[tuple[object, ...], Plan] = {}
-        self.hopes: dict[tuple[object, ...], list[tuple[float, Choice]]] = {}
+        self.hopes: dict[tuple[object, ...], list[tuple[float, LayoutChoice]]] = {}
         self.best_s = math.inf
-        self.short: Short | None = None
+        self.shortfall: Shortfall | None = None
         self.tried = self.missed = 0
 
-    def ranked(self) -> list[Plan]:
-        return sorted(self.plans.values(), key=lambda plan: plan.lasting_s)
+    def ranking(self) -> list[Plan]:
+        return sorted(self.plans.values(), key=lambda plan: plan.effective_step_s)
 
     def is_hopeless(self, key: tuple[object, ...], bound_s: float) -> bool:
         """Whether a layout of this family that takes so long at least is none that anybody would look at."""
         if bound_s > WORTH * self.best_s:
             return True
         before = self.plans.get(key)
-        return before is not None and bound_s > before.lasting_s
+        return before is not None and bound_s > before.effective_step_s
 
-    def hopeful(self, plan: Plan) -> Iterator[Choice]:
+    def promising_choices(self, plan: Plan) -> Iterator[LayoutChoice]:
         """Layouts of a plan's family that would beat it if they exchanged nothing, as another degree may have it: of
         those with fewer devices or other micro-batches one that waits longer now may be the faster one then."""
-        key = family(plan.choice, plan.choice.zero, plan.cluster)
+        key = layout_family(plan.choice, plan.choice.zero, plan.cluster)
         yield plan.choice
         for hope_s, choice in sorted(self.hopes[key], key=lambda hope: hope[0])[:MOST_HOPES]:
-            if hope_s >= self.plans[key].lasting_s:
+            if hope_s >= self.plans[key].effective_step_s:
                 return
             yield choice
 
-    def miss(self, choice: Choice, cluster: Cluster, held: Held) -> None:
+    def note_misfit(self, choice: LayoutChoice, cluster: ClusterSpec, held: DeviceMemory) -> None:
         """Note a layout that does not fit, if it is nearer to it than all others."""
         self.tried += 1
         self.missed += 1
-        if self.short is None or -held.left < self.short.missing_bytes:
-            self.short = Short(choice, cluster, held.kind, held.stage, held.total, -held.left, held.parts)
+        if self.shortfall is None or -held.free_bytes < self.shortfall.missing_bytes:
+            self.shortfall = Shortfall(
+                choice, cluster, held.kind, held.stage, held.total_bytes, -held.free_bytes, held.parts
+            )
 
-    def see(self, choice: Choice, estimate: Estimate, cluster: Cluster) -> bool:
+    def see(self, choice: LayoutChoice, estimate: StepEstimate, cluster: ClusterSpec) -> bool:
         """Whether it fits; the best of its family is kept."""
         worst = estimate.memory[0]
-        if worst.left < 0:
-            self.miss(choice, cluster, worst)
+        if worst.free_bytes < 0:
+            self.note_misfit(choice, cluster, worst)
             return False
         self.tried += 1
-        key = family(choice, choice.zero, cluster)
+        key = layout_family(choice, choice.zero, cluster)
         before = self.plans.get(key)
         self.hopes.setdefault(key, []).append((estimate.step_s - estimate.terms["communication"], choice))
-        if before is not None and estimate.step_s >= before.lasting_s:
+        if before is not None and estimate.step_s >= before.effective_step_s:
             return True  # and no failure would make it faster
         plan = Plan(choice, estimate, cluster)
         if self.failures is not None:
             plan = replace(plan, goodput=self.failures.goodput(estimate, plan.devices))
-        if before is None or plan.lasting_s < before.lasting_s * BETTER:
+        if before is None or plan.effective_step_s < before.effective_step_s * BETTER:
             self.plans[key] = plan
-            self.best_s = min(self.best_s, plan.lasting_s)
+            self.best_s = min(self.best_s, plan.effective_step_s)
         return True
 
 
@@ -240,15 +244,21 @@ class _Search:
     """One cluster, all of whose groups are used."""
 
     def __init__(
-        self, work: Work, cluster: Cluster, space: Space, constants: Constants, found: _Found, turned: bool
+        self,
+        work: StepWork,
+        cluster: ClusterSpec,
+        space: SearchSpace,
+        constants: CostConstants,
+        found: _BestPlans,
+        turned: bool,
     ) -> None:
         self.turned = turned
         self.work, self.cluster, self.space, self.constants, self.found = work, cluster, space, constants, found
-        self.model = Model(work, cluster, constants)
-        self.unlike = Unlike(work, cluster, constants)
+        self.model = CostModel(work, cluster, constants)
+        self.unlike = HeterogeneousDevices(work, cluster, constants)
         self._blocks: dict[tuple[object, ...], float] = {}
 
-    def run(self) -> None:
+    def search_cluster(self) -> None:
         pins = self.space.pins
         for tensor, pipeline in self.space.degrees:
             if (pins.get("tensor", tensor), pins.get("pipeline", pipeline)) != (tensor, pipeline):
@@ -259,7 +269,7 @@ class _Search:
                 for devices in self.device_counts(tensor * pipeline):
                     self.layouts(tensor, pipeline, devices)
 
-    def pinned(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
+    def candidate_values(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
         return (self.space.pins[name],) if name in self.space.pins else values
 
     def device_counts(self, together: int) -> Iterator[int]:
@@ -275,7 +285,7 @@ class _Search:
         most = min(self.cluster.devices // together, batch)
         if most < 1:
             return
-        if self.space.whole:
+        if self.space.use_all_devices:
             if most * together == self.cluster.devices:
                 yield self.cluster.devices
             return
@@ -291,7 +301,7 @@ class _Search:
     def may_win(self, copies: int, together: int) -> bool:
         """Whether so few devices could be the best, if nothing but blocks took any time."""
         share = -(-self.work.global_batch // copies)
-        whole = Choice()
+        whole = LayoutChoice()
         block_s = min(self.block_s(kind, whole, share) for kind in self.cluster.kinds)
         return self.work.layers * block_s / together * NEARLY < self.found.best_s
 
@@ -300,7 +310,7 @@ class _Search:
         copies, pins = devices // (tensor * pipeline), self.space.pins
         # Stages of unlike devices have unlike numbers of layers, which interleaved ones cannot have.
         twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.unlike.uniform and "stages" not in pins
-        for virtual in self.pinned("virtual", (1, 2) if twice else (1,)):
+        for virtual in self.candidate_values("virtual", (1, 2) if twice else (1,)):
             if "stages" in pins and len(pins["stages"]) != pipeline * virtual:
                 continue
             for recompute, offload in RECOMPUTE:
@@ -312,7 +322,7 @@ class _Search:
                     continue  # the host's memory is the device's
                 if offload and self.work.layers <= self.work.horizon:
                     continue  # nothing would leave
-                base = Choice(
+                base = LayoutChoice(
                     tensor=tensor, pipeline=pipeline, virtual=virtual, recompute=recompute, offload=offload,
                     sequence=tensor > 1 and pins.get("sequence", self.work.seq_len % tensor == 0), devices=devices,
                     engine=pins.get("engine", "sharded"),
@@ -330,13 +340,13 @@ class _Search:
                 if missed == self.found.missed:
                     break  # where everything fits, computing again only takes time
 
-    def is_slow(self, choice: Choice, copies: int) -> bool:
+    def is_slow(self, choice: LayoutChoice, copies: int) -> bool:
         """Whether unlike devices would take longer than anybody would look at, were all of them busy all the time."""
         if self.unlike.uniform or self.found.best_s == math.inf:
             return False
         width = copies * choice.tensor * choice.pipeline
         per_s = sum(
-            (min(behind, width) - begin) / choice.tensor / self.unlike.pace(group.kind, choice)[1]
+            (min(behind, width) - begin) / choice.tensor / self.unlike.fit_kind_speed(group.kind, choice)[1]
             for begin, behind, group in self.cluster.spans
             if begin < width
         )
@@ -355,16 +365,18 @@ class _Search:
             size *= 2
         yield share
 
-    def sizes_fit(self, choice: Choice, copies: int) -> bool:
+    def sizes_fit(self, choice: LayoutChoice, copies: int) -> bool:
         """Try all ways of sharding; whether any of them fits, or might where it was passed over as too slow."""
         pins = self.space.pins
         if "shares" in pins:
             wanted = pins["shares"]
-            choice = replace(choice, shares=cost.even(self.work.global_batch, copies) if wanted == "even" else wanted)
+            choice = replace(
+                choice, shares=cost.split_evenly(self.work.global_batch, copies) if wanted == "even" else wanted
+            )
             if len(choice.shares) != copies:
                 return False
         elif not self.unlike.uniform:
-            choice = replace(choice, shares=self.unlike.shares(choice, copies))
+            choice = replace(choice, shares=self.unlike.divide_batch(choice, copies))
         if choice.shares and choice.micro_batch >= 2 * max(choice.shares) and "micro_batch" not in pins:
             return False  # half of it was as much as any copy has
         bound_s = self.least_s(choice, copies)
@@ -372,29 +384,29 @@ class _Search:
             return True
         fitted = False
         for zero, degree, reduce, slots in self.shardings(copies, choice.pipeline):
-            if self.found.is_hopeless(family(choice, zero, self.cluster), bound_s):
+            if self.found.is_hopeless(layout_family(choice, zero, self.cluster), bound_s):
                 fitted = True
                 continue
             each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)
             if each.lockstep and not self.unlike.uniform and "shares" not in pins:  # they were of copies that are not
-                each = replace(each, shares=self.unlike.shares(each, copies))
+                each = replace(each, shares=self.unlike.divide_batch(each, copies))
             holders = self.holders(each, copies)
-            worst = min(holders, key=lambda held: held.left)
+            worst = min(holders, key=lambda held: held.free_bytes)
             state = self.state_of(each, copies, holders)
-            if worst.left < 0 and state == ():
-                self.found.miss(each, self.cluster, worst)
+            if worst.free_bytes < 0 and state == ():
+                self.found.note_misfit(each, self.cluster, worst)
             elif state is not None:
                 fitted |= self.see(replace(each, state=state) if state else each)
         return fitted
 
-    def state_of(self, choice: Choice, copies: int, holders: Sequence[Held]) -> tuple[float, ...] | None:
+    def state_of(self, choice: LayoutChoice, copies: int, holders: Sequence[DeviceMemory]) -> tuple[float, ...] | None:
         """Parts of the state: as they are held fixed (None: they are for other numbers of ranks), by what unlike
         devices have room for where even ones do not fit, or () for even ones."""
         wanted, degree = self.space.pins.get("state"), choice.shard_degree
         if choice.engine != "sharded":
             return ()  # the others know of even parts alone
         if wanted is None:
-            short = any(held.left < 0 for held in holders)
+            short = any(held.free_bytes < 0 for held in holders)
             if short and not self.unlike.uniform and choice.pipeline == 1 and not degree and copies > 1:
                 return self.unlike.state_weights(holders, copies, choice.tensor)
             return ()
@@ -404,40 +416,40 @@ class _Search:
             return None
         return tuple(part / sum(wanted) for part in wanted)
 
-    def see(self, choice: Choice) -> bool:
+    def see(self, choice: LayoutChoice) -> bool:
         """Predict a layout; whether it fits."""
-        return self.found.see(choice, self.model.predict(choice), self.cluster)
+        return self.found.see(choice, self.model.estimate(choice), self.cluster)
 
     def shardings(self, copies: int, pipeline: int) -> Iterator[tuple[int, int, Reduce, int]]:
         """(zero, shard degree, reduce, slots) that the sharded engine can do and that may be worth it. Zero 2 that
         reduces once a step holds more than zero 1 and sends as much, and a pipeline can do no other."""
         pins, degree = self.space.pins, self.space.pins.get("shard_degree", 0)
-        if copies == 1 and (degree < 2 or (self.space.whole and self.cluster.devices == 1)):
+        if copies == 1 and (degree < 2 or (self.space.use_all_devices and self.cluster.devices == 1)):
             yield 1, 0, "per_step", 1  # nothing to shard
             return
         if degree and copies % degree:
             return
-        for zero in self.pinned("zero", (1, 2, 3) if pipeline == 1 else (1,)):
+        for zero in self.candidate_values("zero", (1, 2, 3) if pipeline == 1 else (1,)):
             reduces: Sequence[Reduce] = ("per_step",)
             if pipeline == 1 and zero > 1:
                 reduces = ("per_micro_batch", "per_step") if zero == 3 else ("per_micro_batch",)
-            for reduce in self.pinned("reduce", reduces):
+            for reduce in self.candidate_values("reduce", reduces):
                 if zero == 3 and pins.get("slots", 1) > 1:
                     continue  # its parameters are gathered anew for each pass
                 if pipeline == 1 or (zero < 3 and reduce == "per_step"):
                     yield zero, degree, reduce, pins.get("slots", 1)
 
-    def refine(self, choice: Choice) -> None:
+    def refine(self, choice: LayoutChoice) -> None:
         """What makes little difference and multiplies what there is to try: only for the best of each family."""
         pins, copies = self.space.pins, (choice.devices or self.cluster.devices) // (choice.tensor * choice.pipeline)
         per_node = max(1, self.cluster.groups[0].per_node // choice.tensor)
         degrees = [each for each in (per_node, 2 * per_node) if 1 < each < copies and copies % each == 0]
         degrees = [choice.shard_degree] if "shard_degree" in pins or "state" in pins else [0, *degrees]
-        slots = self.pinned("slots", (1, 2) if choice.zero < 3 and copies > 1 else (1,))
+        slots = self.candidate_values("slots", (1, 2) if choice.zero < 3 and copies > 1 else (1,))
         cuts = [choice.stages]
-        if choice.stages and self.unlike.uniform and "stages" not in pins and not self.space.whole:
+        if choice.stages and self.unlike.uniform and "stages" not in pins and not self.space.use_all_devices:
             # By products the head counts as so many layers, which small layers are slower than.
-            cuts.append(cost.even(self.work.layers, choice.pipeline))
+            cuts.append(cost.split_evenly(self.work.layers, choice.pipeline))
         for degree, count, stages in itertools.product(degrees, slots, cuts):
             state = choice.state if degree in (0, choice.shard_degree) else ()
             other = replace(choice, shard_degree=degree, slots=count, state=state, stages=stages)
@@ -446,7 +458,7 @@ class _Search:
 
     # ---------------------------------------------------------------------------------------------------------- bounds
 
-    def least_s(self, choice: Choice, copies: int) -> float:
+    def least_s(self, choice: LayoutChoice, copies: int) -> float:
         """A bound that no sharding is below: blocks and the bubble, without any communication, on the fastest kind or,
         with shares of all copies, on all of them together."""
         total, work = self.work.global_batch, self.work
@@ -460,18 +472,18 @@ class _Search:
         longest = work.layers / choice.pipeline * block_s
         return micro_batches * longest + (choice.pipeline - 1) * longest / choice.virtual
 
-    def block_s(self, kind: Kind, choice: Choice, sequences: float) -> float:
+    def block_s(self, kind: DeviceKind, choice: LayoutChoice, sequences: float) -> float:
         key = (kind.name, choice.tensor, choice.sequence, choice.recompute, sequences)
         if key not in self._blocks:
-            found = compute_cost.block(self.work, kind, choice, sequences, self.constants)
+            found = compute_cost.block_pass(self.work, kind, choice, sequences, self.constants)
             self._blocks[key] = found.forward_s + found.backward_s
         return self._blocks[key]
 
-    def holders(self, choice: Choice, copies: int) -> list[Held]:
+    def holders(self, choice: LayoutChoice, copies: int) -> list[DeviceMemory]:
         """What the fullest devices hold, with even parts of the state: cheaper to know than all that a layout costs. Of
         one stage those of each group, of several those of the first and the last stage with the most memory."""
         largest = max(choice.shares) if choice.shares else -(-self.work.global_batch // copies)
-        replicated = self.model.replicated(choice, copies)
+        replicated = self.model.needs_replicas(choice, copies)
         layers = choice.layers_of(self.work.layers)
         own, width, found = 1.0 / (choice.shard_degree or copies), copies * choice.tensor, []
         if choice.pipeline == 1:
@@ -483,11 +495,11 @@ class _Search:
                 ends.append((stage, max(here, key=lambda kind: kind.memory_bytes), -1))
         for stage, kind, first in ends:
             share = largest if not choice.shares else min(choice.shares) if first < 0 else choice.shares[first]
-            for parts in dict.fromkeys(choice.parts(share, largest, fits) for fits in (True, False)):
+            for parts in dict.fromkeys(choice.micro_batches(share, largest, fits) for fits in (True, False)):
                 sequences = max(1.0, share / parts)
                 at = (self.work, kind, choice, copies, stage, layers[stage], sequences, parts, own, self.constants)
-                held = memory.held(*at, replicated=replicated)
-                if held.left >= 0:
+                held = memory.estimate_device_memory(*at, replicated=replicated)
+                if held.free_bytes >= 0:
                     break
             found.append(held)
         return found

@@ -18,8 +18,8 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.placement import ExitCode
 from phalanx.elastic.supervisor import state as supervisor_state
 from phalanx.elastic.supervisor.decide import decide
-from phalanx.elastic.supervisor.state import Phase
-from phalanx.recovery.catalog import Held
+from phalanx.elastic.supervisor.state import JobPhase
+from phalanx.recovery.catalog import StateFileInfo
 
 DAY_S = 86400.0
 MOST_EVENTS = 5_000_000  # beyond which it would take many minutes
@@ -41,8 +41,8 @@ class Scenario:
     which outlives processes; of each `copied`th one (0: of none) the next node has a copy, which outlives nodes. After
     each `checkpoint_steps` (0: never) a checkpoint holds training up for
     `checkpoint_s`. A lost node is back after `repair_s`. A straggler has `slow` of its speed for `slow_for_s`; with
-    `shared` the others take its work. A stall stops all for `stall_s`; one longer than `hang_s` counts as a failure of
-    processes.
+    `shared` the others take its work. A stall stops all for `stall_s`; one longer than `hang_timeout_s` counts as a
+    failure of processes.
     """
 
     nodes: int
@@ -68,7 +68,7 @@ class Scenario:
     stall_every_s: float = math.inf
     stall_s: float = 30.0
     hang_s: float = math.inf
-    policy: supervisor_state.Policy | None = (
+    policy: supervisor_state.RecoveryPolicy | None = (
         None  # None: as a recipe's section resilience has it by default; group in nodes
     )
 
@@ -88,7 +88,7 @@ class Scenario:
 
 
 @dataclass
-class Outcome:
+class SimulationResult:
     """Where the time went, by BUCKETS, in seconds that sum to `span_s`; `ended`: why and when it was given up.
 
     `working` is what the steps that were done would have taken with all nodes, each counted once.
@@ -111,28 +111,28 @@ class Outcome:
         return self.seconds["working"] / self.span_s
 
 
-def simulate(scenario: Scenario, seed: int = 0) -> Outcome:
+def simulate(scenario: Scenario, seed: int = 0) -> SimulationResult:
     """What becomes of a job; the same seed gives the same failures. A Scenario with too many events is refused when it
     is made (ConfigError)."""
-    job = _Job(scenario, random.Random(seed))
-    job.run()
+    job = _SimulatedJob(scenario, random.Random(seed))
+    job.run_to_end()
     return job.outcome
 
 
-class _Job:
+class _SimulatedJob:
     """The cluster that the supervisor decides about: its clock, its nodes, and how far the work is."""
 
     def __init__(self, scenario: Scenario, draws: random.Random) -> None:
         self.scenario, self.draws = scenario, draws
-        self.outcome = Outcome(scenario.span_s, scenario.nodes)
+        self.outcome = SimulationResult(scenario.span_s, scenario.nodes)
         self.queue: list[tuple[float, int, str, Any]] = []
         self.order = itertools.count()
         self.now = 0.0
-        policy = replace(scenario.policy or supervisor_state.Policy(scenario.nodes), nodes=scenario.nodes)
+        policy = replace(scenario.policy or supervisor_state.RecoveryPolicy(scenario.nodes), nodes=scenario.nodes)
         # A node is lost or kept as a whole, so to the supervisor each has one rank.
         nodes = tuple(_node(number, ready=1) for number in range(scenario.nodes + scenario.spares))
-        slots, seats = (supervisor_state.Slot(1, KIND),) * scenario.nodes, tuple(range(scenario.nodes))
-        self.state = supervisor_state.State(policy, nodes=nodes, slots=slots, seats=seats)
+        slots, seats = (supervisor_state.NodeSlot(1, KIND),) * scenario.nodes, tuple(range(scenario.nodes))
+        self.state = supervisor_state.JobState(policy, nodes=nodes, slots=slots, seats=seats)
         self.mode = "waiting"  # a bucket, or "saving"
         self.entered = 0  # how often the mode has changed: what was due in an earlier one is void
         self.paced = 0  # how often the next checkpoint was planned
@@ -144,17 +144,17 @@ class _Job:
         self.lost: set[int] = set()  # nodes that nobody misses yet
         self.slowed: dict[int, float] = {}  # until when, by node
 
-    def run(self) -> None:
+    def run_to_end(self) -> None:
         """Pass over the whole span, from event to event."""
         scenario = self.scenario
         self.next_of("fail", scenario.mtbf_s)
         self.next_of("slow", scenario.straggler_every_s)
         self.next_of("stall", scenario.stall_every_s)
-        self.tell(supervisor_state.Time(0.0))
+        self.decide_on(supervisor_state.Tick(0.0))
         while self.outcome.ended is None and self.queue and self.queue[0][0] < scenario.span_s:
             at, _, what, about = heapq.heappop(self.queue)
             self.pass_until(at)
-            self.happen(what, about)
+            self.handle_event(what, about)
         self.pass_until(scenario.span_s)
         self.outcome.steps = _whole(self.most_s / scenario.step_s)
 
@@ -180,7 +180,7 @@ class _Job:
             return alike * scenario.slow
         return alike * (1 - slow / len(seats) * (1 - scenario.slow))
 
-    def pace(self) -> tuple[float, float]:
+    def work_rates(self) -> tuple[float, float]:
         """(work, commits) in a second of the clock; a commit takes as long with fewer nodes."""
         speed, scenario = self.speed(), self.scenario
         commit = scenario.commit_s / (scenario.commit_steps * scenario.step_s)
@@ -193,7 +193,7 @@ class _Job:
         if self.mode != "working":
             seconds["checkpoints" if self.mode == "saving" else self.mode] += passed
             return
-        work, commits = self.pace()
+        work, commits = self.work_rates()
         done = passed * work
         again = min(done, max(0.0, self.most_s - self.work_s))
         self.work_s += done
@@ -213,11 +213,11 @@ class _Job:
         self.paced += 1
         if self.mode == "working" and self.scenario.checkpoint_steps:
             left = self.scenario.checkpoint_steps * self.scenario.step_s - self.since_s
-            self.after(max(0.0, left) / self.pace()[0], "checkpoint", self.paced)
+            self.after(max(0.0, left) / self.work_rates()[0], "checkpoint", self.paced)
 
     # ----------------------------------------------------------------------------------------------------- what happens
 
-    def happen(self, what: str, about: Any) -> None:
+    def handle_event(self, what: str, about: Any) -> None:
         scenario, due = self.scenario, about == self.entered
         match what:
             case "fail":
@@ -225,7 +225,7 @@ class _Job:
                 hard = self.draws.random() < scenario.hard
                 self.fail(self.draws.choice(self.state.seats), hard, scenario.detect_s)
             case "noticed":
-                self.noticed(*about)
+                self.notice_failure(*about)
             case "slow":
                 self.next_of(what, scenario.straggler_every_s)
                 self.outcome.stragglers += 1
@@ -251,21 +251,21 @@ class _Job:
                 self.enter("saving")
                 self.after(scenario.checkpoint_s, "saved", self.entered)
             case "saved" if due:
-                self.saved()
+                self.finish_checkpoint()
                 self.enter("working")
             case "ended" if due:  # as they were asked to, with a checkpoint
-                self.saved()
+                self.finish_checkpoint()
                 self.all_end(ExitCode.STOPPED)
             case "prepared":
-                self.tell(supervisor_state.Prepared(self.now, about))
+                self.decide_on(supervisor_state.DivisionPrepared(self.now, about))
             case "back":
-                self.tell(supervisor_state.Joined(self.now, _node(about)))
+                self.decide_on(supervisor_state.NodeJoined(self.now, _node(about)))
             case "time":
-                self.tell(supervisor_state.Time(self.now))
+                self.decide_on(supervisor_state.Tick(self.now))
 
-    def saved(self) -> None:
+    def finish_checkpoint(self) -> None:
         self.since_s = 0.0
-        self.tell(supervisor_state.Progress(self.now, _whole(self.work_s / self.scenario.step_s)))
+        self.decide_on(supervisor_state.StepsCommitted(self.now, _whole(self.work_s / self.scenario.step_s)))
 
     def fail(self, node: int, hard: bool, detect_s: float) -> None:
         """From now on no rank gets on, but the agents have yet to notice."""
@@ -274,27 +274,27 @@ class _Job:
         if hard:
             self.lost.add(node)
             self.after(self.scenario.repair_s + detect_s, "back", node)
-        if self.state.phase in (Phase.RUNNING, Phase.ENDING):
+        if self.state.phase in (JobPhase.RUNNING, JobPhase.ENDING):
             self.enter("detecting")
         self.after(detect_s, "noticed", (node, hard, self.state.attempt))
 
-    def noticed(self, node: int, hard: bool, attempt: int) -> None:
+    def notice_failure(self, node: int, hard: bool, attempt: int) -> None:
         if hard:
             self.slowed.pop(node, None)
             self.keep_memory()
             self.lost.discard(node)
-            self.tell(supervisor_state.Lost(self.now, node, "it is gone"))
+            self.decide_on(supervisor_state.NodeLost(self.now, node, "it is gone"))
         else:
-            cause = supervisor_state.Cause(0, int(ExitCode.FAILED), f"a rank of node {node} was killed")
+            cause = supervisor_state.FailureCause(0, int(ExitCode.FAILED), f"a rank of node {node} was killed")
             self.keep_memory()
-            self.tell(supervisor_state.Ended(self.now, node, attempt, int(ExitCode.FAILED), cause))
+            self.decide_on(supervisor_state.RanksEnded(self.now, node, attempt, int(ExitCode.FAILED), cause))
         self.all_end(ExitCode.FAILED)
 
     def keep_memory(self) -> None:
         """Which commits living nodes hold, by rank, of an attempt that is about to end: of their own the newest and the
         last one that was copied, and copies of the one before them."""
         scenario = self.scenario
-        if self.state.phase != Phase.RUNNING or not scenario.memory:
+        if self.state.phase != JobPhase.RUNNING or not scenario.memory:
             return
         period, every = scenario.commit_steps, scenario.commit_steps * scenario.copied
         self.newest = step = _whole(self.work_s / (period * scenario.step_s)) * period
@@ -317,51 +317,51 @@ class _Job:
         ]
         self.state = replace(self.state, nodes=tuple(nodes))
         if scenario.copied and {each.rank for node in nodes for each in node.held} >= set(rank_of.values()):
-            self.tell(
-                supervisor_state.Progress(self.now, copied)
+            self.decide_on(
+                supervisor_state.StepsCommitted(self.now, copied)
             )  # as safe as on a disk, and what comes after it is progress
 
-    def slot(self, rank: int, step: int, copied: int, replica: bool) -> Held:
+    def slot(self, rank: int, step: int, copied: int, replica: bool) -> StateFileInfo:
         """What a node says of a rank's state in its memory."""
         world, steps = len(self.state.seats), (copied,) if replica else (step, copied)
-        return Held(self.state.attempt, 0, rank, world, rank, world, steps, SHARD, replica)
+        return StateFileInfo(self.state.attempt, 0, rank, world, rank, world, steps, SHARD, replica)
 
     # ----------------------------------------------------------------------------------------------- what is to be done
 
-    def tell(self, event: supervisor_state.Event) -> None:
+    def decide_on(self, event: supervisor_state.SupervisorEvent) -> None:
         """Have the supervisor decide, and carry it out."""
         self.state, actions = decide(self.state, event)
         for action in actions:
             match action:
-                case supervisor_state.End(saving=True):
+                case supervisor_state.EndAttempt(save_first=True):
                     self.enter("saving")
                     self.after(self.scenario.checkpoint_s, "ended", self.entered)
-                case supervisor_state.Prepare():
+                case supervisor_state.PrepareDivision():
                     self.after(self.scenario.prepare_s, "prepared", action.division)
-                case supervisor_state.Offer():
+                case supervisor_state.SendOffer():
                     self.all_ready(action.division, action.node)
-                case supervisor_state.Start():
+                case supervisor_state.StartAttempt():
                     self.start(action)
-                case supervisor_state.Finish():
+                case supervisor_state.FinishJob():
                     self.outcome.ended = (self.now, action.why)
                     self.enter("given up")
-        if self.state.phase in (Phase.IDLE, Phase.PREPARING, Phase.READYING):
+        if self.state.phase in (JobPhase.IDLE, JobPhase.PREPARING, JobPhase.READYING):
             if self.mode != "waiting":
                 self.enter("waiting")
-            if self.state.phase == Phase.READYING and self.state.start_at > self.now:
+            if self.state.phase == JobPhase.READYING and self.state.start_at > self.now:
                 self.at(self.state.start_at, "time")
-            elif self.state.phase == Phase.IDLE and self.state.wait_until is not None:
+            elif self.state.phase == JobPhase.IDLE and self.state.wait_until is not None:
                 self.at(max(self.now, self.state.wait_until) + 1e-3, "time")
 
     def all_end(self, code: ExitCode) -> None:
         """All other nodes say that their ranks have ended. The supervisor only counts these words until the last one,
         so they are put into its state together: telling 2048 one by one would take longer than the rest."""
-        if self.state.phase != Phase.ENDING:
+        if self.state.phase != JobPhase.ENDING:
             return
         state = self.state
-        *others, last = (node for node in state.seats if node not in state.codes and node not in state.gone)
+        *others, last = (node for node in state.seats if node not in state.codes and node not in state.lost_with_ranks)
         self.state = replace(state, codes={**state.codes, **dict.fromkeys(others, int(code))})
-        self.tell(supervisor_state.Ended(self.now, last, state.attempt, int(code)))
+        self.decide_on(supervisor_state.RanksEnded(self.now, last, state.attempt, int(code)))
 
     def all_ready(self, division: int, node: int | None) -> None:
         """What is offered is taken: by one node, or by all, again together."""
@@ -370,9 +370,9 @@ class _Job:
             ready = tuple(replace(each, ready=division) for each in others)
             self.state = replace(self.state, nodes=(*ready, last))
             node = last.node
-        self.tell(supervisor_state.Ready(self.now, node, division))
+        self.decide_on(supervisor_state.NodeReady(self.now, node, division))
 
-    def start(self, action: supervisor_state.Start) -> None:
+    def start(self, action: supervisor_state.StartAttempt) -> None:
         self.outcome.attempts += 1
         self.outcome.fewest = min(self.outcome.fewest, len(action.seats))
         if action.step != self.newest:

@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.planner.advice import WORDS
+from phalanx.planner.advice import TERM_NAMES
 from phalanx.planner.plan_file import as_overrides
-from phalanx.report.event_text import count, seconds, size
+from phalanx.report.event_text import format_bytes, format_count, format_seconds
 
 BAR = 30  # characters of a step
 LEAST_SHARE = 0.0005  # of the time: what is less is not shown
@@ -18,24 +18,25 @@ LEAST_GAIN = 1.005  # times as fast: what helps less is said not to
 FEW_STAGES = 8  # whose numbers are listed
 
 
-def plan(record: Mapping[str, Any]) -> RenderableType:
+def render_plan(record: Mapping[str, Any]) -> RenderableType:
     """The whole of a plan."""
     parts: list[RenderableType] = [_head(record), Text(), _grid(_layout(record)), Text(), _time(record), Text()]
     parts += [_memory(record["expected"]["memory"]), Text(), _grid(_further(record))]
     if record["runners_up"]:
         parts += [Text(), _runners_up(record)]
     if "explain" in record:
-        parts += [Text(), *explained(record)]
+        parts += [Text(), *render_explanation(record)]
     return Group(*parts)
 
 
 def _head(record: Mapping[str, Any]) -> Text:
     model, expected, used = record["model"], record["expected"], record["used"]
     return Text.assemble(
-        (f"{count(model['parameters'])} parameters on {used['text']}\n", "bold"),
-        (f"{seconds(expected['step_s'])} a step", "bold green"),
-        f" of {count(model['global_batch'] * model['seq_len'])} tokens: {count(expected['tokens_per_s'])} tokens/s, ",
-        f"{count(expected['tokens_per_s_per_device'])} a device, MFU {100 * expected['mfu']:.1f} %",
+        (f"{format_count(model['parameters'])} parameters on {used['text']}\n", "bold"),
+        (f"{format_seconds(expected['step_s'])} a step", "bold green"),
+        f" of {format_count(model['global_batch'] * model['seq_len'])} tokens: "
+        f"{format_count(expected['tokens_per_s'])} tokens/s, ",
+        f"{format_count(expected['tokens_per_s_per_device'])} a device, MFU {100 * expected['mfu']:.1f} %",
     )
 
 
@@ -48,7 +49,7 @@ def _layout(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("layout", f"{' x '.join(shape)} on {_several(used['devices'], 'device')}, in {record['model']['precision']}")
     ]
     rows.append(("", f"keys of {record['out']}: {' '.join(as_overrides(_short(keys)))}"))
-    stages, shares, state = keys["parallel.stages"], keys["balance.work"], keys["balance.state"]
+    stages, shares, state = keys["parallel.layers_per_stage"], keys["balance.batch"], keys["balance.optimizer_state"]
     if stages != "auto" and (len(set(stages)) > 1 or len(stages) <= FEW_STAGES):
         rows.append(("layers of stages", _runs(stages)))
     if shares != "auto":
@@ -64,8 +65,8 @@ def _layout(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _short(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Without lists, which may have a thousand numbers, and without what is so by itself."""
     plain = {
-        "parallel.tensor": 1, "parallel.sequence": True, "parallel.pipeline": 1, "parallel.schedule": "1f1b",
-        "optim.slots": 1,
+        "parallel.tensor": 1, "parallel.sequence_parallel": True, "parallel.pipeline": 1, "parallel.schedule": "1f1b",
+        "optim.double_buffer": False,
     }  # fmt: skip
     return {key: value for key, value in keys.items() if not isinstance(value, list) and plain.get(key) != value}
 
@@ -83,7 +84,9 @@ def _time(record: Mapping[str, Any]) -> Table:
     for name, value in sorted(terms.items(), key=lambda term: -term[1]):
         if value > LEAST_SHARE * step_s:
             share = value / step_s
-            table.add_row(WORDS[name], seconds(value), f"{100 * share:.1f} %", Text("█" * round(BAR * share), "cyan"))
+            table.add_row(
+                TERM_NAMES[name], format_seconds(value), f"{100 * share:.1f} %", Text("█" * round(BAR * share), "cyan")
+            )
     return table
 
 
@@ -91,10 +94,10 @@ def _memory(rows: Iterable[Mapping[str, Any]]) -> Table:
     table = _table("memory of the fullest device")
     for row in rows:
         parts = sorted(row["parts"].items(), key=lambda part: -part[1])
-        largest = ", ".join(f"{name} {size(value)}" for name, value in parts[:3])
+        largest = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts[:3])
         share = row["bytes"] / row["of_bytes"]
         stage = f", stage {row['stage']}" if row["stage"] else ""
-        table.add_row(f"{row['kind']}{stage}", size(row["bytes"]), f"{100 * share:.0f} %", largest)
+        table.add_row(f"{row['kind']}{stage}", format_bytes(row["bytes"]), f"{100 * share:.0f} %", largest)
     return table
 
 
@@ -104,9 +107,9 @@ def _further(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(
         (
             "saving",
-            f"{_every(saving['checkpoint_steps'])} ({seconds(saving['checkpoint_s'])} each"
-            f"{_shown_by(saving['checkpoint_from'], ', reckoned')}) for a failure every {seconds(saving['mtbf_s'])}"
-            f"{assumed} and recoveries of {seconds(saving['recovery_s'])}"
+            f"{_every(saving['checkpoint_steps'])} ({format_seconds(saving['checkpoint_s'])} each"
+            f"{_shown_by(saving['checkpoint_from'], ', reckoned')}) for a failure every "
+            f"{format_seconds(saving['mtbf_s'])}{assumed} and recoveries of {format_seconds(saving['recovery_s'])}"
             f"{_shown_by(saving['recovery_from'], ' (assumed)')}: goodput {100 * saving['goodput']:.1f} %",
         )
     )
@@ -117,7 +120,9 @@ def _further(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "goal" in record:
         goal = record["goal"]
         money = "" if goal["money"] is None else f", {goal['money']:,.0f} at {goal['price']:g} an hour and device"
-        rows.append(("goal", f"{count(goal['tokens'])} tokens in {_days(goal['days'])}, failures included{money}"))
+        rows.append(
+            ("goal", f"{format_count(goal['tokens'])} tokens in {_days(goal['days'])}, failures included{money}")
+        )
     helpful = [help_ for help_ in record["helps"] if help_["times"] > LEAST_GAIN]
     useless = [help_["what"] for help_ in record["helps"] if help_["times"] <= LEAST_GAIN]
     for number, help_ in enumerate(helpful):
@@ -139,14 +144,17 @@ def _committed(saving: Mapping[str, Any]) -> str:
     if not saving["commit_s"]:
         return "while the next one computes"
     enough = saving["commit_steps"]
-    return f"{seconds(saving['commit_s'])} each, reckoned" + (f"; each {enough:,}th would do" if enough > 1 else "")
+    return f"{format_seconds(saving['commit_s'])} each, reckoned" + (
+        f"; each {enough:,}th would do" if enough > 1 else ""
+    )
 
 
 def _replicated(replicas: Mapping[str, Any]) -> str:
     which = "each" if replicas["every"] == 1 else f"each {replicas['every']:,}th"
     waits_s = replicas["waits_s"]
-    beside = f"which makes a step {seconds(waits_s)} longer" if waits_s else "beside all else"
-    return f"of {which} step a node sends {size(replicas['node_bytes'])} to another one that keeps it too, {beside}"
+    beside = f"which makes a step {format_seconds(waits_s)} longer" if waits_s else "beside all else"
+    sent = format_bytes(replicas["node_bytes"])
+    return f"of {which} step a node sends {sent} to another one that keeps it too, {beside}"
 
 
 def _shown_by(run: str | None, otherwise: str) -> str:
@@ -154,7 +162,7 @@ def _shown_by(run: str | None, otherwise: str) -> str:
 
 
 def _days(days: float) -> str:
-    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days" if days >= 1 else seconds(86400 * days)
+    return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days" if days >= 1 else format_seconds(86400 * days)
 
 
 def _runners_up(record: Mapping[str, Any]) -> Table:
@@ -180,13 +188,13 @@ def _kept(keys: Mapping[str, Any]) -> str:
     return "all kept" if mode == "none" else mode if mode == "offload" else f"{mode} recomputation"
 
 
-def explained(record: Mapping[str, Any]) -> list[RenderableType]:
+def render_explanation(record: Mapping[str, Any]) -> list[RenderableType]:
     """What a wish costs, beside the best."""
     asked = record["explain"]
     if not asked["counts"]:
         return [Text(f"{asked['wish']} changes nothing that a plan reckons with", "green")]
     if not asked["fits"]:
-        text = f"{asked['wish']} fits in no layout: {size(asked['missing_bytes'])} short on the {asked['kind']}"
+        text = f"{asked['wish']} fits in no layout: {format_bytes(asked['missing_bytes'])} short on the {asked['kind']}"
         return [Text(text, "yellow")]
     if abs(asked["slower"]) < LEAST_SHARE:
         return [Text(f"{asked['wish']} costs nothing: it is in the best layout, or as good", "green")]
@@ -199,7 +207,7 @@ def explained(record: Mapping[str, Any]) -> list[RenderableType]:
     for name in ours["terms"]:
         mine, other = ours["terms"][name], scale * theirs["terms"][name]
         if max(mine, other) > LEAST_SHARE * ours["step_s"]:
-            table.add_row(WORDS[name], seconds(other), "instead of", seconds(mine))
+            table.add_row(TERM_NAMES[name], format_seconds(other), "instead of", format_seconds(mine))
     lost, mine = (1 - each["goodput"] for each in (asked, record["saving"]))
     if abs(lost - mine) > LEAST_SHARE:
         table.add_row("lost to failures", f"{100 * lost:.1f} %", "instead of", f"{100 * mine:.1f} %")
@@ -207,18 +215,18 @@ def explained(record: Mapping[str, Any]) -> list[RenderableType]:
     return [table, Text(words, "dim")]
 
 
-def short(record: Mapping[str, Any]) -> RenderableType:
+def render_shortfall(record: Mapping[str, Any]) -> RenderableType:
     """Where nothing fits: how much is missing, and what to do."""
     lines = Text.assemble(
         ("nothing fits: ", "bold red"),
-        f"the layout that needs the least takes {size(record['needed_bytes'])} on a {record['kind']}"
-        f"{' of stage ' + str(record['stage']) if record['stage'] else ''}, {size(record['missing_bytes'])} more than "
-        "it has",
+        f"the layout that needs the least takes {format_bytes(record['needed_bytes'])} on a {record['kind']}"
+        f"{' of stage ' + str(record['stage']) if record['stage'] else ''}, {format_bytes(record['missing_bytes'])} "
+        "more than it has",
     )
     table = _table("of that")
     for name, value in sorted(record["parts"].items(), key=lambda part: -part[1]):
         if value:
-            table.add_row(name, size(value))
+            table.add_row(name, format_bytes(value))
     ways = _table("the cheapest ways out, each of which fits")
     for way in record["ways_out"] or ["none was found: the model is too large for any number of these devices"]:
         ways.add_row(way)
@@ -228,16 +236,20 @@ def short(record: Mapping[str, Any]) -> RenderableType:
 # ----------------------------------------------------------------------------------------------------------- simulated
 
 
-def simulated(record: Mapping[str, Any]) -> RenderableType:
+def render_simulation(record: Mapping[str, Any]) -> RenderableType:
     """A job over weeks: where its time went, and what would make it better."""
     job, span_s = record["job"], record["span_s"]
     style = "bold red" if record["ended"] else "bold green"
     head = Text.assemble(
-        (f"{_several(job['devices'], 'device')} on {_several(job['nodes'], 'node')} for {seconds(span_s)}", "bold"),
-        f", a failure every {seconds(job['mtbf_s'])}\n",
+        (
+            f"{_several(job['devices'], 'device')} on {_several(job['nodes'], 'node')} for {format_seconds(span_s)}",
+            "bold",
+        ),
+        f", a failure every {format_seconds(job['mtbf_s'])}\n",
         ("given up" if record["ended"] else f"goodput {100 * record['goodput']:.2f} %", style),
-        f" ({100 * record['closed_form']:.2f} % by Daly's formula, of failures alone); {record['steps']:,} steps of "
-        f"{seconds(job['step_s'])}{' (assumed)' if job['step_assumed'] else ''}, {record['attempts']:,} attempts",
+        f" ({100 * record['closed_form']:.2f} % by Daly's formula, of failures alone); "
+        f"{record['steps']:,} steps of {format_seconds(job['step_s'])}{' (assumed)' if job['step_assumed'] else ''}, "
+        f"{record['attempts']:,} attempts",
     )  # fmt: skip
     happened = (
         f"{record['hard']:,} nodes lost, {record['soft']:,} processes died, {record['stragglers']:,} stragglers, "
@@ -246,12 +258,12 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
     rows = [("what happened", happened)]
     if record["ended"]:
         at_s, why = record["ended"]
-        rows.append(("given up", f"after {seconds(at_s)}: {why}; {_remedy(why)}"))
+        rows.append(("given up", f"after {format_seconds(at_s)}: {why}; {_remedy(why)}"))
     if job["checkpoint_steps"] is not None:
-        every = f"a checkpoint every {job['checkpoint_steps']} steps, {seconds(job['checkpoint_s'])} each"
+        every = f"a checkpoint every {job['checkpoint_steps']} steps, {format_seconds(job['checkpoint_s'])} each"
         rows.append(("saving", f"{every} ({'as asked for' if job['checkpoint_held'] else 'Young, Daly'})"))
     if job["commit_s"]:
-        rows.append(("committing", f"{seconds(job['commit_s'])} of each step"))
+        rows.append(("committing", f"{format_seconds(job['commit_s'])} of each step"))
     copies = "and in another node's too" if job["copies_every"] == 1 else f"each {job['copies_every']:,}th on two nodes"
     kept = {"checkpoints": "checkpoints alone", "memory": "each step in memory", "copies": copies}
     words = ", ".join(
@@ -261,14 +273,16 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
     rows.append(("what is kept", f"{words}; by formula"))
     for aim, most_s in record["recovery_for"]:
         words = (
-            f"a recovery of {seconds(most_s)}" if most_s else "no recovery is short enough: saving alone costs too much"
+            f"a recovery of {format_seconds(most_s)}"
+            if most_s
+            else "no recovery is short enough: saving alone costs too much"
         )
         rows.append((f"for {100 * aim:g} %", words))
     table = _table("where the time goes")
     for name, value in sorted(record["seconds"].items(), key=lambda bucket: -bucket[1]):
         share = value / span_s
         if share > LEAST_SHARE / 5:
-            table.add_row(name, seconds(value), f"{100 * share:.2f} %", Text("█" * round(BAR * share), "cyan"))
+            table.add_row(name, format_seconds(value), f"{100 * share:.2f} %", Text("█" * round(BAR * share), "cyan"))
     mix = " in the same mix" if record["mixed"] else ""
     scale = _table(f"the same job on other numbers of devices{mix}, each failing as often")
     columns = (
@@ -282,13 +296,15 @@ def simulated(record: Mapping[str, Any]) -> RenderableType:
     for row in record["scaling"]:
         cells = [
             f"{row['devices']:,}",
-            seconds(row["mtbf_s"]),
-            "never" if row["checkpoint_every_s"] is None else seconds(row["checkpoint_every_s"]),
+            format_seconds(row["mtbf_s"]),
+            "never" if row["checkpoint_every_s"] is None else format_seconds(row["checkpoint_every_s"]),
             f"{100 * row['goodput']:.2f} %",
         ]
         if "tokens_per_s" in row:
             fits = row["tokens_per_s"] is not None
-            cells += [count(row["tokens_per_s"]), f"{100 * row['of_ideal']:.0f} %"] if fits else ["does not fit", ""]
+            cells += (
+                [format_count(row["tokens_per_s"]), f"{100 * row['of_ideal']:.0f} %"] if fits else ["does not fit", ""]
+            )
         scale.add_row(*cells)
     return Group(head, Text(), _grid(rows), Text(), table, Text(), scale)
 

@@ -7,7 +7,7 @@ WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp64": 8}  # bytes of an el
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """A decoder of `layers` equal blocks, and the step that trains it on `global_batch` sequences of `seq_len` tokens.
 
     `precision` is the type of matrix products; `master_bytes` and `state_bytes` are kept for each trained parameter
@@ -17,7 +17,7 @@ class Work:
     GPT-2.
     With `attention_dropout` scores are written to memory, whatever a layout has for attention.
     A position sees itself and those before it, with a `window` no more than so many, but in `full_layers` of the layers
-    all the same, and `both_ways` all positions. `horizon` is a recipe's `memory.horizon`.
+    all the same, and `both_ways` all positions. `horizon` is a recipe's `memory.offload_prefetch_blocks`.
     `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
     `replays`: other nodes can make updates again. `qk_norm`: each head's queries and keys are normalised.
     `own_positions`: those of a row are not 0, 1, 2 ..., since it holds several documents.
@@ -61,54 +61,54 @@ class Work:
         return WIDTH[self.precision]
 
     @cached_property
-    def channels(self) -> int:
+    def head_channels(self) -> int:
         """Channels of a head."""
         return self.head_dim or self.hidden // self.heads
 
     @cached_property
-    def queries(self) -> int:
+    def query_channels(self) -> int:
         """Channels of all heads."""
-        return self.heads * self.channels
+        return self.heads * self.head_channels
 
     @cached_property
-    def keys(self) -> int:
+    def key_channels(self) -> int:
         """Channels of all keys, and of all values."""
-        return self.kv_heads * self.channels
+        return self.kv_heads * self.head_channels
 
     @cached_property
-    def narrow(self) -> float:
+    def windowed_share(self) -> float:
         """The share of layers whose window is shorter than a sequence."""
         return 1.0 - self.full_layers / self.layers if 0 < self.window < self.seq_len else 0.0
 
     @cached_property
-    def matrices(self) -> int:
+    def matrix_parameters(self) -> int:
         """Parameters of a block's matrices: queries, keys, values, output; and two of the feed-forward part, or three
         where it is gated (Shazeer 2020)."""
-        attention = self.hidden * (self.queries + 2 * self.keys) + self.queries * self.hidden
+        attention = self.hidden * (self.query_channels + 2 * self.key_channels) + self.query_channels * self.hidden
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
     @cached_property
-    def block(self) -> int:
+    def block_parameters(self) -> int:
         """Parameters of a block: its matrices, its two norms, and biases where there are any."""
         small = 2 * self.hidden
         if self.biases:
-            small += 2 * self.hidden + self.queries + 2 * self.keys + 2 * self.hidden
+            small += 2 * self.hidden + self.query_channels + 2 * self.key_channels + 2 * self.hidden
             small += (2 if self.gated else 1) * self.ffn
-        return self.matrices + small
+        return self.matrix_parameters + small
 
     @cached_property
-    def embedding(self) -> int:
+    def embedding_parameters(self) -> int:
         """Parameters of the tables of tokens and positions."""
         return (self.vocabulary + self.positions) * self.hidden
 
     @cached_property
-    def head(self) -> int:
+    def head_parameters(self) -> int:
         """Parameters behind the last block: its norm, and the head's matrix where it is not the embedding's."""
         return (2 if self.biases else 1) * self.hidden + (0 if self.tied else self.vocabulary * self.hidden)
 
     def parameters(self) -> int:
         """All of them: for plain decoders 12 layers hidden^2 and the embedding (Narayanan et al. 2021, equation 2)."""
-        return self.embedding + self.layers * self.block + self.head
+        return self.embedding_parameters + self.layers * self.block_parameters + self.head_parameters
 
     @property
     def tokens(self) -> int:
@@ -119,6 +119,6 @@ class Work:
         """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, and 6 for
         those trained beside them), and 12 channels seq_len a layer for attention, all counted (Chowdhery et al. 2022,
         appendix B). This is what MFU is measured by."""
-        multiplying = self.layers * self.matrices + self.vocabulary * self.hidden
+        multiplying = self.layers * self.matrix_parameters + self.vocabulary * self.hidden
         each = 6.0 if self.trained >= 1.0 else 4.0 + 6.0 * self.trained
-        return each * multiplying + 12.0 * self.queries * self.seq_len * self.layers
+        return each * multiplying + 12.0 * self.query_channels * self.seq_len * self.layers

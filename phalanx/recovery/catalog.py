@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-BARE = "bare"  # the layout of what is kept of a rank whose state others hold: what it said of each step, and no state
+HEADER_ONLY = (
+    "bare"  # the layout of what is kept of a rank whose state others hold: what it said of each step, and no state
+)
 
 
 @dataclass(frozen=True)
-class Held:
+class StateFileInfo:
     """What a node says of a state file that it has: that of a `rank` of `world` in attempt `generation`, with these
     committed steps. `way`: how often training had gone back since; what was committed before belongs to no run any
     more. `part` is the lowest rank that holds the same pieces, `parts` how many unlike ones there are; `layout`: as
@@ -31,16 +33,16 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RestorePoint:
     """A step, and which copies of it are gone on from: by rank of that attempt, the node and what it holds."""
 
     step: int
     generation: int
     way: int
-    files: Mapping[int, tuple[int, Held]]
+    files: Mapping[int, tuple[int, StateFileInfo]]
 
 
-def elsewhere(parts: Sequence[int], nodes: Sequence[int]) -> list[bool]:
+def find_redundant(parts: Sequence[int], nodes: Sequence[int]) -> list[bool]:
     """Of each rank whether ranks of another node have its part anyway; both by rank, its part and its node."""
     nodes_of: dict[int, set[int]] = {}
     for part, node in zip(parts, nodes, strict=True):
@@ -48,14 +50,14 @@ def elsewhere(parts: Sequence[int], nodes: Sequence[int]) -> list[bool]:
     return [len(nodes_of[part]) > 1 for part in parts]
 
 
-def choose(held: Mapping[int, Iterable[Held]]) -> Choice | None:
+def choose_restore_point(held: Mapping[int, Iterable[StateFileInfo]]) -> RestorePoint | None:
     """The newest step that is whole in what nodes hold; of generations that hold the same, the newest. With it comes
     what ranks said of the step whose state is not there.
 
     A step is whole that all ranks of a generation hold, be it in their own memory or in a replica; or, where nothing is
     left of some ranks, that is held for every part.
     """
-    ways: dict[tuple[int, int], dict[int, list[tuple[int, Held]]]] = {}
+    ways: dict[tuple[int, int], dict[int, list[tuple[int, StateFileInfo]]]] = {}
     for node, files in sorted(held.items()):
         for each in files:
             ways.setdefault((each.generation, each.way), {}).setdefault(each.rank, []).append((node, each))
@@ -66,10 +68,10 @@ def choose(held: Mapping[int, Iterable[Held]]) -> Choice | None:
     return max(found, key=lambda choice: (choice.step, choice.generation), default=None)
 
 
-def _of(generation: int, way: int, by_rank: Mapping[int, list[tuple[int, Held]]]) -> Choice | None:
+def _of(generation: int, way: int, by_rank: Mapping[int, list[tuple[int, StateFileInfo]]]) -> RestorePoint | None:
     every = by_rank
     by_rank = {
-        rank: full for rank, each in every.items() if (full := [copy for copy in each if copy[1].layout != BARE])
+        rank: full for rank, each in every.items() if (full := [copy for copy in each if copy[1].layout != HEADER_ONLY])
     }
     copies = [copy for each in by_rank.values() for copy in each]
     forms = {(each.world, each.parts) for _, each in copies}
@@ -85,10 +87,10 @@ def _of(generation: int, way: int, by_rank: Mapping[int, list[tuple[int, Held]]]
     if not whole:
         return None
     files = _holders(max(whole), every) | _holders(max(whole), by_rank)
-    return Choice(max(whole), generation, way, dict(sorted(files.items())))
+    return RestorePoint(max(whole), generation, way, dict(sorted(files.items())))
 
 
-def _holders(step: int, by_rank: Mapping[int, list[tuple[int, Held]]]) -> dict[int, tuple[int, Held]]:
+def _holders(step: int, by_rank: Mapping[int, list[tuple[int, StateFileInfo]]]) -> dict[int, tuple[int, StateFileInfo]]:
     """For each rank whose state of a step is there, where: its own memory before a replica."""
     found = {}
     for rank, copies in sorted(by_rank.items()):
@@ -98,9 +100,9 @@ def _holders(step: int, by_rank: Mapping[int, list[tuple[int, Held]]]) -> dict[i
     return found
 
 
-def missing(held: Mapping[int, Iterable[Held]]) -> list[int]:
+def find_missing_ranks(held: Mapping[int, Iterable[StateFileInfo]]) -> list[int]:
     """The ranks of the newest generation of which no node holds anything; empty where nothing at all is held."""
-    every = [each for files in held.values() for each in files if each.layout != BARE]
+    every = [each for files in held.values() for each in files if each.layout != HEADER_ONLY]
     generation = max((each.generation for each in every), default=0)
     newest = [each for each in every if each.generation == generation]
     if not newest:
@@ -108,23 +110,23 @@ def missing(held: Mapping[int, Iterable[Held]]) -> list[int]:
     return sorted(set(range(newest[0].world)) - {each.rank for each in newest})
 
 
-def held_to_message(held: Iterable[Held]) -> list[dict[str, Any]]:
+def inventory_to_message(held: Iterable[StateFileInfo]) -> list[dict[str, Any]]:
     """As JSON."""
     return [asdict(each) for each in held]
 
 
-def held_of(told: Iterable[Mapping[str, Any]]) -> tuple[Held, ...]:
-    """Read what `held_to_message` wrote."""
-    return tuple(Held(**{**each, "steps": tuple(each["steps"])}) for each in told)
+def inventory_from_message(message: Iterable[Mapping[str, Any]]) -> tuple[StateFileInfo, ...]:
+    """Read what `inventory_to_message` wrote."""
+    return tuple(StateFileInfo(**{**each, "steps": tuple(each["steps"])}) for each in message)
 
 
-def choice_to_message(choice: Choice) -> dict[str, Any]:
+def restore_point_to_message(choice: RestorePoint) -> dict[str, Any]:
     """As JSON."""
     files = [[node, asdict(each)] for node, each in choice.files.values()]
     return {"step": choice.step, "generation": choice.generation, "way": choice.way, "files": files}
 
 
-def choice_of(told: Mapping[str, Any]) -> Choice:
-    """Read what `choice_to_message` wrote."""
-    files = {each["rank"]: (int(node), held_of([each])[0]) for node, each in told["files"]}
-    return Choice(int(told["step"]), int(told["generation"]), int(told["way"]), files)
+def restore_point_from_message(message: Mapping[str, Any]) -> RestorePoint:
+    """Read what `restore_point_to_message` wrote."""
+    files = {each["rank"]: (int(node), inventory_from_message([each])[0]) for node, each in message["files"]}
+    return RestorePoint(int(message["step"]), int(message["generation"]), int(message["way"]), files)

@@ -11,29 +11,29 @@ PAGE_BYTES = 4096  # of which each has a sum of its own
 _FRAME_BYTES = 8
 
 
-def to_word(value: int, place: int) -> int:
+def encode_word(value: int, place: int) -> int:
     """A value that is not negative as an unsigned word of eight bytes that carries its own check; the same value at
     another `place` has another one."""
     assert 0 <= value < 1 << WORD_BITS, value
-    return value | _check(value, place) << WORD_BITS
+    return value | _check_bits(value, place) << WORD_BITS
 
 
-def from_word(word: int, place: int) -> int | None:
+def decode_word(word: int, place: int) -> int | None:
     """The value of a word; None where it has been damaged."""
     value = word & ((1 << WORD_BITS) - 1)
-    return value if word >> WORD_BITS == _check(value, place) else None
+    return value if word >> WORD_BITS == _check_bits(value, place) else None
 
 
-def _check(value: int, place: int) -> int:
+def _check_bits(value: int, place: int) -> int:
     return zlib.crc32(value.to_bytes(8, "little") + place.to_bytes(8, "little")) & 0xFFFFFF
 
 
-def framed(record: bytes) -> bytes:
+def frame_record(record: bytes) -> bytes:
     """A record behind its length and its CRC-32."""
     return len(record).to_bytes(4, "little") + zlib.crc32(record).to_bytes(4, "little") + record
 
 
-def unframed(memory: bytes | memoryview) -> bytes | None:
+def unframe_record(memory: bytes | memoryview) -> bytes | None:
     """The record that memory begins with; None where it has been damaged."""
     length = int.from_bytes(memory[:4], "little")
     record = bytes(memory[_FRAME_BYTES : _FRAME_BYTES + length])
@@ -42,7 +42,7 @@ def unframed(memory: bytes | memoryview) -> bytes | None:
 
 
 def frame_bytes(record: bytes) -> int:
-    """What `framed` takes."""
+    """What `frame_record` takes."""
     return _FRAME_BYTES + len(record)
 
 

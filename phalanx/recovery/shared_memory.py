@@ -22,26 +22,26 @@ from pathlib import Path
 from phalanx.core.errors import RunError
 from phalanx.core.run_paths import RunPaths
 
-PLACE = Path("/dev/shm")
+SHM_ROOT = Path("/dev/shm")
 PREFIX = "phalanx-"
 LOCK, RUN = "lock", "run"  # in a folder; the latter says whose it is
 OLD_S = 86400.0  # a folder that nobody has held for so long is swept
 TOUCHED_S = 60.0  # how often who holds one says so
 PASSING_S = 1.0  # what who holds one only to look at it gets
-AGAIN_S = 0.02
-OF_SHARED, OF_HOST = 0.9, 0.5  # of what is free, that state may take where nobody has asked for it
+RETRY_S = 0.02
+SHARED_MEMORY_SHARE, HOST_MEMORY_SHARE = 0.9, 0.5  # of what is free, that state may take where nobody has asked for it
 _MAKE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass
-class SharedMemory:
-    """`state`: whether state may be kept in the folder; else `why` not, where that was wanted. `keeps`: whether the
-    folder stays when its holder leaves, as it must where a run is to go on from it."""
+class SharedMemoryFolder:
+    """`state`: whether state may be kept in the folder; else `reason` says why not, where that was wanted. `persists`:
+    whether the folder stays when its holder leaves, as it must where a run is to go on from it."""
 
     folder: Path
     state: bool = True
-    why: str | None = None
-    keeps: bool = True
+    reason: str | None = None
+    persists: bool = True
     touched: float = 0.0
 
     def touch(self) -> None:
@@ -52,41 +52,43 @@ class SharedMemory:
                 os.utime(self.folder / LOCK)
 
 
-def key_of(paths: RunPaths) -> str:
+def compute_run_key(paths: RunPaths) -> str:
     """What tells a run from every other one on this machine."""
     name = paths.url.text if paths.url is not None else str(paths.root.resolve())
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def folder_of(paths: RunPaths, node: int = 0, place: Path = PLACE) -> Path | None:
+def find_folder(paths: RunPaths, node: int = 0, place: Path = SHM_ROOT) -> Path | None:
     """The folder that a run has on a node, if it has one: several nodes may be one machine, in tests and by
     namespaces."""
-    return next(iter(_found(f"{key_of(paths)}-{node}", place)), None)
+    return next(iter(_find_folders(f"{compute_run_key(paths)}-{node}", place)), None)
 
 
 @contextlib.contextmanager
-def held(paths: RunPaths, node: int = 0, place: Path = PLACE, wanted: bool = True) -> Iterator[SharedMemory]:
-    """Make a run's folder on a node, or find what was left of it, and hold it; what leaves with `keeps` false takes it
-    away. Where it is not `wanted`, or shared memory cannot be used, the folder lies elsewhere.
+def hold_folder(
+    paths: RunPaths, node: int = 0, place: Path = SHM_ROOT, wanted: bool = True
+) -> Iterator[SharedMemoryFolder]:
+    """Make a run's folder on a node, or find what was left of it, and hold it; what leaves with `persists` false takes
+    it away. Where it is not `wanted`, or shared memory cannot be used, the folder lies elsewhere.
 
     Raises RunError when another agent of this user holds it.
     """
     folder, why = None, None
     try:
         if wanted:
-            folder, descriptor = _taken(f"{key_of(paths)}-{node}", place)
+            folder, descriptor = _take_folder(f"{compute_run_key(paths)}-{node}", place)
         else:
-            _forget(f"{key_of(paths)}-{node}", place)
+            _remove_unheld(f"{compute_run_key(paths)}-{node}", place)
     except OSError as error:
         why = f"shared memory cannot be used ({place}: {error.strerror})"
     if folder is None:
-        folder, descriptor = _made(Path(tempfile.gettempdir()))
-    memory = SharedMemory(folder, state=wanted and why is None, why=why, keeps=wanted and why is None)
+        folder, descriptor = _make_folder(Path(tempfile.gettempdir()))
+    memory = SharedMemoryFolder(folder, state=wanted and why is None, reason=why, persists=wanted and why is None)
     memory.touch()
     try:
         yield memory
     finally:
-        if not memory.keeps:
+        if not memory.persists:
             _remove(folder)
         os.close(descriptor)
 
@@ -105,7 +107,7 @@ def _own(place: Path) -> Iterator[Path]:
                 yield Path(entry.path)
 
 
-def _whose(folder: Path) -> str:
+def _read_owner(folder: Path) -> str:
     """The run and node that a folder says it belongs to; empty where it says nothing."""
     try:
         descriptor = os.open(folder / RUN, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -115,40 +117,40 @@ def _whose(folder: Path) -> str:
         return ""
 
 
-def _found(name: str, place: Path) -> list[Path]:
+def _find_folders(name: str, place: Path) -> list[Path]:
     """The folders that belong to a run and node: one, or more where a start was killed while another one began. One
     that holds state comes first."""
-    folders = [folder for folder in _own(place) if _whose(folder) == name]
+    folders = [folder for folder in _own(place) if _read_owner(folder) == name]
     return sorted(folders, key=lambda folder: (not any(folder.glob("state-*")), folder.name))
 
 
-def _taken(name: str, place: Path) -> tuple[Path, int]:
+def _take_folder(name: str, place: Path) -> tuple[Path, int]:
     """A folder of that name, found or made, and its lock, which is held. Raises OSError where none can be made, and
     RunError when another process holds it."""
     until = time.monotonic() + PASSING_S
     while True:
-        folders = _found(name, place)
+        folders = _find_folders(name, place)
         for folder in folders:
-            descriptor = _held(folder)
-            if descriptor is not None and _whose(folder) == name:  # who takes one away takes that away first
+            descriptor = _try_lock(folder)
+            if descriptor is not None and _read_owner(folder) == name:  # who takes one away takes that away first
                 return folder, descriptor
             if descriptor is not None:
                 os.close(descriptor)
         if not folders:
-            folder, descriptor = _made(place, name)
-            if _found(name, place) == [folder]:
+            folder, descriptor = _make_folder(place, name)
+            if _find_folders(name, place) == [folder]:
                 return folder, descriptor
             _remove(folder)  # somebody has made one in the same moment: whoever comes again first has it
             os.close(descriptor)
-            time.sleep(random.uniform(0, AGAIN_S))
+            time.sleep(random.uniform(0, RETRY_S))
         elif time.monotonic() > until:
             raise RunError(
                 f"another process holds {folders[0]}, so this run already goes on on this machine; stop that one first"
             )
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
 
 
-def _made(place: Path, name: str = "") -> tuple[Path, int]:
+def _make_folder(place: Path, name: str = "") -> tuple[Path, int]:
     """A new folder that nobody could foresee, and its lock, which is held."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     try:
@@ -162,11 +164,11 @@ def _made(place: Path, name: str = "") -> tuple[Path, int]:
     return folder, descriptor
 
 
-def _held(folder: Path) -> int | None:
+def _try_lock(folder: Path) -> int | None:
     """The lock of a folder, if it is to be had."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder / LOCK, _MAKE, 0o600)
-        if _locked(descriptor) and _is_at(descriptor, folder / LOCK):
+        if _lock(descriptor) and _is_at(descriptor, folder / LOCK):
             return descriptor
         os.close(descriptor)
     return None
@@ -179,10 +181,10 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _forget(name: str, place: Path) -> None:
+def _remove_unheld(name: str, place: Path) -> None:
     """Remove what a run has left there, unless somebody holds it."""
-    for folder in _found(name, place):
-        descriptor = _held(folder)
+    for folder in _find_folders(name, place):
+        descriptor = _try_lock(folder)
         if descriptor is not None:
             _remove(folder)
             os.close(descriptor)
@@ -196,7 +198,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _locked(descriptor: int) -> bool:
+def _lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -204,14 +206,16 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def left_behind(paths: RunPaths, node: int, place: Path = PLACE) -> Generator[tuple[int, Path], None, None]:
+def hold_orphaned_folders(
+    paths: RunPaths, node: int, place: Path = SHM_ROOT
+) -> Generator[tuple[int, Path], None, None]:
     """The folders that the same run has had on this machine as other nodes, with their numbers, and that nobody holds;
     each is held while it is looked at."""
     for folder in _own(place):
-        key, _, number = _whose(folder).rpartition("-")
-        if key != key_of(paths) or not number.isdecimal() or int(number) == node:
+        key, _, number = _read_owner(folder).rpartition("-")
+        if key != compute_run_key(paths) or not number.isdecimal() or int(number) == node:
             continue
-        descriptor = _held(folder)
+        descriptor = _try_lock(folder)
         if descriptor is not None:
             try:
                 yield int(number), folder
@@ -219,8 +223,10 @@ def left_behind(paths: RunPaths, node: int, place: Path = PLACE) -> Generator[tu
                 os.close(descriptor)
 
 
-def sweep(
-    places: tuple[Path, ...] = (PLACE, Path(tempfile.gettempdir())), old_s: float = OLD_S, but: RunPaths | None = None
+def remove_stale_folders(
+    places: tuple[Path, ...] = (SHM_ROOT, Path(tempfile.gettempdir())),
+    old_s: float = OLD_S,
+    but: RunPaths | None = None,
 ) -> list[Path]:
     """Remove the folders of this user's runs that nobody holds or has held for `old_s` seconds; returns them. Those of
     the run `but`, of whichever node, are about to be gone on from."""
@@ -231,9 +237,9 @@ def sweep(
         except OSError:  # not a run's, or gone by now
             continue
         try:
-            ours = but is not None and _whose(folder).rpartition("-")[0] == key_of(but)
+            ours = but is not None and _read_owner(folder).rpartition("-")[0] == compute_run_key(but)
             old = time.time() - os.fstat(descriptor).st_mtime > old_s
-            if old and not ours and _locked(descriptor):
+            if old and not ours and _lock(descriptor):
                 _remove(folder)
                 swept.append(folder)
         finally:
@@ -241,17 +247,17 @@ def sweep(
     return swept
 
 
-def too_large(what: str, need: float, shared: float, host: float, asked: bool) -> str | None:
+def describe_shortage(what: str, need: float, shared: float, host: float, requested: bool) -> str | None:
     """Why `what`, of `need` bytes, does not fit into what is free of shared memory and of the host's; None: it does.
-    What nobody has `asked` for must leave more."""
-    of_shared, of_host = (1.0, 1.0) if asked else (OF_SHARED, OF_HOST)
+    What nobody has asked for (not `requested`) must leave more."""
+    of_shared, of_host = (1.0, 1.0) if requested else (SHARED_MEMORY_SHARE, HOST_MEMORY_SHARE)
     if need > of_shared * shared:
-        return f"{what} takes {size(need)}, and shared memory has {size(shared)} free"
+        return f"{what} takes {format_bytes(need)}, and shared memory has {format_bytes(shared)} free"
     if need > of_host * host:
-        return f"{what} takes {size(need)}, and this machine has {size(host)} of memory free"
+        return f"{what} takes {format_bytes(need)}, and this machine has {format_bytes(host)} of memory free"
     return None
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes in words."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"

@@ -4,8 +4,9 @@ A step is committed by one aligned store of eight bytes, behind the state and it
 a slot its word is made void. So whoever is killed, at whatever instruction, leaves slots that are whole and slots that
 say that they are not. Nobody but the rank writes to its file, and nobody maps it before the rank is dead and reaped.
 
-Whoever reads a slot that he has not written checks it first (`StateFile.damage`): its header has the checksum of its
-data. Words and the first page carry checks of their own, so agents, who read nothing else, pass damage over as well.
+Whoever reads a slot that he has not written checks it first (`StateFile.find_damage`): its header has the checksum of
+its data. Words and the first page carry checks of their own, so agents, who read nothing else, pass damage over as
+well.
 
 A step counts when all ranks have committed it. No rank writes over a slot before all have committed the step after it,
 so at any moment all of them hold a step in common. No torch here: an agent decides by the words alone.
@@ -24,7 +25,15 @@ from typing import Any
 
 from phalanx.core import format_versions
 from phalanx.core.errors import CheckpointError
-from phalanx.recovery.integrity import VOID_WORD, checksum, frame_bytes, framed, from_word, to_word, unframed
+from phalanx.recovery.integrity import (
+    VOID_WORD,
+    checksum,
+    decode_word,
+    encode_word,
+    frame_bytes,
+    frame_record,
+    unframe_record,
+)
 
 MAGIC, VERSION = b"phlxmem\0", 4
 PAGE = 4096
@@ -41,7 +50,7 @@ ALIGNED = 64  # bytes, of everything in a slot
 _FIXED = struct.Struct("<8sIIIIQQQ32s32sIII")
 _REMEDY = "remove it, and the run goes on from its newest checkpoint"
 _CHECK = 248  # where the CRC-32 of these is
-NOTHING: dict[str, Any] = {"tensors": [], "pieces": [], "bare": True}  # the index of a file without state
+EMPTY_INDEX: dict[str, Any] = {"tensors": [], "pieces": [], "bare": True}  # the index of a file without state
 
 
 class OtherStateFormat(CheckpointError):
@@ -49,7 +58,7 @@ class OtherStateFormat(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Facts:
+class StateFileMetadata:
     """What a state file says of itself: `generation` is the attempt that made it, `run` the run that it belongs to,
     `layout` what its slots look like; both are digests. `steps`: the committed ones, by slot; `part`: the lowest rank
     that holds the same pieces, of `parts` unlike ones."""
@@ -80,15 +89,15 @@ class Facts:
     @property
     def end(self) -> int:
         """How long the file is."""
-        return self.at(self.slots)
+        return self.slot_offset(self.slots)
 
-    def at(self, slot: int) -> int:
+    def slot_offset(self, slot: int) -> int:
         """Where a slot's data begins."""
         return self.data_at + slot * self.slot_bytes
 
 
 @dataclass(frozen=True)
-class Who:
+class StateFileOwner:
     """Whose file it is: of which attempt, rank, number of ranks and run; the lowest rank that holds the same `part`,
     and how many unlike ones there are."""
 
@@ -100,17 +109,17 @@ class Who:
     parts: int
 
 
-def name_of(generation: int, rank: int) -> str:
+def state_file_name(generation: int, rank: int) -> str:
     """What the file of a rank is called."""
     return f"state-{generation:06d}-{rank:05d}"
 
 
-def digest(tree: Any) -> bytes:
+def digest_json(tree: Any) -> bytes:
     """What something that JSON can say is known by."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
-def run_of(events: Path) -> bytes:
+def compute_run_id(events: Path) -> bytes:
     """What a run is known by: how its records begin. A folder that was emptied and used again is another run."""
     try:
         with open(events, "rb") as file:
@@ -119,7 +128,7 @@ def run_of(events: Path) -> bytes:
         return hashlib.sha256(b"").digest()
 
 
-def up(count: int, to: int) -> int:
+def round_up(count: int, to: int) -> int:
     """The least multiple of `to` that is not below `count`."""
     return -(-count // to) * to
 
@@ -130,9 +139,9 @@ class StateFile:
 
     def __init__(self, path: Path, writable: bool = False, at_once: bool = True) -> None:
         """Raises CheckpointError where it is none, or not this user's alone."""
-        descriptor = opened(path, os.O_RDWR if writable else os.O_RDONLY)
+        descriptor = open_descriptor(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
-            self.facts = facts_at(path, descriptor)
+            self.metadata = read_metadata_at(path, descriptor)
             # Its memory was taken when it was made. To have all of it mapped at once costs a fraction of what it costs
             # page by page, at a moment when a rank that was killed is waited for.
             writes = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
@@ -140,68 +149,68 @@ class StateFile:
             self.map = mmap.mmap(descriptor, 0, flags=writes if writable else mmap.MAP_PRIVATE)
         finally:
             os.close(descriptor)
-        facts = self.facts
+        facts = self.metadata
         if len(self.map) < facts.end or facts.data_at < INDEX + facts.index_bytes:
-            raise _refused(path, "is shorter than it says")
+            raise _refuse(path, "is shorter than it says")
         self._words = memoryview(self.map).cast("Q")
 
     def index(self) -> dict[str, Any]:
         """What lies where in a slot."""
-        return index_from(self.facts, self.read(INDEX, self.facts.index_bytes))
+        return parse_index(self.metadata, self.read_bytes(INDEX, self.metadata.index_bytes))
 
-    def read(self, at: int, count: int) -> memoryview:
+    def read_bytes(self, at: int, count: int) -> memoryview:
         """So many bytes of the file, as they are."""
         return memoryview(self.map)[at : at + count]
 
-    def at(self, slot: int) -> int:
+    def slot_offset(self, slot: int) -> int:
         """Where a slot's data begins."""
-        return self.facts.at(slot)
+        return self.metadata.slot_offset(slot)
 
-    def word(self, slot: int) -> int:
+    def slot_step(self, slot: int) -> int:
         """The step that a slot holds, or VOID."""
         return _step(self._words[WORDS[slot] // 8], slot)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """See which steps it holds now that another process has written to it."""
-        self.facts = replace(self.facts, words=tuple(self.word(slot) for slot in range(self.facts.slots)))
+        self.metadata = replace(self.metadata, words=tuple(self.slot_step(slot) for slot in range(self.metadata.slots)))
 
-    def void(self, slot: int) -> None:
+    def invalidate(self, slot: int) -> None:
         """From here on the slot may be written to."""
         self._words[WORDS[slot] // 8] = VOID_WORD
 
-    def forget(self, way: int | None = None) -> None:
+    def invalidate_all(self, way: int | None = None) -> None:
         """Make all slots void: steps that come now are of another `way` (None: the next)."""
-        for slot in range(self.facts.slots):
-            self.void(slot)
-        way = self.facts.way + 1 if way is None else way
-        self._words[WAY // 8] = to_word(way, WAY)
-        self.facts = replace(self.facts, words=(VOID,) * self.facts.slots, way=way, torn=())
+        for slot in range(self.metadata.slots):
+            self.invalidate(slot)
+        way = self.metadata.way + 1 if way is None else way
+        self._words[WAY // 8] = encode_word(way, WAY)
+        self.metadata = replace(self.metadata, words=(VOID,) * self.metadata.slots, way=way, torn=())
 
-    def header_of(self, slot: int, header: dict[str, Any]) -> bytes:
+    def make_header(self, slot: int, header: dict[str, Any]) -> bytes:
         """A header, with the checksum of the slot's data as they are now."""
         return json.dumps(header | {CHECKSUM: checksum(self.data(slot))}).encode()
 
     def data(self, slot: int) -> memoryview:
         """A slot's data."""
-        return self.read(self.at(slot), self.facts.slot_bytes)
+        return self.read_bytes(self.slot_offset(slot), self.metadata.slot_bytes)
 
     def commit(self, slot: int, step: int, header: bytes) -> None:
-        """Declare a void slot's data that of a step; `header` is JSON, made by `header_of` by whoever wrote the data
+        """Declare a void slot's data that of a step; `header` is JSON, made by `make_header` by whoever wrote the data
         first: a copy keeps it, and so what is damaged stays known as that."""
-        assert self.word(slot) == VOID, (slot, self.word(slot))
+        assert self.slot_step(slot) == VOID, (slot, self.slot_step(slot))
         if frame_bytes(header) > HEADER_BYTES:
             raise CheckpointError(
                 f"the header of step {step} has {len(header)} bytes, more than a state file has room for; set "
-                "resilience.memory=false"
+                "resilience.in_memory_checkpoints=false"
             )
         begin = HEADERS[slot]
-        self.map[begin : begin + frame_bytes(header)] = framed(header)
-        self._words[WORDS[slot] // 8] = to_word(step, slot)  # the commit
+        self.map[begin : begin + frame_bytes(header)] = frame_record(header)
+        self._words[WORDS[slot] // 8] = encode_word(step, slot)  # the commit
 
-    def damage(self, step: int) -> str | None:
+    def find_damage(self, step: int) -> str | None:
         """What is wrong with what the file holds of a step, and None where all is as it was written: for whoever has
         not written it, before it is used. All of the slot is read."""
-        slot = self.facts.steps.get(step)
+        slot = self.metadata.steps.get(step)
         if slot is None:
             return f"does not hold step {step} any more"
         try:
@@ -211,20 +220,20 @@ class StateFile:
             return "has an index or a header that does not match its checksum"
         if header.get("step") != step:
             return f"has the header of step {header.get('step')} with step {step}"
-        if self.facts.slot_bytes and header.get(CHECKSUM) != checksum(self.data(slot)):
+        if self.metadata.slot_bytes and header.get(CHECKSUM) != checksum(self.data(slot)):
             return f"does not have the checksum of step {step} any more"
         return None
 
     def header(self, slot: int) -> dict[str, Any]:
         """The header of a slot that holds a step."""
-        return header_from(self.facts.path, self.raw_header(slot))
+        return parse_header(self.metadata.path, self.raw_header(slot))
 
     def raw_header(self, slot: int) -> bytes:
         """The same, as it lies there."""
-        return raw_header(self.read(HEADERS[slot], HEADER_BYTES))
+        return unframe_header(self.read_bytes(HEADERS[slot], HEADER_BYTES))
 
 
-def void_if_damaged(path: Path, step: int) -> str | None:
+def invalidate_damaged_step(path: Path, step: int) -> str | None:
     """What is wrong with what a file holds of a step, which is void from then on; None where nothing is. One that
     cannot be mapped any more is removed."""
     try:
@@ -232,36 +241,36 @@ def void_if_damaged(path: Path, step: int) -> str | None:
     except CheckpointError as error:
         path.unlink(missing_ok=True)
         return str(error).partition(f"{path} ")[2].partition(";")[0]
-    problem = file.damage(step)
-    if problem is not None and (slot := file.facts.steps.get(step)) is not None:
-        file.void(slot)
+    problem = file.find_damage(step)
+    if problem is not None and (slot := file.metadata.steps.get(step)) is not None:
+        file.invalidate(slot)
     return problem
 
 
-def raw_header(page: bytes | memoryview) -> bytes:
+def unframe_header(page: bytes | memoryview) -> bytes:
     """A header, out of what is kept for one in a file; empty where it has been damaged."""
-    return unframed(page) or b""
+    return unframe_record(page) or b""
 
 
 def _step(word: int, slot: int) -> int:
     """What a slot's word says; one that has been damaged says that the slot holds nothing."""
-    step = None if word == VOID_WORD else from_word(word, slot)
+    step = None if word == VOID_WORD else decode_word(word, slot)
     return VOID if step is None else step
 
 
-def header_from(path: Path, raw: bytes) -> dict[str, Any]:
+def parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     """Read a header. Raises CheckpointError where it is none."""
     header = _object(raw)
     if header is None:
-        raise _refused(path, "has a header that does not match its checksum")
+        raise _refuse(path, "has a header that does not match its checksum")
     return header
 
 
-def index_from(facts: Facts, raw: bytes | memoryview) -> dict[str, Any]:
+def parse_index(facts: StateFileMetadata, raw: bytes | memoryview) -> dict[str, Any]:
     """Read an index. Raises CheckpointError where it is not the one of that layout."""
     index = _object(bytes(raw))
-    if index is None or digest(index) != facts.layout:
-        raise _refused(facts.path, "has an index that does not match its digest")
+    if index is None or digest_json(index) != facts.layout:
+        raise _refuse(facts.path, "has an index that does not match its digest")
     return index
 
 
@@ -273,24 +282,34 @@ def _object(raw: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def create(
-    folder: Path, who: Who, index: dict[str, Any], slot_bytes: int, slots: int = 2, at_once: bool = True
+def create_state_file(
+    folder: Path, who: StateFileOwner, index: dict[str, Any], slot_bytes: int, slots: int = 2, at_once: bool = True
 ) -> StateFile:
     """Make a rank's file, filled with zeros, with all slots void. Raises OSError where there is no room for it: its
     memory is taken here and now, so that no later write can fail; whether it is mapped `at_once` is another thing."""
-    path = folder / name_of(who.generation, who.rank)
+    path = folder / state_file_name(who.generation, who.rank)
     folder.mkdir(mode=0o700, exist_ok=True)
     path.unlink(missing_ok=True)
     raw = json.dumps(index).encode()
-    data_at, slot_bytes = up(INDEX + len(raw), PAGE), up(slot_bytes, PAGE)
+    data_at, slot_bytes = round_up(INDEX + len(raw), PAGE), round_up(slot_bytes, PAGE)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, data_at + slots * slot_bytes)
         for at in WORDS:
             os.pwrite(descriptor, VOID_WORD.to_bytes(8, "little"), at)
-        os.pwrite(descriptor, to_word(0, WAY).to_bytes(8, "little"), WAY)
+        os.pwrite(descriptor, encode_word(0, WAY).to_bytes(8, "little"), WAY)
         os.pwrite(descriptor, raw, INDEX)
-        numbers = (VERSION, who.generation, who.rank, who.world, len(raw), data_at, slot_bytes, digest(index), who.run)
+        numbers = (
+            VERSION,
+            who.generation,
+            who.rank,
+            who.world,
+            len(raw),
+            data_at,
+            slot_bytes,
+            digest_json(index),
+            who.run,
+        )
         fixed = _FIXED.pack(bytes(8), *numbers, who.part, who.parts, slots)
         os.pwrite(descriptor, fixed, 0)
         os.pwrite(descriptor, zlib.crc32(fixed[8:]).to_bytes(4, "little"), _CHECK)
@@ -303,61 +322,61 @@ def create(
     return StateFile(path, writable=True, at_once=at_once)
 
 
-def file_bytes(index: dict[str, Any], slot_bytes: int, slots: int = 2) -> int:
-    """What `create` takes."""
-    return up(INDEX + len(json.dumps(index).encode()), PAGE) + slots * up(slot_bytes, PAGE)
+def state_file_bytes(index: dict[str, Any], slot_bytes: int, slots: int = 2) -> int:
+    """What `create_state_file` takes."""
+    return round_up(INDEX + len(json.dumps(index).encode()), PAGE) + slots * round_up(slot_bytes, PAGE)
 
 
-def facts_of(path: Path) -> Facts | None:
+def read_metadata(path: Path) -> StateFileMetadata | None:
     """What a state file says; None where it is none, or not whole."""
     try:
-        descriptor = opened(path, os.O_RDONLY)
+        descriptor = open_descriptor(path, os.O_RDONLY)
     except CheckpointError:
         return None
     try:
-        return facts_at(path, descriptor)
+        return read_metadata_at(path, descriptor)
     except CheckpointError:
         return None
     finally:
         os.close(descriptor)
 
 
-def opened(path: Path, how: int) -> int:
+def open_descriptor(path: Path, how: int) -> int:
     try:
         descriptor = os.open(path, how | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise _refused(path, f"cannot be opened ({error.strerror})") from None
+        raise _refuse(path, f"cannot be opened ({error.strerror})") from None
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(descriptor)
-        raise _refused(path, "is not a file that is this user's alone")
+        raise _refuse(path, "is not a file that is this user's alone")
     return descriptor
 
 
-def facts_at(path: Path, descriptor: int) -> Facts:
-    return facts_from(path, os.pread(descriptor, PAGE, 0))
+def read_metadata_at(path: Path, descriptor: int) -> StateFileMetadata:
+    return parse_metadata(path, os.pread(descriptor, PAGE, 0))
 
 
-def facts_from(path: Path, raw: bytes) -> Facts:
+def parse_metadata(path: Path, raw: bytes) -> StateFileMetadata:
     """What the first page of a state file says. Raises CheckpointError where it is none."""
     if len(raw) < PAGE or raw[:8] != MAGIC:
-        raise _refused(path, UNFINISHED if raw[:8] == bytes(8) else "is not a whole state file")
+        raise _refuse(path, UNFINISHED if raw[:8] == bytes(8) else "is not a whole state file")
     _, version, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run, *rest = _FIXED.unpack_from(raw)
     part, parts, slots = rest
-    if (wrong := format_versions.problem(version, (VERSION,), _REMEDY)) is not None:
+    if (wrong := format_versions.describe_version_problem(version, (VERSION,), _REMEDY)) is not None:
         raise OtherStateFormat(f"the state file {path} {wrong}")
     if not 1 <= slots <= len(WORDS):
-        raise _refused(path, f"says that it has {slots} slots")
+        raise _refuse(path, f"says that it has {slots} slots")
     raw_words = [int.from_bytes(raw[at : at + 8], "little") for at in WORDS[:slots]]
     words = tuple(_step(word, slot) for slot, word in enumerate(raw_words))
     torn = tuple(slot for slot, word in enumerate(raw_words) if word != VOID_WORD and words[slot] == VOID)
-    way = from_word(int.from_bytes(raw[WAY : WAY + 8], "little"), WAY)
+    way = decode_word(int.from_bytes(raw[WAY : WAY + 8], "little"), WAY)
     whole = zlib.crc32(raw[8 : _FIXED.size]).to_bytes(4, "little") == raw[_CHECK : _CHECK + 4]
     if not whole or way is None:
-        raise _refused(path, "has a first page that does not match its checksum")
+        raise _refuse(path, "has a first page that does not match its checksum")
     shape = generation, rank, world, index_bytes, data_at, slot_bytes, layout, run
-    return Facts(path, *shape, words, part, parts, way, torn)
+    return StateFileMetadata(path, *shape, words, part, parts, way, torn)
 
 
-def _refused(path: Path, problem: str) -> CheckpointError:
+def _refuse(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(f"the state file {path} {problem}; {_REMEDY}")

@@ -24,9 +24,10 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines
 from phalanx.core.records import read_steps
+from phalanx.core.renamed import rename_event
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.report import devices, eval_view, event_text
 from phalanx.report.terminal import open_terminal
@@ -68,7 +69,7 @@ class Console:
         self._loss: float | None = None
         self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
         self._tokens_per_s: deque[float] = deque(maxlen=RATE_STEPS)
-        self._work: deque[devices.Step] = deque(maxlen=RATE_STEPS)
+        self._work: deque[devices.DeviceStep] = deque(maxlen=RATE_STEPS)
         self._devices = ""  # their shares, in a few words
         self._live: Live | None = None
         if terminal and total_steps and not self.rich.is_dumb_terminal:
@@ -97,16 +98,16 @@ class Console:
         if not isinstance(step, int):
             return
         self.step = step
-        self._when = event_text.number(record, "time")
-        self._loss = event_text.number(record, "loss")
+        self._when = event_text.finite_number(record, "time")
+        self._loss = event_text.finite_number(record, "loss")
         for window, key in ((self._step_s, "step_s"), (self._tokens_per_s, "tokens_per_s")):
-            value = event_text.number(record, key)
+            value = event_text.finite_number(record, key)
             if value is not None:
                 window.append(value)
-        work = devices.step_of(record)
+        work = devices.parse_device_step(record)
         if work is not None and len(work.shares) > 1:
             self._work.append(work)
-            self._devices = devices.compact(self._work)
+            self._devices = devices.format_shares(self._work)
         if self._live is None:
             self._step_line()
         else:
@@ -115,16 +116,16 @@ class Console:
     def on_event(self, event: dict[str, Any]) -> None:
         """Print an event as a line (above the bar, where there is one)."""
         kind = str(event.get("kind"))
-        if kind == Kind.WORKER_DIED and self._unprinted:
+        if kind == EventKind.WORKER_DIED and self._unprinted:
             self._print_step()  # where the run stood belongs above what happened to it
-        sentence = event_text.sentence(event, self.step or None)
-        if kind == Kind.RESUMED and isinstance(event.get("step"), int):
+        sentence = event_text.describe_event(event, self.step or None)
+        if kind == EventKind.RESUMED and isinstance(event.get("step"), int):
             self.step = event["step"]
         self.say(sentence, kind, event.get("time"))
 
     def say(self, text: str, kind: str = "", when: float | None = None) -> None:
         """Print a line of text with the mark of `kind`, at `when` (seconds since the epoch; now if None)."""
-        mark = event_text.mark(kind)
+        mark = event_text.event_mark(kind)
         style = STYLES[mark.tone]
         line = Text(time.strftime("%H:%M:%S ", time.localtime(when)), style="dim")
         line.append(f"{mark.ascii if self.rich.options.ascii_only else mark.symbol} ", style=style)
@@ -172,9 +173,11 @@ class Console:
         """Loss, rate, time left and time elapsed, in the order in which a narrow terminal keeps them."""
         rate, left = statistics.median(self._tokens_per_s) if self._tokens_per_s else None, self._left_s()
         figures = [f"loss {self._loss:.4f}" if self._loss is not None else ""]
-        figures.append(f"{event_text.count(rate)} {self.unit}/s" if rate is not None else "")
-        figures.append(f"{event_text.clock(left)} left" if left is not None and self.step < self.total_steps else "")
-        figures.append(f"{event_text.clock(time.monotonic() - self._started)} elapsed")
+        figures.append(f"{event_text.format_count(rate)} {self.unit}/s" if rate is not None else "")
+        figures.append(
+            f"{event_text.format_clock(left)} left" if left is not None and self.step < self.total_steps else ""
+        )
+        figures.append(f"{event_text.format_clock(time.monotonic() - self._started)} elapsed")
         figures.append(self._devices)
         return [figure for figure in figures if figure]
 
@@ -219,7 +222,7 @@ class _Tail:
         self.path = path
         self.offset = offset
 
-    def read(self) -> list[dict[str, Any]]:
+    def read_new_lines(self) -> list[dict[str, Any]]:
         try:
             if os.stat(self.path).st_size <= self.offset:
                 return []
@@ -241,7 +244,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-class Shows(Protocol):
+class RecordSink(Protocol):
     """What a follower feeds."""
 
     def on_step(self, record: dict[str, Any]) -> None: ...
@@ -258,26 +261,31 @@ class Follower:
     command wants that resumes a run. Reading needs nothing of the run but its folder, so the run may die at any point.
     """
 
-    def __init__(self, paths: RunPaths, console: Shows, from_start: bool = False) -> None:
+    def __init__(self, paths: RunPaths, console: RecordSink, from_start: bool = False) -> None:
         self.console = console
         self._held: list[tuple[float, bool, dict[str, Any]]] = []
         self._steps = _Tail(paths.metrics, 0 if from_start else _length(paths.metrics))
         self._events = _Tail(paths.events, 0 if from_start else _length(paths.events))
 
-    def poll(self, last: bool = False) -> None:
+    def poll(self, final: bool = False) -> None:
         """Show the complete lines written since the last call, in order of time. What is newer than this call waits for
-        the next one, as an older line may come to the other file meanwhile; nothing waits for a second, or the `last`.
+        the next one, as an older line may come to the other file meanwhile; nothing waits for a second, or where it is
+        `final`.
         """
         began, held = time.time(), self._held
-        new = [(event_text.number(record, "time") or 0.0, True, record) for record in self._steps.read()]
-        new += [(event_text.number(record, "time") or 0.0, False, record) for record in self._events.read()]
-        self._held = [] if last else [entry for entry in new if entry[0] > began]
-        found = held + [entry for entry in new if last or entry[0] <= began]
+        new = [
+            (event_text.finite_number(record, "time") or 0.0, True, record) for record in self._steps.read_new_lines()
+        ]
+        new += [
+            (event_text.finite_number(record, "time") or 0.0, False, record) for record in self._events.read_new_lines()
+        ]
+        self._held = [] if final else [entry for entry in new if entry[0] > began]
+        found = held + [entry for entry in new if final or entry[0] <= began]
         for _, is_step, record in sorted(found, key=lambda entry: entry[0]):
             if is_step:
                 self.console.on_step(record)
             else:
-                self.console.on_event(record)
+                self.console.on_event(rename_event(record))
         self.console.tick()
 
 
@@ -285,34 +293,36 @@ def _length(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def summary(paths: RunPaths) -> RenderableType:
+def render_run_summary(paths: RunPaths) -> RenderableType:
     """The closing box of a run, from its records: folder, last step, losses, checkpoint, export and report."""
     # the last line, not the highest step: after a restart steps are walked again
     last: dict[str, Any] = next(iter(deque(read_lines(paths.metrics), maxlen=1)), {})
-    events = {str(event.get("kind")): event for event in read_lines(paths.events)}
-    rows = [("run", paths.shown)]
+    events = {str(event.get("kind")): event for event in read_events(paths.events)}
+    rows = [("run", paths.display_name)]
     if "step" in last:
         rows.append(("last step", str(last["step"])))
-    if (loss := event_text.number(last, "loss")) is not None:
+    if (loss := event_text.finite_number(last, "loss")) is not None:
         rows.append(("loss", f"{loss:.4f}"))
-    for name, evaluations in eval_view.by_set(read_lines(paths.events)).items():
-        if (loss := event_text.number(evaluations[-1], "loss")) is not None:
-            beside = event_text.said_of(evaluations[-1])
+    for name, evaluations in eval_view.group_by_set(read_events(paths.events)).items():
+        if (loss := event_text.finite_number(evaluations[-1], "loss")) is not None:
+            beside = event_text.describe_scores(evaluations[-1])
             rows.append((f"{name} loss", f"{loss:.4f}" + (f"  ({beside})" if beside else "")))
-    if (checkpoint := _checkpoint(paths, events.get(Kind.CHECKPOINT_SAVED, {}).get("step"))) is not None:
+    if (checkpoint := _checkpoint(paths, events.get(EventKind.CHECKPOINT_SAVED, {}).get("step"))) is not None:
         rows.append(("checkpoint", str(checkpoint)))
-    if folder := events.get(Kind.EXPORTED, {}).get("folder"):
+    if folder := events.get(EventKind.EXPORTED, {}).get("folder"):
         rows.append(("export", str(folder)))
     if paths.report.exists():
-        rows.append(("report", f"{paths.shown}/{paths.report.name}"))
+        rows.append(("report", f"{paths.display_name}/{paths.report.name}"))
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")  # a path that is cut short is of no use
     for name, value in rows:
         grid.add_row(name, Text(value))
     panel = Panel.fit(grid, title="phalanx", title_align="left", border_style="green", padding=(0, 1))
-    found = devices.summary(read_steps(paths.metrics), devices.names_of(paths), devices.lines_of(paths))
-    return panel if found is None else Group(panel, devices.table(found))
+    found = devices.summarize_devices(
+        read_steps(paths.metrics), devices.read_device_names(paths), devices.read_device_lines(paths)
+    )
+    return panel if found is None else Group(panel, devices.render_device_table(found))
 
 
 def _checkpoint(paths: RunPaths, step: object) -> Path | Url | None:

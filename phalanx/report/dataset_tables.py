@@ -11,8 +11,8 @@ from rich.text import Text
 WIDEST_BAR = 40
 
 
-def show(console: Console, found: Sequence[Any]) -> None:
-    """Print a table of sets, and of each its lengths and samples; `found` are `data.inspect.Facts`."""
+def print_datasets(console: Console, found: Sequence[Any]) -> None:
+    """Print a table of sets, and of each its lengths and samples; `found` are `data.inspect.TokenSetStats`."""
     table = Table("", *(escape(one.name) for one in found), title="token sets")
     for name, value in ROWS:
         cells = [value(one) for one in found]
@@ -65,8 +65,10 @@ def _sample(console: Console, one: Any, number: int, runs: Sequence[tuple[str, b
     console.print(text)
 
 
-def show_batch(console: Console, step: int, found: Sequence[Any], texts: Sequence[str], folders: Sequence[str]) -> None:
-    """Print the samples of a batch, `data.batch.Member`, a line each."""
+def print_batch(
+    console: Console, step: int, found: Sequence[Any], texts: Sequence[str], folders: Sequence[str]
+) -> None:
+    """Print the samples of a batch, `data.batch.BatchSample`, a line each."""
     table = Table(box=None, pad_edge=False)
     for name in ("position", "source", "epoch", "row", "which is", "and begins"):
         table.add_column(name, no_wrap=name != "and begins", overflow="ellipsis")

@@ -23,11 +23,10 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind
-from phalanx.core.json_lines import read_lines
+from phalanx.core.events import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
-from phalanx.layout.balance import Division, division_of
+from phalanx.layout.balance import Division, parse_division
 from phalanx.report import event_text
 
 Record = Mapping[str, Any]
@@ -37,14 +36,14 @@ DRAWN = len(COLORS)  # of more ranks than this only the extremes are drawn and s
 
 
 @dataclass(frozen=True)
-class Step:
+class DeviceStep:
     """One step: sequences and busy seconds of each rank, seconds of the whole, and micro-batches of each rank."""
 
     shares: tuple[int, ...]
     busy_s: tuple[float, ...]
     step_s: float
     parts: int = 1
-    own: tuple[int, ...] = ()  # where they differ, each rank's
+    parts_by_rank: tuple[int, ...] = ()  # where they differ, each rank's
 
     def even_s(self, lines: Mapping[int, Line]) -> float | None:
         """What the step would have taken with equal shares, in as many micro-batches, or where ranks have their own
@@ -60,28 +59,28 @@ class Step:
         return self.step_s - max(self.busy_s) + busy_s
 
     def _parts(self) -> tuple[int, ...]:
-        return self.own or (self.parts,) * len(self.shares)
+        return self.parts_by_rank or (self.parts,) * len(self.shares)
 
     def _parts_for(self, share: float, rank: int) -> int:
         """Micro-batches of a rank that had another share."""
-        if not self.own:
+        if not self.parts_by_rank:
             return self.parts
         # What is known of memory is what was used of it; of a rank that had nothing, what the others did.
-        sizes = [max(1, -(-had // parts)) for had, parts in zip(self.shares, self.own, strict=True)]
+        sizes = [max(1, -(-had // parts)) for had, parts in zip(self.shares, self.parts_by_rank, strict=True)]
         size = sizes[rank] if self.shares[rank] else max(sizes)
         return max(1, math.ceil(share / size))
 
-    def worked(self, rank: int) -> float:
+    def busy_share(self, rank: int) -> float:
         """The part of the step in which a rank worked; some of what it did may lie a little before or behind."""
-        return busy([self], rank)
+        return mean_busy_share([self], rank)
 
 
-def busy(steps: Sequence[Step], rank: int) -> float:
+def mean_busy_share(steps: Sequence[DeviceStep], rank: int) -> float:
     """The part of the time of some steps in which a rank worked."""
     return min(1.0, sum(step.busy_s[rank] for step in steps) / sum(step.step_s for step in steps))
 
 
-def of_these_ranks(steps: Sequence[Step]) -> list[Step]:
+def steps_of_current_ranks(steps: Sequence[DeviceStep]) -> list[DeviceStep]:
     """The newest steps in a row that have as many ranks as the last."""
     world = len(steps[-1].shares) if steps else 0
     newest = itertools.takewhile(lambda step: len(step.shares) == world, reversed(steps))
@@ -97,7 +96,7 @@ def _grows(line: Line, was: tuple[int, float], other: tuple[int, float]) -> floa
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceUsage:
     """A device over some steps: its share of all sequences, of the last step's, and the part of the time it worked."""
 
     rank: int
@@ -109,12 +108,12 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Summary:
+class DeviceSummary:
     """All devices over some steps; `step_s` and `even_s` are means of a step, as it was and with equal shares (None
     where no step tells). Where several ranks hold one model together, shares are those of its copies, and so is each of
     `devices`."""
 
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceUsage, ...]
     step_s: float
     even_s: float | None
     of_copies: bool = False
@@ -137,7 +136,7 @@ class Summary:
         """What an even split would have cost, as a sentence; empty where nobody knows."""
         if self.even_s is None:
             return ""
-        ours, even = event_text.seconds(self.step_s), event_text.seconds(self.even_s)
+        ours, even = event_text.format_seconds(self.step_s), event_text.format_seconds(self.even_s)
         if abs(self.even_s - self.step_s) <= 0.005 * self.step_s:
             return f"an even split would have been as fast: {ours} a step"
         if self.even_s < self.step_s:
@@ -147,30 +146,34 @@ class Summary:
         return f"an even split would have taken {times}{instead}"
 
 
-def step_of(record: Record) -> Step | None:
+def parse_device_step(record: Record) -> DeviceStep | None:
     """What a step record says of the devices; None where it says nothing, or nothing that makes sense."""
-    shares, busy_s, step_s = record.get("shares"), record.get("busy_s"), event_text.number(dict(record), "step_s")
+    shares, busy_s, step_s = (
+        record.get("shares"),
+        record.get("busy_s"),
+        event_text.finite_number(dict(record), "step_s"),
+    )
     if not isinstance(shares, list) or not isinstance(busy_s, list) or step_s is None or step_s <= 0:
         return None
     if not shares or len(shares) != len(busy_s) or any(type(share) is not int or share < 0 for share in shares):
         return None
-    times = [event_text.number({"s": value}, "s") for value in busy_s]
+    times = [event_text.finite_number({"s": value}, "s") for value in busy_s]
     if sum(shares) == 0 or any(value is None or value < 0 for value in times):
         return None
-    division = division_of(record) or Division(tuple(shares), 1)  # older records do not name micro-batches
+    division = parse_division(record) or Division(tuple(shares), 1)  # older records do not name micro-batches
     known_s = tuple(value for value in times if value is not None)
-    return Step(division.shares, known_s, step_s, division.parts, division.own)
+    return DeviceStep(division.shares, known_s, step_s, division.parts, division.own)
 
 
-def summary(
+def summarize_devices(
     records: Iterable[Record], names: Mapping[int, str], lines: Mapping[int, Line] | None = None
-) -> Summary | None:
+) -> DeviceSummary | None:
     """Of the steps with as many ranks as the last; None where no record speaks of several ranks. `names` of the ranks'
     devices, and `lines` of those that were measured, by rank. More names than shares: these are of copies of a model.
 
     The first step is left out where there are others: whatever is compiled or set up in it is no part of the others.
     """
-    steps = of_these_ranks([step for record in records if (step := step_of(record)) is not None])
+    steps = steps_of_current_ranks([step for record in records if (step := parse_device_step(record)) is not None])
     if not steps or len(steps[-1].shares) < 2:
         return None
     steps = steps[1:] or steps
@@ -185,9 +188,11 @@ def summary(
         done, busy_s = sum(step.shares[rank] for step in steps), sum(step.busy_s[rank] for step in steps)
         rate = done / busy_s if busy_s > 0 and done else None
         last = steps[-1].shares[rank]
-        devices.append(Device(rank, names.get(rank, ""), done / sequences, last, busy(steps, rank), rate))
+        devices.append(
+            DeviceUsage(rank, names.get(rank, ""), done / sequences, last, mean_busy_share(steps, rank), rate)
+        )
     mean_s = _mean([step.step_s for step in steps], evens)
-    return Summary(tuple(devices), whole_s / len(steps), mean_s, together, len(steps))
+    return DeviceSummary(tuple(devices), whole_s / len(steps), mean_s, together, len(steps))
 
 
 def _mean(steps_s: Sequence[float], evens: Sequence[float | None]) -> float | None:
@@ -199,7 +204,7 @@ def _mean(steps_s: Sequence[float], evens: Sequence[float | None]) -> float | No
     return times * sum(steps_s) / len(steps_s)
 
 
-def names_of(paths: RunPaths) -> dict[int, str]:
+def read_device_names(paths: RunPaths) -> dict[int, str]:
     """What each rank's device is called: as it was measured, with its host where there are several, or as the last
     start found it; nothing where neither says."""
     known = _known(paths)
@@ -208,18 +213,18 @@ def names_of(paths: RunPaths) -> dict[int, str]:
     return measured or dict(enumerate(_models(paths) or ()))
 
 
-def lines_of(paths: RunPaths) -> dict[int, Line]:
+def read_device_lines(paths: RunPaths) -> dict[int, Line]:
     """What each rank's device was measured to take, where it was."""
-    found = {device.rank: hardware.line(device.times) for device in _known(paths)}
+    found = {device.rank: hardware.fit_line(device.times) for device in _known(paths)}
     return {rank: line for rank, line in found.items() if line is not None}
 
 
-def _known(paths: RunPaths) -> tuple[hardware.Device, ...]:
+def _known(paths: RunPaths) -> tuple[hardware.MeasuredDevice, ...]:
     """The devices of the last start as they were measured; none where others were, or none at all."""
     if not paths.hardware.exists():
         return ()
     try:
-        devices = hardware.read(paths.hardware).devices
+        devices = hardware.read_hardware(paths.hardware).devices
     except ConfigError:  # the report is of the steps
         return ()
     return devices if _models(paths) in (None, [device.model for device in devices]) else ()
@@ -228,23 +233,23 @@ def _known(paths: RunPaths) -> tuple[hardware.Device, ...]:
 def _models(paths: RunPaths) -> list[str] | None:
     """What the devices of the last start are called, in order of rank, where it says; of the last on several, if there
     was one, since there is nothing to tell of one device."""
-    starts = [event for event in read_lines(paths.events) if event.get("kind") == Kind.RUN_STARTED]
+    starts = [event for event in read_events(paths.events) if event.get("kind") == EventKind.RUN_STARTED]
     several = [event for event in starts if event.get("world") != 1]
     models = (several or starts)[-1].get("models") if starts else None
     return [str(model) for model in models] if isinstance(models, list) else None
 
 
-def compact(steps: Sequence[Step]) -> str:
+def format_shares(steps: Sequence[DeviceStep]) -> str:
     """The shares of the last of some steps and how busy its ranks were over them, for a line that has little room."""
-    steps = of_these_ranks(steps)
-    step, worked = steps[-1], [100 * busy(steps, rank) for rank in range(len(steps[-1].busy_s))]
+    steps = steps_of_current_ranks(steps)
+    step, worked = steps[-1], [100 * mean_busy_share(steps, rank) for rank in range(len(steps[-1].busy_s))]
     if len(worked) > DRAWN:
         shares = f"{min(step.shares)} to {max(step.shares)}"
         return f"shares {shares}, busy {min(worked):.0f} to {max(worked):.0f} %"
     return f"shares {'+'.join(map(str, step.shares))}, busy {'/'.join(f'{part:.0f}' for part in worked)} %"
 
 
-def table(found: Summary) -> Table:
+def render_device_table(found: DeviceSummary) -> Table:
     """For a terminal; of many ranks the ones that waited least and most."""
     shown = Table(
         caption="\n".join(filter(None, (found.about, found.verdict))),
@@ -262,7 +267,7 @@ def table(found: Summary) -> Table:
 TITLES = ("device", "share now", "of the work", "busy", "waiting", "sequences/s")
 
 
-def _cells(device: Device) -> tuple[str, ...]:
+def _cells(device: DeviceUsage) -> tuple[str, ...]:
     return (
         str(device.rank),
         device.name or "-",
@@ -270,18 +275,18 @@ def _cells(device: Device) -> tuple[str, ...]:
         f"{100 * device.share:.1f} %",
         f"{100 * device.busy:.0f} %",
         f"{100 * max(0.0, 1 - device.busy):.0f} %",
-        "-" if device.sequences_per_s is None else event_text.count(device.sequences_per_s),
+        "-" if device.sequences_per_s is None else event_text.format_count(device.sequences_per_s),
     )
 
 
-def _few(devices: Sequence[Device]) -> list[Device]:
+def _few(devices: Sequence[DeviceUsage]) -> list[DeviceUsage]:
     if len(devices) <= 2 * DRAWN:
         return list(devices)
     by_busy = sorted(devices, key=lambda device: (device.busy, device.rank))
     return sorted([*by_busy[:DRAWN], *by_busy[-DRAWN:]], key=lambda device: device.rank)
 
 
-def card(found: Summary | None) -> list[str]:
+def render_device_card(found: DeviceSummary | None) -> list[str]:
     """The table of the report."""
     if found is None:
         return []
@@ -301,16 +306,16 @@ def card(found: Summary | None) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------- charts
 
 
-def world_of(records: Iterable[Record]) -> int:
+def world_size_of(records: Iterable[Record]) -> int:
     """The most ranks that any record speaks of; 1 where none does."""
-    return max((len(step.shares) for record in records if (step := step_of(record)) is not None), default=1)
+    return max((len(step.shares) for record in records if (step := parse_device_step(record)) is not None), default=1)
 
 
-def columns(records: Sequence[Record], world: int) -> dict[str, list[float | None]]:
+def device_columns(records: Sequence[Record], world: int) -> dict[str, list[float | None]]:
     """Columns for the curves: the share of the work and the busy part of the time, of each of `world` ranks; of many
     the least, the median and the greatest. Nothing of one rank."""
     found: dict[str, list[float | None]] = {name: [] for name in _names(world)}
-    for step in map(step_of, records):
+    for step in map(parse_device_step, records):
         values = dict.fromkeys(found) if step is None else _values(step, world)
         for name, column in found.items():
             value = values.get(name)
@@ -318,7 +323,7 @@ def columns(records: Sequence[Record], world: int) -> dict[str, list[float | Non
     return found
 
 
-def traces(world: int, of_copies: bool = False) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+def device_traces(world: int, of_copies: bool = False) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
     """(name, column, colour) of the curves of shares and of those of busy times; `of_copies`: `world` copies of a model
     that several ranks hold."""
     names = _names(world)
@@ -337,9 +342,9 @@ def _names(world: int) -> list[str]:
     return [f"share_{key}" for key in keys] + [f"busy_{key}" for key in keys]
 
 
-def _values(step: Step, world: int) -> dict[str, float]:
+def _values(step: DeviceStep, world: int) -> dict[str, float]:
     shares = [share / sum(step.shares) for share in step.shares]
-    worked = [step.worked(rank) for rank in range(len(step.busy_s))]
+    worked = [step.busy_share(rank) for rank in range(len(step.busy_s))]
     if world <= DRAWN:
         return {f"share_{rank}": share for rank, share in enumerate(shares)} | {
             f"busy_{rank}": part for rank, part in enumerate(worked)

@@ -14,7 +14,7 @@ NARROW = 80  # below, a sentence stands under its check
 STATE_WIDTH, CHECK_WIDTH = 7, 27
 
 
-class Lines:
+class DoctorConsole:
     """Shows lines, and at a terminal also which check is going on."""
 
     def __init__(self, terminal: Console) -> None:

@@ -16,8 +16,9 @@ STYLES: Mapping[str, str] = {
 }
 
 
-def table(result: Mapping[str, Any], well: bool = True) -> Table:
-    """A row for each finding of a node, as in its results file; without those that are well where `well` is false."""
+def render_findings_table(result: Mapping[str, Any], show_ok: bool = True) -> Table:
+    """A row for each finding of a node, as in its results file; without those that are well where `show_ok` is
+    false."""
     verdict = str(result["verdict"])
     shown = Table(
         title=Text.assemble(f"{result['host']}: ", (verdict, STYLES.get(verdict, ""))),
@@ -30,14 +31,14 @@ def table(result: Mapping[str, Any], well: bool = True) -> Table:
     shown.add_column("", no_wrap=True)
     shown.add_column("", overflow="fold")
     for finding in result["findings"]:
-        if not well and finding["severity"] == "ok" and finding["check"] not in ("connection", "measured"):
+        if not show_ok and finding["severity"] == "ok" and finding["check"] not in ("connection", "measured"):
             continue
         severity = str(finding["severity"])
         shown.add_row(str(finding["check"]), Text(severity, STYLES.get(severity, "")), Text(str(finding["sentence"])))
     return shown
 
 
-def nodes(rows: Sequence[Mapping[str, str]]) -> Table:
+def render_node_table(rows: Sequence[Mapping[str, str]]) -> Table:
     """A row for each node: its name, its state, its health, what is asked of it or why it is out of use."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("node", "state", "health"):

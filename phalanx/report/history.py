@@ -11,7 +11,7 @@ import yaml
 
 from phalanx.core import format_versions
 from phalanx.core.errors import RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines
 from phalanx.core.records import split_attempts
 from phalanx.core.run_paths import RunPaths
@@ -24,15 +24,16 @@ ALIVE_S = 60.0  # a run whose last line is younger than this is taken to be runn
 
 
 @dataclass
-class Run:
-    """The records of a run, sorted out: `kept` are the steps that count, in order; `lost` were walked again.
+class RunHistory:
+    """The records of a run, sorted out: `counted_steps` are the steps that count, in order; `lost_steps` were walked
+    again.
 
     Where the clock was set back between two attempts, the times of the later one are moved behind the earlier one's.
     """
 
     name: str
-    kept: list[Record]
-    lost: list[Record]
+    counted_steps: list[Record]
+    lost_steps: list[Record]
     events: list[Record]
     config_text: str
     config: Record
@@ -44,31 +45,31 @@ class Run:
     device_lines: dict[int, devices.Line]
 
 
-def read_run(paths: RunPaths) -> Run:
+def read_run_history(paths: RunPaths) -> RunHistory:
     """Read the records of a run folder. Raises RunError where it holds neither metrics nor events,
     or a later release has written it."""
     if not paths.metrics.exists() and not paths.events.exists():
         raise RunError(
-            f"{paths.shown} holds neither {paths.metrics.name} nor {paths.events.name}, so there is nothing to report; "
-            "name the folder of a run"
+            f"{paths.display_name} holds neither {paths.metrics.name} nor {paths.events.name}, so there is nothing to "
+            "report; name the folder of a run"
         )
-    format_versions.check_run(paths)
+    format_versions.check_run_version(paths)
     kept, lost = split_attempts(read_lines(paths.metrics))
     # By attempt and place in the file, not by time: a clock may be set back.
-    events = sorted(_with_attempts(read_lines(paths.events)), key=lambda event: event["attempt"])
+    events = sorted(_with_attempts(read_events(paths.events)), key=lambda event: event["attempt"])
     raw = [
         (_attempt(record), moment)
         for record in [*kept, *lost, *events]
-        if (moment := event_text.number(record, "time")) is not None
+        if (moment := event_text.finite_number(record, "time")) is not None
     ]
     late = _moves(raw)
     kept, lost, events = ([_moved(record, late) for record in records] for records in (kept, lost, events))
-    times = [moment for record in [*kept, *lost, *events] if (moment := event_text.number(record, "time"))]
+    times = [moment for record in [*kept, *lost, *events] if (moment := event_text.finite_number(record, "time"))]
     config_text = paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.exists() else ""
-    return Run(
+    return RunHistory(
         name=paths.name,
-        kept=kept,
-        lost=lost,
+        counted_steps=kept,
+        lost_steps=lost,
         events=events,
         config_text=config_text,
         config=_parsed(config_text),
@@ -76,8 +77,8 @@ def read_run(paths: RunPaths) -> Run:
         began=min(times, default=0.0),
         ended=max(times, default=0.0),
         last_line=max(raw, default=(0, 0.0))[1],
-        device_names=devices.names_of(paths),
-        device_lines=devices.lines_of(paths),
+        device_names=devices.read_device_names(paths),
+        device_lines=devices.read_device_lines(paths),
     )
 
 
@@ -112,13 +113,13 @@ def _moves(moments: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def _moved(record: Record, moves: dict[int, float]) -> Record:
-    moment, move = event_text.number(record, "time"), moves.get(_attempt(record), 0.0)
+    moment, move = event_text.finite_number(record, "time"), moves.get(_attempt(record), 0.0)
     return record if moment is None or not move else record | {"time": moment + move}
 
 
-def after_steps(run: Run) -> list[tuple[Record, int | None]]:
+def events_with_steps(run: RunHistory) -> list[tuple[Record, int | None]]:
     """Every event with the step that had been recorded last when it happened (None before the first)."""
-    timed = sorted((*_when(record), record["step"]) for record in [*run.kept, *run.lost])
+    timed = sorted((*_when(record), record["step"]) for record in [*run.counted_steps, *run.lost_steps])
     found: list[tuple[Record, int | None]] = []
     position = 0
     for event in run.events:
@@ -129,25 +130,25 @@ def after_steps(run: Run) -> list[tuple[Record, int | None]]:
 
 
 def _when(record: Record) -> tuple[int, float]:
-    return _attempt(record), event_text.number(record, "time") or 0.0
+    return _attempt(record), event_text.finite_number(record, "time") or 0.0
 
 
-def attempts(run: Run) -> int:
-    numbers = [record.get("attempt") for record in [*run.kept, *run.lost, *run.events]]
+def count_attempts(run: RunHistory) -> int:
+    numbers = [record.get("attempt") for record in [*run.counted_steps, *run.lost_steps, *run.events]]
     return max((number for number in numbers if isinstance(number, int)), default=1)
 
 
-def status(run: Run, now: float) -> tuple[str, str]:
+def run_status(run: RunHistory, now: float) -> tuple[str, str]:
     """How the run stands, as (word, tone): by its last telling event, and by the age of its last line."""
     for event in reversed(run.events):
         match event.get("kind"):
-            case Kind.FINISHED:
+            case EventKind.FINISHED:
                 return "finished", "good"
-            case Kind.STOPPED:
+            case EventKind.STOPPED:
                 return "stopped", "warn"
-            case Kind.WORKER_DIED | Kind.GAVE_UP:  # and nothing was started after it
+            case EventKind.WORKER_DIED | EventKind.GAVE_UP:  # and nothing was started after it
                 return "died", "bad"
-            case Kind.RUN_STARTED | Kind.ATTEMPT_STARTED | Kind.RESUMED | Kind.RESTARTED:
+            case EventKind.RUN_STARTED | EventKind.ATTEMPT_STARTED | EventKind.RESUMED | EventKind.RESTARTED:
                 break
     return ("running", "info") if now - run.last_line < ALIVE_S else ("not finished", "quiet")
 

@@ -14,37 +14,47 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import devices, eval_view, event_text, page, prediction_view, profile_view
-from phalanx.report.history import POINTS, Record, Run, after_steps, attempts, read_run, smooth, status, thin
-from phalanx.report.incidents import incidents
+from phalanx.report.history import (
+    POINTS,
+    Record,
+    RunHistory,
+    count_attempts,
+    events_with_steps,
+    read_run_history,
+    run_status,
+    smooth,
+    thin,
+)
+from phalanx.report.incidents import find_incidents
 
 COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes")
 EVENTS = 1000  # of more, the newest are in the table, and saved checkpoints are not marked on the curves
 SHAPES = {  # how an event is drawn on the curves: (class, line from top to bottom)
-    Kind.WORKER_DIED: ("died", True),
-    Kind.RESTARTED: ("restarted", False),
-    Kind.RESUMED: ("resumed", False),
-    Kind.STOPPED: ("stopped", True),
-    Kind.CHECKPOINT_SAVED: ("saved", False),
-    Kind.CHECKPOINT_FAILED: ("failed", False),
-    Kind.CHECKPOINT_SKIPPED: ("skipped", False),
-    Kind.CHECKPOINT_REFUSED: ("failed", False),
-    Kind.STEP_SKIPPED: ("skipped", False),
+    EventKind.WORKER_DIED: ("died", True),
+    EventKind.RESTARTED: ("restarted", False),
+    EventKind.RESUMED: ("resumed", False),
+    EventKind.STOPPED: ("stopped", True),
+    EventKind.CHECKPOINT_SAVED: ("saved", False),
+    EventKind.CHECKPOINT_FAILED: ("failed", False),
+    EventKind.CHECKPOINT_SKIPPED: ("skipped", False),
+    EventKind.CHECKPOINT_REFUSED: ("failed", False),
+    EventKind.STEP_SKIPPED: ("skipped", False),
 }
 
 
-def write(paths: RunPaths) -> Path:
+def write_report(paths: RunPaths) -> Path:
     """Write `report.html` into the run folder, atomically, and return its path.
 
     Any of the records may be missing, empty or torn. Raises RunError where there is neither a metrics nor an events
     file (that is no run folder), and where the folder cannot be written.
     """
-    run = read_run(paths)
-    drawing = payload(run)
-    text = page.render(
+    run = read_run_history(paths)
+    drawing = report_payload(run)
+    text = page.render_page(
         title=html.escape(run.name),
         header=_header(run),
         tiles=_tiles(run),
@@ -71,31 +81,31 @@ def _drawing_code() -> str:
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
-def payload(run: Run) -> Record:
+def report_payload(run: RunHistory) -> Record:
     """What the page's script draws: charts, columns of numbers (None for what is not known), evaluations, events."""
-    losses = [event_text.number(record, "loss") for record in run.kept]
-    drawn = thin(losses, [event_text.number(record, "step_s") for record in run.kept])
-    world = devices.world_of([*run.kept, *run.lost])
-    kept = _columns([run.kept[i] for i in drawn], run.began, world)
+    losses = [event_text.finite_number(record, "loss") for record in run.counted_steps]
+    drawn = thin(losses, [event_text.finite_number(record, "step_s") for record in run.counted_steps])
+    world = devices.world_size_of([*run.counted_steps, *run.lost_steps])
+    kept = _columns([run.counted_steps[i] for i in drawn], run.began, world)
     smoothed = smooth(losses)
     kept["smooth"] = [_rounded(smoothed[i]) for i in drawn]
-    lost = _columns(run.lost[-POINTS // 2 :], run.began, world)
+    lost = _columns(run.lost_steps[-POINTS // 2 :], run.began, world)
     lost["smooth"] = [None] * len(lost["step"])
     return {
         "charts": [
-            chart for chart in charts(run) if not chart["traces"] or _filled(chart, kept) or _filled(chart, lost)
+            chart for chart in build_charts(run) if not chart["traces"] or _filled(chart, kept) or _filled(chart, lost)
         ],
         "kept": kept,
         "lost": lost,
         "heldOut": [
             {"name": name, **_columns(evaluations, run.began)}
-            for name, evaluations in eval_view.by_set(run.events).items()
+            for name, evaluations in eval_view.group_by_set(run.events).items()
         ],
         "scores": [
             {
                 "name": name,
                 **_columns(have, run.began),
-                "loss": [_rounded(event_text.scores(one)[score]) for one in have],
+                "loss": [_rounded(event_text.eval_scores(one)[score]) for one in have],
             }
             for name, have, score in eval_view.score_curves(run.events)
         ],
@@ -110,17 +120,21 @@ def to_script(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def charts(run: Run) -> list[Record]:
+def build_charts(run: RunHistory) -> list[Record]:
     """The charts that the records can fill: id, title, unit, traces (name, column, colour, style) and the y axis."""
     norms = [
-        value for record in run.kept if (value := event_text.number(record, "grad_norm")) is not None and value > 0
+        value
+        for record in run.counted_steps
+        if (value := event_text.finite_number(record, "grad_norm")) is not None and value > 0
     ]
-    times = sorted(value for record in run.kept if (value := event_text.number(record, "step_s")) is not None)
-    waits = any(event_text.number(record, "wait_s") is not None for record in run.kept)
+    times = sorted(
+        value for record in run.counted_steps if (value := event_text.finite_number(record, "step_s")) is not None
+    )
+    waits = any(event_text.finite_number(record, "wait_s") is not None for record in run.counted_steps)
     usual = times[int(0.98 * (len(times) - 1))] if times else 0.0
     capped = bool(times) and times[-1] > 3 * usual  # a first step that compiles would flatten all others
     wide = bool(norms) and max(norms) > 30 * min(norms)
-    note = f"a step of {event_text.seconds(times[-1])} reaches out of the picture" if capped else ""
+    note = f"a step of {event_text.format_seconds(times[-1])} reaches out of the picture" if capped else ""
     unit = _unit(run)
     found = [
         _chart("loss", "Loss", "nats per token" if unit == "tokens" else "mean over a step", wide=True,
@@ -136,15 +150,15 @@ def charts(run: Run) -> list[Record]:
         _chart("norm", "Gradient norm", "before clipping" + (", logarithmic" if wide else ""),
                [_trace("norm", "grad_norm", "teal")], log=wide),
     ]  # fmt: skip
-    if any(event_text.number(record, "mfu") is not None for record in run.kept):
+    if any(event_text.finite_number(record, "mfu") is not None for record in run.counted_steps):
         traces = [_trace("all of attention", "mfu", "blue"), _trace("causal half", "mfu_causal", "teal")]
         found.append(_chart("mfu", "Model FLOPs utilisation", "share of dense peak", traces, zero=True, percent=True))
     if scores := eval_view.score_curves(run.events):  # drawn as held-out losses are
         found.insert(
             1, _chart("scores", "Scores", scores[0][0] if len(scores) == 1 else "", [], legend=len(scores) > 1)
         )
-    parts = devices.world_of([*run.kept, *run.lost])
-    shares, busy = devices.traces(parts, of_copies=len(run.device_names) > parts)
+    parts = devices.world_size_of([*run.counted_steps, *run.lost_steps])
+    shares, busy = devices.device_traces(parts, of_copies=len(run.device_names) > parts)
     if shares:
         of_work = [_trace(*trace, style="line") for trace in shares]
         found.append(_chart("shares", "Shares", "of the sequences of a step", of_work, zero=True, percent=True))
@@ -171,48 +185,48 @@ def _columns(records: Sequence[Record], began: float, world: int = 1) -> Record:
     several ranks also what devices.py draws of each."""
     columns: Record = {"step": [record["step"] for record in records]}
     columns["attempt"] = [record.get("attempt", 1) for record in records]
-    moments = [event_text.number(record, "time") for record in records]
+    moments = [event_text.finite_number(record, "time") for record in records]
     columns["t"] = [None if moment is None else round(moment - began, 3) for moment in moments]
     for name in COLUMNS:
-        columns[name] = [_rounded(event_text.number(record, name)) for record in records]
+        columns[name] = [_rounded(event_text.finite_number(record, name)) for record in records]
     columns["memory_gib"] = [None if value is None else value / 2**30 for value in columns.pop("memory_bytes")]
     parts = zip(columns["step_s"], columns["wait_s"], columns["data_s"], strict=True)
     columns["compute_s"] = [
         None if whole is None else _rounded(max(0.0, whole - (wait or 0.0) - (data or 0.0)))
         for whole, wait, data in parts
     ]
-    return columns | devices.columns(records, world)
+    return columns | devices.device_columns(records, world)
 
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _marks(run: Run) -> list[Record]:
+def _marks(run: RunHistory) -> list[Record]:
     """The events that are drawn on the curves: step, t, text, class and whether a line crosses the chart."""
     marks = []
-    for event, after_step in after_steps(run):
-        if event.get("kind") not in SHAPES or (moment := event_text.number(event, "time")) is None:
+    for event, after_step in events_with_steps(run):
+        if event.get("kind") not in SHAPES or (moment := event_text.finite_number(event, "time")) is None:
             continue
         shape, crosses = SHAPES[event["kind"]]
         step = event["step"] if isinstance(event.get("step"), int) else after_step
-        text = html.escape(event_text.sentence(event, after_step))  # plotly reads some HTML in hover texts
+        text = html.escape(event_text.describe_event(event, after_step))  # plotly reads some HTML in hover texts
         marks.append({"step": step or 0, "t": round(moment - run.began, 3), "text": text, "class": shape})
         marks[-1]["crosses"] = crosses
     if len(marks) > EVENTS:
-        marks = [mark for mark in marks if mark["class"] != SHAPES[Kind.CHECKPOINT_SAVED][0]][-EVENTS:]
+        marks = [mark for mark in marks if mark["class"] != SHAPES[EventKind.CHECKPOINT_SAVED][0]][-EVENTS:]
     return marks
 
 
-def _header(run: Run) -> str:
-    word, tone = status(run, time.time())
-    started: Record = next((event for event in reversed(run.events) if event.get("kind") == Kind.RUN_STARTED), {})
+def _header(run: RunHistory) -> str:
+    word, tone = run_status(run, time.time())
+    started: Record = next((event for event in reversed(run.events) if event.get("kind") == EventKind.RUN_STARTED), {})
     model = run.config.get("model")
     model = model if isinstance(model, dict) else {}
     facts = [str(model[key]) for key in ("preset", "from_hf") if isinstance(model.get(key), str)][:1]
-    if parameters := event_text.parameters(started):
+    if parameters := event_text.describe_parameters(started):
         facts.append(parameters)
-    if world := event_text.number(started, "world"):
+    if world := event_text.finite_number(started, "world"):
         facts.append(f"{world:.0f} rank{'s' if world > 1 else ''}")
     parallel = run.config.get("parallel")
     degrees = {key: parallel.get(key) for key in ("tensor", "pipeline")} if isinstance(parallel, dict) else {}
@@ -225,70 +239,75 @@ def _header(run: Run) -> str:
     return f'{heading}<p class="facts">{shown}</p>'
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RunHistory) -> str:
     tiles: list[tuple[str, str, str]] = []
-    last: Record = run.kept[-1] if run.kept else {}
+    last: Record = run.counted_steps[-1] if run.counted_steps else {}
     train = run.config.get("train")
     total = train.get("steps") if isinstance(train, dict) else None
     tiles.append(("steps", f"{last.get('step', 0):,}", f"of {total:,}" if isinstance(total, int) else ""))
-    smoothed = smooth([event_text.number(record, "loss") for record in run.kept])
-    loss = event_text.number(last, "loss")
+    smoothed = smooth([event_text.finite_number(record, "loss") for record in run.counted_steps])
+    loss = event_text.finite_number(last, "loss")
     near = smoothed[-1] if smoothed else None
     tiles.append(("last loss", _fixed(loss), f"smoothed {near:.4f}" if near is not None else ""))
-    for name, evaluations in (eval_view.by_set(run.events) or {"held-out": [{}]}).items():
-        last_loss = event_text.number(evaluations[-1], "loss")
-        note = event_text.said_of(evaluations[-1])
+    for name, evaluations in (eval_view.group_by_set(run.events) or {"held-out": [{}]}).items():
+        last_loss = event_text.finite_number(evaluations[-1], "loss")
+        note = event_text.describe_scores(evaluations[-1])
         tiles.append((f"{html.escape(name)} loss", _fixed(last_loss), note))
-    tokens = event_text.number(last, "total_tokens")
+    tokens = event_text.finite_number(last, "total_tokens")
     unit = _unit(run)
     counted = "tokens" if unit == "tokens" else "losses"  # a sample may have several, such as one for each word
-    tiles.append((counted, event_text.count(tokens) if tokens is not None else "-", "trained on"))
-    step_s = _numbers(run.kept, "step_s")
-    rates = [(rate, s) for record in run.kept if (rate := event_text.number(record, "tokens_per_s")) is not None
-             and (s := event_text.number(record, "step_s"))]  # fmt: skip
+    tiles.append((counted, event_text.format_count(tokens) if tokens is not None else "-", "trained on"))
+    step_s = _numbers(run.counted_steps, "step_s")
+    rates = [
+        (rate, s)
+        for record in run.counted_steps
+        if (rate := event_text.finite_number(record, "tokens_per_s")) is not None
+        and (s := event_text.finite_number(record, "step_s"))
+    ]
     # all tokens, as in the curve: of a chat only some are learnt
     mean = sum(rate * s for rate, s in rates) / sum(s for _, s in rates) if rates else None
-    tiles.append(("mean speed", event_text.count(mean) if mean is not None else "-", f"{unit}/s"))
-    waits = _numbers(run.kept, "wait_s")
+    tiles.append(("mean speed", event_text.format_count(mean) if mean is not None else "-", f"{unit}/s"))
+    waits = _numbers(run.counted_steps, "wait_s")
     share = f"{100 * sum(waits) / sum(step_s):.0f} % of it waiting" if waits and sum(step_s) > 0 else ""
-    tiles.append(("median step", event_text.seconds(statistics.median(step_s)) if step_s else "-", share))
-    mfu = _numbers(run.kept, "mfu")
+    tiles.append(("median step", event_text.format_seconds(statistics.median(step_s)) if step_s else "-", share))
+    mfu = _numbers(run.counted_steps, "mfu")
     if mfu:
-        causal = _numbers(run.kept, "mfu_causal")
+        causal = _numbers(run.counted_steps, "mfu_causal")
         note = f"{100 * statistics.median(causal):.1f} % with the causal half" if causal else ""
         tiles.append(("median MFU", f"{100 * statistics.median(mfu):.1f} %", note))
-    memory = _numbers([*run.kept, *run.lost], "memory_bytes")
-    tiles.append(("peak memory", event_text.size(max(memory)) if memory else "-", "fullest rank"))
-    tries = attempts(run)
+    memory = _numbers([*run.counted_steps, *run.lost_steps], "memory_bytes")
+    tiles.append(("peak memory", event_text.format_bytes(max(memory)) if memory else "-", "fullest rank"))
+    tries = count_attempts(run)
     tiles.append(
-        ("total time", event_text.seconds(run.ended - run.began), f"{tries} attempt{'s' if tries > 1 else ''}")
+        ("total time", event_text.format_seconds(run.ended - run.began), f"{tries} attempt{'s' if tries > 1 else ''}")
     )
-    found = len(incidents(run))
-    tiles.append(("incidents", str(found), f"{len(run.lost)} steps walked again" if found else "none died"))
+    found = len(find_incidents(run))
+    tiles.append(("incidents", str(found), f"{len(run.lost_steps)} steps walked again" if found else "none died"))
     return "".join(
         f'<div class="tile"><dt>{name}</dt><dd>{html.escape(value)}</dd><p>{html.escape(note)}</p></div>'
         for name, value, note in tiles
     )
 
 
-def _unit(run: Run) -> str:
+def _unit(run: RunHistory) -> str:
     """What the run's speed counts: tokens, or samples."""
-    started = (event.get("unit") for event in reversed(run.events) if event.get("kind") == Kind.RUN_STARTED)
+    started = (event.get("unit") for event in reversed(run.events) if event.get("kind") == EventKind.RUN_STARTED)
     return "samples" if next(started, None) == "samples" else "tokens"
 
 
 def _numbers(records: Iterable[Record], key: str) -> list[float]:
-    return [value for record in records if (value := event_text.number(record, key)) is not None]
+    return [value for record in records if (value := event_text.finite_number(record, key)) is not None]
 
 
 def _fixed(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _incidents(run: Run) -> str:
+def _incidents(run: RunHistory) -> str:
     """One line for each incident: what died or was lost, how long to the next step, how many steps came twice."""
     lines = [
-        f"<li><b>{html.escape(each.what)}</b><span>{html.escape(each.recovery)}</span></li>" for each in incidents(run)
+        f"<li><b>{html.escape(each.what)}</b><span>{html.escape(each.recovery)}</span></li>"
+        for each in find_incidents(run)
     ]
     return f'<ul class="incidents">{"".join(lines)}</ul>' if lines else ""
 
@@ -314,15 +333,21 @@ def _card(chart: Record) -> str:
     return f'<section class="card{wide}">{head}<div class="plot" id="plot-{chart["id"]}"></div></section>'
 
 
-def _records(run: Run) -> str:
+def _records(run: RunHistory) -> str:
     """Events, resolved configuration and versions, below the curves."""
-    found = after_steps(run)
-    happened = [each for each in found if each[0].get("kind") != Kind.RESOLVED]
-    resolved = [each for each in found if each[0].get("kind") == Kind.RESOLVED]
+    found = events_with_steps(run)
+    happened = [each for each in found if each[0].get("kind") != EventKind.AUTO_RESOLVED]
+    resolved = [each for each in found if each[0].get("kind") == EventKind.AUTO_RESOLVED]
     table = _events(run, happened) if happened else "<p>No events were recorded.</p>"
     parts = [f'<section class="card"><h3>Events</h3>{table}</section>']
-    parts += devices.card(devices.summary(run.kept, run.device_names, run.device_lines))
-    parts += [*prediction_view.card(run), *eval_view.card(run.events), *profile_view.cards(run)]
+    parts += devices.render_device_card(
+        devices.summarize_devices(run.counted_steps, run.device_names, run.device_lines)
+    )
+    parts += [
+        *prediction_view.render_prediction_card(run),
+        *eval_view.render_eval_card(run.events),
+        *profile_view.render_profile_cards(run),
+    ]
     if resolved:
         title = f"<summary>Values of <code>auto</code> <span>{len(resolved)} resolved</span></summary>"
         parts.append(f'<details class="card">{title}{_events(run, resolved)}</details>')
@@ -339,15 +364,15 @@ def _records(run: Run) -> str:
     return "".join(parts)
 
 
-def _events(run: Run, events: Sequence[tuple[Record, int | None]]) -> str:
+def _events(run: RunHistory, events: Sequence[tuple[Record, int | None]]) -> str:
     """A table of events, a row each; every one comes with the step that was the last before it."""
     rows = []
     for event, after_step in events[-EVENTS:]:
-        mark = event_text.mark(str(event.get("kind")))
-        moment = event_text.number(event, "time")
-        cells = [event_text.clock(moment - run.began), _moment(moment)] if moment is not None else ["", ""]
+        mark = event_text.event_mark(str(event.get("kind")))
+        moment = event_text.finite_number(event, "time")
+        cells = [event_text.format_clock(moment - run.began), _moment(moment)] if moment is not None else ["", ""]
         cells.append(str(event.get("attempt", "")))
-        sentence = html.escape(event_text.sentence(event, after_step))
+        sentence = html.escape(event_text.describe_event(event, after_step))
         head = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
         rows.append(f'<tr class="{mark.tone}">{head}<td><i>{mark.symbol}</i>{sentence}</td></tr>')
     titles = "<tr><th>after</th><th>at</th><th>attempt</th><th>what happened</th></tr>"

@@ -12,77 +12,82 @@ console says when it is over. Where a run's records have no such line, it follow
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.report import event_text
-from phalanx.report.history import Record, Run, after_steps
+from phalanx.report.history import Record, RunHistory, events_with_steps
 
 # Worth a look, and no incident: warnings, and parts of one.
-PARTS = (Kind.WORKER_DIED, Kind.RESTARTED, Kind.NODE_LOST, Kind.INCIDENT, Kind.GAVE_UP)
-ASKED_FOR = (Kind.INJECTED, Kind.STOPPED, Kind.SIGNALLED, Kind.WARNING)
+PARTS = (EventKind.WORKER_DIED, EventKind.RESTARTED, EventKind.NODE_LOST, EventKind.INCIDENT, EventKind.GAVE_UP)
+EXPECTED_KINDS = (EventKind.INJECTED, EventKind.STOPPED, EventKind.STOP_REQUESTED, EventKind.WARNING)
 
 
 @dataclass(frozen=True)
 class Incident:
     """One incident: the event of its first failure, the step that was done last before it, and the event by which the
     run says that it is over. `step` is the first one after it and `seconds` the recovery time, None where no step
-    followed; `again` is how many steps were done a second time."""
+    followed; `replayed_steps` is how many steps were done a second time."""
 
     cause: Record
     after_step: int | None
-    told: Record | None
+    end_event: Record | None
     step: int | None
     seconds: float | None
-    again: int
+    replayed_steps: int
     gave_up: Record | None = None  # why it was not gone on after it
 
     @property
     def time(self) -> float | None:
-        return event_text.number(self.cause, "time")
+        return event_text.finite_number(self.cause, "time")
 
     @property
     def what(self) -> str:
         """What failed and what was done about it."""
-        if self.told is not None:
-            return f"{self.told.get('what', 'something failed')}; {self.told.get('done', 'the ranks start again')}"
-        return event_text.sentence(self.cause, self.after_step)
+        if self.end_event is not None:
+            what = self.end_event.get("what", "something failed")
+            return f"{what}; {self.end_event.get('done', 'the ranks start again')}"
+        return event_text.describe_event(self.cause, self.after_step)
 
     @property
     def recovery(self) -> str:
         """How it went on."""
         if self.seconds is None:
-            return event_text.sentence(self.gave_up) if self.gave_up is not None else "no step followed"
-        steps = f", {self.again} step{'' if self.again == 1 else 's'} walked again" if self.again else ""
-        return f"training went on with step {self.step} after {event_text.seconds(self.seconds)}{steps}"
+            return event_text.describe_event(self.gave_up) if self.gave_up is not None else "no step followed"
+        steps = (
+            f", {self.replayed_steps} step{'' if self.replayed_steps == 1 else 's'} walked again"
+            if self.replayed_steps
+            else ""
+        )
+        return f"training went on with step {self.step} after {event_text.format_seconds(self.seconds)}{steps}"
 
 
-def incidents(run: Run) -> list[Incident]:
+def find_incidents(run: RunHistory) -> list[Incident]:
     """The incidents of a run, oldest first."""
-    steps = [*run.kept, *run.lost]
+    steps = [*run.counted_steps, *run.lost_steps]
     found: list[Incident] = []
     part_of: dict[Any, list[tuple[int, Record, int | None]]] = {}
-    for attempt, (event, after_step) in sorted(_deaths(run).items()):
+    for attempt, (event, after_step) in sorted(_attempt_failures(run).items()):
         later = [number for record in steps if (number := _attempt(record)) > attempt]
         part_of.setdefault(min(later, default=None), []).append((attempt, event, after_step))
     for next_attempt, failures in part_of.items():
         first, cause, after_step = failures[0]
-        told = _told(run, first, next_attempt)
-        again = sum(1 for record in run.lost if first <= _attempt(record) <= failures[-1][0])
-        step, seconds = _recovered(steps, cause, next_attempt)
-        if told is not None and event_text.number(told, "seconds") is not None:
-            step, seconds = told.get("step"), event_text.number(told, "seconds")
-        gave_up = [event for event in run.events if event.get("kind") == Kind.GAVE_UP and _attempt(event) >= first]
+        told = _find_end_event(run, first, next_attempt)
+        again = sum(1 for record in run.lost_steps if first <= _attempt(record) <= failures[-1][0])
+        step, seconds = _first_step_after(steps, cause, next_attempt)
+        if told is not None and event_text.finite_number(told, "seconds") is not None:
+            step, seconds = told.get("step"), event_text.finite_number(told, "seconds")
+        gave_up = [event for event in run.events if event.get("kind") == EventKind.GAVE_UP and _attempt(event) >= first]
         ended = gave_up[-1] if gave_up and seconds is None else None
         found.append(Incident(cause, after_step, told, step, seconds, again, ended))
     return sorted(found, key=lambda incident: incident.time or 0.0)
 
 
-def others(run: Run) -> list[tuple[Record, int | None]]:
+def find_other_problems(run: RunHistory) -> list[tuple[Record, int | None]]:
     """What else went wrong or is worth a look, each with the step that was done last before it."""
     return [
         (event, step)
-        for event, step in after_steps(run)
-        if event_text.mark(str(event.get("kind"))).tone in ("bad", "warn")
-        and event.get("kind") not in (*PARTS, *ASKED_FOR)
+        for event, step in events_with_steps(run)
+        if event_text.event_mark(str(event.get("kind"))).tone in ("bad", "warn")
+        and event.get("kind") not in (*PARTS, *EXPECTED_KINDS)
     ]
 
 
@@ -91,21 +96,21 @@ def _attempt(record: Record) -> int:
     return attempt if type(attempt) is int else 1
 
 
-def _told(run: Run, first: int, next_attempt: int | None) -> Record | None:
+def _find_end_event(run: RunHistory, first: int, next_attempt: int | None) -> Record | None:
     """The event by which the run itself says that an incident is over."""
     for event in run.events:
-        if event.get("kind") == Kind.INCIDENT and first < _attempt(event):
+        if event.get("kind") == EventKind.INCIDENT and first < _attempt(event):
             return event if next_attempt is None or _attempt(event) <= next_attempt else None
     return None
 
 
-def _recovered(steps: list[Record], cause: Record, next_attempt: int | None) -> tuple[int | None, float | None]:
+def _first_step_after(steps: list[Record], cause: Record, next_attempt: int | None) -> tuple[int | None, float | None]:
     """The first step of an attempt, and how long after a failure it was done."""
-    failed = event_text.number(cause, "time")
+    failed = event_text.finite_number(cause, "time")
     done = [
         (moment, record["step"])
         for record in steps
-        if _attempt(record) == next_attempt and (moment := event_text.number(record, "time")) is not None
+        if _attempt(record) == next_attempt and (moment := event_text.finite_number(record, "time")) is not None
     ]
     if failed is None or not done:
         return None, None
@@ -113,22 +118,24 @@ def _recovered(steps: list[Record], cause: Record, next_attempt: int | None) -> 
     return step, max(0.0, moment - failed)
 
 
-def _deaths(run: Run) -> dict[int, tuple[Record, int | None]]:
+def _attempt_failures(run: RunHistory) -> dict[int, tuple[Record, int | None]]:
     """By attempt, what brought it down, and after which step: the worker that died first (others may follow it down),
     or else a node that was lost."""
     # Where ranks start again for another reason than a failure, that is given.
     failed = {
-        event.get("attempt") for event in run.events if event.get("kind") == Kind.RESTARTED and "reason" not in event
+        event.get("attempt")
+        for event in run.events
+        if event.get("kind") == EventKind.RESTARTED and "reason" not in event
     }
     deaths: dict[int, tuple[Record, int | None]] = {}
-    for event, after_step in after_steps(run):
+    for event, after_step in events_with_steps(run):
         attempt = event.get("attempt", 1)
-        if event.get("kind") == Kind.WORKER_DIED:
+        if event.get("kind") == EventKind.WORKER_DIED:
             known = deaths.get(attempt)
-            if known is None or known[0].get("kind") == Kind.NODE_LOST:
+            if known is None or known[0].get("kind") == EventKind.NODE_LOST:
                 deaths[attempt] = event, after_step
-        elif event.get("kind") == Kind.GAVE_UP or (
-            event.get("kind") == Kind.NODE_LOST and type(attempt) is int and attempt + 1 in failed
+        elif event.get("kind") == EventKind.GAVE_UP or (
+            event.get("kind") == EventKind.NODE_LOST and type(attempt) is int and attempt + 1 in failed
         ):
             deaths.setdefault(attempt, (event, after_step))
     return deaths

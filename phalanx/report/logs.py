@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import event_text
@@ -24,24 +24,24 @@ ELSEWHERE = (  # of an empty one, as a rank's is where nothing went wrong
 )
 
 
-def log_of(paths: RunPaths, rank: int | None, node: int | None) -> Path:
+def find_log(paths: RunPaths, rank: int | None, node: int | None) -> Path:
     """The file that holds what a rank, a node, or the run said: of a rank that of the newest attempt.
 
     Raises RunError with what there is instead.
     """
     if rank is not None:
-        numbers = sorted(number for number in paths.logged() if paths.log(number, rank).exists())
+        numbers = sorted(number for number in paths.list_logged_attempts() if paths.log(number, rank).exists())
         if not numbers:
-            raise RunError(f"{paths.shown} has no log of rank {rank}; {_there(paths)}")
+            raise RunError(f"{paths.display_name} has no log of rank {rank}; {_describe_logs(paths)}")
         return paths.log(numbers[-1], rank)
     if node is not None:
         if not paths.node_log(node).exists():
-            raise RunError(f"{paths.shown} has no log of node {node}; {_there(paths)}")
+            raise RunError(f"{paths.display_name} has no log of node {node}; {_describe_logs(paths)}")
         return paths.node_log(node)
     for path in (paths.node_log(0), *_job_logs(paths)):
         if path.exists():
             return path
-    return log_of(paths, 0, None)
+    return find_log(paths, 0, None)
 
 
 def _job_logs(paths: RunPaths) -> list[Path]:
@@ -49,12 +49,12 @@ def _job_logs(paths: RunPaths) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def _there(paths: RunPaths) -> str:
+def _describe_logs(paths: RunPaths) -> str:
     folder = paths.node_log(0).parent
     nodes = sorted(
         int(digits[1]) for path in folder.glob("node-*.log") if (digits := re.search(r"-(\d+)\.log$", path.name))
     )
-    attempts = paths.logged()
+    attempts = paths.list_logged_attempts()
     ranks = sorted(
         {
             int(digits[1])
@@ -67,16 +67,16 @@ def _there(paths: RunPaths) -> str:
     return f"there are logs of {' and '.join(said)}" if said else NOTHING
 
 
-def is_silent(paths: RunPaths) -> bool:
+def has_no_output(paths: RunPaths) -> bool:
     """Whether nothing of a run has said anything yet: its job waits, or it is just being started."""
-    return not _job_logs(paths) and _there(paths) == NOTHING
+    return not _job_logs(paths) and _describe_logs(paths) == NOTHING
 
 
 def _few(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
 
 
-def tail(path: Path) -> str:
+def read_tail(path: Path) -> str:
     """The end of a file, from the beginning of a line on; all of one that is short."""
     with open(path, "rb") as file:
         size = file.seek(0, 2)
@@ -87,12 +87,12 @@ def tail(path: Path) -> str:
     return data.decode(errors="replace")
 
 
-def follow(find: Callable[[], Path], show: Callable[[str], None], ends: Callable[[], bool]) -> None:
+def follow_file(find: Callable[[], Path], show: Callable[[str], None], ends: Callable[[], bool]) -> None:
     """Show a growing file from near its end on, and the one that takes its place when `find` names another, until
     `ends` says so and there is nothing more to show."""
     path = find()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
-    show(tail(path))
+    show(read_tail(path))
     offset = path.stat().st_size
     while True:
         over = ends()
@@ -113,48 +113,52 @@ def follow(find: Callable[[], Path], show: Callable[[str], None], ends: Callable
         time.sleep(LOOK_S)
 
 
-def first_error(paths: RunPaths, fetch: Callable[[Path], None]) -> Iterator[str]:
+def explain_first_error(paths: RunPaths, fetch: Callable[[Path], None]) -> Iterator[str]:
     """Lines that tell of the first real cause of the newest incident: the event, the traceback, the end of the log.
 
     `fetch` is called with each file before it is read. Raises RunError where nothing of the run has died.
     """
-    died = [event for event in read_lines(paths.events) if event.get("kind") == Kind.WORKER_DIED]
+    died = [event for event in read_events(paths.events) if event.get("kind") == EventKind.WORKER_DIED]
     attempts = {event.get("attempt") for event in died}
     numbers = sorted(number for number in attempts if isinstance(number, int))
     causes = sorted(
-        path for number in paths.logged() for path in paths.cause(number, 0).parent.glob("rank-*.cause.json")
+        path
+        for number in paths.list_logged_attempts()
+        for path in paths.exit_cause(number, 0).parent.glob("rank-*.cause.json")
     )
     if not numbers and not causes:
-        raise RunError(f"no rank of {paths.shown} has died, so there is no first error; see `phalanx logs` without it")
+        raise RunError(
+            f"no rank of {paths.display_name} has died, so there is no first error; see `phalanx logs` without it"
+        )
     if numbers:
         event = next(event for event in died if event.get("attempt") == numbers[-1])
-        yield f"attempt {numbers[-1]}: {event_text.sentence(event)}"
+        yield f"attempt {numbers[-1]}: {event_text.describe_event(event)}"
         if event.get("signal"):
-            yield from _known_of(paths, event)
+            yield from _recorded_cause(paths, event)
         rank = event.get("rank")
         found = [(numbers[-1], rank)] if isinstance(rank, int) else []
     else:
         match = re.search(r"attempt-(\d+)/rank-(\d+)", causes[-1].as_posix())
         found = [(int(match[1]), int(match[2]))] if match else []
     for attempt, rank in found:
-        yield from _words_of(paths, attempt, rank, fetch)
+        yield from _rank_error_lines(paths, attempt, rank, fetch)
 
 
-def _known_of(paths: RunPaths, died: dict[str, Any]) -> Iterator[str]:
+def _recorded_cause(paths: RunPaths, died: dict[str, Any]) -> Iterator[str]:
     """What the records know of a rank that a signal ended, which had no time to say anything itself."""
     attempt, rank = died.get("attempt"), died.get("rank")
     if died.get("doing"):
         yield f"  it was doing: {died['doing']}"
     steps = [record.get("step") for record in read_lines(paths.metrics) if record.get("attempt") == attempt]
     yield f"  the last step that the attempt has done: {steps[-1] if steps else 'none'}"
-    events = list(read_lines(paths.events))
+    events = list(read_events(paths.events))
     for event in events[: events.index(died)]:
-        if event.get("kind") == Kind.INJECTED and (event.get("attempt"), event.get("rank")) == (attempt, rank):
-            yield f"  {event_text.sentence(event)}"
+        if event.get("kind") == EventKind.INJECTED and (event.get("attempt"), event.get("rank")) == (attempt, rank):
+            yield f"  {event_text.describe_event(event)}"
     for event in events[events.index(died) :]:
-        after = event.get("kind") == Kind.HEALTH and event.get("after") == f"the death of rank {rank}"
-        if after or event.get("kind") in (Kind.INCIDENT, Kind.GAVE_UP):
-            yield f"  {event_text.sentence(event)}"
+        after = event.get("kind") == EventKind.HEALTH and event.get("after") == f"the death of rank {rank}"
+        if after or event.get("kind") in (EventKind.INCIDENT, EventKind.GAVE_UP):
+            yield f"  {event_text.describe_event(event)}"
     if died.get("signal") == "SIGKILL":
         yield (
             "  SIGKILL comes from outside and leaves a process no time for a word: the kernel sends it where memory"
@@ -162,8 +166,8 @@ def _known_of(paths: RunPaths, died: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _words_of(paths: RunPaths, attempt: int, rank: int, fetch: Callable[[Path], None]) -> Iterator[str]:
-    cause, log = paths.cause(attempt, rank), paths.log(attempt, rank)
+def _rank_error_lines(paths: RunPaths, attempt: int, rank: int, fetch: Callable[[Path], None]) -> Iterator[str]:
+    cause, log = paths.exit_cause(attempt, rank), paths.log(attempt, rank)
     for file in (cause, log):
         if file.exists():
             fetch(file)
@@ -174,6 +178,6 @@ def _words_of(paths: RunPaths, attempt: int, rank: int, fetch: Callable[[Path], 
         except (OSError, ValueError, AttributeError):
             yield f"{cause} cannot be read"
     if log.exists():
-        lines = tail(log).splitlines()[-LAST_LINES:]
+        lines = read_tail(log).splitlines()[-LAST_LINES:]
         yield f"==> {log} <==" if lines else f"==> {log} is empty <=="
         yield from lines

@@ -6,7 +6,7 @@ Everything here is ASCII, and a content policy in the page forbids any request, 
 import re
 
 
-def render(**parts: str) -> str:
+def render_page(**parts: str) -> str:
     """The page with its parts put in. Parts are put in once, so that text of a part never counts as a place of one."""
     return re.sub(r"@@(\w+)@@", lambda place: parts[place[1]], _PAGE)
 

@@ -3,18 +3,18 @@
 import html
 from typing import Any
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.report import event_text
-from phalanx.report.history import Run
+from phalanx.report.history import RunHistory
 
 
-def card(run: Run) -> list[str]:
+def render_prediction_card(run: RunHistory) -> list[str]:
     """One card of the newest comparison; none where there is none, or it is damaged."""
-    found = [event for event in run.events if event.get("kind") == Kind.COMPARED]
+    found = [event for event in run.events if event.get("kind") == EventKind.PREDICTION_CHECKED]
     if not found:
         return []
     event = found[-1]
-    thought, took = event_text.number(event, "predicted_s"), event_text.number(event, "measured_s")
+    thought, took = event_text.finite_number(event, "predicted_s"), event_text.finite_number(event, "measured_s")
     if thought is None or took is None:
         return []
     off = event.get("off")
@@ -22,16 +22,19 @@ def card(run: Run) -> list[str]:
     for row in event.get("terms") or []:
         if not isinstance(row, dict):
             continue
-        predicted, measured = event_text.number(row, "predicted_s"), event_text.number(row, "measured_s")
+        predicted, measured = event_text.finite_number(row, "predicted_s"), event_text.finite_number(row, "measured_s")
         if predicted is not None and measured is not None:
             name = str(row.get("name"))
             rows.append(_row(name, predicted, measured, whole=took, off=name == off))
-    held, thought_of = event_text.number(event, "measured_bytes"), event_text.number(event, "predicted_bytes")
+    held, thought_of = (
+        event_text.finite_number(event, "measured_bytes"),
+        event_text.finite_number(event, "predicted_bytes"),
+    )
     if held is not None and thought_of is not None:
         cells = (
             "memory of the fullest rank",
-            event_text.size(thought_of),
-            event_text.size(held),
+            event_text.format_bytes(thought_of),
+            event_text.format_bytes(held),
             _apart(held, thought_of),
             "",
         )
@@ -39,7 +42,7 @@ def card(run: Run) -> list[str]:
     head = "".join(f"<th>{title}</th>" for title in ("", "predicted", "measured", "", "of a step"))
     note = f"medians of {event.get('steps', '?')} steps up to step {event.get('step', '?')}, predicted from "
     note += f"{event.get('basis', 'data-sheets')}"
-    said = f"<p>{html.escape(event_text.sentence(event))}</p>"
+    said = f"<p>{html.escape(event_text.describe_event(event))}</p>"
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
     table = f'<div class="scroll"><table class="inside">{body}</table></div>'
     title = f"<summary>Predicted and measured <span>{html.escape(note)}</span></summary>"
@@ -48,7 +51,13 @@ def card(run: Run) -> list[str]:
 
 def _row(name: str, predicted: float, measured: float, whole: float, off: bool = False) -> str:
     share = f"{100 * measured / whole:.1f} %" if whole else ""
-    cells = (name, event_text.seconds(predicted), event_text.seconds(measured), _apart(measured, predicted), share)
+    cells = (
+        name,
+        event_text.format_seconds(predicted),
+        event_text.format_seconds(measured),
+        _apart(measured, predicted),
+        share,
+    )
     return _cells(cells, "warn" if off else "")
 
 

@@ -4,19 +4,19 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.report import event_text
-from phalanx.report.history import Run
+from phalanx.report.history import RunHistory
 
 
-def cards(run: Run) -> list[str]:
+def render_profile_cards(run: RunHistory) -> list[str]:
     """One card for each profile and for each memory record; rows whose numbers are damaged are left out."""
     found = []
     for event in run.events:
-        if event.get("kind") == Kind.PROFILED:
+        if event.get("kind") == EventKind.PROFILED:
             steps = f"steps {event.get('first', '?')} to {event.get('last', '?')}"
             found.append(_card("Profile", f"{steps}, time of a step", _phases(event) + _operators(event)))
-        elif event.get("kind") == Kind.MEMORY_RECORDED and isinstance(event.get("phases"), dict):
+        elif event.get("kind") == EventKind.MEMORY_RECORDED and isinstance(event.get("phases"), dict):
             note = f"step {event.get('step', '?')}, rank 0, bytes above what was held when it began"
             found.append(_card("Memory by phase", note, _memory(event["phases"])))
     return found
@@ -33,9 +33,9 @@ def _phases(event: dict[str, Any]) -> str:
     rows = [
         (
             f"{name}, within the others" if name in event_text.WITHIN else name,
-            event_text.seconds(mine),
+            event_text.format_seconds(mine),
             f"{100 * mine / whole:.1f} %" if whole else "",
-            event_text.seconds(slowest),
+            event_text.format_seconds(slowest),
         )
         for name, (mine, slowest) in known.items()
     ]
@@ -45,7 +45,7 @@ def _phases(event: dict[str, Any]) -> str:
 def _operators(event: dict[str, Any]) -> str:
     entries = event.get("operators")
     rows = [
-        (str(entry[0]), event_text.seconds(numbers[0]), f"{numbers[1]:g}")
+        (str(entry[0]), event_text.format_seconds(numbers[0]), f"{numbers[1]:g}")
         for entry in (entries if isinstance(entries, list) else ())
         if isinstance(entry, list) and entry and len(numbers := _numbers(entry[1:])) == 2
     ]
@@ -56,17 +56,17 @@ def _memory(phases: dict[str, Any]) -> str:
     rows = []
     for name, row in phases.items():
         if isinstance(row, dict):
-            numbers = [event_text.number(row, key) for key in ("allocated_bytes", "kept_bytes", "peak_bytes")]
+            numbers = [event_text.finite_number(row, key) for key in ("allocated_bytes", "kept_bytes", "peak_bytes")]
             rows.append((str(name), *("" if value is None else _signed(value) for value in numbers)))
     return _table(("phase", "allocated", "kept at its end", "highest total"), rows)
 
 
 def _numbers(values: list[Any]) -> list[float]:
-    return [number for value in values if (number := event_text.number({"value": value}, "value")) is not None]
+    return [number for value in values if (number := event_text.finite_number({"value": value}, "value")) is not None]
 
 
 def _signed(count_bytes: float) -> str:
-    return f"-{event_text.size(-count_bytes)}" if count_bytes < 0 else event_text.size(count_bytes)
+    return f"-{event_text.format_bytes(-count_bytes)}" if count_bytes < 0 else event_text.format_bytes(count_bytes)
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

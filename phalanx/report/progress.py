@@ -21,7 +21,7 @@ PHASES = {
 
 
 @contextlib.contextmanager
-def phases(aside: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+def phase_progress(aside: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """A function `(phase, done, total)` that shows a bar per phase; without a terminal, a line when a phase begins.
 
     `aside`: beside an output that is the result itself: on standard error, gone at the end, and only on a terminal.

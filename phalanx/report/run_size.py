@@ -5,35 +5,35 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.report import event_text
 from phalanx.report.terminal import open_terminal
 
 
-def show(found: dict[str, Any]) -> None:
+def print_run_size(found: dict[str, Any]) -> None:
     """Print the tables of `phalanx.launch.dry_run_estimate`, and what its numbers leave out."""
     terminal = open_terminal()
     model, assumed, work, disk = (found[name] for name in ("model", "assumed", "work", "disk"))
     ranks = assumed["ranks"]
-    memory = [(name, event_text.size(value)) for name, value in found["memory"].items()]
-    kept = [(name, event_text.size(value)) for name, value in found["host_memory"].items()]
+    memory = [(name, event_text.format_bytes(value)) for name, value in found["memory"].items()]
+    kept = [(name, event_text.format_bytes(value)) for name, value in found["host_memory"].items()]
     table = Table.grid(padding=(0, 3, 0, 0))
     for title, rows in {
         "parameters": _parameters(model),
         **({"layout": _layout(found["layout"])} if found["layout"] else {}),
         _whose(ranks, bool(found["layout"])): [
             *memory,
-            ("together", event_text.size(found["memory_total"])),
+            ("together", event_text.format_bytes(found["memory_total"])),
         ],
         **({"kept of each rank in the memory of the host": kept} if kept else {}),
         f"activations of one {'sequence' if work['unit'] == 'tokens' else 'sample'}": [
-            (f"memory.activations={mode}", event_text.size(value)) for mode, value in found["sequence"].items()
+            (f"memory.activations={mode}", event_text.format_bytes(value)) for mode, value in found["sequence"].items()
         ],
         "work": _work(work),
         "disk": [
-            ("a checkpoint", f"{event_text.size(disk['checkpoint'])}, {disk['checkpoints_kept']} kept"),
-            ("an export", event_text.size(disk["export"])),
-            *([("its adapter alone", event_text.size(disk["adapter"]))] if disk["adapter"] else []),
+            ("a checkpoint", f"{event_text.format_bytes(disk['checkpoint'])}, {disk['checkpoints_kept']} kept"),
+            ("an export", event_text.format_bytes(disk["export"])),
+            *([("its adapter alone", event_text.format_bytes(disk["adapter"]))] if disk["adapter"] else []),
         ],
     }.items():
         table.add_row(Text(title, style="bold cyan"))
@@ -42,12 +42,12 @@ def show(found: dict[str, Any]) -> None:
     terminal.print(Text(model["shape"], style="bold"))
     terminal.print(table)
     if found.get("planned") is not None:
-        terminal.print(Text(event_text.sentence({"kind": Kind.PLANNED, **found["planned"]})))
-    for note in notes(assumed, bool(kept)):
+        terminal.print(Text(event_text.describe_event({"kind": EventKind.LAYOUT_CHOSEN, **found["planned"]})))
+    for note in size_notes(assumed, bool(kept)):
         terminal.print(note, style="dim")
 
 
-def notes(assumed: dict[str, Any], keeps: bool = False) -> list[str]:
+def size_notes(assumed: dict[str, Any], keeps: bool = False) -> list[str]:
     """What was assumed, and what the numbers leave out."""
     zero = "" if assumed["zero"] is None else f" with parallel.zero {assumed['zero']}"
     found = [
@@ -59,9 +59,11 @@ def notes(assumed: dict[str, Any], keeps: bool = False) -> list[str]:
         found.append(f"Activations and loss{state} are estimates, by the planner's formulas.")
     if assumed["zero_needs"]:
         one, two = (assumed["zero_needs"][zero] for zero in ("1", "2"))
-        between = f"2 where it has {event_text.size(two)}, " if two < one else ""  # a few units save nothing by it
+        # a few units save nothing by it
+        between = f"2 where it has {event_text.format_bytes(two)}, " if two < one else ""
         found.append(
-            f"parallel.zero is auto: the run takes 1 where each rank has {event_text.size(one)} free, {between}else 3."
+            f"parallel.zero is auto: the run takes 1 where each rank has {event_text.format_bytes(one)} free, "
+            f"{between}else 3."
         )
     if assumed["micro_batch_measured"]:
         found.append(
@@ -75,8 +77,9 @@ def notes(assumed: dict[str, Any], keeps: bool = False) -> list[str]:
         found.append("task.labels is auto: the data say how many there are; the head is reckoned for two.")
     if keeps:
         found.append(
-            "What is kept in the host's memory outlives the ranks (resilience.memory, resilience.replicate); with auto "
-            "as far as there is room. On CPUs the state lies there alone, and gradients are kept beside replicas."
+            "What is kept in the host's memory outlives the ranks (resilience.in_memory_checkpoints, "
+            "resilience.replicate_every); with auto as far as there is room. On CPUs the state lies "
+            "there alone, and gradients are kept beside replicas."
         )
     found.append(
         "Left out: what compilation saves, the allocator's unused blocks, buffers of collectives, the driver and torch "
@@ -104,7 +107,8 @@ def _layout(layout: dict[str, Any]) -> list[tuple[str, str]]:
             f"{start} to {stop - 1}" if stop - start > 1 else f"{start}" for _, start, stop in rank["stages"]
         )
         name = f"place {number}: layers {layers}" if pipeline > 1 else "each"
-        held = f"{event_text.count(rank['parameters'])} parameters{of_slice}, {event_text.size(rank['memory'])}"
+        parameters, memory = event_text.format_count(rank["parameters"]), event_text.format_bytes(rank["memory"])
+        held = f"{parameters} parameters{of_slice}, {memory}"
         rows.append((name, held))
     return rows
 
@@ -112,9 +116,10 @@ def _layout(layout: dict[str, Any]) -> list[tuple[str, str]]:
 def _parameters(model: dict[str, Any]) -> list[tuple[str, str]]:
     whole = model["parameters"]
     rows = [
-        (name, f"{event_text.count(count)}  {100 * count / whole:4.1f} %") for name, count in model["parts"].items()
+        (name, f"{event_text.format_count(count)}  {100 * count / whole:4.1f} %")
+        for name, count in model["parts"].items()
     ]
-    trained = f"{event_text.count(model['trained'])}  {100 * model['trained'] / whole:.3g} %"
+    trained = f"{event_text.format_count(model['trained'])}  {100 * model['trained'] / whole:.3g} %"
     return [("all", f"{whole:,}"), *rows, ("trained", trained)]
 
 
@@ -122,10 +127,10 @@ def _work(work: dict[str, Any]) -> list[tuple[str, str]]:
     unit, flops = work["unit"], f"{work['flops_per_token']:.3g}"
     step, run = (
         f"{work['sequences_per_step']:,} samples",
-        f"{work['steps']:,} steps, {event_text.count(work['tokens'])}",
+        f"{work['steps']:,} steps, {event_text.format_count(work['tokens'])}",
     )
     if unit == "tokens":
-        step = f"{work['sequences_per_step']:,} sequences, {event_text.count(work['tokens_per_step'])} tokens"
+        step = f"{work['sequences_per_step']:,} sequences, {event_text.format_count(work['tokens_per_step'])} tokens"
         flops += f", {work['flops_per_token_causal']:.3g} with causal attention"
     if not work["flops_per_token"]:
         return [("a step", step), ("the run", f"{run} {unit}"), ("FLOPs", "not known")]

@@ -1,4 +1,5 @@
-"""How a run stands, from its records alone: facts as plain data (`standing`), and one screen of them (`screen`)."""
+"""How a run stands, from its records alone: facts as plain data (`read_status`), and one screen of them
+(`render_status`)."""
 
 import statistics
 import time
@@ -12,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import event_text
-from phalanx.report.history import Run, attempts, read_run, status
-from phalanx.report.incidents import Incident, incidents, others
+from phalanx.report.history import RunHistory, count_attempts, read_run_history, run_status
+from phalanx.report.incidents import Incident, find_incidents, find_other_problems
 
 RATE_STEPS = 20  # rate and time left follow from a median of these many steps
 NODES = 8  # each of which has a line on the screen; of more those only that something is to be said of
@@ -27,7 +28,7 @@ STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", 
 Facts = dict[str, Any]
 
 
-def standing(
+def read_status(
     paths: RunPaths, now: float, scheduler: Facts | None = None, nodes: Sequence[Mapping[str, str]] = ()
 ) -> Facts:
     """What is known of a run at the time `now`: plain data, all of it from the records but `scheduler`, which is what
@@ -38,42 +39,42 @@ def standing(
     """
     if not paths.metrics.exists() and not paths.events.exists():
         if scheduler is None:
-            raise RunError(f"{paths.shown} holds no run; name the folder of one, or start it")
+            raise RunError(f"{paths.display_name} holds no run; name the folder of one, or start it")
         return _empty(paths, scheduler)
-    run = read_run(paths)
+    run = read_run_history(paths)
     alive = scheduler is not None and scheduler.get("state") in ("RUNNING", "COMPLETING")
-    state, tone = status(run, now)
+    state, tone = run_status(run, now)
     if alive and state in ("not finished", "died"):
         state, tone = "running", "info"
     if scheduler is not None and scheduler.get("state") in ("PENDING", "CONFIGURING", "REQUEUED"):
         state, tone = "waiting", "warn"
     running = state == "running"
-    last = run.kept[-1] if run.kept else {}
+    last = run.counted_steps[-1] if run.counted_steps else {}
     steps = _total_steps(run)
     step = int(last.get("step", 0))
-    recent = run.kept[-RATE_STEPS:]
+    recent = run.counted_steps[-RATE_STEPS:]
     step_s = _median(recent, "step_s")
-    started = [event for event in run.events if event.get("kind") == Kind.RUN_STARTED]
+    started = [event for event in run.events if event.get("kind") == EventKind.RUN_STARTED]
     return {
-        "run": paths.shown,
+        "run": paths.display_name,
         "name": paths.name,
         "state": state,
         "tone": tone,
         "step": step,
         "steps": steps,
-        "loss": event_text.number(last, "loss"),
+        "loss": event_text.finite_number(last, "loss"),
         "unit": started[-1].get("unit", "tokens") if started else "tokens",
         "tokens_per_s": _median(recent, "tokens_per_s"),
         "left_s": (steps - step) * step_s if running and steps and step_s is not None else None,
-        "attempts": attempts(run),
+        "attempts": count_attempts(run),
         "ranks": started[-1].get("world") if started else None,
         "device": started[-1].get("device") if started else None,
         "hosts": started[-1].get("hosts") if started else None,
         "nodes": list(nodes),
         "checkpoint": _checkpoint(run),
-        "goodput": goodput(run, now if running else None),
-        "incidents": [_incident(each) for each in incidents(run)],
-        "warnings": [_other(event, after) for event, after in others(run)],
+        "goodput": measure_goodput(run, now if running else None),
+        "incidents": [_incident(each) for each in find_incidents(run)],
+        "warnings": [_other(event, after) for event, after in find_other_problems(run)],
         "last_line": run.last_line or None,  # of records that are empty yet
         "scheduler": scheduler,
     }
@@ -82,37 +83,40 @@ def standing(
 def _empty(paths: RunPaths, scheduler: Facts) -> Facts:
     waits = scheduler.get("state") in ("PENDING", "CONFIGURING", "REQUEUED")
     return {
-        "run": paths.shown, "name": paths.name, "state": "waiting" if waits else "not started",
+        "run": paths.display_name, "name": paths.name, "state": "waiting" if waits else "not started",
         "tone": "warn" if waits else "quiet", "step": 0, "steps": None, "loss": None, "unit": "tokens",
         "tokens_per_s": None, "left_s": None, "attempts": 0, "ranks": None, "device": None, "hosts": None, "nodes": [],
         "checkpoint": None, "goodput": None, "incidents": [], "warnings": [], "last_line": None, "scheduler": scheduler,
     }  # fmt: skip
 
 
-def goodput(run: Run, now: float | None) -> Facts | None:
+def measure_goodput(run: RunHistory, now: float | None) -> Facts | None:
     """The share of a run's time that went into steps that count: the sum of their times over the time between each
     start and the orderly end that follows it (a stop, the last step), or the last line, or `now` for a run that goes
     on. Time between an orderly end and the next start, such as in a queue, is not the run's; None before any step.
     """
-    counted_s = sum(event_text.number(record, "step_s") or 0.0 for record in run.kept)
+    counted_s = sum(event_text.finite_number(record, "step_s") or 0.0 for record in run.counted_steps)
     marks = [
         (moment, str(event.get("kind")))
         for event in run.events
-        if (moment := event_text.number(event, "time")) is not None
-        and event.get("kind") in (Kind.RUN_STARTED, Kind.RESTARTED, Kind.STOPPED, Kind.FINISHED)
+        if (moment := event_text.finite_number(event, "time")) is not None
+        and event.get("kind") in (EventKind.RUN_STARTED, EventKind.RESTARTED, EventKind.STOPPED, EventKind.FINISHED)
     ]
     if not counted_s or not marks:
         return None
     wall_s, began = 0.0, None
     for moment, kind in marks:
-        if kind in (Kind.RUN_STARTED, Kind.RESTARTED):  # the latter alone where ranks have only stopped for other nodes
+        if kind in (
+            EventKind.RUN_STARTED,
+            EventKind.RESTARTED,
+        ):  # the latter alone where ranks have only stopped for other nodes
             began = moment if began is None else began
         elif began is not None:
             wall_s, began = wall_s + moment - began, None
     if began is not None:
         wall_s += max(0.0, (run.ended if now is None else now) - began)
     wall_s = max(wall_s, counted_s)
-    return {"share": counted_s / wall_s, "counted_s": counted_s, "wall_s": wall_s, "lost_steps": len(run.lost)}
+    return {"share": counted_s / wall_s, "counted_s": counted_s, "wall_s": wall_s, "lost_steps": len(run.lost_steps)}
 
 
 def _incident(each: Incident) -> Facts:
@@ -126,33 +130,33 @@ def _incident(each: Incident) -> Facts:
 
 def _other(event: Facts, step: int | None) -> Facts:
     kind = str(event.get("kind"))
-    tone, text = event_text.mark(kind).tone, event_text.sentence(event, step)
-    return {"time": event_text.number(event, "time"), "kind": kind, "step": step, "tone": tone, "text": text}
+    tone, text = event_text.event_mark(kind).tone, event_text.describe_event(event, step)
+    return {"time": event_text.finite_number(event, "time"), "kind": kind, "step": step, "tone": tone, "text": text}
 
 
-def _total_steps(run: Run) -> int | None:
+def _total_steps(run: RunHistory) -> int | None:
     train = run.config.get("train")
     steps = train.get("steps") if isinstance(train, dict) else None
     return steps if isinstance(steps, int) else None
 
 
 def _median(records: Sequence[Facts], key: str) -> float | None:
-    values = [value for record in records if (value := event_text.number(record, key)) is not None]
+    values = [value for record in records if (value := event_text.finite_number(record, key)) is not None]
     return statistics.median(values) if values else None
 
 
-def _checkpoint(run: Run) -> Facts | None:
-    saved = [event for event in run.events if event.get("kind") == Kind.CHECKPOINT_SAVED]
+def _checkpoint(run: RunHistory) -> Facts | None:
+    saved = [event for event in run.events if event.get("kind") == EventKind.CHECKPOINT_SAVED]
     if not saved:
         return None
-    return {"step": saved[-1].get("step"), "time": event_text.number(saved[-1], "time")}
+    return {"step": saved[-1].get("step"), "time": event_text.finite_number(saved[-1], "time")}
 
 
 # ---------------------------------------------------------------------------------------------------------- on a screen
 
 
-def screen(facts: Facts, now: float) -> RenderableType:
-    """One screen of `standing`'s facts."""
+def render_status(facts: Facts, now: float) -> RenderableType:
+    """One screen of `read_status`'s facts."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -166,7 +170,7 @@ def screen(facts: Facts, now: float) -> RenderableType:
             lines.append(Text(f"{name}{few}", style="bold"))
         for each in found:
             line = Text(_clock(each["time"], now), style="dim")
-            line.append(" ").append(event_text.mark(each["kind"]).symbol, style=STYLES[each["tone"]])
+            line.append(" ").append(event_text.event_mark(each["kind"]).symbol, style=STYLES[each["tone"]])
             lines.append(line.append(f" {each['text']}"))
     return Group(Panel.fit(grid, title=facts["name"], title_align="left", padding=(0, 1)), *lines)
 
@@ -176,18 +180,18 @@ def _rows(facts: Facts, now: float) -> list[tuple[str, RenderableType]]:
     quiet = (
         ""
         if facts["last_line"] is None
-        else f", last heard of {event_text.seconds(max(0.0, now - facts['last_line']))} ago"
+        else f", last heard of {event_text.format_seconds(max(0.0, now - facts['last_line']))} ago"
     )
     rows.append(("state", Text(facts["state"] + quiet, style=STYLES[facts["tone"]])))
     if facts["scheduler"] is not None:
-        rows.append(("job", Text(scheduler_words(facts["scheduler"]))))
+        rows.append(("job", Text(describe_scheduler(facts["scheduler"]))))
     if facts["step"]:
         rows.append(("progress", _progress(facts)))
         figures = [f"loss {facts['loss']:.4f}" if facts["loss"] is not None else "loss is not a finite number"]
         if facts["tokens_per_s"] is not None:
-            figures.append(f"{event_text.count(facts['tokens_per_s'])} {facts['unit']}/s")
+            figures.append(f"{event_text.format_count(facts['tokens_per_s'])} {facts['unit']}/s")
         if facts["left_s"] is not None:
-            figures.append(f"{event_text.clock(facts['left_s'])} left")
+            figures.append(f"{event_text.format_clock(facts['left_s'])} left")
         rows.append(("", Text("   ".join(figures))))
     if facts["ranks"] is not None:
         ranks = f"{facts['ranks']} rank{'' if facts['ranks'] == 1 else 's'} on {facts['device']}"
@@ -196,11 +200,11 @@ def _rows(facts: Facts, now: float) -> list[tuple[str, RenderableType]]:
         rows.append(("nodes", _nodes(facts)))
     if facts["checkpoint"] is not None:
         when = facts["checkpoint"]["time"]
-        ago = "" if when is None else f", {event_text.seconds(max(0.0, now - when))} ago"
+        ago = "" if when is None else f", {event_text.format_seconds(max(0.0, now - when))} ago"
         rows.append(("checkpoint", Text(f"step {facts['checkpoint']['step']}{ago}")))
     if (good := facts["goodput"]) is not None:
         lost = f"; {good['lost_steps']} steps were walked again" if good["lost_steps"] else ""
-        counted, wall = event_text.seconds(good["counted_s"]), event_text.seconds(good["wall_s"])
+        counted, wall = event_text.format_seconds(good["counted_s"]), event_text.format_seconds(good["wall_s"])
         text = f"{good['share']:.1%}: {counted} of steps in {wall}{lost}"
         rows.append(("goodput", Text(text)))
     return rows
@@ -230,7 +234,7 @@ def _progress(facts: Facts) -> RenderableType:
     return grid
 
 
-def scheduler_words(scheduler: Facts) -> str:
+def describe_scheduler(scheduler: Facts) -> str:
     """What is known of the job or process, on one line."""
     if scheduler["by"] != "slurm":
         return f"process {scheduler['id']} on {scheduler['nodes']}"
@@ -246,7 +250,7 @@ def scheduler_words(scheduler: Facts) -> str:
     return "".join(parts)
 
 
-def table(found: Sequence[Facts]) -> RenderableType:
+def render_runs_table(found: Sequence[Facts]) -> RenderableType:
     """Several runs, a line each."""
     grid = Table(box=None, pad_edge=False)
     for name in ("run", "state", "step", "loss", "goodput", "incidents"):

@@ -8,7 +8,7 @@ from typing import TextIO, cast
 from rich.console import Console
 
 
-class Output:
+class QuietStream:
     """A text stream that goes quiet, instead of raising, once its reader, terminal or disk is gone (`| head`, EIO).
 
     Its descriptor is pointed at /dev/null then: what still lies in buffers would raise at the next flush, anywhere.
@@ -58,5 +58,5 @@ class Output:
 
 def open_terminal(stream: TextIO | None = None, width: int | None = None) -> Console:
     """A rich console on a stream (standard output if None) that goes quiet when nobody takes its output any more."""
-    output = Output(sys.stdout if stream is None else stream)
+    output = QuietStream(sys.stdout if stream is None else stream)
     return Console(file=cast(TextIO, output), width=width, highlight=False, emoji=False)

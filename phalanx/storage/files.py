@@ -1,7 +1,7 @@
 """Files at URLs, through fsspec: each operation is tried again until a deadline, and nothing half-written is seen.
 
 A caller sees FileNotFoundError for what is not there, ConfigError for what a user has to mend (credentials, rights, a
-bucket, a driver), and StorageError for a store that failed or stalled for `timeout_s`; `patience` has the details.
+bucket, a driver), and StorageError for a store that failed or stalled for `timeout_s`; `retry` has the details.
 Object stores show a file when it is complete; on all others it is written under a temporary name and moved. Operations
 start threads, so a process that still forks must not call them itself.
 """
@@ -31,8 +31,8 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.run_paths import SCHEME, shown
-from phalanx.storage.retry import Attempt, T, patiently, words
+from phalanx.core.run_paths import SCHEME, redact_url
+from phalanx.storage.retry import RetryAttempt, T, call_with_retry, describe_error
 
 TIMEOUT_S = 300.0
 CHUNK_BYTES = 8 << 20
@@ -68,7 +68,7 @@ def is_url(text: str | Path) -> bool:
     return isinstance(text, str) and SCHEME.match(text) is not None
 
 
-def join(url: str, *names: str) -> str:
+def join_url(url: str, *names: str) -> str:
     """A URL below another."""
     return "/".join([url.rstrip("/"), *names])
 
@@ -78,7 +78,7 @@ def local_cache(cache: str) -> Path:
     return Path("~/.cache/phalanx" if is_url(cache) else cache).expanduser()
 
 
-def filesystem(url: str) -> tuple[Any, str]:
+def get_filesystem(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL and the path inside it, made once per process.
 
     Raises ConfigError for a scheme that fsspec does not know or whose driver is not installed.
@@ -86,88 +86,90 @@ def filesystem(url: str) -> tuple[Any, str]:
     parts = urlsplit(url)
     root = f"{parts.scheme}://{parts.netloc}" if parts.netloc else f"{parts.scheme}:///"
     try:
-        files, _ = _made(os.getpid(), root)
+        files, _ = _make_filesystem(os.getpid(), root)
         return files, str(type(files)._strip_protocol(url))
     except ImportError as error:
         raise ConfigError(
-            f"{shown(url)} needs a driver that is not installed ({words(error, url)}); install it beside phalanx"
+            f"{redact_url(url)} needs a driver that is not installed ({describe_error(error, url)}); "
+            "install it beside phalanx"
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"{shown(url)} cannot be opened ({words(error, url)}); use a scheme that fsspec knows, such as s3://"
+            f"{redact_url(url)} cannot be opened ({describe_error(error, url)}); "
+            "use a scheme that fsspec knows, such as s3://"
         ) from error
 
 
 @functools.lru_cache(maxsize=16)
-def _made(pid: int, root: str) -> tuple[Any, str]:
+def _make_filesystem(pid: int, root: str) -> tuple[Any, str]:
     # Not fsspec's own cache, which has one instance, with connections of its own, for each thread.
     made: tuple[Any, str] = fsspec.core.url_to_fs(root, skip_instance_cache=True)
     return made
 
 
-def in_region(region: str) -> None:
+def set_region(region: str) -> None:
     """Look for S3's buckets in a region, from now on in this process; else the environment or S3 itself says where."""
     settings = fsspec.config.conf.setdefault("s3", {})
     settings["client_kwargs"] = {**settings.get("client_kwargs", {}), "region_name": region}
-    _made.cache_clear()
+    _make_filesystem.cache_clear()
 
 
-def _patiently(what: str, url: str, action: Callable[[Attempt], T], timeout_s: float) -> T:
-    return patiently(what, url, action, timeout_s, _renew)
+def _retry(what: str, url: str, action: Callable[[RetryAttempt], T], timeout_s: float) -> T:
+    return call_with_retry(what, url, action, timeout_s, _renew)
 
 
 def _renew(url: str) -> None:
     """Drop drivers that hold one connection, which may be what is broken; the others renew theirs themselves."""
     with contextlib.suppress(Exception):  # one that cannot be made: the next try says so
-        if not isinstance(filesystem(url)[0], AsyncFileSystem):
-            _made.cache_clear()
+        if not isinstance(get_filesystem(url)[0], AsyncFileSystem):
+            _make_filesystem.cache_clear()
 
 
 # ----------------------------------------------------------------------------------------------------------- looking
 
 
-def entry(url: str, timeout_s: float = TIMEOUT_S) -> Entry | None:
+def get_entry(url: str, timeout_s: float = TIMEOUT_S) -> Entry | None:
     """Size and version of what is at a URL; None where nothing is."""
 
-    def look(attempt: Attempt) -> Entry:
-        files, path = filesystem(url)
+    def look(attempt: RetryAttempt) -> Entry:
+        files, path = get_filesystem(url)
         files.invalidate_cache()
         return _entry(url, files.info(path))
 
     try:
-        return _patiently("looked at", url, look, timeout_s)
+        return _retry("looked at", url, look, timeout_s)
     except FileNotFoundError:
         return None
 
 
 def exists(url: str, timeout_s: float = TIMEOUT_S) -> bool:
     """Whether there is a file or a folder at a URL."""
-    return entry(url, timeout_s) is not None
+    return get_entry(url, timeout_s) is not None
 
 
-def listing(url: str, recursive: bool = False, timeout_s: float = TIMEOUT_S) -> list[Entry]:
+def list_folder(url: str, recursive: bool = False, timeout_s: float = TIMEOUT_S) -> list[Entry]:
     """What is in a folder, in order of name; with `recursive`, all files below it and no folders. Empty where no such
     folder is. A URL of a file lists that file."""
     if not recursive:
-        return _listed(url, timeout_s, lambda files, path: files.ls(path, detail=True))
+        return _list_with(url, timeout_s, lambda files, path: files.ls(path, detail=True))
     if urlsplit(url).scheme.lower() in OBJECT_STORES:
         # One request lists thousands of objects. Elsewhere `find` walks, and takes a folder that fails for empty.
-        return _listed(url, timeout_s, lambda files, path: files.find(path, detail=True).values())
+        return _list_with(url, timeout_s, lambda files, path: files.find(path, detail=True).values())
     found = []
-    for one in listing(url, timeout_s=timeout_s):
-        found += listing(one.url, recursive=True, timeout_s=timeout_s) if one.folder else [one]
+    for one in list_folder(url, timeout_s=timeout_s):
+        found += list_folder(one.url, recursive=True, timeout_s=timeout_s) if one.folder else [one]
     return sorted(found, key=lambda one: one.url)
 
 
-def _listed(url: str, timeout_s: float, ask: Callable[[Any, str], Iterable[dict[str, Any]]]) -> list[Entry]:
-    def look(attempt: Attempt) -> list[Entry]:
-        files, path = filesystem(url)
+def _list_with(url: str, timeout_s: float, ask: Callable[[Any, str], Iterable[dict[str, Any]]]) -> list[Entry]:
+    def look(attempt: RetryAttempt) -> list[Entry]:
+        files, path = get_filesystem(url)
         files.invalidate_cache()
         entries = [_entry(_url_of(url, path, info["name"]), info) for info in ask(files, path)]
         return [one for one in entries if not (one.url.rstrip("/") == url.rstrip("/") and (one.folder or not one.size))]
 
     try:
-        return sorted(_patiently("listed", url, look, timeout_s), key=lambda one: one.url)
+        return sorted(_retry("listed", url, look, timeout_s), key=lambda one: one.url)
     except FileNotFoundError:
         return []
 
@@ -177,8 +179,8 @@ def glob(url: str, timeout_s: float = TIMEOUT_S) -> list[Entry]:
     pattern names the dot; without any of these, the file at the URL or all files below it."""
     found = _GLOB.search(url)
     if found is None:
-        whole = entry(url, timeout_s)
-        return listing(url, recursive=True, timeout_s=timeout_s) if whole is None or whole.folder else [whole]
+        whole = get_entry(url, timeout_s)
+        return list_folder(url, recursive=True, timeout_s=timeout_s) if whole is None or whole.folder else [whole]
     folder, _, first = url[: found.start()].rpartition("/")
     return sorted(_matching(folder, (first + url[found.start() :]).split("/"), timeout_s), key=lambda one: one.url)
 
@@ -187,16 +189,16 @@ def _matching(folder: str, segments: list[str], timeout_s: float) -> Iterator[En
     """The files below a folder whose parts match; segment by segment, so that only folders that matter are listed."""
     segment, rest = segments[0], segments[1:]
     if segment == "**":
-        below = {join(folder, *parts[:n]) for one in listing(folder, recursive=True, timeout_s=timeout_s)
+        below = {join_url(folder, *parts[:n]) for one in list_folder(folder, recursive=True, timeout_s=timeout_s)
                  for parts in [one.url[len(folder.rstrip("/")) + 1 :].split("/")] for n in range(len(parts))
                  if not any(part.startswith(".") for part in parts[:n])}  # fmt: skip
         for inner in below:
             yield from _matching(inner, rest or ["*"], timeout_s)
         return
     if rest and not _GLOB.search(segment):
-        yield from _matching(join(folder, segment), rest, timeout_s)
+        yield from _matching(join_url(folder, segment), rest, timeout_s)
         return
-    for one in listing(folder, timeout_s=timeout_s):
+    for one in list_folder(folder, timeout_s=timeout_s):
         if not fnmatch.fnmatchcase(one.name, segment) or (one.name.startswith(".") and not segment.startswith(".")):
             continue
         if rest and one.folder:
@@ -211,8 +213,8 @@ def _url_of(folder: str, path: str, name: str) -> str:
     if own == base:
         return folder
     if own.startswith(base + "/"):
-        return join(folder, own[len(base) + 1 :])
-    return own if is_url(own) else join(folder, own.rpartition("/")[2])
+        return join_url(folder, own[len(base) + 1 :])
+    return own if is_url(own) else join_url(folder, own.rpartition("/")[2])
 
 
 def _entry(url: str, info: dict[str, Any]) -> Entry:
@@ -231,8 +233,8 @@ def read_bytes(url: str, start: int = 0, stop: int | None = None, timeout_s: flo
         bounds = [*range(start, stop, CHUNK_BYTES), stop]
         return b"".join(read_bytes(url, a, b, timeout_s) for a, b in itertools.pairwise(bounds))
 
-    def read(attempt: Attempt) -> bytes:
-        files, path = filesystem(url)
+    def read(attempt: RetryAttempt) -> bytes:
+        files, path = get_filesystem(url)
         if stop is not None and stop <= start:
             return b""
         data = bytes(files.cat_file(path, start=start or None, end=stop))
@@ -240,7 +242,7 @@ def read_bytes(url: str, start: int = 0, stop: int | None = None, timeout_s: flo
             raise OSError(f"{len(data)} bytes came where {stop - start} were asked for")
         return data
 
-    return _patiently("read", url, read, timeout_s)
+    return _retry("read", url, read, timeout_s)
 
 
 class _Ranges(io.RawIOBase):
@@ -278,9 +280,9 @@ class _Ranges(io.RawIOBase):
 def open_read(url: str, offset: int = 0, timeout_s: float = TIMEOUT_S) -> io.BufferedReader:
     """A file object that reads from byte `offset` on and goes on where it was after an error. Raises FileNotFoundError
     where there is no file."""
-    found = entry(url, timeout_s)
+    found = get_entry(url, timeout_s)
     if found is None or found.folder:
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", shown(url))
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", redact_url(url))
     return io.BufferedReader(_Ranges(url, offset, found.size, timeout_s), CHUNK_BYTES)
 
 
@@ -307,20 +309,20 @@ def write_chunks(
 ) -> None:
     """Write a file from chunks; `make_chunks` is called anew for each try and has to give the same ones."""
 
-    def write(attempt: Attempt) -> None:
-        files, path = filesystem(url)
+    def write(attempt: RetryAttempt) -> None:
+        files, path = get_filesystem(url)
         with _target(files, url, path) as target:
             done = 0
-            with _written(files, target) as file:
+            with _open_for_write(files, target) as file:
                 for chunk in make_chunks():
                     file.write(chunk)
                     done += len(chunk)
-                    attempt.at(done)
-            attempt.at(done)
+                    attempt.report_progress(done)
+            attempt.report_progress(done)
             if target != path and files.size(target) != done:
                 raise OSError(f"{files.size(target)} bytes arrived where {done} were written")
 
-    _patiently("written", url, write, timeout_s)
+    _retry("written", url, write, timeout_s)
 
 
 def write_bytes(url: str, data: bytes | memoryview, timeout_s: float = TIMEOUT_S) -> None:
@@ -364,7 +366,7 @@ def _target(files: Any, url: str, path: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _written(files: Any, path: str) -> Iterator[Any]:
+def _open_for_write(files: Any, path: str) -> Iterator[Any]:
     """A file open for writing that is complete when the block ends, and thrown away when it raises."""
     file = files.open(path, "wb")
     try:
@@ -386,19 +388,19 @@ def remove(urls: Iterable[str], timeout_s: float = TIMEOUT_S) -> None:
     """Remove files; those that are not there are no error."""
     for url in urls:
 
-        def drop(attempt: Attempt, url: str = url) -> None:
-            files, path = filesystem(url)
+        def drop(attempt: RetryAttempt, url: str = url) -> None:
+            files, path = get_filesystem(url)
             files.rm_file(path)
 
         with contextlib.suppress(FileNotFoundError):
-            _patiently("removed", url, drop, timeout_s)
+            _retry("removed", url, drop, timeout_s)
 
 
 # ------------------------------------------------------------------------------------------------------ local copies
 
 
 @contextlib.contextmanager
-def locked(path: Path, timeout_s: float) -> Iterator[None]:
+def lock_file(path: Path, timeout_s: float) -> Iterator[None]:
     """Hold an exclusive lock on this machine, which the kernel lets go when its holder dies. Raises ConfigError."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -426,7 +428,7 @@ def _same(fd: int, path: Path) -> bool:
         return False
 
 
-def copy_of(folder: str, cache: str) -> Path:
+def local_copy_path(folder: str, cache: str) -> Path:
     """Where the local copy of a folder at a URL lies in the cache; a local folder is its own copy."""
     if not is_url(folder):
         return Path(folder).expanduser()
@@ -442,18 +444,18 @@ def fetch_folder(folder: str, cache: str, timeout_s: float = TIMEOUT_S, weights:
     Several processes may ask for it at once: one fetches, the others wait. Raises ConfigError where there is no
     file, and when they wait for too long.
     """
-    copy = copy_of(folder, cache)
+    copy = local_copy_path(folder, cache)
     if not is_url(folder):
         return copy
     copy.parent.mkdir(parents=True, exist_ok=True)
-    with locked(copy.with_name(f".{copy.name}.lock"), LOCK_TIMEOUT_S):
-        found = {entry.name: entry for entry in listing(folder, timeout_s=timeout_s) if _MODEL.search(entry.name)}
+    with lock_file(copy.with_name(f".{copy.name}.lock"), LOCK_TIMEOUT_S):
+        found = {entry.name: entry for entry in list_folder(folder, timeout_s=timeout_s) if _MODEL.search(entry.name)}
         if any(name.endswith(".safetensors") for name in found):
             found = {name: entry for name, entry in found.items() if not name.endswith(".bin")}
         if not weights:
             found = {name: entry for name, entry in found.items() if not name.endswith((".bin", ".safetensors"))}
         if not found:
-            raise ConfigError(f"{shown(folder)} holds no file of a model; correct the URL")
+            raise ConfigError(f"{redact_url(folder)} holds no file of a model; correct the URL")
         state = {name: [entry.size, entry.version] for name, entry in found.items()}
         mark = copy / ".source.json"
         there = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}

@@ -23,21 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError, RunError
-from phalanx.core.events import Kind, write_event
-from phalanx.core.json_lines import read_lines, write_atomic
+from phalanx.core.events import EventKind, read_events, write_event
+from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import MANIFEST, RunPaths, Url
 from phalanx.storage import files as storage
 
 PUSH_S = 3.0  # between two looks for changed records
 PUSH_SHARE = 25  # a copy that took t is followed by a pause of at least this times t
-BEAT_S, STALE_S, SETTLE_S, LOOK_S = 5.0, 30.0, 0.5, 0.5
-STOP = ".stop"  # exists at the URL while the process that holds the run is asked to stop
+RENEW_S, STALE_S, SETTLE_S, POLL_S = 5.0, 30.0, 0.5, 0.5
+STOP_FILE = ".stop"  # exists at the URL while the process that holds the run is asked to stop
 
-Seen = dict[str, tuple[int, int]]  # name -> size and time of the version that has been copied
+FileVersions = dict[str, tuple[int, int]]  # name -> size and time of the version that has been copied
 
 
-def working(url: str, cache: str, timeout_s: float, rank: int = 0) -> RunPaths:
+def make_working_paths(url: str, cache: str, timeout_s: float, rank: int = 0) -> RunPaths:
     """The names of a run at a URL, with its working folder in the cache; ranks of a larger job have one each."""
     place = Url(url.rstrip("/"), timeout_s)
     digest = hashlib.sha256(place.text.encode()).hexdigest()[:12]
@@ -46,30 +46,30 @@ def working(url: str, cache: str, timeout_s: float, rank: int = 0) -> RunPaths:
 
 
 @contextmanager
-def records_of(run: str) -> Iterator[RunPaths]:
+def open_records(run: str) -> Iterator[RunPaths]:
     """The files of a run, a folder or a URL, that is only read; one at a URL is fetched for as long."""
     if not storage.is_url(run):
         yield RunPaths(Path(run))
         return
-    with looked_at(run) as paths:
+    with open_remote_records(run) as paths:
         yield paths
 
 
 @contextmanager
-def looked_at(url: str, timeout_s: float = storage.TIMEOUT_S) -> Iterator[RunPaths]:
+def open_remote_records(url: str, timeout_s: float = storage.TIMEOUT_S) -> Iterator[RunPaths]:
     """The records of a run at a URL in a temporary folder, for who only reads them."""
     place = Url(url.rstrip("/"), timeout_s)
     with tempfile.TemporaryDirectory(prefix="phalanx-run-") as folder:
         paths = RunPaths(Path(folder) / place.name, place)
         paths.root.mkdir()
-        fetch(paths, also=[paths.nodes.name])
+        fetch_records(paths, also=[paths.nodes.name])
         yield paths
 
 
 # ----------------------------------------------------------------------------------------------------------- records
 
 
-def fetch(paths: RunPaths, also: Sequence[str] = ()) -> None:
+def fetch_records(paths: RunPaths, also: Sequence[str] = ()) -> None:
     """Bring the records that a start reads into the working folder, and what is in folders that are named `also`. One
     that only goes on where the URL's ends is kept: the process that wrote it was killed before it could copy the
     rest."""
@@ -91,7 +91,7 @@ def fetch(paths: RunPaths, also: Sequence[str] = ()) -> None:
         else:
             local.parent.mkdir(exist_ok=True)
             os.replace(incoming, local)
-    checkpoints = storage.listing((url / paths.has_checkpoints.name).text, recursive=True, timeout_s=url.timeout_s)
+    checkpoints = storage.list_folder((url / paths.has_checkpoints.name).text, recursive=True, timeout_s=url.timeout_s)
     if any(entry.name == MANIFEST for entry in checkpoints):
         paths.has_checkpoints.mkdir(exist_ok=True)
     elif paths.has_checkpoints.exists():
@@ -99,9 +99,10 @@ def fetch(paths: RunPaths, also: Sequence[str] = ()) -> None:
 
 
 def list_logs(paths: RunPaths) -> None:
-    """Make the names of a run's logs known in the local copy of its records: files that are empty until `refresh`."""
+    """Make the names of a run's logs known in the local copy of its records: files that are empty until
+    `refresh_file`."""
     logs = paths.node_log(0).parent.name
-    for entry in storage.listing((_url(paths) / logs).text, recursive=True, timeout_s=_url(paths).timeout_s):
+    for entry in storage.list_folder((_url(paths) / logs).text, recursive=True, timeout_s=_url(paths).timeout_s):
         name = entry.url.rpartition(f"/{logs}/")[2]
         local = paths.root / logs / name
         if ".." not in name.split("/") and not local.exists():
@@ -109,7 +110,7 @@ def list_logs(paths: RunPaths) -> None:
             local.touch()
 
 
-def refresh(paths: RunPaths, file: Path) -> None:
+def refresh_file(paths: RunPaths, file: Path) -> None:
     """Fetch one file of the records as it is now. Nothing happens where the URL has no such file."""
     url = _url(paths)
     incoming = paths.root / ".incoming"
@@ -119,7 +120,7 @@ def refresh(paths: RunPaths, file: Path) -> None:
 
 
 def _files(url: Url) -> list[str]:
-    entries = storage.listing(url.text, timeout_s=url.timeout_s)
+    entries = storage.list_folder(url.text, timeout_s=url.timeout_s)
     return [entry.name for entry in entries if not entry.folder and not entry.name.startswith(".")]
 
 
@@ -139,8 +140,8 @@ def _begins_with(longer: Path, shorter: Path) -> bool:
     return True
 
 
-def push(paths: RunPaths, seen: Seen) -> None:
-    """Copy the records that have changed since `seen`, which is brought up to date. Raises as `storage` does."""
+def push_records(paths: RunPaths, pushed: FileVersions) -> None:
+    """Copy the records that have changed since `pushed`, which is brought up to date. Raises as `storage` does."""
     url = _url(paths)
     with open(paths.root / ".copying", "w") as lock:
         # Two processes copy: one that began earlier must not write older records over newer ones. It takes as long as
@@ -151,9 +152,9 @@ def push(paths: RunPaths, seen: Seen) -> None:
             with suppress(FileNotFoundError):  # it was a temporary one
                 now = path.stat()
                 stamp = (now.st_size, now.st_mtime_ns)
-                if seen.get(name) != stamp:
+                if pushed.get(name) != stamp:
                     storage.upload(path, (url / name).text, url.timeout_s)
-                    seen[name] = stamp
+                    pushed[name] = stamp
 
 
 def _records(paths: RunPaths) -> list[str]:
@@ -165,30 +166,30 @@ def _records(paths: RunPaths) -> list[str]:
     return sorted(names, key=lambda name: (name == paths.config.name, name))
 
 
-def before_commit(paths: RunPaths, seen: Seen) -> None:
+def check_before_commit(paths: RunPaths, pushed: FileVersions) -> None:
     """What has to be true before a checkpoint may be committed: this run still has the URL, and its records are there.
 
     Raises RunError where another process has taken the run over, else as `storage` does.
     """
-    _check(paths)
-    push(paths, seen)
-    _check(paths)  # that may have taken long
+    _check_lease(paths)
+    push_records(paths, pushed)
+    _check_lease(paths)  # that may have taken long
 
 
-def publish(paths: RunPaths, file: Path) -> None:
+def publish_file(paths: RunPaths, file: Path) -> None:
     """Copy one file of the records to the URL."""
     url = _url(paths)
     storage.upload(file, (url / str(file.relative_to(paths.root))).text, url.timeout_s)
 
 
-def note(paths: RunPaths, kind: Kind, **details: Any) -> None:
+def append_event(paths: RunPaths, kind: EventKind, **details: Any) -> None:
     """Add an event to the records at the URL, unless a run is going on there: its process alone writes them."""
-    if not in_use(paths):
+    if not is_in_use(paths):
         events = _url(paths) / paths.events.name
         with suppress(FileNotFoundError):  # a run may have gone on since the records were fetched
             storage.download(events.text, paths.events, events.timeout_s)
         write_event(paths.events, kind, _attempt(paths), **details)
-        publish(paths, paths.events)
+        publish_file(paths, paths.events)
 
 
 def _url(paths: RunPaths) -> Url:
@@ -199,7 +200,7 @@ def _url(paths: RunPaths) -> Url:
 # ------------------------------------------------------------------------------------------------------------- lease
 
 
-def take(paths: RunPaths, pid: int, stale_s: float = STALE_S) -> None:
+def acquire_lease(paths: RunPaths, pid: int, stale_s: float = STALE_S) -> None:
     """Make process `pid` of this machine the one that writes to the run. Raises RunError when another one does.
 
     A lease whose process has ended on this machine is taken over at once, any other when `stale_s` pass without its
@@ -213,8 +214,8 @@ def take(paths: RunPaths, pid: int, stale_s: float = STALE_S) -> None:
         before, held = held, _read_lease(paths)
         if held is not None and held != before:
             raise RunError(
-                f"the run {paths.shown} is in use by process {held.get('process')}; wait for it, stop it, or choose "
-                "another --run-dir"
+                f"the run {paths.display_name} is in use by process {held.get('process')}; wait for it, stop it, or "
+                "choose another --run-dir"
             )
     token = uuid.uuid4().hex
     mine = {
@@ -225,33 +226,33 @@ def take(paths: RunPaths, pid: int, stale_s: float = STALE_S) -> None:
         "beat": time.time(),
     }
     write_atomic(_lease(paths), json.dumps(mine))
-    _complaint(paths).unlink(missing_ok=True)  # of an earlier start
+    _push_error_file(paths).unlink(missing_ok=True)  # of an earlier start
     _write_lease(paths, mine)
     time.sleep(SETTLE_S)
-    _check(paths)
+    _check_lease(paths)
 
 
-def renew(paths: RunPaths) -> None:
+def renew_lease(paths: RunPaths) -> None:
     """Say that the process is still there. Raises RunError when another one has taken the run over."""
-    _check(paths)
-    _write_lease(paths, {**_mine(paths), "beat": time.time()})  # any other value than before would do
+    _check_lease(paths)
+    _write_lease(paths, {**_read_own_lease(paths), "beat": time.time()})  # any other value than before would do
 
 
-def release(paths: RunPaths) -> None:
+def release_lease(paths: RunPaths) -> None:
     """Let others have the run."""
     url = _url(paths)
     held = _read_lease(paths)
-    if held is not None and held.get("owner") == _mine(paths)["owner"]:
+    if held is not None and held.get("owner") == _read_own_lease(paths)["owner"]:
         storage.remove([(url / paths.lock.name).text], url.timeout_s)
     _lease(paths).unlink()
 
 
-def in_use(paths: RunPaths) -> bool:
+def is_in_use(paths: RunPaths) -> bool:
     """Whether some process holds the run, or held it when it was killed."""
     return _read_lease(paths) is not None
 
 
-def holder(paths: RunPaths) -> tuple[int, str] | None:
+def read_holder(paths: RunPaths) -> tuple[int, str] | None:
     """The process that writes to the run, and its machine; None where there is none, or it has stopped renewing its
     lease, by the clocks of both machines."""
     held = _read_lease(paths)
@@ -263,43 +264,43 @@ def holder(paths: RunPaths) -> tuple[int, str] | None:
     return held["pid"], str(held.get("process")).rpartition(" on ")[2]
 
 
-def stop(paths: RunPaths) -> bool:
+def request_stop(paths: RunPaths) -> bool:
     """Ask the process that holds the run, on whatever machine, to save and leave. Returns whether it has heard it: it
     looks every BEAT_S."""
     held, url = _read_lease(paths), _url(paths)
-    asked = (url / STOP).text
+    asked = (url / STOP_FILE).text
     storage.write_bytes(asked, str((held or {}).get("owner")).encode(), timeout_s=url.timeout_s)
     until = time.monotonic() + STALE_S
     while time.monotonic() < until:
         if not storage.exists(asked, url.timeout_s):
             return True
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     storage.remove([asked], url.timeout_s)
     return False
 
 
-def _is_asked_to_stop(paths: RunPaths) -> bool:
+def _is_stop_requested(paths: RunPaths) -> bool:
     """Whether this process is asked to stop; what is asked of another one is of the past."""
     url = _url(paths)
-    asked = (url / STOP).text
+    asked = (url / STOP_FILE).text
     try:
         owner = storage.read_bytes(asked, timeout_s=url.timeout_s).decode(errors="replace")
     except FileNotFoundError:
         return False
     storage.remove([asked], url.timeout_s)
-    return owner == _mine(paths)["owner"]
+    return owner == _read_own_lease(paths)["owner"]
 
 
 def _lease(paths: RunPaths) -> Path:
     return paths.root / ".lease"
 
 
-def _mine(paths: RunPaths) -> dict[str, Any]:
+def _read_own_lease(paths: RunPaths) -> dict[str, Any]:
     mine: dict[str, Any] = json.loads(_lease(paths).read_text(encoding="utf-8"))
     return mine
 
 
-def _check(paths: RunPaths) -> None:
+def _check_lease(paths: RunPaths) -> None:
     """Raises RunError when this process is not the one that writes to the run any more."""
     held = _read_lease(paths)
     if held is None:  # a store that does not replace a file at one stroke is without it for a moment
@@ -307,13 +308,13 @@ def _check(paths: RunPaths) -> None:
         held = _read_lease(paths)
     if held is None:
         raise RunError(
-            f"the run {paths.shown} no longer has its lease ({paths.lock.name} is gone), so another process may have "
-            "written to it and this one must not any more; start it again, which goes on with what is there"
+            f"the run {paths.display_name} no longer has its lease ({paths.lock.name} is gone), so another process may "
+            "have written to it and this one must not any more; start it again, which goes on with what is there"
         )
-    if held.get("owner") != _mine(paths)["owner"]:
+    if held.get("owner") != _read_own_lease(paths)["owner"]:
         raise RunError(
-            f"the run {paths.shown} has been taken over by process {held.get('process')}, so this one must not write to"
-            " it any more; let that one go on, or stop it and start again"
+            f"the run {paths.display_name} has been taken over by process {held.get('process')}, so this one must not "
+            "write to it any more; let that one go on, or stop it and start again"
         )
 
 
@@ -354,63 +355,64 @@ def _has_ended(held: dict[str, Any]) -> bool:
 # ------------------------------------------------------------------------------------------- the process that copies
 
 
-def follow(paths: RunPaths, told: int) -> int:
-    """The life of the process beside a run: keeps the lease and copies records until descriptor `told` says so, then
-    once more. Returns an exit code, CONFIG where the run is another process's now; `complaint` has the sentence."""
+def run_mirror(paths: RunPaths, control: int) -> int:
+    """The life of the process beside a run: keeps the lease and copies records until descriptor `control` says so, then
+    once more. Returns an exit code, CONFIG where the run is another process's now; `read_push_error` has the
+    sentence."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the run ends first: it has something to say still
-    seen: Seen = {}
+    seen: FileVersions = {}
     ending = threading.Event()
     lost: list[str] = []
-    beating = threading.Thread(target=_keep, args=(paths, ending, lost), daemon=True)
+    beating = threading.Thread(target=_keep_lease, args=(paths, ending, lost), daemon=True)
     beating.start()
     failing = False
     while True:
         began = time.monotonic()
         try:
             if not lost:
-                _check(paths)  # not only at the beats: this machine may have slept
-                push(paths, seen)
+                _check_lease(paths)  # not only at the beats: this machine may have slept
+                push_records(paths, seen)
             failing = False
         except (OSError, PhalanxError) as error:
             if not failing:
-                _warn(paths, f"the run's records cannot be copied to {paths.shown} now, and wait here: {error}")
+                _warn(paths, f"the run's records cannot be copied to {paths.display_name} now, and wait here: {error}")
             failing = True
         pause = max(PUSH_S, PUSH_SHARE * (time.monotonic() - began))
-        if select.select([told], [], [], pause)[0]:
+        if select.select([control], [], [], pause)[0]:
             break
     ending.set()
     try:
         beating.join()
         if lost:
             raise RunError(lost[0])
-        _check(paths)
-        push(paths, seen)
-        release(paths)
+        _check_lease(paths)
+        push_records(paths, seen)
+        release_lease(paths)
     except (OSError, PhalanxError) as error:
-        write_atomic(_complaint(paths), str(error))
+        write_atomic(_push_error_file(paths), str(error))
         return ExitCode.CONFIG if isinstance(error, RunError) else ExitCode.FAILED
     return ExitCode.DONE
 
 
-def complaint(paths: RunPaths) -> str:
+def read_push_error(paths: RunPaths) -> str:
     """Why the records are not all at the URL."""
     try:
-        return _complaint(paths).read_text(encoding="utf-8")
+        return _push_error_file(paths).read_text(encoding="utf-8")
     except OSError:
         return "the process that copies them has died"
 
 
-def _complaint(paths: RunPaths) -> Path:
+def _push_error_file(paths: RunPaths) -> Path:
     return paths.root / ".mirror"
 
 
-def _keep(paths: RunPaths, ending: threading.Event, lost: list[str]) -> None:
+def _keep_lease(paths: RunPaths, ending: threading.Event, lost: list[str]) -> None:
     """Renew the lease until the end. Once it is lost, the run is asked to stop."""
-    while not ending.wait(BEAT_S):
+    while not ending.wait(RENEW_S):
         try:
-            renew(paths)
-            if _is_asked_to_stop(paths):
+            renew_lease(paths)
+            if _is_stop_requested(paths):
                 os.kill(os.getppid(), signal.SIGTERM)
         except RunError as error:
             lost.append(str(error))
@@ -423,9 +425,9 @@ def _keep(paths: RunPaths, ending: threading.Event, lost: list[str]) -> None:
 
 def _warn(paths: RunPaths, message: str) -> None:
     with suppress(OSError):  # no room there either: the end says it
-        write_event(paths.events, Kind.WARNING, _attempt(paths), message=message)
+        write_event(paths.events, EventKind.WARNING, _attempt(paths), message=message)
 
 
 def _attempt(paths: RunPaths) -> int:
-    attempts = (event.get("attempt") for event in read_lines(paths.events))
+    attempts = (event.get("attempt") for event in read_events(paths.events))
     return max((number for number in attempts if type(number) is int), default=1)

@@ -9,17 +9,17 @@ from phalanx.core.errors import RunError
 OTHERS = 0o077
 
 
-def apply(folder: Path, asked: bool = False) -> None:
-    """Have this process, and those that it starts, write for its user alone from now on, if that is `asked` for or the
-    run folder is its user's alone already. What is `asked` for holds for what lies in the folder, too.
+def restrict_permissions(folder: Path, private: bool = False) -> None:
+    """Have this process, and those that it starts, write for its user alone from now on, if that is asked for
+    (`private`) or the run folder is its user's alone already. What is asked for holds for what lies in the folder, too.
 
     Raises RunError where that cannot be changed.
     """
-    if not asked and not _is_private(folder):
+    if not private and not _is_private(folder):
         return
-    os.umask(umask() | OTHERS)
+    os.umask(current_umask() | OTHERS)
     try:
-        if asked and folder.is_dir():
+        if private and folder.is_dir():
             for path in (folder, *folder.rglob("*")):
                 found = path.lstat()
                 if not stat.S_ISLNK(found.st_mode) and found.st_mode & OTHERS:
@@ -41,7 +41,7 @@ def _is_private(folder: Path) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & OTHERS
 
 
-def umask() -> int:
+def current_umask() -> int:
     """What this process takes from the rights of what it makes."""
     taken = os.umask(OTHERS)
     os.umask(taken)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from phalanx.core.errors import ConfigError, StorageError
-from phalanx.core.run_paths import shown
+from phalanx.core.run_paths import redact_url
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 _CREDENTIAL_ERRORS = frozenset({
@@ -27,63 +27,68 @@ _CREDENTIAL_CODES = frozenset({
     "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired",
     "AuthorizationHeaderMalformed", "InvalidSecurity", "NotSignedUp",
 })  # fmt: skip
-_NEVER_MENDED = (
+_NOT_RETRYABLE = (
     ImportError, TypeError, ValueError, IsADirectoryError, NotADirectoryError, FileExistsError
 )  # fmt: skip
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
 
 T = TypeVar("T")
 
 
-class _Left(Exception):
+class _Abandoned(Exception):
     """Raised inside an operation that nobody waits for any more."""
 
 
-class Attempt:
+class RetryAttempt:
     """One try of an operation: it tells how far it has got, and learns when it has been given up."""
 
     def __init__(self) -> None:
         self.position = 0
-        self.moved = time.monotonic()
-        self.given_up = False
+        self.progressed_at = time.monotonic()
+        self.abandoned = False
 
-    def at(self, position: int) -> None:
+    def report_progress(self, position: int) -> None:
         """Note that `position` bytes are done."""
-        if self.given_up:
-            raise _Left
-        self.position, self.moved = position, time.monotonic()
+        if self.abandoned:
+            raise _Abandoned
+        self.position, self.progressed_at = position, time.monotonic()
 
 
-def patiently(
-    what: str, url: str, action: Callable[[Attempt], T], timeout_s: float, renew: Callable[[str], None] | None = None
+def call_with_retry(
+    what: str,
+    url: str,
+    action: Callable[[RetryAttempt], T],
+    timeout_s: float,
+    renew: Callable[[str], None] | None = None,
 ) -> T:
     """The result of `action`, tried until it succeeds, cannot succeed, or `timeout_s` pass without progress.
 
     Args:
         what: what is done to the URL, for errors, such as "read".
-        action: called in a daemon thread, once for each try; it calls `Attempt.at` where it may take long.
-        renew: called before each further try.
+        action: called in a daemon thread, once for each try; it calls `RetryAttempt.report_progress` where it may take
+        long. renew: called before each further try.
 
     Raises FileNotFoundError for what is not there, ConfigError for what a user has to mend, else StorageError.
     """
     deadline, pause, farthest, tries = time.monotonic() + timeout_s, FIRST_PAUSE_S, 0, 0
     while True:
-        attempt = Attempt()
+        attempt = RetryAttempt()
         tries += 1
         try:
-            return _limited(attempt, action, timeout_s / 3)
+            return _call_with_stall_limit(attempt, action, timeout_s / 3)
         except Exception as caught:
-            final = _hopeless(caught, what, url)
+            final = _find_fatal(caught, what, url)
             if final is not None:
                 raise final from caught
             error = caught
         if attempt.position > farthest:
-            farthest, pause, deadline = attempt.position, FIRST_PAUSE_S, attempt.moved + timeout_s
+            farthest, pause, deadline = attempt.position, FIRST_PAUSE_S, attempt.progressed_at + timeout_s
         wait = pause * random.uniform(0.5, 1.0)
         if time.monotonic() + wait >= deadline:
             raise StorageError(
-                f"{shown(url)} could not be {what} for {timeout_s:g} s in {tries} tries ({words(error, url)}); look at"
-                " the store and the network, or raise resilience.storage_timeout_s"
+                f"{redact_url(url)} could not be {what} for {timeout_s:g} s in {tries} tries "
+                f"({describe_error(error, url)}); look at the store and the network, "
+                "or raise resilience.storage_timeout_s"
             ) from error
         time.sleep(wait)
         pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -91,7 +96,7 @@ def patiently(
             renew(url)
 
 
-def _limited(attempt: Attempt, action: Callable[[Attempt], T], stall_s: float) -> T:
+def _call_with_stall_limit(attempt: RetryAttempt, action: Callable[[RetryAttempt], T], stall_s: float) -> T:
     """`action(attempt)` in a thread that is left behind when nothing moves for `stall_s`."""
     done = threading.Event()
     results: list[T] = []
@@ -108,17 +113,17 @@ def _limited(attempt: Attempt, action: Callable[[Attempt], T], stall_s: float) -
     thread = threading.Thread(target=work, name="storage", daemon=True)
     thread.start()
     try:
-        while not done.wait(max(0.001, attempt.moved + stall_s - time.monotonic())):
-            if time.monotonic() >= attempt.moved + stall_s:
+        while not done.wait(max(0.001, attempt.progressed_at + stall_s - time.monotonic())):
+            if time.monotonic() >= attempt.progressed_at + stall_s:
                 raise TimeoutError(f"nothing moved for {stall_s:g} s")
     finally:
-        attempt.given_up = True
+        attempt.abandoned = True
     if errors:
         raise errors[0]
     return results[0]
 
 
-def _hopeless(error: Exception, what: str, url: str) -> Exception | None:
+def _find_fatal(error: Exception, what: str, url: str) -> Exception | None:
     """The error to raise at once where another try would not help, else None."""
     if isinstance(error, ConfigError):
         return error
@@ -126,23 +131,27 @@ def _hopeless(error: Exception, what: str, url: str) -> Exception | None:
     name = type(error).__name__
     if name in _CREDENTIAL_ERRORS or code in _CREDENTIAL_CODES:
         return ConfigError(
-            f"{shown(url)} cannot be {what}: the store's credentials are missing or not accepted ({code or name}); set "
-            "those of its driver in the environment or its own file (for s3, AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
+            f"{redact_url(url)} cannot be {what}: the store's credentials are missing or not accepted "
+            f"({code or name}); set those of its driver in the environment or its own file (for s3, AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
         )
     if code in ("NoSuchBucket", "InvalidBucketName") or "bucket does not exist" in str(error):
-        return ConfigError(f"{shown(url)} cannot be {what}: its bucket does not exist; make it or correct the URL")
+        return ConfigError(f"{redact_url(url)} cannot be {what}: its bucket does not exist; make it or correct the URL")
     if isinstance(error, PermissionError):
         return ConfigError(
-            f"{shown(url)} cannot be {what}: access is denied ({words(error, url)}); give these credentials the right,"
-            " or use others"
+            f"{redact_url(url)} cannot be {what}: access is denied ({describe_error(error, url)}); give these "
+            "credentials the right, or use others"
         )
     if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(errno.ENOENT, "there is no such file", shown(url))
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return StorageError(f"{shown(url)} cannot be {what} ({error.strerror}); make room there or use another URL")
-    if isinstance(error, _NEVER_MENDED) or name == "ParamValidationError":  # S3's word for a ValueError
-        return ConfigError(f"{shown(url)} cannot be {what} ({words(error, url)}); correct the URL or use another")
+        return FileNotFoundError(errno.ENOENT, "there is no such file", redact_url(url))
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        return StorageError(
+            f"{redact_url(url)} cannot be {what} ({error.strerror}); make room there or use another URL"
+        )
+    if isinstance(error, _NOT_RETRYABLE) or name == "ParamValidationError":  # S3's word for a ValueError
+        return ConfigError(
+            f"{redact_url(url)} cannot be {what} ({describe_error(error, url)}); correct the URL or use another"
+        )
     return None
 
 
@@ -155,9 +164,9 @@ def _store_code(error: BaseException) -> str | None:
     return None
 
 
-def words(error: BaseException, url: str) -> str:
+def describe_error(error: BaseException, url: str) -> str:
     """An error in few words, without secrets of the URL."""
-    text = " ".join(str(error).split()).replace(url, shown(url))
+    text = " ".join(str(error).split()).replace(url, redact_url(url))
     secret = urlsplit(url).password
     if secret:
         text = text.replace(secret, "...")

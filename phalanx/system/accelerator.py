@@ -34,17 +34,19 @@ PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
     "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
 }
 
-HIDDEN = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # with this in its environment none is seen
+NO_DEVICES_ENV = dict.fromkeys(
+    ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""
+)  # with this in its environment none is seen
 CPUS = "CPUs"  # what a torch is built for that knows of no accelerator
 
 # The kind of device, and its groups, that scripts of other libraries name outright.
-NAMED_IN_SCRIPTS, GROUPS_NAMED_IN_SCRIPTS = "cuda", "nccl"
+SCRIPT_DEVICE_TYPE, SCRIPT_BACKEND = "cuda", "nccl"
 
 # Beside a name of the table, these words mean a slower or faster chip, or a part of one.
-_ANOTHER_CHIP = re.compile(r"\b(Laptop|Mobile|Max-Q|MIG|Ti|SUPER|D)\b", re.IGNORECASE)
+_OTHER_VARIANT = re.compile(r"\b(Laptop|Mobile|Max-Q|MIG|Ti|SUPER|D)\b", re.IGNORECASE)
 
 
-def found() -> list[str]:
+def list_devices() -> list[str]:
     """Names of this machine's accelerators, such as ["cuda:0", "cuda:1"]; empty when there are none.
 
     This may initialise the accelerator's driver: a process that forks workers must call it in a child.
@@ -56,7 +58,7 @@ def found() -> list[str]:
     return [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
 
 
-def backend(device: torch.device) -> str:
+def backend_string(device: torch.device) -> str:
     """The process group backend string: gloo for host tensors, the device's own collectives for its tensors; gloo alone
     where that kind of device has none, so that its tensors travel through host memory."""
     own = torch.distributed.Backend.default_device_backend_map.get(device.type, "gloo")
@@ -64,21 +66,21 @@ def backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{own}" if there else "gloo"
 
 
-def kinds() -> list[str]:
+def accelerator_types() -> list[str]:
     """The kind of accelerator that torch was built for, if it was; asking touches no driver."""
     kind = torch.accelerator.current_accelerator()
     return [] if kind is None else [kind.type]
 
 
-def built_for() -> str:
+def describe_build() -> str:
     """What this build of torch computes on, with the version of its libraries; asking touches no driver."""
     for name in ("cuda", "hip", "xpu"):
         if version := getattr(torch.version, name, None):
             return f"{'ROCm' if name == 'hip' else name.upper()} {version}"
-    return kinds()[0] if kinds() else CPUS
+    return accelerator_types()[0] if accelerator_types() else CPUS
 
 
-def mark(device: torch.device) -> torch.Event:
+def record_event(device: torch.device) -> torch.Event:
     """A mark behind all that this thread has queued on the device; its `synchronize` holds the host until then."""
     with torch.accelerator.device_index(device.index or 0):
         event = torch.Event(device.type)
@@ -86,12 +88,12 @@ def mark(device: torch.device) -> torch.Event:
     return event
 
 
-def native_group(
+def make_native_group(
     device: torch.device, store: torch.distributed.Store, rank: int, world: int, timeout: datetime.timedelta
 ) -> torch.distributed.ProcessGroup | None:
     """A group of the device's own collectives for ranks that have each a device; None for a kind that has no NCCL."""
     dist: Any = torch.distributed
-    if not backend(device).endswith(":nccl"):
+    if not backend_string(device).endswith(":nccl"):
         return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -103,7 +105,7 @@ def native_group(
     return group
 
 
-def identity(device: torch.device) -> str:
+def device_uuid(device: torch.device) -> str:
     """What tells this device from every other one; "" for a CPU, and where a kind of device has no such mark."""
     if device.type == "cpu":
         return ""
@@ -111,27 +113,27 @@ def identity(device: torch.device) -> str:
     return str(getattr(properties, "uuid", ""))
 
 
-def hardware(device: torch.device, host: str) -> str:
+def hardware_id(device: torch.device, host: str) -> str:
     """What two ranks cannot both have in collectives of the device's own; "" where nothing is known of it.
 
-    That is the `identity`, but for slices of a GPU (MIG): NCCL takes the GPU that they are of, which it finds by its
+    That is the `device_uuid`, but for slices of a GPU (MIG): NCCL takes the GPU that they are of, which it finds by its
     place in the machine `host`. Where torch does not tell the place, all slices there count as of one GPU.
     """
-    found = identity(device)
-    if not found or not _is_slice(name(device)):
+    found = device_uuid(device)
+    if not found or not _is_slice(get_device_name(device)):
         return found
     properties = torch.get_device_module(device).get_device_properties(device)
     place = [str(getattr(properties, f"pci_{part}_id", "?")) for part in ("domain", "bus", "device")]
     return f"{host} {':'.join(place)}"
 
 
-def driver_identity(device_name: str) -> str:
-    """The `identity` of a device given by its own name, in the spelling of NVIDIA's driver; "" for other kinds."""
+def driver_uuid(device_name: str) -> str:
+    """The `device_uuid` of a device given by its own name, in the spelling of NVIDIA's driver; "" for other kinds."""
     device = torch.device(device_name)
-    return spelt(identity(device), name(device)) if device.type == NAMED_IN_SCRIPTS else ""
+    return format_uuid(device_uuid(device), get_device_name(device)) if device.type == SCRIPT_DEVICE_TYPE else ""
 
 
-def spelt(uuid: str, device_name: str) -> str:
+def format_uuid(uuid: str, device_name: str) -> str:
     """A UUID as NVIDIA's driver writes it, for a GPU or a slice of one."""
     if not uuid or uuid.startswith(("GPU-", "MIG-")):
         return uuid
@@ -144,15 +146,15 @@ def _is_slice(device_name: str) -> bool:
 
 def host_cores() -> int:
     """CPU cores that this process may use, by affinity and by its control groups' quota."""
-    return cpus.count()
+    return cpus.count_cpus()
 
 
-def threads_of(wanted: int, local_world: int) -> int:
-    """Host threads for each of a machine's ranks: as many as are `wanted`, or with 0 its part of the cores."""
-    return wanted or max(1, host_cores() // local_world)
+def threads_per_rank(requested: int, local_world: int) -> int:
+    """Host threads for each of a machine's ranks: as many as are `requested`, or with 0 its part of the cores."""
+    return requested or max(1, host_cores() // local_world)
 
 
-def use(device: torch.device, threads: int) -> None:
+def set_device(device: torch.device, threads: int) -> None:
     """Make `device` this process's current one, with `threads` host threads for operations on the CPU."""
     torch.set_num_threads(max(1, threads))
     if device.type != "cpu":
@@ -172,7 +174,7 @@ def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool) -> 
         torch.use_deterministic_algorithms(True)
 
 
-def name(device: torch.device) -> str:
+def get_device_name(device: torch.device) -> str:
     """What the maker calls the device; "cpu" for a CPU."""
     if device.type == "cpu":
         return "cpu"
@@ -184,15 +186,15 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
     Names are compared by whole words: an RTX A4000 is no A40, and the laptop's version of a card is another chip.
     """
-    if _ANOTHER_CHIP.search(device_name):
+    if _OTHER_VARIANT.search(device_name):
         return None
     matching = sorted((known for known in PEAK_FLOPS if re.search(rf"\b{re.escape(known)}\b", device_name)), key=len)
     return PEAK_FLOPS[matching[-1]].get(dtype) if matching else None
 
 
-def model_of(device_name: str) -> str:
-    """`name` of a device given by its own name, such as "cuda:0"."""
-    return name(torch.device(device_name))
+def get_model_name(device_name: str) -> str:
+    """`get_device_name` of a device given by its own name, such as "cuda:0"."""
+    return get_device_name(torch.device(device_name))
 
 
 def supports_bf16(device: str) -> bool:
@@ -266,7 +268,7 @@ class HostCopy:
         return self._host.tolist()
 
 
-def used_here(tensor: torch.Tensor) -> None:
+def record_stream(tensor: torch.Tensor) -> None:
     """Have the memory of a tensor that was made for another stream, once it is let go of, wait for what this thread has
     queued."""
     if tensor.device.type != "cpu":
@@ -278,13 +280,13 @@ def side_stream(device: torch.device) -> Any:
     return None if device.type == "cpu" else torch.Stream(device)
 
 
-def wait_here(device: torch.device) -> None:
+def synchronize_stream(device: torch.device) -> None:
     """Hold the host until the device has done all that this thread has queued."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Hold the host until the device has done all that was queued."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -314,10 +316,10 @@ def memory_free(device: torch.device, local_world: int) -> int:
     if device.type != "cpu":
         free, _ = torch.accelerator.get_memory_info(device)
         return int(free)
-    return host_memory.free() // local_world
+    return host_memory.free_bytes() // local_world
 
 
-def forget_unused(device: torch.device) -> None:
+def empty_cache(device: torch.device) -> None:
     """Give blocks that the allocator keeps for later back to the device, so that `memory_free` counts them."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
@@ -327,7 +329,7 @@ def memory_total(device: torch.device, local_world: int) -> int:
     """Bytes that one rank could ever have: the device's own, or its part of this machine's and its control group's."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[1])
-    return host_memory.limit() // local_world
+    return host_memory.limit_bytes() // local_world
 
 
 def memory_limit(device_name: str) -> int:

@@ -11,7 +11,7 @@ from phalanx.core.placement import ExitCode
 from phalanx.system.fork import answer_into, drain, end_child, error_of, fork
 
 
-class Errand:
+class AsyncCall:
     """`function(*args)`, whose result must be JSON-able, in a child that has `timeout_s` seconds."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> None:

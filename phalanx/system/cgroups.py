@@ -6,10 +6,10 @@ from pathlib import Path
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def places(controller: str, groups: Path = GROUPS, own: Path = OWN) -> Iterator[tuple[Path, int]]:
+def iter_groups(controller: str, groups: Path = GROUPS, own: Path = OWN) -> Iterator[tuple[Path, int]]:
     """(folder, version) of this process's group and all above it. `groups`: where they are mounted; `own` says which is
     this one's, and in a container may name one that is not seen from here."""
-    for line in [*lines(own), "0::/", f"1:{controller}:/"]:
+    for line in [*read_group_lines(own), "0::/", f"1:{controller}:/"]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -23,7 +23,7 @@ def places(controller: str, groups: Path = GROUPS, own: Path = OWN) -> Iterator[
             yield place, version
 
 
-def lines(path: Path) -> list[str]:
+def read_group_lines(path: Path) -> list[str]:
     """Of a file; none where it cannot be read."""
     try:
         return path.read_text().splitlines()

@@ -10,19 +10,19 @@ from phalanx.system import cgroups
 from phalanx.system.cgroups import GROUPS, OWN
 
 
-def count(groups: Path = GROUPS, own: Path = OWN) -> int:
+def count_cpus(groups: Path = GROUPS, own: Path = OWN) -> int:
     """Whole processors, at least one. More threads than a quota has time for are all stopped as soon as it is used up,
     often while others wait for them: a rank with half a processor trained at half the speed with two threads."""
-    allowed = quota(groups, own)
+    allowed = cpu_quota(groups, own)
     seen = len(os.sched_getaffinity(0))
     return seen if allowed is None else max(1, min(seen, int(allowed)))
 
 
-def quota(groups: Path = GROUPS, own: Path = OWN) -> float | None:
+def cpu_quota(groups: Path = GROUPS, own: Path = OWN) -> float | None:
     """Processors' worth of time that the control groups of this process allow: the least of its own and all above, None
-    without any. `groups` and `own` as for `control_groups.places`."""
+    without any. `groups` and `own` as for `cgroups.iter_groups`."""
     found = []
-    for place, version in cgroups.places("cpu", groups, own):
+    for place, version in cgroups.iter_groups("cpu", groups, own):
         with contextlib.suppress(OSError, ValueError):
             if version == 1:
                 most, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))

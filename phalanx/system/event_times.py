@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-def stamp(device: torch.device) -> Any:
+def record_time(device: torch.device) -> Any:
     """A mark for `seconds_between`, behind all that this thread has queued on the device; on a CPU, now."""
     if device.type == "cpu":
         return time.perf_counter()
@@ -23,22 +23,24 @@ def seconds_between(first: Any, last: Any) -> float:
     return float(first.elapsed_time(last)) / 1e3
 
 
-class Stamps:
+class EventTimes:
     """Stamps of one thread's device that are used again: making a device's event costs more than recording one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._unused: list[torch.Event] = []
-        self.late = int(device.type != "cpu")  # how many steps later they are read, so that nothing waits for them
+        self.read_delay_steps = int(
+            device.type != "cpu"
+        )  # how many steps later they are read, so that nothing waits for them
 
-    def mark(self) -> Any:
-        """As `stamp`."""
+    def record(self) -> Any:
+        """As `record_time`."""
         if not self._unused:
-            return stamp(self._device)
+            return record_time(self._device)
         event = self._unused.pop()
         event.record()
         return event
 
-    def give_back(self, *stamps: Any) -> None:
+    def recycle(self, *stamps: Any) -> None:
         """These will not be asked for again."""
         self._unused += (each for each in stamps if not isinstance(each, float))

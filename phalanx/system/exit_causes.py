@@ -32,7 +32,7 @@ _OF_OTHERS = ("CollectiveError", "StorageError", "DamagedState")
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "CutOff")
 
 
-def describe(error: BaseException) -> dict[str, Any]:
+def describe_exception(error: BaseException) -> dict[str, Any]:
     """A JSON-able record of an exception: exit_code, type, message, reason (one line), traceback, step, time.
 
     `step` is taken from a note that says "step N" (`error.add_note(f"step {n}")`), None without one. An exception that
@@ -57,7 +57,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class End:
+class WorkerExit:
     """How one worker ended: by `signal` or with `exit_code` (the other is None), and what it left in its cause file."""
 
     rank: int
@@ -98,12 +98,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def is_aftermath(end: End) -> bool:
+def is_secondary_failure(end: WorkerExit) -> bool:
     """Whether an end looks like the consequence of another rank's: a lost peer, or an abort (gloo's answer to one)."""
-    return suspicion(end) >= 2
+    return root_cause_priority(end) >= 2
 
 
-def suspicion(end: End) -> int:
+def root_cause_priority(end: WorkerExit) -> int:
     """0: a death by signal; 1: an exception of its own; 2: an abort, or state that did not come to another node; 3: an
     exception that speaks of a lost peer."""
     if end.signal is not None:
@@ -118,16 +118,16 @@ def suspicion(end: End) -> int:
     return 3 if lost else 1
 
 
-def is_damage(end: End | None) -> bool:
+def is_state_damage(end: WorkerExit | None) -> bool:
     """Whether a rank found what it was to go on from damaged, and has made that void: the next attempt goes on from
     something else."""
     return end is not None and end.cause is not None and end.cause["type"] == "DamagedState"
 
 
-def place_of(end: End | None) -> tuple[int | None, str, str] | None:
+def locate_failure(end: WorkerExit | None) -> tuple[int | None, str, str] | None:
     """Where a rank failed by itself: the step, the class of its exception and the last line of its code that the
     traceback names; whichever rank it was, the same mistake has the same place. None: it did not fail by itself."""
-    if end is None or end.signal is not None or end.cause is None or suspicion(end) != 1:
+    if end is None or end.signal is not None or end.cause is None or root_cause_priority(end) != 1:
         return None
     if end.cause["type"] in _OF_OTHERS:
         return None
@@ -142,12 +142,12 @@ def is_deterministic(places: Sequence[tuple[int | None, str, str] | None], times
     return len(last) == times and last[0] is not None and all(place == last[0] for place in last)
 
 
-def first_cause(ends: Sequence[End]) -> End:
+def find_root_cause(ends: Sequence[WorkerExit]) -> WorkerExit:
     """The end that brought down the others, out of a non-empty sequence in order of detection."""
-    return min(ends, key=suspicion)
+    return min(ends, key=root_cause_priority)
 
 
-def sameness(end: End) -> str:
+def fingerprint_failure(end: WorkerExit) -> str:
     """What is the same whenever the same mistake ends a rank: class, step and words of the exception, or the signal of
     a crash. Empty for a kill from outside, which says nothing of what comes next."""
     if end.signal is not None:

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from phalanx.core.errors import OutOfMemory, PhalanxError
 from phalanx.core.placement import ExitCode
-from phalanx.system.cgroups import lines
-from phalanx.system.exit_causes import describe, signal_name
+from phalanx.system.cgroups import read_group_lines
+from phalanx.system.exit_causes import describe_exception, signal_name
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 MEANWHILE_MS = 100.0
@@ -24,7 +24,7 @@ UNKILLABLE_S = 1.0  # what a killed child gets to be gone, where nobody may wait
 _PR_SET_PDEATHSIG = 1
 
 
-def heeded() -> list[signal.Signals]:
+def active_stop_signals() -> list[signal.Signals]:
     """The stop signals that this process acts on: all, but for a SIGHUP that its starter wants ignored (nohup)."""
     hung_up_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not hung_up_ignored]
@@ -37,21 +37,21 @@ def thread_names() -> list[str]:
 
 def out_of_memory_kills() -> int:
     """How often the kernel of this machine has killed a process for want of memory since it started."""
-    for line in lines(Path("/proc/vmstat")):
+    for line in read_group_lines(Path("/proc/vmstat")):
         if line.startswith("oom_kill "):
             return int(line.split()[1])
     return 0
 
 
 def fork(
-    child: Callable[[], int], keep: Collection[int] = (), session: bool = False, held: Collection[int] = ()
+    child: Callable[[], int], keep: Collection[int] = (), session: bool = False, blocked_signals: Collection[int] = ()
 ) -> tuple[int, int]:
     """Fork a child that runs `child()` and exits with its return value; give back (pid, pidfd).
 
     The child leads a process group of its own, with `session` a session, which Linux serves as it does all others,
     however busy the parent's is (sched_autogroup). It dies with its parent, and holds of the parent's descriptors only
-    output, error (standard input is empty) and those in `keep`. Signals that are `held` wait until it unblocks them. It
-    never returns into the caller's frames.
+    output, error (standard input is empty) and those in `keep`. Signals that are `blocked_signals` wait until it
+    unblocks them. It never returns into the caller's frames.
 
     Raises:
         AssertionError: this process has more than one thread; the child could hang on a lock that nobody will release.
@@ -70,7 +70,7 @@ def fork(
     try:
         pid = os.fork()
         if pid == 0:
-            _live(child, parent, keep, {*old_mask, *held}, session)
+            _live(child, parent, keep, {*old_mask, *blocked_signals}, session)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     # Here as well as in the child: whoever comes first, kill_group works from now on. The child may have ended already.
@@ -109,7 +109,7 @@ def _leave_parent(parent: int, keep: Collection[int], mask: Collection[int], ses
     else:
         os.setpgid(0, 0)  # Ctrl-C at a terminal reaches the parent alone, which knows what to do about it
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, *heeded()):
+    for number in (signal.SIGCHLD, *active_stop_signals()):
         signal.signal(number, signal.SIG_DFL)
     _drop_descriptors(keep)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -207,7 +207,7 @@ def answer_into(writer: int, function: Callable[..., Any], args: tuple[Any, ...]
     try:
         text = json.dumps(function(*args))
     except BaseException as error:
-        code, text = int(ExitCode.FAILED), json.dumps(describe(error))
+        code, text = int(ExitCode.FAILED), json.dumps(describe_exception(error))
     with open(writer, "wb") as pipe:
         pipe.write(text.encode())
     return code

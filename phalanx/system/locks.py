@@ -7,23 +7,23 @@ import time
 from pathlib import Path
 
 PASSING_S = 1.0  # what those get who hold one for a moment, only to look
-AGAIN_S = 0.01
+RETRY_S = 0.01
 
 
-def take(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
     """Lock an open file for this process alone, until it is closed; False where another process holds it. Who just
-    looks (`is_held`) is waited for."""
+    looks (`is_locked`) is waited for."""
     until = time.monotonic() + PASSING_S
     while True:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        if is_held(descriptor) or time.monotonic() > until:
+        if is_locked(descriptor) or time.monotonic() > until:
             return False
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
 
 
-def is_held(descriptor: int) -> bool:
+def is_locked(descriptor: int) -> bool:
     """Whether another process holds an open file for itself."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -33,7 +33,7 @@ def is_held(descriptor: int) -> bool:
     return False
 
 
-def is_held_by_strangers(descriptor: int, listed: Path = Path("/proc/locks")) -> bool:
+def is_locked_by_other_users(descriptor: int, listed: Path = Path("/proc/locks")) -> bool:
     """Whether none but other users' processes hold an open file, as far as Linux says whose they are. What root holds,
     or somebody who cannot be seen, is not a stranger's."""
     rows = [line.split() for line in _lines(listed)]

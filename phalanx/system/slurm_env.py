@@ -10,8 +10,8 @@ AUTO_RESUME = "PHALANX_AUTO_RESUME"  # what the option --auto-resume of srun and
 
 
 @dataclass(frozen=True)
-class Step:
-    """One task of a step that has one task on each node. `start` counts from 1 how often the job was started.
+class SlurmStep:
+    """One task of a step that has one task on each node. `start_count` counts from 1 how often the job was started.
 
     `caller` is where the step's `srun` listens, by which it can be told whether that still lives; None: not known.
     """
@@ -20,16 +20,16 @@ class Step:
     step: str
     node: int
     nodes: int
-    start: int
+    start_count: int
     caller: tuple[str, int] | None = None
 
     @property
     def name(self) -> str:
         """By which one start of a job is told from another, in names of files."""
-        return f"{self.job}-{self.start}"
+        return f"{self.job}-{self.start_count}"
 
 
-def step_of(environment: Mapping[str, str]) -> Step | None:
+def read_slurm_step(environment: Mapping[str, str]) -> SlurmStep | None:
     """The step that `srun` describes, or None where no step did start this process.
 
     Raises ConfigError when there are several tasks on a node: each node has one agent, which starts the ranks itself.
@@ -44,22 +44,22 @@ def step_of(environment: Mapping[str, str]) -> Step | None:
         )
     host = environment.get("SLURM_LAUNCH_NODE_IPADDR") or environment.get("SLURM_SRUN_COMM_HOST")
     port = environment.get("SLURM_SRUN_COMM_PORT", "")
-    return Step(
+    return SlurmStep(
         # Of a mixed job the first part's, by which all of it is known.
         job=environment.get("SLURM_JOB_ID_HET_GROUP_0") or environment.get("SLURM_JOB_ID", "0"),
         step=environment.get("SLURM_STEP_ID", "0"),
         node=_number(environment, "SLURM_PROCID"),
         nodes=nodes,
-        start=_number(environment, "SLURM_RESTART_COUNT", 0) + 1,
+        start_count=_number(environment, "SLURM_RESTART_COUNT", 0) + 1,
         caller=(host, int(port)) if host and re.fullmatch(r"[0-9]{1,5}", port) else None,
     )
 
 
-def auto_resumed(environment: Mapping[str, str]) -> Step | None:
-    """The step on several nodes that was started with --auto-resume=1, else None. Raises as `step_of`."""
+def read_auto_resume_step(environment: Mapping[str, str]) -> SlurmStep | None:
+    """The step on several nodes that was started with --auto-resume=1, else None. Raises as `read_slurm_step`."""
     if environment.get(AUTO_RESUME) != "1":
         return None
-    step = step_of(environment)
+    step = read_slurm_step(environment)
     return None if step is None or step.nodes == 1 else step
 
 

@@ -14,7 +14,7 @@ MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL
 OF_USERS = ("SLURM_CONF", "SLURM_CLUSTERS")  # of Slurm's variables, what says which cluster is meant
 
 
-def outside(environment: Mapping[str, str]) -> dict[str, str]:
+def strip_job_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for what is started here and is no part of the job whose shell this may be (`srun --pty bash`):
     it would take itself for one of its ranks, and a job that is submitted here would take its sizes and its count of
     restarts for its own."""

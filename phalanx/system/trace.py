@@ -6,7 +6,7 @@ import torch
 
 # In the order of a report. `gather` and `reduce` are collectives: they happen inside the others.
 PHASES = ("data", "forward", "backward", "update", "gather", "reduce", "evaluate", "checkpoint")
-PREFIX = "phalanx."
+TRACE_PREFIX = "phalanx."
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[object]:
@@ -14,5 +14,5 @@ def phase(name: str) -> contextlib.AbstractContextManager[object]:
     assert name in PHASES, name
     # Without a profiler a mark would still call into the dispatcher, 8 us each time.
     if torch.autograd.profiler._is_profiler_enabled:
-        return torch.profiler.record_function(PREFIX + name)
+        return torch.profiler.record_function(TRACE_PREFIX + name)
     return contextlib.nullcontext()

@@ -11,7 +11,7 @@ from phalanx.models.model import Model
 from phalanx.tasks.task import Batch, Task
 
 if TYPE_CHECKING:
-    from phalanx.models.counter_rng import Draws
+    from phalanx.models.counter_rng import CounterRNG
 
 
 class DataSet(Protocol):
@@ -22,7 +22,7 @@ class DataSet(Protocol):
     def __getitem__(self, number: int, /) -> Any: ...
 
 
-class OwnTask(Task):
+class CustomTask(Task):
     """The base of the class `Task` in a user's file; made on every rank as `Task(**task.options)`.
 
     It needs `model`, `train`, `collate` and `loss_sum`; all else may stay as it is. Nothing in it may depend on the
@@ -45,7 +45,7 @@ class OwnTask(Task):
         """`Batch(inputs, weight)` of one sample or more: tensors by name, and how many losses their sum is of."""
         raise TypeError("the class Task has no collate(samples)")
 
-    def loss_sum(self, model: nn.Module, batch: Batch, draws: "Draws | None") -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
         """The sum (a scalar) of the losses that `batch.weight` counts. `draws` is None in an evaluation."""
         raise TypeError("the class Task has no loss_sum(model, batch, draws)")
 

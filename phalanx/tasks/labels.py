@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from phalanx.tasks.padding import padded, width_of
+from phalanx.tasks.padding import pad_rows, row_width
 from phalanx.tasks.task import Batch, Task
 
 if TYPE_CHECKING:
-    from phalanx.models.counter_rng import Draws
+    from phalanx.models.counter_rng import CounterRNG
 
-IGNORED = -100  # a label that no loss is computed for
+IGNORE_INDEX = -100  # a label that no loss is computed for
 _ENTITY = re.compile(r"O|[BIES]-.+")
 
 
@@ -40,10 +40,10 @@ def _inputs(samples: Sequence[LabelledLike], seq_len: int) -> tuple[dict[str, Te
     """What the model is given but for labels, and the samples' places; of no samples, one row."""
     tokens = [sample.tokens for sample in samples] or [np.zeros(1, np.int64)]
     segments = [sample.segments for sample in samples] or [np.zeros(1, np.int64)]
-    width = width_of(tokens, seq_len)
+    width = row_width(tokens, seq_len)
     inputs = {
-        "tokens": padded(tokens, width, 0),
-        "segments": padded(segments, width, 0),
+        "tokens": pad_rows(tokens, width, 0),
+        "segments": pad_rows(segments, width, 0),
         "lengths": torch.tensor([len(row) for row in tokens], dtype=torch.int64),
     }
     return inputs, torch.tensor([sample.position for sample in samples] or [0], dtype=torch.int64)
@@ -54,7 +54,7 @@ def _logits(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class WordLabels(Task):
+class TokenClassificationTask(Task):
     """A label for each word, at its first piece; the weight of a batch is the number of its words.
 
     `labels` are the names by number. Where all are O or begin with B-, I-, E- or S-, entities are scored as well.
@@ -70,11 +70,11 @@ class WordLabels(Task):
     def collate(self, samples: Sequence[LabelledLike]) -> Batch:
         """`tokens`, `segments`, `labels` (B, S) and `lengths` (B,), all int64; of no samples one row without words."""
         inputs, positions = _inputs(samples, self.seq_len)
-        labels = [sample.labels for sample in samples] or [np.full(1, IGNORED)]
-        inputs["labels"] = padded(labels, inputs["tokens"].shape[1], IGNORED)
-        return Batch(inputs, int((inputs["labels"] != IGNORED).sum()), positions)
+        labels = [sample.labels for sample in samples] or [np.full(1, IGNORE_INDEX)]
+        inputs["labels"] = pad_rows(labels, inputs["tokens"].shape[1], IGNORE_INDEX)
+        return Batch(inputs, int((inputs["labels"] != IGNORE_INDEX).sum()), positions)
 
-    def loss_sum(self, model: nn.Module, batch: Batch, draws: "Draws | None") -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
         """The sum of the cross-entropies in nats over words."""
         loss: Tensor = model(**batch.inputs, draws=draws)
         return loss
@@ -86,17 +86,17 @@ class WordLabels(Task):
     def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Words, entities there are and entities found, and of both how many are right."""
         chosen, truth = _logits(model, batch).argmax(-1), batch.inputs["labels"]
-        words = truth != IGNORED
+        words = truth != IGNORE_INDEX
         found = {"words": words.sum(), "words right": (words & (chosen == truth)).sum()}
         if not self.entities:
             return found
-        there = spans_of(self._names(row, row) for row in truth.cpu())
-        claimed = spans_of(self._names(row, told) for row, told in zip(chosen.cpu(), truth.cpu(), strict=True))
+        there = find_entities(self._names(row, row) for row in truth.cpu())
+        claimed = find_entities(self._names(row, told) for row, told in zip(chosen.cpu(), truth.cpu(), strict=True))
         sizes = {"entities": len(there), "entities found": len(claimed), "entities right": len(there & claimed)}
         return found | {name: torch.tensor(size) for name, size in sizes.items()}
 
     def _names(self, numbers: Tensor, truth: Tensor) -> list[str]:
-        return [self.labels[number] for number in numbers[truth != IGNORED].tolist()]
+        return [self.labels[number] for number in numbers[truth != IGNORE_INDEX].tolist()]
 
     def scores(self, counts: dict[str, float]) -> dict[str, float]:
         """Accuracy of words; precision, recall and F1 of whole entities over all kinds together."""
@@ -110,7 +110,7 @@ class WordLabels(Task):
 
 
 @dataclass(frozen=True)
-class TextLabel(Task):
+class SequenceClassificationTask(Task):
     """One label for each text or pair of texts; the weight of a batch is the number of its texts."""
 
     seq_len: int
@@ -119,10 +119,12 @@ class TextLabel(Task):
     def collate(self, samples: Sequence[LabelledLike]) -> Batch:
         """`tokens`, `segments` (B, S), `lengths` and `labels` (B,), all int64. No samples give one text unlabelled."""
         inputs, positions = _inputs(samples, self.seq_len)
-        inputs["labels"] = torch.tensor([int(sample.labels[0]) for sample in samples] or [IGNORED], dtype=torch.int64)
+        inputs["labels"] = torch.tensor(
+            [int(sample.labels[0]) for sample in samples] or [IGNORE_INDEX], dtype=torch.int64
+        )
         return Batch(inputs, len(samples), positions)
 
-    def loss_sum(self, model: nn.Module, batch: Batch, draws: "Draws | None") -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
         """The sum of the cross-entropies in nats over texts."""
         loss: Tensor = model(**batch.inputs, draws=draws)
         return loss
@@ -134,7 +136,7 @@ class TextLabel(Task):
     def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """For each label how many texts have it, are given it, and both."""
         truth = batch.inputs["labels"]
-        asked = truth != IGNORED
+        asked = truth != IGNORE_INDEX
         chosen, truth = _logits(model, batch).argmax(-1)[asked], truth[asked]
         size = len(self.labels)
         kinds = {
@@ -155,7 +157,7 @@ class TextLabel(Task):
 # ------------------------------------------------------------------------------------------------------------ entities
 
 
-def spans_of(sentences: Iterable[Sequence[str]]) -> set[tuple[int, str, int, int]]:
+def find_entities(sentences: Iterable[Sequence[str]]) -> set[tuple[int, str, int, int]]:
     """The entities of tagged sentences: (sentence, kind, first word, last word).
 
     Tags are O, or B-, I-, E- or S- and a kind. An entity begins at B- and S-, and wherever another kind or nothing came

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from phalanx.tasks.task import Batch, SampleLike, Task
 
 if TYPE_CHECKING:
-    from phalanx.models.counter_rng import Draws
+    from phalanx.models.counter_rng import CounterRNG
 
-IGNORED = -100  # a label that no loss is computed for
+IGNORE_INDEX = -100  # a label that no loss is computed for
 
 
 @dataclass(frozen=True)
-class LanguageModel(Task):
+class CausalLMTask(Task):
     """Each token is predicted from those before it; the weight of a batch is the number of its labels.
 
     `isolated`: a row holds several documents, and none attends to another.
@@ -36,16 +36,16 @@ class LanguageModel(Task):
         """
         if not samples:
             tokens = torch.zeros(1, self.seq_len, dtype=torch.int64)
-            inputs = {"tokens": tokens, "labels": torch.full_like(tokens, IGNORED)}
+            inputs = {"tokens": tokens, "labels": torch.full_like(tokens, IGNORE_INDEX)}
             return Batch(inputs | self._documents([None]), 0, torch.zeros(1, dtype=torch.int64))
         rows = np.stack([sample.tokens for sample in samples])
         assert rows.shape[1] == self.seq_len + 1, f"samples of {rows.shape[1]} tokens for sequences of {self.seq_len}"
         labels = rows[:, 1:].copy()
         for row, sample in zip(labels, samples, strict=True):
             if sample.learnt is not None:
-                row[~sample.learnt] = IGNORED
+                row[~sample.learnt] = IGNORE_INDEX
         positions = torch.tensor([sample.position for sample in samples], dtype=torch.int64)
-        weight = int(np.count_nonzero(labels != IGNORED))
+        weight = int(np.count_nonzero(labels != IGNORE_INDEX))
         inputs = {"tokens": torch.from_numpy(rows[:, :-1].copy()), "labels": torch.from_numpy(labels)}
         return Batch(inputs | self._documents([sample.lengths for sample in samples]), weight, positions)
 
@@ -67,7 +67,7 @@ class LanguageModel(Task):
             "segments": torch.from_numpy(segments),
         }
 
-    def loss_sum(self, model: nn.Module, batch: Batch, draws: "Draws | None") -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
         """The sum of the cross-entropies in nats over the labels that count."""
         loss: Tensor = model(**batch.inputs, draws=draws)
         return loss

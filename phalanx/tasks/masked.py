@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from phalanx.tasks.padding import padded, width_of
+from phalanx.tasks.padding import pad_rows, row_width
 from phalanx.tasks.task import Batch, Task
 
 if TYPE_CHECKING:
-    from phalanx.models.counter_rng import Draws
+    from phalanx.models.counter_rng import CounterRNG
 
-IGNORED = -100  # a label that no loss is computed for
-PLACES = 8  # predictions of a row are padded to a multiple of it
+IGNORE_INDEX = -100  # a label that no loss is computed for
+PREDICTIONS_MULTIPLE = 8  # predictions of a row are padded to a multiple of it
 
 
 class MaskedLike(Protocol):
@@ -43,59 +43,60 @@ class MaskedLike(Protocol):
 
 
 @dataclass(frozen=True)
-class MaskedLanguage(Task):
+class MaskedLMTask(Task):
     """The weight of a batch is the number of its masked tokens, and its loss the sum over them.
 
-    With `pairs` the loss also has `most` times the sum over samples of the second loss, where `most` is how many tokens
-    of a full row are masked: divided by the weight, it is nearly the mean over samples, as BERT's authors add it, and
-    exactly so where all rows are full. The factor is a constant, so that no split of a batch changes the sum.
-    `filled`: all rows have `seq_len` tokens, so that there is no padding to be hidden.
+    With `pairs` the loss also has `max_predictions` times the sum over samples of the second loss, where
+    `max_predictions` is how many tokens of a full row are masked: divided by the weight, it is nearly the mean over
+    samples, as BERT's authors add it, and exactly so where all rows are full. The factor is a constant, so that no
+    split of a batch changes the sum.
+    `full_rows`: all rows have `seq_len` tokens, so that there is no padding to be hidden.
     """
 
     seq_len: int
-    most: int
+    max_predictions: int
     pairs: bool = False
-    filled: bool = False
+    full_rows: bool = False
 
     def collate(self, samples: Sequence[MaskedLike]) -> Batch:
         """`tokens`, `segments` (B, S), `lengths` (B,), `places` and `labels` (B, P), all int64, and with `pairs`
         `next_labels` (B,). No samples give one row whose labels are all ignored."""
-        tokens = [sample.tokens for sample in samples] or [np.zeros(self.seq_len if self.filled else 1, np.int64)]
+        tokens = [sample.tokens for sample in samples] or [np.zeros(self.seq_len if self.full_rows else 1, np.int64)]
         segments = [sample.segments for sample in samples] or [np.zeros(1, np.int64)]
         places = [sample.places for sample in samples] or [np.zeros(0, np.int64)]
         labels = [sample.labels for sample in samples] or [np.zeros(0, np.int64)]
-        width = width_of(tokens, self.seq_len)
-        asked = max(self.most, width_of(places, self.seq_len, PLACES))
+        width = row_width(tokens, self.seq_len)
+        asked = max(self.max_predictions, row_width(places, self.seq_len, PREDICTIONS_MULTIPLE))
         inputs = {
-            "tokens": padded(tokens, width, 0),
-            "places": padded(places, asked, 0),
-            "labels": padded(labels, asked, IGNORED),
+            "tokens": pad_rows(tokens, width, 0),
+            "places": pad_rows(places, asked, 0),
+            "labels": pad_rows(labels, asked, IGNORE_INDEX),
         }
-        if not self.filled:
-            inputs |= {"segments": padded(segments, width, 0), "lengths": _numbers([len(row) for row in tokens])}
+        if not self.full_rows:
+            inputs |= {"segments": pad_rows(segments, width, 0), "lengths": _numbers([len(row) for row in tokens])}
         if self.pairs:
-            inputs["next_labels"] = _numbers([sample.follows for sample in samples] or [IGNORED])
+            inputs["next_labels"] = _numbers([sample.follows for sample in samples] or [IGNORE_INDEX])
         positions = [sample.position for sample in samples] or [0]
         return Batch(inputs, sum(len(row) for row in labels), _numbers(positions))
 
-    def loss_sum(self, model: nn.Module, batch: Batch, draws: "Draws | None") -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
         """In nats; see the class for what is added up."""
         loss, next_loss = model(**batch.inputs, draws=draws)
-        return loss if next_loss is None else loss + self.most * next_loss
+        return loss if next_loss is None else loss + self.max_predictions * next_loss
 
     def nominal_weight(self, global_batch: int) -> int:
         """Every masked token of a global batch of full rows."""
-        return global_batch * self.most
+        return global_batch * self.max_predictions
 
     def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Masked tokens and pairs, and how many of them are predicted right."""
         asked = {name: value for name, value in batch.inputs.items() if name not in ("labels", "next_labels")}
         logits, follows = model(**asked)
         labels = batch.inputs["labels"]
-        found = {"masked": (labels != IGNORED).sum(), "masked right": (logits.argmax(-1) == labels).sum()}
+        found = {"masked": (labels != IGNORE_INDEX).sum(), "masked right": (logits.argmax(-1) == labels).sum()}
         if self.pairs:
             truth = batch.inputs["next_labels"]
-            found |= {"pairs": (truth != IGNORED).sum(), "pairs right": (follows.argmax(-1) == truth).sum()}
+            found |= {"pairs": (truth != IGNORE_INDEX).sum(), "pairs right": (follows.argmax(-1) == truth).sum()}
         return found
 
     def scores(self, counts: dict[str, float]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from torch import Tensor
 WIDTHS = 64  # rows are padded to a multiple of it, so that shapes stay few
 
 
-def padded(rows: Sequence[NDArray[np.int64]], width: int, filler: int) -> Tensor:
+def pad_rows(rows: Sequence[NDArray[np.int64]], width: int, filler: int) -> Tensor:
     """`rows` (n_i,) -> (B, width) int64, filled up behind each."""
     out = np.full((len(rows), width), filler, np.int64)
     for row, values in zip(out, rows, strict=True):
@@ -18,7 +18,7 @@ def padded(rows: Sequence[NDArray[np.int64]], width: int, filler: int) -> Tensor
     return torch.from_numpy(out)
 
 
-def width_of(rows: Sequence[NDArray[np.int64]], most: int, step: int = WIDTHS) -> int:
-    """The length of the longest row, up to a multiple of `step` but no more than `most`."""
+def row_width(rows: Sequence[NDArray[np.int64]], max_width: int, step: int = WIDTHS) -> int:
+    """The length of the longest row, up to a multiple of `step` but no more than `max_width`."""
     longest = max((len(row) for row in rows), default=1)
-    return max(longest, min(-(-longest // step) * step, most))
+    return max(longest, min(-(-longest // step) * step, max_width))

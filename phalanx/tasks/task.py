@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from phalanx.models.counter_rng import Draws
+    from phalanx.models.counter_rng import CounterRNG
 
 ALIGNED = 64  # bytes, of each tensor of a batch on its way
 
@@ -47,7 +47,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Self:
         """The batch on a device; the host does not wait for the copies."""
-        *inputs, samples = _sent([*self.inputs.values(), self.samples], torch.device(device))
+        *inputs, samples = _to_device([*self.inputs.values(), self.samples], torch.device(device))
         return type(self)(dict(zip(self.inputs, inputs, strict=True)), self.weight, samples)
 
 
@@ -59,7 +59,7 @@ class Task(Protocol):
         """Make a batch; of no samples, one of weight 0 that still runs through the model."""
         ...
 
-    def loss_sum(self, model: nn.Module, batch: Batch, draws: "Draws | None") -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
         """The sum (a scalar) of the losses that `batch.weight` counts."""
         ...
 
@@ -77,7 +77,7 @@ class Task(Protocol):
         return {}
 
 
-def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def _to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type in ("cpu", "meta"):
         return [tensor.to(device) for tensor in tensors]
     # From pageable memory a copy makes the host wait, whatever non_blocking says; and to pin each would cost more than

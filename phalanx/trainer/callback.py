@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Request(enum.IntFlag):
+class CallbackRequest(enum.IntFlag):
     """What a callback can request; all ranks agree on it at the end of the next step."""
 
     STOP = 1
@@ -29,7 +29,7 @@ class RunState:
     step.
     """
 
-    request: Callable[[Request, str], None]
+    request: Callable[[CallbackRequest, str], None]
     steps: int
     folder: Path
     world: int
@@ -39,20 +39,20 @@ class RunState:
 
     def stop(self, reason: str = "a callback asked for it") -> None:
         """End training as at the last step: with a checkpoint, an evaluation and exit code 0. `reason` is shown."""
-        self.request(Request.STOP, reason)
+        self.request(CallbackRequest.STOP, reason)
 
     def save(self) -> None:
         """Save a checkpoint."""
-        self.request(Request.SAVE, "")
+        self.request(CallbackRequest.SAVE, "")
 
     def evaluate(self) -> None:
         """Evaluate on the held-out sets."""
-        self.request(Request.EVALUATE, "")
+        self.request(CallbackRequest.EVALUATE, "")
 
     def gather_weights(self) -> None:
         """Have `on_weights` called with a copy of all weights. Raises ConfigError with parallel.tensor or
         parallel.pipeline above 1, where no rank can hold them all."""
-        self.request(Request.WEIGHTS, "")
+        self.request(CallbackRequest.WEIGHTS, "")
 
 
 class Callback:

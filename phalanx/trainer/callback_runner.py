@@ -17,30 +17,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.disk.load import Checkpoint, find, step_folder
+from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError
-from phalanx.core.events import Kind
-from phalanx.core.json_lines import last_line, read_lines
+from phalanx.core.events import EventKind, read_events
+from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import Engine
-from phalanx.models.user_code import file_of, load_class, where
-from phalanx.trainer.callback import Callback, Request, RunState
-from phalanx.workload.step_hooks import Moments
+from phalanx.models.user_code import describe_error, load_class, source_file
+from phalanx.trainer.callback import Callback, CallbackRequest, RunState
+from phalanx.workload.step_hooks import StepHooks
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
 
 log = logging.getLogger(__name__)
 
-HEADER = "callbacks"  # the key of a checkpoint's header
-STOPPED = "a callback asked for it"  # on ranks that have no callbacks
+HEADER_KEY = "callbacks"  # the key of a checkpoint's header
+DEFAULT_STOP_REASON = "a callback asked for it"  # on ranks that have no callbacks
 
 
-def callback_class(config: "Config", paths: RunPaths | None = None) -> type[Callback] | None:
+def load_callback_class(config: "Config", paths: RunPaths | None = None) -> type[Callback] | None:
     """The class that `callback.code` names, from the run folder's copy where there is one; None without the key.
 
     Raises ConfigError for a file that has no such class, and for options that it does not take.
@@ -58,7 +58,7 @@ def callback_class(config: "Config", paths: RunPaths | None = None) -> type[Call
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedCallback:
     """A callback; `name` is for messages, `version` tells one with other code or options from it."""
 
     callback: Callback
@@ -67,23 +67,24 @@ class Named:
     version: str
 
 
-def callbacks_of(config: "Config", paths: RunPaths, given: Sequence[Callback]) -> list[Named]:
-    """The recipe's callback, then those `given` to `launch.train`. Raises ConfigError for one that cannot be made."""
+def collect_callbacks(config: "Config", paths: RunPaths, given: Sequence[Callback]) -> list[NamedCallback]:
+    """The recipe's callback, then those `given` to `launch.local.train`. Raises ConfigError for one that cannot be
+    made."""
     found = []
-    if (made := callback_class(config, paths)) is not None:
-        file = file_of(made)
+    if (made := load_callback_class(config, paths)) is not None:
+        file = source_file(made)
         text = Path(file).read_text(encoding="utf-8") + json.dumps(config.callback.options, sort_keys=True)
         name = f"callback.code {config.callback.code}"
         options = config.callback.options
-        callback = _called(name, file, "Callback(**callback.options)", lambda: made(**options))
-        found.append(Named(callback, name, file, hashlib.sha256(text.encode()).hexdigest()[:16]))
+        callback = _call_user_code(name, file, "Callback(**callback.options)", lambda: made(**options))
+        found.append(NamedCallback(callback, name, file, hashlib.sha256(text.encode()).hexdigest()[:16]))
     for callback in given:
         kind = type(callback)
-        found.append(Named(callback, f"the callback {kind.__qualname__}", file_of(kind), kind.__qualname__))
+        found.append(NamedCallback(callback, f"the callback {kind.__qualname__}", source_file(kind), kind.__qualname__))
     return found
 
 
-class Hooks:
+class CallbackRunner:
     """The callbacks of a run. On rank 0 it is a sink: what it hears waits until the training loop has it told.
 
     The same on all ranks: `due`, what is requested for the end of the last step, and `over`, why a callback has ended
@@ -92,20 +93,26 @@ class Hooks:
 
     def __init__(
         self,
-        callbacks: Sequence[Named] = (),
+        callbacks: Sequence[NamedCallback] = (),
         run: RunState | None = None,
         paths: RunPaths | None = None,
         group: JsonGroup | None = None,
-        parted: bool = False,
+        model_divided: bool = False,
     ) -> None:
-        """Without arguments there are no callbacks. `group` is for `begin`, on all ranks of a run with callbacks;
-        `parted`: ranks hold parts of layers."""
-        self.due = Request(0)
-        self.over: str | None = None
-        self.moments = Moments()
-        self._callbacks, self._run, self._paths, self._group, self._parted = callbacks, run, paths, group, parted
-        self._heard: deque[tuple[str, dict[str, Any]]] = deque()
-        self._requests, self._reason = Request(0), STOPPED  # of the next step to end
+        """Without arguments there are no callbacks. `group` is for `resume_at`, on all ranks of a run with callbacks;
+        `model_divided`: ranks hold parts of layers."""
+        self.due_requests = CallbackRequest(0)
+        self.stop_reason: str | None = None
+        self.step_hooks = StepHooks()
+        self._callbacks, self._run, self._paths, self._group, self._model_divided = (
+            callbacks,
+            run,
+            paths,
+            group,
+            model_divided,
+        )
+        self._pending: deque[tuple[str, dict[str, Any]]] = deque()
+        self._requests, self._reason = CallbackRequest(0), DEFAULT_STOP_REASON  # of the next step to end
         self._newest = 0  # the last step that was ever told
         self._evaluated = 0  # the step of the last evaluation that was told
         self._begun = False
@@ -116,47 +123,47 @@ class Hooks:
 
     def on_step(self, record: dict[str, Any]) -> None:
         if self._callbacks:
-            self._heard.append(("step", record))
+            self._pending.append(("step", record))
 
     def on_event(self, event: dict[str, Any]) -> None:
-        if self._callbacks and event["kind"] in (Kind.EVALUATED, Kind.CHECKPOINT_SAVED):
-            self._heard.append((event["kind"], event))
+        if self._callbacks and event["kind"] in (EventKind.EVALUATED, EventKind.CHECKPOINT_SAVED):
+            self._pending.append((event["kind"], event))
 
     def close(self) -> None: ...
 
     # ------------------------------------------------------------------------------------------------ the training loop
 
-    def begin(self, step: int, header: Mapping[str, Any] | None) -> None:
+    def resume_at(self, step: int, header: Mapping[str, Any] | None) -> None:
         """Continue after `step`; `header` is that of its checkpoint, None where it was kept in memory. Collective."""
-        self.due, self.over = Request(0), None
+        self.due_requests, self.stop_reason = CallbackRequest(0), None
         if self._group is None:
             return
         if self._run is not None:
             self._restore(step, header)
-        due, self.over = self._group.broadcast_object([int(self.due), self.over])
-        self.due = Request(due)
+        due, self.stop_reason = self._group.broadcast_object([int(self.due_requests), self.stop_reason])
+        self.due_requests = CallbackRequest(due)
 
-    def take(self) -> Request:
+    def take_requests(self) -> CallbackRequest:
         """What is requested for the end of the step under way."""
-        requests, self._requests = self._requests, Request(0)
+        requests, self._requests = self._requests, CallbackRequest(0)
         return requests
 
-    def agree(self, requests: int) -> None:
+    def apply_requests(self, requests: int) -> None:
         """All ranks have heard of the `requests` for the end of a step."""
-        self.due = Request(requests)
-        if Request.STOP in self.due:
-            self.over = self._reason
+        self.due_requests = CallbackRequest(requests)
+        if CallbackRequest.STOP in self.due_requests:
+            self.stop_reason = self._reason
 
-    def tell(self) -> None:
+    def dispatch(self) -> None:
         """Tell the callbacks what was heard since the last time. Does nothing on other ranks."""
-        if self._run is None or not self._heard:
+        if self._run is None or not self._pending:
             return
         results: dict[str, dict[str, float | None]] = {}
-        while self._heard:
-            kind, record = self._heard.popleft()
-            if kind == Kind.EVALUATED:
+        while self._pending:
+            kind, record = self._pending.popleft()
+            if kind == EventKind.EVALUATED:
                 results |= _results(record)
-                if self._heard and self._heard[0][0] == kind and self._heard[0][1]["step"] == record["step"]:
+                if self._pending and self._pending[0][0] == kind and self._pending[0][1]["step"] == record["step"]:
                     continue
                 self._evaluation(int(record["step"]), results)
                 results = {}
@@ -165,45 +172,45 @@ class Hooks:
             else:
                 self._call("on_save", int(record["step"]))
 
-    def weights(self, engine: Engine) -> None:
+    def send_weights(self, engine: Engine) -> None:
         """Give the callbacks the weights. Collective."""
         with engine.full_parameters() as whole:
             copies = {name: each.detach().cpu().clone() for name, each in whole.items()} if self._callbacks else {}
         self._call("on_weights", copies)
 
-    def end(self, step: int, reason: str | None) -> None:
+    def end_training(self, step: int, reason: str | None) -> None:
         """Training ends after `step`, whose checkpoint is saved."""
-        self.tell()
+        self.dispatch()
         if self._run is not None:
             self._run.step = step
         self._call("on_train_end", reason)
 
-    def header(self, step: int) -> dict[str, Any]:
+    def to_header(self, step: int) -> dict[str, Any]:
         """What the checkpoint of `step` keeps of the callbacks; nothing on other ranks."""
         if not self._callbacks:
             return {}
         states = [self._state(each) for each in self._callbacks]
-        stop = self.over or (self._reason if Request.STOP in self._requests else None)
+        stop = self.stop_reason or (self._reason if CallbackRequest.STOP in self._requests else None)
         entry = {
             "versions": [each.version for each in self._callbacks],
             "states": states,
             "requests": int(self._requests),
             "stop": stop,
-            "over": self.over is not None,
+            "over": self.stop_reason is not None,
             "evaluated": self._evaluated >= step,
         }
-        return {HEADER: entry}
+        return {HEADER_KEY: entry}
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
-    def _request(self, request: Request, reason: str) -> None:
+    def _request(self, request: CallbackRequest, reason: str) -> None:
         assert self._run is not None
-        if request == Request.WEIGHTS and self._parted:
+        if request == CallbackRequest.WEIGHTS and self._model_divided:
             raise ConfigError(
                 "gather_weights needs a rank that can hold all weights, and parallel.tensor or parallel.pipeline "
                 "divides them; read the checkpoint that on_save names instead, or set both to 1"
             )
-        if request == Request.STOP and Request.STOP not in self._requests:
+        if request == CallbackRequest.STOP and CallbackRequest.STOP not in self._requests:
             self._reason = reason
         self._requests |= request
 
@@ -211,16 +218,16 @@ class Hooks:
         """Bring the callbacks to `step`."""
         assert self._run is not None
         assert self._paths is not None
-        self._heard.clear()
-        self._requests = Request(0)
+        self._pending.clear()
+        self._requests = CallbackRequest(0)
         if not self._begun:
-            newest = (last_line(self._paths.metrics) or {}).get("step")
+            newest = (read_last_line(self._paths.metrics) or {}).get("step")
             self._newest = max(step, newest) if type(newest) is int else step
-        since, entry = (step, header.get(HEADER)) if header is not None else _kept_before(step, self._paths)
+        since, entry = (step, header.get(HEADER_KEY)) if header is not None else _find_saved_state(step, self._paths)
         self._load(since, entry)
         first, self._begun = not self._begun, True
         if first:
-            pending, self._requests = self._requests, Request(0)
+            pending, self._requests = self._requests, CallbackRequest(0)
             self._run.step = step
             self._call("on_train_begin")
             new, self._requests = self._requests, pending
@@ -235,12 +242,15 @@ class Hooks:
         same = entry.get("versions") == [each.version for each in self._callbacks]
         for each, state in zip(self._callbacks, entry.get("states", []), strict=False):
             restore = functools.partial(each.callback.load_state_dict, state)
-            _called(each.name, each.file, "load_state_dict(state)", restore)
+            _call_user_code(each.name, each.file, "load_state_dict(state)", restore)
         if not entry.get("evaluated", True):
             self._evaluated = since - 1
         if same:  # what other code or options have asked for is asked again by these, or not
-            self._requests, self._reason = Request(int(entry["requests"])), str(entry["stop"] or STOPPED)
-            self.over = self._reason if entry.get("over") else None
+            self._requests, self._reason = (
+                CallbackRequest(int(entry["requests"])),
+                str(entry["stop"] or DEFAULT_STOP_REASON),
+            )
+            self.stop_reason = self._reason if entry.get("over") else None
 
     def _replay(self, since: int, step: int) -> None:
         """Tell again what is recorded from behind `since` to `step`."""
@@ -248,13 +258,13 @@ class Hooks:
         if since == step and self._evaluated == since:
             return
         evaluations: dict[int, dict[str, dict[str, float | None]]] = {}
-        for event in read_lines(self._paths.events):
-            if event.get("kind") == Kind.EVALUATED and type(event.get("step")) is int:
+        for event in read_events(self._paths.events):
+            if event.get("kind") == EventKind.EVALUATED and type(event.get("step")) is int:
                 evaluations.setdefault(event["step"], {}).update(_results(event))
         records = {record["step"]: record for record in read_steps(self._paths.metrics)}
         for number in range(since, step + 1):
             if number > since:
-                self.agree(self.take())
+                self.apply_requests(self.take_requests())
             if number > since and number in records:
                 self._step(records[number])
             if number > self._evaluated and number in evaluations:
@@ -275,13 +285,13 @@ class Hooks:
     def _call(self, method: str, *arguments: Any) -> None:
         if self._run is None or not self._callbacks:
             return
-        self.moments.at("callback")
+        self.step_hooks.enter_phase("callback")
         for each in self._callbacks:
             function = functools.partial(getattr(each.callback, method), self._run, *arguments)
-            _called(each.name, each.file, f"{method} after step {self._run.step}", function)
+            _call_user_code(each.name, each.file, f"{method} after step {self._run.step}", function)
 
-    def _state(self, each: Named) -> dict[str, Any]:
-        state = _called(each.name, each.file, "state_dict()", each.callback.state_dict)
+    def _state(self, each: NamedCallback) -> dict[str, Any]:
+        state = _call_user_code(each.name, each.file, "state_dict()", each.callback.state_dict)
         try:
             if not isinstance(state, dict):
                 raise TypeError(f"it is a {type(state).__name__}")
@@ -293,20 +303,22 @@ class Hooks:
             ) from None
 
 
-def hooks_of(config: "Config", given: Sequence[Callback], paths: RunPaths, placement: Placement, mesh: Mesh) -> Hooks:
+def make_callback_runner(
+    config: "Config", given: Sequence[Callback], paths: RunPaths, placement: Placement, mesh: Mesh
+) -> CallbackRunner:
     """The callbacks of a run, on rank 0; other ranks only take part in what all have to agree on."""
     if config.callback.code is None and not given:
-        return Hooks()
+        return CallbackRunner()
     group = JsonGroup(mesh.checkpoint)
     if mesh.rank:
-        return Hooks(group=group)
+        return CallbackRunner(group=group)
     run = RunState(lambda request, reason: None, config.train.steps, paths.root, mesh.world, placement.attempt)
-    return Hooks(callbacks_of(config, paths, given), run, paths, group, mesh.axes.model > 1)
+    return CallbackRunner(collect_callbacks(config, paths, given), run, paths, group, mesh.axes.model_parallel_size > 1)
 
 
-def _kept_before(step: int, paths: RunPaths) -> tuple[int, Any]:
+def _find_saved_state(step: int, paths: RunPaths) -> tuple[int, Any]:
     """The newest checkpoint of `step` or before, and what it keeps of the callbacks; 0 and None without one."""
-    for saved in find(paths.checkpoints):
+    for saved in list_steps(paths.checkpoints):
         if saved > step:
             continue
         try:
@@ -314,7 +326,7 @@ def _kept_before(step: int, paths: RunPaths) -> tuple[int, Any]:
         except CheckpointError:
             continue
         checkpoint.close()
-        return saved, checkpoint.header.get(HEADER)
+        return saved, checkpoint.header.get(HEADER_KEY)
     return 0, None
 
 
@@ -329,7 +341,7 @@ def _results(event: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     }
 
 
-def _called(name: str, file: str, said: str, function: Callable[[], Any]) -> Any:
+def _call_user_code(name: str, file: str, said: str, function: Callable[[], Any]) -> Any:
     """What a method of a callback returns. Raises ConfigError with the line of what it raises; the log has the
     traceback."""
     try:
@@ -339,5 +351,5 @@ def _called(name: str, file: str, said: str, function: Callable[[], Any]) -> Any
     except (Exception, SystemExit) as caught:
         log.error("%s: %s fails", name, said, exc_info=caught)
         raise ConfigError(
-            f"{name}: {said} fails: {where(caught, file)}; correct it (its traceback is in the log of rank 0)"
+            f"{name}: {said} fails: {describe_error(caught, file)}; correct it (its traceback is in the log of rank 0)"
         ) from caught

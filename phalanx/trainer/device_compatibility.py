@@ -9,12 +9,12 @@ from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention
 from phalanx.system import accelerator
 
-COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def sharing_a_device(mesh: Mesh) -> list[str]:
+def find_shared_devices(mesh: Mesh) -> list[str]:
     """A sentence on each accelerator that several ranks are on. Collective."""
-    devices, said = JsonGroup(mesh.control).all_objects(accelerator.hardware(mesh.device, this_host())), []
+    devices, said = JsonGroup(mesh.control).all_gather_objects(accelerator.hardware_id(mesh.device, this_host())), []
     for device in sorted(set(devices) - {""}):
         ranks = [str(rank) for rank, each in enumerate(devices) if each == device]
         if len(ranks) > 1:
@@ -25,15 +25,15 @@ def sharing_a_device(mesh: Mesh) -> list[str]:
     return said
 
 
-def unlike_kernels(mesh: Mesh, dtype: str, spec: ModelSpec | None) -> list[str]:
+def find_kernel_differences(mesh: Mesh, dtype: str, spec: ModelSpec | None) -> list[str]:
     """A sentence on ranks whose device has no kernel for attention that others of the same name have. Collective.
 
     Each rank asks before it holds a model, so that the answer, which it remembers, is not one of a full memory.
     """
     mine = False
-    if spec is not None and mesh.device.type != "cpu" and dtype in COMPUTED_IN:
-        mine = attention.has_kernel(mesh.device, COMPUTED_IN[dtype], spec.head_dim)
-    everyones, said = JsonGroup(mesh.control).all_objects([accelerator.name(mesh.device), mine]), []
+    if spec is not None and mesh.device.type != "cpu" and dtype in HALF_DTYPES:
+        mine = attention.has_kernel(mesh.device, HALF_DTYPES[dtype], spec.head_dim)
+    everyones, said = JsonGroup(mesh.control).all_gather_objects([accelerator.get_device_name(mesh.device), mine]), []
     for name in sorted({name for name, _ in everyones}):
         having = [rank for rank, each in enumerate(everyones) if each == [name, True]]
         lacking = [rank for rank, each in enumerate(everyones) if each == [name, False]]

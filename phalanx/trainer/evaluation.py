@@ -4,36 +4,38 @@ import functools
 import time
 
 from phalanx.comm.mesh import Mesh
-from phalanx.core.events import Kind
-from phalanx.workload.build import Parts
+from phalanx.core.events import EventKind
+from phalanx.workload.build import RunComponents
 from phalanx.workload.pipeline_step import evaluate_pipeline
-from phalanx.workload.sinks import Records
+from phalanx.workload.sinks import RecordWriter
 from phalanx.workload.step import evaluate
-from phalanx.workload.step_hooks import Moments
+from phalanx.workload.step_hooks import StepHooks
 
 
 def evaluate_all(
-    parts: Parts, mesh: Mesh, records: Records, moments: Moments, step: int, limit: int
+    components: RunComponents, mesh: Mesh, records: RecordWriter, step_hooks: StepHooks, step: int, limit: int
 ) -> dict[str, float]:
     """Loss on each held-out set, of `limit` sequences, weighted as in training; the same on all ranks."""
-    moments.at("evaluate", step)
+    step_hooks.enter_phase("evaluate", step)
     losses: dict[str, float] = {}
-    if not parts.held_out and limit:
+    if not components.held_out and limit:
         message = "no evaluation: the held-out documents make less than one sequence (data.held_out)"
-        if parts.subject.spec is None:
+        if components.workload.spec is None:
             message = "no evaluation: held_out() of task.code gives no samples"
-        records.event(Kind.WARNING, {"message": message})
-    for name, held_out in parts.held_out.items():
+        records.write_event(EventKind.WARNING, {"message": message})
+    for name, held_out in components.held_out.items():
         begun = time.perf_counter()
-        batches = held_out.evaluation(parts.sharing.of_evaluation, limit)
-        collated = ([parts.task.collate(samples) for samples in step_batches] for step_batches in batches)
-        run = functools.partial(evaluate, moments=moments)
-        if parts.parted.pipeline is not None:
-            run = functools.partial(evaluate_pipeline, pipeline=parts.parted.pipeline)
-        loss, tokens, scores = run(parts.model, parts.task, collated, mesh, parts.parted.speaks)
+        batches = held_out.evaluation_batches(components.work_split.split_evaluation, limit)
+        collated = ([components.task.collate(samples) for samples in step_batches] for step_batches in batches)
+        run = functools.partial(evaluate, step_hooks=step_hooks)
+        if components.model_part.pipeline is not None:
+            run = functools.partial(evaluate_pipeline, pipeline=components.model_part.pipeline)
+        loss, tokens, scores = run(
+            components.model, components.task, collated, mesh, components.model_part.reports_loss
+        )
         seconds = time.perf_counter() - begun
         details = {"step": step, "set": name, "loss": loss, "tokens": tokens, "seconds": seconds}
-        details |= {"scores": scores, "unit": parts.subject.unit}
-        records.event(Kind.EVALUATED, details)
+        details |= {"scores": scores, "unit": components.workload.unit}
+        records.write_event(EventKind.EVALUATED, details)
         losses[name] = loss
     return losses

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.disk.load import Checkpoint, examine, find, newest_valid, step_folder
+from phalanx.checkpoint.disk.load import Checkpoint, find_newest_valid, list_steps, open_and_verify, step_folder
 from phalanx.config.schema import Config
 from phalanx.core.errors import CheckpointError, ConfigError, RunError
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.models import hf_config, hf_mapping
 from phalanx.models.hf_export import copy_tokenizer, export, export_plain, new_folder
@@ -21,9 +21,9 @@ from phalanx.models.peft import save_adapter
 from phalanx.models.user_model import shapes_of
 from phalanx.parallel.parallelize import DTYPES
 from phalanx.trainer import export_target
-from phalanx.trainer.run_folder import next_attempt, saved_config
+from phalanx.trainer.run_folder import next_attempt, read_run_config
 from phalanx.workload import adapters, local_copies
-from phalanx.workload.workload import class_of_run, spec_from_run
+from phalanx.workload.workload import read_model_shape, resolve_model_class
 
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -48,29 +48,35 @@ def export_run(
     that a folder without it is no model. Raises RunError when `paths` holds no run, CheckpointError when it has no
     checkpoint to export, ConfigError when there is nothing to merge.
     """
-    wanted = saved_config(paths)
+    wanted = read_run_config(paths)
     if wanted is None:
-        raise RunError(f"{paths.shown} holds no run (it has no {paths.config.name}); name a run folder")
-    if wanted.task.kind == "own":
-        return _export_own(wanted, paths, folder, dtype, progress, note, merge, step)
-    config = local_copies.here(wanted)
+        raise RunError(f"{paths.display_name} holds no run (it has no {paths.config.name}); name a run folder")
+    if wanted.task.kind == "custom":
+        return _export_custom(wanted, paths, folder, dtype, progress, note, merge, step)
+    config = local_copies.use_local_copies(wanted)
     original = hf_config.read_config(paths.hf_config.parent) if config.model.from_hf else None
-    spec, code = spec_from_run(config, paths), class_of_run(config, paths)
+    spec, code = read_model_shape(config, paths), resolve_model_class(config, paths)
     if merge and spec.lora is None:
-        raise ConfigError(f"--merge is for a run that trains adapters, and {paths.shown} trains the weights themselves")
+        raise ConfigError(
+            f"--merge is for a run that trains adapters, and {paths.display_name} trains the weights themselves"
+        )
     if merge is not False if spec.lora is not None else dtype is None:
-        local_copies.fetched(wanted)  # the weights that the run started from are read
+        local_copies.fetch_local_copies(wanted)  # the weights that the run started from are read
     checkpoint = _newest(paths) if step is None else _of_step(paths, step)
     read: Callable[[str], torch.Tensor] = functools.partial(_read, checkpoint)
     if spec.lora is not None and merge is False:
         stored = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_master_dtype(config)]
-        with export_target.target(folder, config) as (local, _), new_folder(local) as temporary:
+        with export_target.open_export_target(folder, config) as (local, _), new_folder(local) as temporary:
             named = functools.partial(hf_mapping.hf_name, model_class=code)
-            base = adapters.base_name(wanted), adapters.noted_base(paths)
+            base = adapters.base_name(wanted), adapters.read_base_fingerprint(paths)
             save_adapter(temporary, spec.lora, spec.layers, read, stored, named, *base)
             copy_tokenizer(paths.tokenizer, temporary)
-        return _noted(checkpoint, paths, folder, note)
-    read = _reader(checkpoint) if spec.lora is None else adapters.whole_model(config, spec, code, paths, read)
+        return _finish_export(checkpoint, paths, folder, note)
+    read = (
+        _make_reusing_reader(checkpoint)
+        if spec.lora is None
+        else adapters.make_merged_reader(config, spec, code, paths, read)
+    )
     out_dtype = EXPORT_DTYPES[dtype] if dtype is not None else _natural_dtype(config, code)
     total = sum(math.prod(shape) for shape in shapes_of(code, spec).values()) * out_dtype.itemsize
     done = 0
@@ -82,7 +88,7 @@ def export_run(
             progress(done, total)
 
     ids = _special_ids(paths.tokenizer)
-    with export_target.target(folder, config) as (local, finished):
+    with export_target.open_export_target(folder, config) as (local, finished):
         export(
             local,
             spec,
@@ -96,10 +102,10 @@ def export_run(
             model_class=code,
             finished=finished,
         )
-    return _noted(checkpoint, paths, folder, note)
+    return _finish_export(checkpoint, paths, folder, note)
 
 
-def _export_own(
+def _export_custom(
     config: Config,
     paths: RunPaths,
     folder: Path | Url,
@@ -111,7 +117,9 @@ def _export_own(
 ) -> int:
     """A network of a user's own: its parameters by their own names, a config.json of its options, and its code."""
     if merge:
-        raise ConfigError(f"--merge is for a run that trains adapters, and {paths.shown} trains the weights themselves")
+        raise ConfigError(
+            f"--merge is for a run that trains adapters, and {paths.display_name} trains the weights themselves"
+        )
     checkpoint = _newest(paths) if step is None else _of_step(paths, step)
     shapes = {name: tuple(shape) for name, (shape, _) in checkpoint.parameters.items()}
     out_dtype = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_compute_dtype(config)]
@@ -128,31 +136,35 @@ def _export_own(
         paths.task_code.name: paths.task_code.read_text(encoding="utf-8"),
         "config.json": json.dumps(about, indent=2) + "\n",
     }
-    with export_target.target(folder, config) as (local, finished):
-        export_plain(local, shapes, _reader(checkpoint), out_dtype, texts, progress=report, finished=finished)
-    return _noted(checkpoint, paths, folder, note)
+    with export_target.open_export_target(folder, config) as (local, finished):
+        export_plain(
+            local, shapes, _make_reusing_reader(checkpoint), out_dtype, texts, progress=report, finished=finished
+        )
+    return _finish_export(checkpoint, paths, folder, note)
 
 
 def _newest(paths: RunPaths) -> Checkpoint:
     refused: list[str] = []
-    checkpoint = newest_valid(paths.checkpoints, None, lambda kind, details: refused.append(details["reason"]))
+    checkpoint = find_newest_valid(paths.checkpoints, None, lambda kind, details: refused.append(details["reason"]))
     if checkpoint is None:
         why = f" ({refused[0]})" if refused else ""
-        raise CheckpointError(f"{paths.shown} has no usable checkpoint to export{why}; train it first")
+        raise CheckpointError(f"{paths.display_name} has no usable checkpoint to export{why}; train it first")
     return checkpoint
 
 
 def _of_step(paths: RunPaths, step: int) -> Checkpoint:
-    there = find(paths.checkpoints)
+    there = list_steps(paths.checkpoints)
     if step not in there:
         known = ", ".join(str(other) for other in sorted(there)) or "none"
         raise CheckpointError(
-            f"{paths.shown} has no checkpoint of step {step} (it has {known}); name one of these, or have the best one "
-            "kept by checkpoint.best=true"
+            f"{paths.display_name} has no checkpoint of step {step} (it has {known}); name one of these, or have the "
+            "best one kept by checkpoint.best=true"
         )
-    checkpoint, why = examine(step_folder(paths.checkpoints, step), 0, 1, None)
+    checkpoint, why = open_and_verify(step_folder(paths.checkpoints, step), 0, 1, None)
     if checkpoint is None:
-        raise CheckpointError(f"the checkpoint of step {step} of {paths.shown} cannot be used ({why}); name another")
+        raise CheckpointError(
+            f"the checkpoint of step {step} of {paths.display_name} cannot be used ({why}); name another"
+        )
     return checkpoint
 
 
@@ -160,11 +172,11 @@ def _compute_dtype(config: Config) -> str:
     return "bf16" if config.train.dtype == "mixed" else config.train.dtype
 
 
-def _noted(checkpoint: Checkpoint, paths: RunPaths, folder: Path | Url, note: bool) -> int:
+def _finish_export(checkpoint: Checkpoint, paths: RunPaths, folder: Path | Url, note: bool) -> int:
     step = int(checkpoint.header["step"])
     checkpoint.close()
     if note:
-        write_event(paths.events, Kind.EXPORTED, max(1, next_attempt(paths) - 1), folder=str(folder), step=step)
+        write_event(paths.events, EventKind.EXPORTED, max(1, next_attempt(paths) - 1), folder=str(folder), step=step)
     return step
 
 
@@ -188,11 +200,11 @@ def _master_dtype(config: Config) -> str:
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     shape, dtype = checkpoint.parameters[name]
     out = torch.empty(math.prod(shape), dtype=getattr(torch, dtype))
-    checkpoint.read(name, "param", 0, out.numel(), out)
+    checkpoint.read_into(name, "param", 0, out.numel(), out)
     return out.view(shape)
 
 
-def _reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
+def _make_reusing_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
     """As `_read`, but each takes the memory of the one before: to get new memory takes longer than to fill it."""
     dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in checkpoint.parameters.items()}
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, (shape, _) in checkpoint.parameters.items()}
@@ -200,7 +212,7 @@ def _reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
 
     def read(name: str) -> torch.Tensor:
         out = memory[: sizes[name]].view(dtypes[name])
-        checkpoint.read(name, "param", 0, out.numel(), out)
+        checkpoint.read_into(name, "param", 0, out.numel(), out)
         return out
 
     return read

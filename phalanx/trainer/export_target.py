@@ -7,14 +7,14 @@ from pathlib import Path
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.core.run_paths import Url
-from phalanx.data.cache import passing
+from phalanx.data.cache import temporary_folder
 from phalanx.storage import files as storage
 
-LAST = ("config.json", "adapter_config.json")  # what makes a folder a model, or an adapter, to those who load it
+WRITE_LAST = ("config.json", "adapter_config.json")  # what makes a folder a model, or an adapter, to those who load it
 
 
 @contextlib.contextmanager
-def target(folder: Path | Url, config: Config) -> Iterator[tuple[Path, Callable[[Path], None] | None]]:
+def open_export_target(folder: Path | Url, config: Config) -> Iterator[tuple[Path, Callable[[Path], None] | None]]:
     """A local folder to write to, and what takes a finished file away from it (None where it may stay).
 
     What is written there is at the URL when the block ends, LAST at last. When it fails, what has been copied is
@@ -23,7 +23,7 @@ def target(folder: Path | Url, config: Config) -> Iterator[tuple[Path, Callable[
     if isinstance(folder, Path):
         yield folder, None
         return
-    if storage.listing(folder.text, timeout_s=folder.timeout_s):
+    if storage.list_folder(folder.text, timeout_s=folder.timeout_s):
         raise ConfigError(f"{folder} is not empty, so an export would mix with what is there; name a new URL")
     copied: list[str] = []
 
@@ -33,11 +33,11 @@ def target(folder: Path | Url, config: Config) -> Iterator[tuple[Path, Callable[
         path.unlink()
 
     cache = storage.local_cache(config.data.cache)
-    with passing(cache) as temporary:
+    with temporary_folder(cache) as temporary:
         local = temporary / folder.name
         try:
             yield local, take
-            for path in sorted(local.iterdir(), key=lambda path: (path.name in LAST, path.name)):
+            for path in sorted(local.iterdir(), key=lambda path: (path.name in WRITE_LAST, path.name)):
                 take(path)
         except BaseException:
             with contextlib.suppress(PhalanxError):

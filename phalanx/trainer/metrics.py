@@ -11,44 +11,44 @@ import torch
 
 from phalanx.comm.mesh import Mesh
 from phalanx.core.records import StepRecord
-from phalanx.engine.interface import Outcome
+from phalanx.engine.interface import StepOutcome
 from phalanx.system import accelerator
 from phalanx.system.accelerator import HostCopy
-from phalanx.workload.work_split import Sharing
+from phalanx.workload.work_split import WorkSplit
 
 WAIT_S = 1.0  # who commits a step waits so long for its passes to be noted, which takes microseconds
 
 
 @dataclass
-class Speed:
+class MfuCalculator:
     """What turns tokens per second into model FLOPs utilisation."""
 
-    full: int  # model FLOPs of a token
-    causal: int
-    peak: float | None  # FLOP/s of all devices together
+    full_flops: int  # model FLOPs of a token
+    causal_flops: int
+    peak_flops: float | None  # FLOP/s of all devices together
 
-    def mfu(self, tokens_per_s: float) -> tuple[float | None, float | None]:
-        if self.peak is None:
+    def compute_mfu(self, tokens_per_s: float) -> tuple[float | None, float | None]:
+        if self.peak_flops is None:
             return None, None
-        return tokens_per_s * self.full / self.peak, tokens_per_s * self.causal / self.peak
+        return tokens_per_s * self.full_flops / self.peak_flops, tokens_per_s * self.causal_flops / self.peak_flops
 
 
-def speed_of(flops: tuple[int, int] | None, mesh: Mesh, dtype: torch.dtype) -> Speed:
+def make_mfu_calculator(flops: tuple[int, int] | None, mesh: Mesh, dtype: torch.dtype) -> MfuCalculator:
     """FLOPs of a token (full, causal) and peak of this job; the peak is unknown when any rank's device is not in the
     table, and of no use when nobody knows the FLOPs."""
-    peak = accelerator.peak_flops(accelerator.name(mesh.device), dtype)
+    peak = accelerator.peak_flops(accelerator.get_device_name(mesh.device), dtype)
     known, total = mesh.sum([float(peak is not None), peak or 0.0])
     full, causal = flops or (0, 0)
-    return Speed(full, causal, total if known == mesh.world and full else None)
+    return MfuCalculator(full, causal, total if known == mesh.world and full else None)
 
 
 @dataclass
-class _Measured:
+class _PendingStep:
     """A step whose results are still on the device."""
 
     step: int
     values: HostCopy  # this rank's loss sum
-    outcome: Outcome
+    outcome: StepOutcome
     lr: float
     step_s: float
     data_s: float
@@ -58,7 +58,7 @@ class _Measured:
     update_s: float
 
 
-class Recorder:
+class StepRecorder:
     """Collects one step's measurements and hands out its record when the next step is under way.
 
     `positions`: how many tokens the model is given in a step, all ranks. Where only answers are learnt they are more
@@ -66,51 +66,57 @@ class Recorder:
     """
 
     def __init__(
-        self, mesh: Mesh, speed: Speed, attempt: int, total_tokens: int, positions: int, sharing: Sharing
+        self,
+        mesh: Mesh,
+        mfu_calculator: MfuCalculator,
+        attempt: int,
+        total_tokens: int,
+        positions: int,
+        work_split: WorkSplit,
     ) -> None:
-        self.total_tokens, self._positions, self._sharing = total_tokens, positions, sharing
-        self._mesh, self._speed, self._attempt = mesh, speed, attempt
-        self._waiting: _Measured | None = None
-        self._mark = time.perf_counter()
+        self.total_tokens, self._positions, self._work_split = total_tokens, positions, work_split
+        self._mesh, self._mfu_calculator, self._attempt = mesh, mfu_calculator, attempt
+        self._pending_step: _PendingStep | None = None
+        self._step_began = time.perf_counter()
         # Of the last two steps: the loss sum, the learning rate, seconds for data, when the step began.
         self._computed: dict[int, tuple[HostCopy, float, float, float]] = {}
         self._changed = threading.Condition()
 
     def restart_clock(self) -> None:
         """Leave out of the next step's time what was done since the last one (evaluation, a checkpoint)."""
-        self._mark = time.perf_counter()
+        self._step_began = time.perf_counter()
 
-    def measured(
+    def add_step(
         self,
         step: int,
         loss_sum: torch.Tensor,
-        outcome: Outcome,
+        outcome: StepOutcome,
         lr: float,
         data_s: float,
         update_s: float = 0.0,
     ) -> None:
         """Take note of a step that has been queued; its loss sum is on the device. `update_s` went into updates since
         the last call."""
-        assert self._waiting is None
+        assert self._pending_step is None
         now = time.perf_counter()
         traffic = self._mesh.traffic.take()
         wait_s = traffic.wait_s + self._mesh.bookkeeping.take().wait_s
         self.total_tokens += outcome.weight
-        self._waiting = _Measured(
-            step, HostCopy([loss_sum]), outcome, lr, now - self._mark, data_s, wait_s,
+        self._pending_step = _PendingStep(
+            step, HostCopy([loss_sum]), outcome, lr, now - self._step_began, data_s, wait_s,
             traffic.payload_bytes, accelerator.peak_memory(self._mesh.device), update_s,
         )  # fmt: skip
-        self._mark = now
+        self._step_began = now
         accelerator.reset_peak_memory(self._mesh.device)
 
-    def computed(self, step: int, loss_sum: torch.Tensor, lr: float, data_s: float) -> None:
+    def add_passes(self, step: int, loss_sum: torch.Tensor, lr: float, data_s: float) -> None:
         """The passes of a step are done, and the record of the step before is written."""
-        noted = HostCopy([loss_sum]), lr, data_s, self._mark
+        noted = HostCopy([loss_sum]), lr, data_s, self._step_began
         with self._changed:
             self._computed = {old: each for old, each in self._computed.items() if old == step - 1} | {step: noted}
             self._changed.notify_all()
 
-    def kept(self, step: int, outcome: Outcome) -> dict[str, Any] | None:
+    def collect_measurements(self, step: int, outcome: StepOutcome) -> dict[str, Any] | None:
         """What this rank knows of a step that is being committed, in case nobody lives to write its record; any thread
         may ask. None where the main thread has not got there in time."""
         with self._changed:
@@ -131,13 +137,13 @@ class Recorder:
             "memory_bytes": accelerator.peak_memory(self._mesh.device),
         }
 
-    def left(self, step: int, attempt: int, rows: Sequence[Mapping[str, Any]]) -> StepRecord:
-        """The record of a step that an attempt before committed and did not write: what its ranks, in order, had
-        `kept`. What they waited and sent is not known."""
+    def rebuild_record(self, step: int, attempt: int, rows: Sequence[Mapping[str, Any]]) -> StepRecord:
+        """The record of a step that an attempt before committed and did not write: what its ranks, in order,
+        had kept (`collect_measurements`). What they waited and sent is not known."""
         first, step_s = rows[0], max(float(row["step_s"]) for row in rows)
         losses = [row["loss"] for row in rows]
         tokens_per_s = self._positions / step_s
-        mfu, mfu_causal = self._speed.mfu(tokens_per_s)
+        mfu, mfu_causal = self._mfu_calculator.compute_mfu(tokens_per_s)
         return StepRecord(
             step=step,
             attempt=attempt,
@@ -158,28 +164,28 @@ class Recorder:
             loss_scale=first["loss_scale"],
         )
 
-    def mine(self) -> list[float]:
+    def rank_values(self) -> list[float]:
         """What the others need of this rank for the record of the step noted last; nothing if there is none."""
-        if self._waiting is None:
+        if self._pending_step is None:
             return []
-        done = self._waiting
+        done = self._pending_step
         return [*done.values.get(), done.step_s, done.wait_s, float(done.memory_bytes)]
 
     def flush(self, rows: Sequence[Sequence[float]] | None = None) -> StepRecord | None:
         """The record of the step noted last, once. Every rank must call it: it adds up their losses. `rows` is what all
         have given as `mine`, in order of rank; without it they are asked here."""
-        if self._waiting is None:
+        if self._pending_step is None:
             return None
         # Losses are added in order of rank, the same everywhere.
-        losses, steps_s, waits_s, memories = zip(*(rows or self._everyones()), strict=True)
-        done, self._waiting = self._waiting, None
+        losses, steps_s, waits_s, memories = zip(*(rows or self._gather_rank_values()), strict=True)
+        done, self._pending_step = self._pending_step, None
         norm, skip = done.outcome.get()
         weight = done.outcome.weight
         step_s = max(steps_s)
         tokens_per_s = self._positions / step_s
-        mfu, mfu_causal = self._speed.mfu(tokens_per_s)
+        mfu, mfu_causal = self._mfu_calculator.compute_mfu(tokens_per_s)
         on_host = self._mesh.device.type == "cpu"
-        division, busy_s = self._sharing.shown(done.step)
+        division, busy_s = self._work_split.describe_step(done.step)
         return StepRecord(
             step=done.step,
             attempt=self._attempt,
@@ -197,15 +203,15 @@ class Recorder:
             mfu_causal=mfu_causal,
             memory_bytes=int(max(memories)),
             skipped=skip != 0.0,
-            **({} if division is None else division.tree()),
+            **({} if division is None else division.to_json()),
             busy_s=busy_s,
             loss_scale=done.outcome.loss_scale,
             update_s=done.update_s if on_host else None,
         )
 
-    def _everyones(self) -> list[list[float]]:
+    def _gather_rank_values(self) -> list[list[float]]:
         """What each rank gives as `mine`, in order of rank."""
-        mine = self.mine()
+        mine = self.rank_values()
         table = [0.0] * (len(mine) * self._mesh.world)
         table[len(mine) * self._mesh.rank : len(mine) * (self._mesh.rank + 1)] = mine
         summed = self._mesh.sum(table)

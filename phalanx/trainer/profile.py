@@ -15,12 +15,12 @@ import torch
 from torch.autograd.profiler_util import FunctionEventAvg
 
 from phalanx.comm.mesh import Mesh
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.run_paths import RunPaths
 from phalanx.system import accelerator
-from phalanx.system.trace import PHASES, PREFIX
-from phalanx.workload.sinks import Records
+from phalanx.system.trace import PHASES, TRACE_PREFIX
+from phalanx.workload.sinks import RecordWriter
 
 if TYPE_CHECKING:
     from phalanx.config.schema import TrainSection
@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Where:
+class CaptureContext:
     """What a look needs to know of the run it looks into."""
 
     paths: RunPaths
     mesh: Mesh
-    records: Records
+    records: RecordWriter
 
 
-class Look(Protocol):
+class StepCapture(Protocol):
     """A look at the steps from `first` to `last`."""
 
     first: int
@@ -53,23 +53,23 @@ class Look(Protocol):
         ...
 
 
-class Inspection:
+class StepProfiler:
     """The looks that a recipe asks for (`train.profile`, `train.memory_snapshot`); free of cost where it asks for none.
 
-    Call `at` when a step begins. Leaving the context writes what is still open, also after an error: what filled the
-    memory is worth most then.
+    Call `begin_step` when a step begins. Leaving the context writes what is still open, also after an error: what
+    filled the memory is worth most then.
     """
 
-    def __init__(self, train: "TrainSection", paths: RunPaths, mesh: Mesh, records: Records) -> None:
-        self._where = where = Where(paths, mesh, records)
-        self._waiting: list[Look] = []
+    def __init__(self, train: "TrainSection", paths: RunPaths, mesh: Mesh, records: RecordWriter) -> None:
+        self._context = where = CaptureContext(paths, mesh, records)
+        self._scheduled: list[StepCapture] = []
         if train.profile is not None:
             first, last = (int(part) for part in train.profile.split("-"))
-            self._waiting.append(Trace(first, last, where))
+            self._scheduled.append(TraceCapture(first, last, where))
         if train.memory_snapshot:
-            make = CpuMemory if mesh.device.type == "cpu" else AcceleratorMemory
-            self._waiting.append(make(train.memory_snapshot, train.memory_snapshot, where))
-        self._open: Look | None = None
+            make = CpuMemoryCapture if mesh.device.type == "cpu" else AcceleratorMemoryCapture
+            self._scheduled.append(make(train.memory_snapshot, train.memory_snapshot, where))
+        self._active: StepCapture | None = None
         self._step = 0  # the last that began
 
     def __enter__(self) -> Self:
@@ -80,118 +80,126 @@ class Inspection:
     ) -> None:
         self.close(alone=error is not None)
 
-    def at(self, step: int) -> bool:
+    def begin_step(self, step: int) -> bool:
         """Say that `step` begins; whether that took time which is not the step's."""
-        if self._open is None and not self._waiting:
+        if self._active is None and not self._scheduled:
             return False
         busy = False
-        if self._open is not None and step > self._open.last:
+        if self._active is not None and step > self._active.last:
             self.close()
             busy = True
         self._step = step
-        self._pass_over([look for look in self._waiting if look.last < step])
-        due = [look for look in self._waiting if look.first <= step]
-        if due and self._open is None:
-            self._open = due[0]
-            self._waiting.remove(due[0])
+        self._warn_missed([look for look in self._scheduled if look.last < step])
+        due = [look for look in self._scheduled if look.first <= step]
+        if due and self._active is None:
+            self._active = due[0]
+            self._scheduled.remove(due[0])
             due[0].start(step)
             busy = True
         return busy
 
-    def _pass_over(self, looks: list[Look]) -> None:
+    def _warn_missed(self, captures: list[StepCapture]) -> None:
         """Say that steps cannot be looked into any more, unless an attempt before did it."""
-        for look in looks:
-            self._waiting.remove(look)
-            if not self._where.paths.inside.exists():
+        for look in captures:
+            self._scheduled.remove(look)
+            if not self._context.paths.profile.exists():
                 message = f"steps {look.first} to {look.last} are not looked into: they were done before this start"
-                self._where.records.event(Kind.WARNING, {"message": message})
+                self._context.records.write_event(EventKind.WARNING, {"message": message})
 
     def close(self, alone: bool = False) -> None:
         """Finish what is open, with the step that began last as its last one."""
-        if self._open is not None:
-            look, self._open = self._open, None
+        if self._active is not None:
+            look, self._active = self._active, None
             look.finish(self._step, alone)
 
 
-class Trace:
+class TraceCapture:
     """Every operation of some steps, our phases named: a trace for each rank, to be opened in Perfetto or
     chrome://tracing."""
 
-    def __init__(self, first: int, last: int, where: Where) -> None:
-        self.first, self.last, self._where = first, last, where
-        self._profiler = _profiler(where.mesh.device)
+    def __init__(self, first: int, last: int, context: CaptureContext) -> None:
+        self.first, self.last, self._context = first, last, context
+        self._profiler = _profiler(context.mesh.device)
 
     def start(self, step: int) -> None:
         self.first = step  # a run that goes on within the window sees the rest of it
         self._profiler.start()
 
     def finish(self, step: int, alone: bool) -> None:
-        mesh, paths = self._where.mesh, self._where.paths
-        accelerator.wait(mesh.device)
+        mesh, paths = self._context.mesh, self._context.paths
+        accelerator.synchronize(mesh.device)
         self._profiler.stop()
         steps = step - self.first + 1
         averages = self._profiler.key_averages()
         mine = phase_seconds(averages, steps)
         slowest = mine if alone else dict(zip(PHASES, mesh.max(list(mine.values())), strict=True))
         operators = top_operators(averages, steps)
-        log.info("%s", _table(mine, operators))
+        log.info("%s", _render_table(mine, operators))
         path = paths.trace(mesh.rank, self.first, step)
-        with _whole(path, self._where.records) as temporary:
+        with _write_whole_file(path, self._context.records) as temporary:
             self._profiler.export_chrome_trace(str(temporary))
-        details = {"first": self.first, "last": step, "folder": f"{paths.shown}/{paths.inside.name}"}
-        both = {name: [_rounded(mine[name]), _rounded(slowest[name])] for name in PHASES if slowest[name]}
-        self._where.records.event(Kind.PROFILED, {**details, "phases": both, "operators": operators})
+        details = {"first": self.first, "last": step, "folder": f"{paths.display_name}/{paths.profile.name}"}
+        both = {name: [_round(mine[name]), _round(slowest[name])] for name in PHASES if slowest[name]}
+        self._context.records.write_event(EventKind.PROFILED, {**details, "phases": both, "operators": operators})
 
 
-class CpuMemory:
+class CpuMemoryCapture:
     """What a step allocates on the host, by phase and operator. torch's allocator keeps no history there, so it is
     taken from torch.profiler."""
 
-    def __init__(self, first: int, last: int, where: Where) -> None:
-        self.first, self.last, self._where = first, last, where
-        self._profiler = _profiler(where.mesh.device, memory=True)
+    def __init__(self, first: int, last: int, context: CaptureContext) -> None:
+        self.first, self.last, self._context = first, last, context
+        self._profiler = _profiler(context.mesh.device, memory=True)
 
     def start(self, step: int) -> None:
         self._profiler.start()
 
     def finish(self, step: int, alone: bool) -> None:
         self._profiler.stop()
-        path = self._where.paths.memory(self._where.mesh.rank, step, "json")
-        with _whole(path, self._where.records) as temporary:
+        path = self._context.paths.memory(self._context.mesh.rank, step, "json")
+        with _write_whole_file(path, self._context.records) as temporary:
             trace = temporary.with_suffix(".json.gz")
             try:
                 self._profiler.export_chrome_trace(str(trace))
                 with gzip.open(trace, "rt", encoding="utf-8") as file:
-                    found = allocations(json.load(file)["traceEvents"])
+                    found = summarize_allocations(json.load(file)["traceEvents"])
             finally:
                 trace.unlink(missing_ok=True)
-            write_atomic(temporary, json.dumps({"step": step, "rank": self._where.mesh.rank, **found}, indent=2) + "\n")
-            details = {"step": step, "file": _shown(self._where.paths, path), "peak_bytes": found["peak_bytes"]}
+            write_atomic(
+                temporary, json.dumps({"step": step, "rank": self._context.mesh.rank, **found}, indent=2) + "\n"
+            )
+            details = {
+                "step": step,
+                "file": _display_path(self._context.paths, path),
+                "peak_bytes": found["peak_bytes"],
+            }
             details["phases"] = found["phases"]
-            self._where.records.event(Kind.MEMORY_RECORDED, details)
+            self._context.records.write_event(EventKind.MEMORY_RECORDED, details)
 
 
-class AcceleratorMemory:
+class AcceleratorMemoryCapture:
     """The history of the device's allocator in a step, as the file that pytorch.org/memory_viz reads."""
 
-    def __init__(self, first: int, last: int, where: Where) -> None:
-        self.first, self.last, self._where = first, last, where
+    def __init__(self, first: int, last: int, context: CaptureContext) -> None:
+        self.first, self.last, self._context = first, last, context
 
     def start(self, step: int) -> None:
-        if not accelerator.start_memory_history(self._where.mesh.device):
-            message = f"no memory snapshot: a device of kind {self._where.mesh.device.type} keeps no history"
-            self._where.records.event(Kind.WARNING, {"message": message})
+        if not accelerator.start_memory_history(self._context.mesh.device):
+            message = f"no memory snapshot: a device of kind {self._context.mesh.device.type} keeps no history"
+            self._context.records.write_event(EventKind.WARNING, {"message": message})
 
     def finish(self, step: int, alone: bool) -> None:
-        device = self._where.mesh.device
-        path = self._where.paths.memory(self._where.mesh.rank, step, "pickle")
-        with _whole(path, self._where.records) as temporary:
+        device = self._context.mesh.device
+        path = self._context.paths.memory(self._context.mesh.rank, step, "pickle")
+        with _write_whole_file(path, self._context.records) as temporary:
             if accelerator.save_memory_history(device, temporary):
-                self._where.records.event(Kind.MEMORY_RECORDED, {"step": step, "file": _shown(self._where.paths, path)})
+                self._context.records.write_event(
+                    EventKind.MEMORY_RECORDED, {"step": step, "file": _display_path(self._context.paths, path)}
+                )
 
 
-def _shown(paths: RunPaths, path: Path) -> str:
-    return f"{paths.shown}/{path.relative_to(paths.root)}"
+def _display_path(paths: RunPaths, path: Path) -> str:
+    return f"{paths.display_name}/{path.relative_to(paths.root)}"
 
 
 def _profiler(device: torch.device, memory: bool = False) -> torch.profiler.profile:
@@ -201,7 +209,7 @@ def _profiler(device: torch.device, memory: bool = False) -> torch.profiler.prof
 
 
 @contextlib.contextmanager
-def _whole(path: Path, records: Records) -> Iterator[Path]:
+def _write_whole_file(path: Path, records: RecordWriter) -> Iterator[Path]:
     """A file beside `path` that takes its place if it was written. What a full disk does not take is only missed."""
     temporary = path.with_name(f".{path.name}")
     try:
@@ -211,7 +219,7 @@ def _whole(path: Path, records: Records) -> Iterator[Path]:
             os.replace(temporary, path)
     except OSError as error:
         log.warning("%s could not be written: %s", path, error.strerror or error)
-        records.event(Kind.WARNING, {"message": f"{path} could not be written ({error.strerror or error})"})
+        records.write_event(EventKind.WARNING, {"message": f"{path} could not be written ({error.strerror or error})"})
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -220,8 +228,8 @@ def phase_seconds(averages: Iterable[FunctionEventAvg], steps: int) -> dict[str,
     """Seconds of each phase in a step: of the host, or of the device where that worked longer in it."""
     seconds = dict.fromkeys(PHASES, 0.0)
     for entry in averages:
-        name = str(entry.key).removeprefix(PREFIX)
-        if str(entry.key).startswith(PREFIX) and name in seconds:
+        name = str(entry.key).removeprefix(TRACE_PREFIX)
+        if str(entry.key).startswith(TRACE_PREFIX) and name in seconds:
             # An accelerator has an entry of its own for a phase, beside the host's of the same name.
             seconds[name] = max(
                 seconds[name], entry.cpu_time_total / 1e6 / steps, entry.device_time_total / 1e6 / steps
@@ -243,12 +251,10 @@ def top_operators(averages: Iterable[FunctionEventAvg], steps: int) -> list[list
         if not entry.is_user_annotation and (entry.self_device_time_total or not on_device) and own(entry) > 0
     ]
     longest = sorted(operators, key=own, reverse=True)[:OPERATORS]
-    return [
-        [str(entry.key)[:80], _rounded(own(entry) / 1e6 / steps), round(entry.count / steps, 2)] for entry in longest
-    ]
+    return [[str(entry.key)[:80], _round(own(entry) / 1e6 / steps), round(entry.count / steps, 2)] for entry in longest]
 
 
-def allocations(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def summarize_allocations(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """What a chrome trace with memory events says: the peak above the start, and a table by phase and by operator.
 
     A phase's row has the bytes it allocated, how many more are held at its ends than at its beginnings, and the highest
@@ -266,8 +272,8 @@ def allocations(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for event in entries:
         now, name = event["ts"], event["name"]
         if event["cat"] == "user_annotation":
-            if name.startswith(PREFIX):
-                phases.append((now + event["dur"], name.removeprefix(PREFIX)))
+            if name.startswith(TRACE_PREFIX):
+                phases.append((now + event["dur"], name.removeprefix(TRACE_PREFIX)))
         elif event["cat"] == "cpu_op":
             operators.setdefault(event["tid"], []).append((now + event["dur"], name))
         elif name == "[memory]":
@@ -295,7 +301,7 @@ def _innermost(spans: list[tuple[float, str]], now: float) -> str | None:
     return spans[-1][1] if spans else None
 
 
-def _table(seconds: dict[str, float], operators: list[list[Any]]) -> str:
+def _render_table(seconds: dict[str, float], operators: list[list[Any]]) -> str:
     lines = ["seconds of a step by phase (gather and reduce lie within the others):"]
     lines += [f"  {value:10.6f}  {name}" for name, value in seconds.items() if value]
     lines += ["seconds of a step by operator, and calls:"]
@@ -303,5 +309,5 @@ def _table(seconds: dict[str, float], operators: list[list[Any]]) -> str:
     return "\n".join(lines)
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return float(f"{value:.6g}")

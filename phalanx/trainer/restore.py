@@ -7,50 +7,52 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.checkpoint.disk.load import Checkpoint, find, newest_agreed
-from phalanx.checkpoint.memory.previous_state import KeptState
-from phalanx.checkpoint.memory.store import KEY, REPLICATE, Memory
-from phalanx.comm.compression import other_nodes
+from phalanx.checkpoint.disk.load import Checkpoint, agree_on_newest, list_steps
+from phalanx.checkpoint.memory.previous_state import InMemoryCheckpointReader
+from phalanx.checkpoint.memory.store import MEMORY_KEY, REPLICATE_KEY, SharedMemoryStore
+from phalanx.comm.compression import describe_node_change
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.optim.make_rule import make_rule
 from phalanx.optim.update import AdamW
-from phalanx.parallel.materialize import frozen_only, materialise
+from phalanx.parallel.materialize import make_frozen_fill, materialize
 from phalanx.recovery import state_file
-from phalanx.recovery.replica_client import Replicas
-from phalanx.workload.build import Parts
-from phalanx.workload.sinks import Records
+from phalanx.recovery.replica_client import ReplicaClient
+from phalanx.workload.build import RunComponents
+from phalanx.workload.sinks import RecordWriter
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
 
-NOTHING: dict[str, Any] = {"step": 0, "skipped": 0, "tokens": 0}
+EMPTY_HEADER: dict[str, Any] = {"step": 0, "skipped": 0, "tokens": 0}
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a run goes on: what is said of the step that it goes on after. `in_memory`: that is where the step was.
-    `left`: on rank 0, what the ranks that committed it there had measured of it."""
+    `step_measurements`: on rank 0, what the ranks that committed it there had measured of it."""
 
     header: dict[str, Any]
     in_memory: bool
-    left: Sequence[Mapping[str, Any]] = ()
+    step_measurements: Sequence[Mapping[str, Any]] = ()
 
     @property
     def step(self) -> int:
         return int(self.header["step"])
 
 
-def memory_of(config: "Config", placement: Placement, mesh: Mesh, paths: RunPaths, records: Records) -> Memory | None:
+def make_in_memory_store(
+    config: "Config", placement: Placement, mesh: Mesh, paths: RunPaths, records: RecordWriter
+) -> SharedMemoryStore | None:
     """This rank's slots in shared memory; None where the recipe, or how the ranks were started, leaves them out.
 
     Raises ConfigError where they are asked for and cannot be.
     """
-    wanted = config.resilience.memory
+    wanted = config.resilience.in_memory_checkpoints
     if wanted is False:
         return None
     why = None
@@ -60,77 +62,80 @@ def memory_of(config: "Config", placement: Placement, mesh: Mesh, paths: RunPath
         why = "shared memory cannot be used on every node"
         if wanted == "auto":
             reason = f"after a failure the run goes back to a checkpoint, since {why}"
-            records.event(Kind.RESOLVED, {"key": KEY, "value": False, "reason": reason})
+            records.write_event(EventKind.AUTO_RESOLVED, {"key": MEMORY_KEY, "value": False, "reason": reason})
     if placement.shared is None or why is not None:
         if wanted is True:
-            raise ConfigError(f"{KEY} is true, but {why}; set {KEY}=auto or false")
-        if config.resilience.replicate not in ("auto", "off"):
-            raise ConfigError(f"{REPLICATE} is {config.resilience.replicate}, but {why}; set {REPLICATE}=auto or off")
+            raise ConfigError(f"{MEMORY_KEY} is true, but {why}; set {MEMORY_KEY}=auto or false")
+        if config.resilience.replicate_every not in ("auto", "off"):
+            raise ConfigError(
+                f"{REPLICATE_KEY} is {config.resilience.replicate_every}, but {why}; set {REPLICATE_KEY}=auto or off"
+            )
         return None
     on_host, replicas = mesh.device.type == "cpu", None
     if placement.nodes > 1 or (placement.kept is not None and any(file.address for file in placement.kept.files)):
         patience_s = config.comm.timeout_s
-        replicas = Replicas(
+        replicas = ReplicaClient(
             Path(placement.shared), placement.node, placement.nodes, placement.partner, placement.attempt, patience_s
         )
-    return Memory(
+    return SharedMemoryStore(
         Path(placement.shared),
         mesh,
         generation=placement.attempt,
-        run=state_file.run_of(paths.events),
-        say=records.event,
-        kept=placement.kept,
+        run=state_file.compute_run_id(paths.events),
+        on_event=records.write_event,
+        previous=placement.kept,
         wanted=wanted,
-        in_place=on_host and config.parallel.data == "sharded",
+        in_place=on_host and config.parallel.engine == "sharded",
         background=not on_host,
         replicas=replicas,
-        replicate=config.resilience.replicate,
+        replicate=config.resilience.replicate_every,
         rule=asdict(rule) if isinstance(rule := make_rule(config.optim), AdamW) else None,
-        first_here=placement.local_rank == 0,
+        first_on_node=placement.local_rank == 0,
     )
 
 
-def restore(
+def restore_state(
     config: "Config",
     placement: Placement,
     mesh: Mesh,
-    parts: Parts,
+    components: RunComponents,
     paths: RunPaths,
-    records: Records,
-    memory: Memory | None,
-    beating: Callable[[Any], Any],
-) -> Start:
-    """Fill model and state, in `memory` where they are kept; `beating` wraps what takes long. Collective.
+    records: RecordWriter,
+    in_memory_store: SharedMemoryStore | None,
+    wrap_with_heartbeat: Callable[[Any], Any],
+) -> ResumePoint:
+    """Fill model and state, in `in_memory_store` where they are kept; `wrap_with_heartbeat` wraps what takes long.
+    Collective.
 
     Raises RunError where there are checkpoints and none can be used.
     """
     group = JsonGroup(mesh.checkpoint)  # nothing is being saved yet, and it has patience with a store
-    replicas = None if memory is None else memory.replicas
-    source = _source(placement, mesh, group, parts, paths, records, replicas)
-    if memory is not None:
-        memory.whole = parts.parted.whole
-    fill = beating(parts.starting_weights)
-    materialise(parts.model, parts.engine, fill if source is None else frozen_only(fill))
+    replicas = None if in_memory_store is None else in_memory_store.replicas
+    source = _source(placement, mesh, group, components, paths, records, replicas)
+    if in_memory_store is not None:
+        in_memory_store.to_global = components.model_part.to_whole_pieces
+    fill = wrap_with_heartbeat(components.starting_weights)
+    materialize(components.model, components.engine, fill if source is None else make_frozen_fill(fill))
     # Ranks of before may have written its unimportant parts at different moments; and for other ranks it may be far.
-    header = group.broadcast_object((NOTHING if source is None else source.header) if mesh.rank == 0 else None)
-    left = source.records() if isinstance(source, KeptState) and mesh.rank == 0 else []
-    start = Start(header, isinstance(source, KeptState), left)
+    header = group.broadcast_object((EMPTY_HEADER if source is None else source.header) if mesh.rank == 0 else None)
+    left = source.records() if isinstance(source, InMemoryCheckpointReader) and mesh.rank == 0 else []
+    start = ResumePoint(header, isinstance(source, InMemoryCheckpointReader), left)
     if source is not None:
-        if memory is None or not memory.attached:
+        if in_memory_store is None or not in_memory_store.has_state:
             with torch.no_grad():
-                parts.engine.load(parts.parted.reading(beating(source.read)))
+                components.engine.load(components.model_part.make_reader(wrap_with_heartbeat(source.read_into)))
         where = {"checkpoint": source.path.name} if isinstance(source, Checkpoint) else {"memory": True}
-        records.event(Kind.RESUMED, {"step": start.step, **where})
-        moved = other_nodes(config.comm.compress, header.get("nodes"), mesh.topology)
+        records.write_event(EventKind.RESUMED, {"step": start.step, **where})
+        moved = describe_node_change(config.comm.compress, header.get("nodes"), mesh.topology)
         if moved is not None:
-            records.event(Kind.WARNING, {"message": moved})
+            records.write_event(EventKind.WARNING, {"message": moved})
         if isinstance(source, Checkpoint):
             source.close()
     elif placement.attempt > 1:
-        records.event(Kind.WARNING, {"message": "there is no checkpoint yet: starting again from step 1"})
+        records.write_event(EventKind.WARNING, {"message": "there is no checkpoint yet: starting again from step 1"})
     if not start.step:
-        for message in [*parts.subject.warnings(), *parts.train.warnings()]:
-            records.event(Kind.WARNING, {"message": message})
+        for message in [*components.workload.warnings(), *components.train.warnings()]:
+            records.write_event(EventKind.WARNING, {"message": message})
     return start
 
 
@@ -138,17 +143,17 @@ def _source(
     placement: Placement,
     mesh: Mesh,
     group: JsonGroup,
-    parts: Parts,
+    components: RunComponents,
     paths: RunPaths,
-    records: Records,
-    replicas: Replicas | None,
-) -> KeptState | Checkpoint | None:
+    records: RecordWriter,
+    replicas: ReplicaClient | None,
+) -> InMemoryCheckpointReader | Checkpoint | None:
     """What the attempt goes on from; None: from nothing."""
     if placement.kept is not None:
-        return KeptState(placement.kept, parts.parted.shapes, replicas)
+        return InMemoryCheckpointReader(placement.kept, components.model_part.shapes, replicas)
     folder = paths.checkpoints
-    checkpoint = newest_agreed(folder, mesh.rank, group, None, records.event)
-    if checkpoint is None and group.broadcast_object(len(find(folder))):
+    checkpoint = agree_on_newest(folder, mesh.rank, group, None, records.write_event)
+    if checkpoint is None and group.broadcast_object(len(list_steps(folder))):
         # Beginning anew would write over what may only be unreadable for the moment.
         raise RunError(
             f"none of the checkpoints in {folder} can be used (their reasons are in {paths.events}); restore one, or "

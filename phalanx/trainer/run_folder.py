@@ -16,10 +16,10 @@ from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core import format_versions
 from phalanx.core.errors import RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines, write_atomic
 from phalanx.core.run_paths import BASE_WEIGHTS, TOKENIZER_FILES, RunPaths
-from phalanx.data.chat import template_text
+from phalanx.data.chat import load_template
 from phalanx.data.token_files import TokenFile
 from phalanx.storage import files as storage
 from phalanx.system import locks, symlinks
@@ -30,21 +30,21 @@ REMOVE_TRIES = 20
 
 
 @contextlib.contextmanager
-def opened(paths: RunPaths) -> Iterator[None]:
+def hold_run_folder(paths: RunPaths) -> Iterator[None]:
     """Hold a run folder for this process. One that was made for a start that was then refused is taken away again.
 
     Raises RunError when the folder is in use or cannot be written.
     """
-    lock, created = open_folder(paths)
+    lock, created = lock_run_folder(paths)
     try:
         yield
     finally:
-        remove_if_unused(paths, created)
+        remove_empty_run_folder(paths, created)
         os.close(lock)
 
 
 @contextlib.contextmanager
-def writing(paths: RunPaths) -> Iterator[None]:
+def report_disk_errors(paths: RunPaths) -> Iterator[None]:
     """Turn what a disk refuses into a RunError that names the run folder."""
     try:
         yield
@@ -55,14 +55,14 @@ def writing(paths: RunPaths) -> Iterator[None]:
         ) from None
 
 
-def open_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bool]:
+def lock_run_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bool]:
     """Create the run folder if need be and lock it for this process, or in the name of another one, its `holder`.
 
     Returns the lock's descriptor, which keeps it, and whether the folder is new. Raises RunError when the folder is in
     use, cannot be written, was written by a later release, or has links that lead out of it.
     """
-    symlinks.check(paths)
-    format_versions.check_run(paths)
+    symlinks.check_symlinks(paths)
+    format_versions.check_run_version(paths)
     created = taken_back = False
     for _ in range(LOCK_TRIES):
         made = False
@@ -76,7 +76,7 @@ def open_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bool]:
             raise RunError(
                 f"the run folder {paths.root} cannot be written ({error.strerror}); choose another with --run-dir"
             ) from None
-        strangers = _take(lock, paths)
+        strangers = _try_lock(lock, paths)
         if taken_back and not strangers:  # another start may have taken it back in the same moment, and this file away
             time.sleep(SETTLE_S)
         taken_back = taken_back or strangers
@@ -89,12 +89,12 @@ def open_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bool]:
             "--run-dir"
         )
     try:
-        with writing(paths):
+        with report_disk_errors(paths):
             os.fchmod(lock, 0o600)  # earlier versions let everybody open it, and who can may lock it
             os.truncate(lock, 0)
             os.write(lock, f"{holder or os.getpid()} on {platform.node()}\n".encode())
     except RunError:
-        remove_if_unused(paths, created)
+        remove_empty_run_folder(paths, created)
         os.close(lock)
         raise
     return lock, created
@@ -111,12 +111,12 @@ def _make(folder: Path) -> bool:
     return True
 
 
-def _take(lock: int, paths: RunPaths) -> bool:
+def _try_lock(lock: int, paths: RunPaths) -> bool:
     """Raises RunError where a process of this user holds a lock, which is closed then. What only another user's holds,
     who has opened it when that was allowed, is no lock of a run: the file is taken away, and True returned."""
-    if locks.take(lock):
+    if locks.try_lock(lock):
         return False
-    if locks.is_held_by_strangers(lock):
+    if locks.is_locked_by_other_users(lock):
         if _is_at(lock, paths.lock):
             paths.lock.unlink()
         return True
@@ -126,7 +126,7 @@ def _take(lock: int, paths: RunPaths) -> bool:
     gone = host == platform.node() and pid.isdecimal() and not Path("/proc", pid).exists()
     by = f"another process than the one that it names ({holder}), which has ended" if gone else f"process {holder}"
     raise RunError(
-        f"the run folder {paths.shown} is in use by {by}; wait for it, stop it"
+        f"the run folder {paths.display_name} is in use by {by}; wait for it, stop it"
         + (f" (`fuser -v {paths.lock}` says which it is)" if gone else "")
         + ", or choose another --run-dir"
     )
@@ -140,7 +140,7 @@ def _is_at(lock: int, path: Path) -> bool:
         return False
 
 
-def saved_config(paths: RunPaths) -> Config | None:
+def read_run_config(paths: RunPaths) -> Config | None:
     """The resolved configuration of the run that the folder holds, or None when it holds none.
 
     A run that ended before its first step has nothing to go on with: its recipe may still be mended.
@@ -150,31 +150,33 @@ def saved_config(paths: RunPaths) -> Config | None:
     if not paths.config.exists():
         if paths.has_checkpoints.exists():
             raise RunError(
-                f"the run folder {paths.shown} has checkpoints but no {paths.config.name} to say whose they are; "
-                "restore that file or choose another --run-dir"
+                f"the run folder {paths.display_name} has checkpoints but no {paths.config.name} to say whose they "
+                "are; restore that file or choose another --run-dir"
             )
         return None
-    format_versions.check_run(paths)  # of a run at a URL, whose records have only come after the folder was opened
-    return load.load_saved(paths.config)
+    format_versions.check_run_version(
+        paths
+    )  # of a run at a URL, whose records have only come after the folder was opened
+    return load.load_saved_recipe(paths.config)
 
 
 def next_attempt(paths: RunPaths) -> int:
     """One more than the last attempt that left a trace; of a run at a URL one that left nothing but logs here, since it
     was killed before its records were copied and another machine went on."""
-    traces = [*_numbers(read_lines(paths.events), "attempt"), *_numbers(read_lines(paths.metrics), "attempt")]
-    traces += paths.logged()
+    traces = [*_numbers(read_events(paths.events), "attempt"), *_numbers(read_lines(paths.metrics), "attempt")]
+    traces += paths.list_logged_attempts()
     return 1 + max(traces, default=0)
 
 
 def last_devices(paths: RunPaths) -> tuple[Any, Any] | None:
     """How many ranks the last start had and on what devices; None before the first."""
-    starts = [event for event in read_lines(paths.events) if event.get("kind") == Kind.RUN_STARTED]
+    starts = [event for event in read_events(paths.events) if event.get("kind") == EventKind.RUN_STARTED]
     return (starts[-1].get("world"), starts[-1].get("device_names")) if starts else None
 
 
-def finished_step(paths: RunPaths) -> int | None:
+def find_final_step(paths: RunPaths) -> int | None:
     """The last step of a run that came to its end, or None."""
-    finished = (event for event in read_lines(paths.events) if event.get("kind") == Kind.FINISHED)
+    finished = (event for event in read_events(paths.events) if event.get("kind") == EventKind.FINISHED)
     return max(_numbers(finished, "step"), default=None)
 
 
@@ -183,12 +185,12 @@ def _numbers(records: Iterable[dict[str, Any]], key: str) -> list[int]:
     return [record[key] for record in records if type(record.get(key)) is int]
 
 
-def of_tokens(file: TokenFile) -> dict[str, Any]:
+def fingerprint_tokens(file: TokenFile) -> dict[str, Any]:
     """What a token set is known by."""
     return {"tokens": file.tokens, "crc32": file.checksum}
 
 
-def check_data(paths: RunPaths, data: dict[str, dict[str, Any]], going_on: bool, base: str | None = None) -> None:
+def check_run_data(paths: RunPaths, data: dict[str, dict[str, Any]], resuming: bool, base: str | None = None) -> None:
     """Note what a new run is trained on, or raise RunError when a run that goes on would not find the same.
 
     `data` says by name what each set is known by; `base` is the fingerprint of the frozen weights of a run that trains
@@ -197,7 +199,7 @@ def check_data(paths: RunPaths, data: dict[str, dict[str, Any]], going_on: bool,
     now = dict(data)
     if base is not None:
         now[BASE_WEIGHTS] = {"sha256": base}
-    if not going_on:
+    if not resuming:
         write_atomic(paths.data, json.dumps(now, indent=2) + "\n")
         return
     try:
@@ -212,28 +214,28 @@ def check_data(paths: RunPaths, data: dict[str, dict[str, Any]], going_on: bool,
     changed = [name for name in now if then.get(name) != now[name]]
     if BASE_WEIGHTS in changed:
         raise RunError(
-            f"the weights in model.from_hf have changed since the run in {paths.shown} began, and its checkpoints hold "
-            "only what was trained beside them; restore that folder, or choose another --run-dir"
+            f"the weights in model.from_hf have changed since the run in {paths.display_name} began, and its "
+            "checkpoints hold only what was trained beside them; restore that folder, or choose another --run-dir"
         )
     if changed:
         own = "samples" in now[changed[0]]
         what, where = ("samples", "what it reads") if own else ("tokens", "data.source and the tokenizer")
         raise RunError(
-            f"the data of the run in {paths.shown} has changed since it began ({' and '.join(changed)} {what} differ), "
-            f"so its curve could not go on; restore {where}, or choose another --run-dir"
+            f"the data of the run in {paths.display_name} has changed since it began ({' and '.join(changed)} {what} "
+            f"differ), so its curve could not go on; restore {where}, or choose another --run-dir"
         )
 
 
-def check_code(paths: RunPaths, config: Config, going_on: bool) -> None:
+def check_run_code(paths: RunPaths, config: Config, resuming: bool) -> None:
     """Raises RunError when a run that goes on would not find the model's or task's code that it began with."""
     for key, code, kept in _codes(paths, config):
         then = kept.read_text(encoding="utf-8") if kept.is_file() else None
-        if going_on and then != _code(code):
+        if resuming and then != _code(code):
             raise RunError(
-                f"{key} {code} is not what the run in {paths.shown} began with (its {kept.name}"
+                f"{key} {code} is not what the run in {paths.display_name} began with (its {kept.name}"
                 f"{' is gone' if then is None else ''}), so its curve could not go on; restore the file, or choose "
-                f"another --run-dir, or copy it to {paths.shown}/{kept.name} if what has changed in it changes nothing "
-                "that is computed"
+                f"another --run-dir, or copy it to {paths.display_name}/{kept.name} if what has changed in it changes "
+                "nothing that is computed"
             )
 
 
@@ -247,7 +249,7 @@ def _code(path: str) -> str:
     return Path(path).expanduser().read_text(encoding="utf-8")
 
 
-def remove_if_unused(paths: RunPaths, created: bool) -> None:
+def remove_empty_run_folder(paths: RunPaths, created: bool) -> None:
     """Take the lock out of a run folder that holds nothing else, and the folder itself where this start `created` it.
 
     For a start that was refused; only its holder may take a lock away. Never raises: the refusal has more to say.
@@ -268,7 +270,7 @@ def remove_if_unused(paths: RunPaths, created: bool) -> None:
 
 def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -> None:
     """Write what makes the run repeatable: configuration, versions, tokenizer, code of the user's."""
-    write_atomic(paths.config, load.saved_text(config))
+    write_atomic(paths.config, load.render_saved_recipe(config))
     write_atomic(
         paths.versions, json.dumps({format_versions.KEY: format_versions.RUN_FOLDER, **_versions()}, indent=2) + "\n"
     )
@@ -282,11 +284,11 @@ def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -
     for name in TOKENIZER_FILES:
         if (Path(tokenizer) / name).is_file():
             shutil.copyfile(Path(tokenizer) / name, paths.tokenizer / name)
-    if (template := template_text(config.data.chat_template)) is not None:  # what it was tuned with is asked with
+    if (template := load_template(config.data.chat_template)) is not None:  # what it was tuned with is asked with
         write_atomic(paths.tokenizer / "chat_template.jinja", template)
     if config.model.from_hf:
         # Atomic, as ranks that something else started may read it already.
-        original = storage.copy_of(config.model.from_hf, config.data.cache) / "config.json"
+        original = storage.local_copy_path(config.model.from_hf, config.data.cache) / "config.json"
         write_atomic(paths.hf_config, original.read_text(encoding="utf-8"))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-HELD = (signal.SIGTERM, signal.SIGUSR1)  # of a rank that an agent starts, until it can heed them
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # of a rank that an agent starts, until it can heed them
 
 
 @dataclass
@@ -17,18 +17,18 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def asked_to_stop() -> Iterator[StopRequest]:
+def handle_stop_signals() -> Iterator[StopRequest]:
     """Turn SIGTERM, SIGUSR1 and a lost terminal into a request to finish the step, save and leave."""
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal = signal.Signals(number).name
 
-    heeded = list(HELD)
+    heeded = list(STOP_SIGNALS)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so do we then
         heeded.append(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in heeded}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)  # one that has come already is heeded now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # one that has come already is heeded now
     try:
         yield request
     finally:

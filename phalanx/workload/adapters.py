@@ -15,10 +15,10 @@ from phalanx.core.run_paths import BASE_WEIGHTS, RunPaths
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.hf_mapping import hf_name
 from phalanx.models.hf_weights import Weights
-from phalanx.models.lora import MODULES, adapter_names, fingerprint, merged
+from phalanx.models.lora import MODULES, adapter_names, fingerprint_weights, merge_adapter
 from phalanx.models.model import Architecture
 from phalanx.models.peft import Adapter
-from phalanx.models.user_model import on_meta, shapes_of
+from phalanx.models.user_model import build_on_meta, shapes_of
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config.model import LoraSection
@@ -27,21 +27,21 @@ if TYPE_CHECKING:  # the loop runs where pydantic is not installed
 ReadTensor = Callable[[str], torch.Tensor]  # our parameter's name -> the whole of it
 
 
-def opened(section: "LoraSection", layers: int, code: type[Architecture]) -> Adapter | None:
+def open_adapter(section: "LoraSection", layers: int, code: type[Architecture]) -> Adapter | None:
     """The adapter that a run starts from, or None where it starts from a fresh one."""
     if section.adapter is None:
         return None
     return Adapter(Path(section.adapter).expanduser(), layers, functools.partial(hf_name, model_class=code))
 
 
-def resolve(config: "Config", spec: ModelSpec, code: type[Architecture]) -> list[tuple[str, Any, str]]:
+def resolve_adapter_options(config: "Config", spec: ModelSpec, code: type[Architecture]) -> list[tuple[str, Any, str]]:
     """(key, value, reason) of each `auto` of model.lora that the recipe alone could not resolve: those of an adapter
     that it names, and the matrices that a class of the user's own has. `spec` is the model's without adapters.
 
     Raises ConfigError where the adapter is of another shape than the recipe says, or where nothing can get one.
     """
     section = config.model.lora
-    adapter = opened(section, spec.layers, code) if section is not None else None
+    adapter = open_adapter(section, spec.layers, code) if section is not None else None
     if section is None:
         return []
     if adapter is None:
@@ -63,7 +63,7 @@ def resolve(config: "Config", spec: ModelSpec, code: type[Architecture]) -> list
 
 def _targets_of(spec: ModelSpec, code: type[Architecture]) -> list[str]:
     """Which of LORA_TARGETS every block of a model has."""
-    modules = dict(on_meta(spec, code).named_modules())
+    modules = dict(build_on_meta(spec, code).named_modules())
     found = [
         target
         for target, path in MODULES.items()
@@ -77,22 +77,22 @@ def _targets_of(spec: ModelSpec, code: type[Architecture]) -> list[str]:
     return found
 
 
-def check(config: "Config", spec: ModelSpec, code: type[Architecture]) -> int:
+def check_adapters(config: "Config", spec: ModelSpec, code: type[Architecture]) -> int:
     """The number of parameters of the adapters; raises ConfigError where the model or an adapter cannot take them."""
-    model = on_meta(spec, code)
+    model = build_on_meta(spec, code)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     assert config.model.lora is not None
-    adapter = opened(config.model.lora, spec.layers, code)
+    adapter = open_adapter(config.model.lora, spec.layers, code)
     if adapter is not None:
-        adapter.check(shapes)
+        adapter.check_shapes(shapes)
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def warnings(config: "Config", spec: ModelSpec, code: type[Architecture]) -> list[str]:
+def adapter_warnings(config: "Config", spec: ModelSpec, code: type[Architecture]) -> list[str]:
     """A sentence where the adapter that a run starts from was trained beside other weights than the run's own."""
     assert config.model.lora is not None
-    adapter = opened(config.model.lora, spec.layers, code)
-    if adapter is None or adapter.base in (None, base_of(config, spec, code)):
+    adapter = open_adapter(config.model.lora, spec.layers, code)
+    if adapter is None or adapter.base in (None, compute_base_fingerprint(config, spec, code)):
         return []
     return [
         f"the adapter {adapter.folder} was trained beside other weights than those in model.from_hf "
@@ -101,9 +101,9 @@ def warnings(config: "Config", spec: ModelSpec, code: type[Architecture]) -> lis
     ]
 
 
-def base_of(config: "Config", spec: ModelSpec, code: type[Architecture]) -> str:
+def compute_base_fingerprint(config: "Config", spec: ModelSpec, code: type[Architecture]) -> str:
     """The fingerprint of the frozen weights that the adapters of a run belong to."""
-    return fingerprint(_weights(config, code).read, shapes_of(code, spec))
+    return fingerprint_weights(_weights(config, code).read, shapes_of(code, spec))
 
 
 def _weights(config: "Config", code: type[Architecture]) -> Weights:
@@ -111,15 +111,15 @@ def _weights(config: "Config", code: type[Architecture]) -> Weights:
     return Weights(Path(config.model.from_hf).expanduser(), code)
 
 
-def whole_model(
-    config: "Config", spec: ModelSpec, code: type[Architecture], paths: RunPaths, trained: ReadTensor
+def make_merged_reader(
+    config: "Config", spec: ModelSpec, code: type[Architecture], paths: RunPaths, read_trained: ReadTensor
 ) -> ReadTensor:
     """Reads the parameters of the whole model: each frozen matrix with its adapter added, the others as they are.
 
     Raises RunError when the folder of the frozen weights holds others than the run began with.
     """
     assert spec.lora is not None
-    check_base(config, spec, code, paths)
+    check_base_weights(config, spec, code, paths)
     lora, weights, shapes = spec.lora, _weights(config, code), shapes_of(code, spec)
     adapters = {matrix: (a, b) for matrix, a, b in adapter_names(lora, spec.layers)}
 
@@ -127,25 +127,25 @@ def whole_model(
         base = weights.read(name, 0, math.prod(shapes[name])).view(shapes[name])
         if name not in adapters:
             return base
-        a, b = (trained(part) for part in adapters[name])
-        return merged(base, a, b, lora.scale)
+        a, b = (read_trained(part) for part in adapters[name])
+        return merge_adapter(base, a, b, lora.scale)
 
     return read
 
 
-def check_base(config: "Config", spec: ModelSpec, code: type[Architecture], paths: RunPaths) -> None:
+def check_base_weights(config: "Config", spec: ModelSpec, code: type[Architecture], paths: RunPaths) -> None:
     """Raises RunError when the folder of the frozen weights holds others than the run began with."""
-    noted = noted_base(paths)
+    noted = read_base_fingerprint(paths)
     if noted is None:
         raise RunError(f"{paths.data} does not say which weights the adapters belong to; restore it")
-    if noted != base_of(config, spec, code):
+    if noted != compute_base_fingerprint(config, spec, code):
         raise RunError(
             f"model.from_hf {config.model.from_hf} does not hold the weights that the adapters of {paths.root} were "
             "trained beside; restore that folder, or export the adapters alone, without --merge"
         )
 
 
-def noted_base(paths: RunPaths) -> str | None:
+def read_base_fingerprint(paths: RunPaths) -> str | None:
     """The fingerprint of the weights that a run's adapters are trained beside, or None where nothing says it."""
     try:
         return str(json.loads(paths.data.read_text(encoding="utf-8"))[BASE_WEIGHTS]["sha256"])

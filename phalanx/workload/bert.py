@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phalanx.core.errors import ConfigError
-from phalanx.data.label_rows import LabelForm, LabelledRows, LabelledSample, ordered
-from phalanx.data.loader import Rows
-from phalanx.data.masking import IGNORED, MaskedSample, MaskForm, Shards, masked_rows
-from phalanx.data.record_files import Columns
+from phalanx.data.label_rows import LabelledRows, LabelledSample, LabelRowOptions, order_labels
+from phalanx.data.loader import SampleSet
+from phalanx.data.masking import IGNORE_INDEX, MaskedSample, MaskingOptions, PremaskedRows, make_masked_rows
+from phalanx.data.record_files import RecordSet
 from phalanx.data.token_files import TokenFile
 from phalanx.layout.model_shape import ModelSpec, flops_per_token
 from phalanx.models import hf_bert
@@ -19,11 +19,11 @@ from phalanx.models.bert import Bert
 from phalanx.models.hf_config import read_config
 from phalanx.models.hf_weights import Weights
 from phalanx.models.model import Model
-from phalanx.models.user_model import on_meta
+from phalanx.models.user_model import build_on_meta
 from phalanx.optim.state import Shard
-from phalanx.parallel.materialize import Fill, drawn, imported
-from phalanx.tasks.labels import TextLabel, WordLabels
-from phalanx.tasks.masked import MaskedLanguage
+from phalanx.parallel.materialize import Fill, make_hf_fill, make_random_fill
+from phalanx.tasks.labels import SequenceClassificationTask, TokenClassificationTask
+from phalanx.tasks.masked import MaskedLMTask
 from phalanx.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CLASSIFIER = "head.classifier."
 
 
-class Encoder:
+class BertWorkload:
     """A BERT with the head that its task needs."""
 
     def __init__(self, config: "Config", spec: ModelSpec) -> None:
@@ -45,45 +45,45 @@ class Encoder:
         self.positions = config.data.seq_len if self._masks else 1
 
     def model(self, layers: int | None = None) -> Model:
-        return on_meta(self._spec if layers is None else replace(self._spec, layers=layers), Bert)
+        return build_on_meta(self._spec if layers is None else replace(self._spec, layers=layers), Bert)
 
-    def mask_form(self) -> MaskForm:
+    def mask_form(self) -> MaskingOptions:
         """How text becomes masked rows."""
         task = self._config.task
-        return MaskForm(self._config.data.seq_len, task.mask_share, task.next_sentence, task.whole_word)
+        return MaskingOptions(self._config.data.seq_len, task.mask_share, task.next_sentence, task.whole_word)
 
     def task(self) -> Task:
         seq_len = self._config.data.seq_len
         if self._spec.objective == "tags":
-            return WordLabels(seq_len, self._spec.labels)
+            return TokenClassificationTask(seq_len, self._spec.labels)
         if self._spec.objective == "classes":
-            return TextLabel(seq_len, self._spec.labels)
+            return SequenceClassificationTask(seq_len, self._spec.labels)
         form = self.mask_form()
-        return MaskedLanguage(seq_len, form.most, form.pairs, filled=not (form.pairs or self._shards))
+        return MaskedLMTask(seq_len, form.max_predicted, form.pairs, full_rows=not (form.pairs or self._shards))
 
-    def rows(self, folder: Path, seed: int, held_out: bool = False) -> Rows:
+    def rows(self, folder: Path, seed: int, held_out: bool = False) -> SampleSet:
         """The samples of a prepared set."""
         if self._shards:
-            return Shards(Columns(folder), self.mask_form())
+            return PremaskedRows(RecordSet(folder), self.mask_form())
         if self._masks:
-            return masked_rows(TokenFile(folder), self.mask_form(), seed, held_out)
+            return make_masked_rows(TokenFile(folder), self.mask_form(), seed, held_out)
         drop = self._config.data.too_long == "drop"
-        return LabelledRows(Columns(folder), LabelForm(self._config.data.seq_len, self._spec.labels, drop))
+        return LabelledRows(RecordSet(folder), LabelRowOptions(self._config.data.seq_len, self._spec.labels, drop))
 
-    def train(self, folders: Sequence[tuple[Path, float]]) -> list[tuple[Rows, float]]:
+    def train_data(self, folders: Sequence[tuple[Path, float]]) -> list[tuple[SampleSet, float]]:
         return [(self.rows(folder, self._config.train.seed), weight) for folder, weight in folders]
 
-    def held_out(self, folders: Mapping[str, Path]) -> dict[str, Rows]:
+    def eval_data(self, folders: Mapping[str, Path]) -> dict[str, SampleSet]:
         # What is evaluated on is the same for every seed, its masks too.
         return {name: self.rows(folder, 0, held_out=True) for name, folder in folders.items()}
 
     def starting_weights(self, model: Model) -> Fill:
-        draw = drawn(model, self._config.train.seed)
+        draw = make_random_fill(model, self._config.train.seed)
         if not self._config.model.from_hf:
             return draw
         folder = Path(self._config.model.from_hf).expanduser()
-        read = imported(Weights(folder, Bert), self._spec)
-        lacking = set(drawn_parts(folder, self._spec))
+        read = make_hf_fill(Weights(folder, Bert), self._spec)
+        lacking = set(find_missing_parameters(folder, self._spec))
 
         def fill(shard: Shard) -> None:
             (draw if shard.name in lacking else read)(shard)
@@ -95,7 +95,7 @@ class Encoder:
         if not self._config.model.from_hf:
             return []
         folder = Path(self._config.model.from_hf).expanduser()
-        parts = drawn_parts(folder, self._spec)
+        parts = find_missing_parameters(folder, self._spec)
         if not parts:
             return []
         names = ", ".join(dict.fromkeys(name.removeprefix("head.").rpartition(".")[0] or name for name in parts))
@@ -104,27 +104,27 @@ class Encoder:
     def flops(self) -> tuple[int, int] | None:
         return flops_per_token(self._spec, self.positions) if self._masks else None
 
-    def trial_samples(self, count: int) -> list[Any]:
+    def make_probe_samples(self, count: int) -> list[Any]:
         seq_len = self._config.data.seq_len
         tokens = np.random.default_rng(0).integers(0, self._spec.vocab_size, (count, seq_len))
         kinds, ones = np.arange(seq_len) // (seq_len // 2 + 1), np.zeros(seq_len, np.int64)
         if not self._masks:
             labels = ones if self._spec.objective == "tags" else ones[:1]
             return [LabelledSample(row, kinds, labels, position) for position, row in enumerate(tokens)]
-        places = np.arange(self.mask_form().most)
-        follows = 0 if self.mask_form().pairs else IGNORED
+        places = np.arange(self.mask_form().max_predicted)
+        follows = 0 if self.mask_form().pairs else IGNORE_INDEX
         return [MaskedSample(row, kinds, places, row[places], follows, position) for position, row in enumerate(tokens)]
 
 
-def holds_records(config: "Config") -> bool:
+def uses_record_files(config: "Config") -> bool:
     """Whether the prepared data are sets of records, and not of tokens."""
     return config.task.kind in ("tag", "classify") or config.data.format == "masked"
 
 
-def drawn_parts(folder: Path, spec: ModelSpec) -> list[str]:
+def find_missing_parameters(folder: Path, spec: ModelSpec) -> list[str]:
     """Our names of the parameters that a Hugging Face folder does not have for this task, so that they are drawn: a
     head that it lacks, and one for other labels. Raises ConfigError for a folder that lacks more."""
-    found = Weights(folder, Bert).lacking(spec)
+    found = Weights(folder, Bert).missing_parameters(spec)
     if spec.labels and hf_bert.labels_of(read_config(folder)) != list(spec.labels):
         found += [f"{CLASSIFIER}{kind}" for kind in ("weight", "bias") if f"{CLASSIFIER}{kind}" not in found]
     return found
@@ -136,7 +136,7 @@ def default_labels(config: "Config", found: Sequence[str]) -> tuple[list[str], s
     known = None
     if config.model.from_hf:
         known = hf_bert.labels_of(read_config(Path(config.model.from_hf).expanduser()))
-    labels = ordered(found, known)
+    labels = order_labels(found, known)
     if len(labels) < 2:
         raise ConfigError(
             f"the data has only the label {labels[0]!r}, so there is nothing to tell apart; name data with others, or "

@@ -5,53 +5,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.comm.codec import PLAIN, sent_size
+from phalanx.comm.codec import NO_COMPRESSION, wire_bytes_per_element
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.loader import Loader
-from phalanx.engine.interface import Engine, Keeper
-from phalanx.engine.update_timing import Updates
+from phalanx.engine.interface import Engine, InMemoryStore
+from phalanx.engine.update_timing import UpdateTimer
 from phalanx.layout.balance import Speed, in_lockstep
-from phalanx.layout.hardware import Link
+from phalanx.layout.hardware import MeasuredLink
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.model import Model
 from phalanx.parallel.materialize import Fill
-from phalanx.parallel.model_part import Parted
-from phalanx.parallel.parallelize import apply, precision_of
+from phalanx.parallel.model_part import ModelPart
+from phalanx.parallel.parallelize import parallelize, precision_of
 from phalanx.tasks.task import Task
-from phalanx.workload.engines import Weights, make_engine, sharding_of
-from phalanx.workload.work_split import Sharing
-from phalanx.workload.workload import Subject, subject_of
+from phalanx.workload.engines import StateWeights, make_engine_factory, make_sharding_spec
+from phalanx.workload.work_split import WorkSplit
+from phalanx.workload.workload import Workload, make_workload
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
 
 
 @dataclass
-class Parts:
+class RunComponents:
     """What a run is made of."""
 
-    subject: Subject
+    workload: Workload
     model: Model
     engine: Engine
-    parted: Parted
+    model_part: ModelPart
     task: Task
     train: Loader
     held_out: dict[str, Loader]  # by name, those that make a sequence
-    sharing: Sharing
+    work_split: WorkSplit
     nominal_weight: int
     starting_weights: Fill
-    updates: Updates
+    updates: UpdateTimer
 
     def close(self) -> None:
         """End what works beside the main thread."""
         self.engine.close()
-        if self.parted.pipeline is not None:
-            self.parted.pipeline.close()
+        if self.model_part.pipeline is not None:
+            self.model_part.pipeline.close()
 
 
-def build(
+def build_components(
     config: "Config",
     spec: ModelSpec | None,
     mesh: Mesh,
@@ -59,75 +59,80 @@ def build(
     held_out_tokens: Mapping[str, Path],
     paths: RunPaths | None = None,
     speeds: Sequence[Speed] | None = None,
-    link: Link | None = None,
-    weights: Weights = None,
-    keeper: Keeper | None = None,
-    made: tuple[Subject, Model] | None = None,
-) -> Parts:
+    link: MeasuredLink | None = None,
+    weights: StateWeights = None,
+    keeper: InMemoryStore | None = None,
+    prebuilt: tuple[Workload, Model] | None = None,
+) -> RunComponents:
     """Build everything that holds no state of the run yet; the model is on meta.
 
     `train_tokens` are token sets with their weights in the mixture, `held_out_tokens` those to evaluate on by name;
     `paths` is where the run folder keeps the model's own code; `speeds` of the copies of the model (without
     parallel.tensor and parallel.pipeline each rank is one), with the limit of each, are what was measured of their
     devices, and nothing but train.micro_batch if not given; `link` what was between them; `weights` how much of the
-    state each holds, if not all the same; `keeper` what the state is committed to; `made` the subject with its model on
-    meta, where there are such already.
+    state each holds, if not all the same; `keeper` what the state is committed to; `prebuilt` the subject with its
+    model on meta, where there are such already.
     """
     train = config.train
     assert train.micro_batch != "auto"
-    assert config.parallel.data != "auto"
+    assert config.parallel.engine != "auto"
     _check_dtype(train.dtype, mesh)
     if speeds is None:
         # Ranks that were not started by one launcher have each measured what fits.
         speeds = [Speed(1.0, most=int(most)) for most in mesh.data.gather(train.micro_batch)]
     assert len(speeds) == mesh.data.world, "a step is divided over copies of the model"
     assert spec is None or (spec.lora is None) == (config.model.lora is None), "an `auto` of model.lora is left"
-    subject = subject_of(config, spec, paths) if made is None else made[0]
-    task, model = subject.task(), subject.model() if made is None else made[1]
+    subject = make_workload(config, spec, paths) if prebuilt is None else prebuilt[0]
+    task, model = subject.task(), subject.model() if prebuilt is None else prebuilt[1]
     nominal_weight = task.nominal_weight(train.global_batch)
     start = subject.starting_weights(model)
-    updates = Updates()
-    engine, parted = apply(model, config, mesh, updates.of(make_engine(config, weights, keeper)), nominal_weight)
+    updates = UpdateTimer()
+    engine, parted = parallelize(
+        model, config, mesh, updates.wrap_engine(make_engine_factory(config, weights, keeper)), nominal_weight
+    )
     # What is evaluated on is the same for every seed.
     held_out = {
         name: Loader([(rows, 1.0)], train.global_batch, 0, mesh.data.rank, held_out=True)
-        for name, rows in (subject.held_out(held_out_tokens) if train.eval_sequences else {}).items()
+        for name, rows in (subject.eval_data(held_out_tokens) if train.eval_sequences else {}).items()
     }
-    return Parts(
-        subject=subject,
+    return RunComponents(
+        workload=subject,
         model=model,
         engine=engine,
-        parted=parted,
+        model_part=parted,
         task=task,
-        train=Loader(subject.train(train_tokens), train.global_batch, train.seed, mesh.data.rank),
+        train=Loader(subject.train_data(train_tokens), train.global_batch, train.seed, mesh.data.rank),
         held_out={name: loader for name, loader in held_out.items() if loader.sequences},
-        sharing=Sharing(
-            config.balance.work,
+        work_split=WorkSplit(
+            config.balance.batch,
             train.global_batch,
             speeds,
             mesh,
-            _part_s(link, model, config, mesh),
-            in_lockstep(*config.parallel.settled),
+            _micro_batch_comm_s(link, model, config, mesh),
+            in_lockstep(*config.parallel.resolve_sharding),
         ),
         nominal_weight=nominal_weight,
-        starting_weights=parted.filling(start, drawn=not config.model.from_hf),
+        starting_weights=parted.make_fill(start, by_rows=not config.model.from_hf),
         updates=updates,
     )
 
 
-def _part_s(link: Link | None, model: Model, config: "Config", mesh: Mesh) -> float:
+def _micro_batch_comm_s(link: MeasuredLink | None, model: Model, config: "Config", mesh: Mesh) -> float:
     """Seconds of a micro-batch's collectives by themselves. Where parameters are released, each is gathered for either
     pass; where gradients are not kept, each that is trained is reduced and scattered. Each is half of an all-reduce."""
     if link is None or mesh.world == 1:
         return 0.0
-    sharding = sharding_of(config) if config.parallel.data == "sharded" else None
+    sharding = make_sharding_spec(config) if config.parallel.engine == "sharded" else None
     gathers = 2 * (sharding is None or sharding.zero == 3)
     reduces = int(sharding is None or sharding.reduce == "per_micro_batch")
     precision = precision_of(config.train.dtype, mesh)
     elements = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    compress = PLAIN if sharding is None else sharding.compress
-    gathered, reduced = sent_size(precision.shared, compress), sent_size(precision.master, compress)
+    compress = NO_COMPRESSION if sharding is None else sharding.compress
+    gathered, reduced = (
+        wire_bytes_per_element(precision.transport, compress),
+        wire_bytes_per_element(precision.master, compress),
+    )
     moved = gathers * elements * gathered + reduces * trained * reduced
     return moved / 2 / link.bytes_per_s + (gathers + reduces) * len(model.units()) * link.latency_s
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh
-from phalanx.system.event_times import Stamps, seconds_between
+from phalanx.system.event_times import EventTimes, seconds_between
 
 
 class Clock(Protocol):
@@ -37,7 +37,7 @@ def clock_of(mesh: Mesh, units: Sequence[nn.Module]) -> Clock:
     """The clock of this rank's device; `units` are already sharded, so that waiting for their parameters is outside."""
     if mesh.device.type == "cpu" or mesh.world == 1:  # of one rank alone nobody asks
         return HostClock([mesh.traffic, mesh.bookkeeping])
-    return UnitClock(units, Stamps(mesh.device))
+    return UnitClock(units, EventTimes(mesh.device))
 
 
 class HostClock:
@@ -50,7 +50,7 @@ class HostClock:
         self._worked, self._since = 0.0, self._now()
 
     def _now(self) -> float:
-        return time.perf_counter() - sum(traffic.waited_s for traffic in self._traffics)
+        return time.perf_counter() - sum(traffic.total_wait_s for traffic in self._traffics)
 
     def start(self) -> None:
         self._since = self._now()
@@ -73,14 +73,14 @@ class UnitClock:
     not timed, nor is the update: both are short.
     """
 
-    def __init__(self, units: Sequence[nn.Module], stamps: Stamps) -> None:
-        self._stamps, self.late = stamps, stamps.late
+    def __init__(self, units: Sequence[nn.Module], stamps: EventTimes) -> None:
+        self._stamps, self.late = stamps, stamps.read_delay_steps
         self._spans: list[tuple[Any, Any]] = []
         self._begun: dict[tuple[int, str], Any] = {}
         self._laps: list[list[tuple[Any, Any]]] = [[] for _ in range(self.late)]
         for number, unit in enumerate(units):
-            unit.register_forward_pre_hook(self._before(number), with_kwargs=True)
-            unit.register_forward_hook(self._after(number))
+            unit.register_forward_pre_hook(self._make_pre_forward(number), with_kwargs=True)
+            unit.register_forward_hook(self._make_post_forward(number))
 
     def start(self) -> None:
         self._begun.clear()
@@ -91,21 +91,21 @@ class UnitClock:
         spans = self._laps.pop(0)
         seconds = [seconds_between(first, last) for first, last in spans]  # of a step that is over: returns at once
         for pair in spans:
-            self._stamps.give_back(*pair)
+            self._stamps.recycle(*pair)
         return sum(seconds) if seconds else float("nan")
 
     def stop(self) -> None:
         self._begun.clear()
 
     def _begin(self, number: int, which: str) -> None:
-        self._begun[number, which] = self._stamps.mark()
+        self._begun[number, which] = self._stamps.record()
 
     def _end(self, number: int, which: str) -> None:
         begun = self._begun.pop((number, which), None)
         if begun is not None:
-            self._spans.append((begun, self._stamps.mark()))
+            self._spans.append((begun, self._stamps.record()))
 
-    def _before(self, number: int) -> Callable[..., None]:
+    def _make_pre_forward(self, number: int) -> Callable[..., None]:
         def hook(unit: nn.Module, args: Any, kwargs: Any) -> None:
             if not torch.is_grad_enabled():
                 return
@@ -117,7 +117,7 @@ class UnitClock:
 
         return hook
 
-    def _after(self, number: int) -> Callable[..., None]:
+    def _make_post_forward(self, number: int) -> Callable[..., None]:
         def hook(unit: nn.Module, args: Any, output: Any) -> None:
             self._end(number, "forward")
             if isinstance(output, torch.Tensor) and output.requires_grad:

@@ -13,26 +13,26 @@ from torch import Tensor, nn
 
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.data.loader import Loader
-from phalanx.models.counter_rng import Draws
-from phalanx.models.model import Model, draw
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.model import Model, draw_init_slice
 from phalanx.tasks.task import Batch
-from phalanx.workload.custom import Own
+from phalanx.workload.custom import CustomWorkload
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
 
 MOST_PARAMETERS = 2**26  # of a network that is tried on the CPU: a quarter of a GiB, a second or so
-CLOSE = 1e-3  # relative: float32 adds up in another order, a mean is off by a factor
+RELATIVE_TOLERANCE = 1e-3  # relative: float32 adds up in another order, a mean is off by a factor
 
 
-def check_own(own: Own, config: "Config") -> int:
+def check_custom_task(workload: CustomWorkload, config: "Config") -> int:
     """Raises ConfigError or DataError for a task that could be trained only to fail later, or to learn something else
     on each cluster; returns the number of parameters."""
-    file, model = own.file, own.model()
-    count = _check_network(own, model)
-    own.task().nominal_weight(config.train.global_batch)
-    Loader(own.train(), config.train.global_batch, config.train.seed, rank=0)
-    held_out = own.held_out()
+    file, model = workload.file, workload.model()
+    count = _check_network(workload, model)
+    workload.task().nominal_weight(config.train.global_batch)
+    Loader(workload.train_data(), config.train.global_batch, config.train.seed, rank=0)
+    held_out = workload.eval_data()
     for name, rows in held_out.items():
         if not rows.count:
             raise DataError(f"{rows.describe()}, nothing to evaluate on; leave {name} out of held_out()")
@@ -42,16 +42,16 @@ def check_own(own: Own, config: "Config") -> int:
             "method, or set train.eval_every=0"
         )
     for rows in held_out.values():
-        own.task().collate([rows.sample(0, 0)])
-    _check_loss(own, model, count)
+        workload.task().collate([rows.sample(0, 0)])
+    _check_loss(workload, model, count)
     return count
 
 
 # -------------------------------------------------------------------------------------------------------------- network
 
 
-def _check_network(own: Own, model: Model) -> int:
-    said = f"task.code {own.file}: the network"
+def _check_network(workload: CustomWorkload, model: Model) -> int:
+    said = f"task.code {workload.file}: the network"
     for name, module in model.named_modules():
         if why := _depends_on_the_split(module):
             raise ConfigError(f"{said} has {name or 'itself'}, a {type(module).__name__}: {why}")
@@ -86,12 +86,12 @@ def _check_network(own: Own, model: Model) -> int:
             )
         if not parameter.dim():
             raise ConfigError(f"{said} has {name}, a parameter without dims, which cannot be sharded; make it of one")
-        own.called(f"start({name!r}, ...)", lambda name=name, p=parameter: _try_start(model, name, p))  # type: ignore[misc]
+        workload.call_user_code(f"start({name!r}, ...)", lambda name=name, p=parameter: _try_start(model, name, p))  # type: ignore[misc]
     return sum(parameter.numel() for parameter in named.values())
 
 
 def _try_start(model: Model, name: str, parameter: Tensor) -> None:
-    draw(model.start(name, tuple(parameter.shape)), 0, name, 0, 1, "cpu", torch.float32)
+    draw_init_slice(model.start(name, tuple(parameter.shape)), 0, name, 0, 1, "cpu", torch.float32)
 
 
 def _depends_on_the_split(module: nn.Module) -> str | None:
@@ -119,7 +119,7 @@ def _depends_on_the_split(module: nn.Module) -> str | None:
 # ----------------------------------------------------------------------------------------------------------------- loss
 
 
-def _check_loss(own: Own, model: Model, count: int) -> None:
+def _check_loss(workload: CustomWorkload, model: Model, count: int) -> None:
     """One pass: that every unit is called, and what comes out is a sum."""
     few = count <= MOST_PARAMETERS
     device = torch.device("cpu" if few else "meta")
@@ -128,93 +128,97 @@ def _check_loss(own: Own, model: Model, count: int) -> None:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 start = model.start(name, tuple(parameter.shape))
-                parameter.copy_(draw(start, 0, name, 0, parameter.numel(), "cpu", torch.float32).view_as(parameter))
-    samples = own.trial_samples(2)
+                parameter.copy_(
+                    draw_init_slice(start, 0, name, 0, parameter.numel(), "cpu", torch.float32).view_as(parameter)
+                )
+    samples = workload.make_probe_samples(2)
     calls = {"": 0} | {name: 0 for name, _ in model.units()}
     for name, unit in [("", model), *model.units()]:
         unit.register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
-    _loss(own, model, samples, device)
+    _loss(workload, model, samples, device)
     if not calls[""]:
         raise ConfigError(
-            f"task.code {own.file}: loss_sum does not call the model that it is given, so that nothing would be "
+            f"task.code {workload.file}: loss_sum does not call the model that it is given, so that nothing would be "
             "gathered for it; call model(...), and give its forward what else it should do"
         )
     if wrong := [name for name, times in calls.items() if times != calls[""]]:
         raise ConfigError(
-            f"task.code {own.file}: the network's unit {wrong[0]} is called {calls[wrong[0]]} times in a pass, but its "
-            "parameters are gathered for one call; call each unit once, or name other units in its method units"
+            f"task.code {workload.file}: the network's unit {wrong[0]} is called {calls[wrong[0]]} times in a pass, "
+            "but its parameters are gathered for one call; call each unit once, or name other units in its method units"
         )
-    both = _counts(own, model, samples, device)
+    both = _counts(workload, model, samples, device)
     if both:  # of two samples, since one alone need not make a score: it has no variance, say
-        own.task().scores(both)
-    _loss(own, model, samples, device, drawn=True)
+        workload.task().scores(both)
+    _loss(workload, model, samples, device, dropout=True)
     if not few:
         return
-    batches = [own.task().collate([sample]) for sample in samples]
-    again = own.task().collate(own.trial_samples(1)).inputs
+    batches = [workload.task().collate([sample]) for sample in samples]
+    again = workload.task().collate(workload.make_probe_samples(1)).inputs
     if changed := [name for name, each in batches[0].inputs.items() if not _same(each, again.get(name))]:
         raise ConfigError(
-            f"task.code {own.file}: the first sample makes other {changed[0]} when it is asked for again, so the curve "
-            "would depend on who reads it, and when; nothing in train() and collate may be drawn at random"
+            f"task.code {workload.file}: the first sample makes other {changed[0]} when it is asked for again, so the "
+            "curve would depend on who reads it, and when; nothing in train() and collate may be drawn at random"
         )
-    weight = own.task().collate(samples).weight
+    weight = workload.task().collate(samples).weight
     if weight != sum(batch.weight for batch in batches):
         raise ConfigError(
-            f"task.code {own.file}: collate gives two samples the weight {weight}, but one by one they weigh "
+            f"task.code {workload.file}: collate gives two samples the weight {weight}, but one by one they weigh "
             f"{' and '.join(str(batch.weight) for batch in batches)}; a weight is a count, which adds up"
         )
     for drawn, where in ((False, ""), (True, " with dropout")):
-        together = _loss(own, model, samples, device, drawn)
-        alone = [_loss(own, model, [sample], device, drawn) for sample in samples]
+        together = _loss(workload, model, samples, device, drawn)
+        alone = [_loss(workload, model, [sample], device, drawn) for sample in samples]
         if not _adds_up(together, alone):
             drawing = ", and only draws.dropout draw at random" if drawn else ""
             raise ConfigError(
-                f"task.code {own.file}: the loss of two samples{where} is {together:.6g}, but one by one they give "
-                f"{' and '.join(f'{loss:.6g}' for loss in alone)}; loss_sum must be a sum over samples "
+                f"task.code {workload.file}: the loss of two samples{where} is {together:.6g}, but one by one they "
+                f"give {' and '.join(f'{loss:.6g}' for loss in alone)}; loss_sum must be a sum over samples "
                 f"(reduction='sum'), and none may look at another{drawing}"
             )
-    each = [_counts(own, model, [sample], device) for sample in samples]
+    each = [_counts(workload, model, [sample], device) for sample in samples]
     for name, count_of_both in both.items():
         parts = [counts.get(name, 0.0) for counts in each]
         if not _adds_up(count_of_both, parts):
             raise ConfigError(
-                f"task.code {own.file}: counts gives {count_of_both:.6g} for {name} of two samples, but one by one "
-                f"{' and '.join(f'{part:.6g}' for part in parts)}; they are added up over batches and ranks, so give "
-                "sums and let scores divide them"
+                f"task.code {workload.file}: counts gives {count_of_both:.6g} for {name} of two samples, but one by "
+                f"one {' and '.join(f'{part:.6g}' for part in parts)}; they are added up over batches and ranks, so "
+                "give sums and let scores divide them"
             )
 
 
 def _adds_up(together: float, alone: list[float]) -> bool:
     """Whether a figure of several samples is the sum of those of each; what is not finite is nobody's fault here."""
     scale = max(abs(together), *map(abs, alone))
-    return not math.isfinite(scale) or math.isclose(together, math.fsum(alone), abs_tol=CLOSE * scale)
+    return not math.isfinite(scale) or math.isclose(together, math.fsum(alone), abs_tol=RELATIVE_TOLERANCE * scale)
 
 
-def _loss(own: Own, model: Model, samples: list[Any], device: torch.device, drawn: bool = False) -> float:
-    """The loss sum; as in training, backward too, if dropout is `drawn`. Of a network on meta nothing but that it can
+def _loss(
+    workload: CustomWorkload, model: Model, samples: list[Any], device: torch.device, dropout: bool = False
+) -> float:
+    """The loss sum; as in training, backward too, if dropout is `dropout`. Of a network on meta nothing but that it can
     be computed."""
-    batch: Batch = own.task().collate(samples).to(device)
-    draws = Draws(0, 1, batch.samples) if drawn else None
+    batch: Batch = workload.task().collate(samples).to(device)
+    draws = CounterRNG(0, 1, batch.samples) if dropout else None
 
     def run() -> Tensor:
-        with torch.set_grad_enabled(drawn):
-            return own.task().loss_sum(model, _in_float32(batch), draws)
+        with torch.set_grad_enabled(dropout):
+            return workload.task().loss_sum(model, _in_float32(batch), draws)
 
-    loss = own.called("loss_sum(model, batch, draws)", run)
-    if drawn and not loss.requires_grad:
+    loss = workload.call_user_code("loss_sum(model, batch, draws)", run)
+    if dropout and not loss.requires_grad:
         raise ConfigError(
-            f"task.code {own.file}: the loss does not depend on the network as far as gradients go, so nothing would "
-            "be learnt; leave detach() and no_grad() out of loss_sum and of the network"
+            f"task.code {workload.file}: the loss does not depend on the network as far as gradients go, so nothing "
+            "would be learnt; leave detach() and no_grad() out of loss_sum and of the network"
         )
-    if drawn:
-        own.called("the backward pass of loss_sum(model, batch, draws)", loss.backward)
+    if dropout:
+        workload.call_user_code("the backward pass of loss_sum(model, batch, draws)", loss.backward)
     if device.type == "meta":
         return 0.0
     value = float(loss.detach())
     if not math.isfinite(value):
         raise ConfigError(
-            f"task.code {own.file}: the first loss is {value}, before anything has been learnt; look at the samples, "
-            "or at how the parameters start"
+            f"task.code {workload.file}: the first loss is {value}, before anything has been learnt; look at the "
+            "samples, or at how the parameters start"
         )
     return value
 
@@ -229,13 +233,15 @@ def _in_float32(batch: Batch) -> Batch:
     return Batch(inputs, batch.weight, batch.samples)
 
 
-def _counts(own: Own, model: Model, samples: list[Any], device: torch.device) -> dict[str, float]:
+def _counts(workload: CustomWorkload, model: Model, samples: list[Any], device: torch.device) -> dict[str, float]:
     """What counts says of these samples; nothing for a network on meta."""
-    batch: Batch = own.task().collate(samples).to(device)
+    batch: Batch = workload.task().collate(samples).to(device)
     with torch.no_grad():
-        counts = own.called("counts(model, batch)", lambda: own.task().counts(model, _in_float32(batch)))
+        counts = workload.call_user_code(
+            "counts(model, batch)", lambda: workload.task().counts(model, _in_float32(batch))
+        )
     if not isinstance(counts, dict) or any(not isinstance(n, Tensor) or n.numel() != 1 for n in counts.values()):
-        raise ConfigError(f"task.code {own.file}: counts returns no dictionary of one-element tensors; mend it")
+        raise ConfigError(f"task.code {workload.file}: counts returns no dictionary of one-element tensors; mend it")
     if device.type == "meta":
         return {}
     return {name: float(count) for name, count in counts.items()}

@@ -4,50 +4,52 @@ import functools
 from typing import TYPE_CHECKING
 
 from phalanx.comm.mesh import Mesh
-from phalanx.engine.fsdp2 import Fsdp2
-from phalanx.engine.interface import Keeper
-from phalanx.engine.sharded import Sharded
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.engine.single import Single
+from phalanx.engine.fsdp2 import Fsdp2Engine
+from phalanx.engine.interface import InMemoryStore
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.engine.single import SingleEngine
 from phalanx.parallel.parallelize import MakeEngine
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config.schema import Config
 
 
-Weights = tuple[float, ...] | None
+StateWeights = tuple[float, ...] | None
 
 
-def make_engine(config: "Config", weights: Weights = None, keeper: Keeper | None = None) -> MakeEngine:
-    """What makes the engine of a resolved configuration; `weights` as for `sharding_of`, `keeper` what its state is
-    committed to."""
-    assert config.parallel.data != "auto"
-    if config.parallel.data == "sharded":
-        return functools.partial(Sharded, sharding=sharding_of(config, weights), keeper=keeper)
-    others: dict[str, MakeEngine] = {"single": Single, "fsdp2": Fsdp2}
-    return functools.partial(others[config.parallel.data], keeper=keeper)
+def make_engine_factory(
+    config: "Config", weights: StateWeights = None, in_memory_store: InMemoryStore | None = None
+) -> MakeEngine:
+    """What makes the engine of a resolved configuration; `weights` as for `make_sharding_spec`, `in_memory_store` what
+    its state is committed to."""
+    assert config.parallel.engine != "auto"
+    if config.parallel.engine == "sharded":
+        return functools.partial(ShardedEngine, sharding=make_sharding_spec(config, weights), keeper=in_memory_store)
+    others: dict[str, MakeEngine] = {"single": SingleEngine, "fsdp2": Fsdp2Engine}
+    return functools.partial(others[config.parallel.engine], keeper=in_memory_store)
 
 
-def agreed(config: "Config", mesh: Mesh) -> "Config":
+def agree_on_sharding(config: "Config", mesh: Mesh) -> "Config":
     """The configuration with what all ranks must do alike: of what each has resolved for its own memory, that which
     shards most. Collective."""
-    if config.parallel.data != "sharded":
+    if config.parallel.engine != "sharded":
         return config
-    mine = sharding_of(config)
+    mine = make_sharding_spec(config)
     zero, often = mesh.max([float(mine.zero), float(mine.reduce == "per_micro_batch")])
     alike = {"zero": int(zero), "reduce": "per_micro_batch" if often else "per_step"}
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=alike)})
 
 
-def sharding_of(config: "Config", weights: Weights = None) -> Sharding:
+def make_sharding_spec(config: "Config", weights: StateWeights = None) -> ShardingSpec:
     """What the sharded engine is told; where nobody has looked at memories, as little is sharded as possible.
 
-    `weights`: how much of the state each rank holds, where balance.state says no numbers.
+    `weights`: how much of the state each rank holds, where balance.optimizer_state says no numbers.
     """
-    zero, reduce = config.parallel.settled
-    state = config.balance.state
+    zero, reduce = config.parallel.resolve_sharding
+    state = config.balance.optimizer_state
     weights = tuple(map(float, state)) if isinstance(state, list) else weights
     degree = None if config.parallel.shard_degree == "auto" else config.parallel.shard_degree
     # Parameters that are released are gathered anew anyway: there is nothing to do early.
-    slots = 1 if zero == 3 else config.optim.slots
-    return Sharding(zero, reduce, weights, slots, degree=degree, compress=config.comm.compress)
+    slots = 2 if config.optim.double_buffer and zero != 3 else 1
+    return ShardingSpec(zero, reduce, weights, slots, degree=degree, compress=config.comm.compress)

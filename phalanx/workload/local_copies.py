@@ -1,49 +1,54 @@
 """Local copies of the folders that a recipe names by URL: model.from_hf, model.lora.adapter and data.tokenizer.
 
-A run's configuration keeps the URLs, which are the same on every machine; whoever opens the folders takes `here` of it.
+A run's configuration keeps the URLs, which are the same on every machine; whoever opens the folders takes
+`use_local_copies` of it.
 """
 
 from typing import Any
 
-from phalanx.config.load import update
+from phalanx.config.load import update_config
 from phalanx.config.schema import Config
 from phalanx.storage import files as storage
 
-KEYS = ("model.from_hf", "model.lora.adapter", "data.tokenizer")
+FOLDER_KEYS = ("model.from_hf", "model.lora.adapter", "data.tokenizer")
 
 
-def here(config: Config) -> Config:
+def use_local_copies(config: Config) -> Config:
     """The configuration with the local copies in the place of the URLs; they need not be there yet."""
     found = _urls(config)
-    return update(config, {key: str(storage.copy_of(url, config.data.cache)) for key, url in found.items()})
+    return update_config(
+        config, {key: str(storage.local_copy_path(url, config.data.cache)) for key, url in found.items()}
+    )
 
 
-def fetched(config: Config, weights: bool = True) -> Config:
+def fetch_local_copies(config: Config, weights: bool = True) -> Config:
     """The same, with every copy there, if need be without weights, and as new as its original.
 
     Raises ConfigError, StorageError.
     """
     for url in set(_urls(config).values()):
         storage.fetch_folder(url, config.data.cache, config.resilience.storage_timeout_s, weights)
-    return here(config)
+    return use_local_copies(config)
 
 
-def original(value: Any, wanted: Config) -> Any:
+def find_original_url(value: Any, with_urls: Config) -> Any:
     """The URL that a value of the resolved configuration is the copy of, else the value."""
-    copies = {str(storage.copy_of(url, wanted.data.cache)): url for url in _urls(wanted).values()}
+    copies = {str(storage.local_copy_path(url, with_urls.data.cache)): url for url in _urls(with_urls).values()}
     return copies.get(value, value) if isinstance(value, str) else value
 
 
-def restored(config: Config, wanted: Config) -> Config:
-    """The opposite of `here`: the URLs of `wanted` in the place of their copies."""
-    return update(config, {key: original(value, wanted) for key, value in _named(config).items()})
+def restore_urls(config: Config, with_urls: Config) -> Config:
+    """The opposite of `use_local_copies`: the URLs of `with_urls` in the place of their copies."""
+    return update_config(
+        config, {key: find_original_url(value, with_urls) for key, value in _folder_values(config).items()}
+    )
 
 
 def _urls(config: Config) -> dict[str, str]:
-    return {key: value for key, value in _named(config).items() if storage.is_url(value)}
+    return {key: value for key, value in _folder_values(config).items() if storage.is_url(value)}
 
 
-def _named(config: Config) -> dict[str, str]:
+def _folder_values(config: Config) -> dict[str, str]:
     lora = config.model.lora
     values = (config.model.from_hf, lora.adapter if lora is not None else None, config.data.tokenizer)
-    return {key: value for key, value in zip(KEYS, values, strict=True) if value is not None}
+    return {key: value for key, value in zip(FOLDER_KEYS, values, strict=True) if value is not None}

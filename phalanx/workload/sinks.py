@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind
-from phalanx.core.json_lines import append_line, read_lines
+from phalanx.core.events import EventKind, read_events
+from phalanx.core.json_lines import append_line
 from phalanx.core.records import StepRecord
 from phalanx.core.run_paths import RunPaths
 
 SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "memory_bytes", "mfu", "loss_scale")
-MOST_RANKS = 64  # that have curves of their own: more nobody could tell apart
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file
+MAX_RANKS = 64  # that have curves of their own: more nobody could tell apart
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Records:
+class RecordWriter:
     """Rank 0's way out: writes `metrics.jsonl` and `events.jsonl` and passes each record on to the sinks.
 
     On other ranks it does nothing, so that the trainer need not ask who it is. A full disk stops no training: lines
@@ -44,9 +44,9 @@ class Records:
     def __init__(self, paths: RunPaths, attempt: int, sinks: Sequence[Sink], active: bool) -> None:
         self._paths, self._attempt, self._sinks, self._active = paths, attempt, sinks, active
         self._lock = threading.Lock()  # a checkpoint's thread reports its end
-        self._waiting: list[tuple[Path, dict[str, Any]]] = []  # lines that found no room
+        self._unwritten: list[tuple[Path, dict[str, Any]]] = []  # lines that found no room
 
-    def step(self, record: StepRecord, why: str | None = None) -> None:
+    def write_step(self, record: StepRecord, why: str | None = None) -> None:
         """Write a step's record, and an event if its update was skipped, and `why`, where that is not for its norm or
         weight."""
         if not self._active:
@@ -58,9 +58,9 @@ class Records:
                 sink.on_step(plain)
         if record.skipped:
             reason = "the gradient norm is not finite" if record.tokens else "the batch has no valid token"
-            self.event(Kind.STEP_SKIPPED, {"step": record.step, "reason": why or reason})
+            self.write_event(EventKind.STEP_SKIPPED, {"step": record.step, "reason": why or reason})
 
-    def event(self, kind: str, details: dict[str, Any]) -> None:
+    def write_event(self, kind: str, details: dict[str, Any]) -> None:
         if not self._active:
             return
         with self._lock:
@@ -70,50 +70,50 @@ class Records:
                 sink.on_event(event)
 
     def _write(self, path: Path, record: dict[str, Any]) -> None:
-        self._waiting.append((path, record))
+        self._unwritten.append((path, record))
         try:
-            while self._waiting:
-                append_line(*self._waiting[0])
-                del self._waiting[0]
+            while self._unwritten:
+                append_line(*self._unwritten[0])
+                del self._unwritten[0]
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in DISK_FULL_ERRORS:
                 raise
-            log.warning("%s: %s; %d lines wait for room", path, error.strerror, len(self._waiting))
+            log.warning("%s: %s; %d lines wait for room", path, error.strerror, len(self._unwritten))
 
     def close(self) -> None:
         with self._lock:
-            for path, record in self._waiting:  # whoever reads the log still finds what no file could take
+            for path, record in self._unwritten:  # whoever reads the log still finds what no file could take
                 log.error("no room in %s for %s", path, record)
             for sink in self._sinks:
                 sink.close()
 
 
-def resolved_before(paths: RunPaths, key: str, of: dict[str, Any]) -> Any:
+def find_resolved_value(paths: RunPaths, key: str, of: dict[str, Any]) -> Any:
     """What was found last for `key` in a run folder under the same circumstances `of`; None where nothing was."""
     found = None
-    for event in read_lines(paths.events):
-        if event.get("kind") == Kind.RESOLVED and event.get("key") == key and event.get("of") == of:
+    for event in read_events(paths.events):
+        if event.get("kind") == EventKind.AUTO_RESOLVED and event.get("key") == key and event.get("of") == of:
             found = event.get("value")
     return found
 
 
-def evaluation(event: dict[str, Any]) -> dict[str, float | None]:
+def evaluation_scalars(event: dict[str, Any]) -> dict[str, float | None]:
     """The scalars of an evaluation by the names that they are shown by: the loss of the set, and each score."""
     name = f"eval/{event['set']}"
     return {name: event["loss"]} | {f"{name} {score}": value for score, value in event.get("scores", {}).items()}
 
 
-def measured(record: dict[str, Any]) -> dict[str, float | None]:
+def step_scalars(record: dict[str, Any]) -> dict[str, float | None]:
     """The scalars of a step: the common ones, and each rank's share and busy time, where these are known."""
     scalars: dict[str, float | None] = {f"train/{name}": record[name] for name in SCALARS}
     for what in ("shares", "busy_s"):
         of_ranks = record.get(what) or []
-        if len(of_ranks) <= MOST_RANKS:
+        if len(of_ranks) <= MAX_RANKS:
             scalars |= {f"{what}/rank {rank:02d}": value for rank, value in enumerate(of_ranks)}
     return scalars
 
 
-class TensorBoard:
+class TensorBoardSink:
     """Scalars for TensorBoard, by its own library. What a full disk does not take is missing there, and only there."""
 
     def __init__(self, paths: RunPaths) -> None:
@@ -124,35 +124,35 @@ class TensorBoard:
                 "report.tensorboard needs the package tensorboard, which is not installed; "
                 "install it, or set report.tensorboard=false"
             ) from None
-        self._open = functools.partial(SummaryWriter, str(paths.tensorboard))
+        self._make_writer = functools.partial(SummaryWriter, str(paths.tensorboard))
         self._writer: Any = None
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self._add(measured(record), record)
+        self._add(step_scalars(record), record)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        if event["kind"] == Kind.EVALUATED:
-            self._add(evaluation(event), event)
+        if event["kind"] == EventKind.EVALUATED:
+            self._add(evaluation_scalars(event), event)
 
     def _add(self, scalars: dict[str, float | None], record: dict[str, Any]) -> None:
-        with self._room_or_not():
+        with self._tolerate_full_disk():
             if self._writer is None:
-                self._writer = self._open()
+                self._writer = self._make_writer()
             for name, value in scalars.items():
                 if value is not None:
                     self._writer.add_scalar(name, value, record["step"], record["time"])
 
     @contextlib.contextmanager
-    def _room_or_not(self) -> Iterator[None]:
+    def _tolerate_full_disk(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in DISK_FULL_ERRORS:
                 raise
             log.warning("TensorBoard's file took no more: %s", error.strerror)
             self._writer = None  # its thread has died of this; the next scalar tries a new file
 
     def close(self) -> None:
-        with self._room_or_not():
+        with self._tolerate_full_disk():
             if self._writer is not None:
                 self._writer.close()

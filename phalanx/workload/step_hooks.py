@@ -8,59 +8,66 @@ from typing import Any, TypeVar, cast
 import torch
 
 from phalanx.comm.mesh import Mesh
-from phalanx.core.progress_page import Pulse
+from phalanx.core.progress_page import ProgressPage
 from phalanx.engine.interface import Engine
-from phalanx.workload.device_progress import DeviceMarks
-from phalanx.workload.injection import Injector
+from phalanx.workload.device_progress import DeviceProgress
+from phalanx.workload.injection import FaultInjector
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-class Moments:
+class StepHooks:
     """What the training loop tells of itself. Without arguments nobody listens."""
 
     def __init__(
-        self, pulse: Pulse | None = None, injector: Injector | None = None, marks: DeviceMarks | None = None
+        self,
+        progress_page: ProgressPage | None = None,
+        injector: FaultInjector | None = None,
+        device_progress: DeviceProgress | None = None,
     ) -> None:
-        self.pulse, self._injector, self._marks = pulse or Pulse(), injector, marks
+        self.progress_page, self._injector, self._device_progress = (
+            progress_page or ProgressPage(),
+            injector,
+            device_progress,
+        )
 
-    def watching(self, mesh: Mesh) -> "Moments":
+    def watch_collectives(self, mesh: Mesh) -> "StepHooks":
         """The same, told also of the waits of a mesh's collectives."""
         for each in (mesh, mesh.data):
-            each.traffic.pulse = each.bookkeeping.pulse = self.pulse
+            each.traffic.progress_page = each.bookkeeping.progress_page = self.progress_page
         return self
 
-    def beating(self, function: Call) -> Call:
+    def wrap_with_heartbeat(self, function: Call) -> Call:
         """`function`, every call of which says that this rank gets on."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.pulse.beat()
+            self.progress_page.touch()
             return function(*args, **kwargs)
 
         return cast(Call, call)
 
-    def at(self, phase: str, step: int | None = None, micro_batch: int = 0) -> None:
+    def enter_phase(self, phase: str, step: int | None = None, micro_batch: int = 0) -> None:
         """This rank begins `phase`, one of pulse.PHASES."""
-        self.pulse.at(phase, step, micro_batch)
-        if self._marks is not None and step is not None:
-            self._marks.at(phase, step, micro_batch)
+        self.progress_page.enter_phase(phase, step, micro_batch)
+        if self._device_progress is not None and step is not None:
+            self._device_progress.enter_phase(phase, step, micro_batch)
         if self._injector is not None and step is not None:
-            self._injector.at(phase, step)
+            self._injector.enter_phase(phase, step)
 
     def close(self) -> None:
         """The device is asked nothing any more."""
-        if self._marks is not None:
-            self._marks.close()
+        if self._device_progress is not None:
+            self._device_progress.close()
 
-    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return self.pulse.waiting(what)
+    def waiting_for(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.progress_page.waiting_for(what)
 
-    def spoiled(self, loss_sum: torch.Tensor, step: int) -> torch.Tensor:
+    def apply_loss_faults(self, loss_sum: torch.Tensor, step: int) -> torch.Tensor:
         """The loss of a micro-batch, as it is but for faults."""
-        return loss_sum if self._injector is None else self._injector.spoiled(loss_sum, step)
+        return loss_sum if self._injector is None else self._injector.apply_loss_faults(loss_sum, step)
 
-    def committed(self, engine: Engine, step: int) -> None:
+    def after_commit(self, engine: Engine, step: int) -> None:
         """The step is done."""
         if self._injector is not None:
-            self._injector.committed(engine, step)
+            self._injector.after_commit(engine, step)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from phalanx.config.schema import Config
-from phalanx.config.shrink import SEQ_LEN, STANDIN, STANDIN_BERT, tiny_spec
+from phalanx.config.shrink import SEQ_LEN, STANDIN, STANDIN_BERT, shrink_spec
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import VOCABULARY_FILES
 from phalanx.data.tokenizer import load_tokenizer
@@ -20,20 +20,20 @@ from phalanx.models.hf_export import export
 from phalanx.models.llama import init_slice
 from phalanx.models.model import Architecture
 from phalanx.models.user_model import shapes_of
-from phalanx.workload.workload import class_of_run
+from phalanx.workload.workload import resolve_model_class
 
 
-def tiny_folder(config: Config) -> tuple[str, bool]:
+def write_tiny_model(config: Config) -> tuple[str, bool]:
     """Write the stand-in for `model.from_hf` into the cache, if it is not there yet; (its path, has it a tokenizer).
 
     Only the original's config.json is read; where even that is not here it is a tiny Llama, or BERT. Raises ConfigError
     for a config.json that the run itself would refuse.
     """
     assert config.model.from_hf
-    original, code = Path(config.model.from_hf).expanduser(), class_of_run(config)
+    original, code = Path(config.model.from_hf).expanduser(), resolve_model_class(config)
     if (original / "config.json").is_file():
         written = read_config(original)
-        spec = tiny_spec(spec_from_config(written, str(original), code.hf_config), SEQ_LEN)
+        spec = shrink_spec(spec_from_config(written, str(original), code.hf_config), SEQ_LEN)
     else:
         written, spec = None, STANDIN_BERT if code is Bert else STANDIN
         if (tokenizer := Path(config.data.tokenizer).expanduser()).is_dir():

@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.run_paths import RunPaths
-from phalanx.workload.sinks import evaluation, measured
+from phalanx.workload.sinks import evaluation_scalars, step_scalars
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
@@ -26,7 +26,7 @@ OFFLINE = ("offline", "disabled", "dryrun")
 log = logging.getLogger(__name__)
 
 
-def check(project: str) -> None:
+def check_wandb(project: str) -> None:
     """Raises ConfigError when logging to `project` cannot work: no package, or nobody is logged in.
 
     It starts wandb's own service: call it in a child process.
@@ -49,14 +49,14 @@ def check(project: str) -> None:
         ) from None
 
 
-class WeightsAndBiases:
+class WandbSink:
     """Logs the scalars that TensorBoard gets too. Attempts and later starts of a run go on with the same id, which the
     run folder keeps. Whatever wandb raises becomes one warning, and ends the logging, not the run."""
 
     def __init__(self, paths: RunPaths, config: "Config", attempt: int) -> None:
         self._paths, self._attempt = paths, attempt
         self._run: Any = None
-        self._guarded("does not start", lambda: self._open(config))
+        self._stop_on_error("does not start", lambda: self._open(config))
 
     def _open(self, config: "Config") -> None:
         import wandb
@@ -78,22 +78,22 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self._log(measured(record), record)
+        self._log(step_scalars(record), record)
 
     def on_event(self, event: dict[str, Any]) -> None:
-        if event["kind"] == Kind.EVALUATED:
-            self._log(evaluation(event), event)
+        if event["kind"] == EventKind.EVALUATED:
+            self._log(evaluation_scalars(event), event)
 
     def _log(self, scalars: dict[str, float | None], record: dict[str, Any]) -> None:
         known = {name: value for name, value in scalars.items() if value is not None}
         if self._run is not None:
-            self._guarded("takes no more", lambda: self._run.log({"step": record["step"], **known}))
+            self._stop_on_error("takes no more", lambda: self._run.log({"step": record["step"], **known}))
 
     def close(self) -> None:
         if self._run is not None:
-            self._guarded("did not take the end", self._run.finish)
+            self._stop_on_error("did not take the end", self._run.finish)
 
-    def _guarded(self, what: str, action: Callable[[], None]) -> None:
+    def _stop_on_error(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:  # wandb raises what its service, its server and its disk happened to raise
@@ -101,7 +101,7 @@ class WeightsAndBiases:
             message = f"Weights & Biases {what}, so the run goes on without it: {_first_line(error)}"
             log.warning("%s", message, exc_info=True)
             with suppress(OSError):  # no room for it: the log has it
-                write_event(self._paths.events, Kind.WARNING, self._attempt, message=message)
+                write_event(self._paths.events, EventKind.WARNING, self._attempt, message=message)
 
 
 def run_id(paths: RunPaths) -> str:

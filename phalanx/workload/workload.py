@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from phalanx.core.run_paths import RunPaths
-from phalanx.data.loader import Rows
-from phalanx.data.packing import Form, Sample, rows_of
+from phalanx.data.loader import SampleSet
+from phalanx.data.packing import PackingOptions, Sample, make_rows
 from phalanx.data.token_files import TokenFile
 from phalanx.layout.model_shape import ModelSpec, flops_per_token
 from phalanx.models.bert import Bert
 from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.hf_weights import Weights
 from phalanx.models.model import Architecture, Model
-from phalanx.models.user_model import model_class, on_meta
-from phalanx.parallel.materialize import Fill, drawn, imported, with_adapters
-from phalanx.tasks.language import LanguageModel
+from phalanx.models.user_model import build_on_meta, load_model_class
+from phalanx.parallel.materialize import Fill, make_adapter_fill, make_hf_fill, make_random_fill
+from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Task
 from phalanx.workload import adapters
-from phalanx.workload.bert import Encoder
-from phalanx.workload.custom import Own
+from phalanx.workload.bert import BertWorkload
+from phalanx.workload.custom import CustomWorkload
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
 
 
-class Subject(Protocol):
+class Workload(Protocol):
     """What differs between kinds of tasks."""
 
     spec: ModelSpec | None  # None where a network of a user's own has no such shape
@@ -45,11 +45,11 @@ class Subject(Protocol):
 
     def task(self) -> Task: ...
 
-    def train(self, folders: Sequence[tuple[Path, float]]) -> list[tuple[Rows, float]]:
+    def train_data(self, folders: Sequence[tuple[Path, float]]) -> list[tuple[SampleSet, float]]:
         """What is trained on, with weights in the mixture; `folders` are the prepared sets, where there are such."""
         ...
 
-    def held_out(self, folders: Mapping[str, Path]) -> dict[str, Rows]:
+    def eval_data(self, folders: Mapping[str, Path]) -> dict[str, SampleSet]:
         """What is evaluated on, by name."""
         ...
 
@@ -63,39 +63,39 @@ class Subject(Protocol):
         """Sentences on what of the start is not as one might expect."""
         ...
 
-    def trial_samples(self, count: int) -> list[Any]:
+    def make_probe_samples(self, count: int) -> list[Any]:
         """Samples as the task's collate takes them, to measure by; of the length that the run's own have."""
         ...
 
 
-def subject_of(config: "Config", spec: ModelSpec | None, paths: RunPaths | None = None) -> Subject:
+def make_workload(config: "Config", spec: ModelSpec | None, paths: RunPaths | None = None) -> Workload:
     """The subject of a resolved configuration; `paths` is where the run folder keeps code of a user's own."""
-    if config.task.kind == "own":
-        return Own(config, paths)
+    if config.task.kind == "custom":
+        return CustomWorkload(config, paths)
     assert spec is not None
     if spec.architecture == "bert":
-        return Encoder(config, spec)
-    return Text(config, spec, paths)
+        return BertWorkload(config, spec)
+    return TextWorkload(config, spec, paths)
 
 
-def spec_if_any(config: "Config", paths: RunPaths | None = None) -> ModelSpec | None:
+def find_model_shape(config: "Config", paths: RunPaths | None = None) -> ModelSpec | None:
     """The shapes of a resolved configuration; None where a task of a user's own brings its network."""
-    return None if config.task.kind == "own" else spec_from_run(config, paths)
+    return None if config.task.kind == "custom" else read_model_shape(config, paths)
 
 
-def spec_from_run(config: "Config", paths: RunPaths | None = None) -> ModelSpec:
+def read_model_shape(config: "Config", paths: RunPaths | None = None) -> ModelSpec:
     """The shapes of a resolved configuration; a run begun from a Hugging Face folder kept that folder's config."""
-    from phalanx.config.schema import spec_of  # needs pydantic; the loop itself does not
+    from phalanx.config.schema import build_model_spec  # needs pydantic; the loop itself does not
 
     if not config.model.from_hf:
-        return spec_of(config)
+        return build_model_spec(config)
     folder = Path(config.model.from_hf).expanduser()
     kept = paths.hf_config if paths is not None and paths.hf_config.is_file() else folder / "config.json"
-    own = class_of_run(config, paths).hf_config
-    return spec_of(config, spec_from_config(read_config(kept.parent), str(kept), own))
+    own = resolve_model_class(config, paths).hf_config
+    return build_model_spec(config, spec_from_config(read_config(kept.parent), str(kept), own))
 
 
-def class_of_run(config: "Config", paths: RunPaths | None = None) -> type[Architecture]:
+def resolve_model_class(config: "Config", paths: RunPaths | None = None) -> type[Architecture]:
     """The model's class: the built-in one, or that of `model.code`, of which the run folder keeps a copy.
 
     Raises ConfigError for a file that is none of a model.
@@ -103,16 +103,16 @@ def class_of_run(config: "Config", paths: RunPaths | None = None) -> type[Archit
     if config.task.kind in ("masked", "tag", "classify"):
         return Bert
     kept = paths is not None and paths.model_code.is_file() and config.model.code is not None
-    return model_class(paths.model_code if paths is not None and kept else config.model.code)
+    return load_model_class(paths.model_code if paths is not None and kept else config.model.code)
 
 
-def form_of(config: "Config") -> Form:
+def make_form(config: "Config") -> PackingOptions:
     """How documents become sequences."""
     data = config.data
-    return Form(data.seq_len, data.format != "text", data.isolate_documents, data.too_long == "drop")
+    return PackingOptions(data.seq_len, data.format != "text", data.isolate_documents, data.too_long == "drop")
 
 
-class Text:
+class TextWorkload:
     """Next tokens of token sets, by the built-in model or one that derives from it."""
 
     unit = "tokens"
@@ -120,35 +120,35 @@ class Text:
     def __init__(self, config: "Config", spec: ModelSpec, paths: RunPaths | None = None) -> None:
         self.spec: ModelSpec | None = spec
         self.positions = config.data.seq_len
-        self._config, self._spec, self._code = config, spec, class_of_run(config, paths)
+        self._config, self._spec, self._code = config, spec, resolve_model_class(config, paths)
         self._shapes: dict[str, tuple[int, ...]] | None = None  # of the whole model, once it was made
 
     def model(self, layers: int | None = None) -> Model:
-        made = on_meta(self._spec if layers is None else replace(self._spec, layers=layers), self._code)
+        made = build_on_meta(self._spec if layers is None else replace(self._spec, layers=layers), self._code)
         if layers is None:
             self._shapes = {name: tuple(parameter.shape) for name, parameter in made.named_parameters()}
         return made
 
     def task(self) -> Task:
-        form = form_of(self._config)
-        return LanguageModel(form.seq_len, form.packed or form.isolated)
+        form = make_form(self._config)
+        return CausalLMTask(form.seq_len, form.packed or form.isolated)
 
-    def train(self, folders: Sequence[tuple[Path, float]]) -> list[tuple[Rows, float]]:
-        form, seed = form_of(self._config), self._config.train.seed
-        return [(rows_of(TokenFile(folder), form, seed), weight) for folder, weight in folders]
+    def train_data(self, folders: Sequence[tuple[Path, float]]) -> list[tuple[SampleSet, float]]:
+        form, seed = make_form(self._config), self._config.train.seed
+        return [(make_rows(TokenFile(folder), form, seed), weight) for folder, weight in folders]
 
-    def held_out(self, folders: Mapping[str, Path]) -> dict[str, Rows]:
+    def eval_data(self, folders: Mapping[str, Path]) -> dict[str, SampleSet]:
         # What is evaluated on is the same for every seed, its packing too.
-        return {name: rows_of(TokenFile(folder), form_of(self._config), 0) for name, folder in folders.items()}
+        return {name: make_rows(TokenFile(folder), make_form(self._config), 0) for name, folder in folders.items()}
 
     def starting_weights(self, model: Model) -> Fill:
         seed, from_hf, lora = self._config.train.seed, self._config.model.from_hf, self._config.model.lora
         if not from_hf:
-            return drawn(model, seed)
-        weights = imported(Weights(Path(from_hf).expanduser(), self._code), self._spec)
+            return make_random_fill(model, seed)
+        weights = make_hf_fill(Weights(Path(from_hf).expanduser(), self._code), self._spec)
         if lora is None:
             return weights
-        return with_adapters(weights, seed, adapters.opened(lora, self._spec.layers, self._code))
+        return make_adapter_fill(weights, seed, adapters.open_adapter(lora, self._spec.layers, self._code))
 
     def flops(self) -> tuple[int, int] | None:
         if self._shapes is None:  # to make a model takes as long as a few of its layers' passes
@@ -160,7 +160,7 @@ class Text:
     def warnings(self) -> list[str]:
         return []
 
-    def trial_samples(self, count: int) -> list[Any]:
+    def make_probe_samples(self, count: int) -> list[Any]:
         shape, generator = (count, self.positions + 1), torch.Generator().manual_seed(0)
         tokens = torch.randint(self._spec.vocab_size, shape, generator=generator).numpy()
         return [Sample(row, position=position) for position, row in enumerate(tokens)]

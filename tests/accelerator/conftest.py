@@ -23,7 +23,7 @@ def references(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Refere
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A folder in shared memory, as an agent makes it."""
-    folder = shared_memory.PLACE / f"phalanx-test-{os.getpid()}-{random.randrange(1 << 30)}"
+    folder = shared_memory.SHM_ROOT / f"phalanx-test-{os.getpid()}-{random.randrange(1 << 30)}"
     folder.mkdir(mode=0o700)
     yield folder
     shutil.rmtree(folder)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from tests.accelerator.device import run_on_device
@@ -51,10 +51,10 @@ def on_device(ranks: int, run: Path, data: Path, how: dict[str, Any], **changes:
 def killed(ranks: int, run: Path, data: Path, how: dict[str, Any], step: int, **changes: Any) -> Outcome:
     """A run whose rank 0 is killed when it writes the record of a step; all ranks are started again."""
     run.mkdir(exist_ok=True)
-    write_event(RunPaths(run).events, Kind.RUN_STARTED, 1)
+    write_event(RunPaths(run).events, EventKind.RUN_STARTED, 1)
     cue = {"step": step, "number": signal.SIGKILL, "ranks": [0]}
     if "shared" in how:
-        changes |= {"resilience__memory": True}  # every step, whatever that costs here
+        changes |= {"resilience__in_memory_checkpoints": True}  # every step, whatever that costs here
     arguments = _arguments(run, data, changes) | cue
     return _outcome(run_on_device(train_with_signal, ranks, restarts=1, **{"timeout_s": 240} | how, **arguments), run)
 

@@ -9,22 +9,22 @@ from typing import Any
 
 Cell = tuple[str, ...]
 
-SHARDED = {"parallel.data": "sharded"}
+SHARDED = {"parallel.engine": "sharded"}
 ENGINES: dict[str, dict[str, Any]] = {
-    "single": {"parallel.data": "single"},
-    "fsdp2": {"parallel.data": "fsdp2"},
+    "single": {"parallel.engine": "single"},
+    "fsdp2": {"parallel.engine": "fsdp2"},
     "zero 1": SHARDED | {"parallel.zero": 1},
-    "zero 1, two slots": SHARDED | {"parallel.zero": 1, "optim.slots": 2, "optim.clip_norm": None},
+    "zero 1, two slots": SHARDED | {"parallel.zero": 1, "optim.double_buffer": True, "optim.clip_norm": None},
     "zero 2": SHARDED | {"parallel.zero": 2},
     "zero 3": SHARDED | {"parallel.zero": 3},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "two ranks": {},
-    "uneven shards": {"balance.state": [3, 1], "balance.work": [5, 3]},
+    "uneven shards": {"balance.optimizer_state": [3, 1], "balance.batch": [5, 3]},
     "two copies": {"parallel.shard_degree": 1},
-    "tensor": {"parallel.tensor": 2, "parallel.sequence": False},
-    "tensor and sequence": {"parallel.tensor": 2, "parallel.sequence": True},
+    "tensor": {"parallel.tensor": 2, "parallel.sequence_parallel": False},
+    "tensor and sequence": {"parallel.tensor": 2, "parallel.sequence_parallel": True},
     "pipeline": {"parallel.pipeline": 2},
     "tied pipeline": {"parallel.pipeline": 2, "model.tie_embeddings": True},
 }
@@ -50,14 +50,14 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 UPDATES: dict[str, dict[str, Any]] = {
     "AdamW": {},
-    "8-bit AdamW": {"optim.rule": "adamw8bit", "model.hidden": 64, "model.intermediate": 80},
+    "8-bit AdamW": {"optim.name": "adamw8bit", "model.hidden": 64, "model.intermediate": 80},
     "LoRA": {},  # whose model is that of a folder
 }
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "kept": {},
     "selective": {"memory.activations": "selective"},
     "full": {"memory.activations": "full"},
-    "offload": {"memory.activations": "offload", "memory.horizon": 1},
+    "offload": {"memory.activations": "offload", "memory.offload_prefetch_blocks": 1},
 }
 ENDS: dict[str, dict[str, Any]] = {"undisturbed": {}, "resumed from memory": {}, "resumed from a checkpoint": {}}
 CANDIDATES = 12  # for each cell

@@ -22,9 +22,8 @@ WAITS = {
     "wait_stream",
     "synchronize",
     "record_stream",
-    "used_here",
-    "wait_here",
-    "follow",
+    "synchronize_stream",
+    "wait_current_stream",
     "drain",
     "wait",
 }
@@ -38,7 +37,7 @@ WAITING = (
 # What waits for other hosts' numbers, and for files: no device is in it.
 HOSTS = {"workload/work_split.py", "trainer/checksums.py", "trainer/rollback.py", "api/sharded_model.py"}
 # Conditions that ask whether a device, or another thread, is somewhere: without them it is.
-ASKS = {"reached": ast.Attribute, "query": ast.Call}
+ASKS = {"is_recorded": ast.Attribute, "query": ast.Call}
 
 HERE = "tests/accelerator/test_"
 ONE, MANY, KINDS, UNITS = f"{HERE}one_rank.py", f"{HERE}many_ranks.py", f"{HERE}kinds.py", f"{HERE}waits.py"
@@ -51,12 +50,14 @@ UNIT, BACKGROUND = "tests/unit/test_", "tests/dist/test_in_memory_checkpoints.py
 EARLY = "tests/dist/test_sharded.py::test_what_was_updated_early_is_put_back_when_it_is_clipped_or_skipped"
 LATE = "tests/dist/test_late_rank.py"
 SHARDED = [f"{ENGINE}[{engine}-lazy]" for engine in ("zero 3", "zero 1, two slots", "zero 1", "zero 2")]
+EVERY = [UNITS, LATE, *SHARDED, ENGINE, ONE, KINDS, MANY]
 # The tests that belong to a file, by how its name begins, the most telling first.
 TESTS = {
     "system/accelerator.py": [UNITS, FREE, CLOCKS, ENGINE],
     "comm/backend.py": [f"{HERE}backend_phalanx.py", LATE],
     "comm/uneven_collectives.py": [KINDS],
     "comm/routes.py": [LATE],
+    "comm/comm_thread.py": EVERY,
     "comm/": [LATE, UNITS, LAYOUT, MANY, KINDS],
     "checkpoint/memory/store.py": [FREE, f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
     "checkpoint/disk/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
@@ -75,18 +76,19 @@ TESTS = {
     "trainer/": [CLOCKS],
     "workload/": [CLOCKS],
     "autotune/": [CLOCKS],
+    "health/": [CLOCKS],
     "engine/timing.py": [f"{HERE}schedule.py"],
     "engine/schedule.py": [f"{UNIT}timing.py", LATE],
     "system/event_times.py": [CLOCKS, f"{HERE}schedule.py"],
     "engine/sharded.py": [UNITS, LATE, *SHARDED, EARLY, f"{LAYOUT}[zero 3-2]", ONE, KINDS, MANY],
-    "": [UNITS, LATE, *SHARDED, ENGINE, ONE, KINDS, MANY],
+    "": EVERY,
 }
 
 # "file function: code" -> why no test can notice it. A line that stands there without need is an error.
 EQUIVALENT: dict[str, str] = {
     "doctor/collective_checks.py _rate: all_reduce(tensor, group, Traffic()).wait()": "a time that is shown, "
     "and no value",
-    "doctor/collective_checks.py _rate: accelerator.wait(mesh.device)": "a time that is shown, and no value",
+    "doctor/collective_checks.py _rate: accelerator.synchronize(mesh.device)": "a time that is shown, and no value",
     "doctor/device_checks.py _round_trips: sent.to(device, non_blocking=True)": "the copy that is proved: one that "
     "holds the host carries the same",
     "doctor/device_checks.py _round_trips: back.copy_(there, non_blocking=True)": "the copy that is proved: one that "

@@ -29,8 +29,8 @@ SPEC = ModelSpec(
 
 
 def device_of(placement: Placement) -> torch.device:
-    device = torch.device(accelerator.found()[0])
-    accelerator.use(device, 1)
+    device = torch.device(accelerator.list_devices()[0])
+    accelerator.set_device(device, 1)
     assert str(device) == placement.device
     return device
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.collectives import Traffic, all_reduce
-from phalanx.comm.mesh import alone, beside, neighbours
+from phalanx.comm.mesh import attach_mesh, single_rank_mesh, split_axis
 from phalanx.core.placement import Placement
-from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.mesh_axes import MeshAxes
 from tests.accelerator.device import needs_device, run_on_device
 
 pytestmark = needs_device
@@ -38,14 +38,14 @@ def meshes(placement: Placement) -> list[Any]:
         all_reduce(tensor, group, Traffic()).wait()
         return tensor.item()
 
-    with beside(device, 20, Axes(tensor=2)) as mesh:
+    with attach_mesh(device, 20, MeshAxes(tensor=2)) as mesh:
         assert mesh.tensor is not None
         found = [total(group, placement.device) for group in (mesh.transfers, mesh.tensor.group, mesh.data.transfers)]
         found += [total(group, "cpu") for group in (mesh.control, mesh.agreement)]
         found += mesh.sum([1.0])
-        with alone(mesh) as single:
+        with single_rank_mesh(mesh) as single:
             found += single.sum([1.0])
-        half = neighbours(mesh.tensor, 1, 20)
+        half = split_axis(mesh.tensor, 1, 20)
         found += [total(half.group, placement.device)]
         del half
     dist.barrier()

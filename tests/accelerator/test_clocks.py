@@ -11,17 +11,17 @@ import torch
 from phalanx.autotune import activations, link_speed, measure, probe_model
 from phalanx.comm.mesh import join
 from phalanx.config import load
-from phalanx.config.schema import spec_of
+from phalanx.config.schema import build_model_spec
 from phalanx.core.placement import Placement
 from phalanx.health import burn_in
-from phalanx.system.event_times import Stamps, seconds_between, stamp
+from phalanx.system.event_times import EventTimes, record_time, seconds_between
 from phalanx.trainer import profile
-from phalanx.workload.workload import subject_of
+from phalanx.workload.workload import make_workload
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
 
 pytestmark = needs_device
-NOTHING = burn_in.Tested(0, "here", "sim:0", "simulated")
+NOTHING = burn_in.BurnInResult(0, "here", "sim:0", "simulated")
 
 
 def waiting() -> int:
@@ -51,25 +51,25 @@ def when_read(module: Any, work: Callable[[], object], look: Callable[[], Any] =
 def within(placement: Placement) -> list[int]:
     device = torch.device(placement.device)
     source, target = torch.zeros(1000, device=device), torch.empty(1000, device=device)
-    return when_read(measure, lambda: measure.copied_per_s(source, target, device))
+    return when_read(measure, lambda: measure.measure_copy_rate(source, target, device))
 
 
 def multiplied(placement: Placement) -> list[int]:
     burn_in.SIZE = 32
-    return when_read(burn_in, lambda: burn_in.products(NOTHING, torch.device(placement.device), 0.0))
+    return when_read(burn_in, lambda: burn_in.check_products(NOTHING, torch.device(placement.device), 0.0))
 
 
 def passes(placement: Placement, of: str) -> list[int]:
     """Those of a small model, all of whose work is queued when they begin."""
     tree = runs.RECIPE | {"train": {"dtype": "fp32", "micro_batch": 4}}
-    config, _ = load.resolve(load.check(tree, "a recipe"), device="cpu", world=1)
+    config, _ = load.resolve_autos(load.build_config(tree, "a recipe"), device="cpu", world=1)
     with (
         join(placement, 20) as mesh,
-        probe_model.trial(config, subject_of(config, spec_of(config)), mesh, None) as small,
+        probe_model.open_probe_model(config, make_workload(config, build_model_spec(config)), mesh, None) as small,
     ):
         if of == "steps":
-            return when_read(probe_model, lambda: small.seconds(2))
-        return when_read(activations, lambda: activations.forward_of(small))
+            return when_read(probe_model, lambda: small.measure_seconds(2))
+        return when_read(activations, lambda: activations.time_forward(small))
 
 
 def reduced(placement: Placement) -> list[Any]:
@@ -85,20 +85,20 @@ def reduced(placement: Placement) -> list[Any]:
 
     link_speed.all_reduce = noted
     with join(placement, 20) as mesh:
-        return when_read(link_speed, lambda: link_speed._reduced_s(mesh, 4_000_000), look)
+        return when_read(link_speed, lambda: link_speed._time_all_reduce(mesh, 4_000_000), look)
 
 
 def exchanged(placement: Placement) -> list[int]:
     """Between two ranks whose group is one of the host."""
-    burn_in.PAIR_BYTES, burn_in.link_of = 4000, lambda mesh: (None, None)
+    burn_in.PAIR_BYTES, burn_in.measure_link = 4000, lambda mesh: (None, None)
     with join(placement, 20) as mesh:
-        return when_read(burn_in, lambda: burn_in.exchanged(NOTHING, mesh))
+        return when_read(burn_in, lambda: burn_in.time_exchanges(NOTHING, mesh))
 
 
 def profiled(placement: Placement) -> list[int]:
     """What waits when the profiler stops."""
     with join(placement, 20) as mesh:
-        trace: Any = profile.Trace(1, 1, profile.Where(None, mesh, None))  # type: ignore[arg-type]
+        trace: Any = profile.TraceCapture(1, 1, profile.CaptureContext(None, mesh, None))  # type: ignore[arg-type]
         inner, found = trace._profiler, []
         inner.start()
         torch.zeros(1000, device=mesh.device).add_(1)
@@ -158,14 +158,14 @@ def test_a_profile_has_all_kernels() -> None:
 def between(placement: Placement) -> list[Any]:
     """The time between two marks of which the device has passed none."""
     device = torch.device(placement.device)
-    clock = Stamps(device)
-    first = clock.mark()
+    clock = EventTimes(device)
+    first = clock.record()
     torch.zeros(1000, device=device).add_(1)
-    last = clock.mark()
+    last = clock.record()
     found = [waiting() > 0, seconds_between(first, last) >= 0, waiting()]
-    begun = stamp(device)
+    begun = record_time(device)
     torch.zeros(1000, device=device).add_(1)
-    return [*found, seconds_between(begun, stamp(device)) >= 0, waiting()]
+    return [*found, seconds_between(begun, record_time(device)) >= 0, waiting()]
 
 
 def test_the_time_between_two_marks_is_asked_for_behind_both() -> None:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from tests.accelerator.device import needs_device, phalanx
 from tests.dist import command
 from tests.dist.command import write_place
 from tests.numerics import runs
 
 pytestmark = needs_device
-SHORT = ["train.steps=6", "checkpoint.every=2", "train.eval_sequences=0", "balance.work=even"]
+SHORT = ["train.steps=6", "checkpoint.every=2", "train.eval_sequences=0", "balance.batch=even"]
 
 
 @pytest.mark.parametrize(("ranks", "order"), [(1, "main_last"), (2, "threads")])
@@ -22,13 +22,15 @@ def test_a_death_changes_nothing(ranks: int, order: str, tmp_path: Path) -> None
     for name, more in {"undisturbed": [], "killed": ["--inject", "kill:rank=0,step=3"]}.items():
         code, out, err = phalanx(tmp_path, *train, *more, "--run-dir", name, order=order, devices=ranks)
         assert code == 0, out + err
-        started = runs.events(tmp_path / name, Kind.RUN_STARTED)[0]
+        started = runs.events(tmp_path / name, EventKind.RUN_STARTED)[0]
         assert (started["world"], started["device"]) == (ranks, "sim")
         # For which torch's compiler makes no code, as for a GPU without Triton.
-        (compiled,) = [each for each in runs.events(tmp_path / name, Kind.RESOLVED) if each["key"] == "train.compile"]
+        (compiled,) = [
+            each for each in runs.events(tmp_path / name, EventKind.AUTO_RESOLVED) if each["key"] == "train.compile"
+        ]
         assert compiled["value"] is False
         assert re.match(r"torch\.compile fails on sim:\d: \w+", compiled["reason"])
-    died = runs.events(tmp_path / "killed", Kind.WORKER_DIED)
+    died = runs.events(tmp_path / "killed", EventKind.WORKER_DIED)
     assert [(event["rank"], event["reason"]) for event in died] == [(0, "killed by SIGKILL")]
     assert runs.same_bits(runs.state(tmp_path / "killed"), runs.state(tmp_path / "undisturbed"))
 

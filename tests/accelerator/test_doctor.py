@@ -69,7 +69,7 @@ def test_a_broken_device_is_a_line(tmp_path: Path, fail: str, names: list[str]) 
 
 def wrong_copies(placement: Placement) -> list[Any]:
     """What is said of copies that come late: an event behind them says nothing."""
-    mark = accelerator.mark
+    mark = accelerator.record_event
 
     class Early:
         def __init__(self, event: Any) -> None:
@@ -81,9 +81,11 @@ def wrong_copies(placement: Placement) -> list[Any]:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.event, name)
 
-    accelerator.mark = lambda device: Early(mark(device)) if calls.append(1) or len(calls) % 2 == 0 else mark(device)
+    accelerator.record_event = lambda device: (
+        Early(mark(device)) if calls.append(1) or len(calls) % 2 == 0 else mark(device)
+    )
     calls: list[int] = []
-    return [line.to_json() for line in device_checks.copies([placement.device])]
+    return [line.to_json() for line in device_checks.check_copies([placement.device])]
 
 
 def test_copies_that_come_late_are_found() -> None:

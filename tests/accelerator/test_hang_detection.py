@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.system.fork import fork
-from phalanx.trainer.loop import Loop
+from phalanx.trainer.loop import TrainingLoop
 from tests.accelerator.device import needs_device, phalanx, run_on_device
 from tests.dist import command
 from tests.dist.command import write_place
@@ -25,9 +25,9 @@ from tests.helpers import wait_until
 from tests.numerics import runs
 
 pytestmark = needs_device
-SHORT = ["train.eval_sequences=0", "balance.work=even", "train.compile=false"]
+SHORT = ["train.eval_sequences=0", "balance.batch=even", "train.compile=false"]
 KERNELS = 1700  # of 200 or so in a step, and 500 before the first
-NCCL, AGENT = "comm.timeout_s=6", "resilience.hang_s=4"
+NCCL, AGENT = "comm.timeout_s=6", "resilience.hang_timeout_s=4"
 
 
 def test_the_rank_that_hangs_is_named_and_not_the_one_that_waited(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_the_rank_that_hangs_is_named_and_not_the_one_that_waited(tmp_path: Path
     train = ["train", "recipe.yaml", *SHORT, "train.steps=4", NCCL, "--run-dir", "run"]
     code, out, err = phalanx(tmp_path, *train, "--inject", "hang:rank=1,step=3", order="threads", devices=2)
     assert code == 0, out + err
-    (died,) = runs.events(tmp_path / "run", Kind.WORKER_DIED)
+    (died,) = runs.events(tmp_path / "run", EventKind.WORKER_DIED)
     assert (died["rank"], died["type"], died["step"]) == (1, "Hang", 3)
     assert "in forward of step 3, while rank 0 waits" in died["reason"]
     assert "Watchdog" in (tmp_path / "run/logs/attempt-001/rank-00000.log").read_text()  # it was not our own patience
@@ -51,7 +51,7 @@ def test_the_rank_whose_kernel_hangs_is_named_with_the_place_of_its_device(
     how: dict[str, Any] = {"order": "threads", "devices": ranks, "fail": f"hang/{ranks - 1}:{KERNELS}"}
     code, out, err = phalanx(tmp_path, *train, "resilience.max_restarts=0", **how)
     assert code == ExitCode.FAILED, out + err
-    (died,) = runs.events(tmp_path / "run", Kind.WORKER_DIED)
+    (died,) = runs.events(tmp_path / "run", EventKind.WORKER_DIED)
     assert (died["rank"], died["type"]) == (ranks - 1, "Hang"), died
     assert f"ward of step {died['step']} on its device" in died["reason"]
     assert ("while rank 0 waits" in died["reason"]) == (ranks == 2)
@@ -75,9 +75,9 @@ def stopped_in_a_wait(placement: Placement, folder: str) -> Any:
     library = torch.library.Library("hangs", "DEF")
     library.define("for_ever(Tensor(a!) x) -> ()")
     library.impl("for_ever", lambda x: time.sleep(1e6), "CPU")  # which the simulated device runs in a stream
-    train_one = Loop.train_one
+    train_one = TrainingLoop.train_step
 
-    def hung(loop: Loop, step: int) -> Any:
+    def hung(loop: TrainingLoop, step: int) -> Any:
         if step == 2:
             torch.ops.hangs.for_ever(torch.zeros(1, device=loop.mesh.device))
             waits.touch()
@@ -89,7 +89,7 @@ def stopped_in_a_wait(placement: Placement, folder: str) -> Any:
         os.kill(agent, signal.SIGTERM)
         return 0
 
-    Loop.train_one = hung  # type: ignore[method-assign]
+    TrainingLoop.train_step = hung  # type: ignore[method-assign]
     watcher, pidfd = fork(told)
     results = command.call(
         placement, folder, [["train", "recipe.yaml", *SHORT, "train.steps=4", NCCL, "--run-dir", "run"]]
@@ -104,10 +104,10 @@ def test_a_stop_ends_a_run_whose_rank_is_in_a_wait_that_does_not_end(tmp_path: P
     write_place(tmp_path)
     ((code, out, err),) = run_on_device(stopped_in_a_wait, folder=str(tmp_path), order="threads")[0:1]
     assert code == ExitCode.FAILED, out + err
-    (asked,) = runs.events(tmp_path / "run", Kind.SIGNALLED)
+    (asked,) = runs.events(tmp_path / "run", EventKind.STOP_REQUESTED)
     assert asked["signal"] == "SIGTERM"
-    (died,) = runs.events(tmp_path / "run", Kind.WORKER_DIED)
+    (died,) = runs.events(tmp_path / "run", EventKind.WORKER_DIED)
     assert died["reason"] == "killed by the agent: still running 6 s after the stop signal"
-    assert not runs.events(tmp_path / "run", Kind.RESTARTED)
+    assert not runs.events(tmp_path / "run", EventKind.RESTARTED)
     log = (tmp_path / "run/logs/attempt-001/rank-00000.log").read_text()
     assert re.search(r"\(most recent call first\):\n  File .* in synchronize\n", log), log

@@ -10,32 +10,32 @@ import torch
 import torch.distributed as dist
 
 from phalanx.api.fsdp.clip_norm import _norm
-from phalanx.api.fsdp.rank_layout import Ranks
-from phalanx.api.fsdp.session import Session
-from phalanx.api.shard import begin_alike
+from phalanx.api.fsdp.rank_layout import RankLayout
+from phalanx.api.fsdp.session import FsdpSession
+from phalanx.api.shard import sync_initial_values
 from phalanx.comm import backend
-from phalanx.comm.collectives import carried_from
+from phalanx.comm.collectives import device_for_group
 from phalanx.comm.mesh import join
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
-from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention
 from phalanx.system import accelerator
-from phalanx.trainer.device_compatibility import unlike_kernels
+from phalanx.trainer.device_compatibility import find_kernel_differences
 from tests.accelerator.curves import References, assert_near, on_device
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
 
 pytestmark = needs_device
 FEW = {"train__steps": 6, "optim__decay_steps": 6, "train__micro_batch": 4}
-ALONE = FEW | {"parallel__data": "single"}
-SHARDED = FEW | {"parallel__data": "sharded"}
+ALONE = FEW | {"parallel__engine": "single"}
+SHARDED = FEW | {"parallel__engine": "sharded"}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero 1": SHARDED | {"parallel__zero": 1, "balance__state": [3, 1]},
+    "zero 1": SHARDED | {"parallel__zero": 1, "balance__optimizer_state": [3, 1]},
     "zero 3": SHARDED | {"parallel__zero": 3},
     "two copies": SHARDED | {"parallel__shard_degree": 1},
-    "fsdp2": FEW | {"parallel__data": "fsdp2"},
+    "fsdp2": FEW | {"parallel__engine": "fsdp2"},
     "tensor": SHARDED | {"parallel__tensor": 2},
     "pipeline": SHARDED | {"parallel__pipeline": 2},
 }
@@ -55,7 +55,7 @@ def backends(placement: Placement) -> list[str]:
     """What a rank offers, before and after other backends are registered, and what is torch's own default."""
     device = torch.device(placement.device)
     backend.register("another")
-    return [accelerator.backend(device), dist.Backend.default_device_backend_map.get("sim", "none")]
+    return [accelerator.backend_string(device), dist.Backend.default_device_backend_map.get("sim", "none")]
 
 
 def test_a_kind_of_device_without_collectives_uses_those_of_the_host() -> None:
@@ -67,7 +67,7 @@ def slices(placement: Placement) -> list[str]:
     """The groups of four ranks on slices of GPUs: of all, of neighbours, and of every second one."""
     device = torch.device(placement.device)
     torch.accelerator.set_device_index(device.index)
-    with join(placement, 20, axes=Axes(tensor=2)) as mesh:
+    with join(placement, 20, axes=MeshAxes(tensor=2)) as mesh:
         assert mesh.tensor is not None
         groups = [mesh.transfers, mesh.tensor.group, mesh.data.transfers]
         return [str(dist.get_backend(group)) for group in groups]
@@ -89,7 +89,7 @@ def kernels(placement: Placement, having: list[int]) -> list[str]:
         vocab_size=8, hidden=128, layers=1, heads=2, kv_heads=2, head_dim=64, intermediate=8, max_seq_len=8
     )
     with join(placement, 20) as mesh:
-        return unlike_kernels(mesh, "bf16", spec)
+        return find_kernel_differences(mesh, "bf16", spec)
 
 
 def test_ranks_that_find_other_kernels_on_the_same_device_are_named() -> None:
@@ -105,7 +105,7 @@ def test_ranks_that_find_other_kernels_on_the_same_device_are_named() -> None:
 def sent_from(placement: Placement) -> list[str]:
     """Where a tensor of the device, and one of the host, must lie to be sent by a script's own calls."""
     with join(placement, 20) as mesh:
-        return [carried_from(mesh.transfers, torch.device(kind)).type for kind in (placement.device, "cpu")]
+        return [device_for_group(mesh.transfers, torch.device(kind)).type for kind in (placement.device, "cpu")]
 
 
 def begun_alike(placement: Placement) -> list[Any]:
@@ -114,8 +114,8 @@ def begun_alike(placement: Placement) -> list[Any]:
     with join(placement, 20) as mesh:
         torch.manual_seed(mesh.rank)
         model = torch.nn.Linear(3, 2).to(device)
-        begin_alike(model, mesh, {})
-        session, ours = Session(mesh.rank, Ranks(mesh.world)), torch.full((2,), 3.0 + mesh.rank, device=device)
+        sync_initial_values(model, mesh, {})
+        session, ours = FsdpSession(mesh.rank, RankLayout(mesh.world)), torch.full((2,), 3.0 + mesh.rank, device=device)
         norms = [_norm([("any", ours)], session, mesh.transfers, kind).item() for kind in (2.0, math.inf)]
         return [model.weight.tolist(), norms]
 
@@ -140,7 +140,9 @@ def test_ranks_whose_groups_are_those_of_the_host(
 ) -> None:
     found = on_device(2, tmp_path, tokens, {"order": "lazy"} | PLACES[places], **LAYOUTS[layout])
     assert_near(found, references.of(1, *ALONE.items()), 2e-7)
-    said = [each["message"] for each in runs.events(tmp_path, Kind.WARNING) if "on one accelerator" in each["message"]]
+    said = [
+        each["message"] for each in runs.events(tmp_path, EventKind.WARNING) if "on one accelerator" in each["message"]
+    ]
     assert [message[:11] for message in said] == (["ranks 0, 1 "] if places == "one device" else [])
 
 
@@ -152,7 +154,11 @@ def test_a_device_of_less_memory_holds_less_of_the_state(references: References,
     how = {"order": "threads", "devices": 2, "memory_mb": [64, 19]}
     found = on_device(2, tmp_path / "auto", tokens, how, **SHARDED | WIDE)
     assert_near(found, references.of(1, *(ALONE | WIDE).items()), 2e-7)
-    (chosen,) = [each for each in runs.events(tmp_path / "auto", Kind.RESOLVED) if each["key"] == "balance.state"]
+    (chosen,) = [
+        each
+        for each in runs.events(tmp_path / "auto", EventKind.AUTO_RESOLVED)
+        if each["key"] == "balance.optimizer_state"
+    ]
     assert chosen["value"][0] > 2 * chosen["value"][1]
     with pytest.raises(AssertionError, match="memory"):
-        on_device(2, tmp_path / "even", tokens, how, **SHARDED | WIDE, balance__state="even")
+        on_device(2, tmp_path / "even", tokens, how, **SHARDED | WIDE, balance__optimizer_state="even")

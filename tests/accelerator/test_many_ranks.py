@@ -8,14 +8,14 @@ import torch
 
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import join
-from phalanx.comm.p2p import Messages
+from phalanx.comm.p2p import P2PChannel
 from phalanx.core.placement import Placement
 from tests.accelerator.curves import EVERYTHING, References, assert_near, on_device
 from tests.accelerator.device import needs_device, run_on_device
 
 pytestmark = needs_device
 FEW = {"train__steps": 6, "optim__decay_steps": 6}
-SHARDED = {"parallel__data": "sharded"} | FEW
+SHARDED = {"parallel__engine": "sharded"} | FEW
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 3": (2, SHARDED | {"parallel__zero": 3, "train__micro_batch": 2}),
     "tensor x data": (4, SHARDED | {"parallel__zero": 1, "parallel__tensor": 2, "train__micro_batch": 4}),
@@ -34,7 +34,7 @@ def test_layouts_compute_what_one_cpu_rank_does(
 ) -> None:
     ranks, changes = LAYOUTS[layout]
     alone = {key: value for key, value in changes.items() if not key.startswith("parallel")}
-    alone |= {"parallel__data": "single"}
+    alone |= {"parallel__engine": "single"}
     for seed in SEEDS if EVERYTHING else SEEDS[:1]:
         how = {"order": "threads", "delay_ms": delay_ms, "seed": seed}
         found = on_device(ranks, tmp_path / str(seed), tokens, how, **changes)
@@ -45,7 +45,7 @@ def ends(placement: Placement) -> list[float]:
     """What the first and the last of three ranks exchange first of all, as those of a pipeline do. The one between them
     has nothing to say, and goes on when they are through."""
     with join(placement, 20) as mesh:
-        messages, found = Messages(mesh.transfers, mesh.device, Traffic(), most=1), []
+        messages, found = P2PChannel(mesh.transfers, mesh.device, Traffic(), max_in_flight=1), []
         if mesh.rank != 1:
             mine = torch.full((3,), float(mesh.rank), device=mesh.device)
             found = messages.exchange(mine, 2 - mesh.rank).tolist()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.hf_export import export
 from phalanx.models.llama import Llama, init_slice
@@ -26,7 +26,7 @@ CELLS = matrix.cells(STRENGTH, USED)
 STEPS, KILLED = 5, 4
 RECIPE = {
     "train.steps": STEPS, "optim.decay_steps": STEPS, "train.micro_batch": 2, "model.layers": 3,
-    "resilience.heartbeat_s": 1,
+    "resilience.heartbeat_timeout_s": 1,
 }  # fmt: skip
 LORA = {"rank": 3, "alpha": 9, "dropout": 0.2}
 SPEC = ModelSpec(
@@ -67,10 +67,12 @@ def alone(tokens: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) ->
     def of(told: frozenset[str]) -> runs.Outcome:
         keys = RECIPE | matrix.recipe_of(tuple(sorted(told)))
         keys = {
-            key: value for key, value in keys.items() if not key.startswith(("parallel.", "balance.", "optim.slots"))
+            key: value
+            for key, value in keys.items()
+            if not key.startswith(("parallel.", "balance.", "optim.double_buffer"))
         }
         folder = tmp_path_factory.mktemp("alone")
-        return on_cpu(1, folder, tokens, **changes(keys | {"parallel.data": "single"}, tuple(told), base))
+        return on_cpu(1, folder, tokens, **changes(keys | {"parallel.engine": "single"}, tuple(told), base))
 
     telling = frozenset({*matrix.TYPES, *matrix.UPDATES, "tied pipeline", "zero 1, two slots"})
     return lambda cell: of(telling & frozenset(cell))
@@ -94,13 +96,15 @@ def test_a_combination_computes_what_one_cpu_rank_does(
         memory = ending == "resumed from memory"
         changed["checkpoint__every"] = 0 if memory else 2
         found = killed(ranks, tmp_path, tokens, how | ({"shared": shared} if memory else {}), KILLED, **changed)
-        (resumed,) = runs.events(tmp_path, Kind.RESUMED)
+        (resumed,) = runs.events(tmp_path, EventKind.RESUMED)
         assert bool(resumed.get("memory")) == memory
     near = max(NEAR[name] for name in cell if name in NEAR)
     wanted = alone(cell)
     assert found.losses == pytest.approx(wanted.losses, rel=near)
     assert found.evaluations == pytest.approx(wanted.evaluations, rel=near)
-    said = [each["message"] for each in runs.events(tmp_path, Kind.WARNING) if "on one accelerator" in each["message"]]
+    said = [
+        each["message"] for each in runs.events(tmp_path, EventKind.WARNING) if "on one accelerator" in each["message"]
+    ]
     assert {message[:11] for message in said} == ({"ranks 0, 1 "} if place == "one device" else set())
 
 
@@ -117,7 +121,7 @@ def test_every_two_values_occur_together() -> None:
 def test_what_the_package_refuses_is_in_no_cell(
     pair: tuple[str, str], base: Path, tokens: Path, tmp_path: Path
 ) -> None:
-    keys = {"parallel.data": "sharded"} | RECIPE | matrix.recipe_of(pair)
+    keys = {"parallel.engine": "sharded"} | RECIPE | matrix.recipe_of(pair)
     given = {key.replace("__", "."): value for key, value in changes(keys, pair, base).items()}
     with pytest.raises(ConfigError, match=r"set parallel|set optim|set memory|remove"):
         runs.job(tmp_path, tokens, given, world=2)

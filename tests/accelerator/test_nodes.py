@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
 from tests.accelerator.device import needs_device, run_on_device
 from tests.cluster import lives
@@ -33,10 +33,12 @@ def test_a_node_is_lost_and_every_bit_stays(tmp_path: Path) -> None:
 
     train("calm", [life()])
     train("lost", [life(end=10)])
-    (begun, *_) = events(tmp_path / "lost", Kind.RUN_STARTED)
+    (begun, *_) = events(tmp_path / "lost", EventKind.RUN_STARTED)
     assert begun["device"] == "sim"
-    assert not [told for told in events(tmp_path / "lost", Kind.WARNING) if "on one accelerator" in told["message"]]
-    (told,) = events(tmp_path / "lost", Kind.NODE_LOST)
+    assert not [
+        told for told in events(tmp_path / "lost", EventKind.WARNING) if "on one accelerator" in told["message"]
+    ]
+    (told,) = events(tmp_path / "lost", EventKind.NODE_LOST)
     assert told["node"] == 1
     assert state(tmp_path / "lost", 40) == state(tmp_path / "calm", 40)
     assert curve(tmp_path / "lost") == curve(tmp_path / "calm")

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint.disk.snapshot import HostBuffer
-from phalanx.checkpoint.memory.store import Memory
+from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.core.placement import Placement
-from phalanx.optim.state import Piece
-from phalanx.parallel.offload import LEAST_BYTES, Mover
+from phalanx.optim.state import StatePiece
+from phalanx.parallel.offload import MIN_BYTES, ActivationOffloader
 from phalanx.system import accelerator
 from phalanx.tasks.task import Batch
 from tests.accelerator.device import needs_device, run_on_device
@@ -28,7 +28,7 @@ def waiting() -> int:
 def left(device: torch.device, work: Callable[[torch.Tensor], object]) -> int:
     """How many of three tasks before, and of those of `work`, are still to be done behind it."""
     given = torch.zeros(ELEMENTS, device=device)
-    accelerator.wait(device)
+    accelerator.synchronize(device)
     for number in range(3):
         given.fill_(number)
     work(given)
@@ -47,25 +47,25 @@ def batch(placement: Placement) -> int:
 
 def input_that_leaves(placement: Placement) -> int:
     """The input of the first of four units, which is copied to the host."""
-    device, mover = torch.device(placement.device), Mover(4, 1)
+    device, mover = torch.device(placement.device), ActivationOffloader(4, 1)
     weight = torch.ones((), device=device, requires_grad=True)
-    rows = torch.ones(LEAST_BYTES // 4, device=device) * weight
+    rows = torch.ones(MIN_BYTES // 4, device=device) * weight
     return left(device, lambda given: mover.forward(0, lambda each: each * each, rows))
 
 
 def saved(placement: Placement) -> list[int]:
     """What waits when a save of five pieces comes to where it waits, and behind that."""
     device, found = torch.device(placement.device), []
-    pieces = [Piece(f"p{number}", "param", 0, 10, torch.full((10,), 1.0, device=device)) for number in range(5)]
-    inner = accelerator.wait
+    pieces = [StatePiece(f"p{number}", "param", 0, 10, torch.full((10,), 1.0, device=device)) for number in range(5)]
+    inner = accelerator.synchronize
 
     def noted(device: torch.device) -> None:
         found.append(waiting())
         inner(device)
         found.append(waiting())
 
-    accelerator.wait(device)
-    accelerator.wait = noted
+    accelerator.synchronize(device)
+    accelerator.synchronize = noted
     HostBuffer().store(pieces)
     return found
 
@@ -76,10 +76,10 @@ class Slots:
     def __init__(self, slot: dict[str, dict[str, torch.Tensor]]) -> None:
         self.slot, self.found = slot, list[Any]()
 
-    def void(self, slot: int) -> None:
+    def invalidate(self, slot: int) -> None:
         assert slot == 0
 
-    def header_of(self, slot: int, header: dict[str, Any]) -> bytes:
+    def make_header(self, slot: int, header: dict[str, Any]) -> bytes:
         return b""
 
     def commit(self, slot: int, step: int, header: bytes) -> None:
@@ -88,20 +88,20 @@ class Slots:
 
 def kept(placement: Placement) -> list[Any]:
     """The same of a step's state that is copied into page-locked memory, and what is committed then."""
-    device, memory = torch.device(placement.device), object.__new__(Memory)
+    device, memory = torch.device(placement.device), object.__new__(SharedMemoryStore)
     slot = {f"p{number}": {"param": torch.empty(10, pin_memory=True)} for number in range(5)}
     state = {f"p{number}": {"param": torch.full((10,), float(number), device=device)} for number in range(5)}
     memory._mesh, memory.slots, memory.in_place = type("Mesh", (), {"device": device}), [slot], False  # type: ignore[assignment]
     memory._file = file = Slots(slot)  # type: ignore[assignment]
     memory.replicas = None
-    inner, found = accelerator.wait_here, []
+    inner, found = accelerator.synchronize_stream, []
 
     def noted(device: torch.device) -> None:
         found.append(waiting())
         inner(device)
 
-    accelerator.wait(device)
-    accelerator.wait_here = noted
+    accelerator.synchronize(device)
+    accelerator.synchronize_stream = noted
     memory._keep(0, {"step": 1}, state)
     return [*found, *file.found]
 

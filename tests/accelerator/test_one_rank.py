@@ -5,23 +5,23 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from tests.accelerator.curves import ORDERS, References, assert_near, assert_same_bits, killed, on_device
 from tests.accelerator.device import needs_device
 from tests.numerics import runs
 
 pytestmark = needs_device
-SHARDED = {"parallel__data": "sharded"}
+SHARDED = {"parallel__engine": "sharded"}
 ENGINES: dict[str, dict[str, Any]] = {
-    "single": {"parallel__data": "single"},
-    "fsdp2": {"parallel__data": "fsdp2"},
+    "single": {"parallel__engine": "single"},
+    "fsdp2": {"parallel__engine": "fsdp2"},
     "zero 1": SHARDED | {"parallel__zero": 1},
-    "zero 1, two slots": SHARDED | {"parallel__zero": 1, "optim__slots": 2, "optim__clip_norm": None},
-    "zero 2": SHARDED | {"parallel__zero": 2, "parallel__reduce": "per_micro_batch"},
+    "zero 1, two slots": SHARDED | {"parallel__zero": 1, "optim__double_buffer": True, "optim__clip_norm": None},
+    "zero 2": SHARDED | {"parallel__zero": 2, "parallel__grad_reduce": "per_micro_batch"},
     "zero 3": SHARDED | {"parallel__zero": 3},
 }
 KILLED = 11  # the step at whose record the rank is killed
-EIGHT_BIT = {"optim__rule": "adamw8bit", "model__hidden": 64, "model__intermediate": 80}
+EIGHT_BIT = {"optim__name": "adamw8bit", "model__hidden": 64, "model__intermediate": 80}
 # How far losses may be from those of the CPU in fp32.
 NEAR = {"fp16": 2e-5, "bf16": 1e-4}
 
@@ -59,7 +59,7 @@ def test_inputs_that_wait_on_the_host(
 ) -> None:
     """Offloaded activations: no bit differs from activations that are computed again."""
     changes = ENGINES[engine] | {"model__layers": 4, "memory__activations": "full"}
-    offloaded = changes | {"memory__activations": "offload", "memory__horizon": 1}
+    offloaded = changes | {"memory__activations": "offload", "memory__offload_prefetch_blocks": 1}
     found = on_device(1, tmp_path, tokens, {"order": order}, **offloaded)
     assert_same_bits(found, references.of(1, *changes.items()))
 
@@ -75,7 +75,7 @@ def test_killed_and_resumed_from_memory(
     changes = ENGINES[engine]
     found = killed(1, tmp_path, tokens, {"order": order, "shared": shared}, KILLED, **changes)
     assert_same_bits(found, references.of(1, *changes.items()))
-    (resumed,) = runs.events(tmp_path, Kind.RESUMED)
+    (resumed,) = runs.events(tmp_path, EventKind.RESUMED)
     assert resumed["memory"]
     assert resumed["step"] in (10, 11)
 
@@ -88,6 +88,6 @@ def test_killed_and_resumed_from_a_checkpoint(
     changes = ENGINES[engine]
     found = killed(1, tmp_path, tokens, {"order": order}, KILLED, **changes, checkpoint__every=4)
     assert_same_bits(found, references.of(1, *changes.items()))
-    (resumed,) = runs.events(tmp_path, Kind.RESUMED)
+    (resumed,) = runs.events(tmp_path, EventKind.RESUMED)
     assert not resumed.get("memory")
     assert resumed["step"] in (4, 8)

@@ -14,11 +14,12 @@ from tests.accelerator.device import needs_device
 
 pytestmark = needs_device
 FEW = {"train__steps": 3, "optim__decay_steps": 3, "comm__timeout_s": 60}
-SHARDED = {"parallel__data": "sharded", "parallel__zero": 1} | FEW
+SHARDED = {"parallel__engine": "sharded", "parallel__zero": 1} | FEW
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor x data": SHARDED | {"parallel__tensor": 2, "train__micro_batch": 4},
     "pipeline x data": SHARDED | {"parallel__pipeline": 2, "train__micro_batch": 2},
-    "pipeline x data, two slots": SHARDED | {"parallel__pipeline": 2, "train__micro_batch": 2, "optim__slots": 2},
+    "pipeline x data, two slots": SHARDED
+    | {"parallel__pipeline": 2, "train__micro_batch": 2, "optim__double_buffer": True},
 }
 
 
@@ -30,4 +31,4 @@ def test_ranks_do_not_wait_for_each_other_in_a_device_that_has_one_queue(
     alone = {key: value for key, value in changes.items() if not key.startswith("parallel")}
     how = {"order": "threads", "delay_ms": 2, "seed": 1, "connections": 1}
     found = on_device(4, tmp_path, tokens, how, **changes)
-    assert_near(found, references.of(1, *(alone | {"parallel__data": "single"}).items()), 2e-7)
+    assert_near(found, references.of(1, *(alone | {"parallel__engine": "single"}).items()), 2e-7)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpoint.memory.interval import every_of
-from phalanx.core.events import Kind, write_event
+from phalanx.checkpoint.memory.interval import choose_interval
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import inventory, state_file
@@ -22,14 +22,14 @@ STEPS = 20
 def copied(placement: Placement, path: str) -> list[bool]:
     """Whether memory that was mapped is page-locked, and what comes late is seen in it when that was waited for."""
     device = torch.device(placement.device)
-    accelerator.use(device, 1)
-    file = state_file.create(Path(path), state_file.Who(1, 0, 1, b"r" * 32, 0, 1), {}, 4096)
+    accelerator.set_device(device, 1)
+    file = state_file.create_state_file(Path(path), state_file.StateFileOwner(1, 0, 1, b"r" * 32, 0, 1), {}, 4096)
     mapped = torch.frombuffer(file.map, dtype=torch.uint8)
     locked = accelerator.page_lock(mapped, device)
-    there = torch.frombuffer(file.map, dtype=torch.float32, count=4, offset=file.at(1))
+    there = torch.frombuffer(file.map, dtype=torch.float32, count=4, offset=file.slot_offset(1))
     there.copy_(torch.ones(4, device=device), non_blocking=True)
     late = there.tolist() == [0.0] * 4
-    accelerator.wait_here(device)
+    accelerator.synchronize_stream(device)
     again = accelerator.page_lock(mapped, device)  # which the device refuses, and no kernel fails for
     fine = (torch.ones(2, device=device) * 2).tolist() == [2.0, 2.0]
     return [locked, late, there.tolist() == [1.0] * 4, again, fine]
@@ -41,8 +41,8 @@ def test_memory_that_was_mapped_is_page_locked(shared: Path) -> None:
 
 
 def test_how_often_a_step_is_kept() -> None:
-    assert [every_of(share) for share in (0.0, 0.0049, 0.005, 0.006, 0.5, 3.0)] == [1, 1, 1, 2, 100, 600]
-    assert [every_of(share, unit=4) for share in (0.0025, 0.006, 0.5)] == [1, 4, 100]
+    assert [choose_interval(share) for share in (0.0, 0.0049, 0.005, 0.006, 0.5, 3.0)] == [1, 1, 1, 2, 100, 600]
+    assert [choose_interval(share, unit=4) for share in (0.0025, 0.006, 0.5)] == [1, 4, 100]
 
 
 def train_noting(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
@@ -61,12 +61,20 @@ def train_noting(placement: Placement, run: str, data: str, changes: dict[str, A
 def walked(run: Path, data: Path, shared: Path, wanted: Any, link_mb_s: int) -> list[int]:
     """A run whose state goes over a link of that speed; what it said of how often a step is kept."""
     run.mkdir()
-    write_event(RunPaths(run).events, Kind.RUN_STARTED, 1)
-    changes = curves.RECIPE | {"parallel.data": "single", "resilience.memory": wanted, "train.steps": STEPS}
+    write_event(RunPaths(run).events, EventKind.RUN_STARTED, 1)
+    changes = curves.RECIPE | {
+        "parallel.engine": "single",
+        "resilience.in_memory_checkpoints": wanted,
+        "train.steps": STEPS,
+    }
     arguments = {"run": str(run), "data": str(data), "changes": changes}
     codes = run_on_device(train_noting, order="threads", shared=shared, timeout_s=240, link_mb_s=link_mb_s, **arguments)
     assert codes == [0]
-    said = [event["value"] for event in runs.events(run, Kind.RESOLVED) if event["key"] == "resilience.memory"]
+    said = [
+        event["value"]
+        for event in runs.events(run, EventKind.AUTO_RESOLVED)
+        if event["key"] == "resilience.in_memory_checkpoints"
+    ]
     return [int(value.split()[1]) for value in said if isinstance(value, str)]
 
 
@@ -74,7 +82,9 @@ def test_over_a_slow_link_every_nth_step_is_kept_and_said(tokens: Path, tmp_path
     """Each step would wait for the copy of the one before."""
     (every,) = walked(tmp_path / "auto", tokens, shared, "auto", 1)
     assert every > 1
-    kept = inventory.newest(inventory.there(shared, state_file.run_of(RunPaths(tmp_path / "auto").events)))
+    kept = inventory.find_newest_checkpoint(
+        inventory.read_state_files(shared, state_file.compute_run_id(RunPaths(tmp_path / "auto").events))
+    )
     assert kept is not None
     newest = max(step for step in range(1, STEPS + 1) if step % every == 0 or step < 11)
     assert kept.step == newest
@@ -82,7 +92,9 @@ def test_over_a_slow_link_every_nth_step_is_kept_and_said(tokens: Path, tmp_path
 
 def test_what_is_asked_for_is_kept_however_slow_the_link(tokens: Path, tmp_path: Path, shared: Path) -> None:
     assert walked(tmp_path / "asked", tokens, shared, True, 1) == []
-    kept = inventory.newest(inventory.there(shared, state_file.run_of(RunPaths(tmp_path / "asked").events)))
+    kept = inventory.find_newest_checkpoint(
+        inventory.read_state_files(shared, state_file.compute_run_id(RunPaths(tmp_path / "asked").events))
+    )
     assert kept is not None and kept.step == STEPS
-    (file,) = inventory.files_in(shared)
+    (file,) = inventory.list_state_files(shared)
     assert (tmp_path / "asked" / "locked").read_text() == f"True {file.stat().st_size}"

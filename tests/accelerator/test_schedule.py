@@ -8,8 +8,8 @@ import torch
 
 from phalanx.core.placement import Placement
 from phalanx.engine import schedule
-from phalanx.engine.timing import LEAST_S, DeviceLaps
-from phalanx.layout.comm_schedule import Work
+from phalanx.engine.timing import LEAST_S, DevicePassTimer
+from phalanx.layout.comm_schedule import StepTimings
 from tests.accelerator.curves import References, _arguments, _outcome, assert_near
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
@@ -19,13 +19,13 @@ pytestmark = needs_device
 
 def trained(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
     """`runs.train`, of which each order that follows the first guess is noted."""
-    inner, works = schedule.orders, []
+    inner, works = schedule.plan_schedules, []
 
-    def noting(work: Work, *others: Any) -> Any:
+    def noting(work: StepTimings, *others: Any) -> Any:
         works.append(work)
         return inner(work, *others)
 
-    schedule.orders = noting  # type: ignore[assignment]
+    schedule.plan_schedules = noting  # type: ignore[assignment]
     assert runs.train(placement, run, data, changes) == 0
     guess, *measured = works
     assert guess.forward_s[-1] >= 1  # elements
@@ -38,38 +38,38 @@ def trained(placement: Placement, run: str, data: str, changes: dict[str, Any]) 
     return 0
 
 
-@pytest.mark.parametrize("sharded", [{"parallel__zero": 3}, {"parallel__zero": 1, "optim__slots": 2}])
+@pytest.mark.parametrize("sharded", [{"parallel__zero": 3}, {"parallel__zero": 1, "optim__double_buffer": True}])
 def test_orders_are_made_of_the_times_of_devices(
     sharded: dict[str, Any], references: References, tokens: Path, tmp_path: Path
 ) -> None:
-    changes = {"parallel__data": "sharded", "train__steps": 6, "optim__decay_steps": 6} | sharded
+    changes = {"parallel__engine": "sharded", "train__steps": 6, "optim__decay_steps": 6} | sharded
     arguments = _arguments(tmp_path, tokens, changes)
     found = _outcome(run_on_device(trained, 2, order="threads", timeout_s=240, **arguments), tmp_path)
     alone = {key: value for key, value in changes.items() if not key.startswith("parallel")}
-    assert_near(found, references.of(1, *(alone | {"parallel__data": "single"}).items()), 2e-7)
+    assert_near(found, references.of(1, *(alone | {"parallel__engine": "single"}).items()), 2e-7)
 
 
 def laps(placement: Placement) -> list[float]:
     """Seconds of a pass that waits for a long kernel of another stream, then runs a short one; and of the long one."""
     device = torch.device(placement.device)
     side, matrix = torch.Stream(device), torch.ones(1200, 1200, device=device)
-    timed, long = DeviceLaps(1, device), DeviceLaps(1, device)
+    timed, long = DevicePassTimer(1, device), DevicePassTimer(1, device)
     torch.accelerator.synchronize()
-    timed.begin()
+    timed.start()
     with side:
-        long.begin()
+        long.start()
         for _ in range(3):
             matrix @ matrix
-        long.forward(0)
+        long.end_forward(0)
         there = torch.Event(device)
         there.record()
     torch.accelerator.current_stream(device).wait_event(there)
-    timed.waited()
+    timed.exclude_wait()
     matrix[:10] @ matrix
-    timed.forward(0)
-    behind = timed.table()  # of what the device has still to do nothing is known, and nobody waits for it
+    timed.end_forward(0)
+    behind = timed.median_seconds()  # of what the device has still to do nothing is known, and nobody waits for it
     torch.accelerator.synchronize()
-    return [behind[0], timed.table()[0], long.table()[0]]
+    return [behind[0], timed.median_seconds()[0], long.median_seconds()[0]]
 
 
 @pytest.mark.parametrize("order", ["threads", "lazy"])

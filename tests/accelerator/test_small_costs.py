@@ -54,8 +54,8 @@ def events(placement: Placement) -> list[int]:
     """How many events there are after the first round of marks and after a tenth."""
     import torch
 
-    from phalanx.comm.comm_thread import Lane, Mark
-    from phalanx.system.event_times import Stamps, seconds_between
+    from phalanx.comm.comm_thread import CommThread, StreamEvent
+    from phalanx.system.event_times import EventTimes, seconds_between
 
     device, made = torch.device(placement.device), []
     inner = torch.Event
@@ -65,12 +65,12 @@ def events(placement: Placement) -> list[int]:
         return made[-1]
 
     torch.Event = noted  # type: ignore[assignment, misc]
-    clock, mark, counts = Stamps(device), Mark(Lane(device)), []
+    clock, mark, counts = EventTimes(device), StreamEvent(CommThread(device)), []
     for _ in range(10):
-        spans = [(clock.mark(), clock.mark()) for _ in range(3)]
+        spans = [(clock.record(), clock.record()) for _ in range(3)]
         assert all(seconds_between(*span) >= 0 for span in spans)
-        clock.give_back(*(each for span in spans for each in span))
-        mark.set()
+        clock.recycle(*(each for span in spans for each in span))
+        mark.record()
         mark.wait()
         counts.append(len(made))
     return [counts[0], counts[-1]]

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from phalanx.comm.collectives import Traffic, all_reduce
-from phalanx.comm.comm_thread import Lane, Mark
+from phalanx.comm.comm_thread import CommThread, StreamEvent
 from phalanx.comm.mesh import join
 from phalanx.core.placement import Placement
-from phalanx.engine.bucket import Gradient, Pool
-from phalanx.engine.collective_queue import Carrier
-from phalanx.engine.hooks import Marks, Passes
-from phalanx.engine.sharded import Sharded
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.engine.step_state import Done, Step
-from phalanx.engine.timing import DeviceLaps
+from phalanx.engine.bucket import BucketGradient, GradientBufferPool
+from phalanx.engine.collective_queue import CollectiveQueue
+from phalanx.engine.hooks import PassEvents, UnitHooks
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.engine.step_state import ShardedStepOutcome, StepState
+from phalanx.engine.timing import DevicePassTimer
 from phalanx.engine.units import Unit
 from phalanx.system import accelerator
 from tests.accelerator.device import needs_device, run_on_device
@@ -38,13 +38,13 @@ def filled(device: torch.device, value: float) -> torch.Tensor:
 def memory_of_a_closed_lane(placement: Placement) -> list[float]:
     """What is in memory that a lane had written to, and that was taken again when it was closed."""
     device = torch.device(placement.device)
-    lane, target = Lane(device), filled(device, 1.0)
-    lane.follow()
-    lane.put(partial(target.fill_, 2.0))
+    lane, target = CommThread(device), filled(device, 1.0)
+    lane.wait_current_stream()
+    lane.submit(partial(target.fill_, 2.0))
     lane.close()
     target.untyped_storage().resize_(0)
     later = filled(device, 3.0)
-    accelerator.wait(device)
+    accelerator.synchronize(device)
     return [later.min().item(), later.max().item()]
 
 
@@ -55,12 +55,12 @@ def test_memory_that_a_closed_lane_used_may_be_taken_at_once() -> None:
 def a_mark_that_is_set_again(placement: Placement) -> list[float]:
     """What another stream reads behind a mark, while a thread is about to set that a second time."""
     device = torch.device(placement.device)
-    source, mark, seen = filled(device, 1.0), Mark(Lane(device)), []
-    accelerator.wait(device)
+    source, mark, seen = filled(device, 1.0), StreamEvent(CommThread(device)), []
+    accelerator.synchronize(device)
 
     class Slow(torch.Event):
         def record(self, stream: torch.Stream | None = None) -> None:
-            if mark.reached:
+            if mark.is_recorded:
                 other = threading.Thread(target=read)
                 other.start()
                 other.join(10)
@@ -70,12 +70,12 @@ def a_mark_that_is_set_again(placement: Placement) -> list[float]:
         with torch.Stream(device):
             mark.wait()
             seen.append(source.clone())
-            accelerator.wait_here(device)
+            accelerator.synchronize_stream(device)
 
     plain, torch.Event = torch.Event, Slow  # type: ignore[misc]
     source.fill_(2.0)
-    mark.set()
-    mark.set()
+    mark.record()
+    mark.record()
     torch.Event = plain  # type: ignore[misc]
     return [each.min().item() for each in seen]
 
@@ -87,22 +87,22 @@ def test_a_mark_that_is_set_again_is_waited_for_all_the_time() -> None:
 def buffers_of_a_pool(placement: Placement, keeps: bool) -> list[float]:
     """What a lane reads of a buffer that it gave back and that the main thread has filled again since."""
     device = torch.device(placement.device)
-    lane, pool = Lane(device), Pool(keeps=keeps)
+    lane, pool = CommThread(device), GradientBufferPool(keeps=keeps)
     like = filled(device, 0.0)
     seen = []
 
     def send(buffer: torch.Tensor) -> None:
         seen.append(buffer.clone())
-        pool.give_back(buffer, lane)
+        pool.release(buffer, lane)
 
     for value in (1.0, 2.0, 3.0):
-        buffer = pool.take(like, ELEMENTS, lane, limited=True)
+        buffer = pool.acquire(like, ELEMENTS, lane, limited=True)
         buffer.fill_(value)
-        lane.follow()
-        lane.put(lambda buffer=buffer: send(buffer))  # type: ignore[misc]
+        lane.wait_current_stream()
+        lane.submit(lambda buffer=buffer: send(buffer))  # type: ignore[misc]
         del buffer
         let_go = threading.Event()
-        lane.put(let_go.set)
+        lane.submit(let_go.set)
         assert let_go.wait(10)  # the lane's host is through with the buffer, and its device is not
     lane.drain()
     return [each.min().item() for each in seen]
@@ -119,12 +119,12 @@ def summed_from_a_stream(placement: Placement) -> list[float]:
     device = torch.device(placement.device)
     with join(placement, 20) as mesh:
         mine, group = filled(device, 0.0), mesh.shard.get_group()
-        accelerator.wait(device)
+        accelerator.synchronize(device)
         with torch.Stream(device):
             mine.fill_(1.0 + mesh.rank)
             all_reduce(mine, group, Traffic()).wait()
             seen = mine.clone()
-            accelerator.wait_here(device)
+            accelerator.synchronize_stream(device)
         return [seen.min().item(), seen.max().item()]
 
 
@@ -135,29 +135,30 @@ def test_a_group_of_the_host_reads_what_any_stream_has_computed_and_that_reads_w
 
 def behind_the_lane(placement: Placement, what: str) -> list[float]:
     """What the main stream reads of memory that the lane was to write, behind `what` a model's hooks do."""
-    device, lane = torch.device(placement.device), Lane(torch.device(placement.device))
-    target, passes, module = filled(device, 1.0), object.__new__(Passes), torch.nn.Module()
-    passes._lane, passes._traffic, passes.fresh = lane, Traffic(), [Mark(lane), Mark(lane)]
-    passes.whole, passes._released, passes._inside, passes._next = False, "released" in what, "back" in what, 1
-    passes._units, passes._entered = [Unit(number, "", module, []) for number in range(2)], set()
-    passes.marks, passes._laps = Marks(2, lane, True), DeviceLaps(2, device)
-    lane.follow()
+    device, lane = torch.device(placement.device), CommThread(torch.device(placement.device))
+    target, passes, module = filled(device, 1.0), object.__new__(UnitHooks), torch.nn.Module()
+    passes._comm_thread, passes._traffic, passes.gathered = lane, Traffic(), [StreamEvent(lane), StreamEvent(lane)]
+    passes.unsharded, passes._resharded, passes._in_micro_batch = False, "released" in what, "back" in what
+    passes._next = 1
+    passes._units, passes._called_units = [Unit(number, "", module, []) for number in range(2)], set()
+    passes.events, passes._pass_timer = PassEvents(2, lane, True), DevicePassTimer(2, device)
+    lane.wait_current_stream()
     for number in range(2):
-        lane.put(partial(target.add_, 1.0))
-        for mark in (passes.fresh[number], passes.marks.regathered[number], passes.marks.gathered[number]):
-            lane.put(mark.set)
+        lane.submit(partial(target.add_, 1.0))
+        for mark in (passes.gathered[number], passes.events.regathered[number], passes.events.gathered[number]):
+            lane.submit(mark.record)
     match what:
         case "a state_dict":
-            passes._is_read(module, "", False)
+            passes._on_state_dict(module, "", False)
         case "units that are not used":
-            passes.catch_up()
+            passes.wait_for_gathers()
         case "a unit" | "a released unit":
-            passes._before(passes._units[1], module, ())
+            passes._pre_forward(passes._units[1], module, ())
         case "a released unit's way back":
-            passes.marks.regathered = [passes.marks.regathered[1], passes.marks.regathered[0]]
-            passes._before_backward(passes._units[0], passes.marks)
+            passes.events.regathered = [passes.events.regathered[1], passes.events.regathered[0]]
+            passes._pre_backward(passes._units[0], passes.events)
     seen = target.clone()
-    accelerator.wait_here(device)
+    accelerator.synchronize_stream(device)
     lane.close()
     return [seen.min().item(), seen.max().item()]
 
@@ -174,26 +175,26 @@ def test_whoever_needs_parameters_comes_behind_the_lane(what: str) -> None:
 def norm_of_the_step_before(placement: Placement) -> list[Any]:
     """Whether units may be updated early, asked while the lane is about to write the norm that says so; and what a
     step came to, likewise."""
-    engine: Any = object.__new__(Sharded)
-    lane, may = Lane(torch.device("cpu")), threading.Event()
-    engine.sharding, engine._released, engine._last_norm = Sharding(slots=2), False, None
-    engine.mesh, engine._before = type("Mesh", (), {"traffic": Traffic()}), Mark(lane)
-    step = Step(1, 0.1, None, Weight(), Mark(lane))  # type: ignore[arg-type]
+    engine: Any = object.__new__(ShardedEngine)
+    lane, may = CommThread(torch.device("cpu")), threading.Event()
+    engine.sharding, engine._resharded, engine._last_norm = ShardingSpec(slots=2), False, None
+    engine.mesh, engine._previous_agreed = type("Mesh", (), {"traffic": Traffic()}), StreamEvent(lane)
+    step = StepState(1, 0.1, None, Weight(), StreamEvent(lane))  # type: ignore[arg-type]
 
     def agree() -> None:
         may.wait(10)
         engine._last_norm = step.norm = 0.25
-        engine._before.set()
-        step.agreed.set()
+        engine._previous_agreed.record()
+        step.agreed.record()
 
     found: list[Any] = []
-    for asked in (lambda: engine._may_be_early(1.0), Done(step, Traffic()).get):
-        lane.put(agree)
+    for asked in (lambda: engine._may_update_early(1.0), ShardedStepOutcome(step, Traffic()).get):
+        lane.submit(agree)
         threading.Timer(0.05, may.set).start()
         found.append(asked())
         lane.drain()
         may.clear()
-        engine._before, step.agreed, step.norm = Mark(lane), Mark(lane), 0.0
+        engine._previous_agreed, step.agreed, step.norm = StreamEvent(lane), StreamEvent(lane), 0.0
     lane.close()
     return found
 
@@ -212,22 +213,22 @@ def test_what_the_lane_agrees_on_is_waited_for_where_it_is_read() -> None:
 def agreed_and_begun(placement: Placement) -> list[Any]:
     """Whether parameters that were gathered count as there, before and after the ranks have agreed on their step; and
     in which order the lane ends what it was given and a state is taken for that of a step."""
-    engine: Any = object.__new__(Sharded)
-    lane, may = Lane(torch.device("cpu")), threading.Event()
-    engine._carrier, engine._parts, engine._lane = Carrier(None, None, None), 1, lane  # type: ignore[arg-type]
-    step = Step(1, 0.1, None, Weight(), Mark(lane))  # type: ignore[arg-type]
-    unit, fresh = Unit(0, "", torch.nn.Module(), []), [Mark(lane), Mark(lane)]
+    engine: Any = object.__new__(ShardedEngine)
+    lane, may = CommThread(torch.device("cpu")), threading.Event()
+    engine._queue, engine._parts, engine._comm_thread = CollectiveQueue(None, None, None), 1, lane  # type: ignore[arg-type]
+    step = StepState(1, 0.1, None, Weight(), StreamEvent(lane))  # type: ignore[arg-type]
+    unit, fresh = Unit(0, "", torch.nn.Module(), []), [StreamEvent(lane), StreamEvent(lane)]
     engine._gather_updated(step, unit, 0, fresh[0])
-    step.agreed.set()
+    step.agreed.record()
     engine._gather_updated(step, unit, 0, fresh[1])
     order: list[str] = []
-    state = {"attached": False, "loaded": lambda self, step: order.append(f"step {step}")}
+    state = {"has_state": False, "adopt_state": lambda self, step: order.append(f"step {step}")}
     engine._state = type("State", (), state)()
-    lane.put(lambda: (may.wait(10), order.append("the lane"))[1])
+    lane.submit(lambda: (may.wait(10), order.append("the lane"))[1])
     threading.Timer(0.05, may.set).start()
-    engine.begin_after(5)
+    engine.resume_after(5)
     lane.close()
-    return [[each.reached for each in fresh], step.early_fresh == fresh[:1], order]
+    return [[each.is_recorded for each in fresh], step.pending_gathered == fresh[:1], order]
 
 
 def test_parameters_count_as_there_when_the_ranks_have_agreed_and_a_state_when_the_lane_is_through() -> None:
@@ -236,24 +237,24 @@ def test_parameters_count_as_there_when_the_ranks_have_agreed_and_a_state_when_t
 
 def released_behind(placement: Placement, number: int, arrived: bool) -> bool:
     """Whether a unit's parameters are let go of behind its backward pass, which is late, whatever is sent then."""
-    lane, done, model = Lane(torch.device("cpu")), [], torch.nn.Module()
-    unit: Any = type("Unit", (), {"number": number, "module": torch.nn.Module(), "helds": []})()
-    unit.helds = [type("Held", (), {"release": lambda self: done.append(number)})()]
-    engine: Any = object.__new__(Sharded)
-    engine._carrier, engine._units, engine.model = Carrier(None, None, None), [unit, unit], model  # type: ignore[arg-type]
-    marks, there, gradient = Marks(3, lane, True), Mark(lane), Gradient(True, None, Mark(lane))
-    engine._whole = deque([(unit, marks.used_again[number], there)])
+    lane, done, model = CommThread(torch.device("cpu")), [], torch.nn.Module()
+    unit: Any = type("Unit", (), {"number": number, "module": torch.nn.Module(), "buckets": []})()
+    unit.buckets = [type("RankBucket", (), {"reshard": lambda self: done.append(number)})()]
+    engine: Any = object.__new__(ShardedEngine)
+    engine._queue, engine._units, engine.model = CollectiveQueue(None, None, None), [unit, unit], model  # type: ignore[arg-type]
+    marks, there, gradient = PassEvents(3, lane, True), StreamEvent(lane), BucketGradient(True, None, StreamEvent(lane))
+    engine._unsharded_units = deque([(unit, marks.backward_done[number], there)])
     if arrived:
-        there.set()
+        there.record()
 
     def backward() -> None:
         if number == 0:  # of which nothing but its gradient tells the end
-            marks.used_again[number].set()
-        gradient.ready.set()
+            marks.backward_done[number].record()
+        gradient.ready.record()
         time.sleep(0.05)
-        marks.used_again[number].set()
+        marks.backward_done[number].record()
 
-    lane.put(partial(engine._release_behind, unit, gradient, marks))
+    lane.submit(partial(engine._reshard_after_backward, unit, gradient, marks))
     threading.Timer(0.05, backward).start()
     lane.drain()
     lane.close()
@@ -267,24 +268,25 @@ def test_parameters_are_let_go_of_behind_a_backward_pass_where_they_have_arrived
 
 def between_steps(placement: Placement, what: str) -> list[str]:
     """In which order the lane ends what it was given and the state is read, or written."""
-    lane, may, order = Lane(torch.device("cpu")), threading.Event(), list[str]()
-    engine: Any = object.__new__(Sharded)
-    engine._lane, engine._released, engine._units, engine._carrier = lane, False, [], Carrier(None, None, None)  # type: ignore[arg-type]
+    lane, may, order = CommThread(torch.device("cpu")), threading.Event(), list[str]()
+    engine: Any = object.__new__(ShardedEngine)
+    engine._comm_thread, engine._resharded, engine._units = lane, False, []
+    engine._queue = CollectiveQueue(None, None, None)  # type: ignore[arg-type]
     engine.model, engine._state = torch.nn.Linear(1, 1), type("State", (), {"source": {}})
     shards = {name: staticmethod(lambda *args: order.append("read") or iter(())) for name in ("pieces", "load")}
     engine._shards = type("Shards", (), shards)
-    lane.put(lambda: (may.wait(10), order.append("the lane"))[1])
+    lane.submit(lambda: (may.wait(10), order.append("the lane"))[1])
     threading.Timer(0.05, may.set).start()
     match what:
         case "full_parameters":
             with engine.full_parameters():
                 order.append("read")
         case "pieces":
-            list(engine.pieces(twins=True))
+            list(engine.pieces(replicas=True))
         case "load":
             engine.load(lambda *args: None)
         case "masters":
-            engine._bring_masters()
+            engine._gather_masters()
             order.append("read")
     lane.close()
     return order
@@ -302,7 +304,7 @@ def released_between_steps(placement: Placement, what: str) -> float:
     model = Net([torch.nn.Linear(WIDTH, WIDTH).double() for _ in range(4)], own=False)
     twin = copy.deepcopy(model)
     with join(placement, 20) as mesh:
-        engine = Driven(mesh, model, model.units(), Sharding(3), meta=True).engine
+        engine = Driven(mesh, model, model.units(), ShardingSpec(3), meta=True).engine
         device = mesh.device
         rows = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
         there = rows.to(device)

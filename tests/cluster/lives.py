@@ -33,10 +33,10 @@ model: {hidden: 16, layers: 1, heads: 2, intermediate: 32, dropout: 0.1}
 data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
 train: {steps: 120, global_batch: 6, micro_batch: 2, eval_sequences: 4, dtype: fp64}
 optim: {lr: 1e-2, decay_steps: 300}
-balance: {work: even}
+balance: {batch: even}
 checkpoint: {every: 6, keep: 30}
 comm: {timeout_s: 60}
-resilience: {heartbeat_s: 3}
+resilience: {heartbeat_timeout_s: 3}
 report: {tensorboard: false}
 """
 PATIENCE_S = 200.0
@@ -84,7 +84,7 @@ def train(
         return found
     finally:
         for node in range(total):  # what is killed leaves its memory
-            shutil.rmtree(shared_memory.folder_of(RunPaths(place / run), node) or place / "none", ignore_errors=True)
+            shutil.rmtree(shared_memory.find_folder(RunPaths(place / run), node) or place / "none", ignore_errors=True)
 
 
 def live(placement: Placement, folder: str, run: str, commands: list[list[str]], lives: list[list[Life]]) -> Any:
@@ -104,7 +104,7 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
     def child() -> int:
         os.chdir(folder)
         if told.get("stopped_at_entry"):
-            rendezvous_host.FirstNode.enter = _stopped(rendezvous_host.FirstNode.enter)  # type: ignore[method-assign]
+            rendezvous_host.RendezvousHost.enter = _stopped(rendezvous_host.RendezvousHost.enter)  # type: ignore[method-assign]
         if told.get("files") is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (told["files"], told["files"]))
         return command_line(arguments, out)
@@ -112,7 +112,7 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
     if told.get("emptied"):
         shutil.rmtree(_memory(paths, node))
     if "had" in told:
-        (_memory(paths, node) / shared_memory.RUN).write_text(f"{shared_memory.key_of(paths)}-{told['had']}")
+        (_memory(paths, node) / shared_memory.RUN).write_text(f"{shared_memory.compute_run_key(paths)}-{told['had']}")
     pid, pidfd = fork(child)
     os.close(pidfd)
     process = out.with_suffix(".pid")
@@ -120,7 +120,9 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
     if told["end"] is not None:
         wait_until(lambda: _step(paths) >= told["end"] or _over(pid), timeout_s=PATIENCE_S)
         if told["asked"] is not None:
-            node_requests.ask(paths, told["asked"][0], node_requests.Wanted(told["asked"][1]), "its fan is loud")
+            node_requests.write_request(
+                paths, told["asked"][0], node_requests.NodeRequestKind(told["asked"][1]), "its fan is loud"
+            )
         elif "all" in told:  # the other agents of the same life
             for file in Path(folder).glob(out.with_suffix(".pid").name.replace(f"-node-{node}-", "-node-*-")):
                 os.kill(int(file.read_text()), told["signal"])
@@ -135,7 +137,7 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
 
 def _memory(paths: RunPaths, node: int) -> Path:
     """A node's folder in shared memory."""
-    folder = shared_memory.folder_of(paths, node)
+    folder = shared_memory.find_folder(paths, node)
     assert folder is not None, f"node {node} has kept nothing"
     return folder
 

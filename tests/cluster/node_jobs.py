@@ -23,15 +23,15 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import channel as channels
 from phalanx.elastic.membership import epoch_files, rendezvous_client
 from phalanx.elastic.membership.channel import Message
-from phalanx.elastic.membership.handshake import own_hello
-from phalanx.elastic.membership.listener import Door
-from phalanx.elastic.membership.rendezvous_client import OtherNode
-from phalanx.elastic.node.job import Job
-from phalanx.elastic.node.node_agent import Peer, run
-from phalanx.elastic.node.signals import Signals
-from phalanx.elastic.supervisor.coordinator import Leader, Plan, take_lead
-from phalanx.elastic.supervisor.failover import division_of
-from phalanx.elastic.supervisor.state import Policy
+from phalanx.elastic.membership.handshake import make_hello
+from phalanx.elastic.membership.listener import ConnectionListener
+from phalanx.elastic.membership.rendezvous_client import RendezvousClient
+from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.node.node_agent import NodeAgent, run_agent
+from phalanx.elastic.node.signals import StopSignals
+from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
+from phalanx.elastic.supervisor.failover import describe_division
+from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.launch import multinode, rendezvous_options
 from phalanx.recovery import fencing
 from tests.unit import agent_jobs
@@ -79,7 +79,7 @@ def second_time(placement: Placement) -> int:
 
 def lingers(placement: Placement) -> int:
     """All is done and saved, but ranks take their time to leave."""
-    progress_page.opened(placement.shared, placement.rank, placement.attempt).done()
+    progress_page.open_progress_page(placement.shared, placement.rank, placement.attempt).finish()
     note(placement, "ready", os.getpid())
     time.sleep(60)
     return 1
@@ -88,7 +88,9 @@ def lingers(placement: Placement) -> int:
 def until_fenced(placement: Placement) -> int:
     """The first attempt lasts until its ranks may not write any more, and is killed; those of the next one may."""
     note(placement, "ready", os.getpid())
-    may_write = functools.partial(fencing.before_commit, RunPaths(FOLDER / "run"), placement.attempt, placement.epoch)
+    may_write = functools.partial(
+        fencing.check_before_commit, RunPaths(FOLDER / "run"), placement.attempt, placement.epoch
+    )
     try:
         may_write()
         while placement.attempt == 1:
@@ -123,23 +125,23 @@ def more_memory(placement: Placement) -> int:
     return 0
 
 
-def goes_mad(peer: Peer, frame: Any) -> None:
+def goes_mad(peer: NodeAgent, frame: Any) -> None:
     """Have an agent send a frame to all others when its ranks have begun."""
-    tend, waiting = peer.tend, [frame]
+    poll_once, waiting = peer.poll_once, [frame]
 
     def mad() -> None:
-        tend()
-        if waiting and list(FOLDER.glob(f"ready-1-{peer.circle.me.node}.json")):
-            peer.circle.tell_all(waiting.pop(), but=peer.circle.me.node)
+        poll_once()
+        if waiting and list(FOLDER.glob(f"ready-1-{peer.membership.me.node}.json")):
+            peer.membership.broadcast(waiting.pop(), but=peer.membership.me.node)
 
-    peer.tend = mad  # type: ignore[method-assign]
-
-
-def is_settled(other: OtherNode) -> bool:
-    return any(found is not None for found in (other.refused, other.over, other.lost, other.roster))
+    peer.poll_once = mad  # type: ignore[method-assign]
 
 
-def is_answered(other: OtherNode) -> bool:
+def is_settled(other: RendezvousClient) -> bool:
+    return any(found is not None for found in (other.refusal, other.over, other.lost, other.member_list))
+
+
+def is_answered(other: RendezvousClient) -> bool:
     return is_settled(other) or other.offer is not None
 
 
@@ -149,7 +151,7 @@ class Node:
     def __init__(self, options: dict[str, Any], work: dict[str, Any], ranks: int) -> None:
         self.options, self.work, self.ranks = options, work, ranks
         self.node, self.total = options["node"], options["nodes"] + options.get("spares", 0)
-        meeting = rendezvous_options.meeting(
+        meeting = rendezvous_options.parse_rendezvous_options(
             options["nodes"], self.node, options["meet"], options.get("timeout_s", 20), os.environ,
             options.get("spares"),
         )  # fmt: skip
@@ -157,10 +159,10 @@ class Node:
         self.meeting = meeting
         devices = [[options.get("device", "cpu"), "any", True]] * ranks
         versions, asked = {"torch": options.get("torch", "2")}, options.get("recipe", {"a": 1})
-        self.hello = own_hello(self.node, self.total, devices, versions, asked)
+        self.hello = make_hello(self.node, self.total, devices, versions, asked)
         self.paths = RunPaths(FOLDER / "run")
-        self.signals = Signals()
-        self.policy = Policy(
+        self.signals = StopSignals()
+        self.policy = RecoveryPolicy(
             nodes=options["nodes"],
             max_restarts=options.get("max_restarts", 0),
             on_lost_node=tuple(options.get("on_lost_node", ("replace", "shrink", "wait"))),
@@ -169,17 +171,17 @@ class Node:
             group=options.get("group", 1),
         )
         self.claim = functools.partial(epoch_files.claim, self.paths) if options.get("files", True) else None
-        self.leads: Leader | None = None
+        self.leads: Coordinator | None = None
         self.unfit: str | None = None
 
-    def make(self, offer: Message, tend: Callable[[], None]) -> Job:
+    def make(self, offer: Message, poll_once: Callable[[], None]) -> NodeJob:
         if int(offer["division"]) == self.options.get("unfit_for"):
             raise ConfigError("there is no room for that here")
         if int(offer["division"]) == self.options.get("slow_for"):
             (FOLDER / f"slow-{self.node}").touch()
             until = time.monotonic() + 120
             while time.monotonic() < until:
-                tend()
+                poll_once()
                 time.sleep(0.02)
         if self.options.get("unhealthy"):
             raise Unhealthy("this node is not fit to be trained on: it smokes")
@@ -187,62 +189,62 @@ class Node:
         shared = FOLDER / f"shared-{self.node}" if self.options.get("shared") else None
         if shared is not None:
             shared.mkdir(exist_ok=True)
-        return Job(self.ranks, **self.work, shared=shared, after_out_of_memory=lambda: next(allowed, False))
+        return NodeJob(self.ranks, **self.work, shared=shared, after_out_of_memory=lambda: next(allowed, False))
 
     def prepare(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
         assert sum(ranks for _, ranks in plan) >= self.options.get("least_ranks", 1), "too few ranks for the model"
-        return division_of(division, plan, devices, self.policy)
+        return describe_division(division, plan, devices, self.policy)
 
-    def lead(self, peer: Peer) -> Leader:
+    def lead(self, peer: NodeAgent) -> Coordinator:
         note, attempt = self.work["on_event"], self.options.get("attempt", 1)
-        self.leads = take_lead(peer, self.hello, attempt, 0, self.prepare, note, unfit=self.unfit)
+        self.leads = become_coordinator(peer, self.hello, attempt, 0, self.prepare, note, unfit_reason=self.unfit)
         return self.leads
 
-    def first(self, held: contextlib.ExitStack) -> Peer:
+    def first(self, held: contextlib.ExitStack) -> NodeAgent:
         """Be node 0 until all have entered the circle."""
-        first = held.enter_context(multinode.hosted(self.meeting, self.hello, self.meeting.spares))
+        first = held.enter_context(multinode.host_rendezvous(self.meeting, self.hello, self.meeting.spares))
         first.notice = self.work["on_event"]
-        multinode.gather(first, self.meeting, first.tend)
+        multinode.gather(first, self.meeting, first.poll_once)
         if self.options.pop("unhealthy", False):
-            self.unfit = first.stand_aside("node 0 is not fit to be trained on: it smokes", alone=False)
+            self.unfit = first.yield_to_spare("node 0 is not fit to be trained on: it smokes", alone=False)
         rows = [hello["devices"] for hello in first.hellos()[: self.options["nodes"]]]
         offer = self.prepare(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
-        multinode.offer(first, lambda node: offer, first.tend)
-        peer = Peer(first.secret, self.make, self.lead)
-        peer.prepared(offer, self.make(offer, first.tend))
+        multinode.offer_to_all(first, lambda node: offer, first.poll_once)
+        peer = NodeAgent(first.secret, self.make, self.lead)
+        peer.adopt_job(offer, self.make(offer, first.poll_once))
         self.paths.root.mkdir(exist_ok=True)
         epoch = 1 if self.claim is None else epoch_files.claim_next(self.paths, {"attempt": 1})
-        multinode.enter_first(first, peer, self.claim, self.options.get("heartbeat_s", PATIENT_S), epoch)
+        multinode.start_membership(first, peer, self.claim, self.options.get("heartbeat_s", PATIENT_S), epoch)
         return peer
 
-    def other(self) -> Peer | dict[str, Any]:
+    def other(self) -> NodeAgent | dict[str, Any]:
         """Be another node until it is a member; how it ended where it was not let in."""
 
         def tell(text: str) -> None:
             self.work["on_event"]("said", {"t": text})
 
         while True:
-            other = rendezvous_client.seek(self.meeting.place, self.hello, self.meeting.timeout_s, tell)
-            multinode.wait(other, functools.partial(is_answered, other))
-            peer = Peer(other.secret, self.make, self.lead)
+            other = rendezvous_client.connect_to_leader(self.meeting.point, self.hello, self.meeting.timeout_s, tell)
+            multinode.poll_until(other, functools.partial(is_answered, other))
+            peer = NodeAgent(other.secret, self.make, self.lead)
             if other.offer is not None:
                 try:
-                    peer.prepared(other.offer, self.make(other.offer, other.tend))
+                    peer.adopt_job(other.offer, self.make(other.offer, other.poll_once))
                 except Unhealthy as error:
-                    other.say({"unfit": str(error), "code": int(error.exit_code)})
+                    other.send({"unfit": str(error), "code": int(error.exit_code)})
                     other.close()
                     raise
-                other.say({"answer": {}})
-                multinode.wait(other, functools.partial(is_settled, other))
-            if other.roster is not None:
-                door = Door(other.at.listener, other.secret, lambda host, why: None)
+                other.send({"answer": {}})
+                multinode.poll_until(other, functools.partial(is_settled, other))
+            if other.member_list is not None:
+                door = ConnectionListener(other.at.listener, other.secret, lambda host, why: None)
                 heartbeat_s = self.options.get("heartbeat_s", PATIENT_S)
-                peer.enter(other.member, other.roster, door, other.at, heartbeat_s, self.claim)
+                peer.join_membership(other.member, other.member_list, door, other.at, heartbeat_s, self.claim)
                 other.close()
                 return peer
             other.close()
-            if other.refused is not None:
-                return {"code": 2, "words": other.refused}
+            if other.refusal is not None:
+                return {"code": 2, "words": other.refusal}
             if other.over is not None:
                 return {"code": other.over[0], "words": other.over[1]}
             tell(f"lost: {other.lost}")
@@ -257,11 +259,11 @@ class Node:
                 goes_mad(member, self.options["mad"])
             with self.signals:
                 try:
-                    code = run(member, 60.0, self.signals)
+                    code = run_agent(member, 60.0, self.signals)
                 finally:
                     member.close()
-        words = member.circle.fenced if member.over is None else member.over[1]
-        return {"code": code, "words": words, "epoch": member.circle.roster.epoch}
+        words = member.membership.fenced if member.over is None else member.over[1]
+        return {"code": code, "words": words, "epoch": member.membership.member_list.epoch}
 
 
 def main() -> None:

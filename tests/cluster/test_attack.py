@@ -16,10 +16,10 @@ from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import channel as channels
 from phalanx.elastic.membership.listener import bind
-from phalanx.elastic.membership.member_list import Roster, roster_of, roster_to_message
-from phalanx.elastic.membership.rendezvous import place_of
+from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member_list
+from phalanx.elastic.membership.rendezvous import parse_rendezvous
 from phalanx.elastic.membership.shared_secret import file_of
-from phalanx.health.devices import Device
+from phalanx.health.devices import DeviceInfo
 from phalanx.launch import multinode, rendezvous_options
 from tests.another_user import as_root, begin, open_path
 from tests.dist import command
@@ -104,7 +104,7 @@ def takes_the_lead(place: str, port: int, secrets: Sequence[str], hello: dict[st
     told = []
     for secret in secrets:
         try:
-            channel = channels.proved(("127.0.0.1", port), secret, 20, 20)
+            channel = channels.open_channel(("127.0.0.1", port), secret, 20, 20)
         except OSError as error:
             told.append(str(error))
             continue
@@ -118,22 +118,24 @@ def takes_the_lead(place: str, port: int, secrets: Sequence[str], hello: dict[st
 
 def _lead(channel: channels.Channel, secret: str, hello: dict[str, Any], code: str) -> list[str]:
     at = bind("127.0.0.1")
-    channel.say(hello | {"at": at.told()})
+    channel.send(hello | {"at": at.to_message()})
     offer = _heard(channel, "offer")
-    channel.say({"answer": {"held": []}})
-    roster = roster_of(_heard(channel, "roster"))
-    first = roster.member(0)
+    channel.send({"answer": {"held": []}})
+    member_list = parse_member_list(_heard(channel, "roster"))
+    first = member_list.member(0)
     assert first is not None
-    link = channels.proved((first.address, first.port), secret, 20, 20)
-    link.say({"role": "peer", "node": 1, "token": at.token})
+    link = channels.open_channel((first.address, first.port), secret, 20, 20)
+    link.send({"role": "peer", "node": 1, "token": at.token})
     config = yaml.safe_load(offer["config"])
     config["model"] |= {"code": code}
     more = {"config": yaml.safe_dump(config), "division": offer["division"] + 1}
-    link.say({"roster": roster_to_message(replace(Roster(0, 1, roster.members), epoch=roster.epoch + 1))})
-    link.say({"offer": offer | more})
+    link.send(
+        {"roster": member_list_to_message(replace(MemberList(0, 1, member_list.members), epoch=member_list.epoch + 1))}
+    )
+    link.send({"offer": offer | more})
     until = time.monotonic() + 10.0
     while link.lost is None and time.monotonic() < until:
-        link.heard()
+        link.receive()
         time.sleep(0.05)
     return ["proved", link.lost or "still a member"]
 
@@ -141,7 +143,7 @@ def _lead(channel: channels.Channel, secret: str, hello: dict[str, Any], code: s
 def _heard(channel: channels.Channel, key: str) -> Any:
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
-        for message in channel.heard():
+        for message in channel.receive():
             assert not {"refused", "finish"} & message.keys(), message
             if key in message:
                 return message[key]
@@ -152,9 +154,9 @@ def _heard(channel: channels.Channel, key: str) -> Any:
 
 def hello_of_node_1(place: Path, port: int, home: dict[str, str]) -> dict[str, Any]:
     """As a node 1 would say it that was started by the same command."""
-    wanted = load.load(place / "recipe.yaml", RUN[-2:])
-    meeting = rendezvous_options.Meeting(2, 1, place_of(f"tcp://127.0.0.1:{port}", home), 60.0)
-    return multinode.hello(wanted, [Device("cpu", "cpu", True)], meeting)
+    wanted = load.load_recipe(place / "recipe.yaml", RUN[-2:])
+    meeting = rendezvous_options.RendezvousOptions(2, 1, parse_rendezvous(f"tcp://127.0.0.1:{port}", home), 60.0)
+    return multinode.make_training_hello(wanted, [DeviceInfo("cpu", "cpu", True)], meeting)
 
 
 def holding(folder: Path, text: str) -> list[Path]:
@@ -165,7 +167,7 @@ def holding(folder: Path, text: str) -> list[Path]:
 def test_another_user_of_the_machine_gets_nothing(place: Path) -> None:
     """Not with the constant that there was once, nor with the secret of another rendezvous of the same user."""
     port, home = free_port(), {"HOME": str(place / "home")}
-    others = place_of(f"tcp://127.0.0.1:{port + 1}", home).secret
+    others = parse_rendezvous(f"tcp://127.0.0.1:{port + 1}", home).secret
     secrets = ["anybody on this machine", others, ""]
     file = file_of(None, port, home)
     end = begin(attack, str(place), port, secrets, hello_of_node_1(place, port, home), str(file))
@@ -182,7 +184,7 @@ def test_another_user_of_the_machine_gets_nothing(place: Path) -> None:
 def test_who_knows_the_secret_takes_no_lead_and_runs_no_code(place: Path) -> None:
     """The run waits for the node that the attacker said it was, and ends well with that."""
     port, home = free_port(), {"HOME": str(place / "home")}
-    secret = place_of(f"tcp://127.0.0.1:{port}", home).secret
+    secret = parse_rendezvous(f"tcp://127.0.0.1:{port}", home).secret
     hello = hello_of_node_1(place, port, home)
     end = begin(attack, str(place), port, [secret], hello, str(place / "open" / "none"))
     ended = run(place, port)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import faults
 from benchmarks.faults import Series
 from benchmarks.faulty_runs import OUTSIDE, Outcome, Plan, Strike, draw_plan
-from phalanx.core.faults import parse
+from phalanx.core.faults import parse_faults
 from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 
@@ -27,7 +27,7 @@ def struck(kind: str, victim: int, after: float, during: bool = False) -> tuple[
 
 
 def asked(text: str, during: bool = False) -> tuple[Strike, str]:
-    (fault,) = parse([text])
+    (fault,) = parse_faults([text])
     return Strike(fault.kind, fault.rank, attempt=fault.attempt, during=during), text
 
 

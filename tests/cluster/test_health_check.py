@@ -8,31 +8,33 @@ from typing import Any
 
 from phalanx.core.placement import Placement
 from phalanx.elastic.membership import channel as channels
-from phalanx.elastic.membership.connectivity import Echo, Way, probe
+from phalanx.elastic.membership.connectivity import ConnectionProbe, EchoServer, probe
 from phalanx.health.findings import Severity, verdict
 from phalanx.launch import health_check
 from tests.helpers import run_ranks
 
-WELL = Way(1e-4, 1e9, 0.0)
+WELL = ConnectionProbe(1e-4, 1e9, 0.0)
 HOSTS = ["n0", "n1", "n2"]
 
 
-def told(changes: dict[tuple[int, int], Way]) -> list[tuple[str, str, str | None]]:
+def told(changes: dict[tuple[int, int], ConnectionProbe]) -> list[tuple[str, str, str | None]]:
     ways = {one: {other: changes.get((one, other), WELL) for other in range(3) if other != one} for one in range(3)}
-    return [(each.check, str(each.severity), each.where) for each in health_check.judge(HOSTS, ways)]
+    return [(each.check, str(each.severity), each.where) for each in health_check.judge_connections(HOSTS, ways)]
 
 
 def test_what_the_ways_between_nodes_tell() -> None:
     assert told({}) == [("connection", "ok", None)]
-    blocked = health_check.judge(HOSTS, {1: {2: Way(error="No route to host")}})
+    blocked = health_check.judge_connections(HOSTS, {1: {2: ConnectionProbe(error="No route to host")}})
     assert verdict(blocked) == Severity.RESET
     assert "node 1 (n1) does not reach node 2 (n2): No route to host" in blocked[0].sentence
-    assert told({(1, 2): Way(error="it hangs")}) == [("connection", "reset", "1-2")]
-    assert told({(0, 2): Way(1e-4, 4e8, 0.0)}) == [("network speed", "watch", "0-2")]
-    assert told({(0, 1): Way(1e-4, 1e9, 400.0)}) == [("clock", "reset", None)]
-    assert told({(0, 1): Way(1e-4, 1e9, -3.0)}) == [("clock", "watch", None)]
-    assert told({(1, 2): Way(1e-4, 1e9, 400.0)}) == [("connection", "ok", None)]  # node 0's clock is what counts
-    assert told({(0, 1): Way(9.0, 1e9, 4.0)}) == [("connection", "ok", None)]  # a slow way tells no time
+    assert told({(1, 2): ConnectionProbe(error="it hangs")}) == [("connection", "reset", "1-2")]
+    assert told({(0, 2): ConnectionProbe(1e-4, 4e8, 0.0)}) == [("network speed", "watch", "0-2")]
+    assert told({(0, 1): ConnectionProbe(1e-4, 1e9, 400.0)}) == [("clock", "reset", None)]
+    assert told({(0, 1): ConnectionProbe(1e-4, 1e9, -3.0)}) == [("clock", "watch", None)]
+    assert told({(1, 2): ConnectionProbe(1e-4, 1e9, 400.0)}) == [
+        ("connection", "ok", None)
+    ]  # node 0's clock is what counts
+    assert told({(0, 1): ConnectionProbe(9.0, 1e9, 4.0)}) == [("connection", "ok", None)]  # a slow way tells no time
 
 
 def test_an_echo_answers_who_knows_the_secret_and_nobody_else() -> None:
@@ -49,7 +51,7 @@ def test_an_echo_answers_who_knows_the_secret_and_nobody_else() -> None:
 
 def _echoes(placement: Placement) -> dict[str, Any]:
     secret = "a secret of this test alone"
-    echo = Echo("127.0.0.1", secret)
+    echo = EchoServer("127.0.0.1", secret)
     way = probe(echo.address, secret).to_json()
     way["wrong secret"] = probe(echo.address, "another secret, as long").error
     with socket.create_connection(echo.address, timeout=20) as stranger:
@@ -57,7 +59,7 @@ def _echoes(placement: Placement) -> dict[str, Any]:
         stranger.sendall(b'{"role": "echo"}\n')  # without a proof
         refusal = stranger.recv(1 << 16)
         way["stranger"] = "" if b"ok" not in refusal else refusal.decode()
-    with channels.proved(
+    with channels.open_channel(
         echo.address, secret, 20, 20
     ).socket:  # one that has proved itself and is silent holds up nobody
         assert probe(echo.address, secret).error is None

@@ -21,27 +21,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import PhalanxError
-from phalanx.core.progress_page import Beat
+from phalanx.core.progress_page import RankProgress
 from phalanx.elastic.membership import channel as channels
 from phalanx.elastic.membership import messages
 from phalanx.elastic.membership.channel import Message
-from phalanx.elastic.membership.heartbeat import Beats
-from phalanx.elastic.membership.listener import Door, bind
-from phalanx.elastic.membership.member_list import Roster, member_of, roster_to_message
-from phalanx.elastic.membership.membership import Circle
-from phalanx.elastic.node.job import Job
-from phalanx.elastic.node.node_agent import Peer
-from phalanx.elastic.node.watchdog import Blame, Patience, Signs, Word
+from phalanx.elastic.membership.heartbeat import HeartbeatSocket
+from phalanx.elastic.membership.listener import ConnectionListener, bind
+from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
+from phalanx.elastic.membership.membership import Membership
+from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.node.node_agent import NodeAgent
+from phalanx.elastic.node.watchdog import Blame, HangTimeouts, ProcessStatus, ProgressReport
 from phalanx.elastic.replicas import server
-from phalanx.elastic.replicas.fetch import Fetches
+from phalanx.elastic.replicas.fetch import StateFileFetcher
 from phalanx.elastic.supervisor import coordinator, hang_detection
-from phalanx.elastic.supervisor.coordinator import take_lead
-from phalanx.elastic.supervisor.failover import budget_of, division_of
-from phalanx.elastic.supervisor.state import Policy, State
+from phalanx.elastic.supervisor.coordinator import become_coordinator
+from phalanx.elastic.supervisor.failover import describe_division, describe_restart_budget
+from phalanx.elastic.supervisor.state import JobState, RecoveryPolicy
 from phalanx.recovery import inventory, state_file
-from phalanx.recovery.catalog import BARE, Choice, Held, choice_to_message, held_to_message
-from phalanx.recovery.replica_client import receive, send
-from phalanx.system.exit_causes import End, describe
+from phalanx.recovery.catalog import (
+    HEADER_ONLY,
+    RestorePoint,
+    StateFileInfo,
+    inventory_to_message,
+    restore_point_to_message,
+)
+from phalanx.recovery.replica_client import receive_frame, send_frame
+from phalanx.system.exit_causes import WorkerExit, describe_exception
 from tests.hostile import changed, examples
 from tests.unit.test_heartbeat_sender import Aloud
 
@@ -60,7 +66,7 @@ LAST = {"attempt": 1, "code": 1, "ends": [END], "lowered": False}
 BALLOT = {"ready": 1, "offered": 1, "last": LAST, "held": [HELD], "attempt": 1}
 KEPT = {"step": 4, "generation": 1, "way": 0, "files": [[1, HELD], [2, {**HELD, "rank": 2, "part": 2}]]}
 BUDGET = {"failures": 0, "reached": 0, "committed": 0, "first": 1, "crash": ["", 0]}
-OFFER = division_of(2, [(0, 1), (1, 1), (2, 1)], [DEVICES] * 3, Policy(nodes=3))
+OFFER = describe_division(2, [(0, 1), (1, 1), (2, 1)], [DEVICES] * 3, RecoveryPolicy(nodes=3))
 START = {
     "attempt": 1, "epoch": 1, "division": 1, "seats": [0, 1, 2], "ranks": [1, 1, 1], "step": 0, "kept": KEPT,
     "budget": BUDGET, "slots": 2,
@@ -70,8 +76,8 @@ PULSES = {
     "signs": {"2": [False, False, True]},
     "patience": [10.0, 20.0, None, 0.5],
 }  # fmt: skip
-ROSTER = roster_to_message(
-    Roster(2, 2, tuple(member_of({"node": node, "host": "h", "token": f"{node:016x}", "address": "127.0.0.1",
+ROSTER = member_list_to_message(
+    MemberList(2, 2, tuple(parse_member({"node": node, "host": "h", "token": f"{node:016x}", "address": "127.0.0.1",
                                   "port": 1, "beats": 2, "devices": DEVICES}) for node in range(3)))
 )  # fmt: skip
 FRAMES: list[Any] = [
@@ -85,21 +91,26 @@ FRAMES: list[Any] = [
 
 def test_what_nodes_really_say_keeps_to_the_schema() -> None:
     """A field that a record gains is to be in the schema, too."""
-    held = [Held(1, 0, 0, 1, 0, 1, (3,), "ab"), Held(1, 0, 1, 2, 1, 2, (), BARE, True)]
-    beats = tuple(Beat(0, 3, "forward", 0, "", 0.5, 3, 0.1, behind=behind) for behind in (None, (2, "forward", 0)))
-    word = Word(beats, {0: Signs()}, Patience(10.0, math.inf))
-    ends = [dataclasses.asdict(End(0, 7, None, 1, describe(ValueError("x")))), dataclasses.asdict(End(1, 8, 9, None))]
+    held = [StateFileInfo(1, 0, 0, 1, 0, 1, (3,), "ab"), StateFileInfo(1, 0, 1, 2, 1, 2, (), HEADER_ONLY, True)]
+    beats = tuple(
+        RankProgress(0, 3, "forward", 0, "", 0.5, 3, 0.1, device_behind=behind) for behind in (None, (2, "forward", 0))
+    )
+    word = ProgressReport(beats, {0: ProcessStatus()}, HangTimeouts(10.0, math.inf))
+    ends = [
+        dataclasses.asdict(WorkerExit(0, 7, None, 1, describe_exception(ValueError("x")))),
+        dataclasses.asdict(WorkerExit(1, 8, 9, None)),
+    ]
     said: list[Any] = [
-        {"ready": 1, "held": held_to_message(held)},
-        {"pulses": hang_detection.to_message(1, word)},
+        {"ready": 1, "held": inventory_to_message(held)},
+        {"pulses": hang_detection.encode_report(1, word)},
         {"ended": {"attempt": 1, "code": 1, "ends": ends, "lowered": False}},
         {"hung": 1, "ranks": [dataclasses.astuple(Blame(0, "Hang", "why", None))]},
-        {"offer": division_of(1, [(0, 1)], [DEVICES], Policy(nodes=1))},
-        {"start": {**START, "kept": choice_to_message(Choice(3, 1, 0, {0: (0, held[0])})),
-                   "budget": budget_of(State(Policy(1)))}},
+        {"offer": describe_division(1, [(0, 1)], [DEVICES], RecoveryPolicy(nodes=1))},
+        {"start": {**START, "kept": restore_point_to_message(RestorePoint(3, 1, 0, {0: (0, held[0])})),
+                   "budget": describe_restart_budget(JobState(RecoveryPolicy(1)))}},
     ]  # fmt: skip
     for message in said:
-        assert messages.problem(json.loads(json.dumps(message))) is None, message
+        assert messages.find_message_problem(json.loads(json.dumps(message))) is None, message
 
 
 class Errand:
@@ -124,28 +135,32 @@ class Agents:
 
     def __init__(self) -> None:
         places = [bind("127.0.0.1") for _ in range(3)]
-        hellos = [{"node": node, "host": "h", "devices": DEVICES, **place.told()} for node, place in enumerate(places)]
-        members = tuple(map(member_of, hellos))
-        offer = division_of(1, [(0, 1), (1, 1), (2, 1)], [DEVICES] * 3, Policy(nodes=3))
+        hellos = [
+            {"node": node, "host": "h", "devices": DEVICES, **place.to_message()} for node, place in enumerate(places)
+        ]
+        members = tuple(map(parse_member, hellos))
+        offer = describe_division(1, [(0, 1), (1, 1), (2, 1)], [DEVICES] * 3, RecoveryPolicy(nodes=3))
         self.said: list[Any] = []
         self.peers = []
         for node, place in enumerate(places):
-            peer = Peer(SECRET, self.make, self.lead)
-            peer.prepared(offer, Job(1, lambda placement: 0))
-            beats = Beats(place.beats, SECRET)
-            door = Door(place.listener, SECRET, lambda host, why: None)
-            peer.circle = Circle(
-                members[node], Roster(1, 0, members), door, beats, Aloud(members[node], beats), PATIENCE_S, None,
-                peer.ballot, peer.about,
+            peer = NodeAgent(SECRET, self.make, self.lead)
+            peer.adopt_job(offer, NodeJob(1, lambda placement: 0))
+            beats = HeartbeatSocket(place.beats, SECRET)
+            door = ConnectionListener(place.listener, SECRET, lambda host, why: None)
+            peer.membership = Membership(
+                members[node], MemberList(1, 0, members), door, beats, Aloud(members[node], beats), PATIENCE_S, None,
+                peer.make_vote, peer.describe_writers,
             )  # fmt: skip
             self.peers.append(peer)
-        self.until(lambda: all(peer.circle.met for peer in self.peers) and self.peers[2].start is not None)
+        self.until(
+            lambda: all(peer.membership.is_fully_connected for peer in self.peers) and self.peers[2].start is not None
+        )
 
-    def make(self, offer: Message, tend: Any) -> Job:
+    def make(self, offer: Message, poll_once: Any) -> NodeJob:
         raise PhalanxError("there is no room for that here")
 
-    def lead(self, peer: Peer) -> coordinator.Leader:
-        return take_lead(peer, {}, 1, 0, lambda *_: {}, lambda kind, details: self.said.append(details))
+    def lead(self, peer: NodeAgent) -> coordinator.Coordinator:
+        return become_coordinator(peer, {}, 1, 0, lambda *_: {}, lambda kind, details: self.said.append(details))
 
     def until(self, holds: Any) -> None:
         until = time.monotonic() + PATIENCE_S
@@ -155,18 +170,18 @@ class Agents:
 
     def turn(self) -> None:
         for peer in self.peers:
-            peer.tend()
-            peer.prepare(lambda: False)
-            if (order := peer.starting()) is not None:
-                peer.job(order[1])
+            peer.poll_once()
+            peer.prepare_offer(lambda: False)
+            if (order := peer.take_start_order()) is not None:
+                peer.make_job(order[1])
 
     def tell(self, mad: int, to: int, text: str) -> None:
         """Have the agent `to` hear a frame of a member, and all whatever comes of it."""
-        channel = self.peers[mad].circle._links[to].channel
+        channel = self.peers[mad].membership._links[to].channel
         assert channel is not None
         channel._out += text.encode(errors="surrogatepass") + b"\n"
-        channel.heard()
-        there = self.peers[to].circle._links[mad].channel
+        channel.receive()
+        there = self.peers[to].membership._links[mad].channel
         assert there is not None
         select.select([there.fileno()], [], [], PATIENCE_S)
         for _ in range(3):
@@ -175,9 +190,9 @@ class Agents:
     def are_well(self) -> bool:
         """Whether no one is lost, or has left."""
         return all(
-            peer.over is None and circle.fenced is None and not circle.lost and len(circle.roster.nodes) == 3
+            peer.over is None and circle.fenced is None and not circle.lost and len(circle.member_list.nodes) == 3
             for peer in self.peers
-            for circle in [peer.circle]
+            for circle in [peer.membership]
         )
 
     def close(self) -> None:
@@ -205,7 +220,7 @@ def well(there: list[Agents]) -> Agents:
 @pytest.mark.parametrize("mad", [2, 0])
 def test_a_member_that_has_gone_mad_brings_nobody_down(mad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower and the leader; the others hear each frame and go on, with an exception nowhere."""
-    monkeypatch.setattr(coordinator, "Errand", Errand)
+    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
     with agents() as there:
 
         @examples(40)
@@ -214,39 +229,41 @@ def test_a_member_that_has_gone_mad_brings_nobody_down(mad: int, monkeypatch: py
             now = well(there)
             text = json.dumps(frame)
             now.tell(mad, to, text)
-            wrong = messages.problem(json.loads(text)) if isinstance(json.loads(text), dict) else "no message"
+            wrong = (
+                messages.find_message_problem(json.loads(text)) if isinstance(json.loads(text), dict) else "no message"
+            )
             if wrong is not None:
                 assert wrong.isprintable() and len(wrong) < 200
-                circle = now.peers[to].circle
-                assert mad in circle.lost or mad not in circle.roster.nodes or circle.fenced is not None, frame
+                circle = now.peers[to].membership
+                assert mad in circle.lost or mad not in circle.member_list.nodes or circle.fenced is not None, frame
 
         hears()
 
 
 def test_who_sends_nonsense_is_named_and_the_others_go_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "Errand", Errand)
+    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
     there = Agents()
     there.tell(2, 0, '{"ended": {"attempt": "one"}}')
-    there.until(lambda: there.peers[1].circle.roster.nodes == [0, 1])
+    there.until(lambda: there.peers[1].membership.member_list.nodes == [0, 1])
     lost = [each["reason"] for each in there.said if each.get("node") == 2 and "reason" in each]
     assert lost == ["it sent what makes no sense (ended.attempt: Input should be a valid integer)"]
     there.close()
 
 
 def test_a_leader_that_orders_more_ranks_than_there_are_devices_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "Errand", Errand)
+    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
     there = Agents()
     there.tell(0, 1, json.dumps({"start": {**START, "ranks": [1, 2, 1]}}))
-    assert there.peers[1].circle.lost[0] == "it sent what makes no sense (more ranks than this node has devices)"
+    assert there.peers[1].membership.lost[0] == "it sent what makes no sense (more ranks than this node has devices)"
     there.close()
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"ready": ' + "9" * 5000 + "}", "\x00\xff", "{}", '{"x": 1}', "null"])
 def test_lines_that_hold_no_message_lose_their_sender(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "Errand", Errand)
+    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
     there = Agents()
     there.tell(2, 0, text)
-    there.until(lambda: there.peers[1].circle.roster.nodes == [0, 1])
+    there.until(lambda: there.peers[1].membership.member_list.nodes == [0, 1])
     there.close()
 
 
@@ -262,35 +279,35 @@ def lines() -> st.SearchStrategy[bytes]:
 
 def test_before_the_proof_nothing_is_believed() -> None:
     """Whatever strangers send, none gets in, all are hung up on, and who knows the secret gets in among them."""
-    door = Door(bind("127.0.0.1").listener, SECRET, lambda host, why: None)
+    door = ConnectionListener(bind("127.0.0.1").listener, SECRET, lambda host, why: None)
 
     @examples(60)
     @given(sent=lines(), cut=st.booleans())
     def calls(sent: bytes, cut: bool) -> None:
-        with socket.create_connection(door.listener.getsockname(), timeout=PATIENCE_S) as stranger:
-            greeted = door.tend()
-            assert len(door._strangers) == 1
+        with socket.create_connection(door.socket.getsockname(), timeout=PATIENCE_S) as stranger:
+            greeted = door.accept()
+            assert len(door._pending) == 1
             with contextlib.suppress(OSError):  # it was hung up on
                 stranger.sendall(sent)
                 stranger.shutdown(socket.SHUT_RDWR if cut else socket.SHUT_WR)
             until = time.monotonic() + PATIENCE_S
-            while door._strangers:
-                greeted += door.tend()
+            while door._pending:
+                greeted += door.accept()
                 assert time.monotonic() < until
             assert not greeted
 
     calls()
-    with socket.create_connection(door.listener.getsockname()) as connection:
-        caller = channels.Proof(channels.Channel(connection), SECRET, calling=True)
+    with socket.create_connection(door.socket.getsockname()) as connection:
+        caller = channels.Handshake(channels.Channel(connection), SECRET, calling=True)
         found: list[Any] = []
         until = time.monotonic() + PATIENCE_S
         while not found:
             assert time.monotonic() < until
-            found = door.tend()
-            for message in caller.channel.heard():
-                caller.hear(message)
+            found = door.accept()
+            for message in caller.channel.receive():
+                caller.feed(message)
                 if caller.done:
-                    caller.channel.say({"role": "first"})
+                    caller.channel.send({"role": "first"})
         found[0][0].close("over")
     door.close("over")
 
@@ -300,13 +317,13 @@ def test_who_sends_small_messages_without_end_keeps_nobody_busy(proved: bool) ->
     """One look takes no more than a stranger's line, or a part of what a member sends; the rest comes in its turn."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as theirs:
         channel = channels.Channel(listener.accept()[0])
-        channel.most_bytes = channels.FRIEND_BYTES if proved else channels.STRANGER_BYTES
+        channel.most_bytes = channels.MAX_MESSAGE_BYTES if proved else channels.MAX_HANDSHAKE_BYTES
         message = b"{}\n"
-        most = (channels.PART_BYTES if proved else channels.STRANGER_BYTES) // len(message) + 1
+        most = (channels.PART_BYTES if proved else channels.MAX_HANDSHAKE_BYTES) // len(message) + 1
         theirs.sendall(message * 3 * most)
         for _ in range(2):
             select.select([channel], [], [], PATIENCE_S)
-            assert 0 < len(channel.heard()) <= most
+            assert 0 < len(channel.receive()) <= most
         channel.close("over")
 
 
@@ -318,8 +335,8 @@ HELLO = {
 
 
 def test_a_greeting_that_makes_no_sense_is_refused_by_a_sentence() -> None:
-    from phalanx.elastic.membership.handshake import objection
-    from phalanx.elastic.membership.rendezvous_host import FirstNode
+    from phalanx.elastic.membership.handshake import find_mismatch
+    from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 
     own = {**HELLO, "node": 0}
 
@@ -331,11 +348,11 @@ def test_a_greeting_that_makes_no_sense_is_refused_by_a_sentence() -> None:
         read = json.loads(json.dumps(hello))
         said: list[Any] = []
         with socket.socket() as listener:
-            first = FirstNode(3, listener, SECRET, None, own, 60.0, lambda kind, details: said.append(details))
-            channel = SimpleNamespace(farewell=lambda message, why: said.append(message), say=said.append)
+            first = RendezvousHost(3, listener, SECRET, None, own, 60.0, lambda kind, details: said.append(details))
+            channel = SimpleNamespace(send_and_close=lambda message, why: said.append(message), send=said.append)
             first._greet(channel, read)  # type: ignore[arg-type]
-            first.door.close("over")
-        wrong = objection(read, own, to_node_0=True)
+            first.listener.close("over")
+        wrong = find_mismatch(read, own, to_node_0=True)
         assert wrong is None or (wrong.isprintable() and len(wrong) < 20_000)
         assert said
 
@@ -356,9 +373,9 @@ RAW = st.binary(max_size=64) | st.just(b"\xff" * 16) | st.just(bytes(4096))
 
 
 def replay_of(form: Any) -> Any:
-    from phalanx.checkpoint.memory.replica_update import Replay
+    from phalanx.checkpoint.memory.replica_update import GradientReplayer
 
-    return Replay(form)
+    return GradientReplayer(form)
 
 
 def test_where_replicas_are_kept_nonsense_ends_no_more_than_its_connection(
@@ -402,8 +419,8 @@ def test_a_partner_that_answers_nonsense_fails_the_rank_by_a_sentence(
 ) -> None:
     failed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    who = state_file.Who(1, 0, 2, b"r" * 32, 0, 2)
-    there = state_file.create(tmp_path / "there", who, INDEX, 4096).facts.path.read_bytes()
+    who = state_file.StateFileOwner(1, 0, 2, b"r" * 32, 0, 2)
+    there = state_file.create_state_file(tmp_path / "there", who, INDEX, 4096).metadata.path.read_bytes()
 
     @examples(30)
     @given(answer=changed([{"steps": [1], "replays": True}, {"bytes": 4096}, {"error": "no"}, {"kept": 1}]),
@@ -417,23 +434,31 @@ def test_a_partner_that_answers_nonsense_fails_the_rank_by_a_sentence(
         theirs.sendall(page[: len(there)])
         theirs.shutdown(socket.SHUT_WR)
         if of == "copy":
-            fetches = Fetches(tmp_path / "here", lambda address: ours)
-            copy = fetches.of("state-00001-00000", ("127.0.0.1", 1), 1, 2)
-            assert copy.over.wait(PATIENCE_S) and not copy.whole
+            fetches = StateFileFetcher(tmp_path / "here", lambda address: ours)
+            copy = fetches.fetch("state-00001-00000", ("127.0.0.1", 1), 1, 2)
+            assert copy.finished.wait(PATIENCE_S) and not copy.whole
         else:
             (tmp_path / "here").mkdir(exist_ok=True)
             with contextlib.suppress(FileExistsError):
-                os.link(tmp_path / "there" / state_file.name_of(1, 0), tmp_path / "here" / state_file.name_of(1, 0))
-            monkeypatch.setattr(server, "call", lambda *_: ours)
+                os.link(
+                    tmp_path / "there" / state_file.state_file_name(1, 0),
+                    tmp_path / "here" / state_file.state_file_name(1, 0),
+                )
+            monkeypatch.setattr(server, "connect_and_greet", lambda *_: ours)
             mine, its = socket.socketpair()
             mine.settimeout(PATIENCE_S)
-            rank = server._Rank(its, tmp_path / "here", SECRET, Fetches(tmp_path / "here", lambda address: ours))
+            rank = server._Rank(
+                its, tmp_path / "here", SECRET, StateFileFetcher(tmp_path / "here", lambda address: ours)
+            )
             serving = threading.Thread(target=rank.serve)
             serving.start()
             with mine:
-                send(mine, {"replicate": state_file.name_of(1, 0), "to": ["127.0.0.1", 1], "attempt": 1, "asked": False,
-                            "bare": False, "rule": None, "newest": None})  # fmt: skip
-                assert isinstance(receive(mine), dict)
+                request = {
+                    "replicate": state_file.state_file_name(1, 0), "to": ["127.0.0.1", 1], "attempt": 1, "asked": False,
+                    "bare": False, "rule": None, "newest": None,
+                }  # fmt: skip
+                send_frame(mine, request)
+                assert isinstance(receive_frame(mine), dict)
             serving.join(PATIENCE_S)
             assert not serving.is_alive()
         assert not failed

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from tests.cluster.lives import RECIPE, curve, events, life, state, train
@@ -32,16 +32,16 @@ def test_a_spare_takes_the_place_of_any_node_and_every_bit_stays(place: Path, lo
     assert codes == [-9 if node == lost else 0 for node in range(3)], ended
     assert state(place / run) == state(place / "calm")
     assert curve(place / run) == curve(place / "calm")
-    (told,) = events(place / run, Kind.NODE_LOST)
+    (told,) = events(place / run, EventKind.NODE_LOST)
     assert told["node"] == lost
-    (incident,) = events(place / run, Kind.INCIDENT)
+    (incident,) = events(place / run, EventKind.INCIDENT)
     assert incident["done"] == f"node 2 takes the ranks of node {lost}"
     assert f"node {lost} (" in incident["what"]
     assert incident["step"] >= 7
     phases = incident["phases"]
     assert 0 <= phases["agreed"] <= phases["ordered"] < phases["restored"] <= incident["seconds"]
     print(f"from the loss of node {lost} to the next step: {incident['seconds']:.2f} s")
-    (finished,) = events(place / run, Kind.FINISHED)
+    (finished,) = events(place / run, EventKind.FINISHED)
     assert finished["step"] == 120
     assert not (place / f"meet-{run}").exists()
     leader = ended[1 if lost == 0 else 0][-1][1]
@@ -55,15 +55,15 @@ def test_a_node_0_that_is_not_fit_only_brings_the_others_together(place: Path) -
     assert "this process may open 200 files" in ended[0][-1][1]
     assert state(place / "unfit") == state(place / "calm")
     assert curve(place / "unfit") == curve(place / "calm")
-    (told,) = events(place / "unfit", Kind.NODE_LOST)
+    (told,) = events(place / "unfit", EventKind.NODE_LOST)
     assert told["node"] == 0
-    assert not events(place / "unfit", Kind.RESTARTED)
+    assert not events(place / "unfit", EventKind.RESTARTED)
 
 
 def test_a_node_0_that_is_stopped_as_the_others_become_members_stops_them_too(place: Path) -> None:
     ended = train(place, "entry", [[life() | {"stopped_at_entry": True}], [life()]], 2)
     assert [each[-1][0] for each in ended] == [ExitCode.STOPPED] * 2, ended
-    assert not events(place / "entry", Kind.NODE_LOST)
+    assert not events(place / "entry", EventKind.NODE_LOST)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -73,11 +73,11 @@ def test_a_run_shrinks_and_takes_the_node_back_when_it_returns(place: Path, lost
     lives[lost] = [life(end=10), life(begin=40)]
     ended = train(place, run, lives, 2, "train.steps=300")
     assert [each[-1][0] for each in ended] == [0, 0], ended
-    worlds = [event["world"] for event in events(place / run, Kind.RUN_STARTED)]
+    worlds = [event["world"] for event in events(place / run, EventKind.RUN_STARTED)]
     assert worlds == [2, 1, 2]
     assert curve(place / run)[:240] == pytest.approx(curve(place / "calm"), rel=1e-9)
     assert len(curve(place / run)) == 600
-    (joined,) = [event for event in events(place / run, Kind.NODE_JOINED) if event["attempt"] > 1]
+    (joined,) = [event for event in events(place / run, EventKind.NODE_JOINED) if event["attempt"] > 1]
     assert joined["node"] == lost
 
 
@@ -88,7 +88,7 @@ def test_a_frozen_agent_is_given_up_and_leaves_when_it_thaws(place: Path) -> Non
     assert codes == [0, ExitCode.FAILED, 0], ended
     assert "this node has ended its ranks and leaves" in ended[1][-1][1]
     assert state(place / "frozen") == state(place / "calm")
-    (told,) = events(place / "frozen", Kind.NODE_LOST)
+    (told,) = events(place / "frozen", EventKind.NODE_LOST)
     assert told["reason"] == "nothing was heard of it for 3 s"
 
 
@@ -97,7 +97,7 @@ def test_a_leader_that_was_frozen_leaves_all_that_the_others_need_and_comes_back
     ended = train(place, "thawed", lives, 2, "train.steps=700")  # it still trains when the node is back
     assert [each[-1][0] for each in ended] == [0, 0], ended
     assert "this node has ended its ranks and leaves" in ended[0][0][1]
-    worlds = [event["world"] for event in events(place / "thawed", Kind.RUN_STARTED)]
+    worlds = [event["world"] for event in events(place / "thawed", EventKind.RUN_STARTED)]
     assert worlds == [2, 1, 2]
     assert curve(place / "thawed")[:240] == pytest.approx(curve(place / "calm"), rel=1e-9)
 
@@ -108,7 +108,7 @@ def test_a_leader_that_is_started_again_at_once_comes_back(place: Path) -> None:
     ended = train(place, "again", lives, 2, "resilience.on_lost_node=[wait]")
     assert [each[-1][0] for each in ended] == [0, 0], ended
     assert state(place / "again") == state(place / "calm")
-    assert [event["node"] for event in events(place / "again", Kind.NODE_LOST)] == [0]
+    assert [event["node"] for event in events(place / "again", EventKind.NODE_LOST)] == [0]
 
 
 @pytest.mark.parametrize("spares", [1, 0])
@@ -117,9 +117,9 @@ def test_a_node_that_is_to_be_left_is_left_and_no_step_is_lost(place: Path, spar
     watched = life(end=10) | {"asked": ["1", "drain"]}
     ended = train(place, run, [[watched], [life()], *[[life()]] * spares], 2)
     assert [each[-1][0] for each in ended] == [0] * (2 + spares), ended
-    warnings = [event["message"] for event in events(place / run, Kind.WARNING)]
+    warnings = [event["message"] for event in events(place / run, EventKind.WARNING)]
     assert any(said.startswith("node 1 (") and "is to be left (its fan is loud)" in said for said in warnings), warnings
-    assert [event["step"] for event in events(place / run, Kind.RESUMED)][-1] >= 10
+    assert [event["step"] for event in events(place / run, EventKind.RESUMED)][-1] >= 10
     if spares:
         assert state(place / run) == state(place / "calm")
     assert curve(place / run) == pytest.approx(curve(place / "calm"), rel=1e-9)
@@ -128,16 +128,16 @@ def test_a_node_that_is_to_be_left_is_left_and_no_step_is_lost(place: Path, spar
 def test_a_rank_that_hangs_on_another_node_is_named_and_no_node_is_lost(place: Path) -> None:
     """Rank 1 is stopped while rank 0, on node 0, waits for it; then rank 0 sleeps, and rank 1 waits."""
     planned = ["freeze:rank=1,step=20", "hang:rank=0,step=40,attempt=2"]
-    ended = train(place, "hung", [[life()], [life()]], 2, "resilience.hang_s=4", "--inject", "; ".join(planned))
+    ended = train(place, "hung", [[life()], [life()]], 2, "resilience.hang_timeout_s=4", "--inject", "; ".join(planned))
     assert [each[-1][0] for each in ended] == [0, 0], ended
     assert state(place / "hung") == state(place / "calm")
-    assert events(place / "hung", Kind.NODE_LOST) == []
-    frozen, hung = events(place / "hung", Kind.WORKER_DIED)
+    assert events(place / "hung", EventKind.NODE_LOST) == []
+    frozen, hung = events(place / "hung", EventKind.WORKER_DIED)
     assert (frozen["rank"], frozen["type"], frozen["step"]) == (1, "Hang", 20)
     assert "stopped by a signal, while rank 0 waits in" in frozen["reason"]
     assert (hung["rank"], hung["type"], hung["step"]) == (0, "Hang", 40)
     assert "in forward of step 40, while rank 1 waits in" in hung["reason"]
-    incidents = events(place / "hung", Kind.INCIDENT)
+    incidents = events(place / "hung", EventKind.INCIDENT)
     assert [each["done"] for each in incidents] == ["all ranks start again"] * 2
     paths = RunPaths(place / "hung")
     for attempt, rank in ((1, 0), (2, 0), (2, 1)):  # a stopped process writes nothing

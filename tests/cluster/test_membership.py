@@ -16,11 +16,16 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.membership import membership as circles
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.heartbeat import Beats
-from phalanx.elastic.membership.listener import Door, bind
-from phalanx.elastic.membership.member_list import Roster, member_of, roster_to_message, watched_by
-from phalanx.elastic.membership.membership import Circle
-from phalanx.elastic.node.node_agent import Peer
+from phalanx.elastic.membership.heartbeat import HeartbeatSocket
+from phalanx.elastic.membership.listener import ConnectionListener, bind
+from phalanx.elastic.membership.member_list import (
+    MemberList,
+    list_monitored_nodes,
+    member_list_to_message,
+    parse_member,
+)
+from phalanx.elastic.membership.membership import Membership
+from phalanx.elastic.node.node_agent import NodeAgent
 from tests.helpers import run_ranks
 from tests.unit.test_heartbeat_sender import Aloud
 
@@ -35,36 +40,43 @@ class Nodes:
         self.paths, self.busy, self.ready = RunPaths(run), set[int](), 1
         places = [bind("127.0.0.1") for _ in range(count)]
         told = [{"node": node, "host": "", "devices": [["cpu", "any", True]]} for node in range(count)]
-        members = tuple(member_of({**told[node], **place.told()}) for node, place in enumerate(places))
-        beats = [Beats(place.beats, SECRET) for place in places]
+        members = tuple(parse_member({**told[node], **place.to_message()}) for node, place in enumerate(places))
+        beats = [HeartbeatSocket(place.beats, SECRET) for place in places]
         claim = functools.partial(epoch_files.claim, self.paths)
         self.circles = {
-            node: Circle(
-                members[node], Roster(1, 0, members), Door(place.listener, SECRET, lambda host, why: None), beats[node],
-                Aloud(members[node], beats[node]), PATIENCE_S, claim, functools.partial(self.ballot, node), self.about,
+            node: Membership(
+                members[node],
+                MemberList(1, 0, members),
+                ConnectionListener(place.listener, SECRET, lambda host, why: None),
+                beats[node],
+                Aloud(members[node], beats[node]),
+                PATIENCE_S,
+                claim,
+                functools.partial(self.ballot, node),
+                self.about,
             )
             for node, place in enumerate(places)
         }  # fmt: skip
         self.until(lambda: all(self.knows(node) for node in range(count)))
         for node, each in self.circles.items():  # long ago: who does not watch another one has never heard of it
-            for other in set(each.roster.nodes) - set(watched_by(node, each.roster)):
+            for other in set(each.member_list.nodes) - set(list_monitored_nodes(node, each.member_list)):
                 each.heard_at[other] = time.monotonic() - 100 * PATIENCE_S
 
     def ballot(self, node: int) -> Message | None:
         return None if node in self.busy else vote(node, self.ready)
 
-    def about(self, following: Roster) -> dict[str, Any]:
+    def about(self, following: MemberList) -> dict[str, Any]:
         return {"attempt": 2}
 
     def knows(self, node: int) -> bool:
-        return all(link.up for link in self.circles[node]._links.values()) and len(self.circles[node]._links) > 0
+        return all(link.is_up for link in self.circles[node]._links.values()) and len(self.circles[node]._links) > 0
 
-    def turn(self, only: Sequence[Circle] = ()) -> None:
+    def turn(self, only: Sequence[Membership] = ()) -> None:
         for circle in only or self.circles.values():
-            circle.tend()
+            circle.poll_once()
         time.sleep(0.005)
 
-    def until(self, holds: Callable[[], bool], only: Sequence[Circle] = ()) -> None:
+    def until(self, holds: Callable[[], bool], only: Sequence[Membership] = ()) -> None:
         """Have all, or `only` some, take turns."""
         until = time.monotonic() + PATIENCE_S
         while not holds():
@@ -77,19 +89,23 @@ class Nodes:
 
     def told(self) -> list[list[Any]]:
         """What each thinks: epoch, leader, and whether it has to leave."""
-        return [[each.roster.epoch, each.roster.leader, each.fenced is not None] for each in self.circles.values()]
+        return [
+            [each.member_list.epoch, each.member_list.leader, each.fenced is not None] for each in self.circles.values()
+        ]
 
     def at_rest(self) -> bool:
         """Whether nobody who goes on misses anybody, or takes part in what is being agreed on."""
         left = {node: each for node, each in self.circles.items() if each.fenced is None}
         return all(
-            each.settled and all(other in left and node not in left[other].lost for other in each.roster.nodes)
+            each.is_stable and all(other in left and node not in left[other].lost for other in each.member_list.nodes)
             for node, each in left.items()
-            if each.leading
-        ) and all(any(node in each.roster.nodes for each in left.values() if each.leading) for node in left)
+            if each.is_leader
+        ) and all(any(node in each.member_list.nodes for each in left.values() if each.is_leader) for node in left)
 
     def decided(self) -> bool:
-        return all(each.fenced is not None or each.roster.leader not in each.lost for each in self.circles.values())
+        return all(
+            each.fenced is not None or each.member_list.leader not in each.lost for each in self.circles.values()
+        )
 
 
 def vote(node: int, ready: int = 1) -> Message:
@@ -131,7 +147,7 @@ def all_heads_at_once(placement: Placement, folder: str) -> list[Any]:
     with nodes(7, f"{folder}/run") as there:
         there.lose(0, 1, 2)
         there.until(there.at_rest)
-        there.until(lambda: all(each.roster.epoch > 1 or each.fenced for each in there.circles.values()))
+        there.until(lambda: all(each.member_list.epoch > 1 or each.fenced for each in there.circles.values()))
         return there.told()
 
 
@@ -147,16 +163,16 @@ def a_head_falls_silent(placement: Placement, folder: str) -> list[Any]:
         silent = there.circles.pop(1)
         three, five = there.circles[3], there.circles[5]
         three.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
-        three.tend()
-        three.tend()
+        three.poll_once()
+        three.poll_once()
         five.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
         five.heard_at[3] = time.monotonic()  # the first that node 3 has sent
-        there.until(lambda: 1 in five.lost and (five.fenced is not None or five._links[3].up), [three, five])
+        there.until(lambda: 1 in five.lost and (five.fenced is not None or five._links[3].is_up), [three, five])
         for each in there.circles.values():
             each.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
-        there.until(lambda: all(each.roster.epoch > 1 or each.fenced for each in there.circles.values()))
+        there.until(lambda: all(each.member_list.epoch > 1 or each.fenced for each in there.circles.values()))
         silent.close()
-        return [*there.told(), three.roster.nodes]
+        return [*there.told(), three.member_list.nodes]
 
 
 def test_who_comes_to_watch_others_does_not_take_them_for_lost(tmp_path: Path) -> None:
@@ -176,7 +192,7 @@ def while_ranks_end(placement: Placement, folder: str) -> list[Any]:
             there.turn()
         between = there.told()
         there.busy = set()
-        there.until(lambda: all(each.roster.epoch > 1 for each in there.circles.values()))
+        there.until(lambda: all(each.member_list.epoch > 1 for each in there.circles.values()))
         return [before, between, there.told(), sorted(there.circles[1].votes.items())]
 
 
@@ -206,7 +222,7 @@ def while_ranks_of_four_end(placement: Placement, folder: str) -> list[Any]:
                 there.until(lambda: 1 in there.circles[1].votes)
                 there.ready = 2
             there.busy = set()
-            there.until(lambda: all(each.roster.epoch > 1 for each in there.circles.values()))
+            there.until(lambda: all(each.member_list.epoch > 1 for each in there.circles.values()))
             found.append([there.told(), next(iter(there.circles.values())).votes.get(1)])
     return found
 
@@ -228,16 +244,16 @@ def ready_unheard(placement: Placement, folder: str) -> list[Any]:
     with nodes(3, f"{folder}/run") as there:
         there.busy = {1}
         there.lose(0)
-        peer = Peer(SECRET, nothing, nothing)
-        peer.circle = there.circles[2]
+        peer = NodeAgent(SECRET, nothing, nothing)
+        peer.membership = there.circles[2]
         there.until(lambda: 2 in there.circles[1].votes)
         peer._division = 2
-        peer.say_ready()
+        peer.report_ready()
         there.busy = set()
         there.until(lambda: bool(there.circles[2].adopted), [there.circles[1], there.circles[2]])
-        peer.tend()
-        there.until(lambda: there.circles[1].spoken)
-        return there.circles[1].heard()
+        peer.poll_once()
+        there.until(lambda: there.circles[1].has_messages)
+        return there.circles[1].receive()
 
 
 def test_what_a_node_got_ready_for_between_two_leaders_the_next_one_hears(tmp_path: Path) -> None:
@@ -252,17 +268,19 @@ def cut_off_unheard(placement: Placement, folder: str, count: int, lost: list[in
         leader, others = there.circles[0], [there.circles[1], *(there.circles[node] for node in lost)]
         for node in lost:
             leader._lose(node, "cut")
-        there.until(lambda: leader.roster.epoch == 2, [leader])
+        there.until(lambda: leader.member_list.epoch == 2, [leader])
         for circle in others:
             circle._lose(0, "cut")
         parts = [[leader, *(there.circles[node] for node in range(2, count) if node not in lost)], others]
         for part in (parts[first], parts[1 - first]):
             if part is parts[0]:
                 leader._lose(1, "cut")
-            there.until(lambda: part[0].fenced is not None or part[0].roster.epoch > 2, part)  # noqa: B023
+            there.until(lambda: part[0].fenced is not None or part[0].member_list.epoch > 2, part)  # noqa: B023
         for _ in range(100):
             there.turn()
-        return [[each.roster.epoch, each.roster.nodes] for each in there.circles.values() if each.fenced is None]
+        return [
+            [each.member_list.epoch, each.member_list.nodes] for each in there.circles.values() if each.fenced is None
+        ]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +306,7 @@ def past_an_epoch(placement: Placement, folder: str, texts: list[dict[str, Any]]
         with nodes(5, f"{folder}/{number}") as there:
             assert epoch_files.claim(there.paths, 2, text) is None
             there.lose(0)
-            there.until(lambda: all(each.roster.epoch > 1 or each.fenced for each in there.circles.values()))
+            there.until(lambda: all(each.member_list.epoch > 1 or each.fenced for each in there.circles.values()))
             found.append(there.told())
     return found
 
@@ -329,11 +347,11 @@ def test_half_of_the_nodes_wait_for_a_slow_file_system_and_a_majority_does_not(t
 def with_a_word_for_the_leader(placement: Placement, folder: str) -> list[Any]:
     """A leader hears something and dies: what the next one hears, and the one after it."""
     with nodes(5, f"{folder}/run") as there:
-        there.circles[3].insist({"stop": "SIGTERM"})
+        there.circles[3].send_reliably({"stop": "SIGTERM"})
         heard = []
         for circle in (there.circles[0], there.circles[1]):
-            there.until(lambda circle=circle: circle.spoken)  # type: ignore[misc]
-            heard.append(circle.heard())
+            there.until(lambda circle=circle: circle.has_messages)  # type: ignore[misc]
+            heard.append(circle.receive())
             there.lose(circle.me.node)
         return heard
 
@@ -377,11 +395,11 @@ def as_they_die(placement: Placement, folder: str, seeds: list[int]) -> list[Any
                 there.lose(draw.choice(sorted(there.circles)[:4]))
                 for _ in range(draw.choice([0, 2, 10, 40])):
                     there.turn()
-                    led |= {(each.roster.epoch, node) for node, each in there.circles.items() if each.leading}
+                    led |= {(each.member_list.epoch, node) for node, each in there.circles.items() if each.is_leader}
             there.busy = set()
             left = sorted(there.circles)
-            there.until(lambda: all(each.roster.nodes == left for each in there.circles.values()))  # noqa: B023
-            led |= {(each.roster.epoch, node) for node, each in there.circles.items() if each.leading}
+            there.until(lambda: all(each.member_list.nodes == left for each in there.circles.values()))  # noqa: B023
+            led |= {(each.member_list.epoch, node) for node, each in there.circles.items() if each.is_leader}
             found.append([there.told(), sorted(led)])
     return found
 
@@ -411,9 +429,9 @@ def as_they_are_cut(placement: Placement, folder: str, seeds: list[int]) -> list
             there.until(there.at_rest)
             found.append(
                 [
-                    [node, each.roster.epoch, each.roster.nodes]
+                    [node, each.member_list.epoch, each.member_list.nodes]
                     for node, each in there.circles.items()
-                    if each.leading and each.fenced is None
+                    if each.is_leader and each.fenced is None
                 ]
             )
     return found
@@ -430,21 +448,21 @@ def after_a_member_wants_to_lead(placement: Placement, folder: str, mad: int) ->
     for without in ((), (0,)):
         with nodes(4, f"{folder}/{len(without)}") as there:
             it = there.circles.pop(mad)
-            members = tuple(member for member in it.roster.members if member.node not in without)
-            roster = roster_to_message(Roster(2, mad, members))
+            members = tuple(member for member in it.member_list.members if member.node not in without)
+            member_list = member_list_to_message(MemberList(2, mad, members))
             for link in it._links.values():
                 assert link.channel is not None
-                link.channel.say({"roster": roster})
-                link.channel.say({"offer": {"division": 7}})
+                link.channel.send({"roster": member_list})
+                link.channel.send({"offer": {"division": 7}})
             obeyed: list[Any] = []
             others = list(there.circles.values())
 
-            def heard(circles: list[Circle] = others, obeyed: list[Any] = obeyed) -> bool:
-                obeyed += [node for each in circles for node, _ in each.heard() if node == each.roster.leader]
-                return all(each.roster.epoch > 1 and each.fenced is None for each in circles)
+            def heard(circles: list[Membership] = others, obeyed: list[Any] = obeyed) -> bool:
+                obeyed += [node for each in circles for node, _ in each.receive() if node == each.member_list.leader]
+                return all(each.member_list.epoch > 1 and each.fenced is None for each in circles)
 
             there.until(heard)
-            found.append([there.told(), sorted({tuple(each.roster.nodes) for each in others}), obeyed])
+            found.append([there.told(), sorted({tuple(each.member_list.nodes) for each in others}), obeyed])
             it.close()
     return found
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.elastic.membership.channel import Channel, Message, calling
-from phalanx.elastic.membership.heartbeat import GIVEN_UP, LIVES, Beat
-from phalanx.elastic.membership.member_list import roster_to_message
-from phalanx.elastic.membership.membership import Circle
+from phalanx.elastic.membership.channel import Channel, Message, start_connecting
+from phalanx.elastic.membership.heartbeat import DECLARED_LOST, LIVES, Heartbeat
+from phalanx.elastic.membership.member_list import member_list_to_message
+from phalanx.elastic.membership.membership import Membership
 from tests.cluster.test_membership import PATIENCE_S, Nodes
 from tests.helpers import wait_until
 
@@ -25,13 +25,13 @@ def there(tmp_path: Path) -> Iterator[Nodes]:
 class Called:
     """A door that somebody has come through who says `hello`."""
 
-    def __init__(self, circle: Circle, there: Nodes, **hello: object) -> None:
-        self._open, self._circle = circle.door.tend, circle
+    def __init__(self, circle: Membership, there: Nodes, **hello: object) -> None:
+        self._open, self._circle = circle.listener.accept, circle
         other = there.circles[0 if circle.me.node else 1]
-        self.channel = calling((other.me.address, other.me.port))
-        circle.door.tend = lambda: [(self.channel, dict(hello))]  # type: ignore[method-assign]
+        self.channel = start_connecting((other.me.address, other.me.port))
+        circle.listener.accept = lambda: [(self.channel, dict(hello))]  # type: ignore[method-assign]
         circle._let_in()
-        circle.door.tend = self._open  # type: ignore[method-assign]
+        circle.listener.accept = self._open  # type: ignore[method-assign]
 
 
 def test_who_calls_as_no_member_is_the_owners_to_hear(there: Nodes) -> None:
@@ -63,14 +63,14 @@ def test_a_member_that_is_here_already_or_was_given_up_is_not_taken_in_twice(the
 def test_a_member_that_calls_itself_takes_the_place_of_a_call_to_it(there: Nodes) -> None:
     last, zero = there.circles[2], there.circles[0].me
     link = last._links[0]
-    before, link.channel = link.channel, calling((zero.address, zero.port))
-    half, link.proof = link.channel, object()  # type: ignore[assignment]
+    before, link.channel = link.channel, start_connecting((zero.address, zero.port))
+    half, link.handshake = link.channel, object()  # type: ignore[assignment]
     link.waiting = [{"word": 1}]
     said: list[Message] = []
-    Channel.say, inner = (lambda self, message: said.append(message)), Channel.say  # type: ignore[method-assign, assignment]
+    Channel.send, inner = (lambda self, message: said.append(message)), Channel.send  # type: ignore[method-assign, assignment]
     called = Called(last, there, role="peer", node=0, token=zero.token)
-    Channel.say = inner  # type: ignore[method-assign]
-    assert (link.channel, link.proof, link.waiting, said) == (called.channel, None, [], [{"word": 1}])
+    Channel.send = inner  # type: ignore[method-assign]
+    assert (link.channel, link.handshake, link.waiting, said) == (called.channel, None, [], [{"word": 1}])
     assert half.lost is not None
     assert before is not None
     before.close("over")
@@ -88,29 +88,29 @@ def test_a_beat_counts_once_and_only_from_the_very_process_that_is_a_member(ther
     first, one = there.circles[0], there.circles[1].me
     token, number = bytes.fromhex(one.token), 10**6
 
-    def heard(*beats: Beat) -> float:
+    def heard(*beats: Heartbeat) -> float:
         """Seconds from when node 1 was heard last, long ago, to when it was with these."""
         first.heard_at[1] = 0.0
         for beat in beats:
-            there.circles[2]._beats.send(beat, (first.me.address, first.me.beats))
-        marker = Beat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 2 * number + len(sent))
-        there.circles[2]._beats.send(marker, (first.me.address, first.me.beats))
+            there.circles[2]._heartbeats.send(beat, (first.me.address, first.me.beats))
+        marker = Heartbeat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 2 * number + len(sent))
+        there.circles[2]._heartbeats.send(marker, (first.me.address, first.me.beats))
         sent.append(marker)
         first.heard_at[2] = 0.0
         until = time.monotonic() + PATIENCE_S
         while first.heard_at[2] == 0.0 and time.monotonic() < until:
-            first._hear_beats(5.0)
+            first._receive_heartbeats(5.0)
         return first.heard_at[1]
 
-    sent: list[Beat] = []
+    sent: list[Heartbeat] = []
     first._numbers = {}
-    assert heard(Beat(LIVES, 1, 1, b"another!", number)) == 0.0
-    assert heard(Beat(LIVES, 1, 1, token, 0)) == 0.0  # beats are counted from 1
-    assert heard(Beat(LIVES, 1, 1, token, 1)) == 5.0
-    assert heard(Beat(LIVES, 1, 1, token, number)) == 5.0
-    assert heard(Beat(LIVES, 1, 1, token, number)) == 0.0  # again, or late
-    assert heard(Beat(LIVES, 1, 1, token, number - 1)) == 0.0
-    assert heard(Beat(GIVEN_UP, 1, 0, b"another!", 1)) == 0.0
+    assert heard(Heartbeat(LIVES, 1, 1, b"another!", number)) == 0.0
+    assert heard(Heartbeat(LIVES, 1, 1, token, 0)) == 0.0  # beats are counted from 1
+    assert heard(Heartbeat(LIVES, 1, 1, token, 1)) == 5.0
+    assert heard(Heartbeat(LIVES, 1, 1, token, number)) == 5.0
+    assert heard(Heartbeat(LIVES, 1, 1, token, number)) == 0.0  # again, or late
+    assert heard(Heartbeat(LIVES, 1, 1, token, number - 1)) == 0.0
+    assert heard(Heartbeat(DECLARED_LOST, 1, 0, b"another!", 1)) == 0.0
     assert first.fenced is None
 
 
@@ -118,14 +118,14 @@ def test_a_beat_counts_once_and_only_from_the_very_process_that_is_a_member(ther
 def test_who_was_given_up_hears_it_unless_the_answer_is_old(there: Nodes, ago_ms: int, fenced: bool) -> None:
     """Or of a beat that this process has not sent yet: its number was another's."""
     first = there.circles[0]
-    first._voice.number = lambda: 20_000  # type: ignore[method-assign]
-    beat = Beat(GIVEN_UP, 2, 0, bytes.fromhex(first.me.token), 20_000 - ago_ms)
-    there.circles[2]._beats.send(beat, (first.me.address, first.me.beats))
-    marker = Beat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 10**6)
-    there.circles[2]._beats.send(marker, (first.me.address, first.me.beats))
+    first._heartbeat_sender.next_number = lambda: 20_000  # type: ignore[method-assign]
+    beat = Heartbeat(DECLARED_LOST, 2, 0, bytes.fromhex(first.me.token), 20_000 - ago_ms)
+    there.circles[2]._heartbeats.send(beat, (first.me.address, first.me.beats))
+    marker = Heartbeat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 10**6)
+    there.circles[2]._heartbeats.send(marker, (first.me.address, first.me.beats))
     first.heard_at[2], until = 0.0, time.monotonic() + PATIENCE_S
     while first.heard_at[2] == 0.0 and time.monotonic() < until:
-        first._hear_beats(5.0)
+        first._receive_heartbeats(5.0)
     assert (first.fenced is not None) == fenced
 
 
@@ -141,7 +141,7 @@ def test_a_node_is_lost_once_and_only_a_member_can_be(there: Nodes) -> None:
 def test_who_is_fenced_decides_nothing(there: Nodes) -> None:
     circle, elected = there.circles[1], list[float]()
     circle._elect = elected.append  # type: ignore[method-assign]
-    circle.lost = {circle.roster.leader: "silent"}
+    circle.lost = {circle.member_list.leader: "silent"}
     circle.fenced = "given up"
     circle._decide(1.0)
     assert elected == []
@@ -166,9 +166,9 @@ def test_how_long_a_silent_member_is_waited_for(there: Nodes) -> None:
     circle, now = there.circles[0], time.monotonic()
     for other in (1, 2):
         circle.heard_at[other] = now
-    assert not circle.suspected(1)
+    assert not circle.is_silent(1)
     circle.heard_at[2] = now - 0.75 * PATIENCE_S
-    assert circle.suspected(2) and not circle.suspected(0)
+    assert circle.is_silent(2) and not circle.is_silent(0)
     assert 0.2 * PATIENCE_S < circle.due_s() <= 0.25 * PATIENCE_S
     circle._judge(now)
     assert circle.lost == {}
@@ -191,11 +191,11 @@ def test_poll_looks_at_all_that_may_speak_and_at_nothing_when_it_is_over(there: 
     circle = there.circles[0]
     channels = [link.channel for link in circle._links.values() if link.channel is not None]
     looked = set(circle.descriptors())
-    wanted = {circle._beats.fileno(), *circle.door.descriptors(), *(channel.fileno() for channel in channels)}
+    wanted = {circle._heartbeats.fileno(), *circle.listener.descriptors(), *(channel.fileno() for channel in channels)}
     assert len(channels) == 2 and len(wanted) == 4 and looked == wanted
     gone = channels[0].fileno()
     there.circles[1 if circle._links[1].channel is channels[0] else 2].close()
-    wait_until(lambda: not list(channels[0].heard()) and channels[0].lost is not None)
+    wait_until(lambda: not list(channels[0].receive()) and channels[0].lost is not None)
     assert set(circle.descriptors()) == wanted - {gone}
     circle.leave("asked to")
     assert circle.descriptors() == {}
@@ -203,11 +203,18 @@ def test_poll_looks_at_all_that_may_speak_and_at_nothing_when_it_is_over(there: 
 
 def test_a_roster_of_somebody_who_was_not_voted_for_is_not_followed(there: Nodes) -> None:
     last = there.circles[2]
-    roster = last.roster.with_members(last.roster.members, 1)
-    for said in (last.roster, roster):  # that of this epoch is no news; the other one's leader was not voted for
+    member_list = last.member_list.with_members(last.member_list.members, 1)
+    for said in (
+        last.member_list,
+        member_list,
+    ):  # that of this epoch is no news; the other one's leader was not voted for
         last._follow(1, said)
-        assert last.roster.epoch == 1
+        assert last.member_list.epoch == 1
     assert list(last.lost) == [1]
     last._voted, last.lost = (1, True), {}
-    last._take(1, {"roster": roster_to_message(roster)})
-    assert (last.roster.epoch, last.roster.leader, last.before.leader if last.before else None) == (2, 1, 0)
+    last._take(1, {"roster": member_list_to_message(member_list)})
+    assert (
+        last.member_list.epoch,
+        last.member_list.leader,
+        last.previous_member_list.leader if last.previous_member_list else None,
+    ) == (2, 1, 0)

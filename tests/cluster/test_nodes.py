@@ -19,10 +19,10 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.placement import ExitCode
 from phalanx.elastic.membership import channel as channels
 from phalanx.elastic.membership import rendezvous, rendezvous_client
-from phalanx.elastic.membership.handshake import own_hello
-from phalanx.elastic.membership.listener import EVERYWHERE, MOST_STRANGERS, Door
-from phalanx.elastic.membership.rendezvous_client import OtherNode
-from phalanx.elastic.membership.rendezvous_host import FirstNode
+from phalanx.elastic.membership.handshake import make_hello
+from phalanx.elastic.membership.listener import EVERYWHERE, MAX_PENDING, ConnectionListener
+from phalanx.elastic.membership.rendezvous_client import RendezvousClient
+from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from tests.cluster.warm_nodes import Node, WarmNodes
 from tests.helpers import free_port, is_alive, wait_until
 
@@ -390,12 +390,12 @@ def test_node_0_says_once_per_caller_who_was_refused_and_why() -> None:
     first.notice = lambda kind, details: said.append((kind, details))
     for host in ("127.0.0.1", "127.0.0.1", "127.0.0.2"):
         connection = socket.create_connection(listener.getsockname(), source_address=(host, 0), timeout=30)
-        caller = channels.Proof(channels.Channel(connection), "another secret", calling=True)
+        caller = channels.Handshake(channels.Channel(connection), "another secret", calling=True)
         until = time.monotonic() + 30
         while caller.failed is None and caller.channel.lost is None and time.monotonic() < until:
-            first.tend()
-            for message in caller.channel.heard():
-                caller.hear(message)
+            first.poll_once()
+            for message in caller.channel.receive():
+                caller.feed(message)
         assert caller.failed == "it does not accept this node's secret"
         caller.channel.close("refused")
     sentence = (
@@ -450,7 +450,7 @@ def test_a_stop_signal_on_any_node_stops_all(cluster: Cluster, asked: int) -> No
     ended = [node.finish() for node in nodes]
     assert [code for code, _, _ in ended] == [ExitCode.STOPPED] * 2
     for _, _, events in ended:
-        assert [event["signal"] for event in events if event["kind"] == "signalled"] == ["SIGTERM"]
+        assert [event["signal"] for event in events if event["kind"] == "stop_requested"] == ["SIGTERM"]
     assert [cluster.noted("received", 1, rank) for rank in range(3)] == ["SIGTERM"] * 3
 
 
@@ -548,25 +548,27 @@ def test_strangers_do_not_disturb(cluster: Cluster) -> None:
         assert (first.finish()[0], other.finish()[0]) == (0, 0)
 
 
-def listening_first_node() -> tuple[socket.socket, FirstNode]:
+def listening_first_node() -> tuple[socket.socket, RendezvousHost]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     listener.setblocking(False)
-    hello = own_hello(0, 2, [["cpu", "any", True]], {}, {})
-    return listener, FirstNode(2, listener, "secret", None, hello, 60, print)
+    hello = make_hello(0, 2, [["cpu", "any", True]], {}, {})
+    return listener, RendezvousHost(2, listener, "secret", None, hello, 60, print)
 
 
 def test_who_listens_where_a_leader_was_keeps_no_node_from_coming_back() -> None:
     """Its port is anybody's once it is gone; at the rendezvous itself a stranger ends the search, in a sentence."""
     listener, first = listening_first_node()
-    stranger = Door(socket.create_server(("127.0.0.1", 0)), "a secret of somebody else", lambda host, why: None)
-    there, gone = listener.getsockname(), stranger.listener.getsockname()
-    found: list[OtherNode | Exception] = []
+    stranger = ConnectionListener(
+        socket.create_server(("127.0.0.1", 0)), "a secret of somebody else", lambda host, why: None
+    )
+    there, gone = listener.getsockname(), stranger.socket.getsockname()
+    found: list[RendezvousClient | Exception] = []
 
     def look(place: tuple[str, int], leader: tuple[str, int]) -> None:
-        at = rendezvous.Place("tcp://there", host=place[0], port=place[1], secret="secret")
-        hello = own_hello(1, 2, [["cpu", "any", True]], {}, {})
+        at = rendezvous.RendezvousPoint("tcp://there", host=place[0], port=place[1], secret="secret")
+        hello = make_hello(1, 2, [["cpu", "any", True]], {}, {})
         try:
-            found.append(rendezvous_client.seek(at, hello, 60, print, lambda: leader))
+            found.append(rendezvous_client.connect_to_leader(at, hello, 60, print, lambda: leader))
         except ConfigError as error:
             found.append(error)
 
@@ -574,11 +576,11 @@ def test_who_listens_where_a_leader_was_keeps_no_node_from_coming_back() -> None
         looking = threading.Thread(target=look, args=(place, leader))
         looking.start()
         while looking.is_alive():
-            first.tend()
-            stranger.tend()
+            first.poll_once()
+            stranger.accept()
             looking.join(0.01)
     node, error = found
-    assert isinstance(node, OtherNode) and node.channel.socket.getpeername() == there
+    assert isinstance(node, RendezvousClient) and node.channel.socket.getpeername() == there
     assert "it does not accept this node's secret; set the same PHALANX_SECRET on all nodes" in str(error)
     node.close()
     stranger.close("over")
@@ -587,18 +589,18 @@ def test_who_listens_where_a_leader_was_keeps_no_node_from_coming_back() -> None
 
 def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    door = Door(listener, "secret", lambda host, why: pytest.fail(why))
-    connections = [socket.create_connection(listener.getsockname()) for _ in range(MOST_STRANGERS * 2)]
-    callers = [channels.Proof(channels.Channel(connection), "secret", calling=True) for connection in connections]
+    door = ConnectionListener(listener, "secret", lambda host, why: pytest.fail(why))
+    connections = [socket.create_connection(listener.getsockname()) for _ in range(MAX_PENDING * 2)]
+    callers = [channels.Handshake(channels.Channel(connection), "secret", calling=True) for connection in connections]
     until = time.monotonic() + 30
     greeted: list[channels.Channel] = []
     while len(greeted) < len(callers) and time.monotonic() < until:
-        greeted += [channel for channel, _ in door.tend()]
+        greeted += [channel for channel, _ in door.accept()]
         for caller in callers:
-            for message in caller.channel.heard():
-                caller.hear(message)
+            for message in caller.channel.receive():
+                caller.feed(message)
                 if caller.done:
-                    caller.channel.say({"role": "store"})
+                    caller.channel.send({"role": "store"})
         assert all(caller.channel.lost is None for caller in callers)
     assert len(greeted) == len(callers)
     door.close("over")
@@ -607,10 +609,10 @@ def test_ranks_that_call_all_at_once_do_not_push_each_other_out() -> None:
 
 
 @contextlib.contextmanager
-def crowded_door(crowd: str) -> Iterator[Door]:
+def crowded_door(crowd: str) -> Iterator[ConnectionListener]:
     """A door where more connections have come in from an address than it takes, all of which are silent."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    door = Door(listener, "secret", lambda host, why: pytest.fail(why))
+    door = ConnectionListener(listener, "secret", lambda host, why: pytest.fail(why))
     with contextlib.ExitStack() as held, pytest.MonkeyPatch.context() as patch:
         patch.setattr("phalanx.elastic.membership.listener.TOGETHER_S", 0.0)  # turns, and no time that has to pass
         for _ in range(5):
@@ -619,7 +621,7 @@ def crowded_door(crowd: str) -> Iterator[Door]:
                 one.bind((crowd, 0))
                 one.connect(listener.getsockname())
             for _ in range(door._most):
-                door.tend()
+                door.accept()
         yield door
         door.close("over")
 
@@ -628,22 +630,22 @@ def crowded_door(crowd: str) -> Iterator[Door]:
 def test_silent_connections_keep_nobody_out(crowd: str) -> None:
     """Be it that they come from another address or from the same one as the node that knows the secret."""
     with crowded_door(crowd) as door:
-        assert len(door._strangers) <= door._most // 2
-        with socket.create_connection(door.listener.getsockname()) as connection:
-            caller = channels.Proof(channels.Channel(connection), "secret", calling=True)
+        assert len(door._pending) <= door._most // 2
+        with socket.create_connection(door.socket.getsockname()) as connection:
+            caller = channels.Handshake(channels.Channel(connection), "secret", calling=True)
             greeted: list[channels.Channel] = []
             for _ in range(20):
-                greeted += [channel for channel, _ in door.tend()]
-                for message in caller.channel.heard():
-                    caller.hear(message)
+                greeted += [channel for channel, _ in door.accept()]
+                for message in caller.channel.receive():
+                    caller.feed(message)
                     if caller.done:
-                        caller.channel.say({"role": "store"})
+                        caller.channel.send({"role": "store"})
             assert len(greeted) == 1
             greeted[0].close("over")
-        assert door.crowd == crowd
-        door.crowd = None
-        door.tend()
-        assert door.crowd is None  # it is said once
+        assert door.flooding_host == crowd
+        door.flooding_host = None
+        door.accept()
+        assert door.flooding_host is None  # it is said once
 
 
 def test_who_is_hung_up_on_before_the_proof_calls_again() -> None:
@@ -653,15 +655,15 @@ def test_who_is_hung_up_on_before_the_proof_calls_again() -> None:
 
     def answers() -> None:
         listener.accept()[0].close()
-        door = Door(listener, "secret", lambda host, why: None)
+        door = ConnectionListener(listener, "secret", lambda host, why: None)
         while not greeted:
-            greeted.extend(door.tend())
+            greeted.extend(door.accept())
             time.sleep(0.01)
-        greeted[0][0].say({"ok": True})
+        greeted[0][0].send({"ok": True})
 
     answering = threading.Thread(target=answers)
     answering.start()
-    with channels.call(listener.getsockname(), "secret", {"role": "store"}, 60.0):
+    with channels.connect_and_greet(listener.getsockname(), "secret", {"role": "store"}, 60.0):
         answering.join(60)
     assert not answering.is_alive()
     listener.close()
@@ -671,41 +673,41 @@ def test_a_crowd_does_not_wake_the_owner_with_each_connection(monkeypatch: pytes
     with crowded_door("127.0.0.2") as door:
         assert door.descriptors() and door.due_s() == math.inf
         monkeypatch.setattr("phalanx.elastic.membership.listener.TOGETHER_S", 60.0)
-        door.tend()
-        with socket.create_connection(door.listener.getsockname()):
-            assert not door.descriptors() and 0 < door.due_s() <= 60 and door.tend() == []
+        door.accept()
+        with socket.create_connection(door.socket.getsockname()):
+            assert not door.descriptors() and 0 < door.due_s() <= 60 and door.accept() == []
         monkeypatch.setattr("phalanx.elastic.membership.listener.TOGETHER_S", 0.0)
         assert door.descriptors() and door.due_s() == math.inf
 
 
 def test_who_sends_its_proof_in_crumbs_is_closed() -> None:
-    with crowded_door("127.0.0.2") as door, socket.create_connection(door.listener.getsockname(), timeout=60) as crumbs:
+    with crowded_door("127.0.0.2") as door, socket.create_connection(door.socket.getsockname(), timeout=60) as crumbs:
         crumbs.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(5):
-            door.tend()
+            door.accept()
         with contextlib.suppress(OSError):
             for _ in range(60):
                 crumbs.sendall(b"{")
                 time.sleep(0.001)
-                door.tend()
+                door.accept()
         with contextlib.suppress(ConnectionResetError):
             assert b"unknown" not in crumbs.makefile("rb").read()
-        assert all(stranger.host == "127.0.0.2" for stranger in door._strangers.values())
+        assert all(stranger.host == "127.0.0.2" for stranger in door._pending.values())
 
 
 def test_who_listens_at_all_addresses_comes_to_listen_at_one() -> None:
     """Every address 127.x.y.z is this machine's."""
-    listener = rendezvous.listen(rendezvous.Place("file:///anywhere", folder=Path("/anywhere")))
+    listener = rendezvous.listen(rendezvous.RendezvousPoint("file:///anywhere", folder=Path("/anywhere")))
     assert listener.getsockname()[0] in EVERYWHERE
-    door, port = Door(listener, "secret", lambda host, why: pytest.fail(why)), listener.getsockname()[1]
+    door, port = ConnectionListener(listener, "secret", lambda host, why: pytest.fail(why)), listener.getsockname()[1]
     with socket.create_connection(("127.0.0.2", port), timeout=30) as before:
-        door.tend()
+        door.accept()
         assert b"nonce" in before.recv(1000)
         child = subprocess.Popen(["sleep", "60"], pass_fds=[listener.fileno()])  # as one that has not dropped it yet
-        door.narrow("127.0.0.1")
+        door.restrict_to("127.0.0.1")
         child.kill()
         child.wait()
-        assert door.listener.getsockname() == ("127.0.0.1", port)
+        assert door.socket.getsockname() == ("127.0.0.1", port)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=30)
         with socket.create_connection(("127.0.0.1", port), timeout=30):
@@ -713,21 +715,21 @@ def test_who_listens_at_all_addresses_comes_to_listen_at_one() -> None:
         before.setblocking(False)
         with pytest.raises(BlockingIOError):  # who had called before was not hung up on
             before.recv(1)
-    at_one = door.listener
-    door.narrow("127.0.0.2")  # it listens at one already
-    assert door.listener is at_one
+    at_one = door.socket
+    door.restrict_to("127.0.0.2")  # it listens at one already
+    assert door.socket is at_one
     door.close("over")
 
 
 def test_a_silent_stranger_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "PROOF_S", 0.2)
+    monkeypatch.setattr(channels, "HANDSHAKE_TIMEOUT_S", 0.2)
     listener, first = listening_first_node()
     stranger = socket.create_connection(listener.getsockname(), timeout=30)
     heard = b""
     until = time.monotonic() + 30
     stranger.setblocking(False)
     while time.monotonic() < until:
-        first.tend()
+        first.poll_once()
         try:
             part = stranger.recv(1000)
         except BlockingIOError:

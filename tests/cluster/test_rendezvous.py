@@ -15,13 +15,13 @@ import pytest
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.elastic.membership import channel as channels
 from phalanx.elastic.membership import rendezvous
-from phalanx.elastic.membership.channel import Channel, Proof, proved
-from phalanx.elastic.membership.rendezvous import ADDRESS_FILE, PASSING, Address, place_of
+from phalanx.elastic.membership.channel import Channel, Handshake, open_channel
+from phalanx.elastic.membership.rendezvous import ADDRESS_FILE, PASSING, HostAddress, parse_rendezvous
 from phalanx.launch import rendezvous_options
 
 SECRET = "sixteen or more characters"
 TWO = {"nodes": 2, "node": 1}
-ADDRESS = Address(("10.1.2.3", "127.0.0.1"), 4000, SECRET, "7 on here")
+ADDRESS = HostAddress(("10.1.2.3", "127.0.0.1"), 4000, SECRET, "7 on here")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ ADDRESS = Address(("10.1.2.3", "127.0.0.1"), 4000, SECRET, "7 on here")
 def test_options_that_do_not_fit_are_sentences(options: dict[str, Any], expected: str) -> None:
     environment = {"PHALANX_SECRET": options.get("secret", SECRET)}
     with pytest.raises(ConfigError) as caught:
-        rendezvous_options.meeting(
+        rendezvous_options.parse_rendezvous_options(
             options.get("nodes"), options.get("node"), options.get("where"), options.get("timeout_s"), environment,
             options.get("spares"),
         )  # fmt: skip
@@ -60,12 +60,12 @@ def test_options_that_do_not_fit_are_sentences(options: dict[str, Any], expected
 
 
 def test_places() -> None:
-    assert rendezvous_options.meeting(None, None, None, None, {}) is None
-    assert place_of("file:///shared/a%20b", {}).folder == Path("/shared/a b")
-    there = place_of("tcp://[fd00::7]:29500", {"PHALANX_SECRET": SECRET})
+    assert rendezvous_options.parse_rendezvous_options(None, None, None, None, {}) is None
+    assert parse_rendezvous("file:///shared/a%20b", {}).folder == Path("/shared/a b")
+    there = parse_rendezvous("tcp://[fd00::7]:29500", {"PHALANX_SECRET": SECRET})
     assert (there.host, there.port, there.secret) == ("fd00::7", 29500, SECRET)
-    assert there.kept is None and SECRET not in repr(there)
-    here = place_of("tcp://localhost:29500", {"PHALANX_SECRET": SECRET})
+    assert there.secret_file is None and SECRET not in repr(there)
+    here = parse_rendezvous("tcp://localhost:29500", {"PHALANX_SECRET": SECRET})
     assert (here.text, here.host) == ("tcp://localhost:29500", "127.0.0.1")
 
 
@@ -76,7 +76,7 @@ def test_what_was_published_is_read_by_its_owner_alone_and_withdrawn(tmp_path: P
     assert rendezvous.read_address(folder) == ADDRESS
     assert os.listdir(folder) == [ADDRESS_FILE]
     assert (folder / ADDRESS_FILE).stat().st_mode & 0o777 == 0o600
-    rendezvous.withdraw(folder, Address((), 1, "another's", ""), made=False)
+    rendezvous.withdraw(folder, HostAddress((), 1, "another's", ""), made=False)
     assert rendezvous.read_address(folder) == ADDRESS
     rendezvous.withdraw(folder, ADDRESS, made)
     assert not folder.exists()
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        place = place_of(f"tcp://127.0.0.1:{taken.getsockname()[1]}", {"PHALANX_SECRET": SECRET})
+        place = parse_rendezvous(f"tcp://127.0.0.1:{taken.getsockname()[1]}", {"PHALANX_SECRET": SECRET})
         with pytest.raises(RunError, match=r"node 0 cannot listen at .* that no other program, nor another job, uses"):
             rendezvous.listen(place)
 
@@ -152,14 +152,14 @@ def test_interfaces_are_those_of_the_machine() -> None:
 
 def called(server: socket.socket, secret: str, heard: list[Any]) -> None:
     channel = Channel(server.accept()[0])
-    proof = Proof(channel, secret, calling=False)
+    proof = Handshake(channel, secret, calling=False)
     until = time.monotonic() + 30
     while channel.lost is None and time.monotonic() < until:
-        for message in channel.heard():
+        for message in channel.receive():
             if proof.done:
                 heard.append(message)
             else:
-                proof.hear(message)
+                proof.feed(message)
         time.sleep(0.002)
     heard.append(proof.failed or channel.lost)
 
@@ -174,10 +174,10 @@ def test_only_who_knows_the_secret_is_heard(theirs: str, expected: list[Any]) ->
         thread = threading.Thread(target=called, args=(server, SECRET, heard))
         thread.start()
         if theirs == SECRET:
-            proved(server.getsockname(), theirs, 5, 5).farewell({"hello": "x" * 5000}, "done")
+            open_channel(server.getsockname(), theirs, 5, 5).send_and_close({"hello": "x" * 5000}, "done")
         else:
             with pytest.raises(ConnectionRefusedError, match="it does not accept this node's secret"):
-                proved(server.getsockname(), theirs, 5, 5)
+                open_channel(server.getsockname(), theirs, 5, 5)
         thread.join()
     assert heard == expected
 
@@ -195,7 +195,7 @@ def test_node_0_has_to_prove_itself_too() -> None:
         thread = threading.Thread(target=impostor)
         thread.start()
         with pytest.raises(ConnectionRefusedError, match="does not know this job's secret"):
-            proved(server.getsockname(), SECRET, 5, 5)
+            open_channel(server.getsockname(), SECRET, 5, 5)
         thread.join()
 
 
@@ -209,7 +209,7 @@ def test_a_service_of_another_kind_is_told_from_node_0() -> None:
         thread = threading.Thread(target=other)
         thread.start()
         with pytest.raises(ConnectionError, match="it sent what is no message"):
-            proved(server.getsockname(), SECRET, 5, 5)
+            open_channel(server.getsockname(), SECRET, 5, 5)
         thread.join()
 
 
@@ -218,10 +218,13 @@ def test_a_secret_may_hold_any_bytes() -> None:
     for end in (ours, theirs):
         end.setblocking(False)
     secret = os.fsdecode(b"\xff" * 16)  # as os.environ gives it
-    called, calling = Proof(_unwatched(ours), secret, calling=False), Proof(_unwatched(theirs), secret, calling=True)
+    called, calling = (
+        Handshake(_unwatched(ours), secret, calling=False),
+        Handshake(_unwatched(theirs), secret, calling=True),
+    )
     for proof in (calling, called, calling):
-        for message in proof.channel.heard():
-            proof.hear(message)
+        for message in proof.channel.receive():
+            proof.feed(message)
     assert (called.done, calling.done) == (True, True)
 
 
@@ -233,13 +236,13 @@ def test_a_conversation_that_was_overheard_cannot_be_repeated() -> None:
         for end in (ours, theirs):
             end.setblocking(False)
         channel = _unwatched(ours)
-        proofs.append(Proof(channel, SECRET, calling=False))
+        proofs.append(Handshake(channel, SECRET, calling=False))
         questions.append(json.loads(theirs.recv(4096)))
-    caller = Proof(_unwatched(ends[0][1]), SECRET, calling=True)
-    caller.hear(questions[0])
+    caller = Handshake(_unwatched(ends[0][1]), SECRET, calling=True)
+    caller.feed(questions[0])
     answer = json.loads(ends[0][0].recv(4096))
-    proofs[0].hear(dict(answer))
-    proofs[1].hear(dict(answer))
+    proofs[0].feed(dict(answer))
+    proofs[1].feed(dict(answer))
     assert (proofs[0].done, proofs[1].done, proofs[1].failed) == (True, False, "it does not know the secret")
     assert questions[0] != questions[1]
 
@@ -262,7 +265,7 @@ def test_who_listens_at_another_port_cannot_come_between_two_nodes() -> None:
         for thread in threads:
             thread.start()
         with pytest.raises(ConnectionRefusedError, match="it does not accept this node's secret"):
-            proved(gate.getsockname(), SECRET, 30, 30)
+            open_channel(gate.getsockname(), SECRET, 30, 30)
         for thread in threads:
             thread.join()
     assert heard == ["it does not know the secret"]
@@ -271,7 +274,7 @@ def test_who_listens_at_another_port_cannot_come_between_two_nodes() -> None:
 def _unwatched(end: socket.socket) -> Channel:
     """A channel over a pair of sockets, which have no TCP options."""
     channel = Channel.__new__(Channel)
-    channel.socket, channel.lost, channel.most_bytes = end, None, channels.STRANGER_BYTES
+    channel.socket, channel.lost, channel.most_bytes = end, None, channels.MAX_HANDSHAKE_BYTES
     channel._in, channel._out = bytearray(), bytearray()
     channel._quiet_since, channel._asked = time.monotonic(), False
     return channel
@@ -281,9 +284,9 @@ def test_a_relay_ends_with_its_connections() -> None:
     """Connections that node 0's relay is given reach the store; when it is stopped, they end."""
     script = """
 import socket
-from phalanx.elastic.membership.store_relay import beside_the_store, hand_over
+from phalanx.elastic.membership.store_relay import start_host_relay, hand_over
 store = socket.create_server(("127.0.0.1", 0))
-relay, giving = beside_the_store(store.getsockname()[1])
+relay, giving = start_host_relay(store.getsockname()[1])
 gate = socket.create_server(("127.0.0.1", 0))
 rank = socket.create_connection(gate.getsockname())
 hand_over(giving, gate.accept()[0])

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from tests.cluster.lives import RECIPE, curve, events, life, state, train
 from tests.dist import command
 
-OFF = "resilience.replicate=off"
+OFF = "resilience.replicate_every=off"
 
 
 @pytest.fixture(scope="module")
@@ -17,17 +17,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data, a recipe that saves at the end alone, and the run of two nodes that nothing happens to."""
     folder = command.write_place(tmp_path_factory.mktemp("replicas"))
     (folder / "recipe.yaml").write_text(RECIPE.replace("every: 6", "every: 0"))
-    ended = train(folder, "calm", [[life()], [life()]], 2, "resilience.memory=false")
+    ended = train(folder, "calm", [[life()], [life()]], 2, "resilience.in_memory_checkpoints=false")
     assert [lives[-1][0] for lives in ended] == [0, 0], ended
     return folder
 
 
 def resumed(run: Path) -> list[tuple[int, bool]]:
-    return [(event["step"], event.get("memory", False)) for event in events(run, Kind.RESUMED)]
+    return [(event["step"], event.get("memory", False)) for event in events(run, EventKind.RESUMED)]
 
 
 def warnings(run: Path) -> list[str]:
-    return [str(event["message"]) for event in events(run, Kind.WARNING)]
+    return [str(event["message"]) for event in events(run, EventKind.WARNING)]
 
 
 def assert_calm(place: Path, run: str) -> None:
@@ -38,7 +38,7 @@ def assert_calm(place: Path, run: str) -> None:
 @pytest.mark.parametrize("replicate", ["off", "auto"])
 def test_a_rank_is_killed_and_no_committed_step_is_lost(place: Path, replicate: str) -> None:
     run = f"rank-{replicate}"
-    options: list[Any] = [f"resilience.replicate={replicate}", "--inject", "kill:rank=1,step=20"]
+    options: list[Any] = [f"resilience.replicate_every={replicate}", "--inject", "kill:rank=1,step=20"]
     ended = train(place, run, [[life()], [life()]], 2, *options)
     assert [each[-1][0] for each in ended] == [0, 0], ended
     [(step, memory)] = resumed(place / run)
@@ -55,12 +55,12 @@ def test_a_node_is_lost_and_its_replica_goes_to_the_spare(place: Path, lost: int
     asked = ["--inject", "node-down:rank=1,step=21"] if lost == 1 else []
     if not asked:
         lives[lost] = [life(end=20)]
-    ended = train(place, run, lives, 2, f"resilience.replicate={'every_step' if every == 1 else every}", *asked)
+    ended = train(place, run, lives, 2, f"resilience.replicate_every={'every_step' if every == 1 else every}", *asked)
     assert [each[-1][0] for each in ended] == [-9 if node == lost else 0 for node in range(3)], ended
     [(step, memory)] = resumed(place / run)
     assert memory and 20 - every <= step and step % every == 0, (step, warnings(place / run))
     assert_calm(place, run)
-    (incident,) = events(place / run, Kind.INCIDENT)
+    (incident,) = events(place / run, EventKind.INCIDENT)
     # Unless it was lost just behind such a step: how many steps that cost.
     again = f"walked again, from step {step}, as the state is kept on a second node every {every} steps"
     assert (again in incident["done"]) == ("walked again" in incident["done"])
@@ -75,7 +75,7 @@ def test_a_keeper_is_killed_and_the_run_goes_on_with_another(place: Path, whose:
     assert [each[-1][0] for each in ended] == [0, 0], ended
     [(step, memory)] = resumed(place / run)
     assert memory and step >= 19
-    [died] = events(place / run, Kind.WORKER_DIED)
+    [died] = events(place / run, EventKind.WORKER_DIED)
     assert "replica" in died["reason"], died
     assert_calm(place, run)
 
@@ -100,13 +100,13 @@ def test_a_run_shrinks_onto_what_is_left_from_the_last_step(place: Path) -> None
     assert curve(place / "shrunk") == pytest.approx(curve(place / "calm"), rel=1e-9)
 
 
-UNEVEN = ["balance.state=[3,2,1]", "checkpoint.every=6"]
+UNEVEN = ["balance.optimizer_state=[3,2,1]", "checkpoint.every=6"]
 
 
 @pytest.fixture(scope="module")
 def uneven(place: Path) -> Path:
     """The run of three nodes with uneven shards that nothing happens to."""
-    ended = train(place, "uneven", [[life()] for _ in range(3)], 3, *UNEVEN, "resilience.memory=false")
+    ended = train(place, "uneven", [[life()] for _ in range(3)], 3, *UNEVEN, "resilience.in_memory_checkpoints=false")
     assert [lives[-1][0] for lives in ended] == [0, 0, 0], ended
     return place / "uneven"
 
@@ -138,7 +138,11 @@ def test_what_two_nodes_have_anyway_is_not_sent(place: Path) -> None:
     options = ["parallel.shard_degree=2"]
     ended = train(place, "copies", [[life()], [life(end=20)], [life()]], 2, *options, ranks=(2, 2, 2))
     assert [each[-1][0] for each in ended] == [0, -9, 0], ended
-    decided = [event for event in events(place / "copies", Kind.RESOLVED) if event["key"] == "resilience.replicate"]
+    decided = [
+        event
+        for event in events(place / "copies", EventKind.AUTO_RESOLVED)
+        if event["key"] == "resilience.replicate_every"
+    ]
     assert [(event["value"], event["reason"]) for event in decided] == [
         ("off", "every part of the state is on two nodes anyway")
     ]

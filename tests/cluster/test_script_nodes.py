@@ -15,16 +15,16 @@ import pytest
 from benchmarks.links import enter
 from benchmarks.started import start, strike
 from phalanx.core.errors import ConfigError, Unhealthy
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership.rendezvous import Place
-from phalanx.elastic.supervisor.state import Phase
-from phalanx.health.devices import Device
+from phalanx.elastic.membership.rendezvous import RendezvousPoint
+from phalanx.elastic.supervisor.state import JobPhase
+from phalanx.health.devices import DeviceInfo
 from phalanx.launch import health_gate, rendezvous_options, script_nodes
-from phalanx.launch.node_participant import Where
-from phalanx.launch.script_nodes import Script, ScriptMember
+from phalanx.launch.node_participant import NodeContext
+from phalanx.launch.script_nodes import ScriptJob, ScriptNodeSession
 from tests.cluster import networks
 from tests.helpers import ROOT, run_ranks, wait_until
 
@@ -77,7 +77,7 @@ def node(
         enter(within[placement.rank])
     script_nodes.HEARTBEAT_S = 3.0  # machines that run tests are busy
     if placement.rank == unfit:
-        health_gate.fit = smokes
+        health_gate.check_node = smokes
     output = Path(folder) / f"node-{placement.rank}.txt"
     own = ["run", "--nproc", "1", "--node-rank", str(placement.rank), "--rendezvous", f"file://{folder}/meet", *words]
     command = start(own, Path(folder), output)
@@ -117,7 +117,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_script_goes_on_from_its_
         "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "script",
     }  # fmt: skip
     recorded = [event["kind"] for event in read_lines(RunPaths(tmp_path / "runs" / "script").events)]
-    wanted = [Kind.RUN_STARTED, Kind.NODE_LOST, Kind.RESTARTED, Kind.INCIDENT, Kind.FINISHED]
+    wanted = [EventKind.RUN_STARTED, EventKind.NODE_LOST, EventKind.RESTARTED, EventKind.INCIDENT, EventKind.FINISHED]
     assert [kind for kind in recorded if kind in wanted] == wanted
     assert not (tmp_path / "meet").exists()
 
@@ -134,50 +134,55 @@ def test_a_mistake_that_comes_again_ends_the_script_with_what_its_rank_said(tmp_
     assert ended[1][1].count("Traceback") == 3, "the script's own words are where its output is"
 
 
-def member(folder: Path, script: Script) -> ScriptMember:
-    return ScriptMember(
-        RunPaths(folder), [Device("cpu", "any", True)], Where(1, 3, None), {}, lambda text: None, script
+def member(folder: Path, script: ScriptJob) -> ScriptNodeSession:
+    return ScriptNodeSession(
+        RunPaths(folder), [DeviceInfo("cpu", "any", True)], NodeContext(1, 3, None), {}, lambda text: None, script
     )
 
 
 def test_fewer_nodes_are_taken_only_where_that_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("")
-    meeting = rendezvous_options.Meeting(3, 1, Place("file:///meet"), 60.0)
-    assert script_nodes.script_of(str(path), [], None, meeting).policy(3).on_lost_node == ("replace", "wait")
-    fewer = script_nodes.script_of(str(path), [], None, meeting, least_nodes=2).policy(3)
+    meeting = rendezvous_options.RendezvousOptions(3, 1, RendezvousPoint("file:///meet"), 60.0)
+    assert script_nodes.make_script_job(str(path), [], None, meeting).policy(3).on_lost_node == ("replace", "wait")
+    fewer = script_nodes.make_script_job(str(path), [], None, meeting, min_nodes=2).policy(3)
     assert (fewer.on_lost_node, fewer.least, fewer.wait_s) == (("replace", "shrink", "wait"), 2, 60.0)
     with pytest.raises(ConfigError, match="--min-nodes 4 is more than --nodes 3"):
-        script_nodes.script_of(str(path), [], None, meeting, least_nodes=4)
+        script_nodes.make_script_job(str(path), [], None, meeting, min_nodes=4)
     offer = {"policy": asdict(replace(fewer, least=1)), "sign": "", "seats": [0, 1], "slots": [[1, "any"]] * 2}
     with pytest.raises(ConfigError, match="offers another policy than this command has"):
-        member(tmp_path, script_nodes.script_of(str(path), [], None, meeting, least_nodes=2)).make(offer, lambda: None)
+        member(tmp_path, script_nodes.make_script_job(str(path), [], None, meeting, min_nodes=2)).make_job(
+            offer, lambda: None
+        )
 
 
 def test_an_attempt_that_has_lasted_begins_the_count_of_failures_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one: Any = member(tmp_path, Script("script.py", (), None, 3, 2, 60.0))
-    one.recorder = SimpleNamespace(safe=list)
-    one.leading = SimpleNamespace(state=SimpleNamespace(phase=Phase.RUNNING, attempt=7))
-    assert one.safe() == []
+    one: Any = member(tmp_path, ScriptJob("script.py", (), None, 3, 2, 60.0))
+    one.recorder = SimpleNamespace(take_committed_steps=list)
+    one.is_leading = SimpleNamespace(state=SimpleNamespace(phase=JobPhase.RUNNING, attempt=7))
+    assert one.take_committed_steps() == []
     monkeypatch.setattr(script_nodes, "LASTED_S", -1.0)  # ten minutes later
-    assert one.safe() == [7]
-    one.leading.state.phase = Phase.IDLE
-    assert one.safe() == []
+    assert one.take_committed_steps() == [7]
+    one.is_leading.state.phase = JobPhase.IDLE
+    assert one.take_committed_steps() == []
 
 
 def test_what_ranks_do_about_a_signal_is_left_to_the_script(tmp_path: Path) -> None:
     said: list[str] = []
-    one = member(tmp_path, Script("script.py", (), None, 3, 2, 60.0))
-    one.say = said.append
-    one._note(2, Kind.SIGNALLED, {"attempt": 1, "signal": "SIGTERM"})
+    one = member(tmp_path, ScriptJob("script.py", (), None, 3, 2, 60.0))
+    one.notify_user = said.append
+    one._note(2, EventKind.STOP_REQUESTED, {"attempt": 1, "signal": "SIGTERM"})
     assert said == ["got SIGTERM: the script's ranks get it too"]
 
 
 def test_a_folder_of_a_training_run_is_left_alone(tmp_path: Path) -> None:
-    paths, meeting = RunPaths(tmp_path), rendezvous_options.Meeting(2, 0, Place("file:///meet"), 60.0)
+    paths, meeting = (
+        RunPaths(tmp_path),
+        rendezvous_options.RendezvousOptions(2, 0, RendezvousPoint("file:///meet"), 60.0),
+    )
     paths.config.write_text("model: {}\n")
-    script = Script("script.py", (), None, 3, 2, 60.0)
+    script = ScriptJob("script.py", (), None, 3, 2, 60.0)
     with pytest.raises(ConfigError, match=r"holds a run of phalanx train; name another folder with --run-dir"):
-        script_nodes.run(script, paths, 1, meeting)
+        script_nodes.run_script_on_node(script, paths, 1, meeting)

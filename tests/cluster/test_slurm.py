@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.started import ranks_of, strike
-from phalanx.core.events import Kind
-from phalanx.core.json_lines import last_line, read_lines
+from phalanx.core.events import EventKind
+from phalanx.core.json_lines import read_last_line, read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
@@ -66,7 +66,7 @@ def until(cluster: SlurmCluster, place: Path, what: Callable[[], bool], timeout_
 
 
 def step(place: Path) -> int:
-    return int((last_line(RunPaths(place / "run").metrics) or {"step": 0})["step"])
+    return int((read_last_line(RunPaths(place / "run").metrics) or {"step": 0})["step"])
 
 
 def kinds(place: Path) -> list[str]:
@@ -75,7 +75,7 @@ def kinds(place: Path) -> list[str]:
 
 def incidents(place: Path) -> list[tuple[str, str]]:
     """What failed, and what was done about it."""
-    found = [event for event in read_lines(RunPaths(place / "run").events) if event["kind"] == Kind.INCIDENT]
+    found = [event for event in read_lines(RunPaths(place / "run").events) if event["kind"] == EventKind.INCIDENT]
     return [(str(event["what"]), str(event["done"])) for event in found]
 
 
@@ -178,7 +178,9 @@ def test_nodes_of_two_partitions_train_to_the_end(cluster: SlurmCluster, place: 
     assert "finished after step 6" in done.stdout
     assert [record["step"] for record in read_steps(RunPaths(place / "run").metrics)] == [1, 2, 3, 4, 5, 6]
     assert job(cluster).state == "COMPLETED"
-    started = next(event for event in read_lines(RunPaths(place / "run").events) if event["kind"] == Kind.RUN_STARTED)
+    started = next(
+        event for event in read_lines(RunPaths(place / "run").events) if event["kind"] == EventKind.RUN_STARTED
+    )
     assert (started["world"], started["hosts"]) == (2, ["n1", "n2"])
     assert (place / "run" / "launch" / "over-1-1").read_text() == "0 end 6 0\n"
     assert not (place / "run" / "launch" / "meet").exists()
@@ -202,17 +204,17 @@ def test_a_run_goes_on_after_each_time_limit_until_it_is_cancelled(cluster: Slur
     assert "is job 1 already, which is RUNNING; `phalanx cancel run` ends that one" in again.stderr
     assert "RUNNING on n1" in phalanx(cluster, place, "status", "run").stdout
     cluster.run("scancel", "--signal=USR1", "1")
-    until(cluster, place, lambda: kinds(place).count(Kind.RESUMED) == 1)
+    until(cluster, place, lambda: kinds(place).count(EventKind.RESUMED) == 1)
     assert job(cluster).restarts == 1
     stopped = next(
-        event["step"] for event in read_lines(RunPaths(place / "run").events) if event["kind"] == Kind.STOPPED
+        event["step"] for event in read_lines(RunPaths(place / "run").events) if event["kind"] == EventKind.STOPPED
     )
     until(cluster, place, lambda: step(place) > stopped)
     done = phalanx(cluster, place, "cancel", "run")
     assert "job 1 was asked to stop: it finishes the step, saves and leaves" in done.stdout
     until(cluster, place, lambda: job(cluster).over)
     assert (job(cluster).state, job(cluster).code) == ("FAILED", ExitCode.STOPPED)
-    assert kinds(place).count(Kind.STOPPED) == 2
+    assert kinds(place).count(EventKind.STOPPED) == 2
     overs = [(place / "run" / "launch" / name).read_text().split() for name in ("over-1-1", "over-1-2")]
     assert [over[:2] for over in overs] == [["10", "again"], ["10", "end"]]
     assert (place / "run" / "logs" / "node-0.log").read_text().count(" on n1, job 1, start ") == 2
@@ -226,7 +228,7 @@ def test_what_slurm_itself_does_with_a_job_is_not_done_again(cluster: SlurmClust
     assert phalanx(cluster, place, "launch", "recipe.yaml", *words).returncode == 0
     until(cluster, place, lambda: step(place) > 5)
     cluster.run(*ended.split())
-    until(cluster, place, lambda: kinds(place).count(Kind.STOPPED) == 1)
+    until(cluster, place, lambda: kinds(place).count(EventKind.STOPPED) == 1)
     until(cluster, place, lambda: job(cluster).over or job(cluster).restarts == 1, 60)
     assert (job(cluster).state == "CANCELLED") is ended.startswith("scancel")
     assert (place / "run" / "launch" / "jobs").read_text() == "1\n"

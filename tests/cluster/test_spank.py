@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import Kind
-from phalanx.core.json_lines import last_line, read_lines
+from phalanx.core.events import EventKind
+from phalanx.core.json_lines import read_last_line, read_lines
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from tests.cluster import slurm_cluster
@@ -65,14 +65,14 @@ def test_a_step_of_one_task_a_node_survives_the_death_of_a_rank(cluster: SlurmCl
     step = cluster.start("srun", "-N2", "--auto-resume=1", sys.executable, *words, folder=place)
     paths = RunPaths(place / "run")
     try:
-        wait_until(lambda: (last_line(paths.metrics) or {"step": 0})["step"] > 4, timeout_s=180)
+        wait_until(lambda: (read_last_line(paths.metrics) or {"step": 0})["step"] > 4, timeout_s=180)
         os.kill(rank_of(place, 1), signal.SIGKILL)
         out, _ = step.communicate(timeout=240)
     finally:
         step.kill()
     assert step.returncode == 0, out
     kinds = [event["kind"] for event in read_lines(paths.events)]
-    assert kinds.count(Kind.WORKER_DIED) == kinds.count(Kind.RESUMED) == kinds.count(Kind.FINISHED) == 1
+    assert kinds.count(EventKind.WORKER_DIED) == kinds.count(EventKind.RESUMED) == kinds.count(EventKind.FINISHED) == 1
     assert read_steps(paths.metrics)[-1]["step"] == 200
 
 

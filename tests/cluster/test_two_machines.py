@@ -13,12 +13,12 @@ import pytest
 from benchmarks.links import enter
 from phalanx.config import load
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.health.devices import Device
+from phalanx.health.devices import DeviceInfo
 from phalanx.launch import local, node_session
 from phalanx.layout import hardware
 from tests.cluster import networks
@@ -33,7 +33,7 @@ model: {hidden: 16, layers: 1, heads: 2, intermediate: 32, dropout: 0.1}
 data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
 train: {steps: 24, global_batch: 6, micro_batch: 2, eval_sequences: 4, dtype: fp64}
 optim: {lr: 1e-2}
-balance: {work: even}
+balance: {batch: even}
 checkpoint: {every: 6}
 comm: {timeout_s: 60}
 report: {tensorboard: false}
@@ -123,13 +123,15 @@ def test_two_machines_that_meet_in_a_folder_walk_the_curve_of_one(wired: Network
     assert "node 1 of 2: the run is done" in ended[1][1]
     assert not (place / "meet").exists()
     assert not (place / "by-file" / ".sign").exists()
-    (started,) = events(place / "by-file", Kind.RUN_STARTED)
+    (started,) = events(place / "by-file", EventKind.RUN_STARTED)
     assert (started["world"], len(started["hosts"])) == (3, 2)
-    (planned,) = events(place / "by-file", Kind.PLANNED)
+    (planned,) = events(place / "by-file", EventKind.LAYOUT_CHOSEN)
     assert planned["keys"]["parallel.tensor"] == planned["keys"]["parallel.pipeline"] == 1
     kept = json.loads(RunPaths(place / "by-file").plan.read_text())
     assert [len(node) for node in kept["for"]["nodes"]] == [2, 1]
-    assert events(place / "by-file", Kind.COMPARED)[0]["predicted_s"] == pytest.approx(kept["expected"]["step_s"])
+    assert events(place / "by-file", EventKind.PREDICTION_CHECKED)[0]["predicted_s"] == pytest.approx(
+        kept["expected"]["step_s"]
+    )
 
 
 def test_one_command_on_each_machine_measures_all_devices(wired: Networks, place: Path) -> None:
@@ -138,17 +140,17 @@ def test_one_command_on_each_machine_measures_all_devices(wired: Networks, place
     (code, out, err), other = both(wired, place, measure, f"file://{place}/meet", (1, 2))
     assert (code, other[0]) == (0, 0), (err, other)
     assert json.loads(out)["shares"] and other[1] == ""
-    known = hardware.read(place / "both.json")
+    known = hardware.read_hardware(place / "both.json")
     assert [(device.rank, device.node, device.local_rank) for device in known.devices] == [
         (0, 0, 0),
         (1, 1, 0),
         (2, 1, 1),
     ]
     assert known.link is not None
-    run = ["train", "recipe.yaml", "--run-dir", "measured", "balance.hardware=both.json", "balance.work=measured-once"]
+    run = ["train", "recipe.yaml", "--run-dir", "measured", "balance.hardware=both.json", "balance.batch=measured-once"]
     ended = both(wired, place, [*run, "train.steps=2"], f"file://{place}/meet", (1, 2))
     assert [code for code, _, _ in ended] == [0, 0], ended
-    assert not events(place / "measured", Kind.MEASURING)
+    assert not events(place / "measured", EventKind.MEASURING)
 
 
 def test_nodes_of_unlike_commands_do_not_fit(wired: Networks, place: Path) -> None:
@@ -168,9 +170,9 @@ def test_a_rank_killed_on_the_other_machine_changes_nothing(wired: Networks, pla
     ended = train(wired, place, "killed", meet, (1, 2), "--inject", "kill:rank=2,step=11")
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert curve(place / "killed") == pytest.approx(curve(place / "one"), rel=1e-12)
-    (died,) = events(place / "killed", Kind.WORKER_DIED)
+    (died,) = events(place / "killed", EventKind.WORKER_DIED)
     assert (died["rank"], died["signal"]) == (2, "SIGKILL")
-    (resumed,) = events(place / "killed", Kind.RESUMED)
+    (resumed,) = events(place / "killed", EventKind.RESUMED)
     assert resumed["step"] in (9, 10)  # the newest that all had committed
     assert SECRET not in json.dumps(ended)
     assert not [path for path in (place / "killed").rglob("*") if path.is_file() and SECRET in _text(path)]
@@ -183,13 +185,13 @@ def _text(path: Path) -> str:
 def resolved(placement: Placement, folder: str, bf16: list[bool]) -> list[Any]:
     """What node 0 resolves when other nodes have ranks on devices that compute in bf16, or not."""
     os.chdir(folder)
-    here = Device("cpu", "here", True)
-    elsewhere = [Device("cpu", f"other {number}", each) for number, each in enumerate(bf16)]
-    wanted = load.load(Path("recipe.yaml"), ["train.dtype=auto"])
+    here = DeviceInfo("cpu", "here", True)
+    elsewhere = [DeviceInfo("cpu", f"other {number}", each) for number, each in enumerate(bf16)]
+    wanted = load.load_recipe(Path("recipe.yaml"), ["train.dtype=auto"])
     paths = RunPaths(Path(f"resolved-{len(bf16)}"))
     paths.root.mkdir()
-    config = local.prepare(wanted, paths, [here], 1 + len(bf16), 1, writes=True, elsewhere=elsewhere).config
-    return [config.train.dtype, config.parallel.data]
+    config = local.prepare_run(wanted, paths, [here], 1 + len(bf16), 1, writes=True, elsewhere=elsewhere).config
+    return [config.train.dtype, config.parallel.engine]
 
 
 def test_what_depends_on_the_devices_depends_on_those_of_all_nodes(place: Path) -> None:
@@ -203,16 +205,16 @@ def known_by(placement: Placement, folder: str, seeds: list[int]) -> list[Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     os.chdir(folder)
-    tree = load.load(Path("recipe.yaml"), ["data.tokenizer=train"]).model_dump(mode="json")
-    wanted = load.check({**tree, "model": {"from_hf": "hf"}}, "the test's")
-    text = load.to_yaml(load.resolve(wanted, device="cpu", world=2, bf16=True, differ=False)[0])
+    tree = load.load_recipe(Path("recipe.yaml"), ["data.tokenizer=train"]).model_dump(mode="json")
+    wanted = load.build_config({**tree, "model": {"from_hf": "hf"}}, "the test's")
+    text = load.to_yaml(load.resolve_autos(wanted, device="cpu", world=2, bf16=True, differ=False)[0])
     answers = []
     for seed in seeds:
         torch.manual_seed(seed)
         shape = LlamaConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                             num_attention_heads=2)  # fmt: skip
         LlamaForCausalLM(shape).save_pretrained("hf")
-        answers.append(local.resolve(text, ["cpu"], 2, 1, False))
+        answers.append(local.resolve_text(text, ["cpu"], 2, 1, False))
     return answers
 
 
@@ -279,7 +281,7 @@ def test_of_a_network_that_falls_apart_one_half_goes_on(wired: Networks, warm_no
     print(f"the network fell apart, and all was over, in {time.monotonic() - begun:.1f} s")
     assert sorted(code for code, _, _ in ended) == [0, 1], ended
     (winner,) = [node for node in range(2) if ended[node][0] == 0]
-    (lost,) = [event for event in ended[winner][2] if event["kind"] == Kind.NODE_LOST]
+    (lost,) = [event for event in ended[winner][2] if event["kind"] == EventKind.NODE_LOST]
     assert (lost["node"], lost["reason"]) == (1 - winner, "nothing was heard of it for 3 s")
     assert "another part of the nodes has taken the run over" in ended[1 - winner][1]
     assert [event["attempt"] for event in ended[1 - winner][2] if event["kind"] == "attempt_started"] == [1]

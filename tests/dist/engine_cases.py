@@ -15,12 +15,12 @@ from torch import nn
 
 from phalanx.comm.mesh import Mesh
 from phalanx.engine.interface import Precision
-from phalanx.engine.sharded import Sharded
-from phalanx.engine.sharding_spec import Sharding
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.optim import gradients
 from phalanx.optim.gradients import LossScale
 from phalanx.optim.state import Shard
-from phalanx.optim.update import AdamW, Rule
+from phalanx.optim.update import AdamW, UpdateRule
 
 WIDTH = 5
 NOMINAL = 8
@@ -186,9 +186,9 @@ class Driven:
         mesh: Mesh,
         model: nn.Module,
         units: Sequence[tuple[str, nn.Module]],
-        sharding: Sharding,
+        sharding: ShardingSpec,
         clip: float | None = None,
-        rule: Rule = ADAMW,
+        rule: UpdateRule = ADAMW,
         precision: Precision = FLOAT64,
         loss_scale: LossScale | None = None,
         meta: bool = False,
@@ -200,7 +200,7 @@ class Driven:
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         if meta:
             model.to("meta")
-        self.engine = Sharded(
+        self.engine = ShardedEngine(
             model, units, mesh=mesh, rule=rule, nominal_weight=NOMINAL, precision=precision, loss_scale=loss_scale,
             sharding=sharding,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.core.placement import Placement
 from phalanx.trainer import train_rank
-from phalanx.workload.sinks import Sink, TensorBoard
+from phalanx.workload.sinks import Sink, TensorBoardSink
 from tests.numerics.runs import job, on_one_thread
 
 
@@ -84,7 +84,7 @@ def train_with_signal(
     described = job(run, data, changes, placement.world)
     (Path(run) / f"pid-{placement.rank}").write_text(str(os.getpid()))
     sinks = [SignalAt(Path(run), step, number, ranks)] if placement.attempt == 1 else []
-    return int(train_rank.run(described, on_one_thread(placement), sinks))
+    return int(train_rank.run_training(described, on_one_thread(placement), sinks))
 
 
 def train_with_full_disk(
@@ -94,5 +94,5 @@ def train_with_full_disk(
     described = job(run, data, changes, placement.world)
     sinks: list[Sink] = [FullDisk(Path(run), begin, end) if size_bytes is None else SmallFiles(size_bytes, begin, end)]
     if placement.rank == 0 and described.config.report.tensorboard:
-        sinks.append(TensorBoard(described.paths))
-    return int(train_rank.run(described, on_one_thread(placement), sinks))
+        sinks.append(TensorBoardSink(described.paths))
+    return int(train_rank.run_training(described, on_one_thread(placement), sinks))

@@ -18,7 +18,7 @@ def run_script(placement: Placement, script: str, arguments: list[str], settings
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        run.become(placement, script, arguments, settings, launched=run.Launched())
+        run.run_rank(placement, script, arguments, settings, launched=run.LaunchInfo())
     return out.getvalue()
 
 

@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.disk.load import Checkpoint, Parameters, step_folder
-from phalanx.checkpoint.disk.save import Saver
+from phalanx.checkpoint.disk.save import CheckpointSaver
 from phalanx.comm.json_objects import JsonGroup
-from phalanx.comm.mesh import Mesh, alone, join
+from phalanx.comm.mesh import Mesh, join, single_rank_mesh
 from phalanx.core.placement import Placement
 from phalanx.engine.interface import Engine
-from phalanx.engine.sharded import Sharded
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.engine.single import Single
-from phalanx.layout.mesh_axes import Axes
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.engine.single import SingleEngine
+from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.layout.tensor_shards import Slice, copies_of, whole_shapes
-from phalanx.models.counter_rng import Draws
-from phalanx.models.layers import IGNORED
+from phalanx.layout.tensor_shards import TensorShard, count_copies, whole_shapes
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.layers import IGNORE_INDEX
 from phalanx.models.llama import Llama
 from phalanx.optim import gradients
 from phalanx.optim.state import Shard
 from phalanx.parallel import activations
-from phalanx.parallel.materialize import drawn, materialise
+from phalanx.parallel.materialize import make_random_fill, materialize
 from phalanx.parallel.offload import offload
-from phalanx.parallel.parallelize import own_units
-from phalanx.parallel.tensor import cut_among, split
-from phalanx.parallel.tensor_state import filled_by_rows, reading, saved
+from phalanx.parallel.parallelize import sharding_units
+from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
+from phalanx.parallel.tensor_state import fill_by_rows, make_shard_reader, to_whole_pieces
 from tests.dist.engine_cases import ADAMW, FLOAT64
 
 SPEC = ModelSpec(
@@ -44,7 +44,7 @@ SEQ_LEN, GLOBAL_BATCH, NOMINAL, SEED, CLIP = 16, 4, 40, 3, 0.5
 
 @contextmanager
 def among(placement: Placement, tensor: int) -> Iterator[Mesh]:
-    with join(placement, 60, axes=Axes(tensor=tensor)) as mesh:
+    with join(placement, 60, axes=MeshAxes(tensor=tensor)) as mesh:
         yield mesh
 
 
@@ -59,7 +59,7 @@ def data(step: int, spec: ModelSpec, packed: bool = False) -> tuple[dict[str, Te
     tokens = torch.randint(0, spec.vocab_size, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     for row in range(GLOBAL_BATCH):
-        labels[row, : (step + 5 * row) % SEQ_LEN] = IGNORED
+        labels[row, : (step + 5 * row) % SEQ_LEN] = IGNORE_INDEX
     inputs = {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
     if packed:
         cuts = [0, 5, SEQ_LEN - 1, SEQ_LEN]
@@ -78,7 +78,7 @@ def loss_of(model: Llama, step: int, rows: slice, packed: bool = False) -> Tenso
         ends = torch.tensor([5, SEQ_LEN - 1, SEQ_LEN])
         offsets = (torch.arange(count)[:, None] * SEQ_LEN + ends).flatten()
         mine["segments"] = torch.cat([torch.zeros(1, dtype=torch.int64), offsets]).int()
-    loss: Tensor = model(draws=Draws(SEED, step, samples[rows]), **mine)
+    loss: Tensor = model(draws=CounterRNG(SEED, step, samples[rows]), **mine)
     return loss
 
 
@@ -89,7 +89,7 @@ class Driven:
     mesh: Mesh
     model: Llama
     engine: Engine
-    held: dict[str, Slice]
+    held: dict[str, TensorShard]
     norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -102,7 +102,7 @@ class Driven:
         rows = [part for part in rows if part.start < part.stop]
         for step in range(self.engine.step + 1, self.engine.step + 1 + steps):
             labels = data(step, self.model.spec)[0]["labels"]
-            weight = sum(int((labels[part] != IGNORED).sum()) for part in rows)
+            weight = sum(int((labels[part] != IGNORE_INDEX).sum()) for part in rows)
             self.engine.begin_step(step, weight, 1e-2 / (1 + step % 4), CLIP)
             total = 0.0
             for part in rows:
@@ -131,9 +131,9 @@ class Driven:
 
     def save(self, folder: Path, step: int = 1) -> None:
         """A checkpoint by all ranks."""
-        saver = Saver(folder, self.mesh.rank, JsonGroup(self.mesh.checkpoint), 3, lambda kind, details: None)
+        saver = CheckpointSaver(folder, self.mesh.rank, JsonGroup(self.mesh.checkpoint), 3, lambda kind, details: None)
         axis = self.mesh.tensor
-        pieces = saved(self.engine.pieces(), self.held, first=axis is None or axis.rank == 0)
+        pieces = to_whole_pieces(self.engine.pieces(), self.held, first=axis is None or axis.rank == 0)
         shapes = whole_shapes(self.engine.trainable, self.held)
         parameters: Parameters = {name: (shape, "float64") for name, shape in shapes.items()}
         saver.save({"step": step}, parameters, pieces, 1)
@@ -144,10 +144,10 @@ class Driven:
     def load(self, folder: Path, step: int = 1) -> None:
         checkpoint = Checkpoint(step_folder(folder, step))
         checkpoint.verify()
-        self.engine.load(reading(checkpoint.read, self.held))
+        self.engine.load(make_shard_reader(checkpoint.read_into, self.held))
 
 
-def taken(whole: Tensor, part: Slice | None) -> Tensor:
+def taken(whole: Tensor, part: TensorShard | None) -> Tensor:
     return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
 
 
@@ -161,31 +161,35 @@ def driven(
     """A drawn model under the sharded engine, or that of one rank where `zero` is 0."""
     with torch.device("meta"):
         model = Llama(spec)
-    held = split(model, cut_among(mesh, spec.kv_heads, sequence)) if mesh.tensor is not None else {}
+    held = (
+        apply_tensor_parallel(model, make_tensor_context(mesh, spec.kv_heads, sequence))
+        if mesh.tensor is not None
+        else {}
+    )
     if memory != "none":
         activations.recompute(model.blocks(), selective=memory == "selective")
     if memory == "offload":
         offload(model.blocks(), 1)
     size = 1 if mesh.tensor is None else mesh.tensor.size
     names = dict(model.named_parameters())
-    copies = copies_of(names, held, size) if size > 1 else {}
+    copies = count_copies(names, held, size) if size > 1 else {}
     common: dict[str, Any] = {
         "mesh": mesh.data, "rule": ADAMW, "nominal_weight": NOMINAL, "precision": FLOAT64, "copies": copies,
     }  # fmt: skip
     engine: Engine
     if zero == 0:
-        engine = Single(model, own_units(model), **common)
+        engine = SingleEngine(model, sharding_units(model), **common)
     else:
         reduce = "per_step" if zero == 1 else "per_micro_batch"
-        engine = Sharded(model, own_units(model), **common, sharding=Sharding(zero, reduce, slots=slots))
-    materialise(model, engine, filled_by_rows(drawn(model, seed), held))
+        engine = ShardedEngine(model, sharding_units(model), **common, sharding=ShardingSpec(zero, reduce, slots=slots))
+    materialize(model, engine, fill_by_rows(make_random_fill(model, seed), held))
     return Driven(mesh, model, engine, held)
 
 
 @contextmanager
 def whole(mesh: Mesh, spec: ModelSpec) -> Iterator[Driven]:
     """The same on one rank."""
-    with alone(mesh) as single:
+    with single_rank_mesh(mesh) as single:
         yield driven(single, spec, zero=0, sequence=False)
 
 
@@ -194,7 +198,7 @@ def values(spec: ModelSpec, dtype: torch.dtype) -> Llama:
     with torch.device("meta"):
         model = Llama(spec)
     model.to(dtype).to_empty(device="cpu")
-    draw = drawn(model, SEED)
+    draw = make_random_fill(model, SEED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shape = tuple(parameter.shape)
@@ -204,7 +208,7 @@ def values(spec: ModelSpec, dtype: torch.dtype) -> Llama:
     return model
 
 
-def gradients_apart(mine: Llama, other: Llama, held: dict[str, Slice]) -> float:
+def gradients_apart(mine: Llama, other: Llama, held: dict[str, TensorShard]) -> float:
     """The norm of the difference of two models' gradients, relative to the norm of all; of unlike local shares the
     greatest of any rank."""
     theirs = dict(other.named_parameters())

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.comm.backend import Options, counters
+from phalanx.comm.backend import Options, read_counters
 from phalanx.core.placement import Placement, StoreAddress
 from phalanx.system import accelerator
 from phalanx.system.fork import fork
@@ -143,7 +143,7 @@ def more(placement: Placement) -> None:
         with pytest.raises(ValueError, match="needs room for them"):
             dist.distributed_c10d._get_default_group().all_gather_single(torch.zeros(5), torch.zeros(2))
         with pytest.raises(TypeError, match="kept by groups of the backend phalanx"):
-            counters(dist.new_group(backend="gloo"))
+            read_counters(dist.new_group(backend="gloo"))
         with dist._coalescing_manager():
             ones = [torch.ones(2), torch.ones(3)]
             for each in ones:
@@ -169,9 +169,9 @@ def counted(placement: Placement) -> list[Any]:
         pair = dist.new_group([0, 2])
         if placement.rank in (0, 2):
             dist.all_reduce(torch.ones(1000), group=pair)
-            found = counters(pair)
+            found = read_counters(pair)
             assert [found.form, found.within_bytes, found.between_bytes] == ["direct", 4000, 0]
-        found = counters()
+        found = read_counters()
         return [found.form, found.within_bytes, found.between_bytes]
 
 
@@ -235,7 +235,7 @@ def meshed(placement: Placement) -> list[Any]:
         net = model()
         fully_shard(net, mesh=mesh)
         net(torch.ones(2, 13) * placement.rank).sum().backward()
-        forms = [counters(mesh.get_group(name)).form for name in ("replicate", "shard")]
+        forms = [read_counters(mesh.get_group(name)).form for name in ("replicate", "shard")]
         weight: Any = net[0].weight
         return [forms, weight.grad.full_tensor().sum().item()]
 
@@ -316,19 +316,19 @@ class Native:
 def waiting_on_a_device(placement: Placement) -> float:
     """Seconds for which a rank waits in its accelerator's own group after another one has failed."""
     native, device = Native(), torch.device("meta")
-    accelerator.hardware = lambda device, host: f"device {placement.rank}"
-    accelerator.native_group = lambda *arguments: native  # type: ignore[assignment]
+    accelerator.hardware_id = lambda device, host: f"device {placement.rank}"
+    accelerator.make_native_group = lambda *arguments: native  # type: ignore[assignment]
     with joined(placement, "aab"):
         time.sleep(0.3 * placement.rank)  # the first call waits for that of the others
         group: Any = dist.distributed_c10d._get_default_group()
-        assert group._line.native(device, range(3)) is native
+        assert group._thread.device_group(device, range(3)) is native
         dist.barrier()
         start = time.monotonic()
         if placement.rank == 1:
             group.abort()
         assert native.aborted.wait(FAR_S)
         with pytest.raises(dist.DistBackendError):
-            group._line.native(device, range(3))
+            group._thread.device_group(device, range(3))
         return time.monotonic() - start
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import read_steps
@@ -134,8 +134,8 @@ def test_evaluations_that_have_nothing_to_read_are_refused(here: Path) -> None:
 
 
 def test_one_rank_that_is_asked_to_be_two(here: Path) -> None:
-    found = refused(here, "train", "recipe.yaml", "--ranks", "2", "parallel.data=single")
-    assert found == "parallel.data single trains on one rank, but there are 2; set parallel.data=auto"
+    found = refused(here, "train", "recipe.yaml", "--ranks", "2", "parallel.engine=single")
+    assert found == "parallel.engine single trains on one rank, but there are 2; set parallel.engine=auto"
 
 
 def test_a_model_that_fits_nowhere_is_refused_with_all_that_it_takes(here: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_complete_run_says_so_and_goes_on_when_asked_for_more(place: Path, tmp
     paths = RunPaths(tmp_path / "done")
     assert [step["step"] for step in read_steps(paths.metrics)] == [1, 2, 3, 4, 5]
     assert [step["attempt"] for step in read_steps(paths.metrics)] == [1, 1, 2, 2, 2]
-    assert [e["step"] for e in read_lines(paths.events) if e["kind"] == Kind.RESUMED] == [2]
+    assert [e["step"] for e in read_lines(paths.events) if e["kind"] == EventKind.RESUMED] == [2]
     lr = [step["lr"] for step in read_steps(paths.metrics)]
     assert lr == sorted(lr, reverse=True)  # the decay still ends where the first start said
 
@@ -446,6 +446,6 @@ def test_data_commands(here: Path) -> None:
 
 
 def test_what_one_rank_does_not_read_is_said_at_the_start(here: Path) -> None:
-    code, out, err = phalanx(here, "train", "recipe.yaml", "--ranks", "1", "parallel.data=single", "parallel.zero=2")
+    code, out, err = phalanx(here, "train", "recipe.yaml", "--ranks", "1", "parallel.engine=single", "parallel.zero=2")
     assert code == 0, err
-    assert "parallel.zero has no effect with parallel.data single" in " ".join(out.split())
+    assert "parallel.zero has no effect with parallel.engine single" in " ".join(out.split())

@@ -14,10 +14,10 @@ from transformers import (
     AutoTokenizer,
 )
 
-from phalanx.config.load import check, resolve
-from phalanx.config.schema import spec_of
+from phalanx.config.load import build_config, resolve_autos
+from phalanx.config.schema import build_model_spec
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from tests.code_tags import LIBRARY, sentences, write_conll
 from tests.dist.command import call
 from tests.helpers import run_ranks
@@ -80,7 +80,7 @@ def test_what_was_pre_trained_is_transformers_bert(folder: Path) -> None:
     assert out.prediction_logits.shape[-1] == model.config.vocab_size
     assert model.config.architectures == ["BertForPreTraining"]
     assert not (folder / "pretrained" / "generation_config.json").exists()
-    (scores,) = [event["scores"] for event in events(folder / "masked", Kind.EVALUATED)]
+    (scores,) = [event["scores"] for event in events(folder / "masked", EventKind.EVALUATED)]
     assert set(scores) == {"accuracy", "next_accuracy"}
 
 
@@ -92,9 +92,9 @@ def test_what_was_pre_trained_is_transformers_bert(folder: Path) -> None:
     ],
 )
 def test_a_head_is_drawn_and_its_labels_are_kept(run: str, exported: str, head: Any, folder: Path) -> None:
-    (warning,) = [one["message"] for one in events(folder / run, Kind.WARNING) if "head" in one["message"]]
+    (warning,) = [one["message"] for one in events(folder / run, EventKind.WARNING) if "head" in one["message"]]
     assert "has no head for task.kind" in warning and warning.endswith("drawn anew: classifier")
-    chosen = {event["key"]: event["value"] for event in events(folder / run, Kind.RESOLVED)}
+    chosen = {event["key"]: event["value"] for event in events(folder / run, EventKind.AUTO_RESOLVED)}
     model, info = head.from_pretrained(folder / exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert [model.config.id2label[number] for number in range(model.config.num_labels)] == chosen["task.labels"]
@@ -107,10 +107,10 @@ def test_a_head_is_drawn_and_its_labels_are_kept(run: str, exported: str, head: 
 def test_what_was_scored_is_what_transformers_says(folder: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder / "classifier").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "classifier")
-    from phalanx.data.record_files import Columns
+    from phalanx.data.record_files import RecordSet
 
     (sets,) = [path.parent for path in (folder / "cache").glob("records-*/held_out/pair.bin")]
-    columns = Columns(sets)
+    columns = RecordSet(sets)
     losses = []
     for number in range(columns.count):
         record = columns.record(number)
@@ -119,8 +119,8 @@ def test_what_was_scored_is_what_transformers_says(folder: Path) -> None:
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0]
         losses.append(-float(torch.log_softmax(logits, -1)[label]))
-    (event,) = events(folder / "classes", Kind.EVALUATED)
-    (started,) = events(folder / "classes", Kind.RUN_STARTED)
+    (event,) = events(folder / "classes", EventKind.EVALUATED)
+    (started,) = events(folder / "classes", EventKind.RUN_STARTED)
     assert started["unit"] == event["unit"] == "samples", "what the speed of labelled texts counts"
     assert 10 < columns.count < 400, "all of the held-out texts are evaluated on"
     assert event["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
@@ -146,7 +146,7 @@ def test_shards_are_trained_on_as_they_are(folder: Path, tmp_path: Path) -> None
     (trained, small) = run_ranks(call, 1, timeout_s=180, folder=str(tmp_path), commands=commands)[0]
     assert trained[0] == 0, trained
     assert small[0] == 0, small
-    (event,) = events(tmp_path / "run", Kind.EVALUATED)
+    (event,) = events(tmp_path / "run", EventKind.EVALUATED)
     assert event["tokens"] > 0
     assert json.loads((tmp_path / "run" / "data.json").read_text())["train"]["records"] > 150
 
@@ -176,19 +176,21 @@ TREE: dict[str, Any] = {"model": {"preset": "bert-tiny"}, "task": {"kind": "mask
 )  # fmt: skip
 def test_recipes_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(TREE | changes, "it")
+        build_config(TREE | changes, "it")
 
 
 def test_what_auto_stands_for() -> None:
     kinds = {"bert-mini": "masked", "llama-3.2-1b": "language"}
     for preset, kind in kinds.items():
-        resolved, chosen = resolve(check({"model": {"preset": preset}}, "it"), device="cpu", world=1)
+        resolved, chosen = resolve_autos(build_config({"model": {"preset": preset}}, "it"), device="cpu", world=1)
         assert resolved.task.kind == kind
         assert "task.kind" in [key for key, _, _ in chosen]
-    small = check({"model": {"preset": "bert-mini", "hidden": 48, "heads": 3}, "data": {"too_long": "drop"}}
+    small = build_config({"model": {"preset": "bert-mini", "hidden": 48, "heads": 3}, "data": {"too_long": "drop"}}
                   | {"task": {"kind": "tag", "labels": ["a", "b"]}}, "it")  # fmt: skip
-    spec = spec_of(small)
+    spec = build_model_spec(small)
     assert (spec.head_dim, spec.kv_heads, spec.objective, spec.labels) == (16, 3, "tags", ("a", "b"))
-    own = check({"model": {"architecture": "bert", "hidden": 48, "layers": 1, "heads": 3, "vocab_size": 99}}, "it")
-    spec = spec_of(own)
+    own = build_config(
+        {"model": {"architecture": "bert", "hidden": 48, "layers": 1, "heads": 3, "vocab_size": 99}}, "it"
+    )
+    spec = build_model_spec(own)
     assert (spec.intermediate, spec.norm_eps, spec.tie_embeddings, spec.segment_kinds) == (192, 1e-12, True, 2)

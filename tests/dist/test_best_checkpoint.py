@@ -6,32 +6,32 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.disk.load import find
+from phalanx.checkpoint.disk.load import list_steps
 from phalanx.core.errors import CheckpointError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.trainer import best_checkpoint, loop
-from phalanx.trainer.best_checkpoint import Best
+from phalanx.trainer.best_checkpoint import BestEvaluation
 from phalanx.trainer.export import _of_step
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
 
 def test_the_lowest_mean_over_the_sets_is_the_best() -> None:
-    found = Best(patience=2)
-    assert found.over is None
-    assert found.take(1, {"a": 3.0, "b": 1.0})
-    assert found.take(2, {"a": 1.0, "b": 2.9})
-    assert not found.take(3, {"a": 0.0, "b": 3.9})
-    assert (found.step, found.loss, found.since, found.over) == (2, 1.95, 1, None)
-    assert not found.take(4, {"a": math.nan, "b": 0.0})
-    assert found.over == "2 evaluations in a row were no better: the best is 1.9500, of step 2 (train.patience)"
-    assert found.take(5, {"a": 1.0, "b": 1.0}) and found.over is None
-    assert not found.take(6, {}) and found.since == 0
-    assert Best(patience=0, since=100).over is None
+    found = BestEvaluation(patience=2)
+    assert found.stop_reason is None
+    assert found.update(1, {"a": 3.0, "b": 1.0})
+    assert found.update(2, {"a": 1.0, "b": 2.9})
+    assert not found.update(3, {"a": 0.0, "b": 3.9})
+    assert (found.step, found.loss, found.evaluations_since, found.stop_reason) == (2, 1.95, 1, None)
+    assert not found.update(4, {"a": math.nan, "b": 0.0})
+    assert found.stop_reason == "2 evaluations in a row were no better: the best is 1.9500, of step 2 (train.patience)"
+    assert found.update(5, {"a": 1.0, "b": 1.0}) and found.stop_reason is None
+    assert not found.update(6, {}) and found.evaluations_since == 0
+    assert BestEvaluation(patience=0, evaluations_since=100).stop_reason is None
 
 
 def trained(placement: Placement, run: str, data: str, changes: dict[str, Any], losses: list[float]) -> int:
@@ -39,7 +39,9 @@ def trained(placement: Placement, run: str, data: str, changes: dict[str, Any], 
 
     def evaluated(parts: Any, mesh: Any, records: Any, moments: Any, step: int, limit: int) -> dict[str, float]:
         loss = losses[math.ceil(step / 2) - 1]
-        records.event(Kind.EVALUATED, {"step": step, "set": "held_out", "loss": loss, "tokens": 1, "seconds": 0.0})
+        records.write_event(
+            EventKind.EVALUATED, {"step": step, "set": "held_out", "loss": loss, "tokens": 1, "seconds": 0.0}
+        )
         return {"held_out": loss}
 
     loop.evaluate_all = evaluated
@@ -56,13 +58,13 @@ def test_a_run_ends_behind_its_best_evaluation_and_keeps_what_it_was_of(tokens: 
     for _ in range(2):  # the second has nothing to do
         assert run_ranks(trained, 2, changes=changes, **arguments) == [0, 0]
         assert [record["step"] for record in read_steps(paths.metrics)] == list(range(1, 9))
-        assert find(paths.checkpoints) == [8, 4]
-    ended = [event for event in read_lines(paths.events) if event["kind"] == Kind.FINISHED]
+        assert list_steps(paths.checkpoints) == [8, 4]
+    ended = [event for event in read_lines(paths.events) if event["kind"] == EventKind.FINISHED]
     assert [event["step"] for event in ended] == [8, 8]
     assert ended[0]["reason"].endswith("no better: the best is 1.0000, of step 4 (train.patience)")
-    assert best_checkpoint.of_events(paths).step == 4
+    assert best_checkpoint.find_best_evaluation(paths).step == 4
     assert run_ranks(trained, 2, changes=changes | {"train.patience": 3}, **arguments) == [0, 0]
-    assert find(paths.checkpoints) == [12, 10]
+    assert list_steps(paths.checkpoints) == [12, 10]
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 4 \(it has 10, 12\)"):
         _of_step(paths, 4)
     _of_step(paths, 10).close()

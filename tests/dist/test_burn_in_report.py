@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.placement import Placement
-from phalanx.core.round_robin import meetings
+from phalanx.core.round_robin import round_robin_partners
 from phalanx.health import burn_in_report
 from phalanx.health.findings import Severity, verdict
 from tests.dist.command import phalanx
@@ -36,13 +36,13 @@ def judged(*changes: dict[str, Any], wrong: str = "") -> list[tuple[str, str, st
     for change in changes:
         rows[change["rank"]] |= change
     rows = [each for each in rows if not each.get("gone")]
-    found = burn_in_report.judge(rows, [f"xpu:{rank}" for rank in range(4)], wrong)
+    found = burn_in_report.judge_burn_in(rows, [f"xpu:{rank}" for rank in range(4)], wrong)
     return [(each.check, str(each.severity), each.where) for each in found if each.check != "measured"]
 
 
 def test_sound_devices() -> None:
     assert judged() == []
-    found = burn_in_report.judge([row(0)], ["xpu:0"])
+    found = burn_in_report.judge_burn_in([row(0)], ["xpu:0"])
     assert [(each.check, each.severity) for each in found] == [("measured", Severity.OK)]
     assert "600 TFLOP/s" in found[0].sentence
 
@@ -91,7 +91,7 @@ def test_a_device_that_does_not_answer() -> None:
 
 @given(st.integers(1, 40))
 def test_every_pair_meets_once_and_nobody_two_at_a_time(world: int) -> None:
-    plans = [meetings(rank, world) for rank in range(world)]
+    plans = [round_robin_partners(rank, world) for rank in range(world)]
     for rank, plan in enumerate(plans):
         assert sorted(other for other in plan if other is not None) == [r for r in range(world) if r != rank]
         for turn, other in enumerate(plan):
@@ -110,7 +110,7 @@ def test_two_ranks_are_tested_and_a_wrong_bit_is_found(tmp_path: Path) -> None:
     assert all(each["flops_per_s"] > 0 and each["copied_bytes_per_s"] > 0 for each in rows)
     assert [other for other, _ in rows[0]["pairs"]] == [1]
     assert rows[0]["all_reduce_bytes_per_s"] > 0
-    found = burn_in_report.judge(rows, ["cpu", "cpu"])
+    found = burn_in_report.judge_burn_in(rows, ["cpu", "cpu"])
     assert verdict(found) == Severity.ISOLATE
     assert "gave another result in 1 of" in found[0].sentence
 
@@ -123,7 +123,7 @@ def _tested(placement: Placement, folder: str) -> None:
         if placement.rank == 1 and number == 1:
             product.view(-1).view(dtype=_int32())[1234] ^= 1
 
-    assert burn_in.run(SECONDS, Path(folder), placement, flip) == 0
+    assert burn_in.run_burn_in(SECONDS, Path(folder), placement, flip) == 0
 
 
 def _int32() -> Any:
@@ -141,13 +141,13 @@ def test_a_first_product_that_is_wrong_is_found_by_the_host() -> None:
 def _first_wrong(placement: Placement) -> list[float]:
     import torch
 
-    from phalanx.health.burn_in import Tested, products
+    from phalanx.health.burn_in import BurnInResult, check_products
 
     def double(product: Any, number: int) -> None:
         if number == 0:
             product[0, 7] *= 2
 
-    found = products(Tested(0, "here", "cpu", "cpu"), torch.device("cpu"), SECONDS, double)
+    found = check_products(BurnInResult(0, "here", "cpu", "cpu"), torch.device("cpu"), SECONDS, double)
     assert found.off is not None and found.tolerance is not None and found.wrong is not None
     return [found.off, found.tolerance, found.wrong]
 

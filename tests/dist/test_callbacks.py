@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.disk.load import find
-from phalanx.core.events import Kind
+from phalanx.checkpoint.disk.load import list_steps
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
@@ -100,12 +100,12 @@ def test_what_is_told_and_requested_on_any_ranks(code: str, tokens: Path, tmp_pa
             ("step", 1), ("step", 2), ("step", 3), ("step", 4), ("evaluated", 4), ("step", 5), ("evaluated", 5),
             ("step", 6), ("evaluated", 6),
         ]  # fmt: skip
-        assert find(RunPaths(run).checkpoints) == [6, 3]
+        assert list_steps(RunPaths(run).checkpoints) == [6, 3]
         calls = heard(run)
         assert calls[0] == [False, 1, "begin", 0, 8, ranks]
         assert [call[3] for call in calls if call[2] == "saved"] == [3, 6]
         assert {call[0] for call in calls} == {False}
-        assert [event["step"] for event in runs.events(run, Kind.FINISHED)] == [6]
+        assert [event["step"] for event in runs.events(run, EventKind.FINISHED)] == [6]
         weights = [call[3:] for call in calls if call[2] == "weights"]
         assert [[of, count] for of, _, count in weights] == [[5, 21]]
         ends.append([*told, ["weights", 5, weights[0][1]]])
@@ -150,7 +150,7 @@ def test_a_rollback_takes_the_callback_back_as_well(code: str, tokens: Path, tmp
     changes = {key.replace(".", "__"): value for key, value in CALM.items()}
     changes |= {"callback__code": code, "resilience__on_nan": "rollback", "train__steps": 14}
     spoiled(tmp_path / "run", tokens, "nan:step=9", **changes)
-    back = runs.events(tmp_path / "run", Kind.ROLLED_BACK)[0]["step"]
+    back = runs.events(tmp_path / "run", EventKind.ROLLED_BACK)[0]["step"]
     step, _, told = ended(tmp_path / "run")
     assert [of for kind, of, *_ in told if kind == "step"] == list(range(1, step + 1))
     again = [call[3] for call in heard(tmp_path / "run") if call[2] == "step" and call[0]]
@@ -171,7 +171,7 @@ def from_python(placement: Placement, folder: str) -> list[Any]:
     from phalanx.launch import local
 
     os.chdir(folder)
-    config = load.load(Path("recipe.yaml"), ["train.steps=4"])
+    config = load.load_recipe(Path("recipe.yaml"), ["train.steps=4"])
     code = local.train(config, RunPaths(Path("ours")), 2, {}, on_cpu=True, callbacks=[Ours()])
     fail = ["callback.code=callback.py", "callback.options={fail: 1}"]
     train = ["train", "recipe.yaml", "--ranks", "2"]
@@ -192,7 +192,7 @@ def test_from_a_program_and_callbacks_that_fail(code: str, tmp_path: Path) -> No
     code_of_ours, failed, none, odd, state = run_ranks(from_python, 1, timeout_s=240, folder=str(tmp_path))[0]
     assert code_of_ours == ExitCode.DONE
     last = list(read_lines(tmp_path / "ours" / "events.jsonl"))
-    finished = [event for event in last if event["kind"] == Kind.FINISHED]
+    finished = [event for event in last if event["kind"] == EventKind.FINISHED]
     assert [(event["step"], event["reason"]) for event in finished] == [(2, "it is enough")]
     assert failed[0] == ExitCode.CONFIG
     said = "callback.code callback.py: on_step_end after step 1 fails: KeyError: 'no such thing' in line 25; correct it"

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.comm.mesh import join
 from phalanx.core.placement import Placement
-from phalanx.system.event_times import Stamps
+from phalanx.system.event_times import EventTimes
 from phalanx.trainer import train_rank
 from phalanx.workload.clock import HostClock, UnitClock
 from tests.helpers import run_ranks
@@ -22,18 +22,18 @@ def clocked(placement: Placement, run: str, data: str) -> list[Any]:
     """Seconds of a step by the host's clock, by the units' clock, and those waited."""
     described = runs.job(run, data, {"train.steps": 3, "train.eval_sequences": 0}, placement.world)
     with runs.loop_of(runs.on_one_thread(placement), described) as loop:
-        model, mesh = loop.parts.model, loop.mesh
-        units = UnitClock([unit for _, unit in model.units()], Stamps(torch.device("cpu")))
+        model, mesh = loop.components.model, loop.mesh
+        units = UnitClock([unit for _, unit in model.units()], EventTimes(torch.device("cpu")))
         if placement.rank:
             for block in model.blocks():
                 block.get_submodule("attention").register_forward_hook(sleep)
         found: list[Any] = []
-        lap, settle = loop.clock.lap, loop.parts.sharing.settle
+        lap, settle = loop.clock.lap, loop.components.work_split.settle
         waits = [mesh.traffic, mesh.bookkeeping]
 
         def both() -> float:
             seconds = lap()
-            found.append([seconds, units.lap(), sum(traffic.waited_s for traffic in waits)])
+            found.append([seconds, units.lap(), sum(traffic.total_wait_s for traffic in waits)])
             return seconds
 
         loop.clock.lap = both  # type: ignore[method-assign]
@@ -43,8 +43,8 @@ def clocked(placement: Placement, run: str, data: str) -> list[Any]:
             units.start()
             return settle()
 
-        loop.parts.sharing.settle = settled  # type: ignore[method-assign]
-        train_rank.train(loop, loop.restore())
+        loop.components.work_split.settle = settled  # type: ignore[method-assign]
+        train_rank.run_steps(loop, loop.restore())
         return found
 
 
@@ -86,7 +86,7 @@ def test_what_happens_between_steps_is_no_work() -> None:
         before = time.perf_counter()
         clock.start()
         begun = time.perf_counter()
-        mesh.traffic.waited(0.1)
+        mesh.traffic.add_wait(0.1)
         time.sleep(0.15)
         ended = time.perf_counter()
         worked = clock.lap()
@@ -95,7 +95,7 @@ def test_what_happens_between_steps_is_no_work() -> None:
 
 def test_a_pass_without_gradients_is_no_step() -> None:
     unit = torch.nn.Linear(4, 4)
-    clock = UnitClock([unit], Stamps(torch.device("cpu")))
+    clock = UnitClock([unit], EventTimes(torch.device("cpu")))
     with torch.no_grad():
         unit(torch.ones(2, 4))
     assert clock.lap() != clock.lap()  # nan: nothing was timed

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm.codec import CODECS, Codec
-from phalanx.comm.compression import Compressed
+from phalanx.comm.compression import CompressedCollectives
 from phalanx.comm.mesh import join
 from phalanx.comm.topology import Topology
-from phalanx.comm.two_level import TwoLevel
-from phalanx.comm.uneven_collectives import Staged
+from phalanx.comm.two_level import TwoLevelCollectives
+from phalanx.comm.uneven_collectives import HostStagedCollectives
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine import sharded
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.layout.buckets import Bucket, Parameter, check_rows
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.layout.buckets import Bucket, ParameterSpec, check_whole_rows
 from tests.dist.engine_cases import BETAS, DECAY, EPS, NOMINAL, Batch, Driven, Mix, Net, batches, rate
 from tests.helpers import process_group, run_ranks
 
@@ -28,7 +28,7 @@ HOSTS = ["a", "aaa", "abc", "aabb", "abab", "aab", "abbcb"]
 
 
 def rounded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    coded, found = torch.empty(codec.size(values.numel()), dtype=torch.uint8), torch.empty_like(values)
+    coded, found = torch.empty(codec.byte_size(values.numel()), dtype=torch.uint8), torch.empty_like(values)
     codec.encode(values, coded)
     codec.decode(coded, found)
     return found
@@ -47,14 +47,14 @@ def summed(codec: Codec, topology: Topology, parts: Sequence[torch.Tensor]) -> t
 
 def exchange(placement: Placement, hosts: str) -> list[list[int]]:
     """Transfers of whole numbers, so that nothing but the codec rounds; returns the bytes that left the node."""
-    rank, world, topology, sent = placement.rank, placement.world, Topology.of(hosts), []
+    rank, world, topology, sent = placement.rank, placement.world, Topology.from_hosts(hosts), []
     with process_group(placement):
         group = dist.new_group()
         for seed, (name, dtype, piece_bytes) in enumerate(
             itertools.product(CODECS, (torch.float32, torch.float64), (2000, 2**18))
         ):
-            codec, line = CODECS[name], TwoLevel(group, topology, piece_bytes)
-            moves = Compressed(line, codec)
+            codec, line = CODECS[name], TwoLevelCollectives(group, topology, piece_bytes)
+            moves = CompressedCollectives(line, codec)
             for weights in ([1] * world, [(3 * other) % 4 for other in range(world)]):
                 edges = [0, *itertools.accumulate(64 * 5 * weight for weight in weights)]
                 cuts, count = edges, edges[-1]
@@ -84,8 +84,8 @@ def exchange(placement: Placement, hosts: str) -> list[list[int]]:
                     for a, b in itertools.pairwise(thirds)
                 ]
                 assert torch.equal(reduced, torch.cat(sums))
-        codec, line = CODECS["int8"], TwoLevel(group, topology)
-        moves, tensor = Compressed(line, codec), torch.ones(64 * world)
+        codec, line = CODECS["int8"], TwoLevelCollectives(group, topology)
+        moves, tensor = CompressedCollectives(line, codec), torch.ones(64 * world)
         for act in (
             lambda: moves.reduce_scatter(tensor.clone(), list(range(0, 64 * world + 1, 64)), tensor[:64].clone()),
             lambda: moves.all_gather(tensor, list(range(0, 64 * world + 1, 64))),
@@ -114,7 +114,7 @@ def test_what_is_rounded_is_rounded_once(hosts: str) -> None:
 class Rounding:
     """AdamW on one rank that computes with rounded weights, and adds up nodes' gradients as they are rounded."""
 
-    def __init__(self, model: nn.Module, codec: Codec, hosts: str, sharding: Sharding) -> None:
+    def __init__(self, model: nn.Module, codec: Codec, hosts: str, sharding: ShardingSpec) -> None:
         self.model, self.codec, self.sharding = model, codec, sharding
         self.hosts, self.masters = hosts, {n: p.detach().clone() for n, p in model.named_parameters()}
         names = list(self.masters)
@@ -136,7 +136,7 @@ class Rounding:
                     flat[a:b] = rounded(self.codec, flat[a:b])
             for member in bucket.members:
                 whole = self.model.get_parameter(member.parameter.name)
-                whole.data.copy_(flat[member.at : member.end].view(whole.shape))
+                whole.data.copy_(flat[member.offset : member.end].view(whole.shape))
 
     def step(self, number: int, buckets: Sequence[Bucket], everyones: Sequence[Sequence[Batch]]) -> None:
         degree, world = self.sharding.degree or len(self.hosts), len(self.hosts)
@@ -155,7 +155,7 @@ class Rounding:
                             found[a:b] = self._summed([flat[a:b] for flat in flats], owner, degree, world)
                 for member in bucket.members:
                     name = member.parameter.name
-                    total[name] += found[member.at : member.end].view(total[name].shape)
+                    total[name] += found[member.offset : member.end].view(total[name].shape)
         for name, parameter in self.trained.items():
             parameter.grad = total[name] * (NOMINAL / weight)
         for group in self.optimizer.param_groups:
@@ -167,11 +167,11 @@ class Rounding:
         """Over the neighbours of each copy, then over the copies."""
         sums = []
         for first in range(0, world, degree):
-            near = Topology.of(self.hosts[first : first + degree])
+            near = Topology.from_hosts(self.hosts[first : first + degree])
             sums.append(summed(self.codec, near, parts[first : first + degree]))
         if len(sums) == 1:
             return sums[0]
-        far, count = Topology.of(self.hosts[owner::degree]), len(sums[0])
+        far, count = Topology.from_hosts(self.hosts[owner::degree]), len(sums[0])
         blocks = -(-count // 64)
         cuts = [min(blocks * rank // len(sums) * 64, count) for rank in range(len(sums) + 1)]
         ranges = itertools.pairwise(cuts)
@@ -187,7 +187,7 @@ class Rounding:
     def _flat(bucket: Bucket, values: dict[str, torch.Tensor]) -> torch.Tensor:
         flat = torch.zeros(bucket.elements, dtype=torch.float64)
         for member in bucket.members:
-            flat[member.at : member.end] = values[member.parameter.name].flatten()
+            flat[member.offset : member.end] = values[member.parameter.name].flatten()
         return flat
 
 
@@ -196,10 +196,10 @@ def beside_its_twin(placement: Placement, hosts: str, cases: list[dict[str, Any]
     sharded.PART_BYTES = 64 * 8
     found = []
     with join(placement, 20) as mesh:
-        mesh = replace(mesh, topology=Topology.of(hosts))
+        mesh = replace(mesh, topology=Topology.from_hosts(hosts))
         for case in cases:
             torch.manual_seed(1)
-            sharding = Sharding(**case)
+            sharding = ShardingSpec(**case)
             model = Net([Mix([[7, 20], [33], []]), Mix([[40, 11], [3]]), Mix([[150]])])
             driven = Driven(mesh, model, model.units(), sharding)
             twin = Rounding(driven.twin.model, CODECS[sharding.compress], hosts, sharding)
@@ -254,17 +254,19 @@ def shared_out(placement: Placement, hosts: str) -> list[list[float]]:
     """Weights after some steps with state in unlike shares, and the bytes that orders are made for."""
     found, sizes = [], set()
     with join(placement, 20) as mesh:
-        mesh = replace(mesh, topology=Topology.of(hosts))
+        mesh = replace(mesh, topology=Topology.from_hosts(hosts))
         for weights, degree in ((None, None), ((1.0, 3.0, 0.0, 2.0), None), ((5.0, 1.0), 2)):
             torch.manual_seed(1)
             model = Net([Mix([[7, 20], [33], []]), Mix([[150]])])
-            driven = Driven(mesh, model, model.units(), Sharding(2, weights=weights, degree=degree, compress="int8"))
+            driven = Driven(
+                mesh, model, model.units(), ShardingSpec(2, weights=weights, degree=degree, compress="int8")
+            )
             for number in range(1, 5):
                 driven.step(number, batches(number, mesh.rank, 2))
             with driven.engine.full_parameters() as whole:
                 found.append(torch.cat([value.flatten() for value in whole.values()]).tolist())
-            ways = driven.engine._ways
-            sizes.add((ways.reduced(torch.float32), ways.gathered(torch.float32)))
+            ways = driven.engine._routes
+            sizes.add((ways.reduce_bytes(torch.float32), ways.gather_bytes(torch.float32)))
             driven.engine.close()
     return [*found, sorted(itertools.chain(*sizes))]
 
@@ -283,7 +285,10 @@ def staged(placement: Placement) -> list[bool]:
     with process_group(placement):
         codec, values = CODECS["int8"], torch.randn(256, generator=torch.Generator().manual_seed(placement.rank))
         tensor = values.clone()
-        moves = Staged(Compressed(TwoLevel(dist.new_group(), Topology.of("ab")), codec), rounds=True)
+        moves = HostStagedCollectives(
+            CompressedCollectives(TwoLevelCollectives(dist.new_group(), Topology.from_hosts("ab")), codec),
+            overwrites_own=True,
+        )
         moves.all_gather(tensor, [0, 128, 256]).wait()
         own = slice(128 * placement.rank, 128 * (placement.rank + 1))
         return [torch.equal(tensor[own], rounded(codec, values[own])), torch.equal(tensor[own], values[own])]
@@ -299,7 +304,7 @@ def beside_large_ones(placement: Placement) -> float:
         torch.manual_seed(0)
         model = Net([nn.ParameterList([])], own=True)
         model.large, small = nn.Parameter(torch.full((), 100.0, dtype=torch.float64)), model.own.detach().clone()
-        driven = Driven(mesh, model, [], Sharding(1, compress="int8"))
+        driven = Driven(mesh, model, [], ShardingSpec(1, compress="int8"))
         with driven.engine.full_parameters() as whole:
             apart = (whole["own"] - small).abs().max().item()
         driven.engine.close()
@@ -311,6 +316,8 @@ def test_parameters_are_not_rounded_together() -> None:
 
 
 def test_whole_rows_that_blocks_do_not_fit_are_refused() -> None:
-    check_rows([Parameter("a", (70, 128), "", "x", True, whole_rows=True), Parameter("b", (70, 65), "", "x")])
+    check_whole_rows(
+        [ParameterSpec("a", (70, 128), "", "x", True, whole_rows=True), ParameterSpec("b", (70, 65), "", "x")]
+    )
     with pytest.raises(ConfigError, match="keeps rows of c whole, which have 65; compress by bf16, or take the rule"):
-        check_rows([Parameter("c", (70, 65), "", "x", True, whole_rows=True)])
+        check_whole_rows([ParameterSpec("c", (70, 65), "", "x", True, whole_rows=True)])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.disk.load import find, step_folder
-from phalanx.core.events import Kind
+from phalanx.checkpoint.disk.load import list_steps, step_folder
+from phalanx.core.events import EventKind
 from phalanx.core.run_paths import RunPaths
 from tests.dist.incidents import train_with_full_disk
 from tests.helpers import run_ranks
@@ -44,13 +44,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
 ) -> None:
     walk(2, tmp_path, tokens, train__steps=12, checkpoint__every=4, train__eval_sequences=0)
     folder = RunPaths(tmp_path).checkpoints
-    assert find(folder) == [12, 8, 4]
+    assert list_steps(folder) == [12, 8, 4]
     reason = damage(step_folder(folder, 12))
     found = walk(2, tmp_path, tokens)
-    refused = runs.events(tmp_path, Kind.CHECKPOINT_REFUSED)
+    refused = runs.events(tmp_path, EventKind.CHECKPOINT_REFUSED)
     assert [event["step"] for event in refused] == [12]
     assert reason in refused[0]["reason"]
-    assert [event["step"] for event in runs.events(tmp_path, Kind.RESUMED)] == [8]
+    assert [event["step"] for event in runs.events(tmp_path, EventKind.RESUMED)] == [8]
     assert found.losses == undisturbed.losses
     assert same_bits(found.state, undisturbed.state)
 
@@ -71,16 +71,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def assert_survived(run: Path, tokens: Path, codes: list[int], undisturbed: Outcome) -> None:
     assert codes == [0, 0]
-    failed = runs.events(run, Kind.CHECKPOINT_FAILED)
+    failed = runs.events(run, EventKind.CHECKPOINT_FAILED)
     assert [event["step"] for event in failed] == [12, 16]
     assert all("cannot be written" in event["reason"] for event in failed)
-    saved = [event["step"] for event in runs.events(run, Kind.CHECKPOINT_SAVED)]
+    saved = [event["step"] for event in runs.events(run, EventKind.CHECKPOINT_SAVED)]
     assert saved == [4, 8, 20, 24, 28, 30]
     # Training went on, no record is lost, nothing half-written is left.
     found = runs.outcome(run)
     assert found.losses == undisturbed.losses
     assert same_bits(found.state, undisturbed.state)
-    assert runs.events(run)[-1]["kind"] == Kind.FINISHED
+    assert runs.events(run)[-1]["kind"] == EventKind.FINISHED
     assert sorted(path.name for path in RunPaths(run).checkpoints.iterdir()) == [
         "step-00000024", "step-00000028", "step-00000030"
     ]  # fmt: skip
@@ -112,10 +112,10 @@ def test_earlier_checkpoints_outlive_a_disk_that_stays_full(
             train_with_full_disk, 2, run=str(small_disk), data=str(tokens),
             changes={"checkpoint.every": 4, "train.steps": 14}, begin=9, end=99, size_bytes=None,
         )  # fmt: skip
-    assert find(RunPaths(small_disk).checkpoints) == [8, 4]
-    assert not runs.events(small_disk, Kind.FINISHED), "a run whose last state is lost is not finished"
+    assert list_steps(RunPaths(small_disk).checkpoints) == [8, 4]
+    assert not runs.events(small_disk, EventKind.FINISHED), "a run whose last state is lost is not finished"
     (small_disk / "ballast").unlink()
     found = walk(2, small_disk, tokens)
-    assert [event["step"] for event in runs.events(small_disk, Kind.RESUMED)] == [8]
+    assert [event["step"] for event in runs.events(small_disk, EventKind.RESUMED)] == [8]
     assert found.losses == undisturbed.losses
     assert same_bits(found.state, undisturbed.state)

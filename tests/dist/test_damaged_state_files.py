@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import inventory, shared_memory, state_file
@@ -21,7 +21,7 @@ from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, walk
 
-CHANGES = SHORT | {"checkpoint.every": 2, "balance.state": [3, 1]}
+CHANGES = SHORT | {"checkpoint.every": 2, "balance.optimizer_state": [3, 1]}
 FLIPS = int(os.environ.get("PHALANX_FLIPS", "0"))
 PLACES = ("facts", "words", "headers", "index", "newest slot", "older slot", "checkpoint", "manifest", "events")
 
@@ -30,7 +30,7 @@ PLACES = ("facts", "words", "headers", "index", "newest slot", "older slot", "ch
 def left(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, Path]]:
     """A run folder whose ranks were killed behind the commit of step 5, a copy of it and of what is in shared memory;
     the folder there is the first one's."""
-    shared = shared_memory.PLACE / f"phalanx-test-{os.getpid()}-{random.randrange(1 << 30)}"
+    shared = shared_memory.SHM_ROOT / f"phalanx-test-{os.getpid()}-{random.randrange(1 << 30)}"
     shared.mkdir(mode=0o700)
     run, copy = tmp_path_factory.mktemp("left") / "run", tmp_path_factory.mktemp("copy")
     begin(run)
@@ -59,16 +59,16 @@ def damaged(place: str, run: Path, shared: Path, draw: random.Random) -> Path:
         case "events":
             path = RunPaths(run).events
         case _:
-            path = draw.choice(inventory.files_in(shared))
-            facts = state_file.facts_of(path)
+            path = draw.choice(inventory.list_state_files(shared))
+            facts = state_file.read_metadata(path)
             assert facts is not None
             low, high = {
                 "facts": (0, state_file._CHECK + 4),
                 "words": (state_file.WORDS[0], state_file.WORDS[1] + 8),
                 "headers": (state_file.HEADERS[0], state_file.INDEX),
                 "index": (state_file.INDEX, state_file.INDEX + facts.index_bytes),
-                "newest slot": (slot := facts.at(facts.steps[max(facts.steps)]), slot + facts.slot_bytes),
-                "older slot": (slot := facts.at(facts.steps[min(facts.steps)]), slot + facts.slot_bytes),
+                "newest slot": (slot := facts.slot_offset(facts.steps[max(facts.steps)]), slot + facts.slot_bytes),
+                "older slot": (slot := facts.slot_offset(facts.steps[min(facts.steps)]), slot + facts.slot_bytes),
             }[place]
     content = bytearray(path.read_bytes())
     bit = draw.randrange(8 * low, 8 * (high or len(content)))
@@ -111,4 +111,4 @@ def test_damage_in_every_slot_takes_the_run_back_to_the_disk(
     assert_same(runs.outcome(run), quiet)
     # Ranks found the one, and when they had been started again the other: neither counts as a failure.
     assert max(line["attempt"] for line in read_lines(RunPaths(run).metrics)) == 4
-    assert not runs.events(run, Kind.GAVE_UP)
+    assert not runs.events(run, EventKind.GAVE_UP)

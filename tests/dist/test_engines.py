@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
 from phalanx.models.llama import HF_NAMES
 from phalanx.trainer import train_rank
@@ -25,7 +25,7 @@ NO_STEPS = {"train__steps": 0}
 def test_the_starting_weights_are_the_same_bits_everywhere(dtype: str, tokens: Path, tmp_path: Path) -> None:
     start = walk(1, tmp_path / "single", tokens, **NO_STEPS, train__dtype=dtype)
     for ranks in (1, 2, 3, 5):
-        other = walk(ranks, tmp_path / f"{ranks}", tokens, **NO_STEPS, train__dtype=dtype, parallel__data="fsdp2")
+        other = walk(ranks, tmp_path / f"{ranks}", tokens, **NO_STEPS, train__dtype=dtype, parallel__engine="fsdp2")
         assert same_bits(other.state, start.state), ranks
     another = walk(1, tmp_path / "seed", tokens, **NO_STEPS, train__dtype=dtype, train__seed=1)
     assert not same_bits(another.state, start.state)
@@ -71,15 +71,15 @@ def whole_parameters(placement: Placement, run: str, data: str, changes: dict[st
     """Walk two steps, compare the whole parameters with the saved pieces, then walk on as if nothing had been."""
     described = runs.job(run, data, changes | {"train.steps": 2}, placement.world)
     with runs.loop_of(placement, described) as loop:
-        assert train_rank.train(loop, loop.restore()) == 0
+        assert train_rank.run_steps(loop, loop.restore()) == 0
         saved = runs.state(Path(run), 2)
-        with loop.parts.engine.full_parameters() as whole:
+        with loop.components.engine.full_parameters() as whole:
             assert {f"param/{name}" for name in whole} == {name for name in saved if name.startswith("param/")}
             for name, tensor in whole.items():
                 assert not isinstance(tensor, DTensor)
                 assert torch.equal(tensor.flatten(), saved[f"param/{name}"].to(tensor.dtype)), name
         loop.job = runs.job(run, data, changes | {"train.steps": 4}, placement.world)
-        return int(train_rank.train(loop, 2))
+        return int(train_rank.run_steps(loop, 2))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -100,7 +100,7 @@ def test_evaluating_and_saving_on_the_way_changes_no_bit(ranks: int, tied: bool,
     eight = {"train__steps": 8, "model__tie_embeddings": tied}
     quiet = walk(ranks, tmp_path / "quiet", tokens, **eight)
     busy = walk(ranks, tmp_path / "busy", tokens, **eight, train__eval_every=2, checkpoint__every=2)
-    assert [event["step"] for event in runs.events(tmp_path / "busy", Kind.CHECKPOINT_SAVED)] == [2, 4, 6, 8]
+    assert [event["step"] for event in runs.events(tmp_path / "busy", EventKind.CHECKPOINT_SAVED)] == [2, 4, 6, 8]
     assert list(busy.evaluations) == [(step, "held_out") for step in (2, 4, 6, 8)]
     assert busy.losses == quiet.losses
     assert busy.evaluations[8, "held_out"] == quiet.evaluations[8, "held_out"]
@@ -114,19 +114,19 @@ def announce_again(placement: Placement, run: str, data: str, changes: dict[str,
     """Walk four steps, saying after every micro-batch, twice, that each unit's gradients are ready."""
     described = runs.job(run, data, changes | {"train.steps": 4, "train.micro_batch": 2}, placement.world)
     with runs.loop_of(placement, described) as loop:
-        engine: Any = loop.parts.engine
+        engine: Any = loop.components.engine
         inner = engine.micro_batch
 
         @contextlib.contextmanager
         def micro_batch(last: bool) -> Iterator[None]:
             with inner(last):
                 yield
-                for name, _ in reversed(loop.parts.model.units()):
+                for name, _ in reversed(loop.components.model.units()):
                     engine.grads_ready(name)
                     engine.grads_ready(name)
 
         engine.micro_batch = micro_batch
-        return int(train_rank.train(loop, loop.restore()))
+        return int(train_rank.run_steps(loop, loop.restore()))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -153,12 +153,12 @@ def test_saying_again_that_gradients_are_ready_changes_no_bit(
 
 def gradients_by_hand(placement: Placement, run: str, data: str) -> float:
     """Give every parameter of every unit the gradient rank + 1, outside autograd, and return the step's norm."""
-    described = runs.job(run, data, {"parallel.data": "fsdp2"}, placement.world)
+    described = runs.job(run, data, {"parallel.engine": "fsdp2"}, placement.world)
     with runs.loop_of(placement, described) as loop:
-        parts = loop.parts
+        parts = loop.components
         loop.restore()
         # One step as usual first: fully_shard sets itself up when it first runs.
-        loop.train_one(1)
+        loop.train_step(1)
         parts.engine.begin_step(2, parts.nominal_weight // placement.world, 1e-3, None)
         with parts.engine.full_parameters():
             for parameter in parts.model.parameters():

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
@@ -206,7 +206,7 @@ def lose_a_node(user: User, walked: list[float]) -> None:
     def reached(step: int) -> None:
         wait_until(lambda: (run / "metrics.jsonl").is_file() and len(losses(run)) >= step, 200)
 
-    def happened(kind: Kind) -> bool:
+    def happened(kind: EventKind) -> bool:
         return any(event["kind"] == kind for event in read_lines(RunPaths(run).events))
 
     with user.node(line.format(0), *small) as first:
@@ -214,10 +214,10 @@ def lose_a_node(user: User, walked: list[float]) -> None:
             reached(20)
             second.send_signal(signal.SIGKILL)
             assert second.wait() == -signal.SIGKILL
-        wait_until(lambda: happened(Kind.NODE_LOST), 100)
+        wait_until(lambda: happened(EventKind.NODE_LOST), 100)
         reached(len(losses(run)) + 20)
         with user.node(line.format(1), *small) as second:
-            wait_until(lambda: happened(Kind.NODE_JOINED), 200)
+            wait_until(lambda: happened(EventKind.NODE_JOINED), 200)
             reached(len(losses(run)) + 20)
             first.send_signal(signal.SIGINT)
             assert (first.wait(200), second.wait(200)) == (10, 10)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
@@ -45,17 +45,19 @@ def cuts(placement: Placement, folder: str, key: str) -> list[int]:
     from phalanx.comm.mesh import join
     from phalanx.config import load
     from phalanx.trainer.resolve import resolve_with_files, token_folders
-    from phalanx.workload.build import build
-    from phalanx.workload.workload import spec_from_run
+    from phalanx.workload.build import build_components
+    from phalanx.workload.workload import read_model_shape
 
     os.chdir(folder)
     fits = f"train.micro_batch={1 if placement.rank else 4}"
-    config, _ = load.resolve(load.load(Path("recipe.yaml"), ["train.global_batch=8", fits, key]), device="cpu", world=2)
+    config, _ = load.resolve_autos(
+        load.load_recipe(Path("recipe.yaml"), ["train.global_batch=8", fits, key]), device="cpu", world=2
+    )
     answer = resolve_with_files(load.to_yaml(config), ["cpu"], 2, 2, None)
-    config = load.check(load.parse_yaml(answer["config"], "the answer"), "the answer")
+    config = load.build_config(load.parse_yaml(answer["config"], "the answer"), "the answer")
     with join(placement, 30) as mesh:
-        parts = build(config, spec_from_run(config), mesh, *token_folders(answer))
-        return [len(micro_batch) for micro_batch in parts.train.batches(0, parts.sharing.division)]
+        parts = build_components(config, read_model_shape(config), mesh, *token_folders(answer))
+        return [len(micro_batch) for micro_batch in parts.train.batches(0, parts.work_split.division)]
 
 
 @pytest.mark.parametrize(
@@ -75,8 +77,8 @@ def test_a_loss_that_runs_away_is_recorded_and_does_not_end_the_run(here: Path) 
     paths = RunPaths(here / "run")
     steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
     assert [step["loss"] is None for step in steps] == [False, True, True, True]
-    assert [event["loss"] for event in events if event["kind"] == Kind.EVALUATED] == [None]
-    assert [event["step"] for event in events if event["kind"] == Kind.STEP_SKIPPED] == [2, 3, 4]
+    assert [event["loss"] for event in events if event["kind"] == EventKind.EVALUATED] == [None]
+    assert [event["step"] for event in events if event["kind"] == EventKind.STEP_SKIPPED] == [2, 3, 4]
     assert paths.report.exists()
 
 
@@ -85,7 +87,7 @@ def test_the_micro_batch_is_probed_once_and_kept(here: Path) -> None:
     assert phalanx(here, *first)[0] == 0
     paths = RunPaths(here / "run")
     (event,) = [e for e in read_lines(paths.events) if e.get("key") == "train.micro_batch"]
-    assert event["kind"] == Kind.RESOLVED
+    assert event["kind"] == EventKind.AUTO_RESOLVED
     assert event["value"] == 4  # the whole global batch fits
     assert re.fullmatch(
         r"one sample takes .* GiB, the state .* GiB, and .* GiB are free for this rank", event["reason"]

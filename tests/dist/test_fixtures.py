@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.token_files import TokenFile
@@ -35,7 +35,7 @@ def left(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def in_memory(left: Path) -> Iterator[Path]:
     """The same with its state files in shared memory, where this version looks for those of the run."""
-    with shared_memory.held(RunPaths(left / "run")) as memory:
+    with shared_memory.hold_folder(RunPaths(left / "run")) as memory:
         folder = memory.folder
         for packed in (left / make.STATE).iterdir():
             (folder / packed.stem).touch(mode=0o600)
@@ -69,7 +69,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_is_exported(left: Path) -> None:
     before = losses(left)
     assert max(before) > make.SAVED
     run(left, GO_ON, ["export", "run", "exported"])
-    assert [event["step"] for event in events(left / "run", Kind.RESUMED)] == [make.SAVED]
+    assert [event["step"] for event in events(left / "run", EventKind.RESUMED)] == [make.SAVED]
     after = losses(left)
     assert list(after) == list(range(1, 13))
     assert [after[step] for step in before] == pytest.approx(list(before.values()), rel=1e-5)
@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_is_exported(left: Path) -> None:
 def test_a_run_goes_on_from_its_state_in_memory(in_memory: Path) -> None:
     before = losses(in_memory)
     run(in_memory, GO_ON)
-    [resumed] = events(in_memory / "run", Kind.RESUMED)
+    [resumed] = events(in_memory / "run", EventKind.RESUMED)
     assert resumed["memory"] and resumed["step"] == make.CUT_OFF - 1
     after = losses(in_memory)
     assert list(after) == list(range(1, 13))
@@ -104,9 +104,9 @@ def test_a_token_cache_is_read_without_preparing_it_again(left: Path) -> None:
 
 
 def test_a_hardware_file_is_used(left: Path) -> None:
-    known = hardware.read(left / "hardware.json")
+    known = hardware.read_hardware(left / "hardware.json")
     assert [device.most for device in known.devices] == [4, 4]
-    asked = ["balance.work=auto", "balance.hardware=hardware.json", "train.steps=1"]
+    asked = ["balance.batch=auto", "balance.hardware=hardware.json", "train.steps=1"]
     run(left, ["train", "recipe.yaml", "--run-dir", "other", "--ranks", "2", *asked])
-    assert not events(left / "other", Kind.MEASURING)
-    assert len(events(left / "other", Kind.SHARED)) == 1
+    assert not events(left / "other", EventKind.MEASURING)
+    assert len(events(left / "other", EventKind.WORK_SPLIT)) == 1

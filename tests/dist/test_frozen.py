@@ -9,18 +9,18 @@ import torch
 from phalanx.comm.mesh import Mesh, join
 from phalanx.config import load
 from phalanx.core.placement import Placement
-from phalanx.engine.fsdp2 import Fsdp2
+from phalanx.engine.fsdp2 import Fsdp2Engine
 from phalanx.engine.interface import Engine
-from phalanx.engine.single import Single
-from phalanx.models.counter_rng import Draws
-from phalanx.models.user_model import on_meta
+from phalanx.engine.single import SingleEngine
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.user_model import build_on_meta
 from phalanx.optim.state import Shard
-from phalanx.parallel.materialize import drawn, frozen_only, materialise
-from phalanx.parallel.parallelize import apply
+from phalanx.parallel.materialize import make_frozen_fill, make_random_fill, materialize
+from phalanx.parallel.parallelize import parallelize
 from phalanx.system import accelerator
 from phalanx.tasks.task import Batch
 from phalanx.workload.step import run_micro_batches
-from phalanx.workload.workload import spec_from_run
+from phalanx.workload.workload import read_model_shape
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
@@ -36,23 +36,23 @@ class Trained:
     """A small model with frozen parameters under an engine, and what was filled."""
 
     def __init__(self, mesh: Mesh, engine: str, dtype: str, saved: dict[str, torch.Tensor] | None = None) -> None:
-        tree = load.apply_overrides(runs.RECIPE, [f"train.dtype={dtype}", f"parallel.data={engine}"])
-        config, _ = load.resolve(load.check(tree, "the test's recipe"), device="cpu", world=mesh.world)
-        spec = spec_from_run(config)
-        self.mesh, self.model = mesh, on_meta(spec)
+        tree = load.apply_overrides(runs.RECIPE, [f"train.dtype={dtype}", f"parallel.engine={engine}"])
+        config, _ = load.resolve_autos(load.build_config(tree, "the test's recipe"), device="cpu", world=mesh.world)
+        spec = read_model_shape(config)
+        self.mesh, self.model = mesh, build_on_meta(spec)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not is_frozen(name))
-        make: Any = {"single": Single, "fsdp2": Fsdp2}[engine]
+        make: Any = {"single": SingleEngine, "fsdp2": Fsdp2Engine}[engine]
         self.engine: Engine
-        self.engine, _ = apply(self.model, config, mesh, make, nominal_weight=128)
+        self.engine, _ = parallelize(self.model, config, mesh, make, nominal_weight=128)
         self.filled: dict[str, Shard] = {}
-        fill = drawn(self.model, seed=0)
+        fill = make_random_fill(self.model, seed=0)
 
         def note(shard: Shard) -> None:
-            (fill if saved is None else frozen_only(fill))(shard)
+            (fill if saved is None else make_frozen_fill(fill))(shard)
             self.filled[shard.name] = shard
 
-        materialise(self.model, self.engine, note)
+        materialize(self.model, self.engine, note)
         if saved is not None:
 
             def read(name: str, kind: str, start: int, stop: int, out: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ class Trained:
 
 
 class _Task:
-    def loss_sum(self, model: torch.nn.Module, batch: Batch, draws: Draws | None) -> torch.Tensor:
+    def loss_sum(self, model: torch.nn.Module, batch: Batch, draws: CounterRNG | None) -> torch.Tensor:
         return model(batch.inputs["tokens"], batch.inputs["labels"], draws=draws)
 
 

@@ -10,9 +10,9 @@ import torch
 
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.generate.decode import Choice
+from phalanx.generate.decode import SamplingOptions
 from phalanx.generate.text import Sampling
-from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.mesh_axes import MeshAxes
 from tests.dist.command import phalanx, refused, write_place
 from tests.helpers import run_ranks
 
@@ -34,12 +34,16 @@ def written(placement: Placement, folder: str, tensor: int, pipeline: int, as_li
     """What a rank prints."""
     from phalanx.generate import distributed
 
-    asked = distributed.Asked(
-        RunPaths(Path(folder)), Axes(tensor, pipeline), list(PROMPTS), Sampling(max_tokens=8, temperature=0.0), as_lines
+    asked = distributed.GenerationRequest(
+        RunPaths(Path(folder)),
+        MeshAxes(tensor, pipeline),
+        list(PROMPTS),
+        Sampling(max_tokens=8, temperature=0.0),
+        as_lines,
     )
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert distributed._write(asked, placement) == 0
+        assert distributed._run_rank(asked, placement) == 0
     return out.getvalue()
 
 
@@ -79,14 +83,14 @@ def test_what_cannot_be_is_refused(place: Path) -> None:
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice(0.7),
-        Choice(1.0, top_k=5),
-        Choice(1.3, top_p=0.6),
-        Choice(0.5, top_p=0.9, top_k=7, repetition_penalty=1.4),
-        Choice(1.0, top_p=1e-6),
+        SamplingOptions(0.7),
+        SamplingOptions(1.0, top_k=5),
+        SamplingOptions(1.3, top_p=0.6),
+        SamplingOptions(0.5, top_p=0.9, top_k=7, repetition_penalty=1.4),
+        SamplingOptions(1.0, top_p=1e-6),
     ],
 )
-def test_tokens_are_as_probable_as_with_transformers(choice: Choice) -> None:
+def test_tokens_are_as_probable_as_with_transformers(choice: SamplingOptions) -> None:
     from transformers import (
         LogitsProcessorList,
         RepetitionPenaltyLogitsProcessor,
@@ -103,8 +107,8 @@ def test_tokens_are_as_probable_as_with_transformers(choice: Choice) -> None:
         theirs.append(TopKLogitsWarper(choice.top_k))
     theirs.append(TopPLogitsWarper(choice.top_p))
     expected = theirs(seen[None], logits[None].clone()).softmax(-1)[0]
-    torch.testing.assert_close(choice.chances(logits, seen), expected)
-    drawn = {choice.of(logits, seen, torch.Generator().manual_seed(seed)) for seed in range(30)}
+    torch.testing.assert_close(choice.token_probabilities(logits, seen), expected)
+    drawn = {choice.sample_token(logits, seen, torch.Generator().manual_seed(seed)) for seed in range(30)}
     assert all(expected[token] > 0 for token in drawn)
     assert len(drawn) > 1 or choice.top_p < 0.1
-    assert Choice(0.0).of(logits, seen, torch.Generator()) == int(logits.argmax())
+    assert SamplingOptions(0.0).sample_token(logits, seen, torch.Generator()) == int(logits.argmax())

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
-from phalanx.layout.balance import division_of
-from phalanx.layout.hardware import line
+from phalanx.layout.balance import parse_division
+from phalanx.layout.hardware import fit_line
 from tests.dist.command import contents, phalanx, refused, write_place
 from tests.helpers import run_ranks
 
@@ -58,7 +58,7 @@ def events(paths: RunPaths, kind: str) -> list[dict[str, Any]]:
 
 
 def test_the_command_measures_each_device_and_says_what_follows(here: Path, known: dict[str, Any]) -> None:
-    written = hardware.read(here / "hardware.json")
+    written = hardware.read_hardware(here / "hardware.json")
     assert {**json.loads((here / "hardware.json").read_text()), "shares": known["shares"], "parts": 1} == known
     fast, slow = written.devices
     assert [size for size, _ in slow.times][:2] == [1, 3]
@@ -93,7 +93,7 @@ def test_shares_are_those_of_a_run_with_the_recipes_limit(here: Path) -> None:
     found = json.loads(out)
     assert found["devices"][0]["most"] > 2, "of memory alone"
     assert sum(found["shares"]) == 8
-    division = division_of(found)
+    division = parse_division(found)
     assert division is not None and division.fits([2] * len(found["shares"]))
 
 
@@ -109,28 +109,28 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(he
 def test_a_file_that_the_recipe_names_is_measured_anew(here: Path) -> None:
     code, _, err = phalanx(here, "hardware", *JOB, "balance.hardware=anew.json", "--out", "anew.json")
     assert code == ExitCode.DONE, err
-    assert len(hardware.read(here / "anew.json").devices) == 2
+    assert len(hardware.read_hardware(here / "anew.json").devices) == 2
 
 
 class Launching:
     """Stands for a device that takes 0.1 s to begin with anything, and next to nothing for a sample more."""
 
-    def peak_bytes(self, samples: int) -> int:
+    def measure_peak_bytes(self, samples: int) -> int:
         return samples
 
-    def seconds(self, samples: int, passes: int = 1) -> float:
+    def measure_seconds(self, samples: int, passes: int = 1) -> float:
         return 0.1 + 0.001 * samples
 
-    def give_up(self) -> None:
+    def discard_step(self) -> None:
         raise AssertionError("memory did not run out")
 
 
 def test_what_any_micro_batch_takes_is_told_from_what_a_sample_takes() -> None:
-    from phalanx.autotune.measure import PATIENCE_S, _walk
+    from phalanx.autotune.measure import BUDGET_S, _time_sizes
 
-    found = _walk(cast("Any", Launching()), [1, 3, 9, 27], 1e9, PATIENCE_S)
+    found = _time_sizes(cast("Any", Launching()), [1, 3, 9, 27], 1e9, BUDGET_S)
     assert list(found.seconds) == [1, 3], "the next one might take longer than anybody waits"
-    told = line(tuple(found.seconds.items()))
+    told = fit_line(tuple(found.seconds.items()))
     assert told == pytest.approx((0.1, 0.001))
 
 
@@ -140,62 +140,64 @@ class Disturbed(Launching):
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def seconds(self, samples: int, passes: int = 1) -> float:
+    def measure_seconds(self, samples: int, passes: int = 1) -> float:
         self.seen.append(samples)
         return 0.5 if self.seen == [1, 3] else 0.001 * samples
 
 
 def test_one_disturbed_pass_does_not_end_the_measuring() -> None:
-    from phalanx.autotune.measure import PATIENCE_S, _walk
+    from phalanx.autotune.measure import BUDGET_S, _time_sizes
 
-    found = _walk(cast("Any", Disturbed()), [1, 3, 8], 1e9, PATIENCE_S)
+    found = _time_sizes(cast("Any", Disturbed()), [1, 3, 8], 1e9, BUDGET_S)
     assert found.seconds == {1: 0.001, 3: 0.003, 8: 0.008}
 
 
 def test_a_run_measures_once_and_keeps_what_it_found(here: Path) -> None:
-    job = (*JOB, "--run-dir", "run", "balance.work=measured-once")
+    job = (*JOB, "--run-dir", "run", "balance.batch=measured-once")
     assert phalanx(here, "train", *job)[0] == ExitCode.DONE
     paths = RunPaths(here / "run")
-    measuring, again = events(paths, Kind.MEASURING)
-    (measured,) = events(paths, Kind.MEASURED)
+    measuring, again = events(paths, EventKind.MEASURING)
+    (measured,) = events(paths, EventKind.MEASURED)
     assert (measuring["ranks"], measuring["reason"]) == (2, "nothing was known of these devices")
     assert again["reason"].startswith("once more, since rank 1 takes")  # both of one model
     assert [row["rank"] for row in measured["devices"]] == [0, 1]
     assert measured["devices"][0]["sequences_per_s"] > measured["devices"][1]["sequences_per_s"]
     before = contents(here / "run")["hardware.json"]
     assert phalanx(here, "train", *job, "train.steps=3")[0] == ExitCode.DONE
-    assert len(events(paths, Kind.MEASURED)) == 1
+    assert len(events(paths, EventKind.MEASURED)) == 1
     assert contents(here / "run")["hardware.json"] == before
     for record in read_steps(paths.metrics):
         assert record["shares"][0] > record["shares"][1]
     # Where it was measured on another device the run begins anew with what is measured now, and says so.
     paths.hardware.write_text(paths.hardware.read_text().replace('"model": "cpu"', '"model": "another"', 1))
     assert phalanx(here, "train", *job, "train.steps=4")[0] == ExitCode.DONE
-    (changed,) = events(paths, Kind.DEVICES_CHANGED)
+    (changed,) = events(paths, EventKind.DEVICES_CHANGED)
     assert changed["reason"] == "rank 0 was on a device called 'another' when it was measured, and is on 'cpu' now"
-    assert hardware.read(paths.hardware).devices[0].model == "cpu"
+    assert hardware.read_hardware(paths.hardware).devices[0].model == "cpu"
     # With other devices, here more of them, it does not fit any more.
     more = ("train", *(part if part != "2" else "3" for part in job), "train.steps=5")
     assert phalanx(here, *more)[0] == ExitCode.DONE
-    again = [event for event in events(paths, Kind.MEASURING)[1:] if not event["reason"].startswith("once more")]
+    again = [event for event in events(paths, EventKind.MEASURING)[1:] if not event["reason"].startswith("once more")]
     assert [event["reason"] for event in again] == [
         changed["reason"],
         "it was measured with 2 ranks, and this job has 3",
     ]
-    assert len(events(paths, Kind.DEVICES_CHANGED)) == 1
-    assert len(hardware.read(paths.hardware).devices) == 3
+    assert len(events(paths, EventKind.DEVICES_CHANGED)) == 1
+    assert len(hardware.read_hardware(paths.hardware).devices) == 3
 
 
 def test_a_file_that_the_recipe_names_is_used(here: Path, known: dict[str, Any]) -> None:
     tree = {key: value for key, value in known.items() if key not in ("shares", "parts")}
     tree["devices"][0]["times"], tree["devices"][1]["times"] = [[1, 0.03]], [[1, 0.01]]
     (here / "given.json").write_text(json.dumps(tree))
-    given = (*JOB, "balance.hardware=given.json", "balance.work=measured-once", "--run-dir", "given")
+    given = (*JOB, "balance.hardware=given.json", "balance.batch=measured-once", "--run-dir", "given")
     assert phalanx(here, "train", *given)[0] == ExitCode.DONE
     paths = RunPaths(here / "given")
-    assert events(paths, Kind.MEASURING) == []
+    assert events(paths, EventKind.MEASURING) == []
     assert [record["shares"] for record in read_steps(paths.metrics)] == [[2, 6]] * 2
-    assert hardware.read(paths.hardware) == hardware.read(here / "given.json"), "a copy, to repeat the run with"
+    assert hardware.read_hardware(paths.hardware) == hardware.read_hardware(here / "given.json"), (
+        "a copy, to repeat the run with"
+    )
 
 
 def test_a_file_of_another_job_is_refused(here: Path, known: dict[str, Any]) -> None:
@@ -221,11 +223,13 @@ def test_a_file_of_another_job_is_refused(here: Path, known: dict[str, Any]) -> 
 
 def of_another_model(placement: Placement, folder: str, model: str) -> str:
     """What a rank says of a file that was measured on a device of another model."""
-    from phalanx.autotune.measure import given
+    from phalanx.autotune.measure import read_hardware_file
     from phalanx.core.errors import ConfigError
 
     try:
-        given(f"{folder}/hardware.json", ["cpu", model], hardware.read(Path(folder) / "hardware.json").work)
+        read_hardware_file(
+            f"{folder}/hardware.json", ["cpu", model], hardware.read_hardware(Path(folder) / "hardware.json").work
+        )
     except ConfigError as error:
         return str(error)
     return "it fits"
@@ -249,7 +253,7 @@ def link_beside_an_accelerator(placement: Placement, hosts: list[int]) -> float 
 
     with join(placement, 20) as mesh:
         link_speed._computes_itself = lambda mesh: mesh.rank in hosts
-        found, _ = link_speed.link_of(mesh)
+        found, _ = link_speed.measure_link(mesh)
         assert found is not None
         return found.busy_latency_s
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor import node_requests, node_states
-from phalanx.elastic.supervisor.node_requests import Wanted
+from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health.findings import Severity
 from phalanx.launch.slurm import nodes
 from phalanx.storage import mirror
@@ -126,9 +126,9 @@ def test_a_fault_of_the_check_itself_costs_no_node(tmp_path: Path) -> None:
 def test_what_is_asked_of_nodes_is_written_and_listed(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    write_event(paths.events, Kind.RUN_STARTED, 1, hosts=["n1", "n2"])
-    write_event(paths.events, Kind.NODE_LOST, 1, node=1, host="n2")
-    write_event(paths.events, Kind.HEALTH, 1, host="n1", verdict="watch", findings=[])
+    write_event(paths.events, EventKind.RUN_STARTED, 1, hosts=["n1", "n2"])
+    write_event(paths.events, EventKind.NODE_LOST, 1, node=1, host="n2")
+    write_event(paths.events, EventKind.HEALTH, 1, host="n1", verdict="watch", findings=[])
     commands = [
         ["nodes", "drain", "n1", "--run", "run", "--reason", "hot"],
         ["nodes", "replace", "1", "--run", "run"],
@@ -149,30 +149,30 @@ def test_what_is_asked_of_nodes_is_written_and_listed(tmp_path: Path) -> None:
     assert "is called so now" in done[2][1] and "is called so" not in done[0][1] + done[1][1]
     (paths.nodes / "odd.json").write_text("[" * 100_000)
     (paths.nodes / "odd.health").write_text("[" * 100_000)
-    assert "odd" not in node_requests.health_reports(paths)
-    asked = node_requests.requests(paths)
+    assert "odd" not in node_requests.read_health_reports(paths)
+    asked = node_requests.read_requests(paths)
     assert [(each.node, each.wanted) for each in asked] == [
-        ("n1", Wanted.DRAIN), ("n2", Wanted.REPLACE), ("n9", Wanted.RETURN),
+        ("n1", NodeRequestKind.DRAIN), ("n2", NodeRequestKind.REPLACE), ("n9", NodeRequestKind.RETURN),
     ]  # fmt: skip
     # In another start, as of a job that Slurm has queued again, a machine that is well may be node 1.
-    assert node_requests.newest_of(asked, 1, "n5") is None
+    assert node_requests.find_newest_request(asked, 1, "n5") is None
     assert stat.S_IMODE(paths.nodes.stat().st_mode) == 0o700
-    write_event(paths.events, Kind.RUN_STARTED, 2, hosts=["n1"])
+    write_event(paths.events, EventKind.RUN_STARTED, 2, hosts=["n1"])
     code, out, _ = run_ranks("tests.dist.command:call", 1, folder=str(tmp_path), commands=commands[:1])[0][0]
     assert code == 0 and "takes no notice" in out
     # The last word holds, and what is no request asks for nothing.
-    node_requests.ask(paths, "n1", Wanted.RETURN, "cool")
+    node_requests.write_request(paths, "n1", NodeRequestKind.RETURN, "cool")
     (paths.nodes / "n7.json").write_text("{")
     (paths.nodes / "n8.json").write_text(paths.node_request("n1").read_text())
-    assert {each.node: each.wanted for each in node_requests.requests(paths)}["n1"] == Wanted.RETURN
-    assert {each.node for each in node_requests.requests(paths)} == {"n1", "n2", "n9"}
+    assert {each.node: each.wanted for each in node_requests.read_requests(paths)}["n1"] == NodeRequestKind.RETURN
+    assert {each.node for each in node_requests.read_requests(paths)} == {"n1", "n2", "n9"}
     # Also where it calls the node by its other name.
-    node_requests.ask(paths, "0", Wanted.DRAIN, "hot again")
-    (row,) = [row for row in node_states.rows(paths) if row["state"] != node_states.ELSEWHERE]
+    node_requests.write_request(paths, "0", NodeRequestKind.DRAIN, "hot again")
+    (row,) = [row for row in node_states.list_nodes(paths) if row["state"] != node_states.ELSEWHERE]
     assert row["node"] == "0 n1" and row["why"].endswith(": hot again")
-    newest = node_requests.newest_of(node_requests.requests(paths), 0, "n1")
-    assert newest is not None and newest.wanted == Wanted.DRAIN
-    assert node_requests.newest_of(node_requests.requests(paths), 3, "n3") is None
+    newest = node_requests.find_newest_request(node_requests.read_requests(paths), 0, "n1")
+    assert newest is not None and newest.wanted == NodeRequestKind.DRAIN
+    assert node_requests.find_newest_request(node_requests.read_requests(paths), 3, "n3") is None
 
 
 def test_names_that_are_no_nodes_and_folders_that_are_no_runs(tmp_path: Path) -> None:
@@ -186,14 +186,14 @@ def test_names_that_are_no_nodes_and_folders_that_are_no_runs(tmp_path: Path) ->
 def test_a_run_at_a_url_is_asked_where_it_works(tmp_path: Path) -> None:
     at, url = tmp_path / "bucket" / "run", (tmp_path / "bucket" / "run").as_uri()
     (at / "nodes").mkdir(parents=True)
-    write_event(at / "events.jsonl", Kind.RUN_STARTED, 1, hosts=["n1", "n2"])
+    write_event(at / "events.jsonl", EventKind.RUN_STARTED, 1, hosts=["n1", "n2"])
     (at / "config.yaml").write_text("{}")
-    node_requests.ask(RunPaths(at), "n2", Wanted.DRAIN, "hot")
+    node_requests.write_request(RunPaths(at), "n2", NodeRequestKind.DRAIN, "hot")
     commands = [["nodes", "--run", url, "--json"], ["nodes", "drain", "n1", "--run", url]]
     listed, asked = run_ranks("tests.dist.command:call", 1, folder=str(tmp_path), commands=commands)[0]
     assert [(row["node"], row["why"][-5:]) for row in json.loads(listed[1])] == [("0 n1", ""), ("1 n2", ": hot")]
     said = sentence(asked[0], asked[2], ExitCode.CONFIG)
-    working = mirror.working(url, "~/.cache/phalanx", 1.0).root
+    working = mirror.make_working_paths(url, "~/.cache/phalanx", 1.0).root
     assert said.endswith(
         f"{url} is a URL, where no run looks for what is asked of its nodes; on the machine of node 0 name the folder "
         f"that it works in, --run {working} (below its own data.cache, where the recipe sets one)"
@@ -250,7 +250,7 @@ def test_a_reason_fits_on_a_line() -> None:
         said.append(list(command))
         return ""
 
-    nodes.set_state("n1", Wanted.DRAIN, "a\n\tb\0" + "c" * 500, run)
+    nodes.set_state("n1", NodeRequestKind.DRAIN, "a\n\tb\0" + "c" * 500, run)
     assert said[0][-1] == "reason=a b" + "c" * 197
 
 
@@ -280,7 +280,7 @@ def test_what_deserves_a_look_is_said_once_and_the_run_goes_on(tmp_path: Path) -
     write_place(tmp_path)
     code, out, err = run_ranks(_train_with_rather_few_files, 1, folder=str(tmp_path))[0]
     assert code == 0, err
-    events = [each for each in read_lines(RunPaths(tmp_path / "run").events) if each["kind"] == Kind.HEALTH]
+    events = [each for each in read_lines(RunPaths(tmp_path / "run").events) if each["kind"] == EventKind.HEALTH]
     assert [(each["verdict"], each["after"]) for each in events] == [("watch", None)]
     # Other tests have processes killed for memory, which the kernel's log tells of.
     assert [each["check"] for each in events[0]["findings"] if each["check"] != "out of memory"] == ["open files"]
@@ -299,7 +299,7 @@ def test_after_a_death_the_node_is_looked_at_and_nobody_waits(tmp_path: Path) ->
     assert not found["begun"]  # nothing happens yet
     events = list(read_lines(RunPaths(tmp_path).events))
     assert [(each["kind"], each["after"], each["attempt"]) for each in events] == [
-        (Kind.HEALTH, "the death of rank 1", 3)
+        (EventKind.HEALTH, "the death of rank 1", 3)
     ]
     assert events[0]["host"] == os.uname().nodename
     assert found["reports"][os.uname().nodename]["verdict"] == events[0]["verdict"]
@@ -310,23 +310,23 @@ def _watched(placement: Placement, folder: str) -> dict[str, Any]:
     from phalanx.launch import health_gate
 
     paths = RunPaths(Path(folder))
-    watch = health_gate.Watch(paths, [], health_gate.into_events(paths))
-    watch.look(3, "the death of rank 1")
+    watch = health_gate.HealthWatch(paths, [], health_gate.make_event_writer(paths))
+    watch.request_check(3, "the death of rank 1")
     begun = paths.events.exists()
-    watch.tend()
+    watch.poll_once()
     assert Path(f"/proc/self/task/{os.getpid()}/children").read_text() == ""  # what starts again comes first
     until = time.monotonic() + 50
     while not paths.events.exists() and time.monotonic() < until:
-        watch.tend()
+        watch.poll_once()
         time.sleep(0.01)
     watch.close()  # nothing was asked for since
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {"begun": begun, "reports": node_requests.health_reports(paths), "children": children}
+    return {"begun": begun, "reports": node_requests.read_health_reports(paths), "children": children}
 
 
 def test_a_request_needs_a_folder_that_can_be_written(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    write_event(paths.events, Kind.RUN_STARTED, 1)
+    write_event(paths.events, EventKind.RUN_STARTED, 1)
     paths.nodes.write_text("in the way")
     with pytest.raises(RunError, match="cannot be written"):
-        node_requests.ask(paths, "n1", Wanted.DRAIN, "why")
+        node_requests.write_request(paths, "n1", NodeRequestKind.DRAIN, "why")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
-from phalanx.parallel.hf_transform import KNOWN, full_state_dict, parts_of, transform
+from phalanx.parallel.hf_transform import SUPPORTED_MODELS, find_tensor_shards, full_state_dict, transform
 from tests.dist.tensor_cases import among, taken
 from tests.helpers import run_ranks
 
@@ -61,7 +61,7 @@ def apart(mine: nn.Module, other: nn.Module) -> list[float]:
     for model, out in ((mine, one), (other, two)):
         model.zero_grad()
         out.loss.backward()
-    parts, theirs = parts_of(mine), dict(other.named_parameters())
+    parts, theirs = find_tensor_shards(mine), dict(other.named_parameters())
     square = total = 0.0
     for name, parameter in mine.named_parameters():
         assert parameter.grad is not None, name
@@ -136,7 +136,7 @@ def fully_sharded(placement: Placement) -> float:
         assert mesh.tensor is not None
         other = made("qwen2")
         mine = transform(copy.deepcopy(other), mesh.tensor)
-        parts = parts_of(mine)
+        parts = find_tensor_shards(mine)
         for block in mine.get_submodule("model.layers").children():
             fully_shard(block, mesh=mesh.data.shard)
         fully_shard(mine, mesh=mesh.data.shard)
@@ -217,7 +217,7 @@ def test_what_cannot_be_cut_is_refused_with_a_sentence() -> None:
     first, *others = run_ranks(refusals, 2)
     assert others == [first]
     known, heads, kv_heads, vocabulary, empty = first
-    assert all(name in known for name in KNOWN)
+    assert all(name in known for name in SUPPORTED_MODELS)
     assert "1 attention heads" in heads
     assert "3 key and value heads" in kv_heads
     assert "vocabulary of 1" in vocabulary

@@ -14,23 +14,23 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.checkpoint.memory.previous_state import KeptState
-from phalanx.checkpoint.memory.store import Memory
+from phalanx.checkpoint.memory.previous_state import InMemoryCheckpointReader
+from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.cli import main
 from phalanx.comm.mesh import Mesh, join
 from phalanx.config import load
 from phalanx.core.errors import CheckpointError
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
-from phalanx.core.placement import Kept, KeptFile, Placement
+from phalanx.core.placement import InMemoryCheckpoint, Placement, StateFileLocation
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import Precision
-from phalanx.engine.sharded import Sharded
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.engine.single import Single
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.engine.single import SingleEngine
 from phalanx.recovery import inventory, shared_memory, state_file
-from phalanx.recovery.shared_memory import too_large
+from phalanx.recovery.shared_memory import describe_shortage
 from phalanx.recovery.state_file import StateFile
 from phalanx.system.fork import die_with
 from phalanx.trainer import train_rank
@@ -46,7 +46,7 @@ SHORT = {"train.steps": 8, "optim.decay_steps": 8, "train.eval_sequences": 4}
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A folder in shared memory, as an agent makes it."""
-    folder = shared_memory.PLACE / f"phalanx-test-{os.getpid()}-{random.randrange(1 << 30)}"
+    folder = shared_memory.SHM_ROOT / f"phalanx-test-{os.getpid()}-{random.randrange(1 << 30)}"
     folder.mkdir(mode=0o700)
     yield folder
     shutil.rmtree(folder)
@@ -59,10 +59,10 @@ def die(placement: Placement, at: str, step: int, rank: int) -> None:
     """Have this rank SIGKILL itself at an instruction of the commit of a step."""
     if placement.rank != rank:
         return
-    void, commit = StateFile.void, StateFile.commit
+    void, commit = StateFile.invalidate, StateFile.commit
 
     def voided(file: StateFile, slot: int) -> None:
-        now = file.word(1 - slot) + 1
+        now = file.slot_step(1 - slot) + 1
         if at == "before the slot is void" and now == step:
             os.kill(os.getpid(), signal.SIGKILL)
         void(file, slot)
@@ -71,13 +71,15 @@ def die(placement: Placement, at: str, step: int, rank: int) -> None:
 
     def committed(file: StateFile, slot: int, now: int, header: bytes) -> None:
         if at == "before the commit" and now == step:
-            file.map[file.at(slot) : file.at(slot) + 64] = b"\xff" * 64  # whatever lies there does not count
+            file.map[file.slot_offset(slot) : file.slot_offset(slot) + 64] = (
+                b"\xff" * 64
+            )  # whatever lies there does not count
             os.kill(os.getpid(), signal.SIGKILL)
         commit(file, slot, now, header)
         if at == "behind the commit" and now == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    StateFile.void, StateFile.commit = voided, committed  # type: ignore[method-assign]
+    StateFile.invalidate, StateFile.commit = voided, committed  # type: ignore[method-assign]
 
 
 def train_and_die(
@@ -92,13 +94,13 @@ def train_and_die(
             die(placement, *death)
         elif placement.rank == death[1]:
             threading.Timer(death[0], os.kill, (os.getpid(), signal.SIGKILL)).start()
-    return int(train_rank.run(described, on_one_thread(placement)))
+    return int(train_rank.run_training(described, on_one_thread(placement)))
 
 
 def begin(run: Path) -> None:
     """A run folder as a launcher leaves it to the ranks: its records have begun."""
     run.mkdir(exist_ok=True)
-    write_event(RunPaths(run).events, Kind.RUN_STARTED, 1)
+    write_event(RunPaths(run).events, EventKind.RUN_STARTED, 1)
 
 
 def killed(ranks: int, run: Path, data: Path, shared: Path, deaths: Sequence[Any], **changes: Any) -> Outcome:
@@ -118,7 +120,7 @@ def assert_same(found: Outcome, quiet: Outcome) -> None:
 
 
 def resumed(run: Path) -> list[tuple[int, bool]]:
-    return [(event["step"], event.get("memory", False)) for event in runs.events(run, Kind.RESUMED)]
+    return [(event["step"], event.get("memory", False)) for event in runs.events(run, EventKind.RESUMED)]
 
 
 MOMENTS = ["before the slot is void", "when the slot is void", "before the commit", "behind the commit"]
@@ -128,13 +130,13 @@ MOMENTS = ["before the slot is void", "when the slot is void", "before the commi
 def quiet(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Two ranks of uneven shards, undisturbed and without anything in shared memory."""
     changes = {key.replace(".", "__"): value for key, value in SHORT.items()}
-    return walk(2, tmp_path_factory.mktemp("quiet"), tokens, balance__state=[3, 1], **changes)
+    return walk(2, tmp_path_factory.mktemp("quiet"), tokens, balance__optimizer_state=[3, 1], **changes)
 
 
 def test_killed_at_every_instruction_of_a_commit(quiet: Outcome, tokens: Path, tmp_path: Path, shared: Path) -> None:
     """One rank at a time; the other is killed by the agent wherever it has come to, and may be a step ahead."""
     deaths = [(at, step, step % 2) for step, at in enumerate(MOMENTS, 3)]
-    found = killed(2, tmp_path / "run", tokens, shared, deaths, **{"balance.state": [3, 1]})
+    found = killed(2, tmp_path / "run", tokens, shared, deaths, **{"balance.optimizer_state": [3, 1]})
     assert_same(found, quiet)
     steps = resumed(tmp_path / "run")
     print("resumed after", steps)
@@ -149,7 +151,7 @@ def test_killed_at_every_instruction_of_a_commit(quiet: Outcome, tokens: Path, t
 def test_killed_at_random_moments(seed: int, quiet: Outcome, tokens: Path, tmp_path: Path, shared: Path) -> None:
     draw = random.Random(seed)
     deaths = [(draw.uniform(0.0, 0.8), draw.randrange(2)) for _ in range(4)]
-    found = killed(2, tmp_path / "run", tokens, shared, deaths, **{"balance.state": [3, 1]})
+    found = killed(2, tmp_path / "run", tokens, shared, deaths, **{"balance.optimizer_state": [3, 1]})
     print("resumed after", resumed(tmp_path / "run"))
     assert_same(found, quiet)
 
@@ -158,15 +160,15 @@ def test_killed_at_random_moments(seed: int, quiet: Outcome, tokens: Path, tmp_p
     ("ranks", "changes"),
     [
         (1, {"train.dtype": "fp32"}),
-        (1, {"train.dtype": "bf16", "optim.rule": "adamw8bit", "model.hidden": 64, "model.intermediate": 80}),
+        (1, {"train.dtype": "bf16", "optim.name": "adamw8bit", "model.hidden": 64, "model.intermediate": 80}),
         (2, {"parallel.zero": 2, "train.dtype": "bf16", "train.micro_batch": 2}),
         (2, {"parallel.zero": 3, "train.dtype": "fp32"}),
-        (2, {"optim.slots": 2, "train.micro_batch": 2}),
+        (2, {"optim.double_buffer": True, "train.micro_batch": 2}),
         (2, {"parallel.shard_degree": 1, "train.dtype": "fp16"}),
         (2, {"parallel.tensor": 2}),
         (2, {"parallel.pipeline": 2, "train.micro_batch": 2}),
-        (2, {"parallel.data": "fsdp2"}),
-        (3, {"optim.rule": "adamw8bit", "model.hidden": 64, "model.intermediate": 80, "parallel.zero": 3}),
+        (2, {"parallel.engine": "fsdp2"}),
+        (3, {"optim.name": "adamw8bit", "model.hidden": 64, "model.intermediate": 80, "parallel.zero": 3}),
         (4, {"parallel.tensor": 2, "model.tie_embeddings": True}),
     ],
 )
@@ -190,7 +192,7 @@ def test_killed_before_an_evaluation_and_a_checkpoint_that_were_due(tokens: Path
     found = killed(2, tmp_path / "run", tokens, shared, [("behind the commit", 4, 0)], **often)
     assert_same(found, undisturbed)
     assert sorted(step for step, _ in found.evaluations) == [2, 4, 6, 8]
-    saved = {event["step"] for event in runs.events(tmp_path / "run", Kind.CHECKPOINT_SAVED)}
+    saved = {event["step"] for event in runs.events(tmp_path / "run", EventKind.CHECKPOINT_SAVED)}
     assert saved | {2} == {2, 4, 6, 8}  # that of step 2 may still have been on its way
 
 
@@ -214,13 +216,17 @@ def test_other_ranks_go_on_from_what_was_left_in_memory(
         run_ranks(
             train_and_die, before, shared=shared, changes=SHORT, deaths=[("before the commit", 5, 0)], **arguments
         )
-    assert [path.name for path in inventory.files_in(shared)] == [state_file.name_of(1, rank) for rank in range(before)]
+    assert [path.name for path in inventory.list_state_files(shared)] == [
+        state_file.state_file_name(1, rank) for rank in range(before)
+    ]
     codes = run_ranks(
         train_and_die, after, shared=shared, changes=SHORT | changes, deaths=[], first_attempt=2, **arguments
     )
     assert codes == [0] * after
     assert resumed(run) == [(4, True)]
-    assert [path.name for path in inventory.files_in(shared)] == [state_file.name_of(2, rank) for rank in range(after)]
+    assert [path.name for path in inventory.list_state_files(shared)] == [
+        state_file.state_file_name(2, rank) for rank in range(after)
+    ]
     found = runs.outcome(run)
     assert farthest(found.losses, undisturbed.losses) < 1e-9
     assert distance(found.state, undisturbed.state, "param") < 1e-9
@@ -230,7 +236,7 @@ def train_in_little_room(placement: Placement, run: str, data: str, changes: dic
     described = runs.job(run, data, changes, placement.world)
     if placement.rank == 1:  # on one rank alone: all of them do without
         resource.setrlimit(resource.RLIMIT_FSIZE, (160_000, resource.RLIM_INFINITY))
-    return int(train_rank.run(described, on_one_thread(placement)))
+    return int(train_rank.run_training(described, on_one_thread(placement)))
 
 
 def test_where_there_is_no_room_the_run_does_without(tokens: Path, tmp_path: Path, shared: Path) -> None:
@@ -238,20 +244,27 @@ def test_where_there_is_no_room_the_run_does_without(tokens: Path, tmp_path: Pat
     changes |= {"model.hidden": 16, "model.intermediate": 16, "model.layers": 1}  # of which a checkpoint still fits
     arguments: dict[str, Any] = {"run": str(tmp_path), "data": str(tokens), "changes": changes}
     assert run_ranks(train_in_little_room, 2, shared=shared, **arguments) == [0, 0]
-    [decided] = [event for event in runs.events(tmp_path, Kind.RESOLVED) if event["key"] == "resilience.memory"]
+    [decided] = [
+        event
+        for event in runs.events(tmp_path, EventKind.AUTO_RESOLVED)
+        if event["key"] == "resilience.in_memory_checkpoints"
+    ]
     assert decided["value"] is False
     assert "has no room for it" in decided["reason"]
-    assert inventory.files_in(shared) == []
+    assert inventory.list_state_files(shared) == []
     assert len(read_steps(RunPaths(tmp_path).metrics)) == 2
 
 
 def test_asked_for_and_no_room_is_refused_with_numbers(tokens: Path, tmp_path: Path, shared: Path) -> None:
     arguments: dict[str, Any] = {"run": str(tmp_path), "data": str(tokens)}
-    changes = SHORT | {"resilience.memory": True}
+    changes = SHORT | {"resilience.in_memory_checkpoints": True}
     with pytest.raises(AssertionError) as caught:
         run_ranks(train_in_little_room, 2, shared=shared, changes=changes, **arguments)
-    assert "resilience.memory is true, but the state of the ranks does not fit into shared memory" in str(caught.value)
-    for key, value in (("memory", True), ("replicate", 4)):
+    assert (
+        "resilience.in_memory_checkpoints is true, but the state of the ranks does not fit into shared memory"
+        in str(caught.value)
+    )
+    for key, value in (("in_memory_checkpoints", True), ("replicate_every", 4)):
         changes = SHORT | {f"resilience.{key}": value}
         said = f"resilience.{key} is {value}, but something else than Phalanx started"
         with pytest.raises(AssertionError, match=f"(?i){said}"):
@@ -272,7 +285,7 @@ def test_asked_for_and_no_room_is_refused_with_numbers(tokens: Path, tmp_path: P
 )
 def test_what_fits(need: int, shared_free: int, host_free: int, asked: bool, says: str | None) -> None:
     gib = 2**30
-    found = too_large("the state", need * gib, shared_free * gib, host_free * gib, asked)
+    found = describe_shortage("the state", need * gib, shared_free * gib, host_free * gib, asked)
     assert found is None if says is None else says in (found or "") and f"{need}.00 GiB" in (found or "")
 
 
@@ -289,13 +302,15 @@ def in_the_background(placement: Placement, folder: str, kind: str) -> list[Any]
             step(engine, number, mesh)
         engine.keeper_settles()
         mesh.sum([0.0])
-        kept = inventory.newest(inventory.there(Path(folder), b"r" * 32))
+        kept = inventory.find_newest_checkpoint(inventory.read_state_files(Path(folder), b"r" * 32))
         assert kept is not None
         same = True
-        source = KeptState(kept, {name: tuple(p.shape) for name, p in engine.inner.model.named_parameters()})
+        source = InMemoryCheckpointReader(
+            kept, {name: tuple(p.shape) for name, p in engine.inner.model.named_parameters()}
+        )
         for piece in engine.inner.pieces():
             out = torch.empty_like(piece.tensor)
-            source.read(piece.name, piece.kind, piece.start, piece.stop, out)
+            source.read_into(piece.name, piece.kind, piece.start, piece.stop, out)
             same &= torch.equal(out, piece.tensor)
         mesh.sum([0.0])
         again = made(mesh, kind, slow_memory(mesh, Path(folder), 2, kept))
@@ -304,23 +319,23 @@ def in_the_background(placement: Placement, folder: str, kind: str) -> list[Any]
         same &= mine.keys() == found.keys() and all(torch.equal(mine[key], found[key]) for key in mine)
         engine.inner.close()
         again.inner.close()
-        return [kept.step, bool(same), again.memory.attached, source.header["tokens"]]
+        return [kept.step, bool(same), again.memory.has_state, source.header["tokens"]]
 
 
 class Made:
     """An engine and its memory."""
 
-    def __init__(self, inner: Any, memory: Memory) -> None:
+    def __init__(self, inner: Any, memory: SharedMemoryStore) -> None:
         self.inner, self.memory = inner, memory
 
     def keeper_settles(self) -> None:
         list(self.inner.pieces())
-        self.memory.settle()
+        self.memory.wait_for_commit()
 
 
-def slow_memory(mesh: Mesh, folder: Path, generation: int, kept: Kept | None = None) -> Memory:
-    memory = Memory(
-        folder, mesh, generation=generation, run=b"r" * 32, say=lambda kind, details: None, kept=kept,
+def slow_memory(mesh: Mesh, folder: Path, generation: int, kept: InMemoryCheckpoint | None = None) -> SharedMemoryStore:
+    memory = SharedMemoryStore(
+        folder, mesh, generation=generation, run=b"r" * 32, on_event=lambda kind, details: None, previous=kept,
         in_place=False, background=True,
     )  # fmt: skip
     keep = memory._keep
@@ -333,17 +348,19 @@ def slow_memory(mesh: Mesh, folder: Path, generation: int, kept: Kept | None = N
     return memory
 
 
-def made(mesh: Mesh, kind: str, memory: Memory) -> Made:
+def made(mesh: Mesh, kind: str, memory: SharedMemoryStore) -> Made:
     torch.manual_seed(3)
     model = Net([Mix([(WIDTH, WIDTH), (7,)]), Mix([(3, WIDTH)])])
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     common: dict[str, Any] = {"mesh": mesh, "rule": ADAMW, "nominal_weight": NOMINAL, "keeper": memory}
     engine: Any
     if kind == "single":
-        engine = Single(model.to("meta"), model.units(), precision=Precision(torch.float64, torch.float64), **common)
+        engine = SingleEngine(
+            model.to("meta"), model.units(), precision=Precision(torch.float64, torch.float64), **common
+        )
     else:
-        sharding = Sharding(zero=3 if kind == "zero 3" else 1, weights=(0.75, 0.25) if kind == "uneven" else None)
-        engine = Sharded(model, model.units(), precision=FLOAT64, sharding=sharding, **common)
+        sharding = ShardingSpec(zero=3 if kind == "zero 3" else 1, weights=(0.75, 0.25) if kind == "uneven" else None)
+        engine = ShardedEngine(model, model.units(), precision=FLOAT64, sharding=sharding, **common)
     with torch.no_grad():
         engine.initialise(fill_from(values))
     return Made(engine, memory)
@@ -370,7 +387,7 @@ def test_copied_in_the_background(ranks: int, kind: str, shared: Path) -> None:
 
 def test_what_is_not_there_any_more_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state file .* cannot be opened .*; remove it"):
-        _ = KeptState(Kept(3, (KeptFile(0, str(tmp_path / "gone")),)), {}).header
+        _ = InMemoryCheckpointReader(InMemoryCheckpoint(3, (StateFileLocation(0, str(tmp_path / "gone")),)), {}).header
 
 
 # ------------------------------------------------------------------------------------------------- the agent is killed
@@ -384,8 +401,8 @@ def kill_the_agent(placement: Placement, folder: str, step: int, arguments: list
 
     def committed() -> int:
         nonlocal place
-        place = shared_memory.folder_of(paths) or place
-        return inventory.committed(place, state_file.run_of(paths.events))
+        place = shared_memory.find_folder(paths) or place
+        return inventory.find_committed_step(place, state_file.compute_run_id(paths.events))
 
     def command() -> int:
         import sys
@@ -410,14 +427,14 @@ def kill_the_agent(placement: Placement, folder: str, step: int, arguments: list
     wait_until(lambda: committed() >= step, 60)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    left = len(inventory.files_in(place))
+    left = len(inventory.list_state_files(place))
     code = os.waitstatus_to_exitcode(os.waitpid(command(), 0)[1])
     return [left, code, place.is_dir()]
 
 
 def test_the_agent_is_killed_and_the_same_command_goes_on_from_memory(tmp_path: Path) -> None:
     write_place(tmp_path)
-    arguments = ["--ranks", "2", "train.steps=300", "checkpoint.every=0", "balance.work=even"]
+    arguments = ["--ranks", "2", "train.steps=300", "checkpoint.every=0", "balance.batch=even"]
     [[left, code, still_there]] = run_ranks(
         kill_the_agent, 1, timeout_s=120, folder=str(tmp_path), step=5, arguments=arguments
     )
@@ -430,6 +447,6 @@ def test_the_agent_is_killed_and_the_same_command_goes_on_from_memory(tmp_path: 
 
 
 def test_the_key_may_change_in_a_run() -> None:
-    saved = load.check({"model": {"hidden": 16, "layers": 1, "heads": 2}}, "here")
-    wanted = load.update(saved, {"resilience.memory": False})
-    assert load.continue_from(wanted, saved, Path("x")).resilience.memory is False
+    saved = load.build_config({"model": {"hidden": 16, "layers": 1, "heads": 2}}, "here")
+    wanted = load.update_config(saved, {"resilience.in_memory_checkpoints": False})
+    assert load.continue_config(wanted, saved, Path("x")).resilience.in_memory_checkpoints is False

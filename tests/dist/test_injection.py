@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
@@ -14,7 +14,7 @@ from tests.dist.command import phalanx, refused, write_place
 from tests.numerics import runs
 from tests.numerics.runs import same_bits
 
-SHORT = ["train.steps=10", "checkpoint.every=2", "checkpoint.keep=9", "balance.work=even"]
+SHORT = ["train.steps=10", "checkpoint.every=2", "checkpoint.keep=9", "balance.batch=even"]
 SHORT += ["comm.timeout_s=20", "resilience.max_restarts=9", "train.eval_sequences=0", "--ranks", "2"]
 
 
@@ -37,7 +37,7 @@ def train(place: Path, name: str, *arguments: str, code: int = 0) -> Path:
 
 
 def died(run: Path) -> list[tuple[int, str]]:
-    return [(event["rank"], event["reason"]) for event in runs.events(run, Kind.WORKER_DIED)]
+    return [(event["rank"], event["reason"]) for event in runs.events(run, EventKind.WORKER_DIED)]
 
 
 def test_deaths_and_hangs_of_one_attempt_after_the_other(place: Path, undisturbed: dict[str, Any]) -> None:
@@ -48,8 +48,8 @@ def test_deaths_and_hangs_of_one_attempt_after_the_other(place: Path, undisturbe
         "hang:rank=0,step=7,attempt=4",
         "freeze:rank=1,step=9,attempt=5,phase=data",
     ]
-    run = train(place, "deaths", "--inject", "; ".join(planned), "resilience.hang_s=3")
-    injected = runs.events(run, Kind.INJECTED)
+    run = train(place, "deaths", "--inject", "; ".join(planned), "resilience.hang_timeout_s=3")
+    injected = runs.events(run, EventKind.INJECTED)
     assert [(event["attempt"], event["fault"]) for event in injected] == list(enumerate(planned, 1))
     killed, crashed, raised, hung, frozen = died(run)
     assert killed == (1, "killed by SIGKILL")
@@ -59,7 +59,7 @@ def test_deaths_and_hangs_of_one_attempt_after_the_other(place: Path, undisturbe
     assert frozen[0] == 1 and "in data of step 9, stopped by a signal" in frozen[1]
     assert same_bits(runs.state(run), undisturbed)
     log = RunPaths(run).log(4, 0).read_text()
-    assert "in _fail" in log, "the stack of the rank that hung is in its log"
+    assert "in _execute_fault" in log, "the stack of the rank that hung is in its log"
     assert "hread 0x" in RunPaths(run).log(4, 1).read_text(), "and that of the one that waited"
 
 
@@ -68,18 +68,22 @@ def test_memory_that_runs_out_makes_micro_batches_smaller(place: Path) -> None:
     assert [reason for _, reason in died(run)] == [
         "rank 1 ran out of memory with micro-batches of 2 sequences; from the next start on it gets 1 at most"
     ]
-    assert [event["most"] for event in runs.events(run, Kind.MEMORY_LIMITED)] == [{"1": 1}]
+    assert [event["most"] for event in runs.events(run, EventKind.MEMORY_LIMITED)] == [{"1": 1}]
 
 
 def test_what_ends_no_attempt(place: Path, undisturbed: dict[str, Any]) -> None:
     """Then a death, after which the checkpoint that was damaged is passed over."""
     planned = "disk-full:rank=1,step=3; corrupt-checkpoint:rank=1,step=5; slow:rank=1,step=7,steps=1,factor=100"
-    more = ["--inject", "kill:step=8,phase=update", "resilience.memory=false"]  # or no checkpoint would be read
+    more = [
+        "--inject",
+        "kill:step=8,phase=update",
+        "resilience.in_memory_checkpoints=false",
+    ]  # or no checkpoint would be read
     run = train(place, "others", "--inject", planned, *more)
-    assert [event["rank"] for event in runs.events(run, Kind.INJECTED)] == [1, 1, 1, 0]
-    [failed] = runs.events(run, Kind.CHECKPOINT_FAILED)
+    assert [event["rank"] for event in runs.events(run, EventKind.INJECTED)] == [1, 1, 1, 0]
+    [failed] = runs.events(run, EventKind.CHECKPOINT_FAILED)
     assert failed["step"] == 4 and "No space left" in failed["reason"]
-    [refused] = runs.events(run, Kind.CHECKPOINT_REFUSED)
+    [refused] = runs.events(run, EventKind.CHECKPOINT_REFUSED)
     assert refused["step"] == 6 and "rank-00001.safetensors has CRC-32" in refused["reason"]
     took_s = {step["step"]: step["step_s"] for step in read_lines(RunPaths(run).metrics) if step["attempt"] == 1}
     assert took_s[7] > 3 * min(took_s.values())
@@ -92,7 +96,7 @@ def test_a_fault_that_does_not_happen_is_said(place: Path) -> None:
     )
     assert found == 0
     assert "--inject kill:rank=0,step=3,attempt=2 did not happen" in out
-    [warning] = [event for event in runs.events(place / "missed", Kind.WARNING) if "--inject" in event["message"]]
+    [warning] = [event for event in runs.events(place / "missed", EventKind.WARNING) if "--inject" in event["message"]]
     assert "did not happen" in warning["message"]
 
 

@@ -13,20 +13,20 @@ from phalanx.comm.backend import Options
 from phalanx.comm.codec import CODECS, Codec
 from phalanx.comm.collectives import Traffic, all_gather
 from phalanx.comm.mesh import Axis, Mesh, join
-from phalanx.comm.p2p import Messages
-from phalanx.comm.routes import _adding
+from phalanx.comm.p2p import P2PChannel
+from phalanx.comm.routes import _make_replica_sum
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine.fsdp2 import _as_asked
-from phalanx.engine.schedule import Timetable
-from phalanx.engine.sharded import Sharded
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.engine.step_consensus import Agreement
-from phalanx.layout.comm_schedule import Work
-from phalanx.layout.tensor_shards import Slice
+from phalanx.engine.schedule import TransferSchedule
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.engine.step_consensus import StepConsensus
+from phalanx.layout.comm_schedule import StepTimings
+from phalanx.layout.tensor_shards import TensorShard
 from phalanx.optim import gradients
-from phalanx.parallel.hf_transform import _Arrivals, whole_of
-from phalanx.parallel.tensor_collectives import _collect, _run
+from phalanx.parallel.hf_transform import _Rank0Weights, gather_tensor
+from phalanx.parallel.tensor_collectives import _all_gather, _run_exchange
 from tests.helpers import process_group, run_ranks
 
 LATE_S = 0.1
@@ -35,11 +35,11 @@ LATE_S = 0.1
 def exchanges(mesh: Mesh) -> dict[str, Callable[[], Any]]:
     """What this rank gives, of 1 and 2; each makes the same on both."""
     axis, traffic, mine = Axis(mesh.control, (0, 1), mesh.rank), Traffic(), torch.tensor([1.0 + mesh.rank])
-    messages = Messages(mesh.control, mesh.device, traffic, most=1)
+    messages = P2PChannel(mesh.control, mesh.device, traffic, max_in_flight=1)
 
     def copies(codec: Codec | None = None) -> list[float]:
         tensor = mine.clone()
-        _adding(mesh.control, traffic, mesh.topology, codec)(tensor)
+        _make_replica_sum(mesh.control, traffic, mesh.topology, codec)(tensor)
         return tensor.tolist()
 
     def fully_shard() -> list[float]:
@@ -48,14 +48,16 @@ def exchanges(mesh: Mesh) -> dict[str, Callable[[], Any]]:
         return out.tolist()
 
     return {
-        "agreement": lambda: Agreement(mine.item(), [], [], set(), mesh.control, traffic).hear()[0].tolist(),
+        "agreement": lambda: StepConsensus(mine.item(), [], [], set(), mesh.control, traffic).finish()[0].tolist(),
         "weight": lambda: gradients.TotalWeight(1 + mesh.rank, mesh.control, traffic).get(),
-        "squares": lambda: gradients.over_model(mine, axis, traffic).tolist(),
-        "sum": lambda: _run(mine, "sum", axis, traffic).tolist(),
-        "scatter": lambda: _run(mine * torch.ones(1, 2, 1), "scatter", axis, traffic).flatten().tolist(),
-        "gather": lambda: _collect(mine, axis, traffic).flatten().tolist(),
+        "squares": lambda: gradients.sum_over_model(mine, axis, traffic).tolist(),
+        "sum": lambda: _run_exchange(mine, "sum", axis, traffic).tolist(),
+        "scatter": lambda: _run_exchange(mine * torch.ones(1, 2, 1), "scatter", axis, traffic).flatten().tolist(),
+        "gather": lambda: _all_gather(mine, axis, traffic).flatten().tolist(),
         "fully_shard": fully_shard,
-        "whole": lambda: whole_of(mine, Slice((2,), 0, mesh.rank, mesh.rank + 1), axis, everywhere=True).tolist(),
+        "whole": lambda: gather_tensor(
+            mine, TensorShard((2,), 0, mesh.rank, mesh.rank + 1), axis, everywhere=True
+        ).tolist(),
         "copies": copies,
         "coded copies": lambda: copies(CODECS["bf16"]),
         "message": lambda: messages.exchange(mine, 1 - mesh.rank).item() + mine.item(),
@@ -98,7 +100,7 @@ def unlike_models(placement: Placement) -> str:
     with join(placement, 20) as mesh:
         time.sleep(LATE_S * mesh.rank)
         try:
-            _Arrivals(torch.nn.Linear(2, 2 + mesh.rank), mesh.device, None)
+            _Rank0Weights(torch.nn.Linear(2, 2 + mesh.rank), mesh.device, None)
         except ConfigError as error:
             return str(error)
         return ""
@@ -112,24 +114,25 @@ def test_each_rank_hears_that_models_are_unlike() -> None:
 
 def schedule(placement: Placement) -> list[float]:
     """What a rank makes the order of transfers of, where each has taken as long as its number."""
-    made: list[Work] = []
-    table, mine = object.__new__(Timetable), 1.0 + placement.rank
+    made: list[StepTimings] = []
+    table, mine = object.__new__(TransferSchedule), 1.0 + placement.rank
     with join(placement, 20) as mesh:
         table._mesh, table._traffic, table._notices = mesh, Traffic(), deque()
-        table._sharding, table._has_root, table._parts, table._orders = Sharding(), False, 1, {1: None}  # type: ignore[dict-item]
-        table._units = [SimpleNamespace(trained=[], helds=[])]  # type: ignore[list-item]
-        table._precision = SimpleNamespace(master=torch.float32, shared=torch.float32)  # type: ignore[assignment]
-        table._ways = SimpleNamespace(reduced=lambda _: 4, gathered=lambda _: 4)  # type: ignore[assignment]
-        table.laps = SimpleNamespace(table=lambda: [mine, mine])  # type: ignore[assignment]
+        table._sharding, table._has_root, table._parts, table._orders = ShardingSpec(), False, 1, {1: None}  # type: ignore[dict-item]
+        table._units = [SimpleNamespace(trained_buckets=[], buckets=[])]  # type: ignore[list-item]
+        table._precision = SimpleNamespace(master=torch.float32, transport=torch.float32)  # type: ignore[assignment]
+        table._routes = SimpleNamespace(reduce_bytes=lambda _: 4, gather_bytes=lambda _: 4)  # type: ignore[assignment]
+        table.pass_timer = SimpleNamespace(median_seconds=lambda: [mine, mine])
 
-        def work(passes: list[float], *others: Any) -> tuple[Work, float]:
-            made.append(Work((passes[0],), (passes[1],), (1e-3,), (1e-3,), (0.0,)))
+        def make_timings(passes: list[float], *others: Any) -> tuple[StepTimings, float]:
+            made.append(StepTimings((passes[0],), (passes[1],), (1e-3,), (1e-3,), (0.0,)))
             return made[0], 1.0
 
-        table._pacing = SimpleNamespace(updates=lambda: [mine], restart_s=lambda: 0.0, work=work)  # type: ignore[assignment]
+        timer = SimpleNamespace(update_seconds=lambda: [mine], restart_s=lambda: 0.0, make_timings=make_timings)
+        table._link_timer = timer  # type: ignore[assignment]
         mesh.sum([0.0])
         time.sleep(LATE_S * mesh.rank)
-        table.make(3)
+        table.make_orders(3)
     return [made[0].forward_s[0], made[0].backward_s[0]]
 
 
@@ -140,13 +143,13 @@ def test_all_ranks_make_the_order_of_the_slowest_ones_times() -> None:
 def ready_to_update(placement: Placement) -> float:
     """How long a rank waits, before it updates, for the other to be through with the step before."""
     with join(placement, 20) as mesh:
-        engine: Any = object.__new__(Sharded)
+        engine: Any = object.__new__(ShardedEngine)
         engine.mesh, engine.traffic, engine._unconfirmed = mesh, Traffic(), True
-        engine._state = type("State", (), {"settle": staticmethod(lambda: None)})
+        engine._state = type("State", (), {"wait_for_commit": staticmethod(lambda: None)})
         mesh.sum([0.0])
         begun = time.perf_counter()
         time.sleep(LATE_S * mesh.rank)
-        engine._await_others()
+        engine._wait_for_all_ranks()
         return time.perf_counter() - begun
 
 

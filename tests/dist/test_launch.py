@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import Kind
-from phalanx.core.json_lines import last_line, read_lines
+from phalanx.core.events import EventKind
+from phalanx.core.json_lines import read_last_line, read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import job_supervisor
@@ -43,7 +43,7 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
     words = ["launch", "recipe.yaml", "train.steps=100000", "checkpoint.every=3", "--local", "--run-dir", "run"]
     started = phalanx(place, *words)
     assert (started.returncode, "run is going on as process " in started.stdout) == (0, True), started.stderr
-    held = job_supervisor.holder(paths.keeper)
+    held = job_supervisor.find_lock_holder(paths.job_supervisor)
     assert held is not None and f"process {held[0]};" in started.stdout
     try:
         wait_until(lambda: _step(paths) > 4, timeout_s=180)
@@ -51,10 +51,10 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
         assert refused == (
             f"the run run is going on already, as process {held[0]} on {held[1]}; `phalanx cancel run` ends that one"
         )
-        trains = job_supervisor.holder(paths.lock)
+        trains = job_supervisor.find_lock_holder(paths.lock)
         assert trains is not None and trains[0] != held[0]
         os.kill(trains[0], signal.SIGKILL)  # the agent, and with it its ranks
-        wait_until(lambda: _count(paths, Kind.RESUMED) == 1, timeout_s=180)
+        wait_until(lambda: _count(paths, EventKind.RESUMED) == 1, timeout_s=180)
         log = paths.node_log(0).read_text()
         assert "--- phalanx train was killed here by SIGKILL; starting it again" in log
         reached = _step(paths)
@@ -68,14 +68,14 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
     finally:
         if is_alive(held[0]):
             os.kill(held[0], signal.SIGKILL)
-    assert _count(paths, Kind.STOPPED) == 1
-    over = job_supervisor.earlier(paths)[-1]
-    assert (over.code, over.follows) == (ExitCode.STOPPED, job_supervisor.END)
+    assert _count(paths, EventKind.STOPPED) == 1
+    over = job_supervisor.read_start_outcomes(paths)[-1]
+    assert (over.code, over.next_action) == (ExitCode.STOPPED, job_supervisor.END)
     assert "is not going on, so there is nothing to cancel" in command.refused(place, "cancel", "run")
 
 
 def _step(paths: RunPaths) -> int:
-    return int((last_line(paths.metrics) or {"step": 0})["step"])
+    return int((read_last_line(paths.metrics) or {"step": 0})["step"])
 
 
 def _count(paths: RunPaths, kind: str) -> int:
@@ -106,9 +106,9 @@ def test_a_mistake_is_not_tried_again(place: Path) -> None:
     began = time.monotonic()
     done = phalanx(place, *words)
     assert done.returncode == ExitCode.CONFIG, done.stderr
-    assert [over.follows for over in job_supervisor.earlier(RunPaths(place / "run"))] == [job_supervisor.END], (
-        time.monotonic() - began
-    )
+    assert [over.next_action for over in job_supervisor.read_start_outcomes(RunPaths(place / "run"))] == [
+        job_supervisor.END
+    ], time.monotonic() - began
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ from phalanx.comm.mesh import join
 from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core.placement import Placement
-from phalanx.engine.units import describe
-from phalanx.layout.buckets import lay_out
-from phalanx.layout.mesh_axes import Axes
+from phalanx.engine.units import describe_parameters
+from phalanx.layout.buckets import make_buckets
+from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.layout.model_shape import parameter_count
-from phalanx.models.user_model import on_meta
+from phalanx.models.user_model import build_on_meta
 from phalanx.optim.make_rule import make_rule
-from phalanx.parallel.model_part import cut_down, part
-from phalanx.parallel.parallelize import own_units, precision_of
-from phalanx.workload.workload import spec_from_run
+from phalanx.parallel.model_part import partition_model, partition_model_at
+from phalanx.parallel.parallelize import precision_of, sharding_units
+from phalanx.workload.workload import read_model_shape
 from tests.helpers import run_ranks
 
 LARGE = {
@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def checked(model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> Config:
     given = {"model": model, "data": {"seq_len": 32}, "parallel": parallel, **sections}
-    config, _ = load.resolve(load.check(given, "a recipe"), device="cpu", world=8)
+    config, _ = load.resolve_autos(load.build_config(given, "a recipe"), device="cpu", world=8)
     return config
 
 
@@ -45,20 +45,23 @@ def held_on_meta(placement: Placement, model: dict[str, Any], parallel: dict[str
     """What this rank has of the model, by the way of a run and by counting alone."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     config = checked(model, parallel)
-    spec, axes = spec_from_run(config), config.parallel.axes
+    spec, axes = read_model_shape(config), config.parallel.axes
     with join(placement, 60, axes=axes) as mesh:
-        mine, counted = on_meta(spec), on_meta(spec)
-        parted = part(mine, config, mesh, precision_of("bf16", mesh))
-        cut_down(counted, config, axes.place(placement.rank, placement.world))
+        mine, counted = build_on_meta(spec), build_on_meta(spec)
+        parted = partition_model(mine, config, mesh, precision_of("bf16", mesh))
+        partition_model_at(counted, config, axes.coordinates(placement.rank, placement.world))
         assert all(each.is_meta for each in mine.parameters())
         own = {name: [list(each.shape), each.requires_grad] for name, each in mine.named_parameters()}
         assert own == {name: [list(p.shape), p.requires_grad] for name, p in counted.named_parameters()}
-        described = [describe(each, own_units(each), make_rule(config.optim)) for each in (mine, counted)]
+        described = [
+            describe_parameters(each, sharding_units(each), make_rule(config.optim)) for each in (mine, counted)
+        ]
         assert described[0] == described[1]
-        buckets = lay_out(described[0], (1.0,) * mesh.data.world)
-        share = sum(bucket.share(mesh.data.rank) for bucket in buckets)
+        buckets = make_buckets(described[0], (1.0,) * mesh.data.world)
+        share = sum(bucket.count_elements(mesh.data.rank) for bucket in buckets)
         ranges = {
-            name: [parted.held[name].offset, parted.held[name].window] if name in parted.held else None for name in own
+            name: [parted.shards[name].offset, parted.shards[name].window] if name in parted.shards else None
+            for name in own
         }
         assert sum(math.prod(shape) for shape in parted.shapes.values()) == parameter_count(spec)
     return {
@@ -78,9 +81,9 @@ def test_each_rank_has_its_part_on_meta(model: dict[str, Any], name: str) -> Non
     if name == "tensor 8" and model is SMALL:
         model = model | {"heads": 8}
     found = run_ranks(held_on_meta, 8, 120, model=model, parallel=LAYOUTS[name])
-    spec = spec_from_run(checked(model, LAYOUTS[name]))
-    axes = Axes(LAYOUTS[name].get("tensor", 1), LAYOUTS[name].get("pipeline", 1))
-    copies = axes.data(8)
+    spec = read_model_shape(checked(model, LAYOUTS[name]))
+    axes = MeshAxes(LAYOUTS[name].get("tensor", 1), LAYOUTS[name].get("pipeline", 1))
+    copies = axes.data_parallel_size(8)
     # All that ranks hold, each element as often as there are copies of it, is every copy of the model.
     held = sum(count / each["copies"].get(name, 1) for each in found for name, count in each["elements"].items())
     assert held == pytest.approx(copies * parameter_count(spec), rel=1e-12)
@@ -91,5 +94,5 @@ def test_each_rank_has_its_part_on_meta(model: dict[str, Any], name: str) -> Non
     assert sum(each["grown_bytes"] for each in found) < 4e9
     for one, other in itertools.combinations(range(8), 2):
         alike = found[one]["ranges"] == found[other]["ranges"]
-        places = [axes.place(rank, 8) for rank in (one, other)]
+        places = [axes.coordinates(rank, 8) for rank in (one, other)]
         assert alike == ((places[0].pipe, places[0].tensor) == (places[1].pipe, places[1].tensor))

@@ -7,10 +7,10 @@ from phalanx.comm.mesh import join
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine.interface import Precision
-from phalanx.engine.single import Single
+from phalanx.engine.single import SingleEngine
 from phalanx.optim.state import Shard
 from phalanx.optim.update import AdamW
-from phalanx.parallel.materialize import materialise
+from phalanx.parallel.materialize import materialize
 from tests.helpers import run_ranks
 
 
@@ -33,11 +33,11 @@ def left(placement: Placement) -> list[str]:
                 model = Scaled(buffers)
             precision = Precision(torch.float32, torch.float32)
             rule = AdamW(0.9, 0.95, 1e-8, 0.1)
-            engine = Single(
+            engine = SingleEngine(
                 model, [("inner", model.inner)], mesh=mesh, rule=rule, nominal_weight=1, precision=precision
             )
             try:
-                materialise(model, engine, one)
+                materialize(model, engine, one)
                 said.append("")
             except ConfigError as error:
                 said.append(str(error))

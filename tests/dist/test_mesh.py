@@ -3,12 +3,12 @@
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.mesh import Mesh, beside, join
+from phalanx.comm.mesh import Mesh, attach_mesh, join
 from phalanx.core.placement import Placement
-from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.mesh_axes import MeshAxes
 from tests.helpers import run_ranks
 
-AXES = Axes(tensor=2, pipeline=2)
+AXES = MeshAxes(tensor=2, pipeline=2)
 
 
 def members(mesh: Mesh) -> dict[str, list[int]]:
@@ -45,12 +45,12 @@ def test_each_group_has_the_ranks_that_differ_along_its_axis() -> None:
         }
         assert {name: tuple(found[name]) for name in groups} == groups
         assert found["shard"] == found["control"] == found["data"] == copies
-        assert place == AXES.place(rank, 8).data
+        assert place == AXES.coordinates(rank, 8).data
         assert (of_data, of_all, alone) == ([2.0], [8.0], 1)
 
 
 def twice(placement: Placement) -> list[object]:
-    with join(placement, 20) as outer, beside(outer.device, 20, AXES) as mesh:
+    with join(placement, 20) as outer, attach_mesh(outer.device, 20, AXES) as mesh:
         return [members(mesh)["tensor"], mesh.data.world, outer.data is outer, outer.tensor is None]
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from phalanx.core import progress_page
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
-from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.mesh_axes import MeshAxes
 from tests.dist.command import phalanx, write_place
 from tests.helpers import run_ranks
 
@@ -54,29 +54,29 @@ def events(paths: RunPaths, kind: str) -> list[dict[str, object]]:
 
 
 def test_the_next_attempt_gives_that_rank_smaller_micro_batches(here: Path) -> None:
-    even = ("balance.work=even", "resilience.max_restarts=0")  # it is no failure that counts
+    even = ("balance.batch=even", "resilience.max_restarts=0")  # it is no failure that counts
     code, quiet = train(here, "quiet", 99, *even)
     assert code == ExitCode.DONE
-    assert not quiet.limit(1).exists()
+    assert not quiet.memory_limit(1).exists()
     code, paths = train(here, "tight", 1, *even)
     assert code == ExitCode.DONE
-    assert [event["reason"] for event in events(paths, Kind.WORKER_DIED)] == [
+    assert [event["reason"] for event in events(paths, EventKind.WORKER_DIED)] == [
         f"rank 1 ran out of memory with micro-batches of {tried} sequences; from the next start on it gets "
         f"{tried // 2} at most"
         for tried in (4, 2)
     ]
-    assert {event["exit_code"] for event in events(paths, Kind.WORKER_DIED)} == {ExitCode.OUT_OF_MEMORY}
-    assert [event["most"] for event in events(paths, Kind.MEMORY_LIMITED)] == [{"1": 2}, {"1": 1}]
-    assert hardware.limits(paths) == {1: 1}
+    assert {event["exit_code"] for event in events(paths, EventKind.WORKER_DIED)} == {ExitCode.OUT_OF_MEMORY}
+    assert [event["most"] for event in events(paths, EventKind.MEMORY_LIMITED)] == [{"1": 2}, {"1": 1}]
+    assert hardware.read_micro_batch_limits(paths) == {1: 1}
     ours, theirs = ([step["loss"] for step in read_steps(each.metrics)] for each in (paths, quiet))
     assert len(ours) == 4
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 def test_a_model_that_never_fits_ends_with_a_sentence(here: Path) -> None:
-    code, paths = train(here, "never", 0, "balance.work=even", rank=0)
+    code, paths = train(here, "never", 0, "balance.batch=even", rank=0)
     assert code == ExitCode.OUT_OF_MEMORY
-    reasons = [str(event["reason"]) for event in events(paths, Kind.WORKER_DIED)]
+    reasons = [str(event["reason"]) for event in events(paths, EventKind.WORKER_DIED)]
     assert len(reasons) == 3  # with 4, 2 and 1
     assert reasons[-1] == (
         "rank 0 ran out of memory with micro-batches of one sequence, and there are none smaller; shard the model over "
@@ -87,92 +87,92 @@ def test_a_model_that_never_fits_ends_with_a_sentence(here: Path) -> None:
 def test_what_does_not_fit_when_it_is_measured_is_never_tried(here: Path) -> None:
     code, paths = train(here, "measured", 3)
     assert code == ExitCode.DONE
-    assert events(paths, Kind.WORKER_DIED) == []
-    assert [device.most for device in hardware.read(paths.hardware).devices] == [8, 3]
-    assert len(events(paths, Kind.MEASURED)) == 1
+    assert events(paths, EventKind.WORKER_DIED) == []
+    assert [device.most for device in hardware.read_hardware(paths.hardware).devices] == [8, 3]
+    assert len(events(paths, EventKind.MEASURED)) == 1
     steps = read_steps(paths.metrics)
     assert len(steps) == 4
     # What was measured is kept: nothing is measured when the run goes on.
     code, paths = train(here, "measured", 3, "train.steps=6")
     assert code == ExitCode.DONE
-    assert len(events(paths, Kind.MEASURED)) == 1
+    assert len(events(paths, EventKind.MEASURED)) == 1
 
 
 def test_what_fits_is_measured_though_less_is_asked_for(here: Path) -> None:
     code, paths = train(here, "little", 2, "train.micro_batch=1")
     assert code == ExitCode.DONE
-    assert [device.most for device in hardware.read(paths.hardware).devices] == [8, 1]
+    assert [device.most for device in hardware.read_hardware(paths.hardware).devices] == [8, 1]
 
 
 def known(placement: Placement, run: str, data: str) -> list[int]:
     """Sequences of a micro-batch that each of two copies of a model on two ranks each may have."""
-    from phalanx.autotune.measure import know
+    from phalanx.autotune.measure import find_rank_speeds
     from phalanx.comm.mesh import join
-    from phalanx.workload.sinks import Records
-    from phalanx.workload.workload import subject_of
+    from phalanx.workload.sinks import RecordWriter
+    from phalanx.workload.workload import make_workload
     from tests.numerics.runs import job
 
     described = job(run, data, {"parallel.tensor": 2, "train.micro_batch": 4}, placement.world)
-    with join(placement, 30, axes=Axes(2)) as mesh:
-        records = Records(described.paths, 1, [], active=mesh.rank == 0)
-        subject = subject_of(described.config, described.spec)
-        speeds, _ = know(described.config, subject, placement, mesh, described.paths, records)
+    with join(placement, 30, axes=MeshAxes(2)) as mesh:
+        records = RecordWriter(described.paths, 1, [], active=mesh.rank == 0)
+        workload = make_workload(described.config, described.spec)
+        speeds, _ = find_rank_speeds(described.config, workload, placement, mesh, described.paths, records)
         records.close()
     return [speed.most for speed in speeds]
 
 
 def test_what_one_rank_ran_out_of_memory_with_limits_its_copy_of_the_model(tokens: Path, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    hardware.remember(paths, 3, 4)
-    hardware.remember(paths, 9, 4)  # there is no such rank any more
+    hardware.record_out_of_memory(paths, 3, 4)
+    hardware.record_out_of_memory(paths, 9, 4)  # there is no such rank any more
     assert run_ranks(known, 4, run=str(tmp_path), data=str(tokens)) == [[4, 2]] * 4
-    assert [event["most"] for event in events(paths, Kind.MEMORY_LIMITED)] == [{"3": 2}]
-    assert hardware.limits(paths) == {3: 2}
+    assert [event["most"] for event in events(paths, EventKind.MEMORY_LIMITED)] == [{"3": 2}]
+    assert hardware.read_micro_batch_limits(paths) == {3: 2}
 
 
 def tries(placement: Placement, run: str, data: str) -> list[list[int]]:
     """What is tried on this rank when it is measured, each time with what its pulse says of that; and what that says in
     the end."""
-    from phalanx.autotune.measure import know
-    from phalanx.autotune.probe_model import Trial
+    from phalanx.autotune.measure import find_rank_speeds
+    from phalanx.autotune.probe_model import ProbeModel
     from phalanx.comm.mesh import join
-    from phalanx.workload.sinks import Records
-    from phalanx.workload.workload import subject_of
+    from phalanx.workload.sinks import RecordWriter
+    from phalanx.workload.workload import make_workload
     from tests.numerics.runs import job, on_one_thread
 
     found: list[list[int]] = []
-    inner = Trial.peak_bytes
+    inner = ProbeModel.measure_peak_bytes
 
     def said() -> int:
-        beat = progress_page.read(
-            progress_page.file_of(run, placement.rank).read_bytes(), placement.rank, placement.attempt, 0
+        beat = progress_page.read_progress(
+            progress_page.progress_page_path(run, placement.rank).read_bytes(), placement.rank, placement.attempt, 0
         )
         assert beat is not None
         return beat.largest
 
-    def noted(self: Trial, samples: int) -> int:
+    def noted(self: ProbeModel, samples: int) -> int:
         peak = inner(self, samples)
         found.append([samples, said()])
         return peak
 
-    Trial.peak_bytes = noted  # type: ignore[method-assign]
-    hardware.unlike = lambda known: None  # or all might be tried again, on a busy machine
-    described = job(run, data, {"balance.work": "auto", "train.micro_batch": 3}, placement.world)
+    ProbeModel.measure_peak_bytes = noted  # type: ignore[method-assign]
+    hardware.describe_uneven_devices = lambda known: None  # or all might be tried again, on a busy machine
+    described = job(run, data, {"balance.batch": "auto", "train.micro_batch": 3}, placement.world)
     with join(on_one_thread(placement), 30) as mesh:
-        mesh.traffic.pulse = progress_page.opened(run, placement.rank, placement.attempt)
-        records = Records(described.paths, 1, [], active=mesh.rank == 0)
-        subject = subject_of(described.config, described.spec)
-        know(described.config, subject, placement, mesh, described.paths, records)
+        mesh.traffic.progress_page = progress_page.open_progress_page(run, placement.rank, placement.attempt)
+        records = RecordWriter(described.paths, 1, [], active=mesh.rank == 0)
+        workload = make_workload(described.config, described.spec)
+        find_rank_speeds(described.config, workload, placement, mesh, described.paths, records)
         records.close()
     return [*found, [said()]]
 
 
 def test_what_memory_ran_out_with_is_not_measured_again(tokens: Path, tmp_path: Path) -> None:
-    hardware.remember(RunPaths(tmp_path), 1, 2)
+    hardware.record_out_of_memory(RunPaths(tmp_path), 1, 2)
     free, limited = run_ranks(tries, 2, run=str(tmp_path), data=str(tokens))
     assert free == [[1, 1], [3, 3]] * 2 + [[0]]
     assert limited == [[1, 1]] * 2 + [[0]]
-    known = hardware.read(RunPaths(tmp_path).hardware).devices
+    known = hardware.read_hardware(RunPaths(tmp_path).hardware).devices
     assert known[0].most > 1 == known[1].most  # what is written down is no more than was left to try
 
 
@@ -180,7 +180,7 @@ OWN = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.custom import OwnTask
+from phalanx.tasks.custom import CustomTask
 from phalanx.tasks.task import Batch
 
 class Net(Model):
@@ -191,7 +191,7 @@ class Net(Model):
     def forward(self, x):
         return self.head(x)
 
-class Task(OwnTask):
+class Task(CustomTask):
     def model(self):
         return Net()
 
@@ -211,9 +211,9 @@ class Task(OwnTask):
 def test_a_task_of_a_users_own_has_no_sequences_to_shorten(here: Path) -> None:
     (here / "own.py").write_text(OWN)
     (here / "own.yaml").write_text("task: {code: own.py}\ntrain: {steps: 2, global_batch: 2, eval_sequences: 0}\n")
-    even = ("train.micro_batch=1", "balance.work=even", "report.tensorboard=false")
+    even = ("train.micro_batch=1", "balance.batch=even", "report.tensorboard=false")
     assert phalanx(here, "train", "own.yaml", "--ranks", "2", *even)[0] == ExitCode.OUT_OF_MEMORY
-    (died,) = events(RunPaths(here / "runs" / "own"), Kind.WORKER_DIED)
+    (died,) = events(RunPaths(here / "runs" / "own"), EventKind.WORKER_DIED)
     assert str(died["reason"]).endswith(
         "shard the model over more ranks, set memory.activations=full, or make the model or its samples smaller"
     )

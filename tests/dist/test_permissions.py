@@ -50,11 +50,11 @@ def test_what_was_readable_is_closed_and_stays_so(tmp_path: Path) -> None:
 def test_others_can_read_nothing_of_it(open_path: Path) -> None:
     (open_path / "run").mkdir()
     (open_path / "run" / "metrics.jsonl").touch()
-    before = permissions.umask()
+    before = permissions.current_umask()
     try:
         assert begin(os.listdir, str(open_path / "run"))() == ["metrics.jsonl"]
-        permissions.apply(open_path / "run", asked=True)
-        assert permissions.umask() & 0o077 == 0o077
+        permissions.restrict_permissions(open_path / "run", private=True)
+        assert permissions.current_umask() & 0o077 == 0o077
         assert "PermissionError" in begin(os.listdir, str(open_path / "run"))()
     finally:
         os.umask(before)
@@ -64,9 +64,9 @@ def test_others_can_read_nothing_of_it(open_path: Path) -> None:
 def test_only_a_folder_that_is_private_says_so(tmp_path: Path, mode: int) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(mode)
-    before = permissions.umask()
+    before = permissions.current_umask()
     try:
-        permissions.apply(tmp_path / "run")
-        assert permissions.umask() == before | (0o077 if mode == 0o700 else 0)
+        permissions.restrict_permissions(tmp_path / "run")
+        assert permissions.current_umask() == before | (0o077 if mode == 0o700 else 0)
     finally:
         os.umask(before)

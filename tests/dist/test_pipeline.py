@@ -13,37 +13,36 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from phalanx.checkpoint.disk.load import newest_agreed
-from phalanx.checkpoint.disk.save import Saver
+from phalanx.checkpoint.disk.load import agree_on_newest
+from phalanx.checkpoint.disk.save import CheckpointSaver
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join
 from phalanx.core.placement import Placement
 from phalanx.engine.interface import Engine, Precision
-from phalanx.engine.sharded import Sharded
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.engine.single import Single
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.engine.single import SingleEngine
 from phalanx.layout import tensor_shards
-from phalanx.layout.mesh_axes import Axes
+from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.layout.tensor_shards import Slice
+from phalanx.layout.tensor_shards import TensorShard
 from phalanx.models.llama import Llama
 from phalanx.optim.update import AdamW
 from phalanx.parallel import activations
-from phalanx.parallel.materialize import drawn, materialise
-from phalanx.parallel.model_part import copies_at_ends, make_pipeline, plan_of, saved_elsewhere
-from phalanx.parallel.parallelize import own_units
-from phalanx.parallel.tensor import cut_among, split
-from phalanx.parallel.tensor_state import filled_by_rows
-from phalanx.tasks.language import LanguageModel
+from phalanx.parallel.materialize import make_random_fill, materialize
+from phalanx.parallel.model_part import count_tied_copies, find_tied_elsewhere, make_pipeline, plan_stages
+from phalanx.parallel.parallelize import sharding_units
+from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
+from phalanx.parallel.tensor_state import fill_by_rows
+from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Batch
 from phalanx.workload.pipeline_step import evaluate_pipeline, run_pipeline
 from phalanx.workload.step import evaluate, run_micro_batches
 from tests.helpers import run_ranks
 
 SEED, LENGTH, SEQUENCES, BETA = 3, 12, 8, 0.9
-STEPS = (
-    6  # each way to divide a step, and some once more; twenty steps are walked by tests/numerics/test_auto_layout.py
-)
+# Each way to divide a step, and some once more; twenty steps are walked by tests/numerics/test_auto_layout.py.
+STEPS = 6
 SPEC = ModelSpec(
     vocab_size=37, hidden=16, layers=8, heads=4, kv_heads=2, head_dim=4, intermediate=20, max_seq_len=32, dropout=0.1
 )
@@ -88,7 +87,7 @@ def micro_batches(step: int, copy: int, copies: int, packed: bool) -> list[Batch
     share = [SEQUENCES] if copies == 1 else [5, 3]
     first = sum(share[:copy])
     parts = (4, 5, 1, 3)[step % 4]
-    task = LanguageModel(LENGTH, isolated=packed)
+    task = CausalLMTask(LENGTH, isolated=packed)
     return [task.collate(some) for some in cut(samples[first : first + share[copy]], parts)]
 
 
@@ -111,15 +110,19 @@ class Walker:
     def __post_init__(self) -> None:
         kind = getattr(torch, self.dtype)
         self.precision = Precision(kind, kind)
-        self.task = LanguageModel(LENGTH, isolated=self.packed)
+        self.task = CausalLMTask(LENGTH, isolated=self.packed)
         with torch.device("meta"):
             self.model = Llama(self.spec)
         self.shapes = {name: tuple(each.shape) for name, each in self.model.named_parameters()}
-        held = split(self.model, cut_among(self.mesh, self.spec.kv_heads, self.sequence)) if self.mesh.tensor else {}
+        held = (
+            apply_tensor_parallel(self.model, make_tensor_context(self.mesh, self.spec.kv_heads, self.sequence))
+            if self.mesh.tensor
+            else {}
+        )
         self.pipeline = None
         if self.schedule:
             assert self.mesh.pipe is not None
-            plan = plan_of(self.spec, self.mesh.pipe.size, self.schedule, self.numbers)
+            plan = plan_stages(self.spec, self.mesh.pipe.size, self.schedule, self.numbers)
             self.pipeline = make_pipeline(self.model, plan, self.schedule, self.mesh, self.precision, self.sequence)
         if self.recompute:
             activations.recompute(self.model.blocks(), selective=False)
@@ -129,14 +132,14 @@ class Walker:
         rule = AdamW(BETA, 0.95, 1e-6, 0.1)
         same: dict[str, Any] = {"rule": rule, "nominal_weight": NOMINAL, "precision": self.precision}
         self.engine: Engine = (
-            Single(self.model, own_units(self.model), mesh=self.mesh, **same)
+            SingleEngine(self.model, sharding_units(self.model), mesh=self.mesh, **same)
             if self.pipeline is None
-            else Sharded(
-                self.model, own_units(self.model), mesh=self.mesh.data, **same,
-                sharding=Sharding(zero=self.zero, slots=self.slots), copies=self.copies(held),
+            else ShardedEngine(
+                self.model, sharding_units(self.model), mesh=self.mesh.data, **same,
+                sharding=ShardingSpec(zero=self.zero, slots=self.slots), copies=self.copies(held),
             )
         )  # fmt: skip
-        materialise(self.model, self.engine, filled_by_rows(drawn(self.model, SEED), held))
+        materialize(self.model, self.engine, fill_by_rows(make_random_fill(self.model, SEED), held))
 
     def step(self, number: int) -> list[float]:
         """One step; returns this rank's loss sum, the norm, and whether the update was skipped."""
@@ -147,7 +150,7 @@ class Walker:
         if self.pipeline is None:
             loss = run_micro_batches(self.engine, self.model, self.task, batches, **how)
         else:
-            assert isinstance(self.engine, Sharded)
+            assert isinstance(self.engine, ShardedEngine)
             loss = run_pipeline(self.engine, self.model, self.task, batches, **how, pipeline=self.pipeline)
         outcome = self.engine.finish_step()
         self.engine.commit(number)
@@ -162,16 +165,16 @@ class Walker:
         speaks = self.pipeline.has_loss and (self.mesh.tensor is None or self.mesh.tensor.rank == 0)
         return evaluate_pipeline(self.model, self.task, batches, self.mesh, speaks, self.pipeline)
 
-    def copies(self, held: dict[str, Slice]) -> dict[str, int]:
+    def copies(self, held: dict[str, TensorShard]) -> dict[str, int]:
         """How many ranks of one model hold each parameter alike."""
         assert self.pipeline is not None
         names, tensor = dict(self.model.named_parameters()), self.mesh.axes.tensor
-        slices_alike = tensor_shards.copies_of(names, held, tensor) if tensor > 1 else {}
-        ends_alike = copies_at_ends(self.model, self.pipeline)
+        slices_alike = tensor_shards.count_copies(names, held, tensor) if tensor > 1 else {}
+        ends_alike = count_tied_copies(self.model, self.pipeline)
         return {name: slices_alike.get(name, 1) * ends_alike.get(name, 1) for name in names}
 
     def saved_elsewhere(self) -> frozenset[str]:
-        return frozenset() if self.pipeline is None else saved_elsewhere(self.model, self.pipeline)
+        return frozenset() if self.pipeline is None else find_tied_elsewhere(self.model, self.pipeline)
 
     def close(self) -> None:
         self.engine.close()
@@ -197,7 +200,7 @@ def walk(
     placement: Placement, steps: int, spec: dict[str, Any], pipeline: int = 1, tensor: int = 1, **how: Any
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    with join(placement, 30, axes=Axes(tensor, pipeline)) as mesh:
+    with join(placement, 30, axes=MeshAxes(tensor, pipeline)) as mesh:
         return Walker(mesh, replace(SPEC, **spec), **how).outcome(steps)
 
 
@@ -308,21 +311,21 @@ def test_compiled_blocks_walk_alike() -> None:
 
 def saved(placement: Placement, folder: str, steps: int, **how: Any) -> dict[str, Any]:
     """Some steps from the newest checkpoint, or from the start, and a checkpoint of the last."""
-    with join(placement, 30, axes=Axes(pipeline=how.pop("pipeline", 1))) as mesh:
+    with join(placement, 30, axes=MeshAxes(pipeline=how.pop("pipeline", 1))) as mesh:
         walker, group = Walker(mesh, replace(SPEC, **TIED), **how), JsonGroup(mesh.checkpoint)
-        known = newest_agreed(Path(folder), mesh.rank, group, None, lambda kind, details: None)
+        known = agree_on_newest(Path(folder), mesh.rank, group, None, lambda kind, details: None)
         first = 1
         if known is not None:
             first = int(known.header["step"]) + 1
             with torch.no_grad():
-                walker.engine.load(known.read)
+                walker.engine.load(known.read_into)
             walker.engine.commit(first - 1)
             known.close()
         for number in range(first, first + steps - 1):
             walker.step(number)
         last = [walker.step(first + steps - 1)]
         leave_out = walker.saved_elsewhere()
-        saver = Saver(Path(folder), mesh.rank, group, 3, lambda kind, details: None)
+        saver = CheckpointSaver(Path(folder), mesh.rank, group, 3, lambda kind, details: None)
         parameters = {name: (shape, "float64") for name, shape in walker.shapes.items()}
         mine = [piece for piece in walker.engine.pieces() if piece.name not in leave_out]
         saver.save({"step": first + steps - 1}, parameters, mine, 1)
@@ -349,14 +352,16 @@ def test_what_a_pipeline_saves_one_process_takes_on_and_back(tmp_path: Path) -> 
 
 def early(placement: Placement) -> list[list[str]]:
     """Which units have gone to the lane, at each backward pass of the first stage."""
-    with join(placement, 30, axes=Axes(pipeline=2)) as mesh:
+    with join(placement, 30, axes=MeshAxes(pipeline=2)) as mesh:
         walker = Walker(mesh, SPEC, schedule="1f1b")
-        assert isinstance(walker.engine, Sharded) and walker.pipeline is not None
+        assert isinstance(walker.engine, ShardedEngine) and walker.pipeline is not None
         engine, seen = walker.engine, []
         passed: Callable[..., Any] = walker.pipeline.messages.send
 
         def note(tensor: torch.Tensor, to: int) -> None:
-            seen.append([unit.name for unit in engine._units if all(held.gradient.closed for held in unit.trained)])
+            seen.append(
+                [unit.name for unit in engine._units if all(held.gradient.submitted for held in unit.trained_buckets)]
+            )
             passed(tensor, to)
 
         walker.pipeline.messages.send = note  # type: ignore[method-assign]

@@ -8,12 +8,12 @@ import pytest
 
 from phalanx.config import load
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.health.devices import Device
+from phalanx.health.devices import DeviceInfo
 from phalanx.launch import local
 from phalanx.layout import hardware
 from tests.dist import command
@@ -48,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_choice_is_kept_said_and_repeated(place: Path) -> None:
     paths = RunPaths(place / "chosen")
-    first, again = events(paths, Kind.PLANNED)
+    first, again = events(paths, EventKind.LAYOUT_CHOSEN)
     assert (first["again"], again["again"]) == (False, True)
     assert first["keys"] == again["keys"]
     kept = json.loads(paths.plan.read_text())
@@ -73,7 +73,7 @@ def test_the_layout_does_not_change_the_curve(place: Path) -> None:
 @pytest.mark.parametrize("name", ["chosen", "given"])
 def test_steps_are_compared_with_what_was_foretold(place: Path, name: str) -> None:
     paths = RunPaths(place / name)
-    told = events(paths, Kind.COMPARED)[0]
+    told = events(paths, EventKind.PREDICTION_CHECKED)[0]
     steps = [step for step in read_lines(paths.metrics) if step["attempt"] == 1]
     assert told["step"] == 20
     assert told["steps"] == 15
@@ -104,7 +104,7 @@ def test_the_run_teaches_the_planner(place: Path) -> None:
     assert learnt[0] == 0, learnt[2]
     assert "devices: " in learnt[1]
     assert "written to learnt.json; phalanx plan --hardware learnt.json uses it" in learnt[1]
-    found = hardware.read(place / "learnt.json")
+    found = hardware.read_hardware(place / "learnt.json")
     assert found.learnt is not None and found.learnt.run == "given"
     assert planned[0] == 0, planned[2]
     told = json.loads((place / "plan.json").read_text())
@@ -123,9 +123,9 @@ def test_a_dry_run_takes_the_layout_too(place: Path) -> None:
 
 
 def test_ranks_that_something_else_started_cannot_choose(tmp_path: Path) -> None:
-    config = load.check(
+    config = load.build_config(
         {"model": {"hidden": 16, "layers": 1, "heads": 2}, "parallel": {"layout": "auto"}}, "the test's recipe"
     )
     one = Placement(rank=1, world=2, local_rank=1, local_world=2, node=0, device="cpu", store=None)
     with pytest.raises(ConfigError, match="knows its own only; start them by `phalanx train` itself"):
-        local._join(config, RunPaths(tmp_path), one, Device("cpu", "cpu", True), (), ())
+        local._join(config, RunPaths(tmp_path), one, DeviceInfo("cpu", "cpu", True), (), ())

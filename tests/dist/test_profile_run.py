@@ -42,8 +42,8 @@ def test_two_ranks_are_looked_into_and_walk_the_same_curve(tmp_path: Path, data:
     paths = RunPaths(tmp_path / "looked")
     traces = [paths.trace(rank, 2, 3) for rank in (0, 1)]
     memories = [paths.memory(rank, 6, "json") for rank in (0, 1)]
-    assert sorted(paths.inside.iterdir()) == sorted([*traces, *memories])
-    assert not RunPaths(tmp_path / "plain").inside.exists()
+    assert sorted(paths.profile.iterdir()) == sorted([*traces, *memories])
+    assert not RunPaths(tmp_path / "plain").profile.exists()
     for trace in traces:
         assert {f"phalanx.{name}" for name in PHASES} <= phases_of(trace)
     (event,) = runs.events(paths.root, "profiled")
@@ -60,7 +60,7 @@ def test_two_ranks_are_looked_into_and_walk_the_same_curve(tmp_path: Path, data:
         # Updates are made beside the passes, and take nothing that stays.
         assert {"forward", "backward"} <= set(found["phases"]) <= {*PHASES, OUTSIDE}
         assert 0 < found["phases"]["forward"]["kept_bytes"] <= found["peak_bytes"]
-    page = html.write(paths).read_text()
+    page = html.write_report(paths).read_text()
     assert "steps 2 to 3, time of a step" in page
     assert "step 6, rank 0, bytes above" in page
 
@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_within_the_window_sees_the_rest_of_it(tmp_path: Path
     runs.walk(1, tmp_path / "run", data, train__steps=3)
     runs.walk(1, tmp_path / "run", data, train__steps=6, train__profile="2-5", train__memory_snapshot=1)
     paths = RunPaths(tmp_path / "run")
-    assert list(paths.inside.iterdir()) == [paths.trace(0, 4, 5)]
+    assert list(paths.profile.iterdir()) == [paths.trace(0, 4, 5)]
     (message,) = [event["message"] for event in runs.events(paths.root, "warning")]
     assert message == "steps 1 to 1 are not looked into: they were done before this start"
 
@@ -78,17 +78,17 @@ def fail_in_step_three(placement: Placement, run: str, data: str) -> list[str]:
     """A run whose third step fails, within the steps that are traced; what is found in its folder then."""
     described = runs.job(run, data, {"train.steps": 5, "train.profile": "2-4"}, placement.world)
     with runs.loop_of(placement, described) as loop:
-        finish = loop.parts.engine.finish_step
+        finish = loop.components.engine.finish_step
 
         def failing(*arguments: object) -> object:
-            if loop.parts.engine.step == 2:
+            if loop.components.engine.step == 2:
                 raise RuntimeError("the device is gone")
             return finish(*arguments)  # type: ignore[arg-type]
 
-        loop.parts.engine.finish_step = failing  # type: ignore[method-assign,assignment]
-        with pytest.raises(RuntimeError, match="the device is gone"), loop.inside:
-            train_rank.train(loop, loop.restore())
-    return sorted(path.name for path in RunPaths(Path(run)).inside.iterdir())
+        loop.components.engine.finish_step = failing  # type: ignore[method-assign,assignment]
+        with pytest.raises(RuntimeError, match="the device is gone"), loop.profiler:
+            train_rank.run_steps(loop, loop.restore())
+    return sorted(path.name for path in RunPaths(Path(run)).profile.iterdir())
 
 
 def test_a_failing_run_leaves_what_was_seen_until_then(tmp_path: Path, data: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.config import load
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
@@ -33,7 +33,7 @@ def test_checkpoints_that_cannot_be_used_are_not_written_over(here: Path) -> Non
     assert code == 2
     assert "none of the checkpoints in run/checkpoints can be used" in out
     assert contents(paths.checkpoints) == before
-    assert len([e for e in read_lines(paths.events) if e["kind"] == Kind.CHECKPOINT_REFUSED]) == 2
+    assert len([e for e in read_lines(paths.events) if e["kind"] == EventKind.CHECKPOINT_REFUSED]) == 2
     assert [step["step"] for step in read_steps(paths.metrics)] == [1, 2]
 
 
@@ -77,7 +77,7 @@ def test_a_run_that_has_run_away_gives_up(here: Path) -> None:
 
 
 def test_other_devices_get_another_micro_batch(here: Path) -> None:
-    auto = (*RUN, "train.micro_batch=auto", "balance.work=even")
+    auto = (*RUN, "train.micro_batch=auto", "balance.batch=even")
     assert phalanx(here, *auto, "--ranks", "2")[0] == 0
     assert phalanx(here, *auto, "train.steps=3")[0] == 0
     assert phalanx(here, *auto, "train.steps=4")[0] == 0
@@ -86,8 +86,8 @@ def test_other_devices_get_another_micro_batch(here: Path) -> None:
 
 
 def test_an_accelerator_without_bf16_computes_in_fp16() -> None:
-    config = load.check({"model": {"preset": "llama-3.2-1b"}}, "here")
-    old, reasons = load.resolve(config, device="gpu", world=1, bf16=False)
-    new, _ = load.resolve(config, device="gpu", world=1)
+    config = load.build_config({"model": {"preset": "llama-3.2-1b"}}, "here")
+    old, reasons = load.resolve_autos(config, device="gpu", world=1, bf16=False)
+    new, _ = load.resolve_autos(config, device="gpu", world=1)
     assert (old.train.dtype, new.train.dtype) == ("fp16", "bf16")
     assert ("train.dtype", "fp16", "a device of kind gpu here has no bf16") in reasons

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.disk.load import find
-from phalanx.core.events import Kind
+from phalanx.checkpoint.disk.load import list_steps
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import read_steps
@@ -21,7 +21,7 @@ from tests.dist.command import RECIPE, call, phalanx, write_place
 from tests.helpers import free_port, run_ranks
 from tests.stores import S3Server, register
 
-OFTEN = ["train.steps=40", "checkpoint.every=2", "optim.decay_steps=40", "train.dtype=fp64", "balance.work=even"]
+OFTEN = ["train.steps=40", "checkpoint.every=2", "optim.decay_steps=40", "train.dtype=fp64", "balance.batch=even"]
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def remotely(
             events = [
                 event["kind"] for path in Path(folder).glob("*/runs/*/events.jsonl") for event in read_lines(path)
             ]
-            if events.count(Kind.CHECKPOINT_SAVED) >= kill_after:
+            if events.count(EventKind.CHECKPOINT_SAVED) >= kill_after:
                 os.kill(os.getppid(), signal.SIGKILL)
                 os._exit(0)
             time.sleep(0.005)
@@ -66,22 +66,22 @@ def test_killed_and_resumed_on_another_machine(here: Path, bucket: str, s3_serve
     with pytest.raises(AssertionError, match="killed by SIGKILL"):
         run_it(here, s3_server, *train, "--run-dir", f"{bucket}/run", kill_after=1)
     url = Url(f"{bucket}/run", 20)
-    begun = find(url / "checkpoints")
+    begun = list_steps(url / "checkpoints")
     assert begun
     assert begun[0] < 40
     assert storage.exists(f"{bucket}/run/.lock")
-    other = ["data.cache=other", "resilience.memory=false"]  # another machine's memory holds nothing
+    other = ["data.cache=other", "resilience.in_memory_checkpoints=false"]  # another machine's memory holds nothing
     code, out, err = run_it(here, s3_server, *train, *other, "--run-dir", f"{bucket}/run/")
     assert code == ExitCode.DONE, err
     assert f"{bucket}/run/report.html" in out
     assert not storage.exists(f"{bucket}/run/.lock")
     code, _, err = phalanx(here, "train", "recipe.yaml", "--ranks", "2", *OFTEN, "--run-dir", "whole")
     assert code == ExitCode.DONE, err
-    with mirror.looked_at(f"{bucket}/run") as paths:
+    with mirror.open_remote_records(f"{bucket}/run") as paths:
         assert curve(paths) == curve(RunPaths(here / "whole"))
-        resumed = [event["step"] for event in read_lines(paths.events) if event["kind"] == Kind.RESUMED]
+        resumed = [event["step"] for event in read_lines(paths.events) if event["kind"] == EventKind.RESUMED]
     assert resumed == begun[:1]
-    names = {entry.url.removeprefix(f"{bucket}/run/") for entry in storage.listing(f"{bucket}/run", recursive=True)}
+    names = {entry.url.removeprefix(f"{bucket}/run/") for entry in storage.list_folder(f"{bucket}/run", recursive=True)}
     assert {"config.yaml", "data.json", "versions.json", "report.html", "tokenizer/tokenizer.json",
             "logs/attempt-002/rank-00001.log"} <= names  # fmt: skip
 
@@ -99,7 +99,7 @@ def test_killed_and_resumed_on_another_machine(here: Path, bucket: str, s3_serve
     )
     code, _, err = run_it(here, s3_server, "train", "next.yaml", "--ranks", "1", "--run-dir", f"{bucket}/next")
     assert code == ExitCode.DONE, err
-    with mirror.looked_at(f"{bucket}/next") as paths:
+    with mirror.open_remote_records(f"{bucket}/next") as paths:
         config = paths.config.read_text()
     assert config.count(f"{bucket}/model") == 2  # the model's folder and the tokenizer's: as they are anywhere
 
@@ -164,7 +164,7 @@ def test_ranks_that_share_no_disk(here: Path, bucket: str, s3_server: S3Server) 
         "rank-00000.attempt-2",
         "rank-00001.attempt-2",
     ]
-    with mirror.looked_at(f"{bucket}/run") as paths:
+    with mirror.open_remote_records(f"{bucket}/run") as paths:
         assert [(record["step"], record["attempt"]) for record in read_steps(paths.metrics)] == [
             (1, 1), (2, 1), (3, 2), (4, 2)
         ]  # fmt: skip
@@ -184,8 +184,8 @@ def test_a_store_that_fails_during_the_run(here: Path, tmp_path: Path) -> None:
     )
     store = RunPaths(tmp_path / "store" / "run")
     assert curve(store) == curve(RunPaths(here / "whole"))
-    assert max(find(store.has_checkpoints)) == 8
-    skipped = [event["reason"] for event in read_lines(store.events) if event["kind"] == Kind.CHECKPOINT_SKIPPED]
+    assert max(list_steps(store.has_checkpoints)) == 8
+    skipped = [event["reason"] for event in read_lines(store.events) if event["kind"] == EventKind.CHECKPOINT_SKIPPED]
     assert any("still running" in reason for reason in skipped)
     assert not [path for path in store.root.rglob("*") if path.name.endswith(".partial")]
 

@@ -17,21 +17,21 @@ import pytest
 import torch
 
 from phalanx.checkpoint.memory import replica_update
-from phalanx.checkpoint.memory.previous_state import KeptState
-from phalanx.checkpoint.memory.replica_update import Gradients, replay_of
-from phalanx.checkpoint.memory.store import Memory
+from phalanx.checkpoint.memory.previous_state import InMemoryCheckpointReader
+from phalanx.checkpoint.memory.replica_update import SharedGradients, make_replayer
+from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.comm import mesh as meshes
 from phalanx.comm.mesh import Mesh, join
 from phalanx.core.errors import PhalanxError
-from phalanx.core.placement import Address, Kept, KeptFile, Placement
-from phalanx.elastic.membership.channel import call
-from phalanx.elastic.membership.listener import Door
+from phalanx.core.placement import HostPort, InMemoryCheckpoint, Placement, StateFileLocation
+from phalanx.elastic.membership.channel import connect_and_greet
+from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.replicas import server
-from phalanx.elastic.replicas.fetch import Fetches
-from phalanx.elastic.replicas.server import ROLE, ReplicaKeeper
+from phalanx.elastic.replicas.fetch import StateFileFetcher
+from phalanx.elastic.replicas.server import ROLE, ReplicaServer
 from phalanx.recovery import inventory, state_file
-from phalanx.recovery.catalog import Held, choose
-from phalanx.recovery.replica_client import Replicas, receive, send
+from phalanx.recovery.catalog import StateFileInfo, choose_restore_point
+from phalanx.recovery.replica_client import ReplicaClient, receive_frame, send_frame
 from tests.dist.engine_cases import ADAMW
 from tests.dist.test_in_memory_checkpoints import made, step
 from tests.helpers import run_ranks, wait_until
@@ -48,13 +48,13 @@ class Node:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if room is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-        self.keeper = ReplicaKeeper(self.folder, RUN, secret, replay_of)
+        self.keeper = ReplicaServer(self.folder, RUN, secret, make_replayer)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.listen(8)
         self.refused: list[str] = []
-        self.door = Door(listener, secret, lambda host, why: self.refused.append(why))
+        self.door = ConnectionListener(listener, secret, lambda host, why: self.refused.append(why))
         (place / f"port-{number}").write_text(str(listener.getsockname()[1]))
 
     def open(self) -> "Node":
@@ -64,31 +64,33 @@ class Node:
 
     def _let_in(self) -> None:
         while True:
-            for channel, hello in self.door.tend():
+            for channel, hello in self.door.accept():
                 assert hello["role"] == ROLE
-                channel.say({"ok": True})
-                self.keeper.take(channel.socket, writes="attempt" in hello)
+                channel.send({"ok": True})
+                self.keeper.hand_over(channel.socket, writes="attempt" in hello)
                 channel.close("the keeper has it")
             time.sleep(0.002)
 
-    def address(self, number: int) -> Address:
+    def address(self, number: int) -> HostPort:
         file = self._place / f"port-{number}"
         wait_until(lambda: file.exists() and bool(file.read_text()))
         return "127.0.0.1", int(file.read_text())
 
-    def replicas(self, attempt: int = 1) -> Replicas:
-        return Replicas(self.folder, self.number, 2, self.address(1 - self.number), attempt, 10.0)
+    def replicas(self, attempt: int = 1) -> ReplicaClient:
+        return ReplicaClient(self.folder, self.number, 2, self.address(1 - self.number), attempt, 10.0)
 
     def holds(self) -> list[list[Any]]:
         """Rank, steps and whether it is a replica, of all that it has."""
         (self.folder / inventory.RANKS).unlink(missing_ok=True)  # ranks live, and nothing is being written
-        return [[each.rank, list(each.steps), each.replica] for each in inventory.held_in(self.folder, RUN)]
+        return [[each.rank, list(each.steps), each.replica] for each in inventory.read_inventory(self.folder, RUN)]
 
 
-def memory_of(mesh: Mesh, node: Node, events: list[Any], kept: Kept | None = None, **options: Any) -> Memory:
-    return Memory(
-        node.folder, mesh, generation=options.pop("generation", 1), run=RUN, kept=kept, replicas=node.replicas(),
-        say=lambda kind, details: events.append(details), first_here=True, **options,
+def memory_of(
+    mesh: Mesh, node: Node, events: list[Any], kept: InMemoryCheckpoint | None = None, **options: Any
+) -> SharedMemoryStore:
+    return SharedMemoryStore(
+        node.folder, mesh, generation=options.pop("generation", 1), run=RUN, previous=kept, replicas=node.replicas(),
+        on_event=lambda kind, details: events.append(details), first_on_node=True, **options,
     )  # fmt: skip
 
 
@@ -102,7 +104,7 @@ def settle(made: Any, mesh: Mesh) -> None:
 
 def counting(log: Path) -> None:
     """Have keepers that are forked from now on write down how a replica came to its steps, and what they copy."""
-    for of, name in ((server._Node, "_write"), (server._Node, "_make_again"), (Fetches, "_fill")):
+    for of, name in ((server._Node, "_write"), (server._Node, "_make_again"), (StateFileFetcher, "_fill")):
         whole = getattr(of, name)
 
         def counted(self: Any, *args: Any, name: str = name, inner: Any = whole) -> None:
@@ -132,8 +134,8 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
     log = Path(folder) / f"log-{placement.rank}"
     counting(log)
     if by == "by other kernels":
-        replica_update.kernels = lambda: f"of node {placement.rank}"
-        Memory.open.__globals__["kernels"] = replica_update.kernels
+        replica_update.describe_kernels = lambda: f"of node {placement.rank}"
+        SharedMemoryStore.open.__globals__["describe_kernels"] = replica_update.describe_kernels
     node = Node(Path(folder), placement.rank).open()
     with join(placement, 30) as mesh:
         memory = memory_of(mesh, node, events, rule=RULES[by])
@@ -142,15 +144,22 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
             step(engine, number, mesh)
         settle(engine, mesh)
         mesh.sum([0.0])
-        found = {"late": memory.late, "holds": node.holds(), "events": events, "came by": log.read_text().split()}
+        found = {
+            "late": memory.commits_async,
+            "holds": node.holds(),
+            "events": events,
+            "came by": log.read_text().split(),
+        }
         mine = {(p.name, p.kind, p.start): p.tensor.clone() for p in engine.inner.pieces()}
         mesh.sum([0.0])
         theirs = Path(folder) / f"node-{1 - placement.rank}" / inventory.REPLICAS
-        [own], [replica] = inventory.files_in(node.folder), inventory.files_in(theirs)
+        [own], [replica] = inventory.list_state_files(node.folder), inventory.list_state_files(theirs)
         one, other = state_file.StateFile(own), state_file.StateFile(replica)
-        slots = one.facts.steps[5], other.facts.steps[5]
-        size = one.facts.slot_bytes
-        found["same"] = one.read(one.at(slots[0]), size) == other.read(other.at(slots[1]), size)
+        slots = one.metadata.steps[5], other.metadata.steps[5]
+        size = one.metadata.slot_bytes
+        found["same"] = one.read_bytes(one.slot_offset(slots[0]), size) == other.read_bytes(
+            other.slot_offset(slots[1]), size
+        )
         found["same header"] = one.raw_header(slots[0]) == other.raw_header(slots[1])
         mesh.sum([0.0])
         (Path(folder) / "node-1" / inventory.RANKS).unlink(missing_ok=True)
@@ -158,28 +167,30 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
         choices: list[Any] = []
 
         def looked() -> bool:
-            choices.append(choose({1: inventory.held_in(Path(folder) / "node-1", RUN)}))
+            choices.append(choose_restore_point({1: inventory.read_inventory(Path(folder) / "node-1", RUN)}))
             return choices[-1] is not None
 
         wait_until(looked)  # while the other rank looks there is nothing to be seen
         choice = choices[-1]
         files = tuple(
-            KeptFile(rank, inventory.file_of(held), held.layout, node.address(1))
+            StateFileLocation(rank, inventory.state_file_path(held), held.layout, node.address(1))
             if placement.rank == 0 or held.replica
-            else KeptFile(rank, str(node.folder / inventory.file_of(held)), held.layout)
+            else StateFileLocation(rank, str(node.folder / inventory.state_file_path(held)), held.layout)
             for rank, (_, held) in sorted(choice.files.items())
         )
-        kept = Kept(choice.step, files)
-        source = KeptState(kept, {n: tuple(p.shape) for n, p in engine.inner.model.named_parameters()}, memory.replicas)
+        kept = InMemoryCheckpoint(choice.step, files)
+        source = InMemoryCheckpointReader(
+            kept, {n: tuple(p.shape) for n, p in engine.inner.model.named_parameters()}, memory.replicas
+        )
         far = True
         for (name, what, start), tensor in mine.items():
             out = torch.empty_like(tensor)
-            source.read(name, what, start, start + len(tensor), out)
+            source.read_into(name, what, start, start + len(tensor), out)
             far &= torch.equal(out, tensor)
         found["by coordinates"] = far
         # A spare: it takes up the file of rank 0 as it is, from where it is, and has no replica of rank 1.
         if placement.rank == 0:
-            for path in (own, *inventory.files_in(node.folder / inventory.REPLICAS)):
+            for path in (own, *inventory.list_state_files(node.folder / inventory.REPLICAS)):
                 path.unlink()
         mesh.sum([0.0])
         if by == "by gradients" and placement.rank == 0:  # as an agent does, before there are ranks
@@ -187,11 +198,11 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
         again = made(mesh, kind, memory_of(mesh, node, events, kept, generation=2, rule=RULES[by]))
         found["copies"] = log.read_text().split().count("_fill")
         same = {(p.name, p.kind, p.start): p.tensor.clone() for p in again.inner.pieces()}
-        found["attached"] = again.memory.attached
+        found["attached"] = again.memory.has_state
         found["as it is"] = mine.keys() == same.keys() and all(torch.equal(mine[key], same[key]) for key in mine)
         mesh.sum([0.0])
         log.write_text("")
-        again.inner.begin_after(kept.step)
+        again.inner.resume_after(kept.step)
         step(again, 6, mesh)
         settle(again, mesh)
         found["came on by"], found["holds on"] = log.read_text().split(), node.holds()
@@ -218,7 +229,7 @@ def test_the_other_node_has_each_step_and_all_is_there_without_the_first(kind: s
         assert each["holds"] == [[rank, [4, 5], False], [1 - rank, [4, 5], True]]
         for what in ("same", "same header", "by coordinates", "attached", "as it is"):
             assert each[what], (rank, what)
-        [decided] = [event for event in each["events"] if event["key"] == "resilience.replicate"]
+        [decided] = [event for event in each["events"] if event["key"] == "resilience.replicate_every"]
         assert decided["value"] == "every_step"
         assert decided["reason"] == f"the state of 2 of 2 ranks is kept on a second node, which gets {HOW[by]}"
         again = by == "by gradients"
@@ -238,14 +249,14 @@ def goes_back(placement: Placement, folder: str) -> list[Any]:
         for number in (1, 2):
             step(engine, number, mesh)
         settle(engine, mesh)
-        memory.forget()
+        memory.discard_previous()
         forgotten = node.holds()
         mesh.sum([0.0])
-        engine.inner.begin_after(0)
+        engine.inner.resume_after(0)
         for number in (1, 2, 3):
             step(engine, number, mesh)
         settle(engine, mesh)
-        ways = [each.way for each in inventory.held_in(node.folder, RUN)]
+        ways = [each.way for each in inventory.read_inventory(node.folder, RUN)]
         found = [forgotten, node.holds(), ways]
         mesh.sum([0.0])
         engine.inner.close()
@@ -262,24 +273,24 @@ def test_what_is_forgotten_is_forgotten_on_the_other_node_too(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------ some steps only
 
 
-def held(node: Node, number: int | None = None) -> list[Held]:
+def held(node: Node, number: int | None = None) -> list[StateFileInfo]:
     """What a node has (None: this one), while ranks live."""
     place = node.folder if number is None else node.folder.with_name(f"node-{number}")
-    own = [inventory.held(facts) for facts in inventory.there(place, RUN)]
-    of_others = inventory.there(place / inventory.REPLICAS, RUN)
-    return own + [inventory.held(facts, replica=True) for facts in of_others]
+    own = [inventory.make_file_info(facts) for facts in inventory.read_state_files(place, RUN)]
+    of_others = inventory.read_state_files(place / inventory.REPLICAS, RUN)
+    return own + [inventory.make_file_info(facts, replica=True) for facts in of_others]
 
 
-def kept_of(node: Node, nodes: list[int]) -> Kept:
+def kept_of(node: Node, nodes: list[int]) -> InMemoryCheckpoint:
     """What is gone on from where these nodes are left."""
-    choice = choose({number: held(node, number) for number in nodes})
+    choice = choose_restore_point({number: held(node, number) for number in nodes})
     assert choice is not None
     files = []
     for rank, (number, each) in sorted(choice.files.items()):
-        name, here = inventory.file_of(each), number == node.number
+        name, here = inventory.state_file_path(each), number == node.number
         path = str(node.folder / name) if here else name
-        files.append(KeptFile(rank, path, each.layout, None if here else node.address(number)))
-    return Kept(choice.step, tuple(files))
+        files.append(StateFileLocation(rank, path, each.layout, None if here else node.address(number)))
+    return InMemoryCheckpoint(choice.step, tuple(files))
 
 
 def some_steps(placement: Placement, folder: str) -> dict[str, Any]:
@@ -290,15 +301,15 @@ def some_steps(placement: Placement, folder: str) -> dict[str, Any]:
     def holds() -> list[Any]:
         return [[each.rank, list(each.steps), each.replica] for each in held(node)]
 
-    def kept(nodes: list[int]) -> Kept:
+    def kept(nodes: list[int]) -> InMemoryCheckpoint:
         return kept_of(node, nodes)
 
-    def begun(mesh: Mesh, generation: int, kept: Kept | None = None) -> Any:
+    def begun(mesh: Mesh, generation: int, kept: InMemoryCheckpoint | None = None) -> Any:
         options: dict[str, Any] = {"rule": RULES["by gradients"], "replicate": 3, "generation": generation}
         engine = made(mesh, "zero 1", memory_of(mesh, node, events, kept, **options))
         if kept is not None:
-            engine.inner.begin_after(kept.step)
-            engine.memory.replicas.acknowledged()
+            engine.inner.resume_after(kept.step)
+            engine.memory.replicas.wait_for_ack()
         settle(engine, mesh)
         return engine
 
@@ -313,7 +324,7 @@ def some_steps(placement: Placement, folder: str) -> dict[str, Any]:
         found["behind 8"] = holds()
         mesh.sum([0.0])
         second = begun(mesh, 2, kept([0, 1]))
-        found["again at 8"] = [second.memory.attached, holds()]
+        found["again at 8"] = [second.memory.has_state, holds()]
         states = {}
         for number in (9, 10):
             step(second, number, mesh)
@@ -324,17 +335,20 @@ def some_steps(placement: Placement, folder: str) -> dict[str, Any]:
         back = kept([0])
         mesh.sum([0.0])
         if placement.rank == 1:  # a spare has nothing of all that
-            for path in [*inventory.files_in(node.folder), *inventory.files_in(node.folder / inventory.REPLICAS)]:
+            for path in [
+                *inventory.list_state_files(node.folder),
+                *inventory.list_state_files(node.folder / inventory.REPLICAS),
+            ]:
                 path.unlink()
         mesh.sum([0.0])
         third = begun(mesh, 3, back)
-        found["back at"] = [back.step, third.memory.attached, holds()]
+        found["back at"] = [back.step, third.memory.has_state, holds()]
         found["same"] = [_alike(state(third), states[9])]
         step(third, 10, mesh)
         settle(third, mesh)
         found["same"].append(_alike(state(third), states[10]))
         found["in the end"] = holds()
-        found["said"] = [event for event in events if event["key"] == "resilience.replicate"]
+        found["said"] = [event for event in events if event["key"] == "resilience.replicate_every"]
         mesh.sum([0.0])
         for engine in (first, second, third):
             engine.inner.close()
@@ -378,8 +392,8 @@ def decided(placement: Placement, folder: str, replicate: int | str, room: int |
             return [type(error).__name__, str(error)]
         step(engine, 1, mesh)
         settle(engine, mesh)
-        said = [[event["value"], event["reason"]] for event in events if event["key"] == "resilience.replicate"]
-        found = [node.holds(), said, memory.late]
+        said = [[event["value"], event["reason"]] for event in events if event["key"] == "resilience.replicate_every"]
+        found = [node.holds(), said, memory.commits_async]
         mesh.sum([0.0])
         engine.inner.close()
         return found
@@ -405,7 +419,7 @@ def test_where_there_is_no_room_the_run_does_without_or_is_refused(tmp_path: Pat
         place.mkdir()
         found = run_ranks(decided, 2, folder=str(place), replicate=asked, room=50_000)
         assert [name for name, _ in found] == ["ConfigError"] * 2
-        assert f"resilience.replicate is {asked}, but" in found[0][1]
+        assert f"resilience.replicate_every is {asked}, but" in found[0][1]
         assert "bytes for a replica (File too large)" in found[0][1]
 
 
@@ -415,7 +429,7 @@ def divided_anew(placement: Placement, folder: str) -> list[Any]:
 
     def room(path: Any) -> Any:
         """As /dev/shm would be, of which these files are all; so many as `room` says fit, once that is there."""
-        files = [*inventory.files_in(place), *inventory.files_in(place / inventory.REPLICAS)]
+        files = [*inventory.list_state_files(place), *inventory.list_state_files(place / inventory.REPLICAS)]
         told, taken = place / "room", [file.stat().st_size for file in files]
         free = int(float(told.read_text()) * max(taken)) - sum(taken) if told.exists() else 1 << 30
         return SimpleNamespace(f_bavail=max(0, free), f_frsize=1)
@@ -435,15 +449,15 @@ def divided_anew(placement: Placement, folder: str) -> list[Any]:
         mesh.sum([0.0])
         second = made(mesh, "uneven", memory_of(mesh, node, events, kept, generation=2, **options))
         shapes = {name: tuple(parameter.shape) for name, parameter in first.inner.model.named_parameters()}
-        source = KeptState(kept, shapes, second.memory.replicas)
-        second.inner.load(source.read)
-        second.inner.begin_after(kept.step)
-        second.memory.forget_others()
+        source = InMemoryCheckpointReader(kept, shapes, second.memory.replicas)
+        second.inner.load(source.read_into)
+        second.inner.resume_after(kept.step)
+        second.memory.remove_other_files()
         step(second, 3, mesh)
         settle(second, mesh)
-        found: list[Any] = [second.memory.attached, second.memory.late]
+        found: list[Any] = [second.memory.has_state, second.memory.commits_async]
         found += [[[each.generation, each.rank, list(each.steps), each.replica] for each in held(node)]]
-        found += [[event["value"] for event in events if event["key"] == "resilience.replicate"]]
+        found += [[event["value"] for event in events if event["key"] == "resilience.replicate_every"]]
         mesh.sum([0.0])
         first.inner.close()
         second.inner.close()
@@ -459,13 +473,13 @@ def test_what_is_only_kept_to_be_gone_on_with_takes_no_room_from_another_divisio
 def lies(placement: Placement, folder: str) -> list[Any]:
     """A rank says another learning rate of its third step than that which it took."""
     node = Node(Path(folder), placement.rank).open()
-    told = Gradients.told
+    told = SharedGradients.to_message
 
-    def lied(self: Gradients) -> dict[str, Any]:
+    def lied(self: SharedGradients) -> dict[str, Any]:
         said = told(self)
         return said | {"lr": 0.5} if said["step"] == 3 and placement.rank == 0 else said
 
-    Gradients.told = lied  # type: ignore[method-assign]
+    SharedGradients.to_message = lied  # type: ignore[method-assign]
     with join(placement, 10) as mesh:
         engine = made(mesh, "zero 1", memory_of(mesh, node, [], rule=RULES["by gradients"]))
         said = "nothing"
@@ -523,18 +537,22 @@ def knocks(placement: Placement, folder: str) -> list[Any]:
     other.mkdir()
     stranger, friend = Node(other, 1, secret="another"), Node(other, 0)
     node.open()
-    file = state_file.create(node.folder, state_file.Who(1, 0, 1, RUN, 0, 1), {"tensors": [], "pieces": []}, 16)
+    file = state_file.create_state_file(
+        node.folder, state_file.StateFileOwner(1, 0, 1, RUN, 0, 1), {"tensors": [], "pieces": []}, 16
+    )
     (node.folder / "private").write_text("private")
-    (node.folder / state_file.name_of(7, 0)).symlink_to("/etc/passwd")
+    (node.folder / state_file.state_file_name(7, 0)).symlink_to("/etc/passwd")
     found: list[Any] = []
     for who, name, at, count in (
-        (stranger, file.facts.path.name, 0, 8), (friend, file.facts.path.name, 0, 8), (friend, "private", 0, 7),
-        (friend, "../other/port-0", 0, 1), (friend, "/etc/passwd", 0, 8), (friend, state_file.name_of(7, 0), 0, 8),
-        (friend, file.facts.path.name, 0, 1 << 40), (friend, file.facts.path.name, -8, 8),
+        (stranger, file.metadata.path.name, 0, 8), (friend, file.metadata.path.name, 0, 8),
+        (friend, "private", 0, 7),
+        (friend, "../other/port-0", 0, 1), (friend, "/etc/passwd", 0, 8),
+        (friend, state_file.state_file_name(7, 0), 0, 8),
+        (friend, file.metadata.path.name, 0, 1 << 40), (friend, file.metadata.path.name, -8, 8),
     ):  # fmt: skip
-        replicas = Replicas(who.folder, 0, 1, None, 1, 5.0)
+        replicas = ReplicaClient(who.folder, 0, 1, None, 1, 5.0)
         try:
-            found.append(replicas.read(node.address(0), name, at, min(count, 1 << 20)).decode(errors="replace"))
+            found.append(replicas.read_bytes(node.address(0), name, at, min(count, 1 << 20)).decode(errors="replace"))
         except PhalanxError as error:
             found.append(type(error).__name__)
     return [found, node.refused]
@@ -552,23 +570,23 @@ def breaks_off(placement: Placement, folder: str) -> list[Any]:
     index: dict[str, Any] = {"tensors": [], "pieces": []}
     found = []
     for damaged in (False, True):
-        connection = call(node.address(0), SECRET, {"role": ROLE, "attempt": 1}, 5.0)
+        connection = connect_and_greet(node.address(0), SECRET, {"role": ROLE, "attempt": 1}, 5.0)
         form = {"who": [1, 0, 1, 0, 1], "way": 0, "index": index, "slot_bytes": 8192, "asked": True}
-        send(connection, {"keep": form})
-        found.append(receive(connection)["steps"])
+        send_frame(connection, {"keep": form})
+        found.append(receive_frame(connection)["steps"])
         for number, data in ((5, b"5" * 8192), (6, b"6" * 8192)):
-            send(connection, {"write": number, "header": json.dumps({"step": number})})
+            send_frame(connection, {"write": number, "header": json.dumps({"step": number})})
             whole = number == 5 or damaged
             connection.sendall(data if whole else data[:4096])
             if whole:
-                send(connection, {"sum": zlib.crc32(data) + (number == 6)})
-                found.append(receive(connection))
+                send_frame(connection, {"sum": zlib.crc32(data) + (number == 6)})
+                found.append(receive_frame(connection))
         connection.close()
         wait_until(lambda: node.holds() == [[0, [5], True]], 5)
     # A rank goes on from a step before that: what is behind it is walked again.
-    connection = call(node.address(0), SECRET, {"role": ROLE, "attempt": 2}, 5.0)
-    send(connection, {"keep": form | {"newest": 4}})
-    found += [receive(connection)["steps"], node.holds()]
+    connection = connect_and_greet(node.address(0), SECRET, {"role": ROLE, "attempt": 2}, 5.0)
+    send_frame(connection, {"keep": form | {"newest": 4}})
+    found += [receive_frame(connection)["steps"], node.holds()]
     return found
 
 

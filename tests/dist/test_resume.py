@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
@@ -41,7 +41,7 @@ def test_killed_and_started_again_by_the_agent(
     kwargs = {"step": step, "number": signal.SIGKILL, "ranks": victims}
     codes = run_ranks(train_with_signal, 2, restarts=1, run=str(tmp_path), data=str(tokens), changes=OFTEN, **kwargs)
     assert codes == [0, 0]
-    resumed = runs.events(tmp_path, Kind.RESUMED)
+    resumed = runs.events(tmp_path, EventKind.RESUMED)
     print(f"killed {victims} in step {step + 1}, resumed from", [event["step"] for event in resumed])
     assert len(resumed) == 1
     assert 0 < resumed[0]["step"] <= step
@@ -60,7 +60,7 @@ def test_killed_with_other_engines_and_types(ranks: int, dtype: str, tokens: Pat
         train_with_signal, ranks, restarts=1, run=str(run), data=str(tokens), changes=changes | OFTEN, **kwargs
     )
     assert codes == [0] * ranks
-    assert len(runs.events(run, Kind.RESUMED)) == 1
+    assert len(runs.events(run, EventKind.RESUMED)) == 1
     assert_bitwise(runs.outcome(run), quiet)
 
 
@@ -73,7 +73,7 @@ def test_killed_and_resumed_on_another_number_of_ranks(
     with pytest.raises(AssertionError, match="killed by SIGKILL"):
         run_ranks(train_with_signal, before, run=str(tmp_path), data=str(tokens), changes=OFTEN, **kwargs)
     found = walk(after, tmp_path, tokens, checkpoint__every=4)
-    resumed = [event["step"] for event in runs.events(tmp_path, Kind.RESUMED)]
+    resumed = [event["step"] for event in runs.events(tmp_path, EventKind.RESUMED)]
     apart = farthest(found.losses, undisturbed.losses), distance(found.state, undisturbed.state, "param")
     print(f"killed in step {step + 1}, resumed from {resumed}: losses {apart[0]:.1e}, parameters {apart[1]:.1e} apart")
     assert len(resumed) == 1
@@ -89,15 +89,15 @@ def test_asked_to_stop_the_ranks_finish_the_step_and_save(
     codes = run_ranks(train_with_signal, 2, run=str(tmp_path), data=str(tokens), changes={}, **kwargs)
     assert codes == [ExitCode.STOPPED] * 2
     kinds = [event["kind"] for event in runs.events(tmp_path)]
-    assert kinds[-1] == Kind.STOPPED
-    stopped = runs.events(tmp_path, Kind.STOPPED)[0]["step"]
-    saved = [event["step"] for event in runs.events(tmp_path, Kind.CHECKPOINT_SAVED)]
+    assert kinds[-1] == EventKind.STOPPED
+    stopped = runs.events(tmp_path, EventKind.STOPPED)[0]["step"]
+    saved = [event["step"] for event in runs.events(tmp_path, EventKind.CHECKPOINT_SAVED)]
     # The record of step 11 is written within step 12; another rank may see the signal one step later.
     assert stopped in (12, 13)
     assert saved == [stopped]
     assert len(runs.outcome(tmp_path).losses) == stopped
     found = walk(2, tmp_path, tokens)
-    assert [event["step"] for event in runs.events(tmp_path, Kind.RESUMED)] == [stopped]
+    assert [event["step"] for event in runs.events(tmp_path, EventKind.RESUMED)] == [stopped]
     assert_bitwise(found, undisturbed)
 
 
@@ -106,10 +106,10 @@ def test_a_signal_in_the_last_step_still_lets_the_run_end(tokens: Path, tmp_path
     kwargs = {"step": 5, "number": signal.SIGTERM, "ranks": [0]}
     codes = run_ranks(train_with_signal, 1, run=str(tmp_path), data=str(tokens), changes=short, **kwargs)
     assert codes == [ExitCode.STOPPED]
-    assert not runs.events(tmp_path, Kind.EVALUATED)
+    assert not runs.events(tmp_path, EventKind.EVALUATED)
     walk(1, tmp_path, tokens, train__steps=6)
-    assert [event["step"] for event in runs.events(tmp_path, Kind.FINISHED)] == [6]
-    assert len(runs.events(tmp_path, Kind.EVALUATED)) == 1
+    assert [event["step"] for event in runs.events(tmp_path, EventKind.FINISHED)] == [6]
+    assert len(runs.events(tmp_path, EventKind.EVALUATED)) == 1
 
 
 def copy_through(placement: Placement, run: str, data: str, copy: str) -> int:
@@ -121,7 +121,7 @@ def copy_through(placement: Placement, run: str, data: str, copy: str) -> int:
         loop.save(step)
         loop.saver.wait()
         loop.saver.folder = described.paths.checkpoints
-        return int(train_rank.train(loop, step))
+        return int(train_rank.run_steps(loop, step))
 
 
 @pytest.mark.parametrize("before", [1, 2, 3, 5])
@@ -144,9 +144,9 @@ def test_no_steps_write_a_checkpoint_of_the_starting_weights(tokens: Path, tmp_p
     found = walk(2, tmp_path, tokens, train__steps=0)
     assert found.losses == []
     assert found.evaluations == {}
-    assert [event["step"] for event in runs.events(tmp_path, Kind.CHECKPOINT_SAVED)] == [0]
+    assert [event["step"] for event in runs.events(tmp_path, EventKind.CHECKPOINT_SAVED)] == [0]
     assert not any(tensor.any() for name, tensor in found.state.items() if name.startswith("exp_avg"))
     assert all(tensor.any() for name, tensor in found.state.items() if name.startswith("param"))
     more = walk(2, tmp_path, tokens, train__steps=3)  # and training goes on from it
-    assert [event["step"] for event in runs.events(tmp_path, Kind.RESUMED)] == [0]
+    assert [event["step"] for event in runs.events(tmp_path, EventKind.RESUMED)] == [0]
     assert more.losses == walk(2, tmp_path / "fresh", tokens, train__steps=3).losses

@@ -10,8 +10,14 @@ import torch
 from phalanx.comm import ring as ring_module
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh, join
-from phalanx.comm.ring import Ring
-from phalanx.comm.uneven_collectives import Native, Padded, Staged, Transfers, transfers
+from phalanx.comm.ring import RingCollectives
+from phalanx.comm.uneven_collectives import (
+    DeviceCollectives,
+    HostStagedCollectives,
+    PaddedCollectives,
+    UnevenCollectives,
+    make_uneven_collectives,
+)
 from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 
@@ -45,9 +51,9 @@ def values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-(2**40), 2**40, (length,), generator=generator)
 
 
-def unlike_twin(form: Transfers, mesh: Mesh, cuts: list[int], dtype: torch.dtype) -> list[str]:
+def unlike_twin(form: UnevenCollectives, mesh: Mesh, cuts: list[int], dtype: torch.dtype) -> list[str]:
     """What `form` does otherwise than the twin: sums to rounding, what is gathered bitwise."""
-    twin = Padded(mesh.shard.get_group(), Traffic())
+    twin = PaddedCollectives(mesh.shard.get_group(), Traffic())
     mine = slice(cuts[mesh.rank], cuts[mesh.rank + 1])
     tensor = values(mesh.rank, cuts[-1], dtype)
     own, again, wanted = (torch.empty_like(tensor[mine]) for _ in range(3))
@@ -75,7 +81,7 @@ def moved(placement: Placement, count: int) -> dict[str, Any]:
     with join(placement, 20) as mesh:
         traffic = Traffic()
         for cuts, dtype, piece_bytes in drawn(placement.world, count):
-            ring = Ring(mesh.transfers, traffic, piece_bytes)
+            ring = RingCollectives(mesh.transfers, traffic, piece_bytes)
             ring._tag = ring_module._TAGS - 2  # tags start again in the middle
             wrong += unlike_twin(ring, mesh, cuts, dtype)
             expected[0] += 3
@@ -94,7 +100,7 @@ def test_the_ring_is_its_twin(world: int) -> None:
 def long_stream(placement: Placement) -> list[Any]:
     """Many transfers one after the other, of more pieces than are expected at once, in their usual size."""
     with join(placement, 20) as mesh:
-        ring = Ring(mesh.transfers, Traffic())
+        ring = RingCollectives(mesh.transfers, Traffic())
         length = 3_000_000
         cuts = [0, length // 2, length // 2, length]
         tensor, own = torch.empty(length), torch.empty(cuts[mesh.rank + 1] - cuts[mesh.rank])
@@ -121,7 +127,7 @@ def in_the_order_of_the_ring(placement: Placement) -> list[float]:
     with join(placement, 20) as mesh:
         addends = [[1e8, 1.0, -1e8], [-1e8, 1e8, 1.0], [1.0, -1e8, 1e8]]
         tensor, own = torch.tensor(addends[mesh.rank]), torch.empty(1)
-        Ring(mesh.transfers, Traffic()).reduce_scatter(tensor, [0, 1, 2, 3], own).wait()
+        RingCollectives(mesh.transfers, Traffic()).reduce_scatter(tensor, [0, 1, 2, 3], own).wait()
         return own.tolist()
 
 
@@ -134,14 +140,14 @@ def other_forms(placement: Placement) -> Any:
     with join(placement, 20) as mesh:
         group, uneven = mesh.transfers, [0, 3, 10]
         traffic = Traffic()
-        wrong = unlike_twin(Staged(Ring(group, Traffic())), mesh, uneven, torch.float32)
-        wrong += unlike_twin(Native(group, traffic), mesh, [0, 6, 12], torch.float32)
+        wrong = unlike_twin(HostStagedCollectives(RingCollectives(group, Traffic())), mesh, uneven, torch.float32)
+        wrong += unlike_twin(DeviceCollectives(group, traffic), mesh, [0, 6, 12], torch.float32)
         # gloo gathers no list of unequal tensors, but it reduces one.
         own, tensor = torch.empty(3 if mesh.rank == 0 else 7), values(0, 10, torch.float32)
-        Native(group, traffic).reduce_scatter(tensor, uneven, own).wait()
+        DeviceCollectives(group, traffic).reduce_scatter(tensor, uneven, own).wait()
         if not torch.equal(own, 2 * tensor[uneven[mesh.rank] : uneven[mesh.rank + 1]]):
             wrong.append("a list")
-        chosen = [transfers(group, traffic, torch.device(kind)) for kind in ("cpu", "cuda")]
+        chosen = [make_uneven_collectives(group, traffic, torch.device(kind)) for kind in ("cpu", "cuda")]
         return [wrong, traffic.payload_bytes, [type(form).__name__ for form in chosen]]
 
 
@@ -150,13 +156,13 @@ def test_forms_for_accelerators_mean_the_same() -> None:
     for rank, (wrong, payload_bytes, chosen) in enumerate(results):
         assert wrong == []
         assert payload_bytes == (3 * 6 + (7, 3)[rank]) * 4
-        assert chosen == ["Ring", "Staged"]
+        assert chosen == ["RingCollectives", "HostStagedCollectives"]
 
 
 def refused(placement: Placement) -> list[str]:
     words = []
     with join(placement, 20) as mesh:
-        ring, flat = Ring(mesh.transfers, Traffic()), torch.zeros(8)
+        ring, flat = RingCollectives(mesh.transfers, Traffic()), torch.zeros(8)
         for call in (
             lambda: ring.all_gather(torch.zeros(16)[::2], [0, 4, 8]),
             lambda: ring.all_gather(flat.view(2, 4), [0, 4, 8]),
@@ -183,7 +189,7 @@ def test_tensors_that_do_not_fit_their_cuts_are_refused() -> None:
 def lose_a_peer(placement: Placement, lost: int, sleep: bool) -> list[Any]:
     """One rank leaves the ring, or sleeps, in the middle of many transfers: what the others raise, and again."""
     with join(placement, PATIENCE_S) as mesh:
-        ring, tensor = Ring(mesh.transfers, Traffic()), torch.zeros(400_000)
+        ring, tensor = RingCollectives(mesh.transfers, Traffic()), torch.zeros(400_000)
         cuts = [tensor.numel() * rank // mesh.world for rank in range(mesh.world + 1)]
         for step in range(1000):
             if placement.rank == lost and step == 5:
@@ -194,7 +200,7 @@ def lose_a_peer(placement: Placement, lost: int, sleep: bool) -> list[Any]:
             except RuntimeError as error:
                 first = error
                 break
-        answers = [str(mesh.blame(first)) if sleep else str(first)]
+        answers = [str(mesh.name_missing_ranks(first)) if sleep else str(first)]
         try:
             ring.all_gather(tensor, cuts).wait()
         except RuntimeError as error:

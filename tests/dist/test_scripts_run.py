@@ -24,7 +24,7 @@ def leaves(placement: Placement, script: str, folder: str) -> bool:
     from phalanx.compat import run
 
     with contextlib.chdir(folder):
-        run.become(replace(placement, nodes=2), script, [], launched=run.Launched())
+        run.run_rank(replace(placement, nodes=2), script, [], launched=run.LaunchInfo())
         return Path("over").exists()
 
 
@@ -39,7 +39,7 @@ def ended(placement: Placement, script: str, environment: dict[str, str]) -> Any
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        code = run.run(script, [], environment)
+        code = run.run_script(script, [], environment)
     return [code, said.getvalue()]
 
 
@@ -59,7 +59,7 @@ def left(placement: Placement, script: str, codes: list[int]) -> list[int]:
     found = []
     for code in codes:
         try:
-            found.append(run.become(replace(placement, store=None), script, [str(code)], launched=run.Launched()))
+            found.append(run.run_rank(replace(placement, store=None), script, [str(code)], launched=run.LaunchInfo()))
         except SystemExit as leaving:
             found.append(int(leaving.code or 0))
         sys.path.pop(0)

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from phalanx.comm.comm_thread import Mark
+from phalanx.comm.comm_thread import StreamEvent
 from phalanx.comm.mesh import Mesh, join
 from phalanx.core.placement import Placement
 from phalanx.engine import sharded
-from phalanx.engine.sharding_spec import Orders, Sharding
-from phalanx.layout.comm_simulation import Op
+from phalanx.engine.sharding_spec import CommSchedules, ShardingSpec
+from phalanx.layout.comm_simulation import TransferOp
 from tests.dist.engine_cases import WIDTH, Batch, Driven, Mix, Net, batches, mix
 from tests.helpers import run_ranks
 
@@ -61,7 +61,7 @@ def random_case(
     mesh: Mesh, units: list[Any], own: bool, meta: bool, micro_batches: int, clip: float | None, sharding: Any
 ) -> float:
     model = Net([Mix(shapes) for shapes in units], own)
-    driven = Driven(mesh, model, model.units(), Sharding(**sharding), clip, meta=meta)
+    driven = Driven(mesh, model, model.units(), ShardingSpec(**sharding), clip, meta=meta)
     driven.walk(50, lambda step, rank: batches(step, rank, micro_batches))
     found = driven.apart()
     driven.engine.close()
@@ -81,7 +81,7 @@ def seven(placement: Placement) -> list[float]:
     with join(placement, 20) as mesh:
         for zero, weights in itertools.product((1, 2, 3), (None, (4.0, 2.0, 1.0, 0.0, 1.0, 0.0, 3.0))):
             model = Net([Mix([[5, 3], []]), Mix([[40]]), Mix([[2, 2, 2], [7]])], own=True)
-            driven = Driven(mesh, model, model.units(), Sharding(zero, "per_step", weights, slots=2), 0.5)
+            driven = Driven(mesh, model, model.units(), ShardingSpec(zero, "per_step", weights, slots=2), 0.5)
             driven.walk(5, lambda step, rank: batches(step, rank, 2))
             found.append(driven.apart())
             driven.engine.close()
@@ -148,12 +148,12 @@ def oddly_used(step: int, rank: int) -> list[Batch]:
 
 
 ODD = (
-    Sharding(1, "per_step", None, slots=2),
-    Sharding(1, "per_micro_batch", (2.0, 0.0, 1.0)),
-    Sharding(2, "per_step", (0.0, 1.0, 1.0)),
-    Sharding(2, "per_micro_batch", None, slots=2),
-    Sharding(3, "per_step", (2.0, 0.0, 1.0)),
-    Sharding(3, "per_micro_batch"),
+    ShardingSpec(1, "per_step", None, slots=2),
+    ShardingSpec(1, "per_micro_batch", (2.0, 0.0, 1.0)),
+    ShardingSpec(2, "per_step", (0.0, 1.0, 1.0)),
+    ShardingSpec(2, "per_micro_batch", None, slots=2),
+    ShardingSpec(3, "per_step", (2.0, 0.0, 1.0)),
+    ShardingSpec(3, "per_micro_batch"),
 )
 
 
@@ -201,11 +201,11 @@ def clipped(placement: Placement, zero: int, bad: str) -> list[Any]:
         for slots in (1, 2):
             torch.manual_seed(0)
             model = Net([Mix([[4, 20], [3], []]), Mix([[130]]), Mix([[2, 3], [64]])])
-            sharding = Sharding(zero, weights=(3.0, 1.0), slots=slots)
+            sharding = ShardingSpec(zero, weights=(3.0, 1.0), slots=slots)
             driven = Driven(mesh, model, model.units(), sharding, clip=40.0)
             done: list[str] = []
             watch(driven.engine, "_update", done)
-            watch(driven.engine, "_do_again", done)
+            watch(driven.engine, "_redo_update", done)
             history = []
             for _ in range(6):
                 driven.walk(1, Growing(float(bad)))
@@ -217,7 +217,7 @@ def clipped(placement: Placement, zero: int, bad: str) -> list[Any]:
                 assert driven.apart() < 1e-9
             else:
                 assert driven.skipped == [0.0, 0.0, 1.0] * 2
-            found.append([done.count("_update"), done.count("_do_again")])
+            found.append([done.count("_update"), done.count("_redo_update")])
             driven.engine.close()
         same = [one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
                 for one, other in zip(*states, strict=True)]  # fmt: skip
@@ -258,18 +258,19 @@ def with_a_frozen_unit(placement: Placement) -> list[float]:
     with join(placement, 20) as mesh:
         parts = range(4)
         order = (
-            *(Op("reduce", unit, part) for unit in (2, 1, 0) for part in parts if (unit, part) != (0, 3)),
-            Op("gather", 2, 0), Op("reduce", 0, 3), *(Op("gather", 2, part) for part in parts[1:]),
-            *(Op("gather", unit, part) for unit in (0, 1) for part in parts),
+            *(TransferOp("reduce", unit, part) for unit in (2, 1, 0) for part in parts if (unit, part) != (0, 3)),
+            TransferOp("gather", 2, 0), TransferOp("reduce", 0, 3),
+            *(TransferOp("gather", 2, part) for part in parts[1:]),
+            *(TransferOp("gather", unit, part) for unit in (0, 1) for part in parts),
         )  # fmt: skip
-        for given in (None, Orders(order, order, (), ())):
+        for given in (None, CommSchedules(order, order, (), ())):
             torch.manual_seed(0)
             model = Net([Mix([[4, 200]]), Mix([[130]]), Mix([[9, 300]])], own=False)
             model.blocks[2].requires_grad_(False)
-            driven = Driven(mesh, model, model.units(), Sharding(1, slots=2), clip=1e6)
+            driven = Driven(mesh, model, model.units(), ShardingSpec(1, slots=2), clip=1e6)
             assert driven.engine._parts == len(parts)
             if given is not None:
-                driven.engine._timetable.of = lambda step, given=given: given  # type: ignore[method-assign]
+                driven.engine._schedule.orders_for = lambda step, given=given: given  # type: ignore[method-assign]
             driven.walk(4)
             found.append(driven.apart())
             driven.engine.close()
@@ -287,22 +288,22 @@ def brought(placement: Placement) -> list[bool]:
     whole: list[bool] = []
     with join(placement, 20) as mesh:
         model = Net([Mix([[4, 200]]), Mix([[130]])], own=False)
-        driven = Driven(mesh, model, model.units(), Sharding(1, slots=2), clip=None)
+        driven = Driven(mesh, model, model.units(), ShardingSpec(1, slots=2), clip=None)
         engine = driven.engine
-        engine._lane.drain()
+        engine._comm_thread.drain()
 
-        class Noting(Mark):
-            def set(self) -> None:
-                number = engine._passes.fresh.index(self)
-                held = [each for unit in engine._units[number : number + 1] for each in unit.helds]
+        class Noting(StreamEvent):
+            def record(self) -> None:
+                number = engine._hooks.gathered.index(self)
+                held = [each for unit in engine._units[number : number + 1] for each in unit.buckets]
                 whole.append(not any(values.isnan().any() for each in held for _, values in each.members()))
-                super().set()
+                super().record()
 
         for unit in engine._units:
-            for held in unit.helds:
+            for held in unit.buckets:
                 held.values.fill_(torch.nan)
-        engine._passes.fresh = [Noting(engine._lane) for _ in engine._units]
-        engine._bring_masters()
+        engine._hooks.gathered = [Noting(engine._comm_thread) for _ in engine._units]
+        engine._gather_masters()
         engine.close()
     return whole
 

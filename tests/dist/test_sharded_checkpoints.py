@@ -8,12 +8,12 @@ from tests.numerics import runs
 from tests.numerics.runs import Outcome, distance, farthest, walk
 
 QUIET: dict[str, Any] = {"train__eval_sequences": 0}
-UNEVEN: dict[str, Any] = {"balance__state": [3, 0, 1, 2], "parallel__zero": 2}
+UNEVEN: dict[str, Any] = {"balance__optimizer_state": [3, 0, 1, 2], "parallel__zero": 2}
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "released": (3, {"balance__state": [1, 2, 0], "parallel__zero": 3}),
-    "more": (8, {"parallel__zero": 1, "optim__slots": 2}),
-    "fsdp2": (2, {"parallel__data": "fsdp2"}),
+    "released": (3, {"balance__optimizer_state": [1, 2, 0], "parallel__zero": 3}),
+    "more": (8, {"parallel__zero": 1, "optim__double_buffer": True}),
+    "fsdp2": (2, {"parallel__engine": "fsdp2"}),
 }
 
 

@@ -10,17 +10,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.comm.json_objects import JsonGroup
-from phalanx.comm.mesh import Mesh, alone, join
+from phalanx.comm.mesh import Mesh, join, single_rank_mesh
 from phalanx.core.placement import Placement
 from phalanx.engine import sharded
 from phalanx.engine.interface import Precision
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.engine.single import Single
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.engine.single import SingleEngine
 from phalanx.optim import gradients
 from phalanx.optim.adamw8bit import AdamW8bit
 from phalanx.optim.gradients import LossScale
-from phalanx.optim.torch_optimizers import from_torch
-from phalanx.optim.update import Rule
+from phalanx.optim.torch_optimizers import make_torch_rule
+from phalanx.optim.update import UpdateRule
 from phalanx.parallel import activations
 from tests.dist.engine_cases import ADAMW, FLOAT64, NOMINAL, WIDTH, Batch, Driven, Net, batches, fill_from, rate
 from tests.helpers import run_ranks
@@ -99,7 +99,7 @@ def again(placement: Placement, kinds: Sequence[str]) -> list[float]:
             for zero in (2, 3)[kind == "compiled" :]:
                 model = MODELS[kind]()
                 twin = PLAIN.get(kind, lambda: Net(dense()))()  # a copy would call the units of the original
-                driven = Driven(mesh, model, model.units(), Sharding(zero, weights=(1.0, 2.0)), twin=twin)
+                driven = Driven(mesh, model, model.units(), ShardingSpec(zero, weights=(1.0, 2.0)), twin=twin)
                 driven.walk(4, lambda step, rank: batches(step, rank, 2))
                 found.append(driven.apart())
                 driven.engine.close()
@@ -116,7 +116,7 @@ def test_units_that_are_computed_again_or_compiled(kinds: list[str]) -> None:
 def too_many(placement: Placement) -> str:
     with join(placement, 20) as mesh:
         model = Checkpointed(dense(), reentrant=False, together=2)
-        driven = Driven(mesh, model, model.units(), Sharding(3))
+        driven = Driven(mesh, model, model.units(), ShardingSpec(3))
         with pytest.raises(RuntimeError) as raised:
             driven.walk(1, twin=False)
         return str(raised.value)
@@ -133,12 +133,12 @@ def few_units(placement: Placement) -> list[float]:
         for zero in (1, 2, 3):
             for count in (0, 1):
                 model = Net(dense(1))
-                driven = Driven(mesh, model, model.units()[:count], Sharding(zero))
+                driven = Driven(mesh, model, model.units()[:count], ShardingSpec(zero))
                 driven.walk(3)
                 found.append(driven.apart())
             model = Net(dense(2))
             model.blocks.requires_grad_(False)
-            driven = Driven(mesh, model, model.units(), Sharding(zero))
+            driven = Driven(mesh, model, model.units(), ShardingSpec(zero))
             driven.walk(3)
             found.append(driven.apart())
     return found
@@ -155,10 +155,12 @@ def test_models_of_one_unit_or_none() -> None:
 class Alone:
     """The same on the engine of one rank, which has the data of all."""
 
-    def __init__(self, mesh: Mesh, model: nn.Module, rule: Rule, precision: Precision, scale: LossScale | None) -> None:
+    def __init__(
+        self, mesh: Mesh, model: nn.Module, rule: UpdateRule, precision: Precision, scale: LossScale | None
+    ) -> None:
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         self.model = model
-        self.engine = Single(
+        self.engine = SingleEngine(
             model, [], mesh=mesh, rule=rule, nominal_weight=NOMINAL, precision=precision, loss_scale=scale
         )
         with torch.no_grad():
@@ -175,8 +177,8 @@ class Alone:
 
 
 def beside_one_rank(
-    mesh: Mesh, model: Net, sharding: Sharding, rule: Rule, precision: Precision = FLOAT64, scale: bool = False,
-    steps: int = 6, size: float = 1.0,
+    mesh: Mesh, model: Net, sharding: ShardingSpec, rule: UpdateRule, precision: Precision = FLOAT64,
+    scale: bool = False, steps: int = 6, size: float = 1.0,
 ) -> tuple[float, list[list[float]]]:  # fmt: skip
     """The greatest difference of states after some steps, and norms, skips and loss scales of both; `size`: of the
     data of the third step."""
@@ -185,7 +187,7 @@ def beside_one_rank(
         return batches(step, rank, 2, size=size if step == 3 else 1.0)
 
     scales = [LossScale(2.0**12, 2, mesh.device) if scale else None for _ in range(2)]
-    with alone(mesh) as single:
+    with single_rank_mesh(mesh) as single:
         twin = Alone(single, copy.deepcopy(model), rule, precision, scales[0])
         driven = Driven(mesh, model, model.units(), sharding, 5.0, rule, precision, scales[1])
         curves: list[list[float]] = [[], []]
@@ -212,15 +214,15 @@ def wide() -> Net:
 
 
 def rules(placement: Placement) -> list[list[Any]]:
-    made: list[Rule] = [
+    made: list[UpdateRule] = [
         AdamW8bit(ADAMW),
-        from_torch("sgd", lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, options={"momentum": 0.9}),
-        from_torch("adagrad", lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, options={}),
+        make_torch_rule("sgd", lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, options={"momentum": 0.9}),
+        make_torch_rule("adagrad", lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, options={}),
     ]
     found = []
     with join(placement, 30) as mesh:
         for rule in made:
-            for sharding in (Sharding(1, slots=2), Sharding(2, weights=(1.0, 0.0, 2.0)), Sharding(3)):
+            for sharding in (ShardingSpec(1, slots=2), ShardingSpec(2, weights=(1.0, 0.0, 2.0)), ShardingSpec(3)):
                 apart, (one, other) = beside_one_rank(mesh, wide(), sharding, rule, steps=4)
                 found.append([f"{type(rule).__name__} {sharding}", apart, one, other])
     return found
@@ -240,7 +242,7 @@ def test_rules_beside_the_engine_of_one_rank() -> None:
 def scaled(placement: Placement, zero: int) -> list[Any]:
     half = Precision(torch.float16, torch.float16)
     with join(placement, 30) as mesh:
-        sharding = Sharding(zero, slots=1 if zero == 3 else 2)
+        sharding = ShardingSpec(zero, slots=1 if zero == 3 else 2)
         return list(beside_one_rank(mesh, Net(dense()), sharding, ADAMW, half, scale=True, steps=7, size=300.0))
 
 
@@ -264,13 +266,13 @@ def unlike(placement: Placement, frozen: bool) -> list[Any]:
                 model.blocks[0].requires_grad_(False)
                 model.blocks[2].into.requires_grad_(False)
             precision = Precision(compute, torch.float32)
-            driven = Driven(mesh, model, model.units(), Sharding(zero, weights=(2.0, 1.0)), precision=precision)
+            driven = Driven(mesh, model, model.units(), ShardingSpec(zero, weights=(2.0, 1.0)), precision=precision)
             assert {parameter.dtype for parameter in model.parameters()} == {compute}
             driven.walk(6)
             apart = max(abs(one / other - 1) for one, other in zip(driven.norms, driven.twin.norms, strict=True))
             with driven.engine.full_parameters() as whole:
                 rounded = {name: value.bfloat16().float().flatten().tolist() for name, value in whole.items()}
-            everybody = JsonGroup(mesh.control).all_objects(rounded)
+            everybody = JsonGroup(mesh.control).all_gather_objects(rounded)
             found.append([apart, all(each == rounded for each in everybody)])
             driven.engine.close()
         return found
@@ -293,7 +295,7 @@ def undone(placement: Placement, zero: int) -> list[Any]:
         for slots in (1, 2):
             torch.manual_seed(0)
             model = Net([Dense(width) for width in (400, 200, 500, 300)]).float()
-            sharding = Sharding(zero, weights=(2.0, 1.0), slots=slots)
+            sharding = ShardingSpec(zero, weights=(2.0, 1.0), slots=slots)
             driven = Driven(mesh, model, model.units(), sharding, 4500.0, precision=precision)
             driven.walk(6, lambda step, rank: batches(step, rank, 1, 9.0 if step % 2 == 0 else 0.05), twin=False)
             with driven.engine.full_parameters() as whole:

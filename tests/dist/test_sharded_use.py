@@ -17,8 +17,8 @@ from phalanx.comm.mesh import join
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine.bucket import IN_FLIGHT
-from phalanx.engine.sharded import Sharded
-from phalanx.engine.sharding_spec import PREFETCH, Sharding
+from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharding_spec import PREFETCH, ShardingSpec
 from tests.dist.engine_cases import WIDTH, Driven, Mix, Net, batches, mix
 from tests.helpers import run_ranks
 
@@ -34,14 +34,14 @@ def five_units(own: bool = True) -> Net:
 def whole_units(driven: Driven) -> int:
     """Units, but for the model's own parameters, that have memory for all of their parameters."""
     units = [unit for unit in driven.engine._units if unit.module is not driven.model]
-    return sum(all(held.values.untyped_storage().nbytes() for held in unit.helds) for unit in units)
+    return sum(all(held.values.untyped_storage().nbytes() for held in unit.buckets) for unit in units)
 
 
 def copies_on_unlike_devices(placement: Placement) -> str:
     with join(placement, 20) as mesh:
         model = five_units()
         with pytest.raises(ConfigError) as caught:
-            Driven(replace(mesh, alike=False), model, model.units(), Sharding(1, degree=1))
+            Driven(replace(mesh, homogeneous=False), model, model.units(), ShardingSpec(1, degree=1))
         return str(caught.value)
 
 
@@ -53,9 +53,9 @@ def test_copies_on_unlike_devices_are_refused() -> None:
 def read_between_steps(placement: Placement, zero: int) -> list[Any]:
     with join(placement, 20) as mesh:
         model = five_units()
-        driven = Driven(mesh, model, model.units(), Sharding(zero, weights=(2.0, 1.0)))
+        driven = Driven(mesh, model, model.units(), ShardingSpec(zero, weights=(2.0, 1.0)))
         driven.walk(2)
-        driven.engine._lane.drain()
+        driven.engine._comm_thread.drain()
         read = model.blocks[1].weights[0].isnan()
         try:
             state = model.blocks[1].state_dict()
@@ -105,7 +105,7 @@ def test_what_is_read_between_steps_is_never_stale(zero: int) -> None:
 def releases(placement: Placement, own: bool) -> list[int]:
     with join(placement, 20) as mesh:
         model = five_units(own)
-        driven = Driven(mesh, model, model.units(), Sharding(3, weights=(2.0, 1.0)))
+        driven = Driven(mesh, model, model.units(), ShardingSpec(3, weights=(2.0, 1.0)))
         at_rest = [whole_units(driven)]
         seen: list[int] = []
         for block in model.blocks:
@@ -113,11 +113,11 @@ def releases(placement: Placement, own: bool) -> list[int]:
             block.register_full_backward_pre_hook(lambda *_: seen.append(whole_units(driven)))
         for _ in range(2):
             driven.walk(1, lambda step, rank: batches(step, rank, 1 + step % 2))
-            driven.engine._lane.drain()
+            driven.engine._comm_thread.drain()
             at_rest.append(whole_units(driven))
         with torch.no_grad():
             model(torch.ones(2, WIDTH, dtype=torch.float64))
-        driven.engine._lane.drain()
+        driven.engine._comm_thread.drain()
         at_rest.append(whole_units(driven))
         assert driven.apart() < 1e-9
         at_rest.append(whole_units(driven))
@@ -136,7 +136,7 @@ def buffers(placement: Placement, reduce: str) -> list[int]:
     """Gradient buffers that are taken after a step, and that there are."""
     with join(placement, 20) as mesh:
         model = five_units(own=False)
-        driven = Driven(mesh, model, model.units(), Sharding(2, reduce))
+        driven = Driven(mesh, model, model.units(), ShardingSpec(2, reduce))
         driven.walk(3, lambda step, rank: batches(step, rank, 2))
         assert driven.apart() < 1e-9
         pool: Any = driven.engine._pool
@@ -155,19 +155,19 @@ def bytes_moved(placement: Placement) -> list[list[int]]:
     found = []
     with join(placement, 20) as mesh:
         for sharding, reduces, gathers in (
-            (Sharding(1), 1, 1),
-            (Sharding(1, weights=(3.0, 0.0, 1.0)), 1, 1),
-            (Sharding(2, "per_micro_batch", (3.0, 0.0, 1.0)), 2, 1),
-            (Sharding(1, "per_step", (3.0, 0.0, 1.0), slots=2), 1, 1),
-            (Sharding(3, "per_step", (3.0, 0.0, 1.0)), 1, None),
+            (ShardingSpec(1), 1, 1),
+            (ShardingSpec(1, weights=(3.0, 0.0, 1.0)), 1, 1),
+            (ShardingSpec(2, "per_micro_batch", (3.0, 0.0, 1.0)), 2, 1),
+            (ShardingSpec(1, "per_step", (3.0, 0.0, 1.0), slots=2), 1, 1),
+            (ShardingSpec(3, "per_step", (3.0, 0.0, 1.0)), 1, None),
         ):
             model = five_units()
             driven = Driven(mesh, model, model.units(), sharding)
             engine = driven.engine
             moved = Moved(engine)
             driven.walk(3, lambda step, rank: batches(step, rank, 2), twin=False)
-            engine._lane.drain()
-            elsewhere = [8 * (bucket.elements - bucket.share(mesh.rank)) for bucket in engine.buckets]
+            engine._comm_thread.drain()
+            elsewhere = [8 * (bucket.elements - bucket.count_elements(mesh.rank)) for bucket in engine.buckets]
             # Released: what is the model's own, and the last unit, is gathered once in a micro-batch, all else twice.
             twice = 2 * sum(elsewhere) - elsewhere[0] - elsewhere[-1]
             expected = 3 * (reduces * sum(elsewhere) + (gathers * sum(elsewhere) if gathers else 2 * twice))
@@ -182,7 +182,7 @@ class Moved:
     def __init__(self, engine: Any) -> None:
         self.payload_bytes, self._moving = 0, False
         for name in ("reduce_scatter", "all_gather"):
-            self._watch(engine._ways.trained, name)
+            self._watch(engine._routes.trained, name)
         count = engine.traffic.count
 
         def counting(payload_bytes: int) -> None:
@@ -216,7 +216,7 @@ def looked_at(placement: Placement, zero: int) -> list[bool]:
     same = []
     with join(placement, 20) as mesh:
         model = five_units()
-        driven = Driven(mesh, model, model.units(), Sharding(zero, weights=(0.0, 2.0, 1.0)))
+        driven = Driven(mesh, model, model.units(), ShardingSpec(zero, weights=(0.0, 2.0, 1.0)))
         rows = torch.ones(2, WIDTH, dtype=torch.float64)
         for _ in range(3):
             driven.walk(1)
@@ -250,7 +250,7 @@ def answer(placement: Placement, mistake: str, zero: int) -> list[str]:
     """What a mistake is answered by, and then a call that waits for all that was begun."""
     with join(placement, 20) as mesh:
         model = MISTAKEN.get(mistake, five_units)()
-        driven = Driven(mesh, model, model.units(), Sharding(zero))
+        driven = Driven(mesh, model, model.units(), ShardingSpec(zero))
         if mistake not in MISTAKEN or "fails" in mistake:
             driven.walk(1, twin=False)
         engine, (batch,) = driven.engine, batches(2, 0)
@@ -278,7 +278,7 @@ def answer(placement: Placement, mistake: str, zero: int) -> list[str]:
                     batch.loss_sum(model).backward()
 
         said = []
-        for call in (blunder, engine._lane.drain):
+        for call in (blunder, engine._comm_thread.drain):
             try:
                 call()
                 said.append("nothing")
@@ -394,14 +394,14 @@ def lost(placement: Placement, mistake: str, zero: int) -> list[Any]:
     """Rank 1 fails, or is held up, in its second step: how each rank's loop ends, and what it holds to be the cause."""
     with join(placement, PATIENCE_S) as mesh:
         model = MISTAKEN[mistake]() if placement.rank == 1 else MISTAKEN["sound"]()
-        driven = Driven(mesh, model, model.units(), Sharding(zero))
+        driven = Driven(mesh, model, model.units(), ShardingSpec(zero))
         try:
             driven.walk(6, twin=False)
             ended = "walked on"
         except Out as error:
             ended = str(error)
         except RuntimeError as error:
-            ended = str(mesh.blame(error))
+            ended = str(mesh.name_missing_ranks(error))
         driven.engine.close()
     return [ended, [each.name for each in threading.enumerate() if not each.daemon]]
 
@@ -445,7 +445,7 @@ def lagging(placement: Placement, zero: int) -> float:
     with join(placement, 20) as mesh:
         torch.manual_seed(0)
         model = Skipping([Mix([[4, 9]]), Mix([[4, 9]]), Mix([[3, 5]])])
-        driven = Driven(mesh, model, model.units(), Sharding(zero))
+        driven = Driven(mesh, model, model.units(), ShardingSpec(zero))
         engine: Any = driven.engine
         update = engine._update
 
@@ -482,10 +482,10 @@ def given_back(placement: Placement, zero: int) -> list[bool]:
     """Whether anything is left of an engine, its model and their memory when nobody holds them."""
     with join(placement, 20) as mesh:
         model = five_units()
-        driven = Driven(mesh, model, model.units(), Sharding(zero))
+        driven = Driven(mesh, model, model.units(), ShardingSpec(zero))
         driven.walk(2)
         driven.engine.close()
-        held = driven.engine._trained_held[0]
+        held = driven.engine._trained_buckets[0]
         things = [weakref.ref(each) for each in (driven.engine, model, held, held.values, model.blocks[0].weights[0])]
         del driven, model, held
         gc.collect()
@@ -502,22 +502,22 @@ def through(placement: Placement, sharding: dict[str, Any]) -> list[list[float]]
     """When this rank was through with each step, and when it began the first update of each; rank 1 is slow."""
     with join(placement, 20) as mesh:
         model = five_units()
-        driven = Driven(mesh, model, model.units(), Sharding(**sharding))
+        driven = Driven(mesh, model, model.units(), ShardingSpec(**sharding))
         engine: Any = driven.engine
-        turn, update = engine._state.turn, engine._update
+        advance, update = engine._state.advance, engine._update
         ends: list[float] = []
         begins: dict[int, float] = {}
 
         def late(*arguments: Any) -> None:
             time.sleep(0.1 * mesh.rank)
-            turn(*arguments)
+            advance(*arguments)
             ends.append(time.monotonic())
 
         def noting(now: Any, *arguments: Any) -> None:
             begins.setdefault(now.number, time.monotonic())
             update(now, *arguments)
 
-        engine._state.turn, engine._update = late, noting
+        engine._state.advance, engine._update = late, noting
         driven.walk(5)
         assert driven.apart() < 1e-9
         engine.close()
@@ -536,14 +536,14 @@ def test_no_rank_updates_before_all_are_through_with_the_step_before(sharding: d
 def done_again(placement: Placement) -> list[float]:
     """A run whose norm comes to the limit all of a sudden, so that what was gathered early is done again, slowly."""
 
-    def slowly(engine: Sharded, now: Any) -> None:
-        engine._carrier.settle()
+    def slowly(engine: ShardedEngine, now: Any) -> None:
+        engine._queue.flush()
         time.sleep(0.05)  # for who believes that the parameters are there
         known(engine, now)
         again.append(now.number)
 
-    known, again = Sharded._do_again, []
-    Sharded._do_again = slowly  # type: ignore[method-assign]
+    known, again = ShardedEngine._redo_update, []
+    ShardedEngine._redo_update = slowly  # type: ignore[method-assign]
     try:
         with join(placement, 20) as mesh:
             found = []
@@ -551,14 +551,14 @@ def done_again(placement: Placement) -> list[float]:
                 again.clear()
                 torch.manual_seed(0)
                 model = Net([Mix([[], [28, 16], [26, 5]]) for _ in range(units)], False)
-                driven = Driven(mesh, model, model.units(), Sharding(2, slots=2, degree=degree), CLIP)
+                driven = Driven(mesh, model, model.units(), ShardingSpec(2, slots=2, degree=degree), CLIP)
                 driven.walk(50, lambda step, rank: batches(step, rank, 2))
                 found.append(driven.apart())
                 driven.engine.close()
                 assert again, f"nothing was done again with {units} units, so nothing was tested"
             return found
     finally:
-        Sharded._do_again = known  # type: ignore[method-assign]
+        ShardedEngine._redo_update = known  # type: ignore[method-assign]
 
 
 def test_nobody_computes_with_what_is_about_to_be_done_again() -> None:

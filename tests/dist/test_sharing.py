@@ -8,26 +8,26 @@ import torch
 
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import join
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.engine.interface import Queued
-from phalanx.layout.balance import Division, Speed, division_of
-from phalanx.trainer.metrics import Recorder
-from phalanx.trainer.metrics import Speed as Flops
-from phalanx.workload.work_split import Recorded, Sharing, recorded
+from phalanx.engine.interface import DeviceStepOutcome
+from phalanx.layout.balance import Division, Speed, parse_division
+from phalanx.trainer.metrics import MfuCalculator as Flops
+from phalanx.trainer.metrics import StepRecorder
+from phalanx.workload.work_split import RecordedDivisions, WorkSplit, read_divisions
 from tests.helpers import run_ranks
 
-FIRST = {"kind": Kind.SHARED, "step": 1, "shares": [3, 1], "parts": 1}
-LATER = {"kind": Kind.RESHARED, "step": 6, "shares": [2, 2], "parts": 2}
-OF_THREE = {"kind": Kind.SHARED, "step": 4, "shares": [2, 1, 1], "parts": 1}
-MOVED = {"kind": Kind.DEVICES_CHANGED, "reason": "rank 1 was on another"}
+FIRST = {"kind": EventKind.WORK_SPLIT, "step": 1, "shares": [3, 1], "parts": 1}
+LATER = {"kind": EventKind.WORK_REBALANCED, "step": 6, "shares": [2, 2], "parts": 2}
+OF_THREE = {"kind": EventKind.WORK_SPLIT, "step": 4, "shares": [2, 1, 1], "parts": 1}
+MOVED = {"kind": EventKind.DEVICES_CHANGED, "reason": "rank 1 was on another"}
 OF_OTHERS = [FIRST | {"shares": [1, 3]}, LATER, MOVED]
-SINCE = [{"kind": Kind.SHARED, "step": 4, "shares": [3, 1], "parts": 1}, LATER]
+SINCE = [{"kind": EventKind.WORK_SPLIT, "step": 4, "shares": [3, 1], "parts": 1}, LATER]
 SAVED = {"shares": [0, 4], "parts": 1}
 
-# name: (balance.work, events, last recorded step, step of the checkpoint, its division, limits)
+# name: (balance.batch, events, last recorded step, step of the checkpoint, its division, limits)
 CASES: dict[str, tuple[Any, list[dict[str, Any]], int, int, dict[str, Any] | None, list[int]]] = {
     "fresh": ("auto", [], 0, 0, None, [4, 4]),
     "recorded": ("auto", [FIRST, LATER], 7, 3, SAVED, [4, 4]),
@@ -60,7 +60,7 @@ def begun(placement: Placement, folder: str) -> dict[str, Any]:
                 append_line(paths.metrics, {"step": last})
             said: list[Any] = []
             speeds = [Speed(1.0, most=most[0]), Speed(3.0, most=most[1])]
-            sharing = Sharing(work, 4, speeds, mesh)
+            sharing = WorkSplit(work, 4, speeds, mesh)
             say = lambda kind, details, said=said: said.append([kind, details["step"], details["shares"]])  # noqa: E731
             sharing.begin(step, header, paths, JsonGroup(mesh.checkpoint), say)
             walked = []
@@ -76,39 +76,39 @@ def test_what_an_attempt_begins_with() -> None:
     with tempfile.TemporaryDirectory() as folder:
         first, second = run_ranks(begun, 2, folder=folder)
         paths = RunPaths(Path(folder) / "other devices, once more")
-        assert recorded(paths).last == 7
+        assert read_divisions(paths).last_step == 7
         append_line(paths.metrics, {"step": 30, "attempt": 1})
         append_line(paths.events, MOVED | {"attempt": 2})
-        assert recorded(paths) == Recorded([], 0, True)  # step 30 was not walked with these
-        assert recorded(RunPaths(Path(folder) / "taken back")).divisions[-1][0] == 4
+        assert read_divisions(paths) == RecordedDivisions([], 0, True)  # step 30 was not walked with these
+        assert read_divisions(RunPaths(Path(folder) / "taken back")).divisions[-1][0] == 4
     assert {name: walked for name, (walked, _) in first.items()} == {
         name: walked for name, (walked, _) in second.items()
     }
     known, saved, two, even = [3, 1, 1], [0, 4, 1], [2, 2, 2], [2, 2, 1]
     # Where nothing is repeated the ranks are found to be as they are known to be: 3, 1.
-    assert first["fresh"] == [[known] * 6, [["shared", 1, [3, 1]]]]
+    assert first["fresh"] == [[known] * 6, [["work_split", 1, [3, 1]]]]
     walked, said = first["recorded"]
     assert walked[:4] == [known, known, two, two]  # steps 4 to 7: as recorded
-    assert said[:1] != [["shared", 4, [3, 1]]]
+    assert said[:1] != [["work_split", 4, [3, 1]]]
     assert first["no checkpoint yet"][0] == [known] * 5 + [two]
     assert first["no checkpoint yet"][1] == []
     for name in ("of another number of ranks", "no memory for what was"):
         walked, said = first[name]
         assert walked[0] == saved
-        assert said[0] == ["shared", 4, [0, 4]]
+        assert said[0] == ["work_split", 4, [0, 4]]
     assert first["taken back"] == [[known] * 6, []]
     assert first["no memory for that either"][0][0] == even  # in two micro-batches it would be as slow
-    assert first["damaged"] == [[known] * 6, [["shared", 4, [3, 1]]]]
+    assert first["damaged"] == [[known] * 6, [["work_split", 4, [3, 1]]]]
     # What was recorded of other devices is not repeated, nor what they saved; but what was decided since is.
-    assert first["other devices"] == [[known] * 6, [["shared", 4, [3, 1]]]]
+    assert first["other devices"] == [[known] * 6, [["work_split", 4, [3, 1]]]]
     walked, said = first["other devices, once more"]
     assert walked[:4] == [known, known, two, two]
-    assert said[:1] != [["shared", 4, [3, 1]]]
+    assert said[:1] != [["work_split", 4, [3, 1]]]
     assert first["other devices, and no memory"][0][0] == even
     assert first["other devices, no memory later"][0][0] == saved
-    assert first["asked for otherwise"] == [[even] * 6, [["shared", 4, [2, 2]]]]
+    assert first["asked for otherwise"] == [[even] * 6, [["work_split", 4, [2, 2]]]]
     assert first["as it was"] == [[even] * 6, []]
-    assert first["measured once"] == [[known] * 6, [["shared", 4, [3, 1]]]]
+    assert first["measured once"] == [[known] * 6, [["work_split", 4, [3, 1]]]]
 
 
 # name: (whether all run as many, what the run folder says of steps 1 and 3)
@@ -129,20 +129,20 @@ def own_numbers(placement: Placement, folder: str) -> dict[str, Any]:
             if mesh.rank == 0:
                 paths.root.mkdir()
                 for event in events:
-                    append_line(paths.events, {"kind": Kind.SHARED} | event)
+                    append_line(paths.events, {"kind": EventKind.WORK_SPLIT} | event)
                 append_line(paths.metrics, {"step": 4 if events else 1})
             speeds = [Speed(1.0, most=1), Speed(3.0, most=1)]
-            sharing = Sharing("auto", 4, speeds, mesh, lockstep=lockstep)
+            sharing = WorkSplit("auto", 4, speeds, mesh, lockstep=lockstep)
             sharing.begin(1, None, paths, JsonGroup(mesh.checkpoint), lambda kind, details: None)
             walked = []
             for step in range(2, 7):
                 now = sharing.division
-                walked.append([now.shares, [now.parts_of(rank) for rank in range(2)]])
-                assert division_of(sharing.header()) == now
-                busy = speeds[mesh.rank].seconds(now.shares[mesh.rank], now.parts_of(mesh.rank))
+                walked.append([now.shares, [now.micro_batches_of(rank) for rank in range(2)]])
+                assert parse_division(sharing.to_header()) == now
+                busy = speeds[mesh.rank].seconds(now.shares[mesh.rank], now.micro_batches_of(mesh.rank))
                 sharing.exchange(step, 0, busy)
                 sharing.settle()
-            found[name] = [walked, sharing.paces()]
+            found[name] = [walked, sharing.compute_copy_seconds()]
     return found
 
 
@@ -169,7 +169,7 @@ def unlike_clocks(placement: Placement) -> dict[str, Any]:
     they are known, and the division changes at step 6."""
     late = 1 - placement.rank
     with join(placement, 30) as mesh:
-        sharing = Sharing("auto", 40, [Speed(1.0), Speed(3.0)], mesh)
+        sharing = WorkSplit("auto", 40, [Speed(1.0), Speed(3.0)], mesh)
         known, told = sharing.division, []
         walked: dict[int, Division] = {}
         for step in range(1, 13):
@@ -180,7 +180,7 @@ def unlike_clocks(placement: Placement) -> dict[str, Any]:
             share = of.shares[mesh.rank] if of is not None else 0
             busy = share * (1.0, 3.0)[mesh.rank] * step if of is not None else float("nan")
             sharing.exchange(step, late, busy / step)
-            told.append(sharing.shown(step - 1)[1])
+            told.append(sharing.describe_step(step - 1)[1])
             sharing.settle()
         return {"known": list(known.shares), "last": list(sharing.division.shares), "busy": told}
 
@@ -197,13 +197,13 @@ def counted(placement: Placement) -> list[int]:
     """Collectives of each of three steps on the group for a few bytes, without the engine's."""
     calls = []
     with join(placement, 30) as mesh:
-        sharing = Sharing("auto", 4, [Speed(1.0)] * 2, mesh)
-        recorder = Recorder(mesh, Flops(1, 1, None), 1, 0, 8, sharing)
+        sharing = WorkSplit("auto", 4, [Speed(1.0)] * 2, mesh)
+        recorder = StepRecorder(mesh, Flops(1, 1, None), 1, 0, 8, sharing)
         for step in range(1, 4):
             before = mesh.bookkeeping.take().calls
             assert before == 0
-            sharing.exchange(step, 0, 1.0, recorder.mine())
-            record = recorder.flush(sharing.rows())
+            sharing.exchange(step, 0, 1.0, recorder.rank_values())
+            record = recorder.flush(sharing.gather_rows())
             assert (record is None) == (step == 1)
             if record is not None:
                 assert record.loss == 1.5  # (10 + 20) / 20
@@ -211,8 +211,8 @@ def counted(placement: Placement) -> list[int]:
             sharing.announce(asked=False)
             sharing.settle()
             calls.append(mesh.bookkeeping.calls)
-            outcome = Queued(torch.tensor(1.0), torch.tensor(0.0), 20)
-            recorder.measured(step, torch.tensor(10.0 * (1 + mesh.rank)), outcome, 1e-3, 0.0)
+            outcome = DeviceStepOutcome(torch.tensor(1.0), torch.tensor(0.0), 20)
+            recorder.add_step(step, torch.tensor(10.0 * (1 + mesh.rank)), outcome, 1e-3, 0.0)
     return calls
 
 

@@ -8,21 +8,21 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import StepRecord
 from phalanx.core.run_paths import RunPaths
-from phalanx.workload.sinks import Records, TensorBoard
+from phalanx.workload.sinks import RecordWriter, TensorBoardSink
 from tests.helpers import run_ranks
 
 
 def write_with_little_room(placement: Placement, run: str) -> int:
     """Events while no file may exceed 1000 bytes, then one more without that limit; returns lines found meanwhile."""
     paths = RunPaths(Path(run))
-    records = Records(paths, 1, [], active=True)
+    records = RecordWriter(paths, 1, [], active=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a file's last line is then cut in the middle
     for number in range(30):
-        records.event("warning", {"number": number, "message": "x" * (number % 7)})
+        records.write_event("warning", {"number": number, "message": "x" * (number % 7)})
     found = len(list(read_lines(paths.events)))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    records.event("warning", {"number": 30})
+    records.write_event("warning", {"number": 30})
     records.close()
     return found
 
@@ -38,17 +38,17 @@ def steps_and_evaluations(placement: Placement, run: str) -> dict[str, list[list
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     paths = RunPaths(Path(run))
-    records = Records(paths, 1, [TensorBoard(paths)], active=True)
+    records = RecordWriter(paths, 1, [TensorBoardSink(paths)], active=True)
     for step, name, loss in ((1, "held_out", 3.0), (1, "math", 4.0), (2, "math", 3.5)):
-        records.event("evaluated", {"step": step, "set": name, "loss": loss, "tokens": 1, "seconds": 0.1})
+        records.write_event("evaluated", {"step": step, "set": name, "loss": loss, "tokens": 1, "seconds": 0.1})
     record = StepRecord(
         step=1, attempt=1, loss=2.0, grad_norm=1.0, lr=0.1, tokens=6, total_tokens=6, step_s=1.0, tokens_per_s=6.0,
         wait_s=0.5, comm_bytes=8, data_s=0.1, mfu=None, mfu_causal=None, memory_bytes=7, shares=[4, 2],
         busy_s=[0.75, 0.5],
     )  # fmt: skip
-    records.step(record)
+    records.write_step(record)
     many = dataclasses.replace(record, step=2, shares=[1] * 65, busy_s=[1.0] * 65)
-    records.step(many)
+    records.write_step(many)
     records.close()
     found = EventAccumulator(str(paths.tensorboard)).Reload()
     return {tag: [[event.step, event.value] for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}

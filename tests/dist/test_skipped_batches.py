@@ -10,12 +10,12 @@ import torch
 
 from phalanx.comm.mesh import join
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.models.counter_rng import Draws
-from phalanx.tasks.language import IGNORED
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.tasks.language import IGNORE_INDEX
 from phalanx.tasks.task import Batch, SampleLike, Task
 from phalanx.trainer import train_rank
 from tests.helpers import run_ranks
@@ -37,10 +37,10 @@ class Emptied:
         batch = self.task.collate(samples)
         if not samples or samples[0].position // self.global_batch != self.step - 1:
             return batch
-        labels = torch.full_like(batch.inputs["labels"], IGNORED)
+        labels = torch.full_like(batch.inputs["labels"], IGNORE_INDEX)
         return Batch(batch.inputs | {"labels": labels}, 0, batch.samples)
 
-    def loss_sum(self, model: torch.nn.Module, batch: Batch, draws: Draws | None) -> torch.Tensor:
+    def loss_sum(self, model: torch.nn.Module, batch: Batch, draws: CounterRNG | None) -> torch.Tensor:
         return self.task.loss_sum(model, batch, draws)
 
     def nominal_weight(self, global_batch: int) -> int:
@@ -60,7 +60,7 @@ class Spoiled:
     def collate(self, samples: Sequence[SampleLike]) -> Batch:
         return self.task.collate(samples)
 
-    def loss_sum(self, model: torch.nn.Module, batch: Batch, draws: Draws | None) -> torch.Tensor:
+    def loss_sum(self, model: torch.nn.Module, batch: Batch, draws: CounterRNG | None) -> torch.Tensor:
         loss = self.task.loss_sum(model, batch, draws)
         if draws is None or draws.step != self.step or not self.mine or self.step in self.done:
             return loss
@@ -75,12 +75,12 @@ def train_badly(placement: Placement, run: str, data: str, changes: dict[str, An
     """A run whose third step has no weight, or a loss that is no number on the last rank."""
     described = runs.job(run, data, SHORT | changes, placement.world)
     with runs.loop_of(placement, described) as loop:
-        parts = loop.parts
+        parts = loop.components
         if kind == "empty":
             parts.task = Emptied(parts.task, 3, described.config.train.global_batch)
         else:
             parts.task = Spoiled(parts.task, 3, float(kind), mine=placement.rank == placement.world - 1)
-        return int(train_rank.train(loop, loop.restore()))
+        return int(train_rank.run_steps(loop, loop.restore()))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -94,7 +94,7 @@ def test_a_step_that_cannot_be_taken_is_skipped_on_all_ranks(
 ) -> None:
     kwargs = {"changes": {"train.dtype": dtype}, "kind": kind}
     assert run_ranks(train_badly, ranks, run=str(tmp_path), data=str(tokens), **kwargs) == [0] * ranks
-    skipped = runs.events(tmp_path, Kind.STEP_SKIPPED)
+    skipped = runs.events(tmp_path, EventKind.STEP_SKIPPED)
     assert [event["step"] for event in skipped] == [3]
     assert reason in skipped[0]["reason"]
     records = read_steps(RunPaths(tmp_path).metrics)
@@ -114,19 +114,19 @@ def train_with_a_spoiled_parameter(placement: Placement, run: str, data: str) ->
     described = runs.job(run, data, SHORT, placement.world)
     with runs.loop_of(placement, described) as loop:
         loop.job = runs.job(run, data, SHORT | {"train.steps": 2}, placement.world)
-        train_rank.train(loop, loop.restore())
+        train_rank.run_steps(loop, loop.restore())
         if placement.rank == placement.world - 1:
-            piece = next(piece for piece in loop.parts.engine.pieces() if piece.name == "head.norm.weight")
+            piece = next(piece for piece in loop.components.engine.pieces() if piece.name == "head.norm.weight")
             assert piece.kind == "param"
             with torch.no_grad():
                 piece.tensor[0] = float("nan")
         loop.job = described
-        return int(train_rank.train(loop, 2))
+        return int(train_rank.run_steps(loop, 2))
 
 
 def test_a_parameter_that_is_no_number_on_one_rank_ends_no_run(tokens: Path, tmp_path: Path) -> None:
     assert run_ranks(train_with_a_spoiled_parameter, 2, run=str(tmp_path), data=str(tokens)) == [0, 0]
-    assert [event["step"] for event in runs.events(tmp_path, Kind.STEP_SKIPPED)] == [3, 4]
+    assert [event["step"] for event in runs.events(tmp_path, EventKind.STEP_SKIPPED)] == [3, 4]
 
 
 def come_late(placement: Placement, absent: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from phalanx.autotune.probe_model import Trial
+from phalanx.autotune.probe_model import ProbeModel
 from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -12,12 +12,14 @@ CHANGES = {"model.layers": 6, "train.micro_batch": 1, "train.steps": 2, "paralle
 
 def on_unlike(placement: Placement, run: str, data: str, changes: dict[str, object], slow: list[float]) -> int:
     """A run in which a pass takes this rank so long."""
-    Trial.seconds = lambda self, samples, passes=1: slow[placement.rank]  # type: ignore[method-assign]
+    ProbeModel.measure_seconds = lambda self, samples, passes=1: slow[placement.rank]  # type: ignore[method-assign]
     return runs.train(placement, run, data, changes)
 
 
 def stages_of(run: Path) -> list[object]:
-    return [event["value"] for event in runs.events(run, "resolved") if event["key"] == "parallel.stages"]
+    return [
+        event["value"] for event in runs.events(run, "auto_resolved") if event["key"] == "parallel.layers_per_stage"
+    ]
 
 
 def test_the_slower_half_gets_fewer_blocks_and_keeps_them(tmp_path: Path) -> None:

@@ -7,18 +7,23 @@ from typing import Any
 
 import pytest
 
-from phalanx.autotune.state_shares import FOR_STATE, keeping_of, settled_weights, state_weights
+from phalanx.autotune.state_shares import (
+    STATE_SHARE,
+    compute_state_weights,
+    find_in_memory_options,
+    resolve_state_weights,
+)
 from phalanx.comm.mesh import join
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.engine.bucket import Held
-from phalanx.engine.sharded import Sharded
+from phalanx.engine.bucket import RankBucket
+from phalanx.engine.sharded import ShardedEngine
 from phalanx.system import accelerator
 from phalanx.trainer import train_rank
-from phalanx.workload.sinks import Records
-from phalanx.workload.workload import subject_of
+from phalanx.workload.sinks import RecordWriter
+from phalanx.workload.workload import make_workload
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import farthest, outcome, walk
@@ -32,7 +37,7 @@ def asked(placement: Placement, data: str, free: list[int], changes: dict[str, A
     described = runs.job(Path(data).parent / "nowhere", data, changes, placement.world)
     with join(placement, 30) as mesh:
         try:
-            found = state_weights(described.config, subject_of(described.config, described.spec), mesh, 1)
+            found = compute_state_weights(described.config, make_workload(described.config, described.spec), mesh, 1)
         except ConfigError as error:
             return str(error)
     return None if found is None else list(found)
@@ -42,15 +47,15 @@ def train(placement: Placement, run: str, data: str, free: list[int]) -> list[in
     """A run with so little free; the elements of the state that this rank holds."""
     accelerator.memory_free = lambda device, local_world: free[placement.rank]
     held = []
-    make = Sharded.initialise
+    make = ShardedEngine.initialise
 
-    def noting(engine: Sharded, fill: Any) -> None:
+    def noting(engine: ShardedEngine, fill: Any) -> None:
         make(engine, fill)
-        held.append(sum(bucket.share(placement.rank) for bucket in engine.buckets))
+        held.append(sum(bucket.count_elements(placement.rank) for bucket in engine.buckets))
 
-    Sharded.initialise = noting  # type: ignore[method-assign]
+    ShardedEngine.initialise = noting  # type: ignore[method-assign]
     described = runs.job(run, data, {}, placement.world)
-    assert train_rank.run(described, runs.on_one_thread(placement)) == 0
+    assert train_rank.run_training(described, runs.on_one_thread(placement)) == 0
     return held
 
 
@@ -67,13 +72,13 @@ def bytes_of(tokens: Path, ranks: int) -> tuple[int, int]:
 
 def shapes(placement: Placement, data: str) -> list[list[int]]:
     described = runs.job(Path(data).parent / "nowhere", data, {}, 1)
-    model = subject_of(described.config, described.spec).model()
+    model = make_workload(described.config, described.spec).model()
     return [list(parameter.shape) for parameter in model.parameters()]
 
 
 def test_ranks_with_little_memory_hold_less_of_the_state(tokens: Path) -> None:
     whole, state = bytes_of(tokens, 3)
-    tight = int((whole + state / 10) / FOR_STATE) + 20_000  # room for a tenth, and the padding
+    tight = int((whole + state / 10) / STATE_SHARE) + 20_000  # room for a tenth, and the padding
     found = run_ranks(asked, 3, data=str(tokens), free=[ROOMY, tight, ROOMY], changes={})
     assert found[0] == found[1] == found[2]
     assert sum(found[0]) == pytest.approx(1.0)
@@ -82,7 +87,7 @@ def test_ranks_with_little_memory_hold_less_of_the_state(tokens: Path) -> None:
     none = run_ranks(asked, 3, data=str(tokens), free=[ROOMY, whole // 2, ROOMY], changes={})
     assert none[0] == pytest.approx([0.5, 0.0, 0.5])
     assert run_ranks(asked, 2, data=str(tokens), free=[ROOMY] * 2, changes={}) == [None] * 2
-    even = {"balance.state": "even"}
+    even = {"balance.optimizer_state": "even"}
     assert run_ranks(asked, 2, data=str(tokens), free=[ROOMY, tight], changes=even) == [None] * 2
     (said, *_) = run_ranks(asked, 2, data=str(tokens), free=[whole] * 2, changes={})
     assert "the optimizer state needs" in said
@@ -94,23 +99,23 @@ def kept(placement: Placement, data: str, free: list[int], place: str, nodes: in
     accelerator.memory_free = lambda device, local_world: free[placement.rank]
     described = runs.job(Path(data).parent / "nowhere", data, {}, placement.world)
     placement = dataclasses.replace(placement, shared=place, nodes=nodes)
-    subject, found = subject_of(described.config, described.spec), list[Any]()
+    workload, found = make_workload(described.config, described.spec), list[Any]()
     with join(placement, 30) as mesh:
-        keeping = keeping_of(described.config, placement, mesh)
+        keeping = find_in_memory_options(described.config, placement, mesh)
         for keeps in keeping.options:
             try:
-                weights = state_weights(described.config, subject, mesh, 1, keeps)
+                weights = compute_state_weights(described.config, workload, mesh, 1, keeps)
                 found.append(None if weights is None else list(weights))
             except ConfigError:
                 found.append("no room")
-    return [*found, keeping.there]
+    return [*found, keeping.reusable_bytes]
 
 
 def test_ranks_on_cpus_have_room_for_the_steps_that_they_keep_and_for_replicas(tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "state-000001-00000").write_bytes(bytes(1000))
     whole, state = bytes_of(tokens, 2)
     # A tenth of two steps of masters and moments; without them the masters are the parameters: three tenths.
-    tight = int((whole + 3 * state / 10) / FOR_STATE) + 20_000
+    tight = int((whole + 3 * state / 10) / STATE_SHARE) + 20_000
     arguments: dict[str, Any] = {"data": str(tokens), "place": str(tmp_path)}
     found = run_ranks(kept, 2, free=[ROOMY, tight], nodes=1, **arguments)
     assert found[0] == found[1]
@@ -124,10 +129,14 @@ def test_ranks_on_cpus_have_room_for_the_steps_that_they_keep_and_for_replicas(t
 
 def test_a_run_cuts_its_state_so_and_walks_the_same_curve(tokens: Path, tmp_path: Path) -> None:
     whole, state = bytes_of(tokens, 2)
-    tight = int((whole + state / 10) / FOR_STATE) + 20_000
+    tight = int((whole + state / 10) / STATE_SHARE) + 20_000
     held = run_ranks(train, 2, run=str(tmp_path / "tight"), data=str(tokens), free=[ROOMY, tight], timeout_s=240)
     assert 4 * held[1][0] < held[0][0]
-    (said,) = [each for each in runs.events(tmp_path / "tight", Kind.RESOLVED) if each["key"] == "balance.state"]
+    (said,) = [
+        each
+        for each in runs.events(tmp_path / "tight", EventKind.AUTO_RESOLVED)
+        if each["key"] == "balance.optimizer_state"
+    ]
     assert said["value"][1] < 0.2
     assert farthest(outcome(tmp_path / "tight").losses, walk(1, tmp_path / "one", tokens).losses) < 1e-9
 
@@ -141,16 +150,16 @@ def settling(
         for attempt, (free, changes) in enumerate(starts, start=1):
             accelerator.memory_free = lambda device, local_world, free=free: free[placement.rank]  # type: ignore[misc]
             described = runs.job(run, data, changes, placement.world)
-            records = Records(paths, attempt, [], active=mesh.rank == 0)
-            subject = subject_of(described.config, described.spec)
-            weights = settled_weights(described.config, subject, mesh, 1, paths, records)
+            records = RecordWriter(paths, attempt, [], active=mesh.rank == 0)
+            workload = make_workload(described.config, described.spec)
+            weights = resolve_state_weights(described.config, workload, mesh, 1, paths, records)
             found.append(None if weights is None else list(weights))
     return found
 
 
 def test_what_was_found_is_taken_again_as_long_as_it_fits(tokens: Path, tmp_path: Path) -> None:
     whole, state = bytes_of(tokens, 2)
-    tight = int((whole + state / 10) / FOR_STATE) + 20_000
+    tight = int((whole + state / 10) / STATE_SHARE) + 20_000
     starts = [
         ([ROOMY, tight], {}),
         ([ROOMY, ROOMY], {}),  # as before
@@ -166,14 +175,14 @@ def test_what_was_found_is_taken_again_as_long_as_it_fits(tokens: Path, tmp_path
     assert cut is not None
     assert cut[1] < 0.2
     assert (again, none, even, still, last) == (cut, [1.0, 0.0], None, None, [1.0, 0.0])
-    said = [each["value"] for each in runs.events(tmp_path / "run", Kind.RESOLVED)]
+    said = [each["value"] for each in runs.events(tmp_path / "run", EventKind.AUTO_RESOLVED)]
     assert said == [cut, [1.0, 0.0], "even"]
 
 
 def unlike(placement: Placement, run: str, data: str, zeros: list[int]) -> int:
     """A run of ranks that have each resolved parallel.zero for their own memory."""
     described = runs.job(run, data, {"parallel.zero": zeros[placement.rank]}, placement.world)
-    return int(train_rank.run(described, runs.on_one_thread(placement)))
+    return int(train_rank.run_training(described, runs.on_one_thread(placement)))
 
 
 def test_ranks_that_were_resolved_apart_do_what_shards_most(tokens: Path, tmp_path: Path) -> None:
@@ -186,18 +195,18 @@ def test_ranks_that_were_resolved_apart_do_what_shards_most(tokens: Path, tmp_pa
 def starting(placement: Placement, run: str, data: str) -> list[int]:
     """The most elements of whole parameters that are there at a time while a zero 3 engine takes memory, the elements
     of the largest bucket, and those of all."""
-    helds: list[Held] = []
-    most, make, take = [0], Held.__init__, Held.take
+    helds: list[RankBucket] = []
+    most, make, take = [0], RankBucket.__init__, RankBucket.adopt_parameters
 
-    def noting(held: Held, *arguments: Any) -> None:
+    def noting(held: RankBucket, *arguments: Any) -> None:
         make(held, *arguments)
         helds.append(held)
 
-    def counting(held: Held, *arguments: Any) -> None:
+    def counting(held: RankBucket, *arguments: Any) -> None:
         take(held, *arguments)
         most[0] = max(most[0], sum(each.values.untyped_storage().nbytes() for each in helds) // 8)
 
-    Held.__init__, Held.take = noting, counting  # type: ignore[method-assign]
+    RankBucket.__init__, RankBucket.adopt_parameters = noting, counting  # type: ignore[method-assign]
     described = runs.job(run, data, {"parallel.zero": 3}, placement.world)
     with runs.loop_of(placement, described) as loop:
         loop.restore()
@@ -216,17 +225,17 @@ def copies(placement: Placement, run: str, data: str) -> bool:
     described = runs.job(run, data, changes, placement.world)
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        engine: Any = loop.parts.engine
-        gather = engine._carrier.gather
+        engine: Any = loop.components.engine
+        gather = engine._queue.gather
 
         def slowly(*arguments: Any) -> None:
             time.sleep(0.05)
             gather(*arguments)
 
-        engine._carrier.gather = slowly
-        loop.train_one(1)
+        engine._queue.gather = slowly
+        loop.train_step(1)
         assert list(engine.pieces()) == [] or placement.rank == 0
-        return all(mark.reached for mark in engine._passes.fresh)
+        return all(mark.is_recorded for mark in engine._hooks.gathered)
 
 
 def test_every_copy_is_complete_when_its_pieces_are_asked_for(tokens: Path, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from phalanx.models.hf_export import export
 from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama
 from phalanx.parallel import parallelize
-from phalanx.parallel.materialize import imported, materialise
-from phalanx.parallel.tensor import cut_among, split
-from phalanx.parallel.tensor_state import filled_by_runs
+from phalanx.parallel.materialize import make_hf_fill, materialize
+from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
+from phalanx.parallel.tensor_state import fill_by_runs
 from tests.dist.tensor_cases import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -97,7 +97,7 @@ def first_gradients(placement: Placement, kinds: dict[str, dict[str, Any]]) -> d
             loss_of(other, 1, ALL, packed).backward()
             for sequence in (False, True):
                 mine = values(spec, torch.float32)
-                held = split(mine, cut_among(mesh, spec.kv_heads, sequence))
+                held = apply_tensor_parallel(mine, make_tensor_context(mesh, spec.kv_heads, sequence))
                 loss = loss_of(mine, 1, ALL, packed)
                 loss.backward()
                 tokens = data(2, spec)[0]["tokens"]
@@ -123,7 +123,7 @@ def backward_of_logits(placement: Placement) -> float:
     spec = spec_of({"dropout": 0.0})
     with among(placement, placement.world) as mesh:
         mine, other = values(spec, torch.float64), values(spec, torch.float64)
-        held = split(mine, cut_among(mesh, spec.kv_heads, False))
+        held = apply_tensor_parallel(mine, make_tensor_context(mesh, spec.kv_heads, False))
         tokens = data(1, spec)[0]["tokens"]
         for model in (mine, other):
             (model(tokens).tanh() ** 2).sum().backward()
@@ -138,7 +138,7 @@ def compiled(placement: Placement) -> float:
     spec = spec_of({"layers": 1})
     with among(placement, placement.world) as mesh:
         mine, other = values(spec, torch.float32), values(spec, torch.float32)
-        held = split(mine, cut_among(mesh, spec.kv_heads, True))
+        held = apply_tensor_parallel(mine, make_tensor_context(mesh, spec.kv_heads, True))
         parallelize.compile_units(mine, mine.blocks())
         for model in (mine, other):
             loss_of(model, 1, ALL).backward()
@@ -238,7 +238,7 @@ def read_folder(placement: Placement, folder: str) -> list[str]:
     with among(placement, placement.world) as mesh:
         mine = driven(mesh, spec, 0, sequence=False, seed=77)
         weights = Weights(Path(folder))
-        materialise(mine.model, mine.engine, filled_by_runs(imported(weights, spec), mine.held))
+        materialize(mine.model, mine.engine, fill_by_runs(make_hf_fill(weights, spec), mine.held))
         original = values(spec, torch.float32)
         for name, parameter in original.named_parameters():
             part = taken(parameter.detach(), mine.held.get(name))

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.comm.collectives import Traffic
-from phalanx.comm.mesh import _backend, join
+from phalanx.comm.mesh import _choose_backend, join
 from phalanx.comm.topology import Topology
-from phalanx.comm.two_level import PeerError, TwoLevel, even
-from phalanx.comm.uneven_collectives import transfers
+from phalanx.comm.two_level import PeerError, TwoLevelCollectives, even_cuts
+from phalanx.comm.uneven_collectives import make_uneven_collectives
 from phalanx.core.placement import Placement
 from tests.helpers import process_group, run_ranks
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
 def test_every_node_has_one_relay_for_every_owner(hosts: list[str]) -> None:
-    topology = Topology.of(hosts)
+    topology = Topology.from_hosts(hosts)
     assert sorted(rank for ranks in topology.nodes for rank in ranks) == list(range(len(hosts)))
     for owner, host in enumerate(hosts):
         assert topology.relay(topology.node_of[owner], owner) == owner
@@ -32,22 +32,22 @@ def test_every_node_has_one_relay_for_every_owner(hosts: list[str]) -> None:
 
 
 def test_the_form_follows_from_the_hosts() -> None:
-    forms = {hosts: Topology.of(hosts).form for hosts in ("a", "aaa", "abc", "aab", "abab")}
+    forms = {hosts: Topology.from_hosts(hosts).form for hosts in ("a", "aaa", "abc", "aab", "abab")}
     assert forms == {"a": "alone", "aaa": "direct", "abc": "ring", "aab": "two-level", "abab": "two-level"}
 
 
 def test_a_part_of_the_ranks_has_a_topology_of_its_own() -> None:
-    whole = Topology.of("abcab")
-    assert whole.part([0, 3]) == Topology.of("aa")
-    assert whole.part([4, 2, 1]) == Topology.of("bcb")
+    whole = Topology.from_hosts("abcab")
+    assert whole.subset([0, 3]) == Topology.from_hosts("aa")
+    assert whole.subset([4, 2, 1]) == Topology.from_hosts("bcb")
 
 
 def test_which_groups_the_devices_of_all_ranks_allow() -> None:
     native = "cpu:gloo,gpu:native"
-    assert _backend([f"{native}\t1\there", f"{native}\t2\there"]) == native
-    assert _backend([f"{native}\t1\there", f"{native}\t1\there"]) == "gloo"  # they share a device
-    assert _backend([f"{native}\t1\there", "gloo\t\tthere"]) == "gloo"
-    assert _backend(["gloo\t\there", "gloo\t\there"]) == "gloo"
+    assert _choose_backend([f"{native}\t1\there", f"{native}\t2\there"]) == native
+    assert _choose_backend([f"{native}\t1\there", f"{native}\t1\there"]) == "gloo"  # they share a device
+    assert _choose_backend([f"{native}\t1\there", "gloo\t\tthere"]) == "gloo"
+    assert _choose_backend(["gloo\t\there", "gloo\t\there"]) == "gloo"
 
 
 def chosen(placement: Placement) -> list[Any]:
@@ -55,9 +55,9 @@ def chosen(placement: Placement) -> list[Any]:
     cpu, forms = torch.device("cpu"), []
     with join(placement, 30) as mesh:
         assert mesh.topology.form == "direct"
-        for topology in (None, mesh.topology, Topology.of("abc"), Topology.of("aba")):
+        for topology in (None, mesh.topology, Topology.from_hosts("abc"), Topology.from_hosts("aba")):
             traffic = Traffic()
-            moves, tensor = transfers(mesh.transfers, traffic, cpu, topology), torch.ones(12)
+            moves, tensor = make_uneven_collectives(mesh.transfers, traffic, cpu, topology), torch.ones(12)
             moves.reduce_scatter(tensor.clone(), [0, 2, 2, 12], tensor[: [2, 0, 10][mesh.rank]].clone()).wait()
             moves.all_gather(tensor, [0, 2, 2, 12]).wait()
             taken = traffic.take()
@@ -69,7 +69,7 @@ def chosen(placement: Placement) -> list[Any]:
 def test_the_engine_moves_its_shards_in_two_levels_where_there_are_two() -> None:
     for rank, forms in enumerate(run_ranks(chosen, 3)):
         counted = [2, 2 * 4 * [10, 12, 2][rank]]
-        assert forms == [[name, *counted] for name in ("Ring", "Ring", "Ring", "TwoLevel")]
+        assert forms == [[name, *counted] for name in (*["RingCollectives"] * 3, "TwoLevelCollectives")]
 
 
 def drawn(placement: Placement, hosts: str) -> None:
@@ -80,7 +80,7 @@ def drawn(placement: Placement, hosts: str) -> None:
         for seed in range(16):
             draw = random.Random(seed)
             if seed % 4 == 0:
-                line = TwoLevel(group, Topology.of(hosts), draw.choice([2000, 2**20]))
+                line = TwoLevelCollectives(group, Topology.from_hosts(hosts), draw.choice([2000, 2**20]))
             count = draw.choice([0, 1, 3, 17, 900, 5000])
             cuts = [0, *sorted(draw.randrange(count + 1) for _ in range(world - 1)), count]
             dtype = draw.choice([torch.float64, torch.int64, torch.float32])
@@ -96,7 +96,7 @@ def drawn(placement: Placement, hosts: str) -> None:
             under_way = [
                 line.reduce_scatter(parts[rank].clone(), cuts, into),
                 line.all_gather(gathered, cuts),
-                line.begin(line.exchanging(outgoing, arriving)),
+                line.begin(line.exchange_steps(outgoing, arriving)),
                 line.all_reduce(reduced),
             ]
             under_way[draw.randrange(4)].wait()
@@ -117,9 +117,9 @@ def counted(placement: Placement, hosts: str) -> list[list[int]]:
     sent = []
     with process_group(placement):
         count = 5000
-        cuts = even(count, placement.world)
+        cuts = even_cuts(count, placement.world)
         for name in ("all_gather", "reduce_scatter", "all_reduce"):
-            line = TwoLevel(dist.new_group(), Topology.of(hosts), 700)
+            line = TwoLevelCollectives(dist.new_group(), Topology.from_hosts(hosts), 700)
             tensor = torch.ones(count)
             into = tensor[cuts[placement.rank] : cuts[placement.rank + 1]].clone()
             arguments = {"all_gather": (cuts,), "reduce_scatter": (cuts, into), "all_reduce": ()}[name]
@@ -130,7 +130,7 @@ def counted(placement: Placement, hosts: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("hosts", ["abab", "aaab"])
 def test_each_byte_between_nodes_is_sent_once(hosts: str) -> None:
-    topology = Topology.of(hosts)
+    topology = Topology.from_hosts(hosts)
     total = torch.tensor(run_ranks(counted, len(hosts), hosts=hosts)).sum(0).tolist()
     whole = 5000 * 4
     within, between = whole * (len(hosts) - len(topology.nodes)), whole * (len(topology.nodes) - 1)
@@ -143,7 +143,7 @@ def summed(placement: Placement, hosts: str) -> dict[str, Any]:
     with process_group(placement):
         flat, results = mine.clone(), []
         for piece_bytes in (1000, 2**20):
-            line = TwoLevel(dist.new_group(), Topology.of(hosts), piece_bytes)
+            line = TwoLevelCollectives(dist.new_group(), Topology.from_hosts(hosts), piece_bytes)
             results.append(mine.clone())
             line.all_reduce(results[-1]).wait()
         dist.all_reduce(flat)
@@ -164,7 +164,7 @@ def abandoned(placement: Placement) -> str:
     with process_group(placement):
         group = dist.new_group(timeout=timedelta(seconds=0.5))
         if placement.rank == 0:
-            line = TwoLevel(group, Topology.of("ab"))
+            line = TwoLevelCollectives(group, Topology.from_hosts("ab"))
             with pytest.raises(PeerError, match=r"rank 1: Timed out waiting 500ms") as caught:
                 line.all_reduce(torch.ones(3)).wait()
             with pytest.raises(PeerError):  # and is of no more use

@@ -15,7 +15,7 @@ from phalanx.models import layers
 from phalanx.models.attention import attention, has_kernel
 from phalanx.system import accelerator
 from phalanx.system.accelerator import HostCopy
-from phalanx.system.event_times import Stamps
+from phalanx.system.event_times import EventTimes
 from phalanx.trainer import train_rank
 from phalanx.workload.clock import UnitClock
 from tests.gpu.device import SIMULATED, needs_accelerator, needs_compiler, needs_kernels
@@ -27,12 +27,12 @@ STEPS = 10
 
 
 def train_on_device(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
-    placed = dataclasses.replace(placement, device=accelerator.found()[0])
-    return int(train_rank.run(runs.job(run, data, changes, placement.world), placed))
+    placed = dataclasses.replace(placement, device=accelerator.list_devices()[0])
+    return int(train_rank.run_training(runs.job(run, data, changes, placement.world), placed))
 
 
 def host_copy(placement: Placement) -> list[float]:
-    device = torch.device(accelerator.found()[0])
+    device = torch.device(accelerator.list_devices()[0])
     values = [torch.full((), float(i), device=device) for i in range(3)]
     copy = HostCopy(values)
     for value in values:
@@ -41,8 +41,8 @@ def host_copy(placement: Placement) -> list[float]:
 
 
 def memory(placement: Placement) -> list[int]:
-    device = torch.device(accelerator.found()[0])
-    accelerator.use(device, 1)
+    device = torch.device(accelerator.list_devices()[0])
+    accelerator.set_device(device, 1)
     free = accelerator.memory_free(device, 1)
     block = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     peak = accelerator.peak_memory(device)
@@ -53,11 +53,11 @@ def memory(placement: Placement) -> list[int]:
 
 def laps(placement: Placement) -> list[float | None]:
     """What the clock of a unit says in four steps, each of the step before, of which the third is the longest."""
-    device = torch.device(accelerator.found()[0])
-    accelerator.use(device, 1)
+    device = torch.device(accelerator.list_devices()[0])
+    accelerator.set_device(device, 1)
     width = 128 if SIMULATED else 2048
     unit = torch.nn.Linear(width, width, device=device)
-    clock = UnitClock([unit], Stamps(device))
+    clock = UnitClock([unit], EventTimes(device))
     found: list[float | None] = []
     for passes in (1, 3, 60, 1):
         clock.start()
@@ -71,14 +71,14 @@ def laps(placement: Placement) -> list[float | None]:
 
 def narrow_head(placement: Placement) -> list[float]:
     """Relative errors of the head's bfloat16 gradient in one chunk and in 64."""
-    device = torch.device(accelerator.found()[0])
-    accelerator.use(device, 1)
+    device = torch.device(accelerator.list_devices()[0])
+    accelerator.set_device(device, 1)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1024, 32, generator=generator).bfloat16()
     weight = torch.randn(64, 32, generator=generator).bfloat16()
     labels = torch.randint(0, 64, (1024,), generator=generator)
     exact_weight = weight.double().requires_grad_()
-    layers.cross_entropy_sum_plain(hidden.double(), exact_weight, labels).backward()
+    layers.reference_cross_entropy_sum(hidden.double(), exact_weight, labels).backward()
     exact, errors = exact_weight.grad, []
     assert exact is not None
     for chunk in (1024, 16):
@@ -91,8 +91,8 @@ def narrow_head(placement: Placement) -> list[float]:
 
 def attention_in_float32(placement: Placement) -> list[float]:
     """Bytes that grouped attention over 8,192 positions takes, and its relative error against the CPU over 64."""
-    device = torch.device(accelerator.found()[0])
-    accelerator.use(device, 1)
+    device = torch.device(accelerator.list_devices()[0])
+    accelerator.set_device(device, 1)
     q, kv = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
     expected = attention(q, kv, kv)
     found = attention(q.to(device), kv.to(device), kv.to(device)).cpu()
@@ -106,8 +106,8 @@ def attention_in_float32(placement: Placement) -> list[float]:
 def attention_with_documents(placement: Placement) -> list[float]:
     """Whether the variable-length kernel is used, and relative errors in bfloat16 against float32 on a CPU: of output
     and gradients, with a window, documents, and both, as it is and compiled."""
-    device = torch.device(accelerator.found()[0])
-    accelerator.use(device, 1)
+    device = torch.device(accelerator.list_devices()[0])
+    accelerator.set_device(device, 1)
     offsets = torch.tensor([0, 40, 128, 128, 200, 256, 256], dtype=torch.int32)
     found = [float(has_kernel(device, torch.bfloat16, 64))]
     for window, segments in ((16, None), (None, offsets), (16, offsets)):
@@ -153,7 +153,7 @@ def test_the_device_walks_the_curve_of_the_cpu(tmp_path: Path, data: Path) -> No
 def test_bf16_and_compilation_stay_near_the_exact_curve(tmp_path: Path, data: Path, engine: str) -> None:
     exact = walk(tmp_path / "exact", data, train__steps=STEPS)
     near = walk(
-        tmp_path / "near", data, train__steps=STEPS, train__dtype="bf16", train__compile=True, parallel__data=engine
+        tmp_path / "near", data, train__steps=STEPS, train__dtype="bf16", train__compile=True, parallel__engine=engine
     )
     assert near == pytest.approx(exact, rel=2e-2)
 
@@ -174,13 +174,13 @@ def test_recomputed_activations_change_nothing(activations: str, tmp_path: Path,
 
 @pytest.mark.parametrize("rule", ["adamw8bit", "adadelta", "nadam"])
 def test_other_rules_walk_the_curve_of_the_cpu(rule: str, tmp_path: Path, data: Path) -> None:
-    changes = {"train__steps": STEPS, "optim__rule": rule, "model__hidden": 64, "model__intermediate": 131}
+    changes = {"train__steps": STEPS, "optim__name": rule, "model__hidden": 64, "model__intermediate": 131}
     on_cpu = runs.walk(1, tmp_path / "cpu", data, **changes).losses
     assert walk(tmp_path / "device", data, **changes) == pytest.approx(on_cpu, rel=1e-9)
 
 
 def test_float16_with_a_scaled_loss_stays_near_and_is_resumed_bitwise(tmp_path: Path, data: Path) -> None:
-    half = {"train__dtype": "fp16", "train__loss_scale_steps": 4}
+    half = {"train__dtype": "fp16", "train__loss_scale_growth_interval": 4}
     exact = walk(tmp_path / "exact", data, train__steps=STEPS)
     whole = walk(tmp_path / "whole", data, **half, train__steps=STEPS)
     assert whole == pytest.approx(exact, rel=5e-3)

@@ -10,7 +10,7 @@ from phalanx.core.placement import Placement
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.llama import Llama
 from phalanx.parallel import activations
-from phalanx.parallel.offload import Mover, offload
+from phalanx.parallel.offload import ActivationOffloader, offload
 from phalanx.system import accelerator
 from tests.gpu.device import SIMULATED, needs_accelerator
 from tests.helpers import run_ranks
@@ -24,7 +24,7 @@ SPEC = ModelSpec(
 )
 
 
-def built(mode: str, device: torch.device) -> tuple[Llama, Mover | None]:
+def built(mode: str, device: torch.device) -> tuple[Llama, ActivationOffloader | None]:
     torch.manual_seed(0)
     model = Llama(SPEC).to(device, torch.bfloat16)
     for parameter in model.parameters():
@@ -39,20 +39,20 @@ def built(mode: str, device: torch.device) -> tuple[Llama, Mover | None]:
 
 def observed(placement: Placement, mode: str) -> dict[str, Any]:
     """Sums of gradients of three steps of two micro-batches, and what was held meanwhile."""
-    device = torch.device(accelerator.found()[0])
-    accelerator.use(device, 1)
+    device = torch.device(accelerator.list_devices()[0])
+    accelerator.set_device(device, 1)
     model, mover = built(mode, device)
     tokens = torch.arange(LENGTH, device=device)[None] % 256
     between, host = [], []
     for _ in range(3):
         for _ in range(2):
-            accelerator.wait(device)
+            accelerator.synchronize(device)
             before = torch.accelerator.memory_allocated(device)
             loss = model(tokens, labels=tokens)
-            accelerator.wait(device)
+            accelerator.synchronize(device)
             between.append(torch.accelerator.memory_allocated(device) - before)
             loss.backward()
-        host.append((mover.pool.made, mover.pool.bytes) if mover is not None else (0, 0))
+        host.append((mover.pool.allocations, mover.pool.bytes) if mover is not None else (0, 0))
     bits = [p.grad.view(torch.int16).long().sum().item() for p in model.parameters() if p.grad is not None]
     squares = [float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None]
     moved = (mover.out_bytes, mover.back_bytes) if mover is not None else (0, 0)

@@ -17,20 +17,20 @@ from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.loader import Loader
-from phalanx.data.masking import MaskForm, masked_rows
-from phalanx.data.packing import Form, Sample, rows_of
-from phalanx.data.shuffle import order
+from phalanx.data.masking import MaskingOptions, make_masked_rows
+from phalanx.data.packing import PackingOptions, Sample, make_rows
+from phalanx.data.shuffle import shuffle_indices
 from phalanx.data.sources import is_held_out, text_digest
 from phalanx.data.token_files import TokenFile, TokenWriter
-from phalanx.data.wordpiece import Specials
+from phalanx.data.wordpiece import SpecialTokens
 from phalanx.layout.balance import Division
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.hf_export import export
 from phalanx.models.llama import Llama, init_slice
-from phalanx.models.model import draw
+from phalanx.models.model import draw_init_slice
 from phalanx.models.user_model import shapes_of
-from phalanx.workload.workload import subject_of
+from phalanx.workload.workload import make_workload
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import VOCAB
@@ -38,7 +38,7 @@ from tests.numerics.runs import VOCAB
 FILE = Path(__file__).with_suffix(".json")
 Values = dict[str, list[int] | list[float]]
 FIRST, SEEDS, STEPS = 32, (0, 1, 2**31), 10
-SPECIALS = Specials(0, 1, 2, 3, 4, tuple(range(45, VOCAB)))
+SPECIALS = SpecialTokens(0, 1, 2, 3, 4, tuple(range(45, VOCAB)))
 SPEC = ModelSpec(
     vocab_size=VOCAB, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=44, max_seq_len=16
 )
@@ -52,7 +52,7 @@ def numbers(name: str, count: int, below: int) -> np.ndarray[Any, np.dtype[np.in
     return np.frombuffer(hashlib.shake_256(name.encode()).digest(count), np.uint8).astype(np.int64) % below
 
 
-def write_tokens(folder: Path, count: int, specials: Specials | None = None, masked: bool = False) -> TokenFile:
+def write_tokens(folder: Path, count: int, specials: SpecialTokens | None = None, masked: bool = False) -> TokenFile:
     """A set of `count` documents of 2 to 29 tokens, of which, if `masked`, some are not learnt."""
     first, end = (1, 0) if specials is None else (5, specials.sep)
     writer = TokenWriter(folder, VOCAB, end, "golden", specials)
@@ -68,23 +68,25 @@ def orders() -> Values:
     """Where the first things of a set go, by seed, epoch and how many there are; and of the orders with a name."""
     index = np.arange(FIRST)
     found = {
-        f"seed {seed}, epoch {epoch}, {count} samples": order(seed, epoch, count, index).tolist()
+        f"seed {seed}, epoch {epoch}, {count} samples": shuffle_indices(seed, epoch, count, index).tolist()
         for seed in SEEDS
         for epoch, count in ((0, 1000), (1, 1000), (2, 1 << 33))
     }
-    return found | {f"named {name}": order(1, 2, 1000, index, name).tolist() for name in ("packing", "source 1")}
+    return found | {
+        f"named {name}": shuffle_indices(1, 2, 1000, index, name).tolist() for name in ("packing", "source 1")
+    }
 
 
 def samples(folder: Path) -> Values:
     """(position, source, epoch, row) of the samples of some steps of a mixture; rows that are evaluated on; documents
     that are held out."""
-    sets = [rows_of(write_tokens(folder / f"mixed-{count}", count), Form(16), 3) for count in (20, 60)]
+    sets = [make_rows(write_tokens(folder / f"mixed-{count}", count), PackingOptions(16), 3) for count in (20, 60)]
     mixture = Loader([(sets[0], 1.0), (sets[1], 2.0)], 8, 3, 0)
     alone = Loader([(sets[1], 1.0)], 8, 3, 0, held_out=True)
-    found: Values = {f"mixture, step {step}": _flat(mixture.places(step)) for step in (0, 1, 20)}
+    found: Values = {f"mixture, step {step}": _flat(mixture.list_positions(step)) for step in (0, 1, 20)}
     found["evaluated on"] = [
         sample.position
-        for parts in alone.evaluation(lambda count: Division((count,), 1), 16)
+        for parts in alone.evaluation_batches(lambda count: Division((count,), 1), 16)
         for part in parts
         for sample in part
     ]
@@ -97,14 +99,14 @@ def rows(folder: Path) -> Values:
     """Rows of a fixed set: windows, windows that know their documents, and packed ones."""
     file = write_tokens(folder / "rows", 40, masked=True)
     forms = {
-        "windows": Form(24),
-        "isolated": Form(24, isolated=True),
-        "packed": Form(24, packed=True),
-        "packed without long ones": Form(24, packed=True, drop_long=True),
+        "windows": PackingOptions(24),
+        "isolated": PackingOptions(24, isolated=True),
+        "packed": PackingOptions(24, packed=True),
+        "packed without long ones": PackingOptions(24, packed=True, drop_long=True),
     }
     found: Values = {}
     for name, form in forms.items():
-        made = rows_of(file, form, 3)
+        made = make_rows(file, form, 3)
         found[f"{name}: rows"] = [made.count]
         for number in (0, 1, made.count - 1):
             found[f"{name}, row {number}"] = _of_sample(made.sample(number, number))
@@ -116,7 +118,7 @@ def masks(folder: Path) -> Values:
     file = write_tokens(folder / "masked", 40, SPECIALS)
     found: Values = {}
     for name, pairs, words in (("windows", False, False), ("words", False, True), ("pairs", True, False)):
-        made = masked_rows(file, MaskForm(24, 0.3, pairs, words), 3)
+        made = make_masked_rows(file, MaskingOptions(24, 0.3, pairs, words), 3)
         for number in range(3):
             row = made.sample(number, number + 100)
             found[f"{name}, row {number}"] = [
@@ -132,14 +134,14 @@ def weights(folder: Path) -> Values:
         for seed, name in enumerate(list(shapes_of(Llama, SPEC))[:10])
     }
     for first in (65_530, 10**9 + 1):
-        drawn = draw(("normal", 0.02), 3, "weight", first, first + 8, "cpu", torch.float64)
+        drawn = draw_init_slice(("normal", 0.02), 3, "weight", first, first + 8, "cpu", torch.float64)
         found[f"elements from {first}"] = drawn.tolist()
     config = runs.job(folder / "bert", write_tokens(folder / "bert-data" / "train", 9, SPECIALS).folder.parent,
                       {"model": BERT}, 1)  # fmt: skip
-    bert = subject_of(config.config, config.spec).model()
+    bert = make_workload(config.config, config.spec).model()
     for name, parameter in list(bert.named_parameters())[:3]:
         start = bert.start(name, tuple(parameter.shape))
-        found[f"bert: {name}"] = draw(start, 1, name, 0, 8, "cpu", torch.float64).tolist()
+        found[f"bert: {name}"] = draw_init_slice(start, 1, name, 0, 8, "cpu", torch.float64).tolist()
     return found
 
 
@@ -148,7 +150,7 @@ def dropout() -> Values:
     ones = torch.ones(2, 3, 5)
     found: Values = {}
     for seed, step, layer in ((0, 0, 0), (1, 7, 3), (2**31, 10**6, 12)):
-        kept = Draws(seed, step, torch.tensor([4, 10**7])).dropout(ones, layer, 0.3) > 0
+        kept = CounterRNG(seed, step, torch.tensor([4, 10**7])).dropout(ones, layer, 0.3) > 0
         found[f"seed {seed}, step {step}, layer {layer}"] = kept.flatten().int().tolist()
     return found
 

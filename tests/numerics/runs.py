@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.disk.load import Checkpoint, find, step_folder
-from phalanx.checkpoint.disk.save import Saver
+from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
+from phalanx.checkpoint.disk.save import CheckpointSaver
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join
 from phalanx.config import load
@@ -26,16 +26,16 @@ from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.token_files import TokenWriter
-from phalanx.layout.mesh_axes import Axes
-from phalanx.models.counter_rng import Draws
-from phalanx.tasks.language import IGNORED
+from phalanx.layout.mesh_axes import MeshAxes
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.tasks.language import IGNORE_INDEX
 from phalanx.tasks.task import Batch, SampleLike, Task
 from phalanx.trainer import train_rank
-from phalanx.trainer.loop import Loop, Run
+from phalanx.trainer.loop import TrainingJob, TrainingLoop
 from phalanx.trainer.stop_request import StopRequest
-from phalanx.workload.build import build
-from phalanx.workload.sinks import Records
-from phalanx.workload.workload import spec_from_run
+from phalanx.workload.build import build_components
+from phalanx.workload.sinks import RecordWriter
+from phalanx.workload.workload import read_model_shape
 from tests.helpers import run_ranks
 
 VOCAB = 61  # divides by none of 2, 3 and 5, so that every engine's cut of the embedding is uneven
@@ -48,7 +48,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     # A norm of about 1 at the start and less later: the clipping is active in some steps and not in others.
     "optim": {"lr": 1e-2, "warmup_steps": 3, "decay_steps": STEPS, "clip_norm": 0.9},
     "checkpoint": {"every": 0},
-    "balance": {"work": "even"},
+    "balance": {"batch": "even"},
     "comm": {"timeout_s": 30},
     "report": {"tensorboard": False},
 }  # fmt: skip
@@ -69,7 +69,7 @@ def write_tokens(folder: Path) -> None:
         writer.finish()
 
 
-def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) -> Run:
+def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) -> TrainingJob:
     """The run of the recipe above with dotted keys, or whole sections, changed, in folder `run`, on tokens in `data`.
 
     What is called train... there is trained on, two sets as a mixture of weights 3 and 1; all others are evaluated on.
@@ -81,13 +81,13 @@ def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) 
             tree.setdefault(section, {})[leaf] = value
         else:
             tree[section] = value
-    config, _ = load.resolve(load.check(tree, "the tests' recipe"), device="cpu", world=world)
+    config, _ = load.resolve_autos(load.build_config(tree, "the tests' recipe"), device="cpu", world=world)
     Path(run).mkdir(parents=True, exist_ok=True)
-    spec = spec_from_run(config)
+    spec = read_model_shape(config)
     folders = sorted(path for path in Path(data).iterdir() if path.name.startswith("train"))
     weights = (3.0, 1.0) if len(folders) > 1 else (1.0,)
     held_out = {path.name: path for path in sorted(Path(data).iterdir()) if path not in folders}
-    return Run(config, spec, RunPaths(Path(run)), list(zip(folders, weights, strict=True)), held_out)
+    return TrainingJob(config, spec, RunPaths(Path(run)), list(zip(folders, weights, strict=True)), held_out)
 
 
 def on_one_thread(placement: Placement) -> Placement:
@@ -96,19 +96,19 @@ def on_one_thread(placement: Placement) -> Placement:
 
 
 @contextlib.contextmanager
-def loop_of(placement: Placement, described: Run) -> Iterator[Loop]:
+def loop_of(placement: Placement, described: TrainingJob) -> Iterator[TrainingLoop]:
     """What `trainer.run` runs, for tests that change a part of it first."""
     parallel = described.config.parallel
-    with join(placement, described.config.comm.timeout_s, axes=Axes(parallel.tensor, parallel.pipeline)) as mesh:
+    with join(placement, described.config.comm.timeout_s, axes=MeshAxes(parallel.tensor, parallel.pipeline)) as mesh:
         yield loop_among(mesh, placement, described)
 
 
-def loop_among(mesh: Mesh, placement: Placement, described: Run) -> Loop:
+def loop_among(mesh: Mesh, placement: Placement, described: TrainingJob) -> TrainingLoop:
     """The same among ranks that have met."""
-    records = Records(described.paths, placement.attempt, [], active=mesh.rank == 0)
-    saver = Saver(described.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 3, records.event)
-    parts = build(described.config, described.spec, mesh, described.train_tokens, described.held_out_tokens)
-    return Loop(described, placement, mesh, parts, records, saver, StopRequest())
+    records = RecordWriter(described.paths, placement.attempt, [], active=mesh.rank == 0)
+    saver = CheckpointSaver(described.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 3, records.write_event)
+    parts = build_components(described.config, described.spec, mesh, described.train_tokens, described.held_out_tokens)
+    return TrainingLoop(described, placement, mesh, parts, records, saver, StopRequest())
 
 
 def train(
@@ -120,13 +120,13 @@ def train(
     masked: bool = False,
 ) -> int:
     """One rank of a run, from start or newest checkpoint to its end; `shares` instead of even ones, labels `masked`."""
-    given = {} if shares is None else {"balance.work": list(shares)}
+    given = {} if shares is None else {"balance.batch": list(shares)}
     described = job(run, data, (changes or {}) | given, placement.world)
     if not masked:
-        return int(train_rank.run(described, on_one_thread(placement)))
+        return int(train_rank.run_training(described, on_one_thread(placement)))
     with loop_of(placement, described) as loop:
-        loop.parts.task = Masked(loop.parts.task)
-        return int(train_rank.train(loop, loop.restore()))
+        loop.components.task = Masked(loop.components.task)
+        return int(train_rank.run_steps(loop, loop.restore()))
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,10 @@ class Masked(Task):
         batch = self.task.collate(samples)
         labels = batch.inputs["labels"].clone()
         for row, sample in zip(labels, samples, strict=False):
-            row[: sample.position * 5 % (2 * len(row))] = IGNORED
-        return Batch(batch.inputs | {"labels": labels}, int((labels != IGNORED).sum()), batch.samples)
+            row[: sample.position * 5 % (2 * len(row))] = IGNORE_INDEX
+        return Batch(batch.inputs | {"labels": labels}, int((labels != IGNORE_INDEX).sum()), batch.samples)
 
-    def loss_sum(self, model: torch.nn.Module, batch: Batch, draws: Draws | None) -> Tensor:
+    def loss_sum(self, model: torch.nn.Module, batch: Batch, draws: CounterRNG | None) -> Tensor:
         return self.task.loss_sum(model, batch, draws)
 
     def nominal_weight(self, global_batch: int) -> int:
@@ -184,13 +184,13 @@ def outcome(run: Path) -> Outcome:
 def state(run: Path, step: int | None = None) -> dict[str, Tensor]:
     """All tensors of a checkpoint (the newest) by "kind/name", put together from their pieces."""
     folder = RunPaths(run).checkpoints
-    checkpoint = Checkpoint(step_folder(folder, find(folder)[0] if step is None else step))
+    checkpoint = Checkpoint(step_folder(folder, list_steps(folder)[0] if step is None else step))
     checkpoint.verify()
     tensors = {}
     for name, (shape, dtype) in checkpoint.parameters.items():
         for kind in checkpoint.kinds(name):
             tensors[f"{kind}/{name}"] = out = torch.empty(math.prod(shape), dtype=getattr(torch, dtype))
-            checkpoint.read(name, kind, 0, out.numel(), out)
+            checkpoint.read_into(name, kind, 0, out.numel(), out)
     checkpoint.close()
     return tensors
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import LORA_TARGETS, ModelSpec
@@ -20,7 +20,7 @@ from phalanx.models.hf_mapping import hf_name
 from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.peft import Adapter
-from phalanx.models.user_model import on_meta, shapes_of
+from phalanx.models.user_model import build_on_meta, shapes_of
 from phalanx.trainer import run_folder
 from phalanx.trainer.export import export_run
 from phalanx.workload import adapters
@@ -106,7 +106,7 @@ def test_dropout_of_adapters_and_their_shape_matter(
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (1, {"optim.rule": "adamw8bit", "train.dtype": "bf16"}),
+        (1, {"optim.name": "adamw8bit", "train.dtype": "bf16"}),
         (2, {"train.dtype": "bf16", "train.micro_batch": 2}),
     ],
 )
@@ -121,7 +121,7 @@ def test_killed_and_started_again_it_is_the_same_run(
     often = changed | {"checkpoint.every": 4}
     codes = run_ranks(train_with_signal, ranks, restarts=1, run=str(run), data=str(tokens), changes=often, **kill)
     assert codes == [0] * ranks
-    assert len(runs.events(run, Kind.RESUMED)) == 1
+    assert len(runs.events(run, EventKind.RESUMED)) == 1
     found = runs.outcome(run)
     assert found.losses == quiet.losses
     assert found.norms == quiet.norms
@@ -129,7 +129,7 @@ def test_killed_and_started_again_it_is_the_same_run(
 
 
 def test_eight_bit_state_on_any_ranks(base: Path, tokens: Path, tmp_path: Path) -> None:
-    changed = changes(base) | {"optim.rule": "adamw8bit"}
+    changed = changes(base) | {"optim.name": "adamw8bit"}
     one, three = (walked(ranks, tmp_path / str(ranks), tokens, changed) for ranks in (1, 3))
     assert farthest(three.losses, one.losses) < 1e-9
     assert one.losses[-1] < one.losses[0] - 0.1
@@ -141,7 +141,9 @@ def test_eight_bit_state_on_any_ranks(base: Path, tokens: Path, tmp_path: Path) 
 def finished(run: Path, base: Path, tokens: Path) -> RunPaths:
     """A run folder as the launcher leaves it, of the checkpoint in `run`."""
     described = runs.job(run, tokens, changes(base), 1)
-    run_folder.check_data(described.paths, {}, False, adapters.base_of(described.config, described.spec, Llama))
+    run_folder.check_run_data(
+        described.paths, {}, False, adapters.compute_base_fingerprint(described.config, described.spec, Llama)
+    )
     run_folder.write_start(described.paths, described.config, base)
     return described.paths
 
@@ -152,14 +154,14 @@ def logits_of_run(placement: Placement, run: str, data: str, changed: dict[str, 
     weights = Weights(Path(described.config.model.from_hf or ""))
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        with loop.parts.engine.full_parameters() as whole, torch.no_grad():
+        with loop.components.engine.full_parameters() as whole, torch.no_grad():
             for name in shapes_of(Llama, described.spec):
                 assert torch.equal(whole[name].flatten(), weights.read(name, 0, whole[name].numel())), name
-            return loop.parts.model(TOKENS).tolist()
+            return loop.components.model(TOKENS).tolist()
 
 
 def logits_of(exported: Path) -> torch.Tensor:
-    model, weights = on_meta(spec_from_config(read_config(exported), "it")), Weights(exported)
+    model, weights = build_on_meta(spec_from_config(read_config(exported), "it")), Weights(exported)
     model.to(weights.dtype()).to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -208,20 +210,24 @@ def test_other_weights_in_the_place_of_the_base_are_refused(
     shutil.copytree(alone[0], run)
     paths = finished(run, tmp_path / "base", tokens)
     described = runs.job(run, tokens, changes(tmp_path / "base"), 1)
-    run_folder.check_data(paths, {}, True, adapters.base_of(described.config, described.spec, Llama))
+    run_folder.check_run_data(
+        paths, {}, True, adapters.compute_base_fingerprint(described.config, described.spec, Llama)
+    )
     export_run(paths, tmp_path / "before", None)
     going_on = changes(tmp_path / "base", adapter=str(tmp_path / "before"), targets=EVERYTHING)
     another = runs.job(tmp_path / "another", tokens, going_on, 1)
     assert another.spec is not None
-    assert adapters.warnings(another.config, another.spec, Llama) == []
+    assert adapters.adapter_warnings(another.config, another.spec, Llama) == []
     shutil.rmtree(tmp_path / "base")
     export(tmp_path / "base", SPEC, lambda name: torch.ones(shapes_of(Llama, SPEC)[name]), torch.float64)
     with pytest.raises(RunError, match=r"the weights in model.from_hf have changed since the run in .* began"):
-        run_folder.check_data(paths, {}, True, adapters.base_of(described.config, described.spec, Llama))
+        run_folder.check_run_data(
+            paths, {}, True, adapters.compute_base_fingerprint(described.config, described.spec, Llama)
+        )
     with pytest.raises(RunError, match=r"does not hold the weights that the adapters of .* were trained beside"):
         export_run(paths, tmp_path / "merged", None, merge=True)
     export_run(paths, tmp_path / "adapter", None)  # needs no base
-    (warning,) = adapters.warnings(another.config, another.spec, Llama)
+    (warning,) = adapters.adapter_warnings(another.config, another.spec, Llama)
     assert warning.startswith(f"the adapter {tmp_path / 'before'} was trained beside other weights than those in")
 
 
@@ -234,7 +240,7 @@ def test_an_adapter_gives_what_the_recipe_leaves_open_and_contradicts_the_rest(
 
     def found(**section: Any) -> dict[str, Any]:
         config = runs.job(tmp_path / "x", tokens, changes(base, **(own | section)), 1).config
-        return {key: value for key, value, _ in adapters.resolve(config, SPEC, Llama)}
+        return {key: value for key, value, _ in adapters.resolve_adapter_options(config, SPEC, Llama)}
 
     assert found() == {"model.lora.rank": 3, "model.lora.alpha": 9, "model.lora.targets": EVERYTHING}
     assert found(rank=3, targets=EVERYTHING[::-1]) == {"model.lora.alpha": 9}

@@ -12,8 +12,8 @@ import pytest
 from phalanx.comm.mesh import join
 from phalanx.core.placement import Placement
 from phalanx.layout import balance
-from phalanx.models.counter_rng import Draws
-from phalanx.tasks.language import IGNORED
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.tasks.language import IGNORE_INDEX
 from phalanx.tasks.task import Batch, Task
 from phalanx.trainer import train_rank
 from tests.helpers import run_ranks
@@ -34,10 +34,10 @@ class Speckled(Task):
         labels = batch.inputs["labels"].clone()
         for row, sample in zip(labels, samples, strict=False):
             rng = np.random.default_rng((self.seed, sample.position))
-            row[rng.random(len(row)) < rng.choice([0.0, 0.5, 0.95, 1.0])] = IGNORED
-        return Batch(batch.inputs | {"labels": labels}, int((labels != IGNORED).sum()), batch.samples)
+            row[rng.random(len(row)) < rng.choice([0.0, 0.5, 0.95, 1.0])] = IGNORE_INDEX
+        return Batch(batch.inputs | {"labels": labels}, int((labels != IGNORE_INDEX).sum()), batch.samples)
 
-    def loss_sum(self, model: Any, batch: Batch, draws: Draws | None) -> Any:
+    def loss_sum(self, model: Any, batch: Batch, draws: CounterRNG | None) -> Any:
         return self.task.loss_sum(model, batch, draws)
 
     def nominal_weight(self, global_batch: int) -> int:
@@ -65,11 +65,11 @@ def one_step(placement: Placement, folder: str, data: str, cases: list[dict[str,
         for number, case in enumerate(cases):
             described = job(f"{folder}/{number}", data, fixed | case["changes"], placement.world)
             loop = loop_among(mesh, on_one_thread(placement), described)
-            loop.parts.task = Speckled(loop.parts.task, case["masks"])
+            loop.components.task = Speckled(loop.components.task, case["masks"])
             if placement.world > 1:
                 limits = [case["micro_batch"]] * placement.world
-                loop.parts.sharing.division = balance.in_parts(case["shares"], limits)
-            assert train_rank.train(loop, loop.restore()) == 0
+                loop.components.work_split.division = balance.cut_into_micro_batches(case["shares"], limits)
+            assert train_rank.run_steps(loop, loop.restore()) == 0
     return 0
 
 

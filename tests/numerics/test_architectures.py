@@ -28,7 +28,7 @@ class Model(llama.Llama):
 
     @staticmethod
     def initial(name, spec):
-        return ("zeros",) if ".after." in name else llama.initial(name, spec)
+        return ("zeros",) if ".after." in name else llama.llama_init_rule(name, spec)
 """
 CHANGES: dict[str, dict[str, Any]] = {
     "mistral, window": {"model__architecture": "mistral", "model__sliding_window": 5},

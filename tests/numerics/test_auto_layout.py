@@ -14,10 +14,10 @@ from tests.numerics.test_rank_layout import assert_same
 # As keys of the recipe, on how many ranks.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2": (2, {"tensor": 2}),
-    "TP2, not cut along the sequence": (2, {"tensor": 2, "sequence": False}),
+    "TP2, not cut along the sequence": (2, {"tensor": 2, "sequence_parallel": False}),
     "TP4 with 2 KV heads": (4, {"tensor": 4}),
     "PP2": (2, {"pipeline": 2}),
-    "PP2, unequal": (2, {"pipeline": 2, "stages": [1, 3]}),
+    "PP2, unequal": (2, {"pipeline": 2, "layers_per_stage": [1, 3]}),
     "PP2, gpipe": (2, {"pipeline": 2, "schedule": "gpipe"}),
     "PP4, interleaved": (4, {"pipeline": 4, "schedule": "interleaved"}),
     "PP2, zero bubble": (2, {"pipeline": 2, "schedule": "zero_bubble"}),

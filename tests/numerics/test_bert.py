@@ -14,20 +14,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.events import Kind
-from phalanx.data.record_files import ColumnsWriter
+from phalanx.core.events import EventKind
+from phalanx.data.record_files import RecordSetWriter
 from phalanx.data.token_files import TokenWriter
-from phalanx.data.wordpiece import Specials
-from phalanx.models.counter_rng import Draws
-from phalanx.models.model import draw
-from phalanx.workload.workload import subject_of
+from phalanx.data.wordpiece import SpecialTokens
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.model import draw_init_slice
+from phalanx.workload.workload import make_workload
 from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import VOCAB, distance, farthest, job, same_bits, walk
 
 EXACT = 1e-9
-SPECIALS = Specials(0, 1, 2, 3, 4, tuple(range(45, VOCAB)))
+SPECIALS = SpecialTokens(0, 1, 2, 3, 4, tuple(range(45, VOCAB)))
 LABELS = ["O", "B-A", "I-A"]
 SEQ_LEN = 80  # rows are padded to 64 or to 80
 MODEL = {"architecture": "bert", "hidden": 16, "layers": 2, "heads": 2, "intermediate": 28, "vocab_size": VOCAB,
@@ -51,7 +51,7 @@ def records(kind: str, columns: dict[str, str], make: Callable[[Any, Any], dict[
         generator = np.random.default_rng(5)
         facts = {"kind": kind, "vocab_size": VOCAB, "specials": SPECIALS.to_json(), "labels": LABELS}
         for name, count in (("train", 40), ("held_out", 13)):
-            writer = ColumnsWriter(folder / name, {"tokens": "<u2", **columns}, facts)
+            writer = RecordSetWriter(folder / name, {"tokens": "<u2", **columns}, facts)
             for _ in range(count):
                 tokens = 5 + np.cumsum(generator.integers(0, 3, int(generator.integers(6, 75)))) % (VOCAB - 5)
                 writer.append({"tokens": tokens, **make(generator, tokens)})
@@ -123,20 +123,20 @@ def test_gradients_of_any_split_are_those_of_the_whole(
     kind: str, dtype: torch.dtype, tolerance: float, sets: Callable[[str], Path], tmp_path: Path
 ) -> None:
     described = job(tmp_path, sets(kind), changes(kind), 1)
-    subject = subject_of(described.config, described.spec)
-    task, exact = subject.task(), torch.float64
-    model = subject.model().to_empty(device="cpu").to(exact)
+    workload = make_workload(described.config, described.spec)
+    task, exact = workload.task(), torch.float64
+    model = workload.model().to_empty(device="cpu").to(exact)
     for name, parameter in model.named_parameters():
         start = model.start(name, tuple(parameter.shape))
-        parameter.data.copy_(draw(start, 0, name, 0, parameter.numel(), "cpu", exact).view_as(parameter))
-    ((rows, _),) = subject.train(described.train_tokens)
+        parameter.data.copy_(draw_init_slice(start, 0, name, 0, parameter.numel(), "cpu", exact).view_as(parameter))
+    ((rows, _),) = workload.train_data(described.train_tokens)
 
     def gradients(samples: list[Any], borders: list[int], of: torch.dtype) -> tuple[float, int, torch.Tensor]:
         model.to(of).zero_grad(set_to_none=False)
         loss, weight = 0.0, 0
         for start, stop in zip([0, *borders], [*borders, len(samples)], strict=True):
             batch = task.collate(samples[start:stop])
-            part = task.loss_sum(model, batch, Draws(0, 1, batch.samples))
+            part = task.loss_sum(model, batch, CounterRNG(0, 1, batch.samples))
             part.backward()
             loss, weight = loss + part.item(), weight + batch.weight
         found = [p.grad for p in model.parameters()]
@@ -174,7 +174,9 @@ def test_ranks_with_unlike_shares_walk_one_curve(kind: str, sets: Callable[[str]
         }
         print(f"{name} apart:", ", ".join(f"{what} {value:.1e}" for what, value in apart.items()))
         assert max(apart.values()) < EXACT, apart
-        scores = [[event["scores"] for event in runs.events(tmp_path / run, Kind.EVALUATED)] for run in ("one", name)]
+        scores = [
+            [event["scores"] for event in runs.events(tmp_path / run, EventKind.EVALUATED)] for run in ("one", name)
+        ]
         assert scores[0] == scores[1]
         assert scores[0][0]["accuracy"] >= 0
 
@@ -184,11 +186,11 @@ def test_killed_and_resumed_it_is_the_same_to_the_bit(kind: str, sets: Callable[
     quiet = walk(2, tmp_path / "quiet", sets(kind), shares=[5, 3], **written(kind))
     run = tmp_path / "killed"
     run.mkdir()
-    often = changes(kind) | {"checkpoint.every": 3, "balance.work": [5, 3]}
+    often = changes(kind) | {"checkpoint.every": 3, "balance.batch": [5, 3]}
     kwargs = {"step": 6, "number": signal.SIGKILL, "ranks": [1]}
     codes = run_ranks(train_with_signal, 2, restarts=1, run=str(run), data=str(sets(kind)), changes=often, **kwargs)
     assert codes == [0, 0]
-    assert len(runs.events(run, Kind.RESUMED)) == 1
+    assert len(runs.events(run, EventKind.RESUMED)) == 1
     killed = runs.outcome(run)
     assert killed.losses == quiet.losses
     assert killed.evaluations == quiet.evaluations

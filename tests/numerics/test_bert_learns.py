@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from phalanx.config.schema import Config
-from phalanx.core.events import Kind
-from phalanx.data.label_rows import ordered
-from phalanx.data.prepare import Prepared
+from phalanx.core.events import EventKind
+from phalanx.data.label_rows import order_labels
+from phalanx.data.prepare import PreparedData
 from phalanx.data.prepare_records import prepare_for
-from phalanx.data.record_files import Columns
+from phalanx.data.record_files import RecordSet
 from phalanx.data.token_files import TokenFile
 from tests.code_tags import write_conll
 from tests.numerics import runs
@@ -20,7 +20,7 @@ from tests.numerics.runs import walk
 MODEL = {"architecture": "bert", "hidden": 64, "layers": 1, "heads": 4, "init_std": 0.12}
 
 
-def prepared(folder: Path, source: Any, task: dict[str, Any], **data: Any) -> tuple[Prepared, Path]:
+def prepared(folder: Path, source: Any, task: dict[str, Any], **data: Any) -> tuple[PreparedData, Path]:
     """The prepared data, and a folder with its sets as `walk` looks for them."""
     keys = {"source": source, "tokenizer": "train", "cache": str(folder / "cache"), "held_out": 0.15, **data}
     made = prepare_for(Config.model_validate({"model": MODEL, "task": task, "data": keys}))
@@ -45,7 +45,7 @@ def test_masked_tokens_are_told_from_those_around_them(tmp_path: Path) -> None:
         optim__warmup_steps=30, optim__decay_steps=500, optim__clip_norm=1.0,
     )  # fmt: skip
     (loss,) = outcome.evaluations.values()
-    (scores,) = [event["scores"] for event in runs.events(tmp_path / "run", Kind.EVALUATED)]
+    (scores,) = [event["scores"] for event in runs.events(tmp_path / "run", EventKind.EVALUATED)]
     print(f"{loss:.3f} nats for a masked token, {alone:.3f} from how often tokens are; {scores}")
     assert loss < alone - 0.5
     assert scores["accuracy"] > 0.15
@@ -55,14 +55,14 @@ def test_entities_are_found(tmp_path: Path) -> None:
     write_conll(tmp_path / "code.conll", ["json/decoder.py", "json/encoder.py", "heapq.py", "textwrap.py", "shlex.py"])
     source = str(tmp_path / "code.conll")
     made, sets = prepared(tmp_path, source, {"kind": "tag"}, tokenizer_vocab=600)
-    labels = ordered(Columns(made.train[0][0]).facts["labels"])
+    labels = order_labels(RecordSet(made.train[0][0]).facts["labels"])
     assert labels == ["O", "B-ATTRIBUTE", "B-BUILTIN", "B-DEFINED", "B-KEYWORD", "B-NUMBER", "I-ATTRIBUTE"]
     walk(
         1, tmp_path / "run", sets, model=MODEL | {"vocab_size": made.vocab_size}, data__seq_len=64, train__steps=150,
         task={"kind": "tag", "labels": labels}, train__global_batch=32, train__micro_batch=32, train__dtype="fp32",
         train__eval_sequences=1000, optim__lr=4e-3, optim__decay_steps=150, optim__clip_norm=1.0,
     )  # fmt: skip
-    (scores,) = [event["scores"] for event in runs.events(tmp_path / "run", Kind.EVALUATED)]
+    (scores,) = [event["scores"] for event in runs.events(tmp_path / "run", EventKind.EVALUATED)]
     print(scores)
     assert scores["accuracy"] > 0.9
     assert scores["f1"] > 0.75

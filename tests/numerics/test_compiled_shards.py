@@ -15,7 +15,7 @@ def compilations(placement: Placement, run: str, data: str, steps: int, shares: 
 
     counter = CompileCounterWithBackend("aot_eager")
     torch.compile = functools.partial(torch.compile, backend=counter)  # type: ignore[assignment]
-    changes = {"parallel.data": "sharded", "parallel.zero": 3, "train.compile": True, "train.steps": steps}
+    changes = {"parallel.engine": "sharded", "parallel.zero": 3, "train.compile": True, "train.steps": steps}
     changes |= {"train.eval_sequences": 0, "train.micro_batch": 2, "optim.decay_steps": 12}
     assert runs.train(placement, run, data, changes, shares) == 0
     return counter.frame_count

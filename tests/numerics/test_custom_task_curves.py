@@ -15,14 +15,14 @@ from phalanx.comm.mesh import join
 from phalanx.config import load
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.models.counter_rng import Draws
-from phalanx.parallel.materialize import materialise
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.parallel.materialize import materialize
 from phalanx.tasks.task import Batch, Task
 from phalanx.trainer import run_folder, train_rank
 from phalanx.trainer.export import export_run
-from phalanx.trainer.loop import Loop, Run
+from phalanx.trainer.loop import TrainingJob, TrainingLoop
 from phalanx.trainer.resolve import resolve_with_files
-from phalanx.workload.build import build
+from phalanx.workload.build import build_components
 from phalanx.workload.step import evaluate, run_micro_batches
 from tests.helpers import ROOT, run_ranks
 from tests.numerics import runs
@@ -35,7 +35,7 @@ RECIPE: dict[str, dict[str, Any]] = {
               "eval_every": 6},
     "optim": {"lr": 1e-2, "clip_norm": 0.9, "decay_steps": STEPS},
     "checkpoint": {"every": 4},
-    "balance": {"work": "even"},
+    "balance": {"batch": "even"},
     "comm": {"timeout_s": 30},
     "report": {"tensorboard": False},
 }  # fmt: skip
@@ -55,14 +55,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def job(run: Path, images: str, changes: dict[str, Any], world: int) -> Run:
+def job(run: Path, images: str, changes: dict[str, Any], world: int) -> TrainingJob:
     tree = {section: dict(keys) for section, keys in RECIPE.items()}
     tree["task"]["options"] = {**tree["task"]["options"], "folder": images}
     for key, value in changes.items():
         section, _, leaf = key.partition(".")
         tree.setdefault(section, {})[leaf] = value
-    config, _ = load.resolve(load.check(tree, "the tests' recipe"), device="cpu", world=world)
-    return Run(config, None, RunPaths(run), [], {})
+    config, _ = load.resolve_autos(load.build_config(tree, "the tests' recipe"), device="cpu", world=world)
+    return TrainingJob(config, None, RunPaths(run), [], {})
 
 
 def train(placement: Placement, run: str, images: str, changes: dict[str, Any], dies_in: int | None = None) -> int:
@@ -72,17 +72,17 @@ def train(placement: Placement, run: str, images: str, changes: dict[str, Any], 
     if dies_in is not None and placement.attempt == 1:
         import os
 
-        walk = Loop.train_one
+        walk = TrainingLoop.train_step
 
-        def train_one(loop: Loop, step: int) -> str | None:
+        def train_one(loop: TrainingLoop, step: int) -> str | None:
             if step == dies_in and placement.rank == placement.world - 1:
                 loop.saver.wait()  # there is a checkpoint
                 os._exit(9)
             return walk(loop, step)
 
-        loop_class: Any = Loop
-        loop_class.train_one = train_one  # of this forked process alone
-    return int(train_rank.run(described, where))
+        loop_class: Any = TrainingLoop
+        loop_class.train_step = train_one  # of this forked process alone
+    return int(train_rank.run_training(described, where))
 
 
 def walk(
@@ -102,8 +102,8 @@ def scores(run: Path) -> list[tuple[int, float]]:
 def test_any_ranks_and_shares_walk_one_curve(images: Path, tmp_path: Path) -> None:
     one = walk(1, tmp_path / "one", images)
     others = {
-        "uneven": walk(3, tmp_path / "uneven", images, balance__work=[5, 3, 1]),
-        "empty": walk(3, tmp_path / "empty", images, balance__work=[5, 4, 0], memory__activations="full"),
+        "uneven": walk(3, tmp_path / "uneven", images, balance__batch=[5, 3, 1]),
+        "empty": walk(3, tmp_path / "empty", images, balance__batch=[5, 4, 0], memory__activations="full"),
     }
     assert min(one.losses) < 0.7 * one.losses[0]
     for name, other in others.items():
@@ -119,8 +119,8 @@ def test_any_ranks_and_shares_walk_one_curve(images: Path, tmp_path: Path) -> No
 
 
 def test_killed_and_resumed_is_the_same_to_the_last_bit(images: Path, tmp_path: Path) -> None:
-    whole = walk(2, tmp_path / "whole", images, balance__work=[6, 3])
-    killed = walk(2, tmp_path / "killed", images, dies_in=7, restarts=1, balance__work=[6, 3])
+    whole = walk(2, tmp_path / "whole", images, balance__batch=[6, 3])
+    killed = walk(2, tmp_path / "killed", images, dies_in=7, restarts=1, balance__batch=[6, 3])
     assert runs.events(tmp_path / "killed", "resumed")[0]["step"] == 4
     assert killed.losses == whole.losses
     assert runs.same_bits(killed.state, whole.state)
@@ -128,15 +128,15 @@ def test_killed_and_resumed_is_the_same_to_the_last_bit(images: Path, tmp_path: 
 
 def gradients(placement: Placement, images: str, dtype: str, work: list[int]) -> dict[str, list[float]]:
     """One step's whole gradients, divided by nothing, of a batch cut into these shares."""
-    changes = {"balance.work": work, "train.dtype": dtype, "train.global_batch": sum(work)}
+    changes = {"balance.batch": work, "train.dtype": dtype, "train.global_batch": sum(work)}
     if placement.world > 1:  # the twin leaves gradients where autograd puts them
-        changes["parallel.data"] = "fsdp2"
+        changes["parallel.engine"] = "fsdp2"
     described = job(Path("nowhere"), images, changes, placement.world)
     torch.set_num_threads(1)
     with join(placement, 30) as mesh:
-        parts = build(described.config, None, mesh, [], {})
-        materialise(parts.model, parts.engine, parts.starting_weights)
-        batches = [parts.task.collate(samples) for samples in parts.train.batches(0, parts.sharing.division)]
+        parts = build_components(described.config, None, mesh, [], {})
+        materialize(parts.model, parts.engine, parts.starting_weights)
+        batches = [parts.task.collate(samples) for samples in parts.train.batches(0, parts.work_split.division)]
         parts.engine.begin_step(1, sum(batch.weight for batch in batches), 1e-3, None)
         run_micro_batches(parts.engine, parts.model, parts.task, batches, seed=0, step=1, nominal_weight=1)
         found = {}
@@ -155,7 +155,7 @@ class Kinds(Task):
     def nominal_weight(self, global_batch: int) -> int:
         return global_batch
 
-    def loss_sum(self, model: nn.Module, batch: Batch, draws: Draws | None) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch, draws: CounterRNG | None) -> Tensor:
         return model(batch.inputs["x"]).sum() * 0.0
 
     def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ def test_gradients_of_shares_are_those_of_one_process(dtype: str, near: float, i
 
 def test_it_learns_the_digits_and_its_export_computes_the_same(tmp_path: Path) -> None:
     """Real pictures: scikit-learn's digits, held out ones told with more than 95 % right after 200 steps."""
-    config = load.load(
+    config = load.load_recipe(
         ROOT / "recipes" / "digits.yaml",
         ["train.steps=200", f"task.code={ROOT}/examples/vision_task.py", "task.options={width: 16, depth: 2}",
          "train.micro_batch=32", "train.eval_every=0", "report.tensorboard=false"],
@@ -206,19 +206,19 @@ def learn(placement: Placement, run: str, text: str) -> float:
     from safetensors.torch import load_file
 
     from phalanx.models.user_code import load_class
-    from phalanx.tasks.custom import OwnTask
+    from phalanx.tasks.custom import CustomTask
 
     paths = RunPaths(Path(run) / "run")
     paths.root.mkdir()
-    config, _ = load.resolve(load.check(load.parse_yaml(text, "it"), "it"), device="cpu", world=1)
+    config, _ = load.resolve_autos(load.build_config(load.parse_yaml(text, "it"), "it"), device="cpu", world=1)
     answer = resolve_with_files(load.to_yaml(config), ["cpu"], 1, 1, None)
-    config = load.check(load.parse_yaml(answer["config"], "answer"), "answer")
+    config = load.build_config(load.parse_yaml(answer["config"], "answer"), "answer")
     run_folder.write_start(paths, config, answer["tokenizer"])
     where = dataclasses.replace(placement, threads=1)
-    assert train_rank.run(Run(config, None, paths, [], {}), where) == 0
+    assert train_rank.run_training(TrainingJob(config, None, paths, [], {}), where) == 0
     export_run(paths, Path(run) / "exported", None)
     # A reader needs no more than the folder: the class of its task.py, the options, the tensors by their own names.
-    task_class: Any = load_class("task.code", Path(run) / "exported" / "task.py", "Task", OwnTask)
+    task_class: Any = load_class("task.code", Path(run) / "exported" / "task.py", "Task", CustomTask)
     made = task_class(width=16, depth=2)
     model = made.model()
     model.load_state_dict(load_file(Path(run) / "exported" / "model.safetensors"))
@@ -251,6 +251,6 @@ def launched(placement: Placement, folder: str) -> tuple[int, int, str]:
     paths = RunPaths(Path(folder) / "run")
     train: dict[str, Any] = {"steps": 30, "global_batch": 4, "micro_batch": 2, "eval_sequences": 0}
     tree = {"task": {"code": f"{folder}/task.py"}, "train": train, "report": {"tensorboard": False}}
-    code = local.train(load.check(tree, "the test's recipe"), paths, 2, {})
+    code = local.train(load.build_config(tree, "the test's recipe"), paths, 2, {})
     logs = "".join(path.read_text() for path in sorted((paths.root / "logs").rglob("*.log")))
     return code, len(runs.events(paths.root, "attempt_started")), logs

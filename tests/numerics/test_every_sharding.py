@@ -16,8 +16,8 @@ from torch import nn
 from phalanx.comm.mesh import join
 from phalanx.core.placement import Placement
 from phalanx.engine.interface import Precision
-from phalanx.engine.sharding_spec import Sharding
-from phalanx.optim.torch_optimizers import from_torch
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.optim.torch_optimizers import make_torch_rule
 from tests.dist.engine_cases import ADAMW, DECAY, FLOAT64, WIDTH, Batch, Driven, Net, Twin, batches
 from tests.helpers import ALL, run_ranks
 
@@ -25,7 +25,7 @@ STEPS = 50 if ALL else 12
 CLIP = 20.0  # less than the first norms and more than some of the others
 MOMENTUM = 0.9
 FLOAT32 = Precision(torch.float32, torch.float32)
-SGD = from_torch("sgd", lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY, options={"momentum": MOMENTUM})
+SGD = make_torch_rule("sgd", lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY, options={"momentum": MOMENTUM})
 MODES = list(itertools.product((1, 2, 3), ("per_step", "per_micro_batch")))
 
 
@@ -83,7 +83,7 @@ def ways(placement: Placement, exact: bool) -> dict[str, float]:
         assert min(twin.norms) < CLIP < max(twin.norms)
         for (zero, reduce), weights in itertools.product(MODES, shares(mesh.world)):
             # So little travels in one part anyway; the lane would be told of three more that hold nothing.
-            model, sharding = copy.deepcopy(start), Sharding(zero, reduce, weights, parts=1)
+            model, sharding = copy.deepcopy(start), ShardingSpec(zero, reduce, weights, parts=1)
             driven = Driven(mesh, model, model.units(), sharding, CLIP, rule, precision, twin=twin.model)
             driven.twin = twin
             driven.walk(STEPS, data, twin=False)

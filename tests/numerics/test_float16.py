@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phalanx.core.errors import Diverged
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
@@ -30,7 +30,7 @@ def exact(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_is_close_to_float64(ranks: int, exact: Outcome, tokens: Path, tmp_path: Path) -> None:
-    half = walk(ranks, tmp_path, tokens, **HALF, train__loss_scale_steps=3)
+    half = walk(ranks, tmp_path, tokens, **HALF, train__loss_scale_growth_interval=3)
     apart = max(abs(a - b) for a, b in zip(half.losses, exact.losses, strict=True))
     print(f"fp16 on {ranks}: losses {apart:.1e} apart")
     assert 0 < apart < 5e-3
@@ -47,12 +47,12 @@ def test_a_scale_that_is_far_too_high_costs_steps_and_ends_no_run(tokens: Path, 
     assert skipped.index(False) > 20, "more in a row than end a run whose gradient no scale can save"
     assert not all(skipped[-3:])
     assert found == [2.0 ** (50 - sum(skipped[:step])) for step in range(40)]
-    assert len(runs.events(tmp_path, Kind.STEP_SKIPPED)) == sum(skipped)
+    assert len(runs.events(tmp_path, EventKind.STEP_SKIPPED)) == sum(skipped)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resumed_is_bitwise_the_undisturbed(ranks: int, tokens: Path, tmp_path: Path) -> None:
-    changes = HALF | {"train__loss_scale": 2.0**24, "train__loss_scale_steps": 3}
+    changes = HALF | {"train__loss_scale": 2.0**24, "train__loss_scale_growth_interval": 3}
     whole = walk(ranks, tmp_path / "whole", tokens, **changes)
     walk(ranks, tmp_path / "cut", tokens, **changes | {"train__steps": 5})
     cut = walk(ranks, tmp_path / "cut", tokens, **changes)
@@ -68,11 +68,11 @@ def lose_a_parameter(placement: Placement, run: str, data: str) -> str:
     described = runs.job(run, data, changes | {"train.global_batch": 1, "train.micro_batch": 1}, 1)
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        piece = next(piece for piece in loop.parts.engine.pieces() if piece.name == "head.norm.weight")
+        piece = next(piece for piece in loop.components.engine.pieces() if piece.name == "head.norm.weight")
         with torch.no_grad():
-            loop.parts.model.head.norm.weight[0] = piece.tensor[0] = float("nan")
+            loop.components.model.head.norm.weight[0] = piece.tensor[0] = float("nan")
         try:
-            train_rank.train(loop, 0)
+            train_rank.run_steps(loop, 0)
         except Diverged as error:
             return str(error)
     return "it went on"

@@ -10,10 +10,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.core.placement import Placement
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.optim import gradients
 from phalanx.tasks.task import Batch
-from phalanx.trainer.loop import Loop
+from phalanx.trainer.loop import TrainingLoop
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import distance, farthest, same_bits, walk
@@ -31,8 +31,8 @@ def test_recomputed_activations_give_the_same_bits(ranks: int, activations: str,
 
 
 OFFLOADED: list[tuple[int, dict[str, Any]]] = [
-    (1, {"parallel__data": "single"}),
-    (2, {"parallel__data": "fsdp2", "train__dtype": "bf16"}),
+    (1, {"parallel__engine": "single"}),
+    (2, {"parallel__engine": "fsdp2", "train__dtype": "bf16"}),
     (2, {"parallel__zero": 1}),
     (3, {"parallel__zero": 2, "train__micro_batch": 1}),
     (2, {"parallel__zero": 3, "train__dtype": "fp32"}),
@@ -45,7 +45,7 @@ def test_inputs_that_waited_on_the_host_give_the_same_bits(
 ) -> None:
     asked = {"train__steps": 6, "train__micro_batch": 2, "model__layers": 3, "train__eval_every": 3} | how
     kept, full, moved = (
-        walk(ranks, tmp_path / mode, tokens, **asked, memory__activations=mode, memory__horizon=1)
+        walk(ranks, tmp_path / mode, tokens, **asked, memory__activations=mode, memory__offload_prefetch_blocks=1)
         for mode in ("none", "full", "offload")
     )
     assert moved.losses == full.losses == kept.losses
@@ -64,9 +64,9 @@ def count_forwards(placement: Placement, run: str, data: str, activations: str) 
 
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        for block in loop.parts.model.layers:
+        for block in loop.components.model.layers:
             block.mlp_norm.register_forward_pre_hook(note)
-        loop.train_one(1)
+        loop.train_step(1)
     return calls
 
 
@@ -100,10 +100,10 @@ class _Counted(TorchDispatchMode):
         return sum(size for reference, size in self.made.values() if not reference.expired())
 
 
-def batches_of(loop: Loop) -> list[Batch]:
+def batches_of(loop: TrainingLoop) -> list[Batch]:
     """The micro-batches of the first step."""
-    parts = loop.parts
-    return [parts.task.collate(samples) for samples in parts.train.batches(0, parts.sharing.division)]
+    parts = loop.components
+    return [parts.task.collate(samples) for samples in parts.train.batches(0, parts.work_split.division)]
 
 
 def keep(placement: Placement, run: str, data: str, activations: str) -> list[int]:
@@ -113,7 +113,7 @@ def keep(placement: Placement, run: str, data: str, activations: str) -> list[in
         loop.restore()
         batch = batches_of(loop)[0]
         with _Counted() as seen:
-            loss = loop.parts.task.loss_sum(loop.parts.model, batch, Draws(0, 1, batch.samples))
+            loss = loop.components.task.loss_sum(loop.components.model, batch, CounterRNG(0, 1, batch.samples))
             held = seen.held_bytes()
             seen.products = seen.attentions = 0
             loss.backward()
@@ -139,7 +139,7 @@ def test_compiled_blocks_walk_the_same_curve(tokens: Path, tmp_path: Path) -> No
     plain = walk(1, tmp_path / "plain", tokens, **asked)
     compiled = walk(
         1, tmp_path / "compiled", tokens, **asked, train__compile=True, memory__activations="offload",
-        memory__horizon=1, parallel__data="fsdp2",
+        memory__offload_prefetch_blocks=1, parallel__engine="fsdp2",
     )  # fmt: skip
     apart = farthest(compiled.losses, plain.losses), distance(compiled.state, plain.state, "param")
     print("compiled: losses {:.1e}, parameters {:.1e} apart".format(*apart))
@@ -168,11 +168,11 @@ def sum_of_bf16_gradients(placement: Placement, run: str, data: str) -> int:
     """The same step's gradients, each computed in bf16 by itself, summed in float64 and saved as the first moment."""
     described = runs.job(run, data, ONE_STEP, 1)
     with runs.loop_of(placement, described) as loop:
-        parts = loop.parts
+        parts = loop.components
         loop.restore()
         wide: dict[str, torch.Tensor] = {}
         for batch in batches_of(loop):
-            loss = parts.task.loss_sum(parts.model, batch, Draws(described.config.train.seed, 1, batch.samples))
+            loss = parts.task.loss_sum(parts.model, batch, CounterRNG(described.config.train.seed, 1, batch.samples))
             gradients.backward(loss, parts.nominal_weight)
             for name, parameter in parts.model.named_parameters():
                 assert parameter.grad is not None

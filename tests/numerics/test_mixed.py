@@ -11,7 +11,7 @@ from phalanx.config import load
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine import fsdp2
-from phalanx.engine.sharded import Sharded
+from phalanx.engine.sharded import ShardedEngine
 from phalanx.system import accelerator
 from phalanx.trainer import train_rank
 from tests.helpers import run_ranks
@@ -38,20 +38,20 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
     fsdp2.collectives.reduce_scatter = noting(collectives.reduce_scatter)
     described = runs.job(run, data, MIXED | changes, placement.world)
     with runs.loop_of(placement, described) as loop:
-        if isinstance(loop.parts.engine, Sharded):
-            moves = loop.parts.engine._ways.trained
+        if isinstance(loop.components.engine, ShardedEngine):
+            moves = loop.components.engine._routes.trained
             gather, reduce_scatter = moves.all_gather, moves.reduce_scatter
             noted = noting(lambda output, shard, cuts: gather(output, cuts))
             moves.all_gather = lambda tensor, cuts: noted(tensor, tensor, cuts)  # type: ignore[method-assign]
             summed = noting(lambda tensor, into, cuts: reduce_scatter(tensor, cuts, into))
             moves.reduce_scatter = lambda tensor, cuts, into: summed(tensor, into, cuts)  # type: ignore[method-assign]
-        assert train_rank.train(loop, loop.restore()) == 0
+        assert train_rank.run_steps(loop, loop.restore()) == 0
         saved = runs.state(Path(run))
-        with loop.parts.engine.full_parameters() as whole:
+        with loop.components.engine.full_parameters() as whole:
             for name, tensor in whole.items():
                 assert tensor.dtype == TYPES[types[placement.rank]]
                 assert torch.equal(tensor.flatten(), saved[f"param/{name}"].to(tensor.dtype)), name
-    return [sorted(travelled), loop.parts.engine.loss_scale is not None]
+    return [sorted(travelled), loop.components.engine.loss_scale is not None]
 
 
 def mixed(folder: Path, tokens: Path, types: list[str], **changes: Any) -> tuple[runs.Outcome, list[Any]]:
@@ -64,10 +64,10 @@ def mixed(folder: Path, tokens: Path, types: list[str], **changes: Any) -> tuple
 @pytest.mark.parametrize(
     ("types", "changes"),
     [
-        (["bf16", "fp32"], {"parallel__data": "fsdp2"}),
-        (["bf16", "fp32"], {"parallel__zero": 1, "optim__slots": 2}),
-        (["bf16", "fp32"], {"parallel__zero": 3, "balance__state": [1, 3]}),
-        (["fp32", "bf16", "fp16"], {"parallel__data": "fsdp2"}),
+        (["bf16", "fp32"], {"parallel__engine": "fsdp2"}),
+        (["bf16", "fp32"], {"parallel__zero": 1, "optim__double_buffer": True}),
+        (["bf16", "fp32"], {"parallel__zero": 3, "balance__optimizer_state": [1, 3]}),
+        (["fp32", "bf16", "fp16"], {"parallel__engine": "fsdp2"}),
         (["fp32", "bf16", "fp16"], {"parallel__zero": 2}),
         (["fp16", "fp32"], {"memory__activations": "full"}),
     ],
@@ -117,8 +117,8 @@ def test_ranks_that_resolved_the_type_each_for_itself_are_refused(tokens: Path, 
 
 
 def test_auto_is_mixed_where_devices_differ() -> None:
-    config = load.check({"model": {"hidden": 16, "layers": 1, "heads": 2}}, "the recipe")
+    config = load.build_config({"model": {"hidden": 16, "layers": 1, "heads": 2}}, "the recipe")
     for bf16, differ, expected in ((True, False, "bf16"), (False, False, "fp16"), (False, True, "mixed")):
-        resolved, reasons = load.resolve(config, device="gpu", world=2, bf16=bf16, differ=differ)
+        resolved, reasons = load.resolve_autos(config, device="gpu", world=2, bf16=bf16, differ=differ)
         assert resolved.train.dtype == expected
         assert "train.dtype" in [key for key, _, _ in reasons]

@@ -7,20 +7,20 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.data.loader import Loader
-from phalanx.data.packing import Form, rows_of
+from phalanx.data.packing import PackingOptions, make_rows
 from phalanx.data.token_files import TokenFile
 from phalanx.layout.balance import Division
 from phalanx.layout.model_shape import parameter_shapes
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama, init_slice
 from phalanx.optim.lr_schedule import learning_rate
-from phalanx.tasks.language import LanguageModel
+from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Task
-from phalanx.trainer.loop import Run
+from phalanx.trainer.loop import TrainingJob
 from tests.numerics import runs
 
 
-def plain_loop(job: Run, masked: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def plain_loop(job: TrainingJob, masked: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms before clipping and final parameters by name, in float64."""
     config, optim = job.config, job.config.optim
     model = Llama(job.spec).double()
@@ -34,14 +34,14 @@ def plain_loop(job: Run, masked: bool) -> tuple[list[float], list[float], dict[s
     ]
     adam = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     [(folder, weight)] = job.train_tokens
-    rows = rows_of(TokenFile(folder), Form(config.data.seq_len), 0)
+    rows = make_rows(TokenFile(folder), PackingOptions(config.data.seq_len), 0)
     loader = Loader([(rows, weight)], config.train.global_batch, 0, 0)
-    task: Task = LanguageModel(config.data.seq_len)
+    task: Task = CausalLMTask(config.data.seq_len)
     task = runs.Masked(task) if masked else task
     losses, norms = [], []
     for step in range(1, config.train.steps + 1):
         batch = task.collate(loader.batches(step - 1, Division((config.train.global_batch,), 1))[0])
-        logits = model(batch.inputs["tokens"], draws=Draws(config.train.seed, step, batch.samples))
+        logits = model(batch.inputs["tokens"], draws=CounterRNG(config.train.seed, step, batch.samples))
         loss = F.cross_entropy(logits.flatten(0, 1), batch.inputs["labels"].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), optim.clip_norm or float("inf"))

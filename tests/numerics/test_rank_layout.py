@@ -42,7 +42,7 @@ def test_ranks_in_float64(ranks: int, alone: Outcome, tokens: Path, tmp_path: Pa
 
 
 def test_both_engines_on_one_rank(alone: Outcome, tokens: Path, tmp_path: Path) -> None:
-    assert_same(walk(1, tmp_path, tokens, parallel__data="fsdp2"), alone)
+    assert_same(walk(1, tmp_path, tokens, parallel__engine="fsdp2"), alone)
 
 
 def test_ranks_that_have_nothing_to_do(tokens: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_first_gradients_in_fp32(tokens: Path, tmp_path: Path) -> None:
     for name, ranks, changes in [
         ("single", 1, {}),
         ("accumulated", 1, {"train__micro_batch": 3}),
-        ("fsdp2", 1, {"parallel__data": "fsdp2"}),
+        ("fsdp2", 1, {"parallel__engine": "fsdp2"}),
         ("two", 2, {}),
         ("three", 3, {"train__micro_batch": 2}),
         ("five", 5, {}),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.core.placement import Placement
-from phalanx.engine.sharded import Sharded
+from phalanx.engine.sharded import ShardedEngine
 from phalanx.optim import gradients
 from tests.helpers import ALL, run_ranks
 from tests.numerics import runs
@@ -38,19 +38,23 @@ def one(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Walked:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_even_shards_in_float64(ranks: int, zero: int, one: Walked, tokens: Path, tmp_path: Path) -> None:
-    assert_same(walk(ranks, tmp_path, tokens, **STEPS, parallel__data="sharded", parallel__zero=zero), one(**STEPS))
+    assert_same(walk(ranks, tmp_path, tokens, **STEPS, parallel__engine="sharded", parallel__zero=zero), one(**STEPS))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("state", [[4, 2, 1], [1, 0, 2], [0, 0, 1]])
 def test_uneven_shards(state: list[int], zero: int, one: Walked, tokens: Path, tmp_path: Path) -> None:
-    assert_same(walk(3, tmp_path, tokens, **STEPS, balance__state=state, parallel__zero=zero), one(**STEPS))
+    assert_same(walk(3, tmp_path, tokens, **STEPS, balance__optimizer_state=state, parallel__zero=zero), one(**STEPS))
 
 
 @pytest.mark.parametrize("reduce", ["per_step", "per_micro_batch"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_micro_batches(zero: int, reduce: str, one: Walked, tokens: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"parallel__zero": zero, "parallel__reduce": reduce, "balance__state": [3, 1]}
+    changes: dict[str, Any] = {
+        "parallel__zero": zero,
+        "parallel__grad_reduce": reduce,
+        "balance__optimizer_state": [3, 1],
+    }
     assert_same(walk(2, tmp_path, tokens, **STEPS, **changes, train__micro_batch=1), one(**STEPS))
 
 
@@ -58,7 +62,7 @@ def test_micro_batches(zero: int, reduce: str, one: Walked, tokens: Path, tmp_pa
 @pytest.mark.parametrize("clip", [None, 0.9, 100.0])
 def test_two_slots(zero: int, clip: float | None, one: Walked, tokens: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"optim__clip_norm": clip, **STEPS}
-    two = walk(2, tmp_path, tokens, **changes, parallel__zero=zero, optim__slots=2, train__micro_batch=2)
+    two = walk(2, tmp_path, tokens, **changes, parallel__zero=zero, optim__double_buffer=True, train__micro_batch=2)
     assert_same(two, one(**changes))
 
 
@@ -67,15 +71,15 @@ def test_two_slots(zero: int, clip: float | None, one: Walked, tokens: Path, tmp
 def test_copies_of_the_state(
     ranks: int, state: list[int] | str, zero: int, one: Walked, tokens: Path, tmp_path: Path
 ) -> None:
-    changes: dict[str, Any] = {"parallel__zero": zero, "balance__state": state, "train__micro_batch": 1}
+    changes: dict[str, Any] = {"parallel__zero": zero, "balance__optimizer_state": state, "train__micro_batch": 1}
     assert_same(walk(ranks, tmp_path, tokens, **STEPS, parallel__shard_degree=2, **changes), one(**STEPS))
 
 
 def with_a_slow_lane(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
     """A run in which rank 0's lane learns late what the ranks have agreed on, and rank 1 begins its steps late."""
-    fold, begin = gradients.fold, Sharded.begin_step
+    fold, begin = gradients.compute_norm_and_divisor, ShardedEngine.begin_step
 
-    def late(engine: Sharded, *arguments: Any) -> None:
+    def late(engine: ShardedEngine, *arguments: Any) -> None:
         time.sleep(0.03 if placement.rank == 1 else 0.0)
         begin(engine, *arguments)
 
@@ -83,13 +87,13 @@ def with_a_slow_lane(placement: Placement, run: str, data: str, changes: dict[st
         time.sleep(0.1 if placement.rank == 0 else 0.0)
         return fold(*arguments, **settings)
 
-    gradients.fold, Sharded.begin_step = slowly, late  # type: ignore[method-assign]
+    gradients.compute_norm_and_divisor, ShardedEngine.begin_step = slowly, late  # type: ignore[method-assign]
     return runs.train(placement, run, data, changes)
 
 
 def test_a_lane_that_lags_behind_takes_the_same_way(tokens: Path, tmp_path: Path) -> None:
     # Whether a step may be updated early depends on the norm of the one before, which the lanes write.
-    changes = {"optim.slots": 2, "optim.clip_norm": 100.0, "train.steps": 6}
+    changes = {"optim.double_buffer": True, "optim.clip_norm": 100.0, "train.steps": 6}
     arguments = {"run": str(tmp_path / "two"), "data": str(tokens), "changes": changes}
     assert run_ranks(with_a_slow_lane, 2, timeout_s=240, **arguments) == [0, 0]
     one = walk(1, tmp_path / "one", tokens, optim__clip_norm=100.0, train__steps=6)

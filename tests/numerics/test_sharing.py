@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.disk.load import find, step_folder
-from phalanx.core.events import Kind
+from phalanx.checkpoint.disk.load import list_steps, step_folder
+from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import balance
 from phalanx.layout.balance import Division
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.tasks.task import Batch, Task
 from phalanx.trainer import train_rank
 from tests.helpers import run_ranks
@@ -33,9 +33,9 @@ PAUSE_S = 0.01  # for a sequence, at speed 1
 
 @pytest.mark.parametrize("proportions", [[2, 1], [3, 1, 1], [5, 2, 0]])
 def test_given_shares(proportions: list[int], alone: Outcome, tokens: Path, tmp_path: Path) -> None:
-    shares = balance.scaled(8, Division(tuple(proportions), 1), [8] * len(proportions)).shares
+    shares = balance.scale_division(8, Division(tuple(proportions), 1), [8] * len(proportions)).shares
     assert_same(walk(len(shares), tmp_path, tokens, shares=shares, train__micro_batch=5), alone)
-    assert [event["shares"] for event in events(tmp_path, Kind.SHARED)] == [list(shares)]
+    assert [event["shares"] for event in events(tmp_path, EventKind.WORK_SPLIT)] == [list(shares)]
     assert all(record["shares"] == list(shares) for record in read_steps(RunPaths(tmp_path).metrics))
 
 
@@ -49,7 +49,7 @@ class Counted(Task):
     def collate(self, samples: Sequence[Any]) -> Batch:
         return self.task.collate(samples)
 
-    def loss_sum(self, model: Any, batch: Batch, draws: Draws | None) -> Any:
+    def loss_sum(self, model: Any, batch: Batch, draws: CounterRNG | None) -> Any:
         self.passes += draws is not None
         return self.task.loss_sum(model, batch, draws)
 
@@ -60,21 +60,21 @@ class Counted(Task):
 def counting(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
     """A run; returns how many forward passes this rank has trained with."""
     with loop_of(on_one_thread(placement), job(run, data, changes, placement.world)) as loop:
-        loop.parts.task = task = Counted(loop.parts.task)
-        assert train_rank.train(loop, loop.restore()) == 0
+        loop.components.task = task = Counted(loop.components.task)
+        assert train_rank.run_steps(loop, loop.restore()) == 0
         return task.passes
 
 
 # What is changed in the recipe, and whether ranks run as many micro-batches.
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "zero 1": ({"parallel.zero": 1}, False),
-    "zero 1, updated early": ({"parallel.zero": 1, "optim.slots": 2}, False),
-    "zero 1, reduced each time": ({"parallel.zero": 1, "parallel.reduce": "per_micro_batch"}, True),
+    "zero 1, updated early": ({"parallel.zero": 1, "optim.double_buffer": True}, False),
+    "zero 1, reduced each time": ({"parallel.zero": 1, "parallel.grad_reduce": "per_micro_batch"}, True),
     "zero 2": ({"parallel.zero": 2}, True),
-    "zero 2, reduced once": ({"parallel.zero": 2, "parallel.reduce": "per_step"}, False),
+    "zero 2, reduced once": ({"parallel.zero": 2, "parallel.grad_reduce": "per_step"}, False),
     "zero 3": ({"parallel.zero": 3}, True),
-    "zero 3, reduced once": ({"parallel.zero": 3, "parallel.reduce": "per_step"}, True),
-    "fsdp2": ({"parallel.data": "fsdp2"}, True),
+    "zero 3, reduced once": ({"parallel.zero": 3, "parallel.grad_reduce": "per_step"}, True),
+    "fsdp2": ({"parallel.engine": "fsdp2"}, True),
 }
 
 
@@ -84,12 +84,12 @@ def test_a_rank_runs_only_its_own_micro_batches_where_nothing_travels_in_one(
 ) -> None:
     """Of one sequence each: the slow rank has a third of those of the fast one, and the curve is that of one rank."""
     changes, lockstep = WAYS[way]
-    changes = changes | {"balance.work": [6, 2], "train.micro_batch": 1}
+    changes = changes | {"balance.batch": [6, 2], "train.micro_batch": 1}
     found = run_ranks(counting, 2, timeout_s=240, run=str(tmp_path), data=str(tokens), changes=changes)
     assert found == [30 * 6, 30 * (6 if lockstep else 2)]
     assert_same(outcome(tmp_path), alone)
     told = 6 if lockstep else [6, 2]
-    assert [event["parts"] for event in events(tmp_path, Kind.SHARED)] == [told]
+    assert [event["parts"] for event in events(tmp_path, EventKind.WORK_SPLIT)] == [told]
     assert all(record["parts"] == told for record in read_steps(RunPaths(tmp_path).metrics))
 
 
@@ -116,7 +116,7 @@ def test_copies_of_a_model_run_their_own_micro_batches(
 ) -> None:
     """All ranks that hold a copy together run those of the copy; one without a sequence runs one of weight 0."""
     changes = {f"parallel.{key}": value for key, value in keys.items()}
-    changes |= {"train.micro_batch": size, "balance.work": shares}
+    changes |= {"train.micro_batch": size, "balance.batch": shares}
     found = run_ranks(counting, 4, timeout_s=240, run=str(tmp_path), data=str(tokens), changes=changes)
     assert found == [30 * parts for parts in by_rank]
     assert_same(outcome(tmp_path), alone)
@@ -125,16 +125,16 @@ def test_copies_of_a_model_run_their_own_micro_batches(
 def changing(placement: Placement, run: str, data: str, shares: list[list[int]]) -> int:
     """A run that is divided otherwise in each step."""
     with loop_of(on_one_thread(placement), job(run, data, {"train.micro_batch": 3}, placement.world)) as loop:
-        sharing, turns = loop.parts.sharing, itertools.cycle(shares)
+        sharing, turns = loop.components.work_split, itertools.cycle(shares)
         settle = sharing.settle
 
         def settled() -> bool:
             asked = settle()
-            sharing.division = balance.in_parts(next(turns), sharing.most)
+            sharing.division = balance.cut_into_micro_batches(next(turns), sharing.micro_batch_limits)
             return asked
 
         sharing.settle = settled  # type: ignore[method-assign]
-        return int(train_rank.train(loop, loop.restore()))
+        return int(train_rank.run_steps(loop, loop.restore()))
 
 
 def test_shares_that_change_at_every_step(alone: Outcome, tokens: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ class Paced(Task):
         self.called.append(len(samples))
         return self.task.collate(samples)
 
-    def loss_sum(self, model: Any, batch: Batch, draws: Draws | None) -> Any:
+    def loss_sum(self, model: Any, batch: Batch, draws: CounterRNG | None) -> Any:
         return self.task.loss_sum(model, batch, draws)
 
     def nominal_weight(self, global_batch: int) -> int:
@@ -178,15 +178,15 @@ class Paced(Task):
     def stop(self) -> None: ...
 
 
-AUTO = {"balance.work": "auto", "train.steps": 16, "checkpoint.every": 6}
+AUTO = {"balance.batch": "auto", "train.steps": 16, "checkpoint.every": 6}
 
 
 def paced(placement: Placement, run: str, data: str, pauses: list[list[float]], changes: dict[str, Any]) -> list[Any]:
     """A run that measures; returns the exit code and the seconds that balancing took."""
     placement = on_one_thread(placement)
     with loop_of(placement, job(run, data, AUTO | changes, placement.world)) as loop:
-        loop.parts.task = loop.clock = Paced(loop.parts.task, pauses[placement.rank])
-        return [int(train_rank.train(loop, loop.restore())), loop.parts.sharing.balance_s]
+        loop.components.task = loop.clock = Paced(loop.components.task, pauses[placement.rank])
+        return [int(train_rank.run_steps(loop, loop.restore())), loop.components.work_split.balance_s]
 
 
 def walk_paced(ranks: int, run: Path, data: Path, pauses: list[list[float]], **changes: Any) -> Outcome:
@@ -199,8 +199,8 @@ def walk_paced(ranks: int, run: Path, data: Path, pauses: list[list[float]], **c
 def forget_behind(run: Path, step: int) -> None:
     """Remove the checkpoints of later steps."""
     folder = run / "checkpoints"
-    assert find(folder)[-1] == step
-    for later in find(folder)[:-1]:
+    assert list_steps(folder)[-1] == step
+    for later in list_steps(folder)[:-1]:
         shutil.rmtree(str(step_folder(folder, later)))
 
 
@@ -216,7 +216,7 @@ def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path
     assert shares[6][0] > shares[6][1]
     assert shares[-1][0] < shares[-1][1]
     assert all(record["busy_s"][0] >= PAUSE_S for record in read_steps(RunPaths(run).metrics))
-    told = events(run, Kind.RESHARED)
+    told = events(run, EventKind.WORK_REBALANCED)
     assert {event["parts"] for event in told} == {1}
     assert all(event["before_s"] > event["after_s"] > 0 for event in told)
     changes = [(step + 1, now) for step, (before, now) in enumerate(itertools.pairwise(shares), 1) if now != before]
@@ -233,14 +233,16 @@ def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path
     assert second.norms == first.norms
     for step in (12, 16):
         assert same_bits(state(again, step), state(run, step)), step
-    repeated = [(event["step"], event["shares"]) for event in events(again, Kind.RESHARED) if event["step"] <= 16]
+    repeated = [
+        (event["step"], event["shares"]) for event in events(again, EventKind.WORK_REBALANCED) if event["step"] <= 16
+    ]
     assert repeated == decided  # and none of it was written twice
-    assert len(events(again, Kind.SHARED)) == 1
+    assert len(events(again, EventKind.WORK_SPLIT)) == 1
 
     # On three ranks nothing of it can be repeated: they begin anew, and what was decided for two is taken back.
     forget_behind(again, 6)
     assert_same(walk_paced(3, again, tokens, [[PAUSE_S]] * 3), one)
-    assert [event["step"] for event in events(again, Kind.SHARED)] == [1, 7]
+    assert [event["step"] for event in events(again, EventKind.WORK_SPLIT)] == [1, 7]
 
 
 def test_measured_speeds_are_followed_where_only_one_sequence_fits(tokens: Path, tmp_path: Path) -> None:
@@ -253,7 +255,7 @@ def test_measured_speeds_are_followed_where_only_one_sequence_fits(tokens: Path,
     records = read_steps(RunPaths(run).metrics)
     assert [records[0]["shares"], records[0]["parts"]] == [[4, 4], 4]
     assert [records[-1]["shares"], records[-1]["parts"]] == [[6, 2], [6, 2]]
-    assert [(event["step"], event["parts"]) for event in events(run, Kind.RESHARED)] == [(4, [6, 2])]
+    assert [(event["step"], event["parts"]) for event in events(run, EventKind.WORK_REBALANCED)] == [(4, [6, 2])]
 
     shutil.copytree(run, again)
     forget_behind(again, 6)

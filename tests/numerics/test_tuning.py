@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.data.packing import Form, Packed
+from phalanx.data.packing import PackedRows, PackingOptions
 from phalanx.data.token_files import TokenFile, TokenWriter
 from tests.numerics.runs import VOCAB, Outcome, events, same_bits, walk
 from tests.numerics.test_rank_layout import assert_same
@@ -55,11 +55,11 @@ def test_the_run_is_as_hard_as_it_claims(tuned: tuple[Outcome, Path], tuning: Pa
     assert len({step["tokens"] for step in steps}) > 5
     assert outcome.losses[-1] < outcome.losses[0]
     assert set(outcome.evaluations) == set(itertools.product((5, STEPS), ("held_out", "other")))
-    rows = Packed(TokenFile(tuning / "train-a"), Form(16, packed=True), 0)
+    rows = PackedRows(TokenFile(tuning / "train-a"), PackingOptions(16, packed=True), 0)
     learnt = [row.learnt.sum() for row in map(rows.row, range(rows.count)) if row.learnt is not None]
     assert min(learnt) == 0 < max(learnt)
     assert max(len(row.lengths) for row in map(rows.row, range(rows.count)) if row.lengths is not None) >= 3
-    said = [event["message"] for event in events(run, Kind.WARNING)]
+    said = [event["message"] for event in events(run, EventKind.WARNING)]
     assert len(said) == 2
     assert all("documents are longer than data.seq_len 16 and are cut" in message for message in said)
 
@@ -82,7 +82,7 @@ def test_resumed_it_is_the_same_to_the_last_bit(tuned: tuple[Outcome, Path], tun
 def test_too_long_documents_may_be_left_out(tuned: tuple[Outcome, Path], tuning: Path, tmp_path: Path) -> None:
     found = walk(1, tmp_path, tuning, **TUNED | {"train__steps": 1, "data__too_long": "drop"})
     assert found.losses[0] != tuned[0].losses[0]
-    assert "are left out" in events(tmp_path, Kind.WARNING)[0]["message"]
+    assert "are left out" in events(tmp_path, EventKind.WARNING)[0]["message"]
 
 
 def test_isolated_text_in_a_mixture(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_any_ranks_walk_the_curve_of_one(rule: str, tokens: Path, tmp_path: Path) -> None:
-    changes = {"train__steps": 12, "optim__rule": rule} | RULES[rule]
+    changes = {"train__steps": 12, "optim__name": rule} | RULES[rule]
     alone = walk(1, tmp_path / "1", tokens, **changes)
     three = walk(3, tmp_path / "3", tokens, **changes)
     kinds = sorted({name.partition("/")[0] for name in alone.state})
@@ -36,7 +36,7 @@ def test_any_ranks_walk_the_curve_of_one(rule: str, tokens: Path, tmp_path: Path
 
 @pytest.mark.parametrize(("rule", "ranks"), [("adamw8bit", 1), ("adamw8bit", 2), ("sgd", 1)])
 def test_resumed_is_bitwise_the_undisturbed(rule: str, ranks: int, tokens: Path, tmp_path: Path) -> None:
-    changes = {"optim__rule": rule, "train__dtype": "bf16"} | RULES[rule] | {"train__steps": 6}
+    changes = {"optim__name": rule, "train__dtype": "bf16"} | RULES[rule] | {"train__steps": 6}
     whole = walk(ranks, tmp_path / "whole", tokens, **changes)
     walk(ranks, tmp_path / "cut", tokens, **changes | {"train__steps": 3})
     cut = walk(ranks, tmp_path / "cut", tokens, **changes)
@@ -45,8 +45,8 @@ def test_resumed_is_bitwise_the_undisturbed(rule: str, ranks: int, tokens: Path,
 
 
 def test_moments_in_8_bits_may_be_read_by_adamw(tokens: Path, tmp_path: Path) -> None:
-    walk(1, tmp_path, tokens, **WIDE | {"train__steps": 3}, optim__rule="adamw8bit")
-    on = walk(1, tmp_path, tokens, **WIDE | {"train__steps": 4}, optim__rule="adamw")
+    walk(1, tmp_path, tokens, **WIDE | {"train__steps": 3}, optim__name="adamw8bit")
+    on = walk(1, tmp_path, tokens, **WIDE | {"train__steps": 4}, optim__name="adamw")
     assert len(on.losses) == 4
 
 
@@ -61,7 +61,7 @@ def go_on(placement: Placement, run: str, data: str, changes: dict[str, Any]) ->
 
 def test_a_checkpoint_of_another_rule_is_refused_in_a_sentence(tokens: Path, tmp_path: Path) -> None:
     walk(1, tmp_path, tokens, train__steps=1)
-    changes = {"train.steps": 2, "optim.rule": "sgd", "optim.options": {"momentum": 0.9}}
+    changes = {"train.steps": 2, "optim.name": "sgd", "optim.options": {"momentum": 0.9}}
     (said,) = run_ranks(go_on, 1, run=str(tmp_path), data=str(tokens), changes=changes)
     assert "holds no elements" in said
     assert "of momentum_buffer of parameter embed.weight" in said

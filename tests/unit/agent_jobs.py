@@ -20,10 +20,10 @@ from typing import Any
 
 from phalanx.core import progress_page
 from phalanx.core.errors import CheckpointError, ConfigError
-from phalanx.core.placement import ExitCode, Kept, KeptFile, Placement
+from phalanx.core.placement import ExitCode, InMemoryCheckpoint, Placement, StateFileLocation
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node import attempt, standby
-from phalanx.elastic.node.agent import Job, run
+from phalanx.elastic.node.agent import NodeJob, run_local_job
 from phalanx.layout import hardware
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
@@ -105,10 +105,12 @@ def out_of_memory(placement: Placement) -> int:
 def starves(placement: Placement, steps: int = 0) -> int:
     """Is killed as by a kernel that counts it, a moment after the agent has begun to look. It was asked for larger
     micro-batches than it runs, which have 4 sequences unless it may have less."""
-    mine = progress_page.opened(placement.shared, placement.rank, placement.attempt)
+    mine = progress_page.open_progress_page(placement.shared, placement.rank, placement.attempt)
     for step in range(1, steps + 2):
-        mine.at("data", step)
-    mine.runs(min(4, hardware.limits(RunPaths(FOLDER / "run")).get(placement.rank, 64)))
+        mine.enter_phase("data", step)
+    mine.set_largest_micro_batch(
+        min(4, hardware.read_micro_batch_limits(RunPaths(FOLDER / "run")).get(placement.rank, 64))
+    )
     time.sleep(0.3)
     note(placement, "starved", 1)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -121,19 +123,21 @@ def starves_behind_a_step(placement: Placement) -> int:
 
 def eats(placement: Placement) -> int:
     """The last rank takes 100 MB for each of its 4 sequences, or of as many as it may have."""
-    mine = progress_page.opened(placement.shared, placement.rank, placement.attempt)
-    mine.at("data", 1)
+    mine = progress_page.open_progress_page(placement.shared, placement.rank, placement.attempt)
+    mine.enter_phase("data", 1)
     if placement.rank < placement.world - 1:
         time.sleep(60 if placement.attempt == 1 else 0)
         return 0
-    mine.runs(most := min(4, hardware.limits(RunPaths(FOLDER / "run")).get(placement.rank, 64)))
+    mine.set_largest_micro_batch(
+        most := min(4, hardware.read_micro_batch_limits(RunPaths(FOLDER / "run")).get(placement.rank, 64))
+    )
     time.sleep(0.3)  # the agent has begun to look
     taken = [b"\1" * (100 << 20) for _ in range(most)]
     return 0 if len(taken) == most else 1
 
 
 def cause_cannot_be_written(placement: Placement) -> int:
-    RunPaths(FOLDER / "run").cause(placement.attempt, placement.rank).mkdir()
+    RunPaths(FOLDER / "run").exit_cause(placement.attempt, placement.rank).mkdir()
     raise ValueError("the real reason")
 
 
@@ -185,7 +189,7 @@ def fails_past_checkpoints(placement: Placement) -> int:
 def bad_cause(placement: Placement) -> int:
     """Leaves a cause file that is none."""
     text = ['["torn', "[1]", '{"exit_code": 11}'][placement.rank]
-    RunPaths(FOLDER / "run").cause(placement.attempt, placement.rank).write_text(text)
+    RunPaths(FOLDER / "run").exit_cause(placement.attempt, placement.rank).write_text(text)
     return 3
 
 
@@ -258,7 +262,7 @@ def main() -> None:
     def tell(kind: str, details: dict[str, Any]) -> None:
         print(json.dumps({"kind": kind, "time": time.monotonic(), **details}), flush=True)
 
-    job = Job(
+    job = NodeJob(
         world=int(sys.argv[2]),
         worker=globals()[sys.argv[1]],
         paths=RunPaths(FOLDER / "run"),
@@ -268,16 +272,16 @@ def main() -> None:
     )
     if job.worker in (starves, starves_behind_a_step, eats):
         job.shared = FOLDER
-        job.after_kernel_kill = functools.partial(hardware.after_kernel_kill, RunPaths(FOLDER / "run"))
-        job.after_out_of_memory = hardware.lowered(RunPaths(FOLDER / "run"))
+        job.after_kernel_kill = functools.partial(hardware.record_kernel_kill, RunPaths(FOLDER / "run"))
+        job.after_out_of_memory = hardware.watch_limits(RunPaths(FOLDER / "run"))
     if job.worker in (starves, starves_behind_a_step):
         attempt.out_of_memory_kills = lambda: len(list(FOLDER.glob("starved-*.json")))
-        attempt.group_kills = attempt.out_of_memory_kills
+        attempt.cgroup_oom_kills = attempt.out_of_memory_kills
     if job.worker is second_time:
-        files = KeptFile(0, "/dev/shm/\udcff", "ab"), KeptFile(1, "r-1", "ab", ("10.0.0.1", 5))
-        job.kept = lambda: Kept(7, files)
+        files = StateFileLocation(0, "/dev/shm/\udcff", "ab"), StateFileLocation(1, "r-1", "ab", ("10.0.0.1", 5))
+        job.find_in_memory_state = lambda: InMemoryCheckpoint(7, files)
     before = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])
-    code = run(job)
+    code = run_local_job(job)
     after = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])
     assert before == after, "run() left descriptors or signal handlers behind"
     with contextlib.suppress(ChildProcessError):

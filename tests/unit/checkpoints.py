@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.disk.load import Checkpoint, Parameters
-from phalanx.checkpoint.disk.save import Piece, Saver
+from phalanx.checkpoint.disk.save import CheckpointSaver, StatePiece
 from phalanx.core.run_paths import Url
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -58,24 +58,24 @@ def state(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[tuple[str, 
     }
 
 
-def cut(values: dict[tuple[str, str], Tensor], rank: int, world: int) -> list[Piece]:
+def cut(values: dict[tuple[str, str], Tensor], rank: int, world: int) -> list[StatePiece]:
     """Rank's even cut of everything; small parameters leave some ranks with empty pieces."""
     pieces = []
     for (name, kind), flat in values.items():
         start, stop = flat.numel() * rank // world, flat.numel() * (rank + 1) // world
-        pieces.append(Piece(name, kind, start, stop, flat[start:stop]))
+        pieces.append(StatePiece(name, kind, start, stop, flat[start:stop]))
     return pieces
 
 
-def make_savers(folder: Path | Url, world: int, keep: int = 3) -> tuple[list[Saver], Events]:
+def make_savers(folder: Path | Url, world: int, keep: int = 3) -> tuple[list[CheckpointSaver], Events]:
     room = Room(world)
     events: Events = []
     sink = lambda kind, details: events.append((kind, details))  # noqa: E731
-    return [Saver(folder, rank, ThreadGroup(room, rank), keep, sink) for rank in range(world)], events
+    return [CheckpointSaver(folder, rank, ThreadGroup(room, rank), keep, sink) for rank in range(world)], events
 
 
 def save_all(
-    savers: list[Saver], values: dict[tuple[str, str], Tensor], step: int, attempt: int = 1, **more: Any
+    savers: list[CheckpointSaver], values: dict[tuple[str, str], Tensor], step: int, attempt: int = 1, **more: Any
 ) -> None:
     world = len(savers)
     for rank, saver in enumerate(savers):
@@ -95,7 +95,7 @@ def assert_holds(checkpoint: Checkpoint, values: dict[tuple[str, str], Tensor], 
         for rank in range(world):
             start, stop = flat.numel() * rank // world, flat.numel() * (rank + 1) // world
             out = torch.full((stop - start,), float("nan"), dtype=flat.dtype)
-            checkpoint.read(name, kind, start, stop, out)
+            checkpoint.read_into(name, kind, start, stop, out)
             assert torch.equal(out, flat[start:stop]), (name, kind, start, stop)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from phalanx.config import load
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
@@ -26,7 +26,7 @@ BASE: dict[str, dict[str, Any]] = {
 LORA = {"model": {"from_hf": "FOLDER/exported", "lora": {"rank": 2}}}
 PROMPTS = {"data.format": "prompt", "data.prompt_key": "title", "data.completion_key": "text", "data.seq_len": 44}
 CHAT = {"data.source": "FOLDER/talks.jsonl", "data.format": "chat", "data.chat_template": "chatml", "data.seq_len": 64}
-SGD = {"optim.rule": "sgd", "optim.lr": 0.5}
+SGD = {"optim.name": "sgd", "optim.lr": 0.5}
 OFFLOAD = {"memory.activations": "offload", "model.layers": 3}
 WSD = {"optim.schedule": "wsd"}
 ROPE = {"model.rope_scaling": {"original_max_seq_len": 64}}  # so short that even a tiny head has waves to stretch
@@ -39,7 +39,7 @@ OWN_TASK = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.custom import OwnTask
+from phalanx.tasks.custom import CustomTask
 from phalanx.tasks.task import Batch
 
 
@@ -52,7 +52,7 @@ class Net(Model):
         return self.two(self.one(x).tanh())
 
 
-class Task(OwnTask):
+class Task(CustomTask):
     def __init__(self, width=3):
         self.width = width
 
@@ -103,31 +103,31 @@ def configured(changes: dict[str, Any], folder: Path) -> load.Config:
             node = node.setdefault(parent, {})
         node[leaf] = value
     text = json.dumps(tree).replace("SOURCE", str(folder / "text.jsonl")).replace("CACHE", str(folder / "cache"))
-    made = load.check(json.loads(text.replace("FOLDER", str(folder))), "the test's recipe")
-    return load.resolve(made, device="cpu", world=1)[0]
+    made = load.build_config(json.loads(text.replace("FOLDER", str(folder))), "the test's recipe")
+    return load.resolve_autos(made, device="cpu", world=1)[0]
 
 
 def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path) -> Seen:
     """One run as `phalanx train` makes it, in this process, and everything that can be seen of it afterwards."""
-    from phalanx.checkpoint.disk.load import Checkpoint, find, step_folder
+    from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
     from phalanx.launch import local
     from phalanx.system import accelerator
     from phalanx.trainer import run_folder
-    from phalanx.trainer.loop import Run
+    from phalanx.trainer.loop import TrainingJob
     from phalanx.trainer.resolve import resolve_with_files, token_folders
-    from phalanx.workload.workload import spec_if_any
+    from phalanx.workload.workload import find_model_shape
 
     run.mkdir()
     paths = RunPaths(run)
     answer = resolve_with_files(load.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
-    config = load.check(load.parse_yaml(answer["config"], "answer"), "answer")
+    config = load.build_config(load.parse_yaml(answer["config"], "answer"), "answer")
     run_folder.write_start(paths, config, answer["tokenizer"])
-    job = Run(config, spec_if_any(config, paths), paths, *token_folders(answer))
+    job = TrainingJob(config, find_model_shape(config, paths), paths, *token_folders(answer))
     # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
     with mock.patch.object(accelerator, "set_arithmetic") as set_arithmetic:  # it is the whole process's
         code = local.worker(job, dataclasses.replace(placement, threads=1))
     steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
-    newest = Checkpoint(step_folder(paths.checkpoints, find(paths.checkpoints)[0]))
+    newest = Checkpoint(step_folder(paths.checkpoints, list_steps(paths.checkpoints)[0]))
     return {
         "code": code,
         "arithmetic": set_arithmetic.call_args.kwargs,
@@ -138,13 +138,13 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
         **{
             name: [step[name] for step in steps] for name in ("loss", "grad_norm", "lr", "tokens", "step", "loss_scale")
         },
-        "evaluated": [(e["step"], e["tokens"], e["loss"]) for e in events if e["kind"] == Kind.EVALUATED],
-        "checkpoints": find(paths.checkpoints),
-        "saved": [e["step"] for e in events if e["kind"] == Kind.CHECKPOINT_SAVED],
+        "evaluated": [(e["step"], e["tokens"], e["loss"]) for e in events if e["kind"] == EventKind.EVALUATED],
+        "checkpoints": list_steps(paths.checkpoints),
+        "saved": [e["step"] for e in events if e["kind"] == EventKind.CHECKPOINT_SAVED],
         "stored": next(iter(newest.parameters.values()))[1],
         "tensorboard": paths.tensorboard.exists(),
         "wandb": sorted(path.name[:11] for path in (paths.root / "wandb").glob("offline-run-*")),
-        "inside": sorted(path.name for path in paths.inside.iterdir()) if paths.inside.exists() else [],
+        "inside": sorted(path.name for path in paths.profile.iterdir()) if paths.profile.exists() else [],
         "tokenizer_bytes": (paths.tokenizer / "tokenizer.json").stat().st_size if paths.tokenizer.exists() else 0,
     }
 
@@ -152,24 +152,24 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
 def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
     """Build the parts of a run and take one step with them by hand."""
     from phalanx.comm.mesh import join
-    from phalanx.parallel.materialize import materialise
+    from phalanx.parallel.materialize import materialize
     from phalanx.trainer.resolve import resolve_with_files, token_folders
-    from phalanx.workload.build import build
+    from phalanx.workload.build import build_components
     from phalanx.workload.step import run_micro_batches
-    from phalanx.workload.workload import spec_from_run
+    from phalanx.workload.workload import read_model_shape
 
     answer = resolve_with_files(load.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
-    config = load.check(load.parse_yaml(answer["config"], "answer"), "answer")
+    config = load.build_config(load.parse_yaml(answer["config"], "answer"), "answer")
     with join(placement, config.comm.timeout_s) as mesh:
-        parts = build(config, spec_from_run(config), mesh, *token_folders(answer))
-        materialise(parts.model, parts.engine, parts.starting_weights)
+        parts = build_components(config, read_model_shape(config), mesh, *token_folders(answer))
+        materialize(parts.model, parts.engine, parts.starting_weights)
         block = dict(parts.model.units())["layers.0"]
         seen = {"engine": type(parts.engine).__name__, "compiled": "dynamo" in str(vars(block.forward))}
         if seen["compiled"]:
             return seen  # compiling takes far longer than everything else here
         norms: list[int] = []
         block.attention_norm.register_forward_hook(lambda *_: norms.append(1))
-        batches = [parts.task.collate(samples) for samples in parts.train.batches(0, parts.sharing.division)]
+        batches = [parts.task.collate(samples) for samples in parts.train.batches(0, parts.work_split.division)]
         parts.engine.begin_step(1, sum(batch.weight for batch in batches), 1e-3, None)
         run_micro_batches(parts.engine, parts.model, parts.task, batches, seed=0, step=1, nominal_weight=1)
         parts.engine.finish_step()

@@ -67,7 +67,7 @@ def test_a_device_is_asked_for_bf16_without_emulation() -> None:
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine")
 def test_this_machines_accelerators_answer() -> None:
-    assert all(isinstance(accelerator.supports_bf16(device), bool) for device in accelerator.found())
+    assert all(isinstance(accelerator.supports_bf16(device), bool) for device in accelerator.list_devices())
 
 
 def test_the_best_type_is_narrow_on_accelerators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,18 +83,18 @@ def threads(placement: Placement) -> int:
 
 def test_the_user_may_say_how_many_threads_a_rank_has() -> None:
     assert run_ranks(threads, 2) == [1, 1]  # OMP_NUM_THREADS, as the ranks of the tests have it
-    assert accelerator.threads_of(3, 2) == 3
-    assert accelerator.threads_of(0, 1) == accelerator.host_cores()
-    assert accelerator.threads_of(0, 10**6) == 1
+    assert accelerator.threads_per_rank(3, 2) == 3
+    assert accelerator.threads_per_rank(0, 1) == accelerator.host_cores()
+    assert accelerator.threads_per_rank(0, 10**6) == 1
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="torch was built with NCCL")
 def test_collectives_that_torch_was_built_without_are_not_used() -> None:
-    assert accelerator.backend(torch.device("cuda", 0)) == "gloo"
+    assert accelerator.backend_string(torch.device("cuda", 0)) == "gloo"
 
 
 def test_a_slice_of_a_gpu_is_spelt_as_its_driver_does() -> None:
-    assert accelerator.spelt("7c-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb") == "MIG-7c-1"
-    assert accelerator.spelt("MIG-7c-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb") == "MIG-7c-1"
-    assert accelerator.spelt("7c-1", "NVIDIA A100-SXM4-40GB") == "GPU-7c-1"
-    assert accelerator.spelt("", "NVIDIA A100-SXM4-40GB") == ""
+    assert accelerator.format_uuid("7c-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb") == "MIG-7c-1"
+    assert accelerator.format_uuid("MIG-7c-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb") == "MIG-7c-1"
+    assert accelerator.format_uuid("7c-1", "NVIDIA A100-SXM4-40GB") == "GPU-7c-1"
+    assert accelerator.format_uuid("", "NVIDIA A100-SXM4-40GB") == ""

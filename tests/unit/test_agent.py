@@ -20,11 +20,18 @@ from benchmarks.throttle import throttle
 from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node import attempt as attempts
-from phalanx.elastic.node.attempt import Attempt
-from phalanx.elastic.node.job import Job
-from phalanx.elastic.node.signals import Signals
-from phalanx.elastic.node.standby import Early
-from phalanx.system.exit_causes import End, describe, first_cause, is_aftermath, is_deterministic, place_of
+from phalanx.elastic.node.attempt import JobAttempt
+from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.node.signals import StopSignals
+from phalanx.elastic.node.standby import StandbyPool
+from phalanx.system.exit_causes import (
+    WorkerExit,
+    describe_exception,
+    find_root_cause,
+    is_deterministic,
+    is_secondary_failure,
+    locate_failure,
+)
 from tests.helpers import ROOT, is_alive, wait_until
 from tests.unit import agent_jobs
 
@@ -175,16 +182,16 @@ def test_where_there_is_no_room_for_a_rank_it_is_said_and_none_is_left(
 ) -> None:
     started = [subprocess.Popen(["sleep", "60"], process_group=0)]
 
-    def fork(child: Any, keep: Any, held: Any) -> tuple[int, int]:
+    def fork(child: Any, keep: Any, blocked_signals: Any) -> tuple[int, int]:
         if len(started) > 1:
             raise BlockingIOError(11, "Resource temporarily unavailable")
         started.append(started[0])
         return started[0].pid, os.pidfd_open(started[0].pid)
 
     monkeypatch.setattr(attempts, "fork", fork)
-    job = Job(2, agent_jobs.fine, RunPaths(tmp_path))
-    with Signals() as signals:
-        attempt = Attempt(job, 1, signals, Early())
+    job = NodeJob(2, agent_jobs.fine, RunPaths(tmp_path))
+    with StopSignals() as signals:
+        attempt = JobAttempt(job, 1, signals, StandbyPool())
         with pytest.raises(PhalanxError, match=r"rank 1 was not started.*\(Resource temporarily unavailable\)"):
             attempt.start()
         attempt.kill()
@@ -263,7 +270,7 @@ def test_a_stop_signal_is_passed_on_and_workers_stop_in_peace(tmp_path: Path, se
     agent.send_signal(signal.Signals[sent])
     code, events = finish(agent)
     assert code == 10
-    assert kinds(events) == ["attempt_started", "signalled"]
+    assert kinds(events) == ["attempt_started", "stop_requested"]
     assert events[1]["signal"] == sent
     assert [noted(tmp_path, "received", 1, rank) for rank in range(3)] == [received] * 3
 
@@ -276,7 +283,7 @@ def test_a_worker_that_ignores_the_signal_is_killed_after_the_grace(tmp_path: Pa
     code, events = finish(agent)
     assert 0.5 < time.monotonic() - begin < 30
     assert code == 1
-    assert kinds(events) == ["attempt_started", "signalled", "worker_died"]
+    assert kinds(events) == ["attempt_started", "stop_requested", "worker_died"]
     assert (events[-1]["rank"], events[-1]["pid"], events[-1]["signal"]) == (1, pids[1], "SIGKILL")
     assert "0.5 s after the stop signal" in events[-1]["reason"]
     assert "in deaf" in log(tmp_path, 1, 1), "the log does not say where the worker hung"
@@ -300,7 +307,7 @@ def test_a_worker_stopped_before_it_could_listen_counts_as_stopped(tmp_path: Pat
     wait_for(tmp_path, "ready", 2)
     agent.terminate()
     code, events = finish(agent)
-    assert (code, kinds(events)) == (10, ["attempt_started", "signalled"])
+    assert (code, kinds(events)) == (10, ["attempt_started", "stop_requested"])
 
 
 def test_no_worker_outlives_a_killed_agent(tmp_path: Path) -> None:
@@ -368,11 +375,11 @@ def test_who_was_forked_early_is_gone_where_no_other_attempt_follows(tmp_path: P
 def in_own_process(text: str, **options: Any) -> subprocess.CompletedProcess[str]:
     prelude = (
         "import os, pathlib, signal, subprocess, sys, threading, time\n"
-        "from phalanx.elastic.node.agent import Job, preload, run\n"
+        "from phalanx.elastic.node.agent import NodeJob, preload, run_local_job\n"
         "from phalanx.system.fork import fork, fork_call\n"
         "from phalanx.core.errors import *\n"
-        "from phalanx.core.records import RunPaths\n"
-        "from phalanx.trainer.stop_request import HELD, asked_to_stop\n"
+        "from phalanx.core.run_paths import RunPaths\n"
+        "from phalanx.trainer.stop_request import STOP_SIGNALS, handle_stop_signals\n"
     )
     return subprocess.run(
         [sys.executable, "-c", prelude + text], cwd=ROOT, capture_output=True, text=True, timeout=120, **options
@@ -387,7 +394,8 @@ def idle():
     if len(calls) == 5:
         raise KeyError("from on_idle")
 try:
-    run(Job(2, lambda placement: time.sleep(60), on_event=lambda kind, details: pids.extend(details["pids"].values()),
+    note = lambda kind, details: pids.extend(details["pids"].values())
+    run_local_job(NodeJob(2, lambda placement: time.sleep(60), on_event=note,
             on_idle=idle))
 except KeyError as error:
     assert 0.35 < time.monotonic() - begin < 30, time.monotonic() - begin
@@ -401,7 +409,7 @@ import dataclasses
 from phalanx.elastic.node import standby
 from phalanx.core.placement import Placement
 standby.LATER_S = 0.0
-waiting = standby.Early()
+waiting = standby.StandbyPool()
 def fill(job):
     waiting.begin(job)
     for _ in range(job.world + 1):
@@ -414,7 +422,7 @@ def code(job, place):
 place = Placement(0, 1, 0, 1, 0, "cpu", store=None, epoch=3, partner=("10.0.0.1", 5))
 def knows(placement):
     return 3 if dataclasses.replace(placement, threads=0) == place else 4  # the environment may say how many
-first, other = Job(2, knows), Job(3, lambda placement: 0)
+first, other = NodeJob(2, knows), NodeJob(3, lambda placement: 0)
 """
 
 
@@ -454,14 +462,14 @@ def test_without_room_for_another_process_fewer_wait_and_none_is_late() -> None:
     done = in_own_process(
         EARLY
         + """
-forks = [early.fork]
+forks = [standby.fork]
 def full(*arguments, **others):
     if not forks:
         raise BlockingIOError("no room for another process")
     return forks.pop()(*arguments, **others)
-early.fork = full
+standby.fork = full
 print(len(fill(first)), code(first, place), waiting.take(first, place, "lo"))
-early.LATER_S = 60.0
+standby.LATER_S = 60.0
 print(len(fill(first)))
 """
     )
@@ -471,7 +479,7 @@ print(len(fill(first)))
 def test_a_second_thread_is_refused_by_name() -> None:
     done = in_own_process("""
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-run(Job(1, lambda placement: 0))
+run_local_job(NodeJob(1, lambda placement: 0))
 """)
     assert "has 2 threads (python" in done.stderr
     assert "fork_call" in done.stderr
@@ -481,7 +489,7 @@ def test_logs_that_cannot_be_written_are_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = in_own_process(f"""
 try:
-    run(Job(1, lambda placement: 0, paths=RunPaths(pathlib.Path({str(tmp_path / "file")!r}))))
+    run_local_job(NodeJob(1, lambda placement: 0, paths=RunPaths(pathlib.Path({str(tmp_path / "file")!r}))))
 except RunError as error:
     print(error)
 """)
@@ -506,9 +514,9 @@ def test_a_stop_that_comes_while_a_rank_starts_is_heeded_once_it_can() -> None:
     done = in_own_process("""
 def child():
     time.sleep(0.2)
-    with asked_to_stop() as request:
+    with handle_stop_signals() as request:
         return int(request.signal == "SIGTERM")
-pid, pidfd = fork(child, held=HELD)
+pid, pidfd = fork(child, blocked_signals=STOP_SIGNALS)
 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """)
@@ -571,11 +579,11 @@ print(time.monotonic() - begin < 30)
 
 
 def cause(error: BaseException) -> dict[str, Any]:
-    return describe(error)
+    return describe_exception(error)
 
 
 def test_the_same_crash_is_not_tried_for_ever(tmp_path: Path) -> None:
-    code, events = run_job("raises", 2, tmp_path, max_restarts=9, same_crash=2)
+    code, events = run_job("raises", 2, tmp_path, max_restarts=9, max_identical_failures=2)
     assert code == 1
     assert kinds(events) == [
         "attempt_started", "worker_died", "restarted", "attempt_started", "worker_died", "gave_up"
@@ -587,27 +595,27 @@ def test_the_same_crash_is_not_tried_for_ever(tmp_path: Path) -> None:
     )
 
 
-LOST = End(0, 1, None, 1, cause(RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer")))
-ABORT = End(1, 2, signal.SIGABRT, None)
+LOST = WorkerExit(0, 1, None, 1, cause(RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer")))
+ABORT = WorkerExit(1, 2, signal.SIGABRT, None)
 COPY = "state could not be replicated to another node (it closed the connection); it or its process for that was lost"
-UNKEPT = End(1, 2, None, 1, cause(CollectiveError(COPY)))
-OWN = End(2, 3, None, 1, cause(ValueError("bad weights")))
-KILLED = End(3, 4, signal.SIGKILL, None)
+UNKEPT = WorkerExit(1, 2, None, 1, cause(CollectiveError(COPY)))
+OWN = WorkerExit(2, 3, None, 1, cause(ValueError("bad weights")))
+KILLED = WorkerExit(3, 4, signal.SIGKILL, None)
 
 
-@pytest.mark.parametrize("end", [None, LOST, ABORT, KILLED, End(0, 1, None, 3, None)])
-def test_who_did_not_fail_by_himself_has_no_place(end: End | None) -> None:
-    assert place_of(end) is None
+@pytest.mark.parametrize("end", [None, LOST, ABORT, KILLED, WorkerExit(0, 1, None, 3, None)])
+def test_who_did_not_fail_by_himself_has_no_place(end: WorkerExit | None) -> None:
+    assert locate_failure(end) is None
 
 
 def test_a_place_is_step_class_and_line_whichever_rank_it_was() -> None:
     error = cause(ValueError("one message"))
-    place = place_of(replace(OWN, cause=error | {"step": 4}))
+    place = locate_failure(replace(OWN, cause=error | {"step": 4}))
     assert place is not None
     assert place[:2] == (4, "ValueError")
-    assert place_of(replace(OWN, rank=0, cause=error | {"step": 4, "message": "another"})) == place
-    assert place_of(replace(OWN, cause=error | {"step": 5})) != place
-    assert place_of(replace(OWN, cause=error | {"type": "CollectiveError"})) is None  # the network may be mended
+    assert locate_failure(replace(OWN, rank=0, cause=error | {"step": 4, "message": "another"})) == place
+    assert locate_failure(replace(OWN, cause=error | {"step": 5})) != place
+    assert locate_failure(replace(OWN, cause=error | {"type": "CollectiveError"})) is None  # the network may be mended
 
 
 PLACES = st.none() | st.tuples(st.none() | st.integers(1, 2), st.sampled_from(["A", "B"]), st.just("here"))
@@ -621,17 +629,19 @@ def test_the_same_place_so_many_times_in_a_row(places: list[Any], times: int) ->
 
 @pytest.mark.parametrize("aftermath", [ABORT, UNKEPT])
 @given(st.permutations(range(4)), st.integers(1, 4))
-def test_the_first_cause_is_the_least_explained_by_the_others(aftermath: End, places: list[int], count: int) -> None:
+def test_the_first_cause_is_the_least_explained_by_the_others(
+    aftermath: WorkerExit, places: list[int], count: int
+) -> None:
     order = [KILLED, OWN, aftermath, LOST]
     ends = [order[place] for place in places]
-    assert first_cause(ends[:count]) == min(ends[:count], key=order.index)
+    assert find_root_cause(ends[:count]) == min(ends[:count], key=order.index)
 
 
 @given(st.lists(st.sampled_from([OWN, LOST, KILLED, ABORT]), min_size=1, max_size=5))
-def test_among_likes_the_first_seen_is_the_cause(ends: list[End]) -> None:
-    chosen = first_cause(ends)
+def test_among_likes_the_first_seen_is_the_cause(ends: list[WorkerExit]) -> None:
+    chosen = find_root_cause(ends)
     assert chosen is ends[ends.index(chosen)]
-    assert is_aftermath(chosen) == all(is_aftermath(end) for end in ends)
+    assert is_secondary_failure(chosen) == all(is_secondary_failure(end) for end in ends)
 
 
 @pytest.mark.parametrize(
@@ -645,4 +655,4 @@ def test_among_likes_the_first_seen_is_the_cause(ends: list[End]) -> None:
     ],
 )
 def test_exit_codes_of_exceptions(error: BaseException, code: int) -> None:
-    assert describe(error)["exit_code"] == code
+    assert describe_exception(error)["exit_code"] == code

@@ -15,11 +15,19 @@ from phalanx.config.resilience import ResilienceSection
 from phalanx.core.errors import Diverged
 from phalanx.core.records import StepRecord
 from phalanx.core.run_paths import RunPaths
-from phalanx.trainer.anomalies import LEAST, NOT_FINITE_STEPS, WINDOW, Anomalies, Wrong, bound, recorded
-from phalanx.trainer.checksums import checksum, verdict
-from phalanx.trainer.skipped_batches import Skips
-from phalanx.trainer.stragglers import STAYS_S, STEPS, Stragglers
-from phalanx.workload.master_weights import as_integers
+from phalanx.trainer.anomalies import (
+    MAX_NOT_FINITE_STEPS,
+    MIN_LOSSES,
+    WINDOW,
+    AnomalyDetector,
+    RollbackRequest,
+    compute_spike_bound,
+    read_losses,
+)
+from phalanx.trainer.checksums import checksum, find_deviating_ranks
+from phalanx.trainer.skipped_batches import SkippedBatches
+from phalanx.trainer.stragglers import REPORT_AFTER_S, STEPS, StragglerDetector
+from phalanx.workload.master_weights import view_as_integers
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
@@ -28,20 +36,20 @@ calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # 
 
 
 @calm
-@given(st.lists(st.floats(0.1, 20), min_size=LEAST, max_size=70), st.floats(1, 50))
+@given(st.lists(st.floats(0.1, 20), min_size=MIN_LOSSES, max_size=70), st.floats(1, 50))
 def test_a_bound_is_above_most_losses_and_few_of_them_do_not_move_it_far(losses: list[float], factor: float) -> None:
-    limit = bound(losses, factor)
+    limit = compute_spike_bound(losses, factor)
     assert limit > sorted(losses)[len(losses) // 2 - 1]
     assert sum(loss <= limit for loss in losses) >= len(losses) / 2
     spoiled = [*losses[: len(losses) // 2 + 1], *[1e9] * (len(losses) // 2 - 1)]
-    assert bound(spoiled, factor) < 1e6
+    assert compute_spike_bound(spoiled, factor) < 1e6
 
 
 def test_the_bound_is_what_the_page_says() -> None:
     losses = [2.0, 2.1, 2.2, 2.3, 2.4] * 4
-    assert math.isclose(bound(losses, 10.0), 2.2 + 10 * 1.4826 * 0.1, rel_tol=1e-9)
-    assert math.isclose(bound([3.0] * LEAST, 10.0), 3.3)
-    assert bound([3.0] * (LEAST - 1), 10.0) == math.inf
+    assert math.isclose(compute_spike_bound(losses, 10.0), 2.2 + 10 * 1.4826 * 0.1, rel_tol=1e-9)
+    assert math.isclose(compute_spike_bound([3.0] * MIN_LOSSES, 10.0), 3.3)
+    assert compute_spike_bound([3.0] * (MIN_LOSSES - 1), 10.0) == math.inf
 
 
 # ----------------------------------------------------------------------------------------------- what becomes of a step
@@ -54,57 +62,63 @@ def step(number: int, loss: float | None = 2.0, **others: Any) -> StepRecord:
     return StepRecord(**{**fields, **times, "step": number, "loss": loss, "tokens": 8, **others})
 
 
-def judge(on_nan: str = "skip", on_spike: str = "off", losses: int = 0) -> Anomalies:
+def judge(on_nan: str = "skip", on_spike: str = "off", losses: int = 0) -> AnomalyDetector:
     """Of a run whose losses were 2 so far."""
     wanted = ResilienceSection(on_nan=on_nan, on_spike=on_spike, spike_factor=10.0)  # type: ignore[arg-type]
-    return Anomalies(wanted, [(number, 2.0) for number in range(1, losses + 1)])
+    return AnomalyDetector(wanted, [(number, 2.0) for number in range(1, losses + 1)])
 
 
 def test_a_gradient_that_is_not_finite_is_passed_over_twenty_times_in_a_row_at_most() -> None:
     known = judge()
-    for number in range(1, NOT_FINITE_STEPS):
-        assert known.judge(step(number, skipped=True), None) is None
-    assert known.judge(step(NOT_FINITE_STEPS, None), None) is None  # a step that was taken
-    assert known.judge(step(NOT_FINITE_STEPS + 1, skipped=True, tokens=0), None) is None  # one without weight
-    for number in range(31, 30 + NOT_FINITE_STEPS):
-        assert known.judge(step(number, skipped=True), None) is None
+    for number in range(1, MAX_NOT_FINITE_STEPS):
+        assert known.check_record(step(number, skipped=True), None) is None
+    assert known.check_record(step(MAX_NOT_FINITE_STEPS, None), None) is None  # a step that was taken
+    assert (
+        known.check_record(step(MAX_NOT_FINITE_STEPS + 1, skipped=True, tokens=0), None) is None
+    )  # one without weight
+    for number in range(31, 30 + MAX_NOT_FINITE_STEPS):
+        assert known.check_record(step(number, skipped=True), None) is None
     with pytest.raises(Diverged, match=r"the gradient has not been finite since step 31; start a new run"):
-        known.judge(step(30 + NOT_FINITE_STEPS, skipped=True), None)
+        known.check_record(step(30 + MAX_NOT_FINITE_STEPS, skipped=True), None)
 
 
 def test_what_is_done_about_a_gradient_that_is_not_finite() -> None:
     with pytest.raises(Diverged, match=r"in step 7 the gradient is not finite, .*on_nan is stop.*on_nan=rollback"):
-        judge(on_nan="stop").judge(step(7, skipped=True), None)
+        judge(on_nan="stop").check_record(step(7, skipped=True), None)
     back = judge(on_nan="rollback")
-    assert back.judge(step(7, skipped=True), None) == Wrong(7, "the gradient is not finite")
-    assert back.judge(step(7, skipped=True, tokens=0), None) is None
+    assert back.check_record(step(7, skipped=True), None) == RollbackRequest(7, "the gradient is not finite")
+    assert back.check_record(step(7, skipped=True, tokens=0), None) is None
     # As long as a loss scale can be halved, it is to blame.
-    assert back.judge(step(7, skipped=True, loss_scale=2.0), 1.0) is None
-    assert back.judge(step(7, skipped=True, loss_scale=1.0), 1.0) == Wrong(7, "the gradient is not finite")
-    assert back.judge(step(7, skipped=True), 1.0) == Wrong(7, "the gradient is not finite")
+    assert back.check_record(step(7, skipped=True, loss_scale=2.0), 1.0) is None
+    assert back.check_record(step(7, skipped=True, loss_scale=1.0), 1.0) == RollbackRequest(
+        7, "the gradient is not finite"
+    )
+    assert back.check_record(step(7, skipped=True), 1.0) == RollbackRequest(7, "the gradient is not finite")
 
 
 def test_a_loss_far_above_those_before_is_a_spike() -> None:
-    known = judge(on_spike="rollback", losses=LEAST)
-    assert known.limit(LEAST + 1) == pytest.approx(2.2)
-    assert known.judge(step(LEAST + 1, 2.19), None) is None
-    wrong = known.judge(step(LEAST + 2, 2.3), None)
-    assert wrong == Wrong(LEAST + 2, "the loss is 2.3, above 2.2, the bound of the steps before")
-    assert known.judge(step(LEAST + 2, None), None) is None
+    known = judge(on_spike="rollback", losses=MIN_LOSSES)
+    assert known.loss_bound(MIN_LOSSES + 1) == pytest.approx(2.2)
+    assert known.check_record(step(MIN_LOSSES + 1, 2.19), None) is None
+    wrong = known.check_record(step(MIN_LOSSES + 2, 2.3), None)
+    assert wrong == RollbackRequest(MIN_LOSSES + 2, "the loss is 2.3, above 2.2, the bound of the steps before")
+    assert known.check_record(step(MIN_LOSSES + 2, None), None) is None
     with pytest.raises(Diverged, match="on_spike is stop"):
-        judge(on_spike="stop", losses=LEAST).judge(step(LEAST + 1, 2.3), None)
-    assert judge(on_spike="off", losses=LEAST).judge(step(LEAST + 1, 9.0), None) is None
-    assert judge(on_spike="rollback", losses=LEAST - 1).judge(step(LEAST, 9.0), None) is None  # too few to know
+        judge(on_spike="stop", losses=MIN_LOSSES).check_record(step(MIN_LOSSES + 1, 2.3), None)
+    assert judge(on_spike="off", losses=MIN_LOSSES).check_record(step(MIN_LOSSES + 1, 9.0), None) is None
+    assert (
+        judge(on_spike="rollback", losses=MIN_LOSSES - 1).check_record(step(MIN_LOSSES, 9.0), None) is None
+    )  # too few to know
 
 
 def test_a_bound_is_of_the_last_losses_before_a_step() -> None:
     known = judge(on_spike="rollback")
     for number in range(1, 66):  # one more than count
-        assert known.judge(step(number, 1000.0 if number == 1 else 2.0 + 0.001 * number), None) is None
+        assert known.check_record(step(number, 1000.0 if number == 1 else 2.0 + 0.001 * number), None) is None
     losses = [2.0 + 0.001 * number for number in range(2, 66)]
-    assert known.limit(66) == bound(losses, 10.0)
-    assert known.limit(66, late=2) == bound([1000.0, *losses[:-1]], 10.0)
-    assert known.limit(21) == bound([1000.0, *losses[:19]], 10.0)  # no step after it counts
+    assert known.loss_bound(66) == compute_spike_bound(losses, 10.0)
+    assert known.loss_bound(66, late=2) == compute_spike_bound([1000.0, *losses[:-1]], 10.0)
+    assert known.loss_bound(21) == compute_spike_bound([1000.0, *losses[:19]], 10.0)  # no step after it counts
 
 
 class Two:
@@ -121,33 +135,33 @@ class Nobody:
 
 
 def test_a_spike_is_seen_over_all_ranks_before_a_step_is_taken() -> None:
-    known, two, nobody = judge(on_spike="skip", losses=LEAST + 1), Two(), Nobody()
-    assert judge(on_spike="rollback", losses=LEAST + 1).veto(30, 10, two, True) is None  # type: ignore[arg-type]
-    assert judge(on_spike="skip", losses=LEAST).veto(LEAST + 1, 10, two, True) is None  # type: ignore[arg-type]
-    asked = known.veto(LEAST + 2, 10, two, True)  # type: ignore[arg-type]
+    known, two, nobody = judge(on_spike="skip", losses=MIN_LOSSES + 1), Two(), Nobody()
+    assert judge(on_spike="rollback", losses=MIN_LOSSES + 1).make_spike_veto(30, 10, two, True) is None  # type: ignore[arg-type]
+    assert judge(on_spike="skip", losses=MIN_LOSSES).make_spike_veto(MIN_LOSSES + 1, 10, two, True) is None  # type: ignore[arg-type]
+    asked = known.make_spike_veto(MIN_LOSSES + 2, 10, two, True)  # type: ignore[arg-type]
     assert asked is not None
     assert not asked(torch.tensor(13.0))  # 43 / 20
-    assert known.why(step(LEAST + 2)) is None
+    assert known.skip_reason(step(MIN_LOSSES + 2)) is None
     assert asked(torch.tensor(15.0))  # 45 / 20 is above 2.2
-    assert known.why(step(LEAST + 2)) == "its loss is a spike (resilience.on_spike)"
-    assert known.judge(step(LEAST + 2, 2.25, skipped=True), None) is None  # which on_nan does not ask about
-    silent = known.veto(LEAST + 3, 10, two, False)  # type: ignore[arg-type]
+    assert known.skip_reason(step(MIN_LOSSES + 2)) == "its loss is a spike (resilience.on_spike)"
+    assert known.check_record(step(MIN_LOSSES + 2, 2.25, skipped=True), None) is None  # which on_nan does not ask about
+    silent = known.make_spike_veto(MIN_LOSSES + 3, 10, two, False)  # type: ignore[arg-type]
     assert silent is not None
     assert silent(torch.tensor(0.0))  # 30 / 10, whatever this rank has
     assert two.given == [0.0, 0.0]
-    nothing = known.veto(LEAST + 3, 0, nobody, True)  # type: ignore[arg-type]
+    nothing = known.make_spike_veto(MIN_LOSSES + 3, 0, nobody, True)  # type: ignore[arg-type]
     assert nothing is not None
     assert not nothing(torch.tensor(math.inf))  # a step without weight has no loss
 
 
 def test_spikes_one_after_the_other_end_a_run() -> None:
-    known = judge(on_spike="skip", on_nan="stop", losses=LEAST)
-    for number in range(LEAST + 2, LEAST + 1 + NOT_FINITE_STEPS):
+    known = judge(on_spike="skip", on_nan="stop", losses=MIN_LOSSES)
+    for number in range(MIN_LOSSES + 2, MIN_LOSSES + 1 + MAX_NOT_FINITE_STEPS):
         known._vetoed.add(number)
-        assert known.judge(step(number, skipped=True), None) is None
-    known._vetoed.add(last := LEAST + 1 + NOT_FINITE_STEPS)
-    with pytest.raises(Diverged, match=f"the loss has been a spike since step {LEAST + 2}"):
-        known.judge(step(last, skipped=True), None)
+        assert known.check_record(step(number, skipped=True), None) is None
+    known._vetoed.add(last := MIN_LOSSES + 1 + MAX_NOT_FINITE_STEPS)
+    with pytest.raises(Diverged, match=f"the loss has been a spike since step {MIN_LOSSES + 2}"):
+        known.check_record(step(last, skipped=True), None)
 
 
 def test_losses_are_read_again_as_far_as_a_bound_needs_them(tmp_path: Path) -> None:
@@ -156,7 +170,7 @@ def test_losses_are_read_again_as_far_as_a_bound_needs_them(tmp_path: Path) -> N
         for number in range(1, many + 3):
             record = step(number, None if number == many - 1 else float(number), skipped=number == many)
             file.write(json.dumps(asdict(record)) + "\n")
-    found = recorded(paths, many + 1)
+    found = read_losses(paths, many + 1)
     assert found[-2:] == [(many - 2, many - 2.0), (many + 1, many + 1.0)]
     assert len(found) == WINDOW + 1
 
@@ -169,39 +183,39 @@ def test_losses_are_read_again_as_far_as_a_bound_needs_them(tmp_path: Path) -> N
 def test_batches_follow_one_another_but_for_those_that_are_passed_over(
     rollbacks: list[tuple[int, int]], steps: int
 ) -> None:
-    skips, bad = Skips(), set()
+    skips, bad = SkippedBatches(), set()
     for last, more in rollbacks:
         first = max(1, last - more)
-        bad |= {skips.batch(step) for step in range(first, last + 1)}
+        bad |= {skips.batch_number(step) for step in range(first, last + 1)}
         skips = skips.with_steps(first, last)
-    walked = [skips.batch(step) for step in range(1, steps + 1)]
+    walked = [skips.batch_number(step) for step in range(1, steps + 1)]
     expected = [batch for batch in range(steps + 300) if not any(a <= batch < b for a, b in skips.stretches)]
     assert walked == expected[:steps]
     assert not bad & set(walked)
-    again = Skips.of({"step": 7, **skips.header(7)})
+    again = SkippedBatches.from_header({"step": 7, **skips.to_header(7)})
     assert again == skips
-    assert skips.header(7)["skipped"] == skips.before(8)
+    assert skips.to_header(7)["skipped"] == skips.count_before(8)
 
 
 def test_what_came_before_a_stretch_is_as_it_was() -> None:
-    skips = Skips().with_steps(12, 14)
-    assert [skips.batch(step) for step in (11, 12, 13)] == [10, 14, 15]
-    assert skips.recent(20, 1000) == 1
-    assert skips.recent(2000, 1000) == 0
+    skips = SkippedBatches().with_steps(12, 14)
+    assert [skips.batch_number(step) for step in (11, 12, 13)] == [10, 14, 15]
+    assert skips.count_recent(20, 1000) == 1
+    assert skips.count_recent(2000, 1000) == 0
 
 
 def test_stretches_count_as_recent_by_where_they_end() -> None:
-    skips = Skips(((0, 4), (10, 12)))
-    assert [skips.recent(10, within) for within in (4, 5, 13, 14)] == [1, 1, 2, 2]  # step 10 has batch 15
-    assert skips.batch(10) == 15
-    assert skips._apart() == [(0, 4), (10, 12)]
-    assert Skips(((3, 6), (4, 6), (6, 6)))._apart() == [(3, 6)]
+    skips = SkippedBatches(((0, 4), (10, 12)))
+    assert [skips.count_recent(10, within) for within in (4, 5, 13, 14)] == [1, 1, 2, 2]  # step 10 has batch 15
+    assert skips.batch_number(10) == 15
+    assert skips._disjoint_stretches() == [(0, 4), (10, 12)]
+    assert SkippedBatches(((3, 6), (4, 6), (6, 6)))._disjoint_stretches() == [(3, 6)]
 
 
 def test_a_header_of_an_older_version_is_understood() -> None:
-    old = Skips.of({"step": 10, "skipped": 3})
-    assert [old.batch(step) for step in (10, 11)] == [9, 13]
-    assert Skips.of({"step": 10, "skipped": 0}) == Skips()
+    old = SkippedBatches.from_header({"step": 10, "skipped": 3})
+    assert [old.batch_number(step) for step in (10, 11)] == [9, 13]
+    assert SkippedBatches.from_header({"step": 10, "skipped": 0}) == SkippedBatches()
 
 
 # ------------------------------------------------------------------------------------------------------------ checksums
@@ -212,7 +226,7 @@ def test_a_header_of_an_older_version_is_understood() -> None:
 def test_any_bit_that_flips_changes_the_sum(bit: int, dtype: torch.dtype) -> None:
     values = torch.linspace(-3, 3, 7).to(dtype)
     before = int(checksum(values))
-    bits = as_integers(values)
+    bits = view_as_integers(values)
     bit %= 8 * values.element_size()
     mask = torch.iinfo(bits.dtype).min if bit == 8 * values.element_size() - 1 else 1 << bit
     bits[3] ^= mask
@@ -233,11 +247,11 @@ def test_a_sum_of_any_part_of_a_buffer_knows_each_of_its_elements(start: int, co
 
 def test_the_majority_is_believed() -> None:
     names = ["a", "b"]
-    assert verdict([[1, 2]] * 3, names) is None
-    found = verdict([[1, 2], [1, 9], [1, 2]], names)
+    assert find_deviating_ranks([[1, 2]] * 3, names) is None
+    found = find_deviating_ranks([[1, 2], [1, 9], [1, 2]], names)
     assert found is not None
     assert (found.ranks, found.parameters, found.healthy) == ((1,), ("b",), {"b": 0})
-    two = verdict([[7, 2], [1, 9], [1, 2]], names)
+    two = find_deviating_ranks([[7, 2], [1, 9], [1, 2]], names)
     assert two is not None
     assert (two.ranks, two.healthy) == ((0, 1), {"a": 1, "b": 0})
 
@@ -245,7 +259,7 @@ def test_the_majority_is_believed() -> None:
 @calm
 @given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=2), min_size=2, max_size=6))
 def test_without_a_majority_nobody_is(table: list[list[int]]) -> None:
-    found = verdict(table, ["a", "b"])
+    found = find_deviating_ranks(table, ["a", "b"])
     if found is None:
         assert len({tuple(row) for row in table}) == 1
         return
@@ -264,7 +278,7 @@ def test_without_a_majority_nobody_is(table: list[list[int]]) -> None:
 # ----------------------------------------------------------------------------------------------------------- stragglers
 
 
-def walked(paces: Any, times: int, stragglers: Stragglers, begin: float = 0.0) -> list[tuple[int, float, float]]:
+def walked(paces: Any, times: int, stragglers: StragglerDetector, begin: float = 0.0) -> list[tuple[int, float, float]]:
     found = []
     for number in range(times):
         found += stragglers.observe(begin + 10.0 * number, paces)
@@ -272,15 +286,15 @@ def walked(paces: Any, times: int, stragglers: Stragglers, begin: float = 0.0) -
 
 
 def test_a_rank_that_stays_slow_is_named_once() -> None:
-    stragglers = Stragglers(2)
+    stragglers = StragglerDetector(2)
     assert walked([1.0, 2.0], 50, stragglers) == []
     [found] = walked([1.0, 6.0], 80, stragglers, 500.0)
     assert (found[0], found[1]) == (1, 3.0)
-    assert found[2] >= STAYS_S
+    assert found[2] >= REPORT_AFTER_S
 
 
 def test_a_rank_that_is_slow_for_a_while_is_not() -> None:
-    stragglers = Stragglers(1)
+    stragglers = StragglerDetector(1)
     assert walked([1.0], 50, stragglers) == []
     assert walked([5.0], 20, stragglers, 500.0) == []
     assert walked([1.0], 50, stragglers, 700.0) == []
@@ -290,8 +304,8 @@ def test_a_rank_that_is_slow_for_a_while_is_not() -> None:
 @calm
 @given(st.floats(0.01, 100), st.integers(STEPS, 200))
 def test_a_rank_that_is_always_as_slow_is_not_either(pace: float, times: int) -> None:
-    assert walked([pace, 1.0], times, Stragglers(2)) == []
+    assert walked([pace, 1.0], times, StragglerDetector(2)) == []
 
 
 def test_a_pace_that_nobody_measures_says_nothing() -> None:
-    assert Stragglers(2).observe(0.0, []) == []
+    assert StragglerDetector(2).observe(0.0, []) == []

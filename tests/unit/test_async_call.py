@@ -7,7 +7,7 @@ import pytest
 from phalanx.core.errors import PhalanxError
 from phalanx.core.placement import Placement
 from phalanx.system import fork
-from phalanx.system.async_call import Errand
+from phalanx.system.async_call import AsyncCall
 from tests.helpers import run_ranks
 
 
@@ -19,7 +19,7 @@ def held_in_the_kernel(placement: Placement, waits: bool) -> list[float | str]:
     try:
         if waits:
             fork.fork_call(time.sleep, 60, timeout_s=0.1)
-        errand = Errand(time.sleep, 60, timeout_s=0.1)
+        errand = AsyncCall(time.sleep, 60, timeout_s=0.1)
         time.sleep(0.2)
         began = time.monotonic()
         errand.result()

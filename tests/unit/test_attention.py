@@ -60,7 +60,7 @@ def test_every_way_is_what_is_meant(window: int | None, segments: list[int] | No
     offsets = None if segments is None else torch.tensor(segments, dtype=torch.int32)
     expected = with_gradients(meant, inputs(), window, segments)
     found = with_gradients(attention, inputs(), window=window, segments=offsets)
-    plain = with_gradients(module.masked, inputs(), window, offsets)
+    plain = with_gradients(module.reference_attention, inputs(), window, offsets)
     for want, fast, slow in zip(expected, found, plain, strict=True):
         torch.testing.assert_close(fast, want, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(slow, want, rtol=1e-10, atol=1e-12)
@@ -216,9 +216,9 @@ def test_a_model_is_made_without_the_compiler() -> None:
     code = """
 import sys
 import phalanx.trainer.train_rank, phalanx.autotune.dry_run
-from phalanx.models.user_model import on_meta
+from phalanx.models.user_model import build_on_meta
 from phalanx.layout.model_shape import PRESETS
-on_meta(PRESETS["llama-3.2-1b"])
+build_on_meta(PRESETS["llama-3.2-1b"])
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ConfigError
 from phalanx.layout import balance
 from phalanx.layout.balance import (
+    CostLine,
     Division,
-    Line,
     Speed,
-    _below,
+    _split_below,
+    cut_into_micro_batches,
     divide,
-    division_of,
+    drop_empty_micro_batches,
     in_lockstep,
-    in_parts,
-    scaled,
+    parse_division,
+    scale_division,
     shard_cuts,
     slowest_s,
-    split,
+    split_by_cost,
     state_shares,
-    without_empty,
 )
 
 
@@ -93,8 +93,8 @@ def test_no_number_of_micro_batches_that_was_not_tried_is_better(
     """The plain way: try all, and of equals take the least."""
     tried = []
     for parts in range(max(1, -(-total // sum(speed.most for speed in speeds))), total + 2):
-        lines = [Line(parts * s.fixed_s, s.sequence_s, min(total, parts * s.most), parts) for s in speeds]
-        division = Division(split(total, lines), parts)
+        lines = [CostLine(parts * s.fixed_s, s.sequence_s, min(total, parts * s.most), parts) for s in speeds]
+        division = Division(split_by_cost(total, lines), parts)
         tried.append((slowest_s(division, speeds, part_s), division))
     found, best = divide(total, speeds, part_s), min(seconds for seconds, _ in tried)
     assert slowest_s(found, speeds, part_s) == pytest.approx(best, rel=1e-8)
@@ -106,23 +106,23 @@ def test_no_number_of_micro_batches_that_was_not_tried_is_better(
     total=st.integers(0, 10),
     lines=st.lists(
         st.builds(
-            Line,
+            CostLine,
             base=st.sampled_from([0.0, 1.5, 7.0]),
             each=st.sampled_from([0.5, 1.0, 3.0]),
             most=st.integers(0, 10),
             least=st.integers(0, 3),
-            few=st.sampled_from([1, 2, 3, balance.UNBOUND]),
-            again=st.sampled_from([0.0, 0.2, 4.0]),
-        ).filter(lambda line: line.least <= line.few),
+            per_round=st.sampled_from([1, 2, 3, balance.UNBOUND]),
+            round_cost=st.sampled_from([0.0, 0.2, 4.0]),
+        ).filter(lambda line: line.least <= line.per_round),
         min_size=1,
         max_size=4,
     ).filter(lambda lines: sum(line.most for line in lines) >= 10),
 )
-def test_no_split_is_better(total: int, lines: list[Line]) -> None:
+def test_no_split_is_better(total: int, lines: list[CostLine]) -> None:
     def worst(shares: tuple[int, ...]) -> float:
         return max(line.cost(pieces) for line, pieces in zip(lines, shares, strict=True))
 
-    found = split(total, lines)
+    found = split_by_cost(total, lines)
     assert sum(found) == total
     assert all(0 <= pieces <= line.most for pieces, line in zip(found, lines, strict=True))
     possible = [
@@ -138,22 +138,22 @@ def test_no_split_is_better(total: int, lines: list[Line]) -> None:
     total=st.integers(0, 2000),
     lines=st.lists(
         st.builds(
-            Line,
+            CostLine,
             base=st.floats(0, 5),
             each=st.floats(0.1, 5),
             most=st.just(2000),
-            few=st.sampled_from([1, 7, balance.UNBOUND]),
-            again=st.sampled_from([0.0, 2.0]) | st.floats(0, 20),
+            per_round=st.sampled_from([1, 7, balance.UNBOUND]),
+            round_cost=st.sampled_from([0.0, 2.0]) | st.floats(0, 20),
         ),
         min_size=1,
     ),
 )
-def test_what_is_given_at_once_is_what_would_be_given_piece_by_piece(total: int, lines: list[Line]) -> None:
+def test_what_is_given_at_once_is_what_would_be_given_piece_by_piece(total: int, lines: list[CostLine]) -> None:
     taken = [0] * len(lines)
     for _ in range(total):
         costs = [line.cost(pieces + 1) for line, pieces in zip(lines, taken, strict=True)]
         taken[costs.index(min(costs))] += 1
-    found = split(total, lines)
+    found = split_by_cost(total, lines)
     worst = max((line.cost(pieces) for line, pieces in zip(lines, taken, strict=True)))
     assert max(line.cost(pieces) for line, pieces in zip(lines, found, strict=True)) == pytest.approx(worst, rel=1e-12)
 
@@ -180,7 +180,7 @@ def test_no_division_is_faster_where_each_rank_runs_its_own_number(total: int, s
     assert sum(division.shares) == total
     assert division.fits(most)
     # As few as memory allows, and one at least.
-    own = [division.parts_of(rank) for rank in range(len(speeds))]
+    own = [division.micro_batches_of(rank) for rank in range(len(speeds))]
     assert own == [max(1, -(-share // few)) for share, few in zip(division.shares, most, strict=True)]
     assert division.parts == max(own)
     found = slowest_s(division, speeds)
@@ -206,14 +206,14 @@ def test_own_numbers_are_those_of_giving_one_sequence_after_the_other(total: int
 
 
 def test_what_a_line_costs_by_hand() -> None:
-    line = Line(2.0, 3.0, most=9, least=2, few=3, again=10.0)  # at least two at once, three at most
+    line = CostLine(2.0, 3.0, most=9, least=2, per_round=3, round_cost=10.0)  # at least two at once, three at most
     assert [line.cost(pieces) for pieces in range(8)] == [8.0, 8.0, 8.0, 11.0, 24.0, 27.0, 30.0, 43.0]
 
 
 @given(total=st.integers(0, 3000), each=st.lists(st.floats(0.1, 10), min_size=1, max_size=30))
 def test_few_are_left_to_be_given_one_by_one(total: int, each: list[float]) -> None:
-    lines = [Line(0.0, seconds, total) for seconds in each]
-    at_once, all_of_them = _below(total, lines), split(total, lines)
+    lines = [CostLine(0.0, seconds, total) for seconds in each]
+    at_once, all_of_them = _split_below(total, lines), split_by_cost(total, lines)
     assert all(0 <= few <= share for few, share in zip(at_once, all_of_them, strict=True))
     assert total - sum(at_once) <= 2 * len(lines)  # equal ones get one more at the same cost
 
@@ -222,10 +222,10 @@ def test_other_things_than_sequences_can_be_split() -> None:
     # 2^33 elements over memories of which 0, 8 and 24 GiB are in use already, 4 bytes an element: the fullest is the
     # least full that it can be.
     gib = float(2**30)
-    taken = split(2**33, [Line(used * gib, 4.0, 2**33) for used in (0.0, 8.0, 24.0)])
+    taken = split_by_cost(2**33, [CostLine(used * gib, 4.0, 2**33) for used in (0.0, 8.0, 24.0)])
     assert taken == (5 * 2**30, 3 * 2**30, 0)
     # 32 layers over stages of unlike speed, of which the first also has an embedding to do.
-    assert split(32, [Line(2.0, 1.0, 32), Line(0.0, 2.0, 32), Line(0.0, 1.0, 8)]) == (16, 8, 8)
+    assert split_by_cost(32, [CostLine(2.0, 1.0, 32), CostLine(0.0, 2.0, 32), CostLine(0.0, 1.0, 8)]) == (16, 8, 8)
 
 
 def test_what_people_expect() -> None:
@@ -262,7 +262,7 @@ def test_a_device_that_holds_nothing_is_named() -> None:
     ):
         divide(8, [Speed(1.0), Speed(1.0, most=0), Speed(1.0), Speed(1.0, most=0)])
     with pytest.raises(ConfigError, match=r"of rank 0;"):
-        in_parts([4, 4], [0, 4])
+        cut_into_micro_batches([4, 4], [0, 4])
 
 
 THOUSAND = [(4, [2, 4, 8, 16], 16384), (1024, [2, 4, 8, 16], 16384), (1024, [1, 2, 3, 4, 5], 65536)]
@@ -306,40 +306,40 @@ def test_a_thousand_devices_are_divided_exactly(kinds: int, limits: list[int], t
 
 
 def test_given_shares_are_cut_into_what_fits() -> None:
-    assert in_parts([5, 2, 0], [8, 8, 8]) == Division((5, 2, 0), 1)
-    assert in_parts([5, 2, 0], [2, 1, 8]) == Division((5, 2, 0), 3)
-    assert in_parts([0, 0], [1, 1]) == Division((0, 0), 1)
-    assert Division((5, 2, 0), 3).largest(0) == 2
-    assert Division((5, 2, 0), 3).largest(2) == 1  # a micro-batch of weight 0 has one sequence
+    assert cut_into_micro_batches([5, 2, 0], [8, 8, 8]) == Division((5, 2, 0), 1)
+    assert cut_into_micro_batches([5, 2, 0], [2, 1, 8]) == Division((5, 2, 0), 3)
+    assert cut_into_micro_batches([0, 0], [1, 1]) == Division((0, 0), 1)
+    assert Division((5, 2, 0), 3).largest_micro_batch(0) == 2
+    assert Division((5, 2, 0), 3).largest_micro_batch(2) == 1  # a micro-batch of weight 0 has one sequence
     assert not Division((5, 2), 3).fits([1, 9])
     assert not Division((5, 2), 3).fits([9, 9, 9])
-    own = in_parts([5, 2, 0], [2, 1, 8], lockstep=False)
+    own = cut_into_micro_batches([5, 2, 0], [2, 1, 8], lockstep=False)
     assert own == Division((5, 2, 0), 3, (3, 2, 1))
-    assert [own.largest(rank) for rank in range(3)] == [2, 1, 1]
+    assert [own.largest_micro_batch(rank) for rank in range(3)] == [2, 1, 1]
     assert own.fits([2, 1, 1]) and not own.fits([1, 1, 1])
-    assert scaled(14, own, [2, 1, 8], lockstep=False) == Division((10, 4, 0), 5, (5, 4, 1))
-    assert scaled(7, own, [2, 1, 8], lockstep=False) == own
+    assert scale_division(14, own, [2, 1, 8], lockstep=False) == Division((10, 4, 0), 5, (5, 4, 1))
+    assert scale_division(7, own, [2, 1, 8], lockstep=False) == own
 
 
 def test_no_rank_need_run_a_micro_batch_without_a_sequence() -> None:
-    assert without_empty(Division((9, 4, 2, 0), 3)) == Division((9, 4, 2, 0), 3, (3, 3, 2, 1))
-    assert without_empty(Division((4, 4), 2)) == Division((4, 4), 2)
-    assert without_empty(Division((5, 2, 0), 3, (3, 2, 1))) == Division((5, 2, 0), 3, (3, 2, 1))
+    assert drop_empty_micro_batches(Division((9, 4, 2, 0), 3)) == Division((9, 4, 2, 0), 3, (3, 3, 2, 1))
+    assert drop_empty_micro_batches(Division((4, 4), 2)) == Division((4, 4), 2)
+    assert drop_empty_micro_batches(Division((5, 2, 0), 3, (3, 2, 1))) == Division((5, 2, 0), 3, (3, 2, 1))
 
 
 @pytest.mark.parametrize("division", [Division((5, 2, 0), 3), Division((5, 2, 0), 3, (3, 2, 1)), Division((4,), 2)])
 def test_a_division_is_written_and_read(division: Division) -> None:
-    assert division_of(json.loads(json.dumps(division.tree()))) == division
+    assert parse_division(json.loads(json.dumps(division.to_json()))) == division
 
 
 def test_what_is_no_division_is_not_read() -> None:
-    assert division_of({"shares": [5, 2], "parts": [3, 3]}) == Division((5, 2), 3)
+    assert parse_division({"shares": [5, 2], "parts": [3, 3]}) == Division((5, 2), 3)
     good = {"shares": [5, 2], "parts": [3, 1]}
     broken = [{"parts": value} for value in (None, 0, "3", True, 2.0, [3], [3, 0], [3, None], [])]
     broken += [{"shares": value} for value in (None, [], [5, -2], [5, "2"], 7, [5, 2.0])]
     for change in broken:
-        assert division_of(good | change) is None, change
-    assert division_of(None) is None and division_of([5, 2]) is None
+        assert parse_division(good | change) is None, change
+    assert parse_division(None) is None and parse_division([5, 2]) is None
 
 
 @pytest.mark.parametrize(
@@ -358,8 +358,8 @@ def test_ranks_are_in_lockstep_where_something_travels_in_each_micro_batch(
     total=st.integers(1, 60),
 )
 def test_a_smaller_batch_is_divided_in_proportion(shares: list[int], most: int, total: int) -> None:
-    division = in_parts(shares, [most] * len(shares))
-    found = scaled(total, division, [most] * len(shares))
+    division = cut_into_micro_batches(shares, [most] * len(shares))
+    found = scale_division(total, division, [most] * len(shares))
     assert sum(found.shares) == total
     assert found.fits([most] * len(shares))
     for share, mine in zip(shares, found.shares, strict=True):

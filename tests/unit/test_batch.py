@@ -59,7 +59,7 @@ def batch(here: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def files_of(here: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[TokenFile]:
     monkeypatch.chdir(here)
-    wanted = load.load(here / "recipe.yaml", [*overrides, "data.tokenizer=train"])
+    wanted = load.load_recipe(here / "recipe.yaml", [*overrides, "data.tokenizer=train"])
     return [TokenFile(folder) for folder, _ in prepare_for(wanted).train]
 
 

@@ -48,5 +48,5 @@ def test_compares_and_writes_the_agreed_json(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_recipe_of_the_small_llama_is_one() -> None:
-    config = load.check(yaml.safe_load(compression.RECIPE), "the benchmark's recipe")
+    config = load.build_config(yaml.safe_load(compression.RECIPE), "the benchmark's recipe")
     assert config.data.source == ["stdlib"]

@@ -27,8 +27,8 @@ def test_what_is_drawn_can_happen(seed: int, most: int) -> None:
     plan = faulty_runs.draw_plan(random.Random(seed), most)
     assert plan == faulty_runs.draw_plan(random.Random(seed), most)
     texts = [text for _, text in plan.injected] + [CHANGING[mark] for mark in plan.marks]
-    found = faults.parse(texts)
-    faults.check(found, 2, STEPS, local=True)
+    found = faults.parse_faults(texts)
+    faults.check_faults(found, 2, STEPS, local=True)
     assert len(plan.injected) + len(plan.outside) <= most
     injected = found[: len(plan.injected)]
     assert [(each.kind, each.rank, each.attempt) for each in injected] == [
@@ -51,7 +51,7 @@ def test_every_kind_of_fault_is_drawn() -> None:
 def test_a_fault_is_known_by_how_the_run_writes_it(seed: int) -> None:
     texts = [text for _, text in faulty_runs.draw_plan(random.Random(seed), 9).injected]
     for text in texts:
-        (parsed,) = faults.parse([text])
+        (parsed,) = faults.parse_faults([text])
         assert faulty_runs._fault_of(parsed.text) == faulty_runs._fault_of(text)
         assert [each for each in texts if faulty_runs._fault_of(each) == faulty_runs._fault_of(text)] == [text]
 
@@ -62,8 +62,8 @@ def test_a_fault_that_comes_alone_can_happen_and_is_to_be_named(seed: int, nodes
     strikes = [strike for strike, _ in (*plan.injected, *plan.outside)]
     assert strikes[0].kind == kind
     assert len(strikes) == 1 + (kind == "corrupt-checkpoint")
-    found = faults.parse([text for _, text in plan.injected])
-    faults.check(found, 2, STEPS, local=True)
+    found = faults.parse_faults([text for _, text in plan.injected])
+    faults.check_faults(found, 2, STEPS, local=True)
     assert [(each.kind, each.rank) for each in found] == [(each.kind, each.victim) for each, _ in plan.injected]
     named = faulty_runs.EXPECTED | faulty_runs.EXPECTED_ALONE
     assert all(strike.kind in named or strike.kind == "slow" for strike in strikes)

@@ -15,10 +15,10 @@ from benchmarks import borrowed_lab, harness, lab, planner_here
 from benchmarks.planner_here import PICKED, Size, drawn, held_by, least, plan_of, used
 from benchmarks.throttle import MEMORY_ROOT, ROOTS, remove_stale, throttle
 from phalanx.core.placement import Placement
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.device_catalog import KINDS
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.memory import Held
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.device_catalog import DEVICE_KINDS
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.memory import DeviceMemory
 from phalanx.planner.search import Plan
 from tests.helpers import ROOT, run_ranks
 
@@ -79,7 +79,7 @@ def test_the_lab_tells_its_story_to_the_end() -> None:
 def test_fifty_unlike_configurations_that_the_recipe_allows(tmp_path: Path) -> None:
     found = drawn(50, 5)
     assert len({(str(each.shape), each.world, each.words) for each in found}) == 50
-    assert {"parallel.tensor=2", "parallel.pipeline=2", "parallel.zero=3", "optim.slots=2"} <= {
+    assert {"parallel.tensor=2", "parallel.pipeline=2", "parallel.zero=3", "optim.double_buffer=true"} <= {
         word for each in found for word in each.words
     }
     for each in found[:6]:
@@ -87,12 +87,12 @@ def test_fifty_unlike_configurations_that_the_recipe_allows(tmp_path: Path) -> N
         assert plan.devices == each.world and plan.estimate.fits
         for rank in range(each.world):
             limited = _limited(held_by(plan, rank), least(held_by(plan, rank)))
-            assert limited.left >= 0
-            assert _limited(limited, round(0.99 * limited.kind.memory_bytes)).left < 0
+            assert limited.free_bytes >= 0
+            assert _limited(limited, round(0.99 * limited.kind.memory_bytes)).free_bytes < 0
             assert used(limited) == pytest.approx(used(held_by(plan, rank)))
 
 
-def _limited(held: Held, most: int) -> Held:
+def _limited(held: DeviceMemory, most: int) -> DeviceMemory:
     """The same on a device with so much memory."""
     slack = (held.parts["reserved"] - held.kind.reserved_bytes) / held.kind.memory_bytes
     parts = {**held.parts, "reserved": held.kind.reserved_bytes + slack * most}
@@ -100,16 +100,18 @@ def _limited(held: Held, most: int) -> Held:
 
 
 def test_nodes_are_found_in_the_order_of_a_plan() -> None:
-    slow, fast = (replace(KINDS["CPU"], name=name) for name in ("slow", "fast"))
-    cluster, nodes = Cluster((Group(1, 2, slow), Group(2, 2, fast))), [lab.Node((0.5, 0.5))] * 3
+    slow, fast = (replace(DEVICE_KINDS["CPU"], name=name) for name in ("slow", "fast"))
+    cluster, nodes = ClusterSpec((NodeGroup(1, 2, slow), NodeGroup(2, 2, fast))), [lab.Node((0.5, 0.5))] * 3
 
-    def order(used: Cluster, devices: int) -> list[tuple[int, int]]:
-        return planner_here.ranks_of(Plan(Choice(devices=devices), None, used), cluster, nodes)  # type: ignore[arg-type]
+    def order(used: ClusterSpec, devices: int) -> list[tuple[int, int]]:
+        return planner_here.ranks_of(Plan(LayoutChoice(devices=devices), None, used), cluster, nodes)  # type: ignore[arg-type]
 
     assert order(cluster, 6) == [(0, 2), (1, 2), (2, 2)]
     assert order(replace(cluster, groups=tuple(reversed(cluster.groups))), 6) == [(1, 2), (2, 2), (0, 2)]
-    assert order(Cluster((Group(2, 2, fast),)), 3) == [(1, 2), (2, 1)]
-    cluster = Cluster((Group(1, 1, slow), Group(1, 1, fast), Group(2, 2, fast)))  # two of one node, measured unlike
+    assert order(ClusterSpec((NodeGroup(2, 2, fast),)), 3) == [(1, 2), (2, 1)]
+    cluster = ClusterSpec(
+        (NodeGroup(1, 1, slow), NodeGroup(1, 1, fast), NodeGroup(2, 2, fast))
+    )  # two of one node, measured unlike
     assert order(cluster, 6) == [(0, 2), (1, 2), (2, 2)]
 
 

@@ -12,7 +12,7 @@ from benchmarks import recovery
 from benchmarks.started import Run, Tail
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import inventory, shared_memory, state_file
-from phalanx.recovery.state_file import Who
+from phalanx.recovery.state_file import StateFileOwner
 from tests.helpers import ROOT
 
 
@@ -73,20 +73,22 @@ def test_what_all_ranks_hold_is_read_from_the_memories_of_nodes(tmp_path: Path) 
     run = Run(paths, nodes=2, memory=lambda node: tmp_path / "shm")
     assert run.committed() == run.replicated() == 0
     (tmp_path / "shm").mkdir()
-    known, index = state_file.run_of(paths.events), {"tensors": [], "pieces": []}
+    known, index = state_file.compute_run_id(paths.events), {"tensors": [], "pieces": []}
     for node in range(2):
-        with shared_memory.held(paths, node, tmp_path / "shm") as memory:
+        with shared_memory.hold_folder(paths, node, tmp_path / "shm") as memory:
             folder = memory.folder
-        own = state_file.create(folder, Who(1, node, 2, known, node, 2), index, 16)
-        other = state_file.create(folder / inventory.REPLICAS, Who(1, 1 - node, 2, known, 1 - node, 2), index, 16)
+        own = state_file.create_state_file(folder, StateFileOwner(1, node, 2, known, node, 2), index, 16)
+        other = state_file.create_state_file(
+            folder / inventory.REPLICAS, StateFileOwner(1, 1 - node, 2, known, 1 - node, 2), index, 16
+        )
         for slot, step in enumerate((7, 8 + node)):
             own.commit(slot, step, b"{}")
         other.commit(0, 7, b"{}")
-        own.void(1 - node)  # 8 is on no rank but one
+        own.invalidate(1 - node)  # 8 is on no rank but one
     assert (run.committed(), run.replicated()) == (0, 7)
     own.commit(0, 7, b"{}")
     assert run.committed() == 7
-    first = state_file.StateFile(inventory.files_in(run.folders()[0])[0], writable=True)
+    first = state_file.StateFile(inventory.list_state_files(run.folders()[0])[0], writable=True)
     first.commit(1, 9, b"{}")
     assert run.committed() == 9
 

@@ -22,15 +22,15 @@ from transformers import (
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import PRESETS, ModelSpec, flops_per_token, parameter_shapes
 from phalanx.models import hf_bert
-from phalanx.models.bert import Bert, dropped_attention
-from phalanx.models.counter_rng import Draws
+from phalanx.models.bert import Bert, attention_with_dropout
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.hf_export import export
 from phalanx.models.hf_mapping import config_from_spec, hf_name
 from phalanx.models.hf_weights import Weights
-from phalanx.models.layers import cross_entropy_sum, cross_entropy_sum_plain
-from phalanx.models.user_model import check_class
-from phalanx.workload.bert import drawn_parts
+from phalanx.models.layers import cross_entropy_sum, reference_cross_entropy_sum
+from phalanx.models.user_model import check_model_class
+from phalanx.workload.bert import find_missing_parameters
 
 LABELS = ("O", "B-X", "I-X")
 TINY = replace(
@@ -154,19 +154,19 @@ def test_a_bare_model_is_a_start_for_any_task(tmp_path: Path) -> None:
         spec = spec_for(objective)
         weights = Weights(tmp_path / "bare", Bert)
         weights.check(spec)
-        assert {name.removeprefix("head.") for name in drawn_parts(tmp_path / "bare", spec)} == drawn
+        assert {name.removeprefix("head.") for name in find_missing_parameters(tmp_path / "bare", spec)} == drawn
         name = "layers.1.mlp.up.weight"
         assert torch.equal(weights.read(name, 0, 44 * 32), parameters[name].flatten())
     # A masked model has heads that a tagger has no use for, and none that it needs.
-    assert len(drawn_parts(tmp_path / "whole", spec_for("tags"))) == 2
+    assert len(find_missing_parameters(tmp_path / "whole", spec_for("tags"))) == 2
 
 
 def test_a_head_for_other_labels_is_drawn(tmp_path: Path) -> None:
     spec = spec_for("tags")
     folder = write(tmp_path / "model", spec, values(spec))
-    assert drawn_parts(folder, spec) == []
+    assert find_missing_parameters(folder, spec) == []
     for labels in (("O", "B-Y", "I-Y"), ("O", "B-X", "I-X", "B-Y")):
-        assert len(drawn_parts(folder, replace(spec, labels=labels))) == 2
+        assert len(find_missing_parameters(folder, replace(spec, labels=labels))) == 2
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,9 @@ def test_a_folder_that_lacks_more_than_a_head_is_refused(tmp_path: Path) -> None
 def test_the_class_fits_the_trainer() -> None:
     for objective in ("masked-next", "tags"):
         spec = spec_for(objective)
-        assert check_class(Bert, spec) == sum(torch.Size(shape).numel() for shape in parameter_shapes(spec).values())
+        assert check_model_class(Bert, spec) == sum(
+            torch.Size(shape).numel() for shape in parameter_shapes(spec).values()
+        )
         with torch.device("meta"):
             model = Bert(spec)
         inside = [f"{unit}.{name}" for unit, part in model.units() for name, _ in part.named_parameters()]
@@ -225,11 +227,11 @@ def test_dropout_is_that_of_a_sample_and_not_of_its_batch() -> None:
     tokens, segments, _ = inputs()
     samples = torch.tensor([7, 3, 12, 5])
     with torch.no_grad():
-        together = model(tokens, segments=segments, lengths=LENGTHS, draws=Draws(0, 3, samples))[0]
+        together = model(tokens, segments=segments, lengths=LENGTHS, draws=CounterRNG(0, 3, samples))[0]
         plain = model(tokens, segments=segments, lengths=LENGTHS)[0]
         for row, length in enumerate(LENGTHS.tolist()):
             part = (tokens[row : row + 1, :length], segments[row : row + 1, :length])
-            draws = Draws(0, 3, samples[row : row + 1])
+            draws = CounterRNG(0, 3, samples[row : row + 1])
             alone = model(part[0], segments=part[1], lengths=LENGTHS[row : row + 1], draws=draws)[0]
             assert float((alone[0] - together[row, :length]).abs().max()) < 1e-12
     assert float((together - plain).abs().max()) > 0.1
@@ -240,11 +242,11 @@ def test_attention_with_dropout_is_attention() -> None:
     q, k, v = (torch.randn(2, 3, 9, 8, dtype=torch.float64, generator=generator) for _ in range(3))
     seen = (torch.arange(9) < torch.tensor([9, 4])[:, None])[:, None, None]
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    draws, place = Draws(0, 1, torch.arange(2)), torch.tensor(1)
-    assert torch.allclose(dropped_attention(q, k, v, seen, draws, place, 0.0), expected, atol=1e-12)
+    draws, place = CounterRNG(0, 1, torch.arange(2)), torch.tensor(1)
+    assert torch.allclose(attention_with_dropout(q, k, v, seen, draws, place, 0.0), expected, atol=1e-12)
     count = 3000
     rows = (part[:1].expand(count, -1, -1, -1) for part in (q, k, v))
-    many = dropped_attention(*rows, None, Draws(0, 1, torch.arange(count)), place, 0.5)
+    many = attention_with_dropout(*rows, None, CounterRNG(0, 1, torch.arange(count)), place, 0.5)
     unseen = torch.nn.functional.scaled_dot_product_attention(q[:1], k[:1], v[:1])
     assert float((many.mean(0) - unseen[0]).abs().max()) < 0.15, "its mean is what it is without dropout"
     assert float(many.std(0).min()) > 0.01
@@ -264,7 +266,7 @@ def test_the_chunked_loss_with_a_bias_is_the_plain_one(tokens: int, chunk: int, 
     labels = torch.randint(0, 11, (tokens,), generator=generator)
     labels[torch.rand(tokens, generator=generator) < 0.3] = -100
     chunked = cross_entropy_sum(hidden, weight, labels, bias, chunk=chunk)
-    plain = cross_entropy_sum_plain(hidden, weight, labels, bias)
+    plain = reference_cross_entropy_sum(hidden, weight, labels, bias)
     torch.testing.assert_close(chunked, plain)
     found = torch.autograd.grad(chunked * 0.5, (hidden, weight, bias))
     expected = torch.autograd.grad(plain * 0.5, (hidden, weight, bias))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.buckets import GRANULE, Bucket, Parameter, Part, lay_out
+from phalanx.layout.buckets import GRANULE, Bucket, BucketPart, ParameterSpec, make_buckets
 
 SHAPES = st.one_of(
     st.just(()),
@@ -19,12 +19,12 @@ SHAPES = st.one_of(
 
 
 @st.composite
-def parameters(draw: st.DrawFn, rows: bool = False) -> list[Parameter]:
+def parameters(draw: st.DrawFn, rows: bool = False) -> list[ParameterSpec]:
     found = []
     for number, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=12))):
         unit, dtype = draw(st.sampled_from(["", "a", "b"])), draw(st.sampled_from(["bf16", "fp32"]))
         trained, whole = draw(st.booleans()), rows and len(shape) > 1 and draw(st.booleans())
-        found.append(Parameter(f"p{number}", shape, unit, dtype, trained, whole))
+        found.append(ParameterSpec(f"p{number}", shape, unit, dtype, trained, whole))
     return found
 
 
@@ -44,14 +44,19 @@ def check_bucket(bucket: Bucket, ranks: int) -> None:
         assert list(part.cuts) == sorted(part.cuts)
         assert not part.elements or part.start == end
         end = max(end, part.stop)
-    assert bucket.elements == end >= bucket.used == sum(member.parameter.elements for member in bucket.members)
+    assert (
+        bucket.elements
+        == end
+        >= bucket.parameter_elements
+        == sum(member.parameter.elements for member in bucket.members)
+    )
     # The members lie end to end.
-    assert [member.at for member in bucket.members] == [0, *(member.end for member in bucket.members)][:-1]
+    assert [member.offset for member in bucket.members] == [0, *(member.end for member in bucket.members)][:-1]
     covered: dict[str, list[tuple[int, int]]] = {member.parameter.name: [] for member in bucket.members}
-    places = {member.parameter.name: member.at for member in bucket.members}
+    places = {member.parameter.name: member.offset for member in bucket.members}
     for rank in range(ranks):
         ranges = [part.range(rank) for part in bucket.parts]
-        assert bucket.share(rank) == sum(stop - start for start, stop in ranges)
+        assert bucket.count_elements(rank) == sum(stop - start for start, stop in ranges)
         keys = [fragment.key for fragment in bucket.fragments(rank)]
         assert len(set(keys)) == len(keys)
         for fragment in bucket.fragments(rank):
@@ -71,8 +76,8 @@ PARTS = st.tuples(st.integers(1, 5), st.sampled_from([1, 100, 1000]))
 
 @settings(deadline=None)
 @given(parameters(), st.one_of(EVEN, UNEVEN), PARTS)
-def test_every_element_has_one_owner(given_: list[Parameter], weights: list[float], cut: tuple[int, int]) -> None:
-    buckets = lay_out(given_, weights, *cut)
+def test_every_element_has_one_owner(given_: list[ParameterSpec], weights: list[float], cut: tuple[int, int]) -> None:
+    buckets = make_buckets(given_, weights, *cut)
     laid = [member.parameter for bucket in buckets for member in bucket.members]
     assert sorted(p.name for p in laid) == sorted(p.name for p in given_ if p.elements)
     kinds = [(bucket.unit, bucket.dtype, bucket.trained) for bucket in buckets]
@@ -86,7 +91,7 @@ def test_every_element_has_one_owner(given_: list[Parameter], weights: list[floa
         assert len(bucket.parts) <= cut[0]
         assert all(each % GRANULE == 0 for part in bucket.parts for each in (part.start, *part.cuts))
         even = len(set(weights)) == 1
-        assert bucket.elements - bucket.used < GRANULE * (len(weights) if even else 1)
+        assert bucket.elements - bucket.parameter_elements < GRANULE * (len(weights) if even else 1)
         for part in bucket.parts:
             lengths = [stop - start for start, stop in itertools.pairwise(part.cuts)]
             if even:
@@ -95,53 +100,56 @@ def test_every_element_has_one_owner(given_: list[Parameter], weights: list[floa
                 assert not any(length for length, weight in zip(lengths, weights, strict=True) if not weight)
         longest = max(part.elements for part in bucket.parts)
         step = GRANULE * len(weights)
-        assert longest <= step * math.ceil(max(math.ceil(bucket.used / cut[0]), cut[1]) / step)
+        assert longest <= step * math.ceil(max(math.ceil(bucket.parameter_elements / cut[0]), cut[1]) / step)
         assert all(part.elements in (0, longest) or part.stop == bucket.elements for part in bucket.parts)
 
 
 @settings(deadline=None)
 @given(parameters(), UNEVEN, PARTS)
 def test_over_all_buckets_each_rank_owns_its_part(
-    given_: list[Parameter], weights: list[float], cut: tuple[int, int]
+    given_: list[ParameterSpec], weights: list[float], cut: tuple[int, int]
 ) -> None:
-    buckets = lay_out(given_, weights, *cut)
+    buckets = make_buckets(given_, weights, *cut)
     if len(set(weights)) == 1:
         return
     total = sum(bucket.elements for bucket in buckets)
     for rank, weight in enumerate(weights):
-        assert abs(sum(bucket.share(rank) for bucket in buckets) - total * weight / sum(weights)) < 2 * GRANULE
+        assert abs(sum(bucket.count_elements(rank) for bucket in buckets) - total * weight / sum(weights)) < 2 * GRANULE
 
 
 @settings(deadline=None)
 @given(parameters(rows=True), st.one_of(EVEN, UNEVEN), PARTS)
 def test_no_range_cuts_a_row_that_must_stay_whole(
-    given_: list[Parameter], weights: list[float], cut: tuple[int, int]
+    given_: list[ParameterSpec], weights: list[float], cut: tuple[int, int]
 ) -> None:
-    for bucket in lay_out(given_, weights, *cut):
+    for bucket in make_buckets(given_, weights, *cut):
         check_bucket(bucket, len(weights))
         edges = {edge for part in bucket.parts for rank in range(len(weights)) for edge in part.range(rank)}
         for member, edge in itertools.product(bucket.members, edges):
-            if member.parameter.whole_rows and member.at < edge < member.end:
-                assert (edge - member.at) % member.parameter.shape[-1] == 0
+            if member.parameter.whole_rows and member.offset < edge < member.end:
+                assert (edge - member.offset) % member.parameter.shape[-1] == 0
         if len(set(weights)) > 1:
-            assert not any(bucket.share(rank) for rank, weight in enumerate(weights) if not weight)
+            assert not any(bucket.count_elements(rank) for rank, weight in enumerate(weights) if not weight)
 
 
 def test_a_cut_within_a_row_moves_to_the_nearest_end_of_one() -> None:
     # 1064 elements, halved at 576, which is 5.12 rows behind where the rows begin at 64.
-    first, rows = Parameter("a", (64,), "", "fp32", True, False), Parameter("b", (10, 100), "", "fp32", True, True)
-    [bucket] = lay_out([first, rows], [1.0, 1.0])
+    first, rows = (
+        ParameterSpec("a", (64,), "", "fp32", True, False),
+        ParameterSpec("b", (10, 100), "", "fp32", True, True),
+    )
+    [bucket] = make_buckets([first, rows], [1.0, 1.0])
     assert [part.cuts[1] for part in bucket.parts] == [64 + 5 * 100]
 
 
 def test_a_link_carries_all_but_the_smallest_range() -> None:
     """By hand: 64 and 128 elements; 64, none, 64."""
-    two, three = Part(0, (0, 64, 192)), Part(192, (0, 64, 64, 128))
-    assert (two.carried, three.carried) == (128, 128)
-    assert Bucket("", "fp32", True, (), (two, three)).carried == 256
+    two, three = BucketPart(0, (0, 64, 192)), BucketPart(192, (0, 64, 64, 128))
+    assert (two.link_elements, three.link_elements) == (128, 128)
+    assert Bucket("", "fp32", True, (), (two, three)).link_elements == 256
 
 
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan], [1.0, math.inf]])
 def test_weights_that_make_no_shares_are_refused(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="give each rank a number that is not negative"):
-        lay_out([Parameter("p", (3,), "", "fp32")], weights)
+        make_buckets([ParameterSpec("p", (3,), "", "fp32")], weights)

@@ -16,9 +16,9 @@ import yaml
 from phalanx import __version__
 from phalanx.cli import help, main
 from phalanx.config import load
-from phalanx.config.schema import Config, leaves
+from phalanx.config.schema import Config, iter_knobs
 from phalanx.core.errors import RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import read_steps
@@ -156,7 +156,7 @@ def test_the_schema_describes_every_key() -> None:
     assert done.returncode == 0
     schema = json.loads(done.stdout)
     found = dict(described(schema, schema))
-    assert set(found) == {key for key, _ in leaves()}
+    assert set(found) == {key for key, _ in iter_knobs()}
     assert all(len(text) > 5 for text in found.values())
     assert schema["additionalProperties"] is False
     assert schema["title"] == "Config"
@@ -182,14 +182,14 @@ def test_show_prints_a_recipe_that_means_the_same(here: Path) -> None:
     done = phalanx("config", "show", "recipe.yaml", "optim.lr=1e-3", "data.source=[a, 'b c', naïve]", folder=here)
     assert (done.returncode, done.stderr) == (0, "")
     config = Config.model_validate(yaml.safe_load(done.stdout))
-    assert config == load.load(here / "recipe.yaml", ["optim.lr=1e-3", "data.source=[a, 'b c', naïve]"])
+    assert config == load.load_recipe(here / "recipe.yaml", ["optim.lr=1e-3", "data.source=[a, 'b c', naïve]"])
     assert set(yaml.safe_load(done.stdout)) == set(Config.model_fields)
 
 
 def test_help_is_by_task_and_fits_into_80_columns() -> None:
     """Options take one of a few placeholders, and flags none; nothing is folded within a word or cut."""
     command = typer.main.get_command(main.app)
-    help.spell_alike(command)
+    help.unify_placeholders(command)
 
     def all_of(one: Any) -> Iterator[Any]:
         yield one
@@ -319,7 +319,8 @@ import signal, sys
 from phalanx.cli.main import main
 from phalanx.data import workers
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not
-workers.run = lambda *arguments: signal.raise_signal(signal.SIGINT)  # as the terminal does in the midst of the work
+# As the terminal does in the midst of the work:
+workers.encode_in_processes = lambda *arguments: signal.raise_signal(signal.SIGINT)
 sys.argv[1:] = ["data", "prepare", "text.jsonl", "--cache", "cache", "--vocab", "280"]
 main()
 """
@@ -346,7 +347,7 @@ def test_what_may_not_be_read_is_a_sentence_and_no_fault_of_phalanx(
     def refused(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(events))
 
-    monkeypatch.setattr("phalanx.cli.jobs._status", refused)
+    monkeypatch.setattr("phalanx.cli.jobs._render_status", refused)
     monkeypatch.setattr(sys, "argv", ["phalanx", "status", str(tmp_path)])
     with pytest.raises(SystemExit) as left:
         main.main()
@@ -360,10 +361,10 @@ def test_another_users_run_is_not_said_to_be_over(tmp_path: Path, monkeypatch: p
     paths = RunPaths(tmp_path)
     paths.lock.touch()
     with pytest.raises(RunError, match="is not going on"):
-        jobs.cancel(paths, now=False)
+        jobs.cancel_run(paths, now=False)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != paths.lock)
     with pytest.raises(RunError, match="belongs to another user"):
-        jobs.cancel(paths, now=False)
+        jobs.cancel_run(paths, now=False)
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])
@@ -388,7 +389,7 @@ def test_debug_anywhere_shows_where_an_error_comes_from(place: int, here: Path) 
     ],
 )
 def test_what_is_behind_a_script_is_its_own(before: list[str], behind: list[str], shows: bool) -> None:
-    ours, of_script = main._parted([*before, "script.py", *behind])
+    ours, of_script = main._split_script_arguments([*before, "script.py", *behind])
     assert (ours, of_script) == ([*before, "script.py"], behind)
     assert ("--debug" in ours) is shows
 
@@ -439,16 +440,16 @@ def test_two_ranks_of_torchrun_and_on_with_one(here: Path) -> None:
     assert launched.returncode == 0, launched.stderr
     paths = RunPaths(here / "run")
     events = list(read_lines(paths.events))
-    (started,) = [event for event in events if event["kind"] == Kind.RUN_STARTED]
+    (started,) = [event for event in events if event["kind"] == EventKind.RUN_STARTED]
     assert (started["world"], started["engine"]) == (2, "sharded")
-    assert [event["step"] for event in events if event["kind"] == Kind.FINISHED] == [3]
+    assert [event["step"] for event in events if event["kind"] == EventKind.FINISHED] == [3]
     assert paths.report.exists()
 
     code, _, err = forked(here, "train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", "train.steps=5")
     assert code == 0, err
     steps = read_steps(paths.metrics)
     assert [(step["step"], step["attempt"]) for step in steps] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
-    assert [event["step"] for event in read_lines(paths.events) if event["kind"] == Kind.RESUMED] == [3]
+    assert [event["step"] for event in read_lines(paths.events) if event["kind"] == EventKind.RESUMED] == [3]
 
     whole = ["train", "recipe.yaml", "--run-dir", "whole", "train.steps=5", "optim.decay_steps=3"]
     code, _, err = forked(here, *whole)
@@ -486,5 +487,5 @@ def test_a_second_start_in_a_folder_in_use_is_refused_and_disturbs_nothing(here:
     assert first.returncode == ExitCode.STOPPED, out
     steps = [step["step"] for step in read_steps(paths.metrics)]
     assert steps == list(range(1, len(steps) + 1))
-    assert [event["step"] for event in read_lines(paths.events) if event["kind"] == Kind.STOPPED] == [steps[-1]]
+    assert [event["step"] for event in read_lines(paths.events) if event["kind"] == EventKind.STOPPED] == [steps[-1]]
     assert (paths.checkpoints / f"step-{steps[-1]:08d}").is_dir()

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.codec import BLOCK, CODECS, PLAIN, Codec, Int8, sent_size
+from phalanx.comm.codec import BLOCK, CODECS, NO_COMPRESSION, Codec, Int8Codec, wire_bytes_per_element
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
 def there_and_back(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    coded = torch.full((codec.size(values.numel()) + 1,), 7, dtype=torch.uint8)
+    coded = torch.full((codec.byte_size(values.numel()) + 1,), 7, dtype=torch.uint8)
     codec.encode(values, coded[:-1])
     assert coded[-1] == 7
     found = torch.empty_like(values)
@@ -70,7 +70,7 @@ def test_what_becomes_of_an_element_does_not_depend_on_cuts_between_blocks(a: in
 
 
 def test_sizes() -> None:
-    assert [Int8().size(count) for count in (0, 1, 64, 65, 128)] == [0, 4, 66, 70, 132]
-    assert sent_size(torch.float32, PLAIN) == 4
-    assert sent_size(torch.float32, "bf16") == sent_size(torch.bfloat16, "bf16") == 2
-    assert sent_size(torch.float32, "int8") == sent_size(torch.bfloat16, "int8") == 1 + 2 / 64
+    assert [Int8Codec().byte_size(count) for count in (0, 1, 64, 65, 128)] == [0, 4, 66, 70, 132]
+    assert wire_bytes_per_element(torch.float32, NO_COMPRESSION) == 4
+    assert wire_bytes_per_element(torch.float32, "bf16") == wire_bytes_per_element(torch.bfloat16, "bf16") == 2
+    assert wire_bytes_per_element(torch.float32, "int8") == wire_bytes_per_element(torch.bfloat16, "int8") == 1 + 2 / 64

@@ -11,10 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from phalanx.config.schema import Config
 from phalanx.layout.model_shape import LoraSpec, ModelSpec
 from phalanx.models.bert import Bert
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama
-from phalanx.parallel.parallelize import compile_units, why_not_compiled
-from phalanx.trainer.resolve import compiling
+from phalanx.parallel.parallelize import compile_units, find_compile_problem
+from phalanx.trainer.resolve import resolve_compile
 
 SPEC = ModelSpec(
     vocab_size=31, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate=24, max_seq_len=8, dropout=0.1
@@ -45,7 +45,7 @@ def loss(of: Llama | Bert, sequences: int, draws: bool = True, packed: bool = Fa
     """Of a batch of so many sequences, on the model's device; with `draws` in training, and with a backward pass."""
     device = next(of.parameters()).device
     tokens = torch.arange(sequences * 8, device=device).view(sequences, 8) % 31
-    more: dict[str, Any] = {"draws": Draws(0, 1, torch.arange(sequences, device=device)) if draws else None}
+    more: dict[str, Any] = {"draws": CounterRNG(0, 1, torch.arange(sequences, device=device)) if draws else None}
     if isinstance(of, Bert):
         more["lengths"] = torch.arange(sequences, device=device) % 5 + 4
     if packed:  # two documents in each row, as many offsets as there could be
@@ -96,17 +96,17 @@ def test_another_number_of_sequences_compiles_nothing_anew(
 
 def test_a_trial_says_whether_code_can_be_made_for_a_device() -> None:
     cpu = torch.device("cpu")
-    assert why_not_compiled(cpu) == ""
+    assert find_compile_problem(cpu) == ""
     torch._dynamo.reset()
     # Not by monkeypatch, which takes an alias such as this one away when it is done.
     with torch._inductor.config.patch({"force_disable_caches": True, "cpp.cxx": ("no-such-compiler",)}):
-        failure = why_not_compiled(cpu)
+        failure = find_compile_problem(cpu)
     assert "InvalidCxxCompiler" in failure or "no-such-compiler" in failure, failure
     assert "\n" not in failure
 
 
 def test_a_node_without_accelerators_compiles_only_when_told_to() -> None:
     """Also where it joins a run whose other nodes try their compilers."""
-    (choice,) = compiling(Config(), ["cpu"])
+    (choice,) = resolve_compile(Config(), ["cpu"])
     assert choice[:2] == ("train.compile", False)
-    assert compiling(Config.model_validate({"train": {"compile": True}}), ["cpu"]) == []
+    assert resolve_compile(Config.model_validate({"train": {"compile": True}}), ["cpu"]) == []

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.schema import Config, default_intermediate, get, leaves, spec_of
-from phalanx.config.validation import problems
+from phalanx.config.schema import Config, build_model_spec, default_intermediate, get_knob, iter_knobs
+from phalanx.config.validation import find_problems
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import PRESETS, ModelSpec
 
@@ -18,7 +18,7 @@ def config(**sections: Any) -> Config:
 
 
 def test_every_knob_says_what_it_does_and_whether_it_shapes_the_curve() -> None:
-    for key, info in leaves():
+    for key, info in iter_knobs():
         assert info.description and info.description[0] != " ", key
         assert info.description[-1] != ".", key
         assert isinstance(info.json_schema_extra["trajectory"], bool), key
@@ -26,23 +26,23 @@ def test_every_knob_says_what_it_does_and_whether_it_shapes_the_curve() -> None:
 
 
 def test_keys_are_unique_and_can_be_read() -> None:
-    keys = [key for key, _ in leaves()]
+    keys = [key for key, _ in iter_knobs()]
     assert len(set(keys)) == len(keys) > 50
     bare = Config()
-    assert get(bare, "train.steps") == 1000
-    assert get(bare, "model.rope_scaling.factor") is None
+    assert get_knob(bare, "train.steps") == 1000
+    assert get_knob(bare, "model.rope_scaling.factor") is None
     stretched = config(model=SHAPE | {"rope_scaling": {"factor": 3}})
-    assert get(stretched, "model.rope_scaling.factor") == 3.0
+    assert get_knob(stretched, "model.rope_scaling.factor") == 3.0
     for key in keys:
-        get(bare, key)
-        get(stretched, key)
+        get_knob(bare, key)
+        get_knob(stretched, key)
 
 
 def test_a_configuration_is_inert() -> None:
     made = config()
     with pytest.raises(ValueError, match="frozen"):
         made.train.steps = 5
-    assert problems(made) == []
+    assert find_problems(made) == []
 
 
 def test_the_defaults_are_legal_values_of_their_own_knobs() -> None:
@@ -51,7 +51,7 @@ def test_the_defaults_are_legal_values_of_their_own_knobs() -> None:
 
 
 def test_shapes_come_from_the_recipe_alone() -> None:
-    made = spec_of(config(model=SHAPE | {"vocab_size": 300, "heads": 4, "kv_heads": 2}))
+    made = build_model_spec(config(model=SHAPE | {"vocab_size": 300, "heads": 4, "kv_heads": 2}))
     assert made == ModelSpec(
         vocab_size=300, hidden=16, layers=1, heads=4, kv_heads=2, head_dim=4, intermediate=64, max_seq_len=512
     )
@@ -60,9 +60,9 @@ def test_shapes_come_from_the_recipe_alone() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_gives_every_shape_and_the_recipe_replaces_some(name: str) -> None:
-    assert problems(config(model={"preset": name})) == []
-    assert spec_of(config(model={"preset": name})) == PRESETS[name]
-    changed = spec_of(config(model={"preset": name, "layers": 2, "dropout": 0.1, "vocab_size": 512}))
+    assert find_problems(config(model={"preset": name})) == []
+    assert build_model_spec(config(model={"preset": name})) == PRESETS[name]
+    changed = build_model_spec(config(model={"preset": name, "layers": 2, "dropout": 0.1, "vocab_size": 512}))
     assert (changed.layers, changed.dropout, changed.vocab_size) == (2, 0.1, 512)
     assert changed.hidden == PRESETS[name].hidden
 
@@ -70,21 +70,21 @@ def test_a_preset_gives_every_shape_and_the_recipe_replaces_some(name: str) -> N
 def test_a_folder_gives_every_shape() -> None:
     theirs = PRESETS["llama-3.2-1b"]
     made = Config.model_validate({"model": {"from_hf": "somewhere"}})
-    assert problems(made) == []  # the folder is not looked at here
-    assert spec_of(made, theirs) == theirs
+    assert find_problems(made) == []  # the folder is not looked at here
+    assert build_model_spec(made, theirs) == theirs
     long = Config.model_validate({"model": {"from_hf": "somewhere"}, "data": {"seq_len": 2**18}})
     with pytest.raises(ConfigError, match=r"data.seq_len 262144 is longer than the model's 131072 positions"):
-        spec_of(long, theirs)
+        build_model_spec(long, theirs)
 
 
 def test_a_vocabulary_that_is_not_yet_known_is_no_problem_and_none_at_all_is() -> None:
-    assert problems(config()) == []
+    assert find_problems(config()) == []
     with pytest.raises(ConfigError, match=r"model.vocab_size is 0"):
-        spec_of(config())
+        build_model_spec(config())
     with pytest.raises(ConfigError, match=r"model.preset 'llama' is not known; did you mean llama-"):
-        spec_of(config(model={"preset": "llama"}))
+        build_model_spec(config(model={"preset": "llama"}))
 
 
 def test_an_unknown_preset_without_a_neighbour_lists_them_all() -> None:
-    (found,) = problems(config(model={"preset": "t5"}))
+    (found,) = find_problems(config(model={"preset": "t5"}))
     assert all(name in found for name in PRESETS)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console as RichConsole
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
 from phalanx.core.run_paths import RunPaths
-from phalanx.report.console import Console, Follower, summary
+from phalanx.report.console import Console, Follower, render_run_summary
 
 DIED = {"kind": "worker_died", "time": 5.0, "attempt": 1, "rank": 1, "pid": 4242, "signal": 9}
 
@@ -236,7 +236,7 @@ def test_a_line_that_is_newer_than_a_look_waits_for_an_older_one_of_the_other_fi
     assert console.heard == []
     append_line(paths.metrics, step(1, time=late - 1))
     append_line(paths.metrics, step(2, time=late + 1))
-    follower.poll(last=True)
+    follower.poll(final=True)
     assert console.heard == [1, "warning", 2]
     append_line(paths.events, {"kind": "stopped", "time": late + 2})
     follower.poll()
@@ -279,7 +279,7 @@ def test_follower_starts_where_it_is_told(tmp_path: Path, from_start: bool, expe
 
 def shown(paths: RunPaths) -> str:
     stream = io.StringIO()
-    RichConsole(file=stream, width=300).print(summary(paths))
+    RichConsole(file=stream, width=300).print(render_run_summary(paths))
     return stream.getvalue()
 
 
@@ -288,10 +288,10 @@ def test_summary_names_what_the_run_left(tmp_path: Path) -> None:
     assert str(tmp_path) in shown(paths)  # nothing recorded: only the folder
     for record in (step(9), step(10), step(9, 2, loss=1.25)):
         append_line(paths.metrics, record)
-    append_line(paths.events, {"kind": str(Kind.EVALUATED), "step": 9, "loss": 2.0})
-    append_line(paths.events, {"kind": str(Kind.EVALUATED), "step": 8, "set": "math", "loss": 3.5})
-    append_line(paths.events, {"kind": str(Kind.EVALUATED), "step": 9, "set": "math", "loss": 3.0})
-    append_line(paths.events, {"kind": str(Kind.CHECKPOINT_SAVED), "step": 8})
+    append_line(paths.events, {"kind": str(EventKind.EVALUATED), "step": 9, "loss": 2.0})
+    append_line(paths.events, {"kind": str(EventKind.EVALUATED), "step": 8, "set": "math", "loss": 3.5})
+    append_line(paths.events, {"kind": str(EventKind.EVALUATED), "step": 9, "set": "math", "loss": 3.0})
+    append_line(paths.events, {"kind": str(EventKind.CHECKPOINT_SAVED), "step": 8})
     for name in ("step-7", "step-8", "step-18"):
         (paths.checkpoints / name).mkdir(parents=True)
     paths.report.touch()

@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from phalanx.core.events import Kind
-from phalanx.elastic.membership.member_list import Member, Roster
+from phalanx.core.events import EventKind
+from phalanx.elastic.membership.member_list import AgentMember, MemberList
 from phalanx.elastic.supervisor import coordinator
-from phalanx.elastic.supervisor.coordinator import Leader
-from phalanx.elastic.supervisor.state import Lost, Node, Phase, Policy, Slot, State
-from phalanx.system.exit_causes import End
+from phalanx.elastic.supervisor.coordinator import Coordinator
+from phalanx.elastic.supervisor.state import JobPhase, JobState, Node, NodeLost, NodeSlot, RecoveryPolicy
+from phalanx.system.exit_causes import WorkerExit
 
-MEMBERS = tuple(Member(n, f"host{n}", f"{n:016x}", "127.0.0.1", 1, 2, (("cpu", "any", True),)) for n in range(4))
+MEMBERS = tuple(AgentMember(n, f"host{n}", f"{n:016x}", "127.0.0.1", 1, 2, (("cpu", "any", True),)) for n in range(4))
 
 
 class Errand:
@@ -35,24 +35,25 @@ class Errand:
         self.cancelled = True
 
 
-def leading(monkeypatch: pytest.MonkeyPatch) -> tuple[Leader, SimpleNamespace, list[tuple[int, Any]], list[Any]]:
+def leading(monkeypatch: pytest.MonkeyPatch) -> tuple[Coordinator, SimpleNamespace, list[tuple[int, Any]], list[Any]]:
     """The leader of three nodes and a spare that has just come, while a division of two is prepared as node 2 was lost
-    before; its peer, what it tells other nodes, and what it says."""
-    monkeypatch.setattr(coordinator, "Errand", Errand)
+    before; its agent, what it tells other nodes, and what it says."""
+    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
     Errand.made = []
     told: list[tuple[int, Any]] = []
     said: list[Any] = []
-    circle = SimpleNamespace(
-        before=None, roster=Roster(3, 0, MEMBERS), me=MEMBERS[0], votes={}, losses=[], adopted=[], settled=True,
-        living=lambda: [0, 1, 2, 3], tell_all=lambda message: told.append((-1, message)),
-        tell=lambda node, message: told.append((node, message)),
+    membership = SimpleNamespace(
+        previous_member_list=None, member_list=MemberList(3, 0, MEMBERS), me=MEMBERS[0], votes={}, losses=[],
+        adopted=[], is_stable=True,
+        live_nodes=lambda: [0, 1, 2, 3], broadcast=lambda message: told.append((-1, message)),
+        send=lambda node, message: told.append((node, message)),
     )  # fmt: skip
-    peer = SimpleNamespace(circle=circle, offer={"division": 1, "seats": [0, 1, 2]}, start=None, over=None)
+    agent = SimpleNamespace(membership=membership, offer={"division": 1, "seats": [0, 1, 2]}, start=None, over=None)
     nodes = tuple(Node(number, f"host{number}", 1, "any", ready=1) for number in (0, 1, 2))
-    slots = (Slot(1, "any"),) * 3
-    state = State(Policy(nodes=3), nodes=nodes, slots=slots, seats=(0, 1, 2), division=1, attempt=1)
-    made = Leader(
-        peer,
+    slots = (NodeSlot(1, "any"),) * 3
+    state = JobState(RecoveryPolicy(nodes=3), nodes=nodes, slots=slots, seats=(0, 1, 2), division=1, attempt=1)
+    made = Coordinator(
+        agent,
         state,
         {},
         lambda *_: {},
@@ -60,34 +61,36 @@ def leading(monkeypatch: pytest.MonkeyPatch) -> tuple[Leader, SimpleNamespace, l
         list,
         list,
     )
-    made.event(Lost(0.0, 2, "gone"))
-    assert made.state.phase == Phase.PREPARING and [each.nodes for each in Errand.made] == [[0, 1]]
-    return made, peer, told, said
+    made.handle_event(NodeLost(0.0, 2, "gone"))
+    assert made.state.phase == JobPhase.PREPARING and [each.nodes for each in Errand.made] == [[0, 1]]
+    return made, agent, told, said
 
 
 def test_a_division_that_is_not_wanted_any_more_is_offered_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, peer, told, _ = leading(monkeypatch)
+    made, agent, told, _ = leading(monkeypatch)
     spares = tuple(Node(number, f"host{number}", 1, "any", ready=1) for number in (2, 3))
-    made.state = State(**{**vars(made.state), "nodes": made.state.nodes + spares})
-    made.event(Lost(1.0, 1, "gone"))  # a spare fits now, so the ranks stay divided as they were
-    assert made.state.phase == Phase.RUNNING and told[-1][1]["start"]["seats"] == [0, 3, 2]
+    made.state = JobState(**{**vars(made.state), "nodes": made.state.nodes + spares})
+    made.handle_event(NodeLost(1.0, 1, "gone"))  # a spare fits now, so the ranks stay divided as they were
+    assert made.state.phase == JobPhase.RUNNING and told[-1][1]["start"]["seats"] == [0, 3, 2]
     Errand.made[0].over = True
-    made.tend()
-    assert Errand.made[0].cancelled and peer.offer["division"] == 1
+    made.poll_once()
+    assert Errand.made[0].cancelled and agent.offer["division"] == 1
     assert not any("offer" in message for _, message in told)
 
 
 def test_of_two_that_come_as_the_same_node_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second calls before the first is a member."""
-    made, peer, _, _ = leading(monkeypatch)
-    monkeypatch.setattr(coordinator, "objection", lambda *_, **__: None)
+    made, agent, _, _ = leading(monkeypatch)
+    monkeypatch.setattr(coordinator, "find_mismatch", lambda *_, **__: None)
     monkeypatch.setattr(coordinator, "DEATH_ANSWER_S", 0.0)
-    admitted: list[Member] = []
-    peer.circle.admit, peer.circle.heartbeat_s, peer.circle.heard_at = admitted.append, 1.0, {}
+    admitted: list[AgentMember] = []
+    agent.membership.admit, agent.membership.heartbeat_s, agent.membership.heard_at = admitted.append, 1.0, {}
     answers: list[tuple[int, dict[str, Any]]] = []
 
     def comes(pid: int) -> None:
-        channel = SimpleNamespace(lost=None, farewell=lambda message, why, patience_s: answers.append((pid, message)))
+        channel = SimpleNamespace(
+            lost=None, send_and_close=lambda message, why, timeout_s: answers.append((pid, message))
+        )
         at = {"token": f"{pid:016x}", "address": "127.0.0.1", "port": 1, "beats": 2}
         made.greet(channel, {"node": 7, "host": "host7", "pid": pid, "devices": [["cpu", "any", True]], "at": at})
 
@@ -95,7 +98,7 @@ def test_of_two_that_come_as_the_same_node_one_is_refused(monkeypatch: pytest.Mo
     comes(71)
     made._see_claimants()
     assert ([member.token for member in admitted], answers) == ([f"{70:016x}"], [])
-    peer.circle.roster = peer.circle.roster.with_members([*MEMBERS, *admitted], 0)
+    agent.membership.member_list = agent.membership.member_list.with_members([*MEMBERS, *admitted], 0)
     made._compare()
     made._see_claimants()
     made._see_claimants()
@@ -106,22 +109,24 @@ def test_a_node_that_died_before_its_first_sign_of_life_may_be_started_again_at_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is still taken for alive when the next process of that number comes."""
-    made, peer, _, _ = leading(monkeypatch)
-    monkeypatch.setattr(coordinator, "objection", lambda *_, **__: None)
-    now, admitted, answers = [100.0], list[Member](), list[Any]()
+    made, agent, _, _ = leading(monkeypatch)
+    monkeypatch.setattr(coordinator, "find_mismatch", lambda *_, **__: None)
+    now, admitted, answers = [100.0], list[AgentMember](), list[Any]()
     monkeypatch.setattr(coordinator.time, "monotonic", lambda: now[0])
-    peer.circle.admit, peer.circle.heartbeat_s, peer.circle.heard_at = (
+    agent.membership.admit, agent.membership.heartbeat_s, agent.membership.heard_at = (
         admitted.append,
         1.0,
         {1: 100.0 + coordinator.MEET_S},
     )
-    channel = SimpleNamespace(lost=None, farewell=lambda message, why, patience_s: answers.append(message))
+    channel = SimpleNamespace(lost=None, send_and_close=lambda message, why, timeout_s: answers.append(message))
     at = {"token": f"{71:016x}", "address": "127.0.0.1", "port": 1, "beats": 2}
     made.greet(channel, {"node": 1, "host": "host1", "pid": 71, "devices": [["cpu", "any", True]], "at": at})
     now[0] += coordinator.MEET_S + 1.5  # by then the dead one is lost
     made._see_claimants()
     assert (admitted, answers) == ([], [])
-    peer.circle.roster = peer.circle.roster.with_members([each for each in MEMBERS if each.node != 1], 0)
+    agent.membership.member_list = agent.membership.member_list.with_members(
+        [each for each in MEMBERS if each.node != 1], 0
+    )
     made._see_claimants()
     assert [member.token for member in admitted] == [f"{71:016x}"] and answers == []
 
@@ -130,7 +135,7 @@ def test_who_comes_when_the_job_has_just_ended_hears_how(monkeypatch: pytest.Mon
     """It would wait for a leader for minutes."""
     heard: list[dict[str, Any]] = []
     channel: Any = SimpleNamespace(
-        farewell=lambda message, why, patience_s: heard.append(message), close=lambda why: None
+        send_and_close=lambda message, why, timeout_s: heard.append(message), close=lambda why: None
     )
     for over in (None, (0, "the run is done")):
         made, _, _, _ = leading(monkeypatch)
@@ -141,11 +146,11 @@ def test_who_comes_when_the_job_has_just_ended_hears_how(monkeypatch: pytest.Mon
 
 
 def test_a_job_that_fails_for_good_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, peer, _, said = leading(monkeypatch)
-    made.state = State(**{**vars(made.state), "policy": Policy(nodes=3, on_lost_node=())})
-    made.event(Lost(1.0, 1, "gone"))
-    assert peer.over is not None and peer.over[0] == 1
-    assert (said[-1][0], said[-1][1]["reason"]) == (Kind.GAVE_UP, peer.over[1])
+    made, agent, _, said = leading(monkeypatch)
+    made.state = JobState(**{**vars(made.state), "policy": RecoveryPolicy(nodes=3, on_lost_node=())})
+    made.handle_event(NodeLost(1.0, 1, "gone"))
+    assert agent.over is not None and agent.over[0] == 1
+    assert (said[-1][0], said[-1][1]["reason"]) == (EventKind.GAVE_UP, agent.over[1])
 
 
 def test_a_rank_that_fails_since_a_node_is_lost_is_not_said_to_have_died(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +158,9 @@ def test_a_rank_that_fails_since_a_node_is_lost_is_not_said_to_have_died(monkeyp
     made, _, told, said = leading(monkeypatch)
     spares = tuple(Node(number, f"host{number}", 1, "any", ready=1) for number in (2, 3))
     nodes = made.state.nodes + spares
-    made.state = State(**{**vars(made.state), "nodes": nodes, "phase": Phase.ENDING, "codes": {0: 1, 2: 1}})
+    made.state = JobState(**{**vars(made.state), "nodes": nodes, "phase": JobPhase.ENDING, "codes": {0: 1, 2: 1}})
     cause = {"exit_code": 1, "type": "RuntimeError", "message": "Connection reset by peer", "reason": "", "step": None}
-    made._ends = {0: [End(0, 10, None, 1, cause)], 2: [End(2, 12, None, 1, cause)]}
-    made.event(Lost(1.0, 1, "gone"))
+    made._ends = {0: [WorkerExit(0, 10, None, 1, cause)], 2: [WorkerExit(2, 12, None, 1, cause)]}
+    made.handle_event(NodeLost(1.0, 1, "gone"))
     assert told[-1][1]["start"]["seats"] == [0, 3, 2]
-    assert Kind.WORKER_DIED not in [kind for kind, _ in said]
+    assert EventKind.WORKER_DIED not in [kind for kind, _ in said]

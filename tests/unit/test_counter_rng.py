@@ -6,29 +6,43 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.models.counter_rng import Draws, bits, keep, key, normal
+from phalanx.models.counter_rng import CounterRNG, derive_key, dropout_mask, normal, random_bits
 
 SAMPLES = torch.tensor([3, 1_000_000_007, 5])
 
 
 def test_key_is_stable_and_tells_coordinates_apart() -> None:
-    assert key(7, "layers.0.attention.q.weight") == -226986701125975322
-    assert len({key(0), key(1), key(0, 1), key(0, "1"), key(0, "a", "b"), key(0, "ab"), key(0, 1, 2), key(0, 12)}) == 8
-    code = "from phalanx.models.counter_rng import key; print(key(7, 'x', 2))"
+    assert derive_key(7, "layers.0.attention.q.weight") == -226986701125975322
+    assert (
+        len(
+            {
+                derive_key(0),
+                derive_key(1),
+                derive_key(0, 1),
+                derive_key(0, "1"),
+                derive_key(0, "a", "b"),
+                derive_key(0, "ab"),
+                derive_key(0, 1, 2),
+                derive_key(0, 12),
+            }
+        )
+        == 8
+    )
+    code = "from phalanx.models.counter_rng import derive_key; print(derive_key(7, 'x', 2))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert int(out) == key(7, "x", 2)
+    assert int(out) == derive_key(7, "x", 2)
 
 
 def test_bits_are_the_published_splitmix64_sequence() -> None:
     # The first three outputs of the reference C program for the seed 0.
     published = ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]
-    assert [hex(x % 2**64) for x in bits(0, torch.arange(1, 4)).tolist()] == published
-    assert [hex(x % 2**64) for x in bits(8, torch.arange(1, 4) ^ 8).tolist()] == published
+    assert [hex(x % 2**64) for x in random_bits(0, torch.arange(1, 4)).tolist()] == published
+    assert [hex(x % 2**64) for x in random_bits(8, torch.arange(1, 4) ^ 8).tolist()] == published
 
 
 def test_bits_take_a_tensor_as_key() -> None:
     counters = torch.arange(1000)
-    assert torch.equal(bits(torch.tensor(-77), counters), bits(-77, counters))
+    assert torch.equal(random_bits(torch.tensor(-77), counters), random_bits(-77, counters))
 
 
 @settings(max_examples=30, deadline=None)
@@ -58,8 +72,8 @@ def test_normal_refuses_a_backward_range() -> None:
 
 def test_normal_draws_are_normal() -> None:
     n = 1_000_000
-    x = normal(key(1, "a"), 0, n, device="cpu", dtype=torch.float64)
-    y = normal(key(1, "b"), 0, n, device="cpu", dtype=torch.float64)
+    x = normal(derive_key(1, "a"), 0, n, device="cpu", dtype=torch.float64)
+    y = normal(derive_key(1, "b"), 0, n, device="cpu", dtype=torch.float64)
     five_sigma = 5 / n**0.5
     assert abs(x.mean()) < five_sigma
     assert abs(x.var() - 1) < five_sigma * 2**0.5
@@ -76,7 +90,7 @@ def test_normal_draws_are_normal() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
 def test_keep_drops_the_fraction_asked_for(p: float) -> None:
-    kept = keep(5, torch.arange(8), torch.arange(256), 257, p)
+    kept = dropout_mask(5, torch.arange(8), torch.arange(256), 257, p)
     assert kept.shape == (8, 256, 257)
     n = kept.numel()
     assert abs(kept.double().mean() - (1 - p)) <= 5 * (p * (1 - p) / n) ** 0.5
@@ -88,14 +102,14 @@ def test_keep_drops_the_fraction_asked_for(p: float) -> None:
 
 
 def test_keep_of_everything_dropped() -> None:
-    assert not keep(5, torch.arange(4), torch.arange(64), 64, 1.0 - 1e-12).any()
+    assert not dropout_mask(5, torch.arange(4), torch.arange(64), 64, 1.0 - 1e-12).any()
 
 
 def test_a_mask_depends_on_its_coordinates_only() -> None:
-    whole = keep(9, SAMPLES, torch.arange(40), 33, 0.5)
-    assert torch.equal(keep(9, SAMPLES[[2, 0]], torch.arange(40), 33, 0.5), whole[[2, 0]])
-    assert torch.equal(keep(9, SAMPLES, torch.arange(10, 20), 33, 0.5), whole[:, 10:20])
-    assert torch.equal(keep(9, SAMPLES, torch.arange(40), 16, 0.5), whole[:, :, :16])
+    whole = dropout_mask(9, SAMPLES, torch.arange(40), 33, 0.5)
+    assert torch.equal(dropout_mask(9, SAMPLES[[2, 0]], torch.arange(40), 33, 0.5), whole[[2, 0]])
+    assert torch.equal(dropout_mask(9, SAMPLES, torch.arange(10, 20), 33, 0.5), whole[:, 10:20])
+    assert torch.equal(dropout_mask(9, SAMPLES, torch.arange(40), 16, 0.5), whole[:, :, :16])
 
 
 @pytest.mark.parametrize("place", ["seed", "step", "layer", "sample", "position", "channel"])
@@ -104,7 +118,7 @@ def test_masks_of_neighbouring_coordinates_are_independent(place: str) -> None:
 
     def mask(**change: int) -> torch.Tensor:
         where = at | change
-        draws = Draws(where["seed"], where["step"], torch.arange(32) + 32 * where["sample"])
+        draws = CounterRNG(where["seed"], where["step"], torch.arange(32) + 32 * where["sample"])
         return draws.dropout(torch.ones(32, 64, 64), where["layer"], 0.5).sign() * 2 - 1
 
     a = mask()
@@ -113,7 +127,7 @@ def test_masks_of_neighbouring_coordinates_are_independent(place: str) -> None:
 
 
 def test_dropout_scales_what_it_keeps_and_leaves_x_alone_without() -> None:
-    draws = Draws(0, 3, SAMPLES)
+    draws = CounterRNG(0, 3, SAMPLES)
     x = torch.randn(3, 50, 64, dtype=torch.float64)
     y = draws.dropout(x, 2, 0.25)
     assert torch.equal(y[y != 0], (x * (1 / 0.75))[y != 0])
@@ -124,9 +138,11 @@ def test_dropout_scales_what_it_keeps_and_leaves_x_alone_without() -> None:
 
 def test_steps_as_tensors_and_integers_agree() -> None:
     x = torch.ones(3, 8, 64)
-    assert torch.equal(Draws(1, 9, SAMPLES).dropout(x, 4, 0.5), Draws(1, torch.tensor(9), SAMPLES).dropout(x, 4, 0.5))
+    assert torch.equal(
+        CounterRNG(1, 9, SAMPLES).dropout(x, 4, 0.5), CounterRNG(1, torch.tensor(9), SAMPLES).dropout(x, 4, 0.5)
+    )
     place = torch.tensor(4)
-    assert torch.equal(Draws(1, 9, SAMPLES).dropout(x, place, 0.5), Draws(1, 9, SAMPLES).dropout(x, 4, 0.5))
+    assert torch.equal(CounterRNG(1, 9, SAMPLES).dropout(x, place, 0.5), CounterRNG(1, 9, SAMPLES).dropout(x, 4, 0.5))
 
 
 def test_compiled_dropout_is_bitwise_the_eager_one_and_never_recompiles() -> None:
@@ -134,15 +150,15 @@ def test_compiled_dropout_is_bitwise_the_eager_one_and_never_recompiles() -> Non
     x = torch.randn(3, 40, 33, dtype=torch.float64)
     several = [x, x.float(), x.bfloat16()]
 
-    def run(draws: Draws, place: torch.Tensor) -> list[torch.Tensor]:
+    def run(draws: CounterRNG, place: torch.Tensor) -> list[torch.Tensor]:
         return [draws.dropout(each, place, 0.1) for each in several]
 
-    def same(draws: Draws, place: int) -> bool:
+    def same(draws: CounterRNG, place: int) -> bool:
         found, expected = compiled(draws, torch.tensor(place)), run(draws, torch.tensor(place))
         return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
     compiled = torch.compile(run, fullgraph=True)
-    assert same(Draws(0, 0, SAMPLES), 0)
+    assert same(CounterRNG(0, 0, SAMPLES), 0)
     with torch.compiler.set_stance("fail_on_recompile"):
         for seed, step, place in ((0, 1, 0), (0, 2, 5), (8, 3, 6)):
-            assert same(Draws(seed, step, SAMPLES + step), place)
+            assert same(CounterRNG(seed, step, SAMPLES + step), place)

@@ -15,20 +15,20 @@ from phalanx.autotune.dry_run import dry_run
 from phalanx.cli import data
 from phalanx.config import load
 from phalanx.core.errors import CheckpointError, ConfigError, DataError
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import append_line
 from phalanx.core.run_paths import RunPaths
-from phalanx.generate.text import Sampling, opened
+from phalanx.generate.text import Sampling, load_generator
 from phalanx.models.model import Model
 from phalanx.report import eval_view, event_text, html
-from phalanx.report.history import read_run
+from phalanx.report.history import read_run_history
 from phalanx.tasks.task import Batch
 from phalanx.trainer import run_folder
 from phalanx.trainer.export import export_run
 from phalanx.trainer.resolve import resolve_with_files
-from phalanx.workload.custom import Own
-from phalanx.workload.custom_checks import check_own
-from phalanx.workload.sinks import evaluation
+from phalanx.workload.custom import CustomWorkload
+from phalanx.workload.custom_checks import check_custom_task
+from phalanx.workload.sinks import evaluation_scalars
 from tests.helpers import ROOT
 
 EXAMPLE = ROOT / "examples" / "vision_task.py"
@@ -36,7 +36,7 @@ SOUND = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.custom import OwnTask
+from phalanx.tasks.custom import CustomTask
 from phalanx.tasks.task import Batch
 
 class Net(Model):
@@ -47,7 +47,7 @@ class Net(Model):
     def forward(self, x):
         return self.head(self.body(x).tanh())
 
-class Task(OwnTask):
+class Task(CustomTask):
     def model(self):
         return Net()
     def train(self):
@@ -61,17 +61,17 @@ class Task(OwnTask):
 """
 
 
-def own_of(text: str, tmp_path: Path, **train: Any) -> tuple[Own, load.Config]:
+def own_of(text: str, tmp_path: Path, **train: Any) -> tuple[CustomWorkload, load.Config]:
     path = tmp_path / "own.py"
     path.write_text(text)
     tree = {"task": {"code": str(path)}, "train": {"global_batch": 4, "micro_batch": 2} | train}
-    config = load.check(tree, "the test's recipe")
-    return Own(config), config
+    config = load.build_config(tree, "the test's recipe")
+    return CustomWorkload(config), config
 
 
 def refusal(text: str, tmp_path: Path, **train: Any) -> str:
     with pytest.raises((ConfigError, DataError)) as caught:
-        check_own(*own_of(text, tmp_path, **train))
+        check_custom_task(*own_of(text, tmp_path, **train))
     sentence = str(caught.value)
     assert "\n" not in sentence
     assert str(tmp_path / "own.py") in sentence or "train." in sentence
@@ -80,17 +80,17 @@ def refusal(text: str, tmp_path: Path, **train: Any) -> str:
 
 def test_a_sound_task_is_counted(tmp_path: Path) -> None:
     own, config = own_of(SOUND, tmp_path)
-    assert check_own(own, config) == 3 * 4 + 4 + 4 + 1
+    assert check_custom_task(own, config) == 3 * 4 + 4 + 4 + 1
     assert [name for name, _ in own.model().units()] == ["body", "head"]
     assert own.flops() == (6 * (3 * 4 + 4) - 2 * 3 * 4,) * 2  # what comes in needs no gradient
 
 
 BROKEN_FILES = {
     "defines no class Task": "x = 1",
-    "is no subclass of phalanx.tasks.custom.OwnTask": "class Task:\n    pass",
+    "is no subclass of phalanx.tasks.custom.CustomTask": "class Task:\n    pass",
     "cannot be run: ValueError: no luck in line 1": "raise ValueError('no luck')",
-    "Task(**task.options) fails: TypeError": "from phalanx.tasks.custom import OwnTask\n"
-    "class Task(OwnTask):\n    def __init__(self, folder):\n        pass\n",
+    "Task(**task.options) fails: TypeError": "from phalanx.tasks.custom import CustomTask\n"
+    "class Task(CustomTask):\n    def __init__(self, folder):\n        pass\n",
 }
 
 
@@ -102,12 +102,12 @@ def test_a_broken_file_is_a_sentence(sentence: str, tmp_path: Path) -> None:
 def test_an_option_that_the_class_does_not_have_is_named(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(SOUND)
-    config = load.check({"task": {"code": str(path), "options": {"depth": 3}}}, "here")
+    config = load.build_config({"task": {"code": str(path), "options": {"depth": 3}}}, "here")
     with pytest.raises(ConfigError, match=r"task\.options\) fails: TypeError: Task"):
-        Own(config)
-    config = load.check({"task": {"code": str(tmp_path / "gone.py")}}, "here")
+        CustomWorkload(config)
+    config = load.build_config({"task": {"code": str(tmp_path / "gone.py")}}, "here")
     with pytest.raises(ConfigError, match=r"task\.code .*gone\.py is no file"):
-        Own(config)
+        CustomWorkload(config)
 
 
 # What must be said -> what of the sound file is replaced, and by what.
@@ -195,7 +195,7 @@ def test_scores_need_not_be_made_of_one_sample_alone(tmp_path: Path) -> None:
         "    def counts(self, model, batch):\n        return {'n': torch.tensor(batch.weight)}\n"
         "    def scores(self, counts):\n        return {'n': 1 / (counts['n'] - 1)}\n    def model",
     )
-    check_own(*own_of(text, tmp_path))
+    check_custom_task(*own_of(text, tmp_path))
 
 
 def test_scores_that_fail_in_the_run_are_a_sentence(tmp_path: Path) -> None:
@@ -205,20 +205,20 @@ def test_scores_that_fail_in_the_run_are_a_sentence(tmp_path: Path) -> None:
         "    def scores(self, counts):\n        return {'n': 1 / (counts['n'] - 6)}\n    def model",
     )
     own, config = own_of(text, tmp_path)
-    check_own(own, config)
+    check_custom_task(own, config)
     with pytest.raises(ConfigError, match=r"scores\(counts\) fails: ZeroDivisionError.* in line 20; mend it"):
         own.task().scores({"n": 6.0})
 
 
 def test_evaluations_need_samples(tmp_path: Path) -> None:
     text = SOUND.replace("return [torch.ones(3)]", "return None")
-    check_own(*own_of(text, tmp_path))
+    check_custom_task(*own_of(text, tmp_path))
     assert "held_out() of task.code" in refusal(text, tmp_path, eval_every=2)
 
 
 # What is set beside task.code or without it -> what is said.
 COMBINATIONS: list[tuple[dict[str, Any], str]] = [
-    ({"task": {"kind": "own"}}, "task.kind own needs task.code"),
+    ({"task": {"kind": "custom"}}, "task.kind custom needs task.code"),
     ({"task": {"kind": "language", "code": "x.py"}}, "task.code brings a task of its own, but task.kind is language"),
     ({"task": {"options": {"a": 1}}, "model": {"preset": "llama-3-8b"}}, "task.options are arguments of the class"),
     ({"task": {"code": "x.py"}, "model": {"hidden": 8, "dropout": 0.1}}, "model.hidden, model.dropout cannot be set"),
@@ -229,7 +229,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("tree", "sentence"), COMBINATIONS)
 def test_keys_that_do_not_go_together_are_named(tree: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load.check(tree, "here")
+        load.build_config(tree, "here")
     assert sentence in str(caught.value)
 
 
@@ -244,7 +244,7 @@ def test_without_samples_there_is_a_batch_that_weighs_nothing(tmp_path: Path) ->
     loss.backward()
     assert loss.item() == 0.0
     assert float(net.weight.grad.abs().sum()) == 0.0  # type: ignore[union-attr]
-    some = task.collate(own.trial_samples(3))
+    some = task.collate(own.make_probe_samples(3))
     assert (some.weight, some.samples.tolist()) == (3, [0, 1, 2])
 
 
@@ -284,27 +284,27 @@ def test_the_run_keeps_code_and_goes_on_with_no_other(tmp_path: Path) -> None:
     own, config = own_of(SOUND, tmp_path)
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    resolved, _ = load.resolve(config, device="cpu", world=1)
+    resolved, _ = load.resolve_autos(config, device="cpu", world=1)
     answer = resolve_with_files(load.to_yaml(resolved), ["cpu"], 1, 1, None)
     assert (answer["tokenizer"], answer["unit"], answer["parameters"]) == (None, "samples", 21)
-    run_folder.check_data(paths, answer["data"], going_on=False)
+    run_folder.check_run_data(paths, answer["data"], resuming=False)
     run_folder.write_start(paths, config, None)
     assert paths.task_code.read_text() == SOUND
     own.file.write_text("raise ValueError('another')")
-    assert Own(config, paths).file == paths.task_code.resolve()  # ranks read the copy
+    assert CustomWorkload(config, paths).file == paths.task_code.resolve()  # ranks read the copy
     with pytest.raises(
         RunError, match=rf"task\.code .*own\.py is not what the run .* or copy it to {paths.task_code} if"
     ):
-        run_folder.check_code(paths, config, going_on=True)
+        run_folder.check_run_code(paths, config, resuming=True)
     shutil.copyfile(own.file, paths.task_code)  # the way out that it names
-    run_folder.check_code(paths, config, going_on=True)
+    run_folder.check_run_code(paths, config, resuming=True)
     changed = {name: one | {"known_by": "other"} for name, one in answer["data"].items()}
     with pytest.raises(RunError, match="train and held_out samples differ"):
-        run_folder.check_data(paths, changed, going_on=True)
+        run_folder.check_run_data(paths, changed, resuming=True)
 
 
 def test_a_dry_run_counts_samples() -> None:
-    config = load.load(ROOT / "recipes" / "digits.yaml", [f"task.code={EXAMPLE}"])
+    config = load.load_recipe(ROOT / "recipes" / "digits.yaml", [f"task.code={EXAMPLE}"])
     found = dry_run(config, 2)
     assert found["model"]["parameters"] == sum(found["model"]["parts"].values()) == 56394
     assert found["work"]["unit"] == "samples"
@@ -319,34 +319,38 @@ def test_a_dry_run_counts_samples() -> None:
 
 def test_scores_are_shown_everywhere() -> None:
     event = {"kind": "evaluated", "step": 5, "set": "held_out", "loss": 0.25, "tokens": 9, "unit": "samples"}
-    assert event_text.sentence(event) == "held-out loss 0.2500 after step 5"
+    assert event_text.describe_event(event) == "held-out loss 0.2500 after step 5"
     scored = event | {"scores": {"accuracy": 0.75, "f1": 0.5}}
-    assert event_text.sentence(scored) == "held-out loss 0.2500, accuracy 0.7500, f1 0.5000 after step 5"
-    assert "perplexity 1.3" in event_text.sentence({**event, "unit": "tokens"})
-    assert evaluation(scored) == {"eval/held_out": 0.25, "eval/held_out accuracy": 0.75, "eval/held_out f1": 0.5}
+    assert event_text.describe_event(scored) == "held-out loss 0.2500, accuracy 0.7500, f1 0.5000 after step 5"
+    assert "perplexity 1.3" in event_text.describe_event({**event, "unit": "tokens"})
+    assert evaluation_scalars(scored) == {
+        "eval/held_out": 0.25,
+        "eval/held_out accuracy": 0.75,
+        "eval/held_out f1": 0.5,
+    }
     [(name, _, score), (_, have, _)] = eval_view.score_curves([event, scored])
     assert (name, score, len(have)) == ("accuracy", "accuracy", 1)
-    table = "".join(eval_view.card([scored, scored | {"set": "far"}]))
+    table = "".join(eval_view.render_eval_card([scored, scored | {"set": "far"}]))
     assert all(cell in table for cell in ("<th>accuracy</th>", "<th>losses</th>", "<td>0.7500</td>", "<td>far</td>"))
 
 
 def test_the_report_draws_scores_and_speaks_of_samples(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    write_event(paths.events, Kind.RUN_STARTED, 1, unit="samples", world=1)
+    write_event(paths.events, EventKind.RUN_STARTED, 1, unit="samples", world=1)
     for step, accuracy in ((2, 0.5), (4, 0.75)):
         append_line(
             paths.metrics, {"step": step, "attempt": 1, "loss": 1 / step, "tokens_per_s": 9.0, "time": 10.0 + step}
         )
         scores = {"accuracy": accuracy, "f1": accuracy / 2}
-        write_event(paths.events, Kind.EVALUATED, 1, step=step, set="held_out", loss=0.5, tokens=9, scores=scores)
-    drawn = html.payload(read_run(paths))
+        write_event(paths.events, EventKind.EVALUATED, 1, step=step, set="held_out", loss=0.5, tokens=9, scores=scores)
+    drawn = html.report_payload(read_run_history(paths))
     charts = {chart["id"]: chart for chart in drawn["charts"]}
     assert (charts["scores"]["title"], charts["scores"]["legend"]) == ("Scores", True)
     assert charts["speed"]["unit"] == "samples/s"
     assert [(one["name"], one["step"], one["loss"]) for one in drawn["scores"]] == [
         ("accuracy", [2, 4], [0.5, 0.75]), ("f1", [2, 4], [0.25, 0.375])
     ]  # fmt: skip
-    text = html.write(paths).read_text()
+    text = html.write_report(paths).read_text()
     assert "accuracy 0.7500, f1 0.3750" in text
     assert "perplexity" not in text
 
@@ -354,13 +358,13 @@ def test_the_report_draws_scores_and_speaks_of_samples(tmp_path: Path) -> None:
 def test_what_needs_language_says_so(tmp_path: Path) -> None:
     _, config = own_of(SOUND, tmp_path)
     with pytest.raises(ConfigError, match=r"reads its own data, as it is; there is nothing to prepare"):
-        data._data_of(config)
+        data._recipe_for_data(config)
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    resolved, _ = load.resolve(config, device="cpu", world=1)
+    resolved, _ = load.resolve_autos(config, device="cpu", world=1)
     run_folder.write_start(paths, resolved, None)
     append_line(paths.metrics, {"step": 1, "attempt": 1})
-    with pytest.raises(ConfigError, match=r"which writes no text"), opened(paths.root, Sampling()):
+    with pytest.raises(ConfigError, match=r"which writes no text"), load_generator(paths.root, Sampling()):
         raise AssertionError("it was opened")
     with pytest.raises(CheckpointError, match=r"has no usable checkpoint to export"):
         export_run(paths, tmp_path / "out", None)
@@ -386,11 +390,11 @@ def write_mnist(folder: Path, images: int = 20, zipped: bool = False) -> None:
             path.write_bytes(gzip.compress(raw, 1) if zipped else raw)
 
 
-def vision(folder: Path) -> tuple[Own, load.Config]:
+def vision(folder: Path) -> tuple[CustomWorkload, load.Config]:
     options = {"folder": str(folder), "width": 8, "depth": 1}
     tree = {"task": {"code": str(EXAMPLE), "options": options}, "train": {"global_batch": 8}}
-    config = load.check(tree, "the test's recipe")
-    return Own(config), config
+    config = load.build_config(tree, "the test's recipe")
+    return CustomWorkload(config), config
 
 
 def test_images_are_read_zipped_or_not(tmp_path: Path) -> None:
@@ -399,7 +403,7 @@ def test_images_are_read_zipped_or_not(tmp_path: Path) -> None:
     found = []
     for name in ("plain", "zipped"):
         own, config = vision(tmp_path / name)
-        check_own(own, config)
+        check_custom_task(own, config)
         found.append(own.fingerprints())
     assert found[0] == found[1]
 
@@ -426,12 +430,12 @@ def test_a_damaged_file_is_named(sentence: str, tmp_path: Path) -> None:
     elif "neither" in sentence:
         (tmp_path / "train-labels-idx1-ubyte").unlink()
     elif "classes" in sentence:
-        own = Own(load.update(config, {"task.options": {**config.task.options, "classes": 4}}))
+        own = CustomWorkload(load.update_config(config, {"task.options": {**config.task.options, "classes": 4}}))
     else:
         zipped = path.with_name(f"{path.name}.gz")
         zipped.write_bytes(zipped.read_bytes()[:-300])
     with pytest.raises(DataError) as caught:
-        check_own(own, config)
+        check_custom_task(own, config)
     assert sentence in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 

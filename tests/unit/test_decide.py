@@ -8,178 +8,184 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
 from phalanx.elastic.supervisor.decide import COLLECT_S, READY_S, decide
 from phalanx.elastic.supervisor.state import (
-    Action,
-    Asked,
-    Cause,
-    Drained,
-    Drop,
-    End,
-    Ended,
-    Event,
-    Finish,
-    Holds,
-    Joined,
-    Lost,
+    DivisionPrepared,
+    DivisionRejected,
+    DropNode,
+    EndAttempt,
+    FailureCause,
+    FinishJob,
+    JobPhase,
+    JobState,
     Node,
-    Note,
-    Offer,
-    Phase,
-    Policy,
-    Prepare,
-    Prepared,
-    Progress,
-    Ready,
-    Refused,
-    Slot,
-    Start,
-    State,
-    Time,
-    Unfit,
+    NodeDrainChanged,
+    NodeInventoryReported,
+    NodeJoined,
+    NodeLost,
+    NodeReady,
+    NodeSlot,
+    NodeUnfit,
+    PrepareDivision,
+    RanksEnded,
+    RecoveryPolicy,
+    SendOffer,
+    StartAttempt,
+    StepsCommitted,
+    StopSignalReceived,
+    SupervisorAction,
+    SupervisorEvent,
+    Tick,
+    WriteEvent,
 )
-from phalanx.recovery.catalog import Held
+from phalanx.recovery.catalog import StateFileInfo
 
-KILLED = Cause(0, 1, "")
-LOST_PEER = Cause(3, 1, "RuntimeError: connection closed by peer in step 7")
-BUG = Cause(1, 1, "KeyError: 'layer 3' in step 17")
+KILLED = FailureCause(0, 1, "")
+LOST_PEER = FailureCause(3, 1, "RuntimeError: connection closed by peer in step 7")
+BUG = FailureCause(1, 1, "KeyError: 'layer 3' in step 17")
 
 
 def node(number: int, ranks: int = 1, ready: int = 1, model: str = "any") -> Node:
     return Node(number, f"host{number}", ranks, model, ready)
 
 
-def begun(nodes: int = 2, spares: int = 0, ranks: int = 1, **policy: Any) -> State:
+def begun(nodes: int = 2, spares: int = 0, ranks: int = 1, **policy: Any) -> JobState:
     """A job whose first attempt runs."""
-    state = State(
-        policy=Policy(nodes=nodes, **policy),
+    state = JobState(
+        policy=RecoveryPolicy(nodes=nodes, **policy),
         nodes=tuple(node(number, ranks) for number in range(nodes + spares)),
-        slots=tuple(Slot(ranks, "any") for _ in range(nodes)),
+        slots=tuple(NodeSlot(ranks, "any") for _ in range(nodes)),
         seats=tuple(range(nodes)),
     )
-    state, actions = decide(state, Time(0.0))
-    assert actions == [Start(1, 1, tuple(range(nodes)), 0)]
+    state, actions = decide(state, Tick(0.0))
+    assert actions == [StartAttempt(1, 1, tuple(range(nodes)), 0)]
     return state
 
 
-def walk(state: State, *events: Event) -> tuple[State, list[Action]]:
-    done: list[Action] = []
+def walk(state: JobState, *events: SupervisorEvent) -> tuple[JobState, list[SupervisorAction]]:
+    done: list[SupervisorAction] = []
     for event in events:
         state, actions = decide(state, event)
         done += actions
     return state, done
 
 
-def kinds(actions: list[Action]) -> list[str]:
+def kinds(actions: list[SupervisorAction]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
 def test_all_done() -> None:
-    state, done = walk(begun(), Ended(1, 0, 1, 0), Ended(2, 1, 1, 0))
-    assert done == [Finish(0, "the run is done")]
-    assert state.phase == Phase.OVER
-    assert walk(state, Lost(3, 1, ""), Time(9))[1] == []
+    state, done = walk(begun(), RanksEnded(1, 0, 1, 0), RanksEnded(2, 1, 1, 0))
+    assert done == [FinishJob(0, "the run is done")]
+    assert state.phase == JobPhase.OVER
+    assert walk(state, NodeLost(3, 1, ""), Tick(9))[1] == []
 
 
 @pytest.mark.parametrize("lost_first", [False, True])
 def test_a_node_that_is_lost_when_the_others_are_done_is_not_waited_for(lost_first: bool) -> None:
-    events = [Ended(1, 1, 1, 0), Lost(2, 0, "power")]
+    events = [RanksEnded(1, 1, 1, 0), NodeLost(2, 0, "power")]
     _, done = walk(begun(on_lost_node=("replace", "wait")), *(events[::-1] if lost_first else events))
-    assert done[-1] == Finish(0, "the run is done")
-    _, done = walk(begun(on_lost_node=("replace", "wait")), Lost(1, 0, "power"), Ended(2, 1, 1, 1, LOST_PEER))
-    assert kinds(done) == ["End", "Note"]  # it is waited for
+    assert done[-1] == FinishJob(0, "the run is done")
+    _, done = walk(begun(on_lost_node=("replace", "wait")), NodeLost(1, 0, "power"), RanksEnded(2, 1, 1, 1, LOST_PEER))
+    assert kinds(done) == ["EndAttempt", "WriteEvent"]  # it is waited for
 
 
 @pytest.mark.parametrize("last", [None, LOST_PEER])
-def test_ranks_that_are_ended_for_a_lost_node_while_others_are_done_do_not_begin_again(last: Cause | None) -> None:
+def test_ranks_that_are_ended_for_a_lost_node_while_others_are_done_do_not_begin_again(
+    last: FailureCause | None,
+) -> None:
     """They were leaving, and were not quick enough."""
-    events = [Ended(1, 0, 1, 0), Lost(2, 2, "power"), Ended(3, 1, 1, 1, last)]
+    events = [RanksEnded(1, 0, 1, 0), NodeLost(2, 2, "power"), RanksEnded(3, 1, 1, 1, last)]
     _, done = walk(begun(nodes=3, on_lost_node=("wait",)), *events)
-    assert done[-1] == Finish(0, "the run is done")
-    _, done = walk(begun(nodes=3, on_lost_node=("wait",)), *events[:2], Ended(3, 1, 1, 1, KILLED))
-    assert kinds(done)[-1] == "Note"  # a rank that has failed by itself may have failed to save
+    assert done[-1] == FinishJob(0, "the run is done")
+    _, done = walk(begun(nodes=3, on_lost_node=("wait",)), *events[:2], RanksEnded(3, 1, 1, 1, KILLED))
+    assert kinds(done)[-1] == "WriteEvent"  # a rank that has failed by itself may have failed to save
 
 
 def test_a_dead_rank_ends_the_attempt_everywhere_and_the_next_begins_when_all_have() -> None:
-    state, done = walk(begun(), Ended(1, 1, 1, 1, KILLED))
-    assert done == [End(1)]
-    state, done = walk(state, Ended(2, 0, 1, 1, LOST_PEER))
-    assert kinds(done) == ["Note", "Start"]
-    assert done[1] == Start(2, 1, (0, 1), 0)
+    state, done = walk(begun(), RanksEnded(1, 1, 1, 1, KILLED))
+    assert done == [EndAttempt(1)]
+    state, done = walk(state, RanksEnded(2, 0, 1, 1, LOST_PEER))
+    assert kinds(done) == ["WriteEvent", "StartAttempt"]
+    assert done[1] == StartAttempt(2, 1, (0, 1), 0)
 
 
 def test_a_spare_takes_the_seat_and_without_one_the_ranks_are_divided_anew() -> None:
-    state, done = walk(begun(spares=1), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
-    assert kinds(done) == ["End", "Note", "Start"]
-    assert done[2] == Start(2, 1, (0, 2), 0)
-    state, done = walk(state, Lost(2, 2, "gone"), Ended(2, 0, 2, 1, LOST_PEER))
-    assert done == [End(2), Prepare(2, ((0, 1),))]
-    state, done = walk(state, Prepared(3, 2))
-    assert done == [Offer(2)]
-    state, done = walk(state, Ready(4, 0, 2), Time(9))
-    assert done[-1] == Start(3, 2, (0,), 0)
+    state, done = walk(begun(spares=1), NodeLost(1, 1, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER))
+    assert kinds(done) == ["EndAttempt", "WriteEvent", "StartAttempt"]
+    assert done[2] == StartAttempt(2, 1, (0, 2), 0)
+    state, done = walk(state, NodeLost(2, 2, "gone"), RanksEnded(2, 0, 2, 1, LOST_PEER))
+    assert done == [EndAttempt(2), PrepareDivision(2, ((0, 1),))]
+    state, done = walk(state, DivisionPrepared(3, 2))
+    assert done == [SendOffer(2)]
+    state, done = walk(state, NodeReady(4, 0, 2), Tick(9))
+    assert done[-1] == StartAttempt(3, 2, (0,), 0)
 
 
 def test_a_node_that_returns_is_taken_in_by_saving_first() -> None:
-    state = replace(begun(), slots=(Slot(1, "any"),), seats=(0,), nodes=(node(0),))
-    state, done = walk(state, Joined(1, node(1, ready=0)), Ready(2, 1, 1))
-    assert done[0] == Offer(1, 1)
-    assert done[-1] == End(1, saving=True)
-    state, done = walk(state, Ended(3, 0, 1, ExitCode.STOPPED))
-    assert done == [Prepare(2, ((0, 1), (1, 1)))]
-    state, done = walk(state, Prepared(4, 2), Ready(5, 0, 2), Ready(5, 1, 2))
-    assert done[-1] == Start(2, 2, (0, 1), 0)
+    state = replace(begun(), slots=(NodeSlot(1, "any"),), seats=(0,), nodes=(node(0),))
+    state, done = walk(state, NodeJoined(1, node(1, ready=0)), NodeReady(2, 1, 1))
+    assert done[0] == SendOffer(1, 1)
+    assert done[-1] == EndAttempt(1, save_first=True)
+    state, done = walk(state, RanksEnded(3, 0, 1, ExitCode.STOPPED))
+    assert done == [PrepareDivision(2, ((0, 1), (1, 1)))]
+    state, done = walk(state, DivisionPrepared(4, 2), NodeReady(5, 0, 2), NodeReady(5, 1, 2))
+    assert done[-1] == StartAttempt(2, 2, (0, 1), 0)
     assert state.failures == 0
 
 
 def test_a_node_that_returns_stays_a_spare_where_growing_is_off() -> None:
-    state = replace(begun(grow=False), slots=(Slot(1, "any"),), seats=(0,), nodes=(node(0),))
-    _, done = walk(state, Joined(1, node(1, ready=0)), Ready(2, 1, 1))
-    assert done == [Offer(1, 1)]
+    state = replace(begun(grow=False), slots=(NodeSlot(1, "any"),), seats=(0,), nodes=(node(0),))
+    _, done = walk(state, NodeJoined(1, node(1, ready=0)), NodeReady(2, 1, 1))
+    assert done == [SendOffer(1, 1)]
 
 
 def test_what_cannot_shrink_waits_and_then_stops() -> None:
-    state, done = walk(begun(wait_s=5.0), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
-    assert done[-1] == Prepare(2, ((0, 1),))
+    state, done = walk(begun(wait_s=5.0), NodeLost(1, 1, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER))
+    assert done[-1] == PrepareDivision(2, ((0, 1),))
     assert state.crash == ("", 0)  # that a node is gone is no crash that could be the same once more
-    state, done = walk(state, Refused(2, 2, "too little memory"), Time(6.9))
-    assert kinds(done) == ["Note", "Note"]
-    _back, done = walk(state, Joined(6.9, node(1, ready=0)), Ready(6.95, 1, 1))
-    assert done[-1] == Start(2, 1, (0, 1), 0)
-    _, done = walk(state, Time(7.1))
-    assert kinds(done) == ["Finish"]
-    assert done[0] == Finish(1, "nodes were lost, and those that are left cannot go on without them")
+    state, done = walk(state, DivisionRejected(2, 2, "too little memory"), Tick(6.9))
+    assert kinds(done) == ["WriteEvent", "WriteEvent"]
+    _back, done = walk(state, NodeJoined(6.9, node(1, ready=0)), NodeReady(6.95, 1, 1))
+    assert done[-1] == StartAttempt(2, 1, (0, 1), 0)
+    _, done = walk(state, Tick(7.1))
+    assert kinds(done) == ["FinishJob"]
+    assert done[0] == FinishJob(1, "nodes were lost, and those that are left cannot go on without them")
 
 
 def test_fewer_nodes_than_the_least_do_not_go_on() -> None:
-    _, done = walk(begun(3, least=2), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
-    assert done[-1] == Prepare(2, ((0, 1), (1, 1)))
-    _, done = walk(begun(2, least=2), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
+    _, done = walk(
+        begun(3, least=2), NodeLost(1, 2, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER), RanksEnded(1, 1, 1, 1, LOST_PEER)
+    )
+    assert done[-1] == PrepareDivision(2, ((0, 1), (1, 1)))
+    _, done = walk(begun(2, least=2), NodeLost(1, 1, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER))
     assert done[-1].details["message"].startswith("waiting for a lost node to come back")  # type: ignore[union-attr]
 
 
 def test_a_node_that_returns_with_fewer_devices_does_not_get_its_ranks_back() -> None:
     """A GPU has fallen off its bus, say. Half a copy of the model is none, so it is waited for the rest."""
-    state, _ = walk(begun(ranks=2, group=4), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
-    state, done = walk(state, Joined(2, node(1, 1, ready=0)), Ready(3, 1, 1))
-    assert kinds(done) == ["Note", "Offer"]
+    state, _ = walk(begun(ranks=2, group=4), NodeLost(1, 1, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER))
+    state, done = walk(state, NodeJoined(2, node(1, 1, ready=0)), NodeReady(3, 1, 1))
+    assert kinds(done) == ["WriteEvent", "SendOffer"]
     assert done[0].details["message"] == (  # type: ignore[union-attr]
         "node 1 (host1) has come back with 1 rank on any, and had 2 ranks on any: it cannot take these again"
     )
-    other = walk(state, Lost(4, 1, "gone"), Joined(5, node(1, 2, ready=0, model="another")), Ready(6, 1, 1))[1]
-    assert other[-1] == Prepare(2, ((0, 2), (1, 2)))  # shares were for other devices
-    _, done = walk(state, Lost(4, 1, "gone"), Joined(5, node(1, 2, ready=0)), Ready(6, 1, 1))
-    assert done[-1] == Start(2, 1, (0, 1), 0)
+    other = walk(
+        state, NodeLost(4, 1, "gone"), NodeJoined(5, node(1, 2, ready=0, model="another")), NodeReady(6, 1, 1)
+    )[1]
+    assert other[-1] == PrepareDivision(2, ((0, 2), (1, 2)))  # shares were for other devices
+    _, done = walk(state, NodeLost(4, 1, "gone"), NodeJoined(5, node(1, 2, ready=0)), NodeReady(6, 1, 1))
+    assert done[-1] == StartAttempt(2, 1, (0, 1), 0)
 
 
 def test_copies_of_the_model_stay_whole() -> None:
-    state, done = walk(begun(nodes=3, ranks=2, group=4), Lost(1, 2, "gone"))
-    state, done = walk(state, Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
-    assert done == [Prepare(2, ((0, 2), (1, 2)))]
-    state, done = walk(begun(nodes=2, ranks=2, group=4), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER))
-    assert kinds(done) == ["End", "Note"]  # it waits: half a copy is none
+    state, done = walk(begun(nodes=3, ranks=2, group=4), NodeLost(1, 2, "gone"))
+    state, done = walk(state, RanksEnded(1, 0, 1, 1, LOST_PEER), RanksEnded(1, 1, 1, 1, LOST_PEER))
+    assert done == [PrepareDivision(2, ((0, 2), (1, 2)))]
+    state, done = walk(begun(nodes=2, ranks=2, group=4), NodeLost(1, 1, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER))
+    assert kinds(done) == ["EndAttempt", "WriteEvent"]  # it waits: half a copy is none
 
 
 def test_the_same_crash_is_not_tried_for_ever_though_checkpoints_are_saved_in_between() -> None:
@@ -187,8 +193,12 @@ def test_the_same_crash_is_not_tried_for_ever_though_checkpoints_are_saved_in_be
     for attempt in range(1, 4):
         assert state.attempt == attempt
         now = attempt * 100.0
-        state, done = walk(state, Ended(now, 0, attempt, 1, BUG), Ended(now, 1, attempt, 1, LOST_PEER), Time(now + 50))
-    assert done[-1] == Finish(1, f"the same has happened 3 times in a row ({BUG.what}), so it would happen again")
+        state, done = walk(
+            state, RanksEnded(now, 0, attempt, 1, BUG), RanksEnded(now, 1, attempt, 1, LOST_PEER), Tick(now + 50)
+        )
+    assert done[-1] == FinishJob(
+        1, f"the same has happened 3 times in a row ({BUG.fingerprint}), so it would happen again"
+    )
 
 
 def test_kills_from_outside_end_by_the_budget_alone_and_progress_renews_it() -> None:
@@ -196,176 +206,198 @@ def test_kills_from_outside_end_by_the_budget_alone_and_progress_renews_it() -> 
     for attempt in range(1, 5):
         now = attempt * 100.0
         if attempt == 2:
-            state, _ = walk(state, Progress(now, 8))
-        state, done = walk(state, Ended(now, 0, attempt, 1, KILLED), Time(now + 60))
-    assert done[-1] == Finish(1, "3 attempts in a row have saved nothing new")
+            state, _ = walk(state, StepsCommitted(now, 8))
+        state, done = walk(state, RanksEnded(now, 0, attempt, 1, KILLED), Tick(now + 60))
+    assert done[-1] == FinishJob(1, "3 attempts in a row have saved nothing new")
 
 
 def test_later_restarts_are_put_off() -> None:
-    state, done = walk(begun(nodes=1, max_restarts=9), Ended(1, 0, 1, 1, KILLED), Ended(2, 0, 2, 1, KILLED), Time(2.4))
-    assert kinds(done) == ["End", "Note", "Start", "End"]
-    assert kinds(walk(state, Time(2.6))[1]) == ["Note", "Start"]
+    state, done = walk(
+        begun(nodes=1, max_restarts=9), RanksEnded(1, 0, 1, 1, KILLED), RanksEnded(2, 0, 2, 1, KILLED), Tick(2.4)
+    )
+    assert kinds(done) == ["EndAttempt", "WriteEvent", "StartAttempt", "EndAttempt"]
+    assert kinds(walk(state, Tick(2.6))[1]) == ["WriteEvent", "StartAttempt"]
 
 
 def test_each_failure_that_follows_no_progress_puts_off_the_next_attempt_for_longer() -> None:
     state, now, pauses = begun(nodes=1, max_restarts=9), 0.0, []
     for attempt in range(1, 8):
         now += 1
-        state, _ = walk(state, Ended(now, 0, attempt, 1, KILLED))
+        state, _ = walk(state, RanksEnded(now, 0, attempt, 1, KILLED))
         pauses.append(state.start_at - now)
         now = state.start_at
-        state, _ = walk(state, Time(now))
-        assert (state.phase, state.attempt) == (Phase.RUNNING, attempt + 1)
+        state, _ = walk(state, Tick(now))
+        assert (state.phase, state.attempt) == (JobPhase.RUNNING, attempt + 1)
     assert pauses[:2] == [0.0, 0.5]
     assert all(2 * before < after for before, after in itertools.pairwise(pauses[1:5]))
     assert pauses[4:] == [30.0] * 3
-    assert walk(state, Progress(now, 5), Ended(now, 0, 8, 1, KILLED))[0].start_at == now
+    assert walk(state, StepsCommitted(now, 5), RanksEnded(now, 0, 8, 1, KILLED))[0].start_at == now
 
 
 def test_a_failure_that_others_suffer_from_is_not_taken_for_the_cause_where_a_node_was_lost() -> None:
     """And one that is suspected is: a mistake ends a run at once, also where nodes were lost with it."""
     for suspicion, code in ((1, ExitCode.OUT_OF_MEMORY), (2, None), (3, None)):
-        cause = Cause(suspicion, ExitCode.OUT_OF_MEMORY, "out of memory")
-        _, done = walk(begun(2, spares=1), Ended(1.0, 0, 1, ExitCode.OUT_OF_MEMORY, cause), Lost(2.0, 1, "cut"))
-        assert [action.code for action in done if isinstance(action, Finish)] == ([] if code is None else [code])
+        cause = FailureCause(suspicion, ExitCode.OUT_OF_MEMORY, "out of memory")
+        _, done = walk(
+            begun(2, spares=1), RanksEnded(1.0, 0, 1, ExitCode.OUT_OF_MEMORY, cause), NodeLost(2.0, 1, "cut")
+        )
+        assert [action.code for action in done if isinstance(action, FinishJob)] == ([] if code is None else [code])
 
 
 @pytest.mark.parametrize(
     ("code", "lowered", "expected"),
     [
-        (ExitCode.CONFIG, False, "Finish"),
-        (ExitCode.OUT_OF_MEMORY, False, "Finish"),
-        (ExitCode.OUT_OF_MEMORY, True, "Start"),
+        (ExitCode.CONFIG, False, "FinishJob"),
+        (ExitCode.OUT_OF_MEMORY, False, "FinishJob"),
+        (ExitCode.OUT_OF_MEMORY, True, "StartAttempt"),
     ],
 )
 def test_what_is_not_retried(code: ExitCode, lowered: bool, expected: str) -> None:
-    cause = Cause(1, code, "sentence", lowered)
-    _, done = walk(begun(max_restarts=0), Ended(1, 0, 1, code, cause), Ended(1, 1, 1, 1, LOST_PEER))
+    cause = FailureCause(1, code, "sentence", lowered)
+    _, done = walk(begun(max_restarts=0), RanksEnded(1, 0, 1, code, cause), RanksEnded(1, 1, 1, 1, LOST_PEER))
     assert kinds(done)[-1] == expected
 
 
 def test_damage_in_memory_is_no_failure_but_where_a_node_was_lost_with_it() -> None:
-    damaged = Cause(1, 1, "a slot was damaged", damaged=True)
-    state, done = walk(begun(spares=1), Ended(1, 0, 1, 1, damaged), Ended(1, 1, 1, 1, LOST_PEER))
-    assert (kinds(done)[-1], state.failures) == ("Start", 0)
-    state, _ = walk(begun(spares=1), Ended(1, 0, 1, 1, damaged), Lost(1, 1, "gone"))
+    damaged = FailureCause(1, 1, "a slot was damaged", state_damaged=True)
+    state, done = walk(begun(spares=1), RanksEnded(1, 0, 1, 1, damaged), RanksEnded(1, 1, 1, 1, LOST_PEER))
+    assert (kinds(done)[-1], state.failures) == ("StartAttempt", 0)
+    state, _ = walk(begun(spares=1), RanksEnded(1, 0, 1, 1, damaged), NodeLost(1, 1, "gone"))
     assert state.failures == 1
 
 
 def test_a_stop_asked_for_ends_the_job_however_it_ends() -> None:
-    stopped = [Ended(2, 0, 1, ExitCode.STOPPED), Ended(2, 1, 1, ExitCode.STOPPED)]
-    _, done = walk(begun(), Asked(1, "SIGTERM"), *stopped)
-    assert done == [Finish(ExitCode.STOPPED, "stopped by SIGTERM")]
-    _, done = walk(begun(), Asked(1, "SIGTERM"), Lost(2, 1, "gone"), Ended(2, 0, 1, ExitCode.STOPPED))
-    assert done[-1] == Finish(ExitCode.STOPPED, "stopped by SIGTERM")
+    stopped = [RanksEnded(2, 0, 1, ExitCode.STOPPED), RanksEnded(2, 1, 1, ExitCode.STOPPED)]
+    _, done = walk(begun(), StopSignalReceived(1, "SIGTERM"), *stopped)
+    assert done == [FinishJob(ExitCode.STOPPED, "stopped by SIGTERM")]
+    _, done = walk(
+        begun(), StopSignalReceived(1, "SIGTERM"), NodeLost(2, 1, "gone"), RanksEnded(2, 0, 1, ExitCode.STOPPED)
+    )
+    assert done[-1] == FinishJob(ExitCode.STOPPED, "stopped by SIGTERM")
 
 
 def test_a_rank_that_dies_of_being_asked_to_stop_as_it_begins_is_not_waited_for() -> None:
-    died = Cause(0, ExitCode.STOPPED, "")
-    state, done = walk(begun(), Asked(1, "SIGTERM"), Ended(2, 1, 1, ExitCode.STOPPED, died))
-    assert done == [End(1)]
-    assert walk(state, Ended(3, 0, 1, 1))[1] == [Finish(ExitCode.STOPPED, "stopped by SIGTERM")]
-    state, done = walk(begun(spares=1), Drained(1, 0, True, "drained"), Ended(2, 1, 1, ExitCode.STOPPED, died))
-    assert done[-1] == End(1)
-    state, done = walk(state, Ended(3, 0, 1, 1, LOST_PEER))
-    assert (done[-1], state.failures) == (Start(2, 1, (2, 1), 0), 0)
-    state, _ = walk(begun(max_restarts=0), Ended(2, 1, 1, ExitCode.STOPPED, died))  # and nobody has asked
-    assert walk(state, Ended(3, 0, 1, 1))[1][-1] == Finish(1, "the attempt has saved nothing new")
+    died = FailureCause(0, ExitCode.STOPPED, "")
+    state, done = walk(begun(), StopSignalReceived(1, "SIGTERM"), RanksEnded(2, 1, 1, ExitCode.STOPPED, died))
+    assert done == [EndAttempt(1)]
+    assert walk(state, RanksEnded(3, 0, 1, 1))[1] == [FinishJob(ExitCode.STOPPED, "stopped by SIGTERM")]
+    state, done = walk(
+        begun(spares=1), NodeDrainChanged(1, 0, True, "drained"), RanksEnded(2, 1, 1, ExitCode.STOPPED, died)
+    )
+    assert done[-1] == EndAttempt(1)
+    state, done = walk(state, RanksEnded(3, 0, 1, 1, LOST_PEER))
+    assert (done[-1], state.failures) == (StartAttempt(2, 1, (2, 1), 0), 0)
+    state, _ = walk(begun(max_restarts=0), RanksEnded(2, 1, 1, ExitCode.STOPPED, died))  # and nobody has asked
+    assert walk(state, RanksEnded(3, 0, 1, 1))[1][-1] == FinishJob(1, "the attempt has saved nothing new")
 
 
 def test_a_node_that_does_not_end_its_ranks_is_dropped() -> None:
-    state, _ = walk(begun(), Ended(1, 0, 1, 1, KILLED))
-    assert walk(state, Time(1 + COLLECT_S))[1] == []
-    assert kinds(walk(state, Time(1.1 + COLLECT_S))[1]) == ["Drop"]
+    state, _ = walk(begun(), RanksEnded(1, 0, 1, 1, KILLED))
+    assert walk(state, Tick(1 + COLLECT_S))[1] == []
+    assert kinds(walk(state, Tick(1.1 + COLLECT_S))[1]) == ["DropNode"]
 
 
 def test_a_node_that_never_gets_ready_is_dropped() -> None:
     """Its disk may hang for ever while its agent lives."""
-    state, _ = walk(begun(nodes=3), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
-    state, _ = walk(state, Prepared(100, 2), Ready(101, 0, 2))
-    assert walk(state, Time(100 + READY_S))[1] == []
-    state, done = walk(state, Time(101 + READY_S))
-    assert [action.node for action in done if isinstance(action, Drop)] == [1]
-    assert walk(state, Time(102 + READY_S))[1] == []
-    assert walk(state, Lost(103 + READY_S, 1, "it left"))[1] == [Prepare(3, ((0, 1),))]
+    state, _ = walk(
+        begun(nodes=3), NodeLost(1, 2, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER), RanksEnded(1, 1, 1, 1, LOST_PEER)
+    )
+    state, _ = walk(state, DivisionPrepared(100, 2), NodeReady(101, 0, 2))
+    assert walk(state, Tick(100 + READY_S))[1] == []
+    state, done = walk(state, Tick(101 + READY_S))
+    assert [action.node for action in done if isinstance(action, DropNode)] == [1]
+    assert walk(state, Tick(102 + READY_S))[1] == []
+    assert walk(state, NodeLost(103 + READY_S, 1, "it left"))[1] == [PrepareDivision(3, ((0, 1),))]
 
 
 def test_a_drained_node_gives_its_seat_away_after_saving() -> None:
-    state, done = walk(begun(spares=1), Drained(1, 0, True, "node 0 is drained"))
-    assert done[-1] == End(1, saving=True)
-    _, done = walk(state, Ended(2, 0, 1, ExitCode.STOPPED), Ended(2, 1, 1, ExitCode.STOPPED))
-    assert done[-1] == Start(2, 1, (2, 1), 0)
+    state, done = walk(begun(spares=1), NodeDrainChanged(1, 0, True, "node 0 is drained"))
+    assert done[-1] == EndAttempt(1, save_first=True)
+    _, done = walk(state, RanksEnded(2, 0, 1, ExitCode.STOPPED), RanksEnded(2, 1, 1, ExitCode.STOPPED))
+    assert done[-1] == StartAttempt(2, 1, (2, 1), 0)
 
 
 def test_a_node_whose_health_asks_for_it_leaves_only_where_a_spare_takes_its_place() -> None:
-    asks = Drained(1, 0, True, "a GPU is lost", gently=True)
+    asks = NodeDrainChanged(1, 0, True, "a GPU is lost", only_if_spare=True)
     assert walk(begun(), asks) == (begun(), [])  # two nodes, none of which waits: it may be a false alarm
     assert walk(begun(spares=1, on_lost_node=("shrink",)), asks)[1] == []
     state, done = walk(begun(spares=1), asks)
-    assert done[-1] == End(1, saving=True)
-    _, done = walk(state, Ended(2, 0, 1, 1, KILLED), Ended(2, 1, 1, 1, LOST_PEER))  # it could not save any more
-    assert [action for action in done if isinstance(action, Start)] == [Start(2, 1, (2, 1), 0)]
+    assert done[-1] == EndAttempt(1, save_first=True)
+    _, done = walk(
+        state, RanksEnded(2, 0, 1, 1, KILLED), RanksEnded(2, 1, 1, 1, LOST_PEER)
+    )  # it could not save any more
+    assert [action for action in done if isinstance(action, StartAttempt)] == [StartAttempt(2, 1, (2, 1), 0)]
 
 
 def test_what_is_drained_already_or_is_not_here_is_not_drained() -> None:
-    state, _ = walk(begun(2, spares=1), Drained(1.0, 2, True, "asked for"))
-    for event in (Drained(2.0, 2, True, "asked for"), Drained(2.0, 1, False, "asked for"), Drained(2.0, 9, True, "no")):
+    state, _ = walk(begun(2, spares=1), NodeDrainChanged(1.0, 2, True, "asked for"))
+    for event in (
+        NodeDrainChanged(2.0, 2, True, "asked for"),
+        NodeDrainChanged(2.0, 1, False, "asked for"),
+        NodeDrainChanged(2.0, 9, True, "no"),
+    ):
         assert decide(state, event) == (state, [])
 
 
 def test_ranks_that_save_are_ended_at_once_when_one_of_them_dies_or_is_lost() -> None:
     """They would wait for it in a collective, as long as they may take to save."""
-    saving, _ = walk(begun(nodes=3, spares=1), Drained(1, 1, True, "node 1 is drained"))
-    for broken in (Lost(2, 1, "gone"), Ended(2, 1, 1, 1, KILLED)):
+    saving, _ = walk(begun(nodes=3, spares=1), NodeDrainChanged(1, 1, True, "node 1 is drained"))
+    for broken in (NodeLost(2, 1, "gone"), RanksEnded(2, 1, 1, 1, KILLED)):
         state, done = walk(saving, broken)
-        assert done == [End(1)]
-        assert [each.node for each in walk(state, Time(2.1 + COLLECT_S))[1]] == [0, 2]  # type: ignore[union-attr]
-        state, done = walk(state, Ended(3, 0, 1, 1, LOST_PEER), Ended(3, 2, 1, ExitCode.STOPPED))
-        assert done[-1] == Start(2, 1, (0, 3, 2), 0)
+        assert done == [EndAttempt(1)]
+        assert [each.node for each in walk(state, Tick(2.1 + COLLECT_S))[1]] == [0, 2]  # type: ignore[union-attr]
+        state, done = walk(state, RanksEnded(3, 0, 1, 1, LOST_PEER), RanksEnded(3, 2, 1, ExitCode.STOPPED))
+        assert done[-1] == StartAttempt(2, 1, (0, 3, 2), 0)
         assert state.failures == 1
 
 
 def test_a_node_that_is_drained_while_a_division_with_it_is_prepared_gets_no_seat_there() -> None:
-    state, done = walk(begun(nodes=3), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
-    assert done[-1] == Prepare(2, ((0, 1), (1, 1)))
-    state, done = walk(state, Drained(2, 1, True, "node 1 is drained"))
-    assert done == [Prepare(2, ((0, 1),))]
-    _, done = walk(state, Prepared(3, 2), Ready(4, 0, 2))
-    assert done[-1] == Start(2, 2, (0,), 0)
+    state, done = walk(
+        begun(nodes=3), NodeLost(1, 2, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER), RanksEnded(1, 1, 1, 1, LOST_PEER)
+    )
+    assert done[-1] == PrepareDivision(2, ((0, 1), (1, 1)))
+    state, done = walk(state, NodeDrainChanged(2, 1, True, "node 1 is drained"))
+    assert done == [PrepareDivision(2, ((0, 1),))]
+    _, done = walk(state, DivisionPrepared(3, 2), NodeReady(4, 0, 2))
+    assert done[-1] == StartAttempt(2, 2, (0,), 0)
 
 
 def test_a_node_that_returns_while_a_smaller_division_is_prepared_gets_a_seat_all_the_same() -> None:
-    state, _ = walk(begun(nodes=3), Lost(1, 2, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Ended(1, 1, 1, 1, LOST_PEER))
-    state, done = walk(state, Joined(2, node(2, ready=0)))
-    assert done == [Offer(1, 2)]  # who knows of no offer could not lead, if it came to that
-    state, done = walk(state, Prepared(3, 2), Ready(4, 0, 2), Ready(5, 1, 2))
-    assert done[-1] == Start(2, 2, (0, 1), 0)
-    assert walk(state, Time(6))[1] == []  # it has not what it needs yet
+    state, _ = walk(
+        begun(nodes=3), NodeLost(1, 2, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER), RanksEnded(1, 1, 1, 1, LOST_PEER)
+    )
+    state, done = walk(state, NodeJoined(2, node(2, ready=0)))
+    assert done == [SendOffer(1, 2)]  # who knows of no offer could not lead, if it came to that
+    state, done = walk(state, DivisionPrepared(3, 2), NodeReady(4, 0, 2), NodeReady(5, 1, 2))
+    assert done[-1] == StartAttempt(2, 2, (0, 1), 0)
+    assert walk(state, Tick(6))[1] == []  # it has not what it needs yet
     # Where it was quicker than the others nothing more is heard of it.
-    state, done = walk(replace(state, nodes=(node(0, ready=2), node(1, ready=2), node(2, ready=2))), Time(6))
-    assert done[-1] == End(2, saving=True)
-    saved = [Ended(7, number, 2, ExitCode.STOPPED) for number in (0, 1)]
+    state, done = walk(replace(state, nodes=(node(0, ready=2), node(1, ready=2), node(2, ready=2))), Tick(6))
+    assert done[-1] == EndAttempt(2, save_first=True)
+    saved = [RanksEnded(7, number, 2, ExitCode.STOPPED) for number in (0, 1)]
     _, done = walk(state, *saved)
-    assert done == [Prepare(3, ((0, 1), (1, 1), (2, 1)))]
-    refused, _ = walk(state, *saved, Refused(8, 3, "too little memory"), Time(9))
-    assert (refused.phase, walk(refused, Time(10))[1]) == (Phase.RUNNING, [])
+    assert done == [PrepareDivision(3, ((0, 1), (1, 1), (2, 1)))]
+    refused, _ = walk(state, *saved, DivisionRejected(8, 3, "too little memory"), Tick(9))
+    assert (refused.phase, walk(refused, Tick(10))[1]) == (JobPhase.RUNNING, [])
 
 
-def has(generation: int, rank: int, *steps: int, replica: bool = False) -> Held:
-    return Held(generation, 0, rank, 2, rank, 2, steps, f"layout {rank}", replica)
+def has(generation: int, rank: int, *steps: int, replica: bool = False) -> StateFileInfo:
+    return StateFileInfo(generation, 0, rank, 2, rank, 2, steps, f"layout {rank}", replica)
 
 
-def ended_with(held: dict[int, tuple[Held, ...]], committed: int = 5) -> tuple[State, list[Action]]:
+def ended_with(
+    held: dict[int, tuple[StateFileInfo, ...]], committed: int = 5
+) -> tuple[JobState, list[SupervisorAction]]:
     """What follows an attempt that nodes report the end of, and what they hold."""
     state = replace(begun(), committed=committed)
-    told = [Holds(1, number, files) for number, files in held.items()]
-    return walk(state, *told, Ended(2, 0, 1, 1, KILLED), Ended(2, 1, 1, 1))
+    told = [NodeInventoryReported(1, number, files) for number, files in held.items()]
+    return walk(state, *told, RanksEnded(2, 0, 1, 1, KILLED), RanksEnded(2, 1, 1, 1))
 
 
 def test_it_begins_from_memory_where_all_ranks_are_held_and_that_is_no_older_than_the_disk() -> None:
     state, done = ended_with({0: (has(1, 0, 6, 7),), 1: (has(1, 1, 6),)})
     start = done[-1]
-    assert isinstance(start, Start) and start.kept is not None
+    assert isinstance(start, StartAttempt) and start.kept is not None
     assert (start.step, start.kept.step, {rank: node for rank, (node, _) in start.kept.files.items()}) == (
         6,
         6,
@@ -379,9 +411,9 @@ def test_it_begins_from_memory_where_all_ranks_are_held_and_that_is_no_older_tha
 
 def test_where_a_rank_is_lost_with_its_node_it_says_so_and_goes_back_to_the_disk() -> None:
     _, done = ended_with({0: (has(1, 0, 6, 7),), 1: ()})
-    assert done[-1] == Start(2, 1, (0, 1), 5)
+    assert done[-1] == StartAttempt(2, 1, (0, 1), 5)
     said = done[-2]
-    assert isinstance(said, Note) and said.kind == Kind.WARNING
+    assert isinstance(said, WriteEvent) and said.kind == EventKind.WARNING
     assert "the state of rank 1 was lost with its node" in str(said.details["message"])
     assert "the newest checkpoint, of step 5" in str(said.details["message"])
     _, done = ended_with({0: (has(1, 0, 6, 7), has(1, 1, 6, 7, replica=True)), 1: ()})
@@ -393,33 +425,33 @@ def test_steps_that_are_walked_again_since_a_second_node_has_only_some_are_count
     state = begun()
     state = replace(state, committed=3, policy=replace(state.policy, replicate_every=every))
     held = (has(1, 0, 4, 6, 7), has(1, 1, 4, replica=True))  # rank 1 was on node 1
-    told = [Holds(1, 0, held), Holds(1, 1, ())]
-    _, done = walk(state, *told, Ended(2, 0, 1, 1, KILLED), Ended(2, 1, 1, 1))
+    told = [NodeInventoryReported(1, 0, held), NodeInventoryReported(1, 1, ())]
+    _, done = walk(state, *told, RanksEnded(2, 0, 1, 1, KILLED), RanksEnded(2, 1, 1, 1))
     start = done[-1]
-    assert isinstance(start, Start) and (start.step, start.again) == (4, again)
-    told = [Holds(1, 0, held), Holds(1, 1, (has(1, 1, 4, 6, 7),))]
-    _, done = walk(state, *told, Ended(2, 0, 1, 1, KILLED), Ended(2, 1, 1, 1))
-    assert isinstance(done[-1], Start) and (done[-1].step, done[-1].again) == (7, 0)
+    assert isinstance(start, StartAttempt) and (start.step, start.replayed_steps) == (4, again)
+    told = [NodeInventoryReported(1, 0, held), NodeInventoryReported(1, 1, (has(1, 1, 4, 6, 7),))]
+    _, done = walk(state, *told, RanksEnded(2, 0, 1, 1, KILLED), RanksEnded(2, 1, 1, 1))
+    assert isinstance(done[-1], StartAttempt) and (done[-1].step, done[-1].replayed_steps) == (7, 0)
 
 
 def test_a_job_begins_from_what_nodes_hold_since_the_one_before() -> None:
     files = {0: (has(4, 0, 6, 7),), 1: (has(4, 1, 6), has(4, 0, 6, 7, replica=True))}
     for committed, expected in ((5, 6), (6, 6), (7, None)):
         nodes = tuple(replace(node(number), held=files[number]) for number in (0, 1))
-        state = replace(begun(), phase=Phase.READYING, nodes=nodes, attempt=4, first=5, committed=committed)
-        _, done = walk(state, Time(0))
+        state = replace(begun(), phase=JobPhase.READYING, nodes=nodes, attempt=4, first_attempt=5, committed=committed)
+        _, done = walk(state, Tick(0))
         assert len(done) == 1, done  # what is older than the disk is no loss to speak of
         (start,) = done
-        assert isinstance(start, Start) and start.attempt == 5
+        assert isinstance(start, StartAttempt) and start.attempt == 5
         assert (start.kept.step if start.kept is not None else None) == expected
 
 
 def test_who_comes_while_ranks_run_brings_nothing_to_go_on_from() -> None:
     """They may go back, and take another way than what it brings."""
     stale = (has(1, 0, 50), has(1, 1, 50, replica=True))
-    state, _ = walk(begun(spares=1), Holds(1, 2, stale))
+    state, _ = walk(begun(spares=1), NodeInventoryReported(1, 2, stale))
     assert state.node(2).held == ()  # type: ignore[union-attr]
-    state, _ = walk(begun(), Ended(1, 0, 1, 1, KILLED), Holds(1, 1, stale))
+    state, _ = walk(begun(), RanksEnded(1, 0, 1, 1, KILLED), NodeInventoryReported(1, 1, stale))
     assert state.node(1).held == stale  # type: ignore[union-attr]
 
 
@@ -452,17 +484,17 @@ def test_no_events_lead_to_two_attempts_at_once_or_for_ever(data: st.DataObject)
     state = begun(nodes, spares, 2, **policy)
     world = World(set(range(nodes + spares)), dict.fromkeys(state.seats, 1))
     now, starts = 0.0, 0
-    pending: list[Action] = []
+    pending: list[SupervisorAction] = []
     for _ in range(60):
         now += data.draw(st.sampled_from([0.1, 1.0, 40.0]))
         event = _event(data, state, world, now, pending)
-        if isinstance(event, Progress):
+        if isinstance(event, StepsCommitted):
             starts = 0
-        if isinstance(event, Drained | Joined):
+        if isinstance(event, NodeDrainChanged | NodeJoined):
             starts -= 1  # what users and returning nodes cause is not counted
         state, actions = decide(state, event)
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartAttempt):
                 assert not world.running, f"{action} while {world.running} still run"
                 assert set(action.seats) <= world.living
                 there = {node.node: node.ranks for node in state.nodes}
@@ -475,19 +507,19 @@ def test_no_events_lead_to_two_attempts_at_once_or_for_ever(data: st.DataObject)
                 assert sum(slot.ranks for slot in state.slots) % group == 0
                 world.running = dict.fromkeys(action.seats, action.attempt)
                 starts += 1
-                assert starts <= policy["max_restarts"] + 1 + 60 * bool(state.planned), "a loop without progress"
-            elif isinstance(action, Drop):
+                assert starts <= policy["max_restarts"] + 1 + 60 * bool(state.pause_reason), "a loop without progress"
+            elif isinstance(action, DropNode):
                 world.living.discard(action.node)
                 world.running.pop(action.node, None)
-                state, more = decide(state, Lost(now, action.node, action.why))
-                pending += [each for each in more if isinstance(each, Prepare)]
-                assert not any(isinstance(each, Start) for each in more) or not world.running
+                state, more = decide(state, NodeLost(now, action.node, action.why))
+                pending += [each for each in more if isinstance(each, PrepareDivision)]
+                assert not any(isinstance(each, StartAttempt) for each in more) or not world.running
                 for each in more:
-                    if isinstance(each, Start):
+                    if isinstance(each, StartAttempt):
                         world.running = dict.fromkeys(each.seats, each.attempt)
-            elif isinstance(action, Prepare):
+            elif isinstance(action, PrepareDivision):
                 pending.append(action)
-            elif isinstance(action, Finish):
+            elif isinstance(action, FinishJob):
                 assert not world.running
                 return
     if not world.living:
@@ -495,83 +527,92 @@ def test_no_events_lead_to_two_attempts_at_once_or_for_ever(data: st.DataObject)
     for _ in range(8):  # left alone, it comes to an end or runs
         now += 100.0
         for seat, attempt in list(world.running.items()):
-            if state.phase == Phase.ENDING:
+            if state.phase == JobPhase.ENDING:
                 world.running.pop(seat)
-                state, actions = decide(state, Ended(now, seat, attempt, 1, KILLED))
-                pending += [each for each in actions if isinstance(each, Prepare)]
+                state, actions = decide(state, RanksEnded(now, seat, attempt, 1, KILLED))
+                pending += [each for each in actions if isinstance(each, PrepareDivision)]
                 for each in actions:
-                    if isinstance(each, Start):
+                    if isinstance(each, StartAttempt):
                         world.running = dict.fromkeys(each.seats, each.attempt)
-        if state.phase == Phase.PREPARING:
-            state, _ = decide(state, Prepared(now, state.division + 1))
+        if state.phase == JobPhase.PREPARING:
+            state, _ = decide(state, DivisionPrepared(now, state.division + 1))
         for member in state.nodes:
-            state, actions = decide(state, Ready(now, member.node, state.division))
+            state, actions = decide(state, NodeReady(now, member.node, state.division))
             for each in actions:
-                if isinstance(each, Start):
+                if isinstance(each, StartAttempt):
                     world.running = dict.fromkeys(each.seats, each.attempt)
-        state, actions = decide(state, Time(now))
+        state, actions = decide(state, Tick(now))
         for each in actions:
-            if isinstance(each, Start):
+            if isinstance(each, StartAttempt):
                 world.running = dict.fromkeys(each.seats, each.attempt)
-    assert state.phase in (Phase.RUNNING, Phase.OVER, Phase.IDLE), state
+    assert state.phase in (JobPhase.RUNNING, JobPhase.OVER, JobPhase.IDLE), state
 
 
-def _event(data: st.DataObject, state: State, world: World, now: float, pending: list[Action]) -> Event:
+def _event(
+    data: st.DataObject, state: JobState, world: World, now: float, pending: list[SupervisorAction]
+) -> SupervisorEvent:
     kind = data.draw(
         st.sampled_from(["end", "end", "lose", "join", "ready", "prepare", "progress", "time", "drain", "odd"])
     )
     if kind == "end" and world.running:
         seat = data.draw(st.sampled_from(sorted(world.running)))
         attempt = world.running.pop(seat)
-        if state.phase == Phase.ENDING and state.planned and data.draw(st.integers(0, 3)):
-            return Ended(now, seat, attempt, ExitCode.STOPPED)
-        return Ended(now, seat, attempt, 1, data.draw(st.sampled_from([KILLED, LOST_PEER, BUG])))
+        if state.phase == JobPhase.ENDING and state.pause_reason and data.draw(st.integers(0, 3)):
+            return RanksEnded(now, seat, attempt, ExitCode.STOPPED)
+        return RanksEnded(now, seat, attempt, 1, data.draw(st.sampled_from([KILLED, LOST_PEER, BUG])))
     if kind == "lose" and len(world.living) > 1:
         lost = data.draw(st.sampled_from(sorted(world.living)))
         world.living.discard(lost)
         world.running.pop(lost, None)
-        return Lost(now, lost, "gone")
+        return NodeLost(now, lost, "gone")
     if kind == "join" and len(world.living) < 6:
         new = min(set(range(6)) - world.living)
         world.living.add(new)
         world.ready[new] = 0
-        return Joined(now, Node(new, f"host{new}", data.draw(st.integers(1, 2)), "any"))
+        return NodeJoined(now, Node(new, f"host{new}", data.draw(st.integers(1, 2)), "any"))
     if kind == "ready" and world.living:
         one = data.draw(st.sampled_from(sorted(world.living)))
         world.ready[one] = state.division
-        return Ready(now, one, state.division)
-    if kind == "prepare" and state.phase == Phase.PREPARING:
+        return NodeReady(now, one, state.division)
+    if kind == "prepare" and state.phase == JobPhase.PREPARING:
         if data.draw(st.booleans()):
-            return Prepared(now, state.division + 1)
-        return Refused(now, state.division + 1, "no")
+            return DivisionPrepared(now, state.division + 1)
+        return DivisionRejected(now, state.division + 1, "no")
     if kind == "progress":
         world.safe += 1
-        return Progress(now, world.safe)
+        return StepsCommitted(now, world.safe)
     if kind == "drain" and world.living:
         whose = data.draw(st.sampled_from(sorted(world.living)))
-        return Drained(now, whose, data.draw(st.booleans()), "asked", gently=data.draw(st.booleans()))
+        return NodeDrainChanged(now, whose, data.draw(st.booleans()), "asked", only_if_spare=data.draw(st.booleans()))
     if kind == "odd":  # late words of attempts and divisions long gone
         return data.draw(
             st.sampled_from(
-                [Ended(now, 0, state.attempt - 1, 1, BUG), Ready(now, 99, 1), Prepared(now, 77), Refused(now, 1, "no")]
+                [
+                    RanksEnded(now, 0, state.attempt - 1, 1, BUG),
+                    NodeReady(now, 99, 1),
+                    DivisionPrepared(now, 77),
+                    DivisionRejected(now, 1, "no"),
+                ]
             )
         )
-    return Time(now)
+    return Tick(now)
 
 
 def test_a_node_that_is_unfit_is_dropped() -> None:
-    assert walk(begun(spares=1), Unfit(1, 2, "other data", 2))[1] == [Drop(2, "other data", 2)]
+    assert walk(begun(spares=1), NodeUnfit(1, 2, "other data", 2))[1] == [DropNode(2, "other data", 2)]
     sick = int(ExitCode.UNHEALTHY)
-    assert walk(begun(spares=1), Unfit(1, 2, "its disk is full", sick))[1] == [Drop(2, "its disk is full", sick)]
+    assert walk(begun(spares=1), NodeUnfit(1, 2, "its disk is full", sick))[1] == [
+        DropNode(2, "its disk is full", sick)
+    ]
 
 
 def test_waiting_is_said_once() -> None:
     _state, done = walk(
-        begun(on_lost_node=("wait",)), Lost(1, 1, "gone"), Ended(1, 0, 1, 1, LOST_PEER), Time(2), Time(3)
+        begun(on_lost_node=("wait",)), NodeLost(1, 1, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER), Tick(2), Tick(3)
     )
-    assert [action for action in done if isinstance(action, Note)] == [
-        Note(
-            Kind.WARNING,
+    assert [action for action in done if isinstance(action, WriteEvent)] == [
+        WriteEvent(
+            EventKind.WARNING,
             {"message": "waiting for a lost node to come back, for 600 s at most; start the same command there"},
         )
     ]

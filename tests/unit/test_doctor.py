@@ -18,24 +18,33 @@ from phalanx.core.errors import ConfigError, OutOfMemory
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.doctor import isolation, machine_checks, shareable_report
-from phalanx.doctor.results import NAMES, Check, CheckState, Line, check_names, from_json, of_finding, verdict
-from phalanx.health.devices import Device
+from phalanx.doctor.results import (
+    NAMES,
+    CheckResult,
+    CheckState,
+    DoctorCheck,
+    parse_check_names,
+    result_from_json,
+    result_of_finding,
+    verdict,
+)
+from phalanx.health.devices import DeviceInfo
 from phalanx.health.findings import Finding, Severity
 from phalanx.launch import local
 from phalanx.recovery import shared_memory
-from phalanx.report.doctor import Lines
+from phalanx.report.doctor import DoctorConsole
 from phalanx.system.fork import fork_call
 from tests.dist.command import call, phalanx, refused
 from tests.helpers import run_ranks
 
-CPU = Device("cpu", "cpu", True, memory_bytes=2**34, cores=8)
-GPU = Device("dev:0", "Model 9", True, "GPU-1", 80 * 2**30)
+CPU = DeviceInfo("cpu", "cpu", True, memory_bytes=2**34, cores=8)
+GPU = DeviceInfo("dev:0", "Model 9", True, "GPU-1", 80 * 2**30)
 
 
 def test_lines_at_a_terminal_and_in_a_file() -> None:
     for width, narrow in ((60, True), (120, False)):
         out = io.StringIO()
-        shown = Lines(Console(file=out, force_terminal=True, width=width, color_system=None))
+        shown = DoctorConsole(Console(file=out, force_terminal=True, width=width, color_system=None))
         shown.begin("compile")
         shown.line("wrong", "compile", "blocks are off; " + 20 * "mend it " + "now")
         waiting, *rest = out.getvalue().split("\r")[1:]
@@ -44,7 +53,7 @@ def test_lines_at_a_terminal_and_in_a_file() -> None:
         assert lines[0].startswith("wrong   compile") and (lines[0] == "wrong   compile") == narrow
         assert max(map(len, lines)) <= width and " ".join(lines).count("mend") == 20
     out = io.StringIO()
-    Lines(Console(file=out, width=40)).line("ok", "compile", 30 * "long ")
+    DoctorConsole(Console(file=out, width=40)).line("ok", "compile", 30 * "long ")
     assert out.getvalue().count("\n") == 1
     assert "\x1b" not in out.getvalue()
 
@@ -52,37 +61,37 @@ def test_lines_at_a_terminal_and_in_a_file() -> None:
 # ------------------------------------------------------------------------------------------------------ carrying it out
 
 
-def _raise() -> list[Line]:
+def _raise() -> list[CheckResult]:
     raise ValueError("first\nsecond")
 
 
-def _nested() -> list[Line]:
+def _nested() -> list[CheckResult]:
     fork_call(_raise, timeout_s=60)
     return []
 
 
-def _out_of_memory() -> list[Line]:
+def _out_of_memory() -> list[CheckResult]:
     raise OutOfMemory("too little memory")
 
 
-def _die(number: int) -> list[Line]:
+def _die(number: int) -> list[CheckResult]:
     os.write(2, b"last words\n")
     os.kill(os.getpid(), number)
     return []
 
 
-def _leave() -> list[Line]:
+def _leave() -> list[CheckResult]:
     os._exit(7)
 
 
-def _sleep() -> list[Line]:
+def _sleep() -> list[CheckResult]:
     time.sleep(600)
     return []
 
 
-def _well() -> list[Line]:
+def _well() -> list[CheckResult]:
     os.write(1, b"nobody has to read this\n")
-    return [Line("one", CheckState.OK, "all is well"), Line("two", CheckState.SLOW, "slower; mend it")]
+    return [CheckResult("one", CheckState.OK, "all is well"), CheckResult("two", CheckState.SLOW, "slower; mend it")]
 
 
 def carry(placement: Placement, folder: str) -> list[Any]:
@@ -93,9 +102,9 @@ def carry(placement: Placement, folder: str) -> list[Any]:
         functools.partial(_die, signal.SIGSEGV),
         functools.partial(_die, signal.SIGABRT),
     ]
-    checks = [Check(f"c{number}", look, 60.0, "mend it") for number, look in enumerate([*looks, _leave, _well])]
-    checks.append(Check("slow", _sleep, 0.3, "mend it"))
-    return [[line.to_json() for line in isolation.carried_out(check, Path(folder))] for check in checks]
+    checks = [DoctorCheck(f"c{number}", look, 60.0, "mend it") for number, look in enumerate([*looks, _leave, _well])]
+    checks.append(DoctorCheck("slow", _sleep, 0.3, "mend it"))
+    return [[line.to_json() for line in isolation.run_isolated(check, Path(folder))] for check in checks]
 
 
 def test_whatever_happens_to_a_check_becomes_a_line(tmp_path: Path) -> None:
@@ -112,27 +121,27 @@ def test_whatever_happens_to_a_check_becomes_a_line(tmp_path: Path) -> None:
     assert {line["state"] for (line,) in [*bad, hung]} == {"wrong"}
     assert "Traceback" in bad[0][0]["log"] and bad[3][0]["log"].startswith("last words\n")
     assert [(line["check"], line["state"], line["log"]) for line in well] == [("one", "ok", ""), ("two", "slow", "")]
-    assert from_json(well[1]).sentence == "slower; mend it"
+    assert result_from_json(well[1]).sentence == "slower; mend it"
 
 
 def test_the_verdict_is_that_of_the_worst() -> None:
-    lines = [of_finding(Finding("c", severity, "s")) for severity in Severity]
+    lines = [result_of_finding(Finding("c", severity, "s")) for severity in Severity]
     assert [str(line.state) for line in lines] == ["skipped", "ok", "slow", "wrong", "wrong", "wrong"]
     assert [verdict(lines[:count]) for count in (1, 2, 3, 4)] == ["ok", "ok", "slow", "wrong"]
-    assert verdict([Line("c", CheckState.MISSING, "s")]) == "ok"
+    assert verdict([CheckResult("c", CheckState.MISSING, "s")]) == "ok"
 
 
 # ---------------------------------------------------------------------------------------------------------- the machine
 
 
 def test_devices_in_words() -> None:
-    (none,) = machine_checks.devices({"cpu": CPU}, [], False, None)
+    (none,) = machine_checks.check_devices({"cpu": CPU}, [], False, None)
     assert (none.state, none.sentence) == ("ok", "there is no accelerator; ranks run on the CPU: 8 cores, 16.0 GiB")
-    (asked,) = machine_checks.devices({"cpu": CPU}, [], True, None)
+    (asked,) = machine_checks.check_devices({"cpu": CPU}, [], True, None)
     assert asked.state == "wrong" and "built for CPUs only; install" in asked.sentence
-    (known,) = machine_checks.devices({"cpu": CPU}, [], False, 8)
+    (known,) = machine_checks.check_devices({"cpu": CPU}, [], False, 8)
     assert known.state == "slow" and "although NVIDIA's driver knows 8" in known.sentence
-    there, hidden = machine_checks.devices({"cpu": CPU, "dev:0": GPU}, ["dev:0"], True, 2)
+    there, hidden = machine_checks.check_devices({"cpu": CPU, "dev:0": GPU}, ["dev:0"], True, 2)
     assert (there.state, hidden.state) == ("ok", "slow")
     assert there.sentence == "1 x Model 9 (dev:0), 80.0 GiB of memory each; computes in bf16"
     assert "2 GPUs and PyTorch 1 of them" in hidden.sentence
@@ -144,29 +153,29 @@ def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "net" / name / "operstate").write_text(state)
         (tmp_path / "net" / name / "speed").write_text(speed)
     (tmp_path / "cards" / "mlx5_0").mkdir(parents=True)
-    loopback, found = machine_checks.network(tmp_path / "net", tmp_path / "cards")
+    loopback, found = machine_checks.check_network(tmp_path / "net", tmp_path / "cards")
     assert (loopback.state, found.state, found.sentence) == ("ok", "ok", "eth0 (100 Gbit/s), v0; RDMA by mlx5_0")
     assert (
-        machine_checks.network(tmp_path, tmp_path / "none")[1].state == "ok"
+        machine_checks.check_network(tmp_path, tmp_path / "none")[1].state == "ok"
     )  # a folder that is no interface has no state
     (tmp_path / "empty").mkdir()
-    assert machine_checks.network(tmp_path / "empty", tmp_path / "none")[1].state == "missing"
+    assert machine_checks.check_network(tmp_path / "empty", tmp_path / "none")[1].state == "missing"
 
     def filtered(*arguments: Any) -> None:
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(socket, "create_connection", filtered)
-    assert "bring the interface lo up" in machine_checks.network()[0].sentence
-    assert machine_checks.network()[0].state == "wrong"
+    assert "bring the interface lo up" in machine_checks.check_network()[0].sentence
+    assert machine_checks.check_network()[0].state == "wrong"
 
 
 def test_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [line.state for line in machine_checks.scheduler()] == ["missing"]
+    assert [line.state for line in machine_checks.check_slurm()] == ["missing"]
     for answer, state in (("echo 'gpu*|up|4|infinite'", "ok"), ("echo away >&2; exit 1", "missing")):
         (tmp_path / "sinfo").write_text(f"#!/bin/sh\n{answer}\n")
         (tmp_path / "sinfo").chmod(0o755)
-        (line,) = machine_checks.scheduler()
+        (line,) = machine_checks.check_slurm()
         assert line.state == state
         assert "gpu (4 nodes)" in line.sentence or "do not answer (Slurm's sinfo has failed: away)" in line.sentence
 
@@ -179,8 +188,8 @@ def test_the_report_tells_no_names_and_no_secrets(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", "/home/somebody")
     environment = {"HF_TOKEN": "hf_1", "DATA": "/mnt/private", "SHORT": "wrong", "HOME": "/home/somebody"}
     said = "gpu7 and gpu7.lab.example at 10.1.2.3, fe80:0:0:1::7, /home/somebody/x, hf_1, /mnt/private/a, wrong, gpu71"
-    line = Line("health", CheckState.WRONG, said, log=f"{said}; 127.0.0.1; 12:30:15")
-    (check,) = shareable_report.tree([line], 1.0, environment)["checks"]
+    line = CheckResult("health", CheckState.WRONG, said, log=f"{said}; 127.0.0.1; 12:30:15")
+    (check,) = shareable_report.build_report([line], 1.0, environment)["checks"]
     covered = "<HOST> and <HOST> at <ADDRESS>, <ADDRESS>, <HOME>/x, <$HF_TOKEN>, <$DATA>/a, wrong, gpu71"
     assert (check["sentence"], check["log"]) == (covered, f"{covered}; 127.0.0.1; 12:30:15")
 
@@ -205,9 +214,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert [line["check"] for line in report["checks"]][:2] == ["python", "loopback"]
     assert "there is no check 'gpu'; choose from python, health" in refused(tmp_path, "doctor", "--only", "gpu")
     assert "another with --out" in refused(tmp_path, "doctor", "--out", ".")
-    assert check_names([*NAMES]) == NAMES
+    assert parse_check_names([*NAMES]) == NAMES
     with pytest.raises(ConfigError):
-        check_names([""])
+        parse_check_names([""])
 
 
 def test_accelerators_that_are_insisted_on(tmp_path: Path) -> None:
@@ -243,9 +252,9 @@ def broken(placement: Placement, folder: str, kind: str, names: list[str]) -> An
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if kind == "driver":
-        accelerator.found = lost
+        accelerator.list_devices = lost
     elif kind == "shared memory":
-        shared_memory._taken = full
+        shared_memory._take_folder = full
     elif kind == "torch":
         run_checks._library = os.abort  # type: ignore[assignment]
     elif kind == "numbers":

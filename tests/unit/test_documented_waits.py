@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from tests.accelerator.mutants import mutants
 from tests.helpers import ROOT
 
-NAMES = {"wait", "synchronize", "query", "reached", "record_stream", "wait_stream", "wait_event"}
-USES_DEVICES = re.compile(r"^\s*(from|import)\b.*\b(torch|accelerator|phalanx\.(comm|optim))\b", re.MULTILINE)
+NAMES = {"wait", "synchronize", "query", "is_recorded", "record_stream", "wait_stream", "wait_event"}
+USES_DEVICES = re.compile(
+    r"^\s*(from|import)\b.*\b(torch|accelerator|event_times|phalanx\.(comm|engine|optim))\b", re.MULTILINE
+)
 
 
 def documented() -> dict[str, set[str]]:

@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.autotune.dry_run import LiveBytes, dry_run, height_of, walked_bytes
-from phalanx.autotune.footprint import at_height
-from phalanx.autotune.micro_batch import besides_bytes, least_zero, state_bytes
-from phalanx.autotune.run_size import HALF
+from phalanx.autotune.dry_run import LiveBytes, compute_activation_bytes, dry_run, measure_peak_bytes
+from phalanx.autotune.footprint import find_peak_bytes
+from phalanx.autotune.micro_batch import find_least_zero, in_memory_checkpoint_bytes, state_bytes
+from phalanx.autotune.run_size import STATE_MEMORY_SHARE
 from phalanx.config import load
 from phalanx.core.placement import Placement
 from phalanx.launch.dry_run_estimate import dry_run as command_dry_run
 from phalanx.layout.model_shape import PRESETS, parameter_count
-from phalanx.layout.pipeline_stages import divide
+from phalanx.layout.pipeline_stages import divide_layers
 from phalanx.models.hf_mapping import config_from_spec
 from phalanx.models.llama import Llama
 from phalanx.parallel.parallelize import change_blocks
-from phalanx.parallel.pipeline_schedules import orders
+from phalanx.parallel.pipeline_schedules import build_actions
 from phalanx.recovery.budget import NEWEST
 from phalanx.report import event_text, run_size
-from phalanx.tasks.language import LanguageModel
+from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Batch
-from phalanx.trainer.resolve import _fitting
-from phalanx.workload.workload import subject_of
+from phalanx.trainer.resolve import _resolve_memory
+from phalanx.workload.workload import make_workload
 from tests.dist import command
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -39,22 +39,22 @@ KNOWN: dict[str, tuple[int, int, int]] = {}
 def walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tests ask of one model, cut in other ways: its sixteen passes with fake tensors are walked once."""
 
-    def known(config: load.Config, subject: Any) -> tuple[int, int, int]:
+    def known(config: load.Config, workload: Any) -> tuple[int, int, int]:
         told = config.model_dump(mode="json")
         asked = [
-            str(subject.spec),
+            str(workload.spec),
             told["train"]["dtype"],
             *(told[name] for name in ("model", "task", "data", "memory")),
         ]
         if (key := json.dumps(asked)) not in KNOWN:
-            KNOWN[key] = walked_bytes(config, subject)
+            KNOWN[key] = compute_activation_bytes(config, workload)
         return KNOWN[key]
 
-    monkeypatch.setattr("phalanx.autotune.dry_run.walked_bytes", known)
+    monkeypatch.setattr("phalanx.autotune.dry_run.compute_activation_bytes", known)
 
 
 def checked(model: dict[str, Any], **sections: Any) -> load.Config:
-    return load.check({"model": model, "data": {"seq_len": 32}, **sections}, "a recipe")
+    return load.build_config({"model": model, "data": {"seq_len": 32}, **sections}, "a recipe")
 
 
 def state_of(placement: Placement, run: str, data: str, changes: dict[str, Any] | None = None) -> list[int]:
@@ -62,7 +62,7 @@ def state_of(placement: Placement, run: str, data: str, changes: dict[str, Any] 
     described = runs.job(run, data, changes or {}, placement.world)
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        pieces = list(loop.parts.engine.pieces())
+        pieces = list(loop.components.engine.pieces())
         return [
             sum(piece.tensor.numel() for piece in pieces if piece.kind == "param"),
             sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces),
@@ -84,7 +84,7 @@ def test_state_is_what_engines_hold(ranks: int, tmp_path: Path) -> None:
     # Of the rank that holds most: the others may have the padding at a bucket's end.
     assert max(size for _, size in held) <= mine < 1.02 * max(size for _, size in held)
     assert found["host_memory"][NEWEST] == pytest.approx(2 * max(size for _, size in held), rel=0.02)
-    assert dry_run(load.update(config, {"resilience.memory": False}), ranks)["host_memory"] == {}
+    assert dry_run(load.update_config(config, {"resilience.in_memory_checkpoints": False}), ranks)["host_memory"] == {}
 
 
 def test_a_checkpoint_has_the_size_that_was_foretold(tmp_path: Path) -> None:
@@ -99,10 +99,12 @@ def test_a_checkpoint_has_the_size_that_was_foretold(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["none", "selective", "full", "offload"])
 def test_activations_are_what_a_pass_allocates(mode: str) -> None:
     """The fake pass beside a real one, whose allocations torch.profiler counts."""
-    config = checked(MODEL, train={"dtype": "fp32", "compile": False}, memory={"activations": mode, "horizon": 1})
-    config, _ = load.resolve(config, device="cpu", world=1)
+    config = checked(
+        MODEL, train={"dtype": "fp32", "compile": False}, memory={"activations": mode, "offload_prefetch_blocks": 1}
+    )
+    config, _ = load.resolve_autos(config, device="cpu", world=1)
     spec = recipe_spec(config)
-    once, ends, block = walked_bytes(config, subject_of(config, spec))
+    once, ends, block = compute_activation_bytes(config, make_workload(config, spec))
     each = ends + block * spec.layers
     measured = {batch: real_height(config, spec, batch) for batch in (2, 4)}
     assert once + 4 * each == pytest.approx(measured[4], rel=0.1)
@@ -110,9 +112,9 @@ def test_activations_are_what_a_pass_allocates(mode: str) -> None:
 
 
 def recipe_spec(config: load.Config) -> Any:
-    from phalanx.config.schema import spec_of
+    from phalanx.config.schema import build_model_spec
 
-    return spec_of(config)
+    return build_model_spec(config)
 
 
 def real_height(config: load.Config, spec: Any, batch: int) -> int:
@@ -123,9 +125,9 @@ def real_height(config: load.Config, spec: Any, batch: int) -> int:
         parameter.register_post_accumulate_grad_hook(forget)
     tokens = torch.randint(0, spec.vocab_size, (batch, config.data.seq_len))
     data = Batch({"tokens": tokens, "labels": tokens}, tokens.numel(), torch.arange(batch))
-    height_of(model, LanguageModel(config.data.seq_len), data)  # what the first pass alone allocates
+    measure_peak_bytes(model, CausalLMTask(config.data.seq_len), data)  # what the first pass alone allocates
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = LanguageModel(config.data.seq_len).loss_sum(model, data, None)
+        loss = CausalLMTask(config.data.seq_len).loss_sum(model, data, None)
         loss.backward()
         del loss
     events = profiler.profiler.kineto_results.events()
@@ -164,7 +166,7 @@ def test_live_bytes_follow_storages_not_tensors() -> None:
 
 @pytest.mark.parametrize("preset", ["llama-3-8b", "llama-3.1-405b"])
 def test_presets_take_no_memory(preset: str) -> None:
-    config = load.check({"model": {"preset": preset}, "data": {"seq_len": 8192}}, "a recipe")
+    config = load.build_config({"model": {"preset": preset}, "data": {"seq_len": 8192}}, "a recipe")
     found = dry_run(config, 64)
     count = parameter_count(PRESETS[preset])
     assert found["model"]["parameters"] == sum(found["model"]["parts"].values()) == count
@@ -179,20 +181,20 @@ def test_the_command_prints_what_was_found_and_touches_no_data(tmp_path: Path) -
     (tmp_path / "recipe.yaml").write_text(json.dumps({"model": MODEL, "data": {"source": "gone.jsonl", "seq_len": 32}}))
     code, out, err = command.phalanx(tmp_path, "train", "recipe.yaml", "--dry-run", "--ranks", "2", "--json")
     assert code == 0, err
-    assert json.loads(out) == {**command_dry_run(load.load(tmp_path / "recipe.yaml"), 2), "planned": None}
+    assert json.loads(out) == {**command_dry_run(load.load_recipe(tmp_path / "recipe.yaml"), 2), "planned": None}
     assert os.listdir(tmp_path) == ["recipe.yaml"]
 
 
 def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     found = dry_run(checked(MODEL), 2)
-    run_size.show(found)
+    run_size.print_run_size(found)
     text = capsys.readouterr().out
     assert "memory of one of 2 ranks" in text
     assert f"{found['model']['parameters']:,}" in text
     tables = [found[name] for name in ("memory", "host_memory", "sequence")]
     for value in (found["memory_total"], *(value for table in tables for value in table.values())):
-        assert event_text.size(value) in text
-    assert f"{event_text.size(found['disk']['checkpoint'])}, {found['disk']['checkpoints_kept']} kept" in text
+        assert event_text.format_bytes(value) in text
+    assert f"{event_text.format_bytes(found['disk']['checkpoint'])}, {found['disk']['checkpoints_kept']} kept" in text
     assert "a replica, on several nodes" in text
     assert "train.micro_batch is auto" in text
     assert "allow a fifth of the device" in text
@@ -223,53 +225,53 @@ def test_labels_that_only_the_data_know_are_reckoned_as_two() -> None:
     shape = {"architecture": "bert", "hidden": 64, "layers": 1, "heads": 4, "intermediate": 96}
     found = dry_run(checked(shape, **tree), 1)
     assert found["model"]["parts"]["head"] == 2 * 64 + 2
-    assert any("task.labels is auto" in note for note in run_size.notes(found["assumed"]))
+    assert any("task.labels is auto" in note for note in run_size.size_notes(found["assumed"]))
     named = dry_run(checked(shape, **{**tree, "task": {"kind": "tag", "labels": ["O", "B-X", "I-X"]}}), 1)
     assert named["model"]["parts"]["head"] == 3 * 64 + 3
-    assert not any("task.labels" in note for note in run_size.notes(named["assumed"]))
+    assert not any("task.labels" in note for note in run_size.size_notes(named["assumed"]))
 
 
 def test_it_says_which_zero_is_taken_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
     config = checked(MODEL | {"layers": 12}, train={"dtype": "fp32"})
     found = dry_run(config, 4)
     needs = found["assumed"]["zero_needs"]
-    reckoned, auto = run_size.notes(found["assumed"])[:2]
+    reckoned, auto = run_size.size_notes(found["assumed"])[:2]
     assert "engine sharded with parallel.zero 1," in reckoned
     assert auto.startswith(
-        f"parallel.zero is auto: the run takes 1 where each rank has {event_text.size(needs['1'])} free"
+        f"parallel.zero is auto: the run takes 1 where each rank has {event_text.format_bytes(needs['1'])} free"
     )
-    config, _ = load.resolve(config, device="cpu", world=4)
-    subject = subject_of(config, recipe_spec(config))
+    config, _ = load.resolve_autos(config, device="cpu", world=4)
+    workload = make_workload(config, recipe_spec(config))
     of_cpus: dict[str, Any] = {"world": 4, "local_world": 4}
     # Steps are kept beside that where ranks compute in the same memory, as those of CPUs do.
     kept = [
-        besides_bytes(
-            load.update(config, {"parallel.zero": zero}), subject, torch.device("cpu"), free=1 << 62, **of_cpus
+        in_memory_checkpoint_bytes(
+            load.update_config(config, {"parallel.zero": zero}), workload, torch.device("cpu"), free=1 << 62, **of_cpus
         )
-        / HALF
+        / STATE_MEMORY_SHARE
         for zero in (1, 2, 3)
     ]
     assert min(kept) > 0
     for keeps in (False, "auto"):
-        config = load.update(config, {"resilience.memory": keeps})
+        config = load.update_config(config, {"resilience.in_memory_checkpoints": keeps})
         needed = [needs[str(zero)] + kept[zero - 1] * (keeps == "auto") for zero in (1, 2)]
         for free, taken in ((1.01 * needed[0], 1), (0.99 * needed[0], 2), (0.99 * needed[1], 3)):
             monkeypatch.setattr("phalanx.system.accelerator.memory_free", lambda *_, free=free: free)
-            assert least_zero(config, subject, ["cpu"], **of_cpus) == taken
+            assert find_least_zero(config, workload, ["cpu"], **of_cpus) == taken
     # Where the steps and their replicas fit with none, they are no reason to send more.
-    of_nodes, most = of_cpus | {"local_world": 2}, load.update(config, {"parallel.zero": 3})
-    takes = besides_bytes(most, subject, torch.device("cpu"), free=1 << 62, **of_nodes)
-    least = (state_bytes(most, subject, torch.device("cpu"), 4) + takes) / HALF
+    of_nodes, most = of_cpus | {"local_world": 2}, load.update_config(config, {"parallel.zero": 3})
+    takes = in_memory_checkpoint_bytes(most, workload, torch.device("cpu"), free=1 << 62, **of_nodes)
+    least = (state_bytes(most, workload, torch.device("cpu"), 4) + takes) / STATE_MEMORY_SHARE
     for share, taken in ((1.01, 3), (0.99, 1)):
         monkeypatch.setattr("phalanx.system.accelerator.memory_free", lambda *_, share=share: share * least)
-        assert least_zero(config, subject, ["cpu"], **of_nodes) == taken
-    fixed = run_size.notes(dry_run(checked(MODEL, parallel={"zero": 3}), 4)["assumed"])
+        assert find_least_zero(config, workload, ["cpu"], **of_nodes) == taken
+    fixed = run_size.size_notes(dry_run(checked(MODEL, parallel={"zero": 3}), 4)["assumed"])
     assert "engine sharded with parallel.zero 3," in fixed[0]
     assert not any("is auto: the run takes 1" in note for note in fixed)
-    assert "parallel.zero" not in " ".join(run_size.notes(dry_run(checked(MODEL), 1)["assumed"]))
+    assert "parallel.zero" not in " ".join(run_size.size_notes(dry_run(checked(MODEL), 1)["assumed"]))
 
 
-LAYOUT = {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.stages": [1, 1]}
+LAYOUT = {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.layers_per_stage": [1, 1]}
 
 
 def test_of_a_layout_the_fullest_rank_is_told(tmp_path: Path) -> None:
@@ -295,7 +297,7 @@ def test_of_a_layout_the_fullest_rank_is_told(tmp_path: Path) -> None:
 def test_a_layout_of_a_large_model_fits_where_its_quarter_would() -> None:
     """Who holds the head holds more than an even part; more micro-batches of the first stage are under way."""
     config = checked({"preset": "llama-3-70b"}, train={"global_batch": 64, "micro_batch": 1}, parallel={
-        "tensor": 8, "pipeline": 4, "data": "sharded", "zero": 1,
+        "tensor": 8, "pipeline": 4, "engine": "sharded", "zero": 1,
     })  # fmt: skip
     found = dry_run(config, 64)
     ranks = found["layout"]["ranks"]
@@ -314,20 +316,23 @@ def test_stages_that_hardly_fit_reduce_once_a_step(zero: str | int, monkeypatch:
     """What `parallel.zero: auto` of a pipeline becomes may be combined with it, however little memory there is."""
     config = checked(MODEL, parallel={"pipeline": 2, "zero": zero}, train={"micro_batch": 1, "dtype": "fp32"})
     assert dry_run(config, 4)["assumed"]["zero_needs"] == {}
-    config, _ = load.resolve(config, device="cpu", world=4)
-    subject = subject_of(config, recipe_spec(config))
+    config, _ = load.resolve_autos(config, device="cpu", world=4)
+    workload = make_workload(config, recipe_spec(config))
     monkeypatch.setattr("phalanx.system.accelerator.memory_free", lambda *_: 1.0)
-    chosen = {key: value for key, value, _ in _fitting(config, subject, ["cpu"], 4, 4)}
+    chosen = {key: value for key, value, _ in _resolve_memory(config, workload, ["cpu"], 4, 4)}
     assert chosen.get("parallel.zero", zero) == (1 if zero == "auto" else 2)
-    assert chosen["parallel.reduce"] == "per_step"
-    load.update(config, chosen)  # which checks it
+    assert chosen["parallel.grad_reduce"] == "per_step"
+    load.update_config(config, chosen)  # which checks it
 
 
 def test_activations_under_way() -> None:
-    plan = divide(8, 4, "1f1b")
-    kept = [at_height(orders("1f1b", plan, 16)[rank], {rank: 10}) for rank in range(4)]
+    plan = divide_layers(8, 4, "1f1b")
+    kept = [find_peak_bytes(build_actions("1f1b", plan, 16)[rank], {rank: 10}) for rank in range(4)]
     assert kept == [40, 30, 20, 10]  # one for each stage from here on
-    assert [at_height(orders("gpipe", plan, 16)[rank], {rank: 10}) for rank in range(4)] == [160] * 4
-    two = divide(8, 2, "zero_bubble")
-    at_most = [at_height(orders("zero_bubble", two, 16)[rank], dict.fromkeys(two.of(rank), 5)) for rank in range(2)]
+    assert [find_peak_bytes(build_actions("gpipe", plan, 16)[rank], {rank: 10}) for rank in range(4)] == [160] * 4
+    two = divide_layers(8, 2, "zero_bubble")
+    at_most = [
+        find_peak_bytes(build_actions("zero_bubble", two, 16)[rank], dict.fromkeys(two.stages_of(rank), 5))
+        for rank in range(2)
+    ]
     assert max(at_most) <= 2 * 2 * 5 + 5  # about as much as 1f1b keeps

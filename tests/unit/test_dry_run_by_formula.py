@@ -13,7 +13,7 @@ from phalanx.autotune import run_size as sizes_of_run
 from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
-from phalanx.launch.dry_run_estimate import by_formula, dry_run
+from phalanx.launch.dry_run_estimate import dry_run, estimate_by_formula
 from phalanx.layout.model_shape import PRESETS
 from phalanx.models.hf_mapping import config_from_spec
 from phalanx.report import run_size
@@ -30,12 +30,12 @@ def shipped(name: str, place: Path, *overrides: str) -> Config:
     if name in FOLDERS:
         (place / "config.json").write_text(json.dumps(config_from_spec(PRESETS[FOLDERS[name]], torch.bfloat16)))
         overrides = (f"model.from_hf={place}", *overrides)
-    return load.load(ROOT / "recipes" / f"{name}.yaml", list(overrides))
+    return load.load_recipe(ROOT / "recipes" / f"{name}.yaml", list(overrides))
 
 
 def same(config: Config, ranks: int) -> None:
     """What both tell is the same: exactly, where it is no memory."""
-    found, walked = by_formula(config, ranks), walk.dry_run(config, ranks)
+    found, walked = estimate_by_formula(config, ranks), walk.dry_run(config, ranks)
     assert found is not None
     for table in ("model", "work", "disk", "layout"):
         assert found[table] == walked[table], table
@@ -61,7 +61,9 @@ def test_a_shipped_recipe_is_told_as_a_walk_tells_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = shipped(name, tmp_path)
-    monkeypatch.setattr(walk, "MODES", (sizes_of_run.assumed_mode(config),))  # the others of one recipe, below
+    monkeypatch.setattr(
+        walk, "MODES", (sizes_of_run.activation_mode_to_assume(config),)
+    )  # the others of one recipe, below
     same(config, 1)
 
 
@@ -73,38 +75,38 @@ def test_all_modes_are_told_as_a_walk_tells_them(tmp_path: Path) -> None:
     ("ranks", "overrides"),
     [
         (1, ["train.dtype=fp32", "data.isolate_documents=true"]),
-        (4, ["train.dtype=fp16", "memory.activations=selective", "optim.slots=2"]),
+        (4, ["train.dtype=fp16", "memory.activations=selective", "optim.double_buffer=true"]),
         (4, ["train.dtype=mixed", "parallel.zero=3", "memory.activations=offload"]),
         (8, ["parallel.zero=2", "parallel.shard_degree=4", "train.micro_batch=1"]),
     ],
 )
 def test_so_is_a_changed_one(ranks: int, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = shipped("demo", tmp_path, "model.hidden=768", *overrides)
-    monkeypatch.setattr(walk, "MODES", (sizes_of_run.assumed_mode(config),))
+    monkeypatch.setattr(walk, "MODES", (sizes_of_run.activation_mode_to_assume(config),))
     same(config, ranks)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["parallel.pipeline=2"], ["optim.rule=adamw8bit"], ["train.dtype=fp64"], ["model.dropout=0.1"],
-        ["model.architecture=mistral", "model.sliding_window=64"], ["parallel.data=fsdp2"], ["comm.compress=bf16"],
-        ["memory.activations=offload", "memory.horizon=4"], ["balance.state=[1, 2]"],
+        ["parallel.pipeline=2"], ["optim.name=adamw8bit"], ["train.dtype=fp64"], ["model.dropout=0.1"],
+        ["model.architecture=mistral", "model.sliding_window=64"], ["parallel.engine=fsdp2"], ["comm.compress=bf16"],
+        ["memory.activations=offload", "memory.offload_prefetch_blocks=4"], ["balance.optimizer_state=[1, 2]"],
     ],
 )  # fmt: skip
 def test_what_no_formula_was_compared_for_is_walked(overrides: list[str], tmp_path: Path) -> None:
-    assert by_formula(shipped("demo", tmp_path, *overrides), 2) is None
+    assert estimate_by_formula(shipped("demo", tmp_path, *overrides), 2) is None
 
 
 @pytest.mark.parametrize("name", ["bert-base-pretrain", "digits"])
 def test_so_are_other_kinds_of_models(name: str, tmp_path: Path) -> None:
-    assert by_formula(shipped(name, tmp_path), 1) is None
+    assert estimate_by_formula(shipped(name, tmp_path), 1) is None
 
 
 def test_a_folder_that_is_not_there_has_the_command_that_fetches_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load.load(ROOT / "recipes" / "qwen3-1.7b-chat.yaml")
+    config = load.load_recipe(ROOT / "recipes" / "qwen3-1.7b-chat.yaml")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-1\.7B-Base --local-dir Qwen/Qwen3-1\.7B-Base"):
         dry_run(config, 1)
@@ -112,10 +114,10 @@ def test_a_folder_that_is_not_there_has_the_command_that_fetches_it(
 
 def test_an_estimate_says_that_it_is_one(tmp_path: Path) -> None:
     told = {ranks: dry_run(shipped("demo", tmp_path), ranks)["assumed"] for ranks in (1, 2)}
-    notes = {ranks: run_size.notes(assumed) for ranks, assumed in told.items()}
+    notes = {ranks: run_size.size_notes(assumed) for ranks, assumed in told.items()}
     assert "Activations and loss are estimates, by the planner's formulas." in notes[1]
     assert "Activations and loss, as the shares of the state, are estimates, by the planner's formulas." in notes[2]
-    assert not any("estimates" in note for note in run_size.notes(told[1] | {"by_formula": False}))
+    assert not any("estimates" in note for note in run_size.size_notes(told[1] | {"by_formula": False}))
 
 
 SCRIPT = """

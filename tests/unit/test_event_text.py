@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.report import event_text
 
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers())
@@ -63,34 +63,34 @@ DETAILS = ("step", "loss", "pids", "pid", "rank", "signal", "exit_code", "bytes"
         ({"kind": "finished", "step": 200, "seconds": 185}, "finished after step 200, 3 min 05 s"),
         ({"kind": "attempt_started", "attempt": 2, "pids": {"0": 8}}, "attempt 2 started with 1 rank (pid 8)"),
         (
-            {"kind": "ordered", "step": 3, "bytes_per_s": 2.0**20},
+            {"kind": "comm_schedule_changed", "step": 3, "bytes_per_s": 2.0**20},
             "transfers in a new order from step 3 on, for a link of 1 MiB/s",
         ),
         (
-            {"kind": "ordered", "step": 3, "bytes_per_s": None},
+            {"kind": "comm_schedule_changed", "step": 3, "bytes_per_s": None},
             "transfers in a new order from step 3 on, for what was measured",
         ),
         ({"kind": "of_a_later_version", "time": 1, "weight": 3}, "of_a_later_version, weight 3"),
     ],
 )
 def test_events_in_plain_words(event: dict[str, Any], expected: str) -> None:
-    assert event_text.sentence(event, after_step=7) == expected
+    assert event_text.describe_event(event, after_step=7) == expected
 
 
 @given(
-    kind=st.sampled_from([str(kind) for kind in Kind]) | st.text(),
+    kind=st.sampled_from([str(kind) for kind in EventKind]) | st.text(),
     details=st.dictionaries(st.sampled_from(DETAILS), ANYTHING),
 )
 def test_any_event_gives_a_sentence_and_a_mark(kind: str, details: dict[str, Any]) -> None:
-    assert event_text.sentence({"kind": kind, **details})
-    assert event_text.mark(kind).ascii.isascii()
+    assert event_text.describe_event({"kind": kind, **details})
+    assert event_text.event_mark(kind).ascii.isascii()
 
 
 def test_every_kind_has_a_mark_and_words_of_its_own() -> None:
-    sentences = {event_text.sentence({"kind": str(kind), "attempt": 1}) for kind in Kind}
-    assert len(sentences) == len(Kind)
-    assert not {str(kind) for kind in Kind if "_" in kind} & sentences
-    assert {event_text.mark(kind).tone for kind in Kind} == {"bad", "warn", "good", "info", "quiet"}
+    sentences = {event_text.describe_event({"kind": str(kind), "attempt": 1}) for kind in EventKind}
+    assert len(sentences) == len(EventKind)
+    assert not {str(kind) for kind in EventKind if "_" in kind} & sentences
+    assert {event_text.event_mark(kind).tone for kind in EventKind} == {"bad", "warn", "good", "info", "quiet"}
 
 
 @pytest.mark.parametrize("value", [9, "9", "SIGKILL", signal.SIGKILL])
@@ -100,26 +100,26 @@ def test_a_signal_is_named_however_it_was_written(value: object) -> None:
 
 @given(st.floats(min_value=0, max_value=999 * 86400))  # a thousand days may well begin with 1000
 def test_durations_never_show_sixty_of_a_unit(value: float) -> None:
-    text = event_text.seconds(value)
+    text = event_text.format_seconds(value)
     assert " 60 " not in f" {text} ".replace(" 60 d ", " ")  # of days there may be any number
     assert not text.startswith("1000")
 
 
 @given(st.floats(min_value=0, max_value=1e14))
 def test_short_numbers_are_near_the_value(value: float) -> None:
-    text = event_text.count(value)
+    text = event_text.format_count(value)
     scale = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1], 1.0)
     assert math.isclose(float(text.rstrip("kMBT")) * scale, value, rel_tol=0.006)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "3", True, [1]])
 def test_what_is_no_finite_number_is_none(value: object) -> None:
-    assert event_text.number({"loss": value}, "loss") is None
+    assert event_text.finite_number({"loss": value}, "loss") is None
 
 
 def test_numbers_of_any_size() -> None:
-    assert event_text.perplexity(1e9) == "over 1e8"
-    assert event_text.size(79.6 * 2**30) == "79.6 GiB"
-    assert event_text.seconds(59.97) == "1 min 00 s"
-    assert event_text.clock(3661) == "1:01:01"
-    assert json.dumps(event_text.number({"n": 10**6}, "n")) == "1000000"
+    assert event_text.format_perplexity(1e9) == "over 1e8"
+    assert event_text.format_bytes(79.6 * 2**30) == "79.6 GiB"
+    assert event_text.format_seconds(59.97) == "1 min 00 s"
+    assert event_text.format_clock(3661) == "1:01:01"
+    assert json.dumps(event_text.finite_number({"n": 10**6}, "n")) == "1000000"

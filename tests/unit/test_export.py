@@ -56,5 +56,5 @@ def test_a_model_of_ones_own_goes_out_in_the_type_it_came_in(tmp_path: Path) -> 
     spec = ModelSpec(vocab_size=8, hidden=4, layers=1, heads=2, kv_heads=2, head_dim=2, intermediate=4, max_seq_len=8)
     shapes = {name: tuple(each.shape) for name, each in Renamed(spec).named_parameters()}
     export(tmp_path / "hf", spec, lambda name: torch.zeros(shapes[name]), torch.float16, model_class=Renamed)
-    config = load.check({"model": {"from_hf": str(tmp_path / "hf")}}, "here")
+    config = load.build_config({"model": {"from_hf": str(tmp_path / "hf")}}, "here")
     assert _natural_dtype(config, Renamed) == torch.float16

@@ -22,8 +22,8 @@ FILES = ("model-1.safetensors", "model-2.safetensors")
 
 
 def write(url: Url, cache: Path, seen: list[list[str]]) -> None:
-    config = load.check({"model": {"preset": "llama-3.2-1b"}, "data": {"cache": str(cache)}}, "here")
-    with export_target.target(url, config) as (local, take):
+    config = load.build_config({"model": {"preset": "llama-3.2-1b"}, "data": {"cache": str(cache)}}, "here")
+    with export_target.open_export_target(url, config) as (local, take):
         assert isinstance(local, Path)
         assert take is not None
         local.mkdir()
@@ -50,12 +50,12 @@ def test_what_makes_it_a_model_comes_last(faults: Faults, tmp_path: Path, monkey
     assert list((tmp_path / "cache").iterdir()) == []
     with pytest.raises(ConfigError, match="is not empty"):
         write(Url(f"faulty://{there}", 20), tmp_path / "cache", seen)
-    assert export_target.LAST[0] == "config.json"
+    assert export_target.WRITE_LAST[0] == "config.json"
 
 
 def killed_within_an_export(placement: Placement, url: str, cache: str) -> None:
-    config = load.check({"model": {"preset": "llama-3.2-1b"}, "data": {"cache": cache}}, "here")
-    with export_target.target(Url(url, 20), config) as (local, _):
+    config = load.build_config({"model": {"preset": "llama-3.2-1b"}, "data": {"cache": cache}}, "here")
+    with export_target.open_export_target(Url(url, 20), config) as (local, _):
         assert isinstance(local, Path)
         local.mkdir()
         (local / "model.safetensors").write_text("half")
@@ -67,7 +67,7 @@ def test_what_a_killed_export_left_is_swept_by_the_next_command(tmp_path: Path) 
     with pytest.raises(AssertionError, match="killed by SIGKILL"):
         run_ranks(killed_within_an_export, 1, url=url.text, cache=str(cache))
     assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".partial"]
-    with storage.locked(next(cache.glob("*.lock")), 1):  # as if it were still going on
+    with storage.lock_file(next(cache.glob("*.lock")), 1):  # as if it were still going on
         prune(cache)
         assert len(list(cache.iterdir())) == 2
     prune(cache)  # as every preparation of data does, and every export

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from phalanx.checkpoint.disk.load import step_folder
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind
-from phalanx.core.faults import KINDS, WHERE, Fault
-from phalanx.workload.injection import Injector
+from phalanx.core.events import EventKind
+from phalanx.core.faults import FAULT_PHASES, KINDS, Fault
+from phalanx.workload.injection import FaultInjector
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
@@ -24,7 +24,7 @@ def any_fault(draw: st.DrawFn) -> Fault:
     fault = Fault(kind, draw(st.integers(1, 10**6)), rank=draw(st.integers(0, 99)), attempt=draw(st.integers(1, 9)))
     fault = dataclasses.replace(fault, every=draw(st.booleans()))
     values = {
-        "phase": st.sampled_from(WHERE),
+        "phase": st.sampled_from(FAULT_PHASES),
         "factor": st.floats(1.5, 1e5),
         "steps": st.integers(1, 99),
         "parameter": st.none() | st.just("layers.0.mlp.up.weight"),
@@ -38,9 +38,9 @@ def any_fault(draw: st.DrawFn) -> Fault:
 @given(st.lists(any_fault(), min_size=1, max_size=4))
 def test_what_is_written_is_read_back(planned: list[Fault]) -> None:
     texts = [fault.text for fault in planned]
-    assert faults.parse(texts) == planned
-    assert faults.parse(["; ".join(texts)]) == planned
-    assert faults.from_plain(faults.plain(planned)) == tuple(planned)
+    assert faults.parse_faults(texts) == planned
+    assert faults.parse_faults(["; ".join(texts)]) == planned
+    assert faults.faults_from_message(faults.faults_to_message(planned)) == tuple(planned)
 
 
 @calm
@@ -48,7 +48,7 @@ def test_what_is_written_is_read_back(planned: list[Fault]) -> None:
 def test_any_text_is_a_fault_or_a_sentence(text: str) -> None:
     said = ""
     try:
-        faults.parse([text])
+        faults.parse_faults([text])
     except ConfigError as error:
         said = str(error)
     assert said == "" or said.startswith("--inject ")
@@ -74,7 +74,7 @@ def test_any_text_is_a_fault_or_a_sentence(text: str) -> None:
 )
 def test_a_mistake_is_a_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        faults.parse([text])
+        faults.parse_faults([text])
     assert sentence in str(caught.value)
 
 
@@ -89,13 +89,15 @@ def test_a_mistake_is_a_sentence(text: str, sentence: str) -> None:
 )
 def test_what_cannot_happen_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        faults.check(faults.parse([text]), world=2, steps=10, local=False)
+        faults.check_faults(faults.parse_faults([text]), world=2, steps=10, local=False)
     assert sentence in str(caught.value)
 
 
 def test_attempts_count_from_the_first_one_of_the_command() -> None:
-    planned = faults.absolute(faults.parse(["kill:step=3; kill:step=3,attempt=2; hang:step=1,every=true"]), 5)
-    assert [[fault.is_of(attempt) for attempt in (4, 5, 6)] for fault in planned] == [
+    planned = faults.shift_attempts(
+        faults.parse_faults(["kill:step=3; kill:step=3,attempt=2; hang:step=1,every=true"]), 5
+    )
+    assert [[fault.applies_to(attempt) for attempt in (4, 5, 6)] for fault in planned] == [
         [False, True, False],
         [False, False, True],
         [True, True, True],
@@ -103,17 +105,17 @@ def test_attempts_count_from_the_first_one_of_the_command() -> None:
 
 
 def test_what_has_not_happened_is_known_by_its_text() -> None:
-    planned = faults.parse(["kill:step=3", "kill:rank=1,step=3"])
-    assert faults.missed(planned, {"kill:rank=0,step=3"}) == planned[1:]
+    planned = faults.parse_faults(["kill:step=3", "kill:rank=1,step=3"])
+    assert faults.find_missed_faults(planned, {"kill:rank=0,step=3"}) == planned[1:]
 
 
 def test_the_file_of_a_rank_that_is_not_there_any_more_is_not_damaged(tmp_path: Path) -> None:
     """A node was lost, and the others have divided the ranks: the save is no less whole for that."""
     happened: list[Fault] = []
     planned = [Fault("corrupt-checkpoint", 3, rank=rank) for rank in (0, 1)]
-    injector = Injector(planned, 0, 1, tmp_path, lambda fault, step: happened.append(fault))
+    injector = FaultInjector(planned, 0, 1, tmp_path, lambda fault, step: happened.append(fault))
     (file := step_folder(tmp_path, 4) / "rank-00000.safetensors").parent.mkdir()
     file.write_bytes(bytes(200))
     told: list[Any] = []
-    injector.noting(lambda kind, details: told.append(kind))(Kind.CHECKPOINT_SAVED, {"step": 4})
-    assert (told, happened, file.read_bytes().count(4)) == ([Kind.CHECKPOINT_SAVED], planned[:1], 1)
+    injector.wrap_on_event(lambda kind, details: told.append(kind))(EventKind.CHECKPOINT_SAVED, {"step": 4})
+    assert (told, happened, file.read_bytes().count(4)) == ([EventKind.CHECKPOINT_SAVED], planned[:1], 1)

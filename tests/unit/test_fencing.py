@@ -11,7 +11,7 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.recovery import fencing
-from phalanx.system.exit_causes import End, describe, is_aftermath
+from phalanx.system.exit_causes import WorkerExit, describe_exception, is_secondary_failure
 
 TELLS = "since epoch 2 the run goes on with another one on other nodes; this node was cut off from them and ends"
 
@@ -36,30 +36,30 @@ def paths(tmp_path: Path) -> RunPaths:
 def test_a_rank_may_write_that_was_started_in_the_newest_epoch(
     attempt: int, epoch: int | None, over: bool, paths: RunPaths
 ) -> None:
-    fencing.before_commit(paths, attempt, epoch)  # there are no files
+    fencing.check_before_commit(paths, attempt, epoch)  # there are no files
     for number in (1, 2):
         assert epoch_files.claim(paths, number, {"since": number, "attempt": 2 * number}) is None
     if over:
         with pytest.raises(RunError if epoch is None else CutOff, match=TELLS):
-            fencing.before_commit(paths, attempt, epoch)
+            fencing.check_before_commit(paths, attempt, epoch)
     else:
-        fencing.before_commit(paths, attempt, epoch)
+        fencing.check_before_commit(paths, attempt, epoch)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"attempt": "9"}'])
 def test_a_lone_file_that_is_being_written_says_nothing(text: str, paths: RunPaths) -> None:
     paths.epoch(1).parent.mkdir()
     paths.epoch(1).write_text(text)
-    fencing.before_commit(paths, 1, 1)
+    fencing.check_before_commit(paths, 1, 1)
 
 
 def test_a_job_that_begins_leaves_nobody_of_an_earlier_one_writing(paths: RunPaths) -> None:
     told: dict[str, Any] = {"attempt": 1, "leader": 0}
     assert [epoch_files.claim_next(paths, told) for _ in range(2)] == [1, 2]
-    assert fencing.newest(paths) == {"epoch": 2, "since": 2, **told}
+    assert fencing.read_newest_epoch(paths) == {"epoch": 2, "since": 2, **told}
     with pytest.raises(CutOff, match=TELLS):
-        fencing.before_commit(paths, 1, 1)
-    fencing.before_commit(paths, 1, 2)
+        fencing.check_before_commit(paths, 1, 1)
+    fencing.check_before_commit(paths, 1, 2)
 
 
 @pytest.mark.parametrize("begun", ["", "{", '{"epoch": 3}', "[]", '{"attempt": "4"}'])
@@ -68,15 +68,15 @@ def test_while_a_file_is_being_written_the_one_before_counts(begun: str, tmp_pat
     for epoch, attempt in ((1, 1), (9, 2)):  # numbers, not names
         epoch_files.claim(paths, epoch, {"attempt": attempt})
     paths.epoch(10).write_text(begun)
-    fencing.before_commit(paths, 2, 9)
+    fencing.check_before_commit(paths, 2, 9)
     with pytest.raises(CutOff):
-        fencing.before_commit(paths, 1, 1)
+        fencing.check_before_commit(paths, 1, 1)
 
 
 def test_it_is_no_mistake_of_the_recipe_and_no_first_cause() -> None:
     """Else a save that ends with its attempt would end the run, and be what it is said to have died of."""
-    found = describe(CutOff("the run goes on elsewhere"))
-    end = End(0, 1, None, found["exit_code"], found)
+    found = describe_exception(CutOff("the run goes on elsewhere"))
+    end = WorkerExit(0, 1, None, found["exit_code"], found)
     assert found["exit_code"] == ExitCode.FAILED
-    assert is_aftermath(end)
-    assert not is_aftermath(replace(end, cause=describe(ValueError("the run goes on elsewhere"))))
+    assert is_secondary_failure(end)
+    assert not is_secondary_failure(replace(end, cause=describe_exception(ValueError("the run goes on elsewhere"))))

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from phalanx.config import load
-from phalanx.config.schema import Config, leaves, spec_of
+from phalanx.config.schema import Config, build_model_spec, iter_knobs
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
@@ -114,7 +114,7 @@ def both(*checks: Callable[[Seen, Seen], None]) -> Callable[[Seen, Seen], None]:
 
 def _preset(base: Seen, seen: Seen) -> None:
     """The smallest of them is too big to run here: what reads the key is asked."""
-    widths = {name: spec_of(configured({"model": {"preset": name}}, Path())).hidden for name in PRESETS}
+    widths = {name: build_model_spec(configured({"model": {"preset": name}}, Path())).hidden for name in PRESETS}
     assert widths["llama-3.2-1b"] == 2048
     assert widths["llama-3-8b"] == 4096
     assert base["config"]["model"]["preset"] is None
@@ -122,7 +122,7 @@ def _preset(base: Seen, seen: Seen) -> None:
 
 def _callback(base: Seen, seen: Seen) -> None:
     """What tests/dist/test_callbacks.py has called in runs is made of the file, by the options."""
-    from phalanx.trainer.callback_runner import callbacks_of
+    from phalanx.trainer.callback_runner import collect_callbacks
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "mine.py"
@@ -136,7 +136,7 @@ def _callback(base: Seen, seen: Seen) -> None:
             {"callback.code": str(file)},
             {"callback.code": str(file), "callback.options": {"after": 3}},
         ):
-            named = callbacks_of(configured(changes, Path()), RunPaths(Path(folder) / "run"), ())
+            named = collect_callbacks(configured(changes, Path()), RunPaths(Path(folder) / "run"), ())
             found.append([vars(each.callback) for each in named])
     assert found == [[], [{"after": 1}], [{"after": 3}]]
 
@@ -222,17 +222,17 @@ def _timeout(base: Seen, seen: Seen) -> None:
 def wait_for_a_missing_rank(placement: Placement, timeout: float) -> dict[str, Any]:
     from phalanx.layout.model_shape import ModelSpec
     from phalanx.trainer import train_rank
-    from phalanx.trainer.loop import Run
+    from phalanx.trainer.loop import TrainingJob
 
     if placement.rank == 1:
         time.sleep(timeout + 0.5)
         return {}
     changes = {"comm.timeout_s": timeout, "data.source": "x", "data.cache": "y"}
     spec = ModelSpec(vocab_size=1, hidden=2, layers=1, heads=1, kv_heads=1, head_dim=2, intermediate=1, max_seq_len=8)
-    job = Run(configured(changes, Path()), spec, RunPaths(Path("nowhere")), [(Path("x"), 1.0)], {})
+    job = TrainingJob(configured(changes, Path()), spec, RunPaths(Path("nowhere")), [(Path("x"), 1.0)], {})
     begin = time.monotonic()
     try:
-        train_rank.run(job, placement)
+        train_rank.run_training(job, placement)
     except PhalanxError as error:
         return {"message": str(error), "seconds": time.monotonic() - begin}
     return {"message": "it came", "seconds": 0.0}
@@ -252,13 +252,13 @@ def divided(placement: Placement) -> dict[str, list[Any]]:
     """Shares at the start, and after some steps, for each kind of value."""
     from phalanx.comm.mesh import join
     from phalanx.layout.balance import Speed
-    from phalanx.workload.work_split import Sharing
+    from phalanx.workload.work_split import WorkSplit
 
     found: dict[str, list[Any]] = {}
     with join(placement, 30) as mesh:
         for work in ("auto", "measured-once", "even", [1, 3]):
-            asked = load.check(BASE | {"balance": {"work": work}}, "the test's recipe")
-            sharing = Sharing(asked.balance.work, 4, [Speed(1.0), Speed(3.0)], mesh)
+            asked = load.build_config(BASE | {"balance": {"batch": work}}, "the test's recipe")
+            sharing = WorkSplit(asked.balance.batch, 4, [Speed(1.0), Speed(3.0)], mesh)
             shares = [list(sharing.division.shares)]
             for step in range(1, 5):
                 sharing.exchange(step, 0, sharing.division.shares[mesh.rank] * 1.0)
@@ -276,7 +276,7 @@ def _zero(base: Seen, seen: Seen) -> None:
 
 def _reduce(base: Seen, seen: Seen) -> None:
     """Of two micro-batches either is sent, half of it by each rank, or their sum."""
-    once, twice = (sharded_as("parallel.reduce", way)[0]["sent"] for way in ("per_step", "per_micro_batch"))
+    once, twice = (sharded_as("parallel.grad_reduce", way)[0]["sent"] for way in ("per_step", "per_micro_batch"))
     assert twice - once == 8 * WEIGHTS // 2
 
 
@@ -285,13 +285,13 @@ def _shard_degree(base: Seen, seen: Seen) -> None:
 
 
 def _state(base: Seen, seen: Seen) -> None:
-    even, uneven = (sharded_as("balance.state", state) for state in ("even", [3, 1]))
+    even, uneven = (sharded_as("balance.optimizer_state", state) for state in ("even", [3, 1]))
     assert [by_rank["state"] for by_rank in even] == [3 * WEIGHTS // 2, 3 * WEIGHTS // 2]
     assert [by_rank["state"] for by_rank in uneven] == [9 * WEIGHTS // 4, 3 * WEIGHTS // 4]
 
 
 def _slots(base: Seen, seen: Seen) -> None:
-    one, two = (sharded_as("optim.slots", slots)[0]["state"] for slots in (1, 2))
+    one, two = (sharded_as("optim.double_buffer", slots)[0]["state"] for slots in (False, True))
     assert two == 2 * one > 0
 
 
@@ -308,10 +308,10 @@ def _moves_twice_as_much(base: Seen, seen: Seen) -> None:
 WEIGHTS = 2 * 32 * 32  # of the network below; AdamW keeps three numbers of each
 SHARDED: dict[str, tuple[Any, ...]] = {
     "parallel.zero": (1, 3),
-    "parallel.reduce": ("per_step", "per_micro_batch"),
+    "parallel.grad_reduce": ("per_step", "per_micro_batch"),
     "parallel.shard_degree": (1,),
-    "balance.state": ("even", [3, 1]),
-    "optim.slots": (1, 2),
+    "balance.optimizer_state": ("even", [3, 1]),
+    "optim.double_buffer": (False, True),
     "comm.compress": ("none", "int8"),
 }
 
@@ -335,14 +335,14 @@ def sharded(placement: Placement) -> dict[str, Seen]:
     from phalanx.comm.mesh import join
     from phalanx.engine.interface import Precision
     from phalanx.optim.make_rule import make_rule
-    from phalanx.workload.engines import make_engine
+    from phalanx.workload.engines import make_engine_factory
 
     found = {}
     with join(placement, 30) as mesh:
         for key, value in [(key, value) for key, values in SHARDED.items() for value in values]:
             section, _, name = key.partition(".")
-            tree = {**BASE, "parallel": {"data": "sharded"}}
-            asked = load.check(tree | {section: tree.get(section, {}) | {name: value}}, "the test's recipe")
+            tree = {**BASE, "parallel": {"engine": "sharded"}}
+            asked = load.build_config(tree | {section: tree.get(section, {}) | {name: value}}, "the test's recipe")
             net = nn.Sequential(*(nn.Linear(32, 32, bias=False, dtype=torch.float64) for _ in range(2)))
             allocated: list[int] = []
 
@@ -354,7 +354,7 @@ def sharded(placement: Placement) -> dict[str, Seen]:
 
             optim = asked.optim.model_copy(update={"weight_decay": 0.1})
             precision = Precision(torch.float64, torch.float64)
-            engine = make_engine(asked)(
+            engine = make_engine_factory(asked)(
                 net,
                 list(net.named_children()),
                 mesh=mesh,
@@ -403,7 +403,7 @@ def _tensor(base: Seen, seen: Seen) -> None:
 
 def _sequence(base: Seen, seen: Seen) -> None:
     """Norms between the matrices see some of the positions, or all."""
-    assert (layout("tensor")["norm"], layout("tensor, not sequence")["norm"]) == ("PartialNorm", "RMSNorm")
+    assert (layout("tensor")["norm"], layout("tensor, not sequence")["norm"]) == ("PartialRMSNorm", "RMSNorm")
 
 
 def _pipeline(base: Seen, seen: Seen) -> None:
@@ -421,11 +421,11 @@ def _stages(base: Seen, seen: Seen) -> None:
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
-    "tensor": {"tensor": 2, "sequence": True},
-    "tensor, not sequence": {"tensor": 2, "sequence": False},
+    "tensor": {"tensor": 2, "sequence_parallel": True},
+    "tensor, not sequence": {"tensor": 2, "sequence_parallel": False},
     "pipeline": {"pipeline": 2},
     "gpipe": {"pipeline": 2, "schedule": "gpipe"},
-    "stages": {"pipeline": 2, "stages": [1, 3]},
+    "stages": {"pipeline": 2, "layers_per_stage": [1, 3]},
 }
 
 
@@ -442,22 +442,22 @@ def _layouts() -> list[dict[str, Seen]]:
 def held(placement: Placement) -> dict[str, Seen]:
     import torch
 
-    from phalanx.comm.mesh import beside, join
+    from phalanx.comm.mesh import attach_mesh, join
     from phalanx.engine.interface import Precision
-    from phalanx.layout.mesh_axes import Axes
+    from phalanx.layout.mesh_axes import MeshAxes
     from phalanx.models.llama import Llama
-    from phalanx.models.user_model import on_meta
-    from phalanx.parallel.model_part import part
-    from phalanx.workload.workload import spec_from_run
+    from phalanx.models.user_model import build_on_meta
+    from phalanx.parallel.model_part import partition_model
+    from phalanx.workload.workload import read_model_shape
 
     found = {}
     with join(placement, 30) as outer:
         for name, keys in LAYOUTS.items():
             model_keys = BASE["model"] | {"layers": 4, "vocab_size": 300}
-            asked = load.check({**BASE, "model": model_keys, "parallel": keys}, "the test's recipe")
-            with beside(outer.device, 30, Axes(asked.parallel.tensor, asked.parallel.pipeline)) as mesh:
-                model = on_meta(spec_from_run(asked), Llama)
-                parted = part(model, asked, mesh, Precision(torch.float32, torch.float32))
+            asked = load.build_config({**BASE, "model": model_keys, "parallel": keys}, "the test's recipe")
+            with attach_mesh(outer.device, 30, MeshAxes(asked.parallel.tensor, asked.parallel.pipeline)) as mesh:
+                model = build_on_meta(read_model_shape(asked), Llama)
+                parted = partition_model(model, asked, mesh, Precision(torch.float32, torch.float32))
                 block = next(iter(model.get_submodule("layers").children()))
                 found[name] = {
                     "queries": list(block.get_submodule("attention.q").get_parameter("weight").shape),
@@ -476,20 +476,20 @@ def _hardware(base: Seen, seen: Seen) -> None:
 
 
 def speeds_of_file(placement: Placement) -> list[float]:
-    from phalanx.autotune.measure import know, work_of
+    from phalanx.autotune.measure import describe_work, find_rank_speeds
     from phalanx.comm.mesh import join
-    from phalanx.layout.hardware import Device, Hardware, write
-    from phalanx.workload.sinks import Records
-    from phalanx.workload.workload import spec_from_run, subject_of
+    from phalanx.layout.hardware import Hardware, MeasuredDevice, write_hardware
+    from phalanx.workload.sinks import RecordWriter
+    from phalanx.workload.workload import make_workload, read_model_shape
 
     with tempfile.TemporaryDirectory() as folder, join(placement, 30) as mesh:
         file = Path(folder, "given.json")
         config = configured({"model.vocab_size": 300, "balance.hardware": str(file)}, Path(folder))
-        subject = subject_of(config, spec_from_run(config))
-        devices = [Device(r, 0, r, "h", "cpu", "cpu", 1, 4, ((1, 2.0 * r + 1.0),), None) for r in range(2)]
-        write(file, Hardware(work_of(config, subject), tuple(devices), None))
+        workload = make_workload(config, read_model_shape(config))
+        devices = [MeasuredDevice(r, 0, r, "h", "cpu", "cpu", 1, 4, ((1, 2.0 * r + 1.0),), None) for r in range(2)]
+        write_hardware(file, Hardware(describe_work(config, workload), tuple(devices), None))
         paths = RunPaths(Path(folder))
-        speeds, _ = know(config, subject, placement, mesh, paths, Records(paths, 1, [], active=True))
+        speeds, _ = find_rank_speeds(config, workload, placement, mesh, paths, RecordWriter(paths, 1, [], active=True))
         return [speed.sequence_s for speed in speeds]
 
 
@@ -501,7 +501,7 @@ def _max_restarts(base: Seen, seen: Seen) -> None:
 
 def _same_crash(base: Seen, seen: Seen) -> None:
     """Every attempt fails at the same line."""
-    changes = [{"resilience.max_restarts": 9, "resilience.same_crash": times} for times in (1, 2)]
+    changes = [{"resilience.max_restarts": 9, "resilience.max_identical_failures": times} for times in (1, 2)]
     assert [len(attempts) for attempts in run_ranks(fail_again, 1, timeout_s=180, changes=changes)[0]] == [1, 2]
 
 
@@ -597,29 +597,30 @@ def decided(config: Config) -> list[str]:
     returns: of two nodes, one of which fails again later."""
     from phalanx.elastic.supervisor.decide import decide
     from phalanx.elastic.supervisor.state import (
-        Cause,
-        Ended,
-        Event,
-        Joined,
-        Lost,
+        DivisionPrepared,
+        FailureCause,
+        JobState,
         Node,
-        Prepared,
-        Ready,
-        Slot,
-        State,
-        Time,
+        NodeJoined,
+        NodeLost,
+        NodeReady,
+        NodeSlot,
+        RanksEnded,
+        SupervisorEvent,
+        Tick,
     )
-    from phalanx.launch.node_session import policy_of
+    from phalanx.launch.node_session import make_policy
 
-    bug, both = Cause(1, 1, "the same"), (Node(0, "a", 1, "any", 1), Node(1, "b", 1, "any", 1))
-    slots = (Slot(1, "any"), Slot(1, "any"))
-    state = State(policy_of(config, 2), nodes=both, slots=slots, seats=(0, 1))
+    bug, both = FailureCause(1, 1, "the same"), (Node(0, "a", 1, "any", 1), Node(1, "b", 1, "any", 1))
+    slots = (NodeSlot(1, "any"), NodeSlot(1, "any"))
+    state = JobState(make_policy(config, 2), nodes=both, slots=slots, seats=(0, 1))
     said: list[str] = []
-    events: list[Event] = [
-        Time(0), Ended(1, 0, 1, 1, bug), Ended(1, 1, 1, 1, bug), Ended(2, 0, 2, 1, bug), Ended(2, 1, 2, 1, bug),
-        Time(9), Lost(10, 1, "gone"), Ended(10, 0, 3, 1), Time(12), Prepared(13, 2), Ready(13, 0, 2), Time(20),
-        Time(110), Joined(110, Node(1, "b", 1, "any")), Ready(111, 1, state.division),
-        Ready(111, 1, 2), Ended(112, 0, 4, 10), Prepared(113, 3),
+    events: list[SupervisorEvent] = [
+        Tick(0), RanksEnded(1, 0, 1, 1, bug), RanksEnded(1, 1, 1, 1, bug), RanksEnded(2, 0, 2, 1, bug),
+        RanksEnded(2, 1, 2, 1, bug), Tick(9), NodeLost(10, 1, "gone"), RanksEnded(10, 0, 3, 1), Tick(12),
+        DivisionPrepared(13, 2), NodeReady(13, 0, 2), Tick(20),
+        Tick(110), NodeJoined(110, Node(1, "b", 1, "any")), NodeReady(111, 1, state.division),
+        NodeReady(111, 1, 2), RanksEnded(112, 0, 4, 10), DivisionPrepared(113, 3),
     ]  # fmt: skip
     for event in events:
         state, actions = decide(state, event)
@@ -635,47 +636,47 @@ def _waiting(base: Seen, seen: Seen) -> None:
             decided(configured(keys | {"resilience.wait_for_node_s": seconds}, Path(folder)))
             for seconds in (50.0, 500.0)
         ]
-    assert [f"Finish {LOST}" in said for said in found] == [True, False]
+    assert [f"FinishJob {LOST}" in said for said in found] == [True, False]
 
 
 def _growing(base: Seen, seen: Seen) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = [decided(configured({"resilience.grow": grow}, Path(folder))) for grow in (False, True)]
-    assert [said.count("Prepare ") for said in found] == [1, 2]
+        found = [decided(configured({"resilience.rejoin_nodes": grow}, Path(folder))) for grow in (False, True)]
+    assert [said.count("PrepareDivision ") for said in found] == [1, 2]
 
 
 def _replicates(base: Seen, seen: Seen) -> None:
     found = []
     for wanted in ("auto", "every_step", 2, "off"):
         with tempfile.TemporaryDirectory() as folder:
-            config = configured({"resilience.replicate": wanted}, Path(folder))
-            found.append(replicates(Path(folder), config.resilience.replicate))
+            config = configured({"resilience.replicate_every": wanted}, Path(folder))
+            found.append(replicates(Path(folder), config.resilience.replicate_every))
     assert found == [[[1], [1]], [[1], [1]], [[], []], [None, None]]
 
 
 def _heartbeat(base: Seen, seen: Seen) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        configs = [configured({"resilience.heartbeat_s": seconds}, Path(folder)) for seconds in (0.5, 60.0)]
-    assert [silent(config.resilience.heartbeat_s) for config in configs] == [[1], []]
+        configs = [configured({"resilience.heartbeat_timeout_s": seconds}, Path(folder)) for seconds in (0.5, 60.0)]
+    assert [silent(config.resilience.heartbeat_timeout_s) for config in configs] == [[1], []]
 
 
 def silent(heartbeat_s: float) -> list[int]:
     """Who is lost to the first of two agents when the second has said nothing for 1.5 s and has closed nothing."""
-    from phalanx.elastic.membership.heartbeat import Beats
-    from phalanx.elastic.membership.listener import Door, bind
-    from phalanx.elastic.membership.member_list import Roster, member_of
-    from phalanx.elastic.membership.membership import Circle
+    from phalanx.elastic.membership.heartbeat import HeartbeatSocket
+    from phalanx.elastic.membership.listener import ConnectionListener, bind
+    from phalanx.elastic.membership.member_list import MemberList, parse_member
+    from phalanx.elastic.membership.membership import Membership
     from tests.unit.test_heartbeat_sender import Aloud
 
     places = [bind("127.0.0.1") for _ in range(2)]
     told = [{"node": node, "host": "", "devices": [["cpu", "any", True]]} for node in range(2)]
-    members = tuple(member_of({**told[node], **place.told()}) for node, place in enumerate(places))
-    roster = Roster(1, 0, members)
+    members = tuple(parse_member({**told[node], **place.to_message()}) for node, place in enumerate(places))
+    member_list = MemberList(1, 0, members)
     secret = "sixteen characters"
-    beats = [Beats(place.beats, secret) for place in places]
+    beats = [HeartbeatSocket(place.beats, secret) for place in places]
     circles = [
-        Circle(
-            members[node], roster, Door(place.listener, secret, lambda host, why: None), beats[node],
+        Membership(
+            members[node], member_list, ConnectionListener(place.listener, secret, lambda host, why: None), beats[node],
             Aloud(members[node], beats[node]), heartbeat_s, None, lambda: None, lambda following: {},
         )
         for node, place in enumerate(places)
@@ -683,12 +684,12 @@ def silent(heartbeat_s: float) -> list[int]:
     until = time.monotonic() + 0.5
     while time.monotonic() < until:
         for circle in circles:
-            circle.tend()
+            circle.poll_once()
         time.sleep(0.01)
     until = time.monotonic() + 1.5
     lost: list[int] = []
     while time.monotonic() < until:
-        circles[0].tend()
+        circles[0].poll_once()
         lost = lost or [member.node for member, _ in circles[0].losses]
         time.sleep(0.01)
     for circle in circles:
@@ -705,8 +706,12 @@ def keep_in_memory(placement: Placement) -> list[list[bool]]:
         with tempfile.TemporaryDirectory() as folder:
             write_text(Path(folder))
             paths = RunPaths(Path(folder) / "run")
-            assert local.train(configured({"resilience.memory": wanted}, Path(folder)), paths, 1, {}) == 0
-            events = [event for event in read_lines(paths.events) if event.get("key") == "resilience.memory"]
+            assert (
+                local.train(configured({"resilience.in_memory_checkpoints": wanted}, Path(folder)), paths, 1, {}) == 0
+            )
+            events = [
+                event for event in read_lines(paths.events) if event.get("key") == "resilience.in_memory_checkpoints"
+            ]
             found.append([event["value"] for event in events])
     return found
 
@@ -723,22 +728,22 @@ def fail_again(placement: Placement, changes: list[dict[str, Any]]) -> list[list
             paths.tensorboard.write_text("in the way")
             changed = configured(each | {"report.tensorboard": True}, Path(folder))
             assert local.train(changed, paths, 1, {}) == 1
-            starts = [event for event in read_lines(paths.events) if event["kind"] == Kind.ATTEMPT_STARTED]
+            starts = [event for event in read_lines(paths.events) if event["kind"] == EventKind.ATTEMPT_STARTED]
             found.append([event["attempt"] for event in starts])
     return found
 
 
 def _hang(base: Seen, seen: Seen) -> None:
     """Ten seconds without any change, after steps of one."""
-    from phalanx.core.progress_page import Beat
-    from phalanx.elastic.node.watchdog import judge
+    from phalanx.core.progress_page import RankProgress
+    from phalanx.elastic.node.watchdog import find_hang
     from phalanx.launch import local
 
     found = {}
     for hang_s in (7, "auto", "off"):
-        patience = local.patience(configured({"resilience.hang_s": hang_s}, Path()))
-        beat = Beat(0, 9, "forward", 0, "", still_s=10.0, steps=8, longest_s=0.1)
-        found[hang_s] = None if patience is None else judge([beat], {}, 1, patience) is not None
+        patience = local.hang_limits(configured({"resilience.hang_timeout_s": hang_s}, Path()))
+        beat = RankProgress(0, 9, "forward", 0, "", idle_s=10.0, steps=8, longest_s=0.1)
+        found[hang_s] = None if patience is None else find_hang([beat], {}, 1, patience) is not None
     assert found == {7: True, "auto": False, "off": None}
 
 
@@ -746,15 +751,15 @@ def _judged(changes: dict[str, Any], *, loss: float | None) -> str:
     """What is done about a loss after thirty that are near 1, or about a gradient that is not finite."""
     from phalanx.core.errors import Diverged
     from phalanx.core.records import StepRecord
-    from phalanx.trainer.anomalies import Anomalies
+    from phalanx.trainer.anomalies import AnomalyDetector
 
     wanted = configured(changes, Path()).resilience
-    anomalies = Anomalies(wanted, [(step, 1.0 + step % 5 / 100) for step in range(1, 31)])
+    anomalies = AnomalyDetector(wanted, [(step, 1.0 + step % 5 / 100) for step in range(1, 31)])
     rest: dict[str, Any] = dict.fromkeys(("grad_norm", "lr", "step_s", "tokens_per_s", "wait_s", "data_s"), 0.0)
     rest |= {"attempt": 1, "tokens": 1, "total_tokens": 1, "comm_bytes": 0, "mfu": None, "mfu_causal": None}
     record = StepRecord(step=31, loss=loss, memory_bytes=0, skipped=loss is None, **rest)
     try:
-        wrong = anomalies.judge(record, None)
+        wrong = anomalies.check_record(record, None)
     except Diverged:
         return "stopped"
     return "goes back" if wrong is not None else "goes on"
@@ -781,7 +786,7 @@ def _rollback_steps(base: Seen, seen: Seen) -> None:
     with tempfile.TemporaryDirectory() as folder:
         asked = {"folder": folder, "key": "rollback_steps", "values": [1, 3], "fault": "nan:step=6"}
         found = run_ranks(gone_wrong, 1, **asked)[0]
-    assert found == [[[Kind.ROLLED_BACK, 4]], [[Kind.ROLLED_BACK, 2]]]
+    assert found == [[[EventKind.ROLLED_BACK, 4]], [[EventKind.ROLLED_BACK, 2]]]
 
 
 def _checksum_every(base: Seen, seen: Seen) -> None:
@@ -790,7 +795,7 @@ def _checksum_every(base: Seen, seen: Seen) -> None:
         asked = {"folder": folder, "key": "checksum_every", "fault": "bit-flip:rank=1,step=4,parameter=embed.weight"}
         [never], [often] = (run_ranks(gone_wrong, 2, values=[every], **asked)[0] for every in (0, 2))
     assert never == []
-    assert often == [[Kind.CORRUPTED, 4], [Kind.ROLLED_BACK, 2]]
+    assert often == [[EventKind.CORRUPTED, 4], [EventKind.ROLLED_BACK, 2]]
 
 
 def gone_wrong(placement: Placement, folder: str, key: str, values: list[int], fault: str) -> list[list[Any]]:
@@ -805,9 +810,9 @@ def gone_wrong(placement: Placement, folder: str, key: str, values: list[int], f
         keys = {"train.steps": 7, "train.eval_sequences": 0, "checkpoint.every": 2, "resilience.on_nan": "rollback"}
         runs.write_tokens(place / str(placement.rank))
         described = runs.job(place, place / str(placement.rank), keys | {f"resilience.{key}": value}, placement.world)
-        described = dataclasses.replace(described, faults=tuple(faults.parse([fault])))
-        train_rank.run(described, dataclasses.replace(placement, threads=1))
-        kinds = (Kind.CORRUPTED, Kind.ROLLED_BACK)
+        described = dataclasses.replace(described, faults=tuple(faults.parse_faults([fault])))
+        train_rank.run_training(described, dataclasses.replace(placement, threads=1))
+        kinds = (EventKind.CORRUPTED, EventKind.ROLLED_BACK)
         found.append([(e["kind"], e["step"]) for e in read_lines(described.paths.events) if e["kind"] in kinds])
     return found
 
@@ -825,8 +830,8 @@ def _script(option: str, value: Any, *lines: str, **beside: Any) -> Callable[[Se
 
 def _script_of(section: dict[str, Any]) -> str:
     config = configured({f"slurm.{key}": value for key, value in section.items()}, Path())
-    asked = jobs.ask(config, RunPaths(Path("/runs/run")), jobs.Wish(nodes=3))
-    return slurm_script.script_of(asked)
+    asked = jobs.make_job_spec(config, RunPaths(Path("/runs/run")), jobs.LaunchOptions(nodes=3))
+    return slurm_script.render_script(asked)
 
 
 SLURM: dict[str, Case] = {
@@ -898,7 +903,7 @@ CASES: dict[str, Case] = SLURM | {
     "model.lora.alpha": Case(_lora(alpha=1), _adapters, beside="lora"),
     "model.lora.dropout": Case(_lora(dropout=0.3), _adapters, beside="lora"),
     "model.lora.targets": Case(_lora(targets=["q"]), _adapters, beside="lora"),
-    "task.kind": Case(TASK | {"task.kind": "own"}, both(curve, equal("tokens", [4] * 3, [32] * 3))),
+    "task.kind": Case(TASK | {"task.kind": "custom"}, both(curve, equal("tokens", [4] * 3, [32] * 3))),
     "task.code": Case(TASK | {"task.code": "FOLDER/other_task.py"}, both(bigger(0), curve), beside="own task"),
     "task.options": Case(TASK | {"task.options": {"width": 5}}, bigger(2 * 4), beside="own task"),
     "task.mask_share": Case(MASKED | {"task.mask_share": 0.4}, both(curve, more_tokens), beside="masked"),
@@ -944,12 +949,12 @@ CASES: dict[str, Case] = SLURM | {
     "train.loss_scale": Case(
         {"train.dtype": "fp16", "train.loss_scale": 4.0}, equal("loss_scale", [4.0] * 3, [65536.0] * 3), beside="fp16"
     ),
-    "train.loss_scale_steps": Case(
-        {"train.dtype": "fp16", "train.loss_scale_steps": 1},
+    "train.loss_scale_growth_interval": Case(
+        {"train.dtype": "fp16", "train.loss_scale_growth_interval": 1},
         equal("loss_scale", [65536.0, 131072.0, 262144.0], [65536.0] * 3),
         beside="fp16",
     ),
-    "optim.rule": Case({"optim.rule": "adadelta"}, updates),
+    "optim.name": Case({"optim.name": "adadelta"}, updates),
     "optim.options": Case(SGD | {"optim.options": {"momentum": 0.9}}, updates, beside="sgd"),
     "optim.lr": Case({"optim.lr": 2e-2}, both(updates, rates(lambda lr: [2 * rate for rate in lr]))),
     "optim.beta1": Case({"optim.beta1": 0.5}, updates),
@@ -973,23 +978,27 @@ CASES: dict[str, Case] = SLURM | {
     ),
     "optim.min_lr_ratio": Case({"optim.min_lr_ratio": 1.0}, rates(lambda lr: [1e-2] * 3)),
     "parallel.layout": Case({}, _layout),
-    "parallel.data": Case({"parallel.data": "fsdp2"}, equal("engine", "Fsdp2", "Single"), how="look", beside="looked"),
+    "parallel.engine": Case(
+        {"parallel.engine": "fsdp2"}, equal("engine", "Fsdp2Engine", "SingleEngine"), how="look", beside="looked"
+    ),
     "parallel.zero": Case({}, _zero),
-    "parallel.reduce": Case({}, _reduce),
+    "parallel.grad_reduce": Case({}, _reduce),
     "parallel.shard_degree": Case({}, _shard_degree),
     "parallel.tensor": Case({}, _tensor),
-    "parallel.sequence": Case({}, _sequence),
+    "parallel.sequence_parallel": Case({}, _sequence),
     "parallel.pipeline": Case({}, _pipeline),
     "parallel.schedule": Case({}, _schedule),
-    "parallel.stages": Case({}, _stages),
-    "balance.work": Case({}, _work),
-    "balance.state": Case({}, _state),
-    "optim.slots": Case({}, _slots),
+    "parallel.layers_per_stage": Case({}, _stages),
+    "balance.batch": Case({}, _work),
+    "balance.optimizer_state": Case({}, _state),
+    "optim.double_buffer": Case({}, _slots),
     "balance.hardware": Case({}, _hardware),
     "memory.activations": Case(
         {"memory.activations": "full"}, equal("forward_calls", 4, 2), how="look", beside="looked"
     ),
-    "memory.horizon": Case(OFFLOAD | {"memory.horizon": 1}, _moves_twice_as_much, how="look", beside="offload"),
+    "memory.offload_prefetch_blocks": Case(
+        OFFLOAD | {"memory.offload_prefetch_blocks": 1}, _moves_twice_as_much, how="look", beside="offload"
+    ),
     "comm.timeout_s": Case({}, _timeout),
     "comm.compress": Case({}, _compress),
     "checkpoint.every": Case({"checkpoint.every": 1}, equal("saved", [1, 2, 3], [3])),
@@ -1000,19 +1009,19 @@ CASES: dict[str, Case] = SLURM | {
         equal("checkpoints", [3, 2], [3, 2, 1]), beside="saving",
     ),
     "resilience.max_restarts": Case({}, _max_restarts),
-    "resilience.same_crash": Case({}, _same_crash),
-    "resilience.memory": Case({}, _in_memory),
-    "resilience.replicate": Case({}, _replicates),
+    "resilience.max_identical_failures": Case({}, _same_crash),
+    "resilience.in_memory_checkpoints": Case({}, _in_memory),
+    "resilience.replicate_every": Case({}, _replicates),
     "resilience.on_lost_node": Case(
-        {}, _losses("resilience.on_lost_node", ([], ["shrink"]), (f"Finish {LOST}", "Prepare "))
+        {}, _losses("resilience.on_lost_node", ([], ["shrink"]), (f"FinishJob {LOST}", "PrepareDivision "))
     ),
     "resilience.wait_for_node_s": Case({}, _waiting),
-    "resilience.grow": Case({}, _growing),
-    "resilience.heartbeat_s": Case({}, _heartbeat),
+    "resilience.rejoin_nodes": Case({}, _growing),
+    "resilience.heartbeat_timeout_s": Case({}, _heartbeat),
     "resilience.storage_timeout_s": Case({}, _storage_timeout),
     "storage.private": Case({}, _private),
     "resilience.health": Case({}, _health),
-    "resilience.hang_s": Case({}, _hang),
+    "resilience.hang_timeout_s": Case({}, _hang),
     "resilience.on_nan": Case({}, _on_nan),
     "resilience.on_spike": Case({}, _on_spike),
     "resilience.spike_factor": Case({}, _spike_factor),
@@ -1070,7 +1079,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
 
 
 def test_every_knob_has_a_case_and_every_case_a_knob() -> None:
-    keys = [key for key, _ in leaves()]
+    keys = [key for key, _ in iter_knobs()]
     assert sorted(set(keys) - set(CASES)) == [], "write a case that shows what the new knob does"
     assert sorted(set(CASES) - set(keys)) == [], "this knob is gone"
 

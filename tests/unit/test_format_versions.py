@@ -15,11 +15,11 @@ from phalanx.core import format_versions
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.token_files import TokenFile
-from phalanx.elastic.membership.channel import PROTOCOL, Channel, Proof
+from phalanx.elastic.membership.channel import PROTOCOL, Channel, Handshake
 from phalanx.layout import hardware
 from phalanx.recovery import inventory
 from phalanx.recovery.state_file import StateFile
-from phalanx.report.history import read_run
+from phalanx.report.history import read_run_history
 from phalanx.trainer import run_folder
 from tests.fixtures import make
 
@@ -56,7 +56,7 @@ def of_state(left: Path) -> None:
     path.touch(mode=0o600)
     raw = gzip.decompress(packed.read_bytes())
     path.write_bytes(raw[:8] + LATER.to_bytes(4, "little") + raw[12:])
-    [said] = inventory.damage_in(left)
+    [said] = inventory.find_damage(left)
     assert "a later release" in said and said.endswith("so what else is kept is gone on from")
     StateFile(path)
 
@@ -68,7 +68,7 @@ def of_state(left: Path) -> None:
         (of_tokens, r"delete \S+ and prepare the data again"),
         (of_state, "remove it, and the run goes on from its newest checkpoint"),
         (
-            lambda left: hardware.read(change(left / "hardware.json", version=LATER)),
+            lambda left: hardware.read_hardware(change(left / "hardware.json", version=LATER)),
             "measure again with `phalanx hardware`, or delete the file",
         ),
     ],
@@ -86,7 +86,7 @@ def test_a_run_folder_of_a_later_format_is_refused_by_all_who_open_it(where: str
         change(paths.versions, run_folder=LATER)
     else:
         paths.events.write_text(paths.events.read_text().replace('"run_folder": 1', f'"run_folder": {LATER}'))
-    for opens in (read_run, run_folder.open_folder, run_folder.saved_config):
+    for opens in (read_run_history, run_folder.lock_run_folder, run_folder.read_run_config):
         with pytest.raises(RunError, match=rf"^the run folder {left}/run is of .*99,.*; install that release, or name"):
             opens(paths)
     assert not paths.lock.exists()
@@ -96,21 +96,21 @@ def test_a_run_folder_that_says_no_format_is_of_the_first(left: Path) -> None:
     paths = RunPaths(left / "run")
     change(paths.versions, run_folder=None)
     paths.events.write_text(paths.events.read_text().replace('"run_folder": 1, ', ""))
-    assert read_run(paths).name == "run" and run_folder.saved_config(paths) is not None
+    assert read_run_history(paths).name == "run" and run_folder.read_run_config(paths) is not None
     paths.versions.write_text("{")
-    format_versions.check_run(paths)
+    format_versions.check_run_version(paths)
 
 
 def test_what_is_no_number_is_no_later_release() -> None:
-    assert format_versions.problem(2, (1, 2), "x") is None
+    assert format_versions.describe_version_problem(2, (1, 2), "x") is None
     for found, said in ((0, "0"), (True, "unknown"), ("9", "unknown"), (None, "unknown"), ([9], "unknown")):
         expected = f"is of format version {said}, and this release of Phalanx reads 1 and 2; x"
-        assert format_versions.problem(found, (2, 1), "x") == expected
+        assert format_versions.describe_version_problem(found, (2, 1), "x") == expected
 
 
 def test_nodes_of_other_protocols_name_both() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
-        proof = Proof(Channel(here), "secret", calling=True)
-        proof.hear({"phalanx": PROTOCOL + 1, "nonce": "00"})
+        proof = Handshake(Channel(here), "secret", calling=True)
+        proof.feed({"phalanx": PROTOCOL + 1, "nonce": "00"})
         assert proof.failed is not None and not proof.done
         assert f"version {PROTOCOL + 1} of the protocol and this one {PROTOCOL}; install the same" in proof.failed

@@ -13,7 +13,16 @@ import torch
 from phalanx.core.errors import ConfigError
 from phalanx.data.chat import TEMPLATES
 from phalanx.data.tokenizer import train_tokenizer
-from phalanx.generate.text import Sampling, Writer, _stream, complete, complete_all, converse, opened, read_prompts
+from phalanx.generate.text import (
+    Sampling,
+    TextGenerator,
+    _stream,
+    complete_file,
+    complete_prompt,
+    converse,
+    load_generator,
+    read_prompts,
+)
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
@@ -47,12 +56,12 @@ def chatty(folder: Path) -> Path:
 
 
 @pytest.fixture
-def writer(folder: Path) -> Iterator[Writer]:
-    with opened(folder, GREEDY) as found:
+def writer(folder: Path) -> Iterator[TextGenerator]:
+    with load_generator(folder, GREEDY) as found:
         yield found
 
 
-def likeliest(writer: Writer, ids: list[int], count: int) -> list[int]:
+def likeliest(writer: TextGenerator, ids: list[int], count: int) -> list[int]:
     """Greedy decoding in its plainest form: the whole text anew for each token."""
     for _ in range(count):
         with torch.no_grad():
@@ -60,17 +69,19 @@ def likeliest(writer: Writer, ids: list[int], count: int) -> list[int]:
     return ids
 
 
-def test_the_likeliest_tokens_are_written(writer: Writer, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_likeliest_tokens_are_written(
+    writer: TextGenerator, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ids = likeliest(writer, writer.tokenizer("some words")["input_ids"], 12)
-    complete(folder, "some words", GREEDY)
+    complete_prompt(folder, "some words", GREEDY)
     assert capsys.readouterr().out == writer.tokenizer.decode(ids, skip_special_tokens=True) + "\n"
 
 
-def test_sampling_options_have_their_effect(writer: Writer) -> None:
+def test_sampling_options_have_their_effect(writer: TextGenerator) -> None:
     def text(**options: Any) -> str:
         writer.sampling = Sampling(**{"max_tokens": 12, "temperature": 1.0, **options})
-        writer.seed()
-        return writer.write("some words", show=False, echo=False)
+        writer.reset_seed()
+        return writer.complete("some words", show=False, echo=False)
 
     greedy = text(temperature=0.0)
     assert text(temperature=0.0, seed=1) == greedy
@@ -87,17 +98,17 @@ def test_sampling_options_have_their_effect(writer: Writer) -> None:
 
 
 def test_a_file_of_prompts_gives_json_lines(
-    writer: Writer, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    writer: TextGenerator, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drawn = Sampling(max_tokens=6, seed=4)
     (tmp_path / "prompts.txt").write_text("some words\n\nand number\n")
-    complete_all(folder, tmp_path / "prompts.txt", drawn, chat=False, system=None)
+    complete_file(folder, tmp_path / "prompts.txt", drawn, chat=False, system=None)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     writer.sampling = drawn
     expected = []
     for prompt in ("and number", "some words"):
-        writer.seed()
-        expected.append(writer.write(prompt, show=False, echo=False))
+        writer.reset_seed()
+        expected.append(writer.complete(prompt, show=False, echo=False))
     assert [line["prompt"] for line in lines] == ["some words", "and number"]
     assert [line["completion"] for line in lines] == expected[::-1]  # whatever came before
 
@@ -108,7 +119,7 @@ def test_a_conversation_is_remembered(
     monkeypatch.setattr("sys.stdin", io.StringIO("some words\n\nand number\n"))
     converse(chatty, None, "be brief", GREEDY)
     shown = capsys.readouterr().out
-    with opened(chatty, GREEDY) as writer:
+    with load_generator(chatty, GREEDY) as writer:
         writer.prepare_chat()
         messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "some words"}]
         text = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nsome words<|im_end|>\n<|im_start|>assistant\n"
@@ -121,7 +132,7 @@ def test_a_conversation_is_remembered(
 
 
 def test_a_long_conversation_loses_its_oldest_turns(chatty: Path) -> None:
-    with opened(chatty, GREEDY) as writer:
+    with load_generator(chatty, GREEDY) as writer:
         writer.prepare_chat()
         first = {"role": "system", "content": "be brief"}
         turns = [
@@ -131,8 +142,8 @@ def test_a_long_conversation_loses_its_oldest_turns(chatty: Path) -> None:
         ][:-1]
         everything = writer.tokenizer.apply_chat_template([first, *turns], add_generation_prompt=True, tokenize=False)
         writer.model.config.max_position_embeddings = 300
-        kept = writer.tokenizer.decode(writer._fitting([first, *turns])["input_ids"][0])
-        length = writer._fitting([first, *turns])["input_ids"].shape[1]
+        kept = writer.tokenizer.decode(writer._fit_messages([first, *turns])["input_ids"][0])
+        length = writer._fit_messages([first, *turns])["input_ids"].shape[1]
         more = [first, *turns[-2 * kept.count("<|im_start|>user") - 1 :]]  # with one question more
         longer = writer.tokenizer.apply_chat_template(more, add_generation_prompt=True, return_dict=True)["input_ids"]
         assert length <= 300 - 12 < len(longer)
@@ -140,20 +151,20 @@ def test_a_long_conversation_loses_its_oldest_turns(chatty: Path) -> None:
         assert kept.startswith("<|im_start|>system\nbe brief") and everything.endswith(kept.partition("<|im_end|>")[2])
         assert "<|im_start|>user" in kept.split("<|im_end|>")[1], "an answer without its question"
         writer.model.config.max_position_embeddings = 40
-        alone = writer.tokenizer.decode(writer._fitting([first, *turns])["input_ids"][0])
+        alone = writer.tokenizer.decode(writer._fit_messages([first, *turns])["input_ids"][0])
         assert alone.count("<|im_start|>user") == 1 and "7 some words" in alone
 
 
 def test_one_message_is_answered(chatty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     converse(chatty, "some words", None, GREEDY)
-    with opened(chatty, GREEDY) as writer:
+    with load_generator(chatty, GREEDY) as writer:
         writer.prepare_chat()
         answer = writer.answer([{"role": "user", "content": "some words"}], show=False)
     assert capsys.readouterr().out.strip() == answer
 
 
 def test_ctrl_c_cuts_off_an_answer_that_is_watched_and_ends_a_file_of_prompts(
-    writer: Writer, capsys: pytest.CaptureFixture[str]
+    writer: TextGenerator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     count = 0
 
@@ -164,24 +175,24 @@ def test_ctrl_c_cuts_off_an_answer_that_is_watched_and_ends_a_file_of_prompts(
             signal.raise_signal(signal.SIGINT)
 
     writer.model.register_forward_hook(press)
-    done = writer.write("some words", show=True, echo=False)
+    done = writer.complete("some words", show=True, echo=False)
     count = -100
     writer.sampling = Sampling(max_tokens=4, temperature=0.0)  # what was written of it
-    assert done == writer.write("some words", show=False, echo=False)
+    assert done == writer.complete("some words", show=False, echo=False)
     assert capsys.readouterr().out == done + "\n"  # so that the next question begins a line
     count = 3
     with pytest.raises(KeyboardInterrupt):
-        writer.write("some words", show=False, echo=False)
+        writer.complete("some words", show=False, echo=False)
 
 
-def test_the_end_of_an_answer_is_not_shown(writer: Writer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_an_answer_is_not_shown(writer: TextGenerator, capsys: pytest.CaptureFixture[str]) -> None:
     streamer = _stream(writer.tokenizer, ["<|im_end|>"], show=True, echo=False)
     streamer.put(torch.tensor([[1, 2]]))  # the prompt
     for token in writer.tokenizer("a < b <|im_ and then<|im_end|> and more")["input_ids"]:
         streamer.put(torch.tensor([token]))
     streamer.end()
     assert capsys.readouterr().out == "a < b <|im_ and then\n"
-    assert streamer.written() == "a < b <|im_ and then"
+    assert streamer.text() == "a < b <|im_ and then"
 
 
 def test_an_adapter_folder_writes_what_peft_writes(folder: Path, tmp_path: Path) -> None:
@@ -191,7 +202,7 @@ def test_an_adapter_folder_writes_what_peft_writes(folder: Path, tmp_path: Path)
     config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
     theirs.save_pretrained(str(tmp_path))
-    with opened(tmp_path, GREEDY) as writer, opened(folder, GREEDY) as base:
+    with load_generator(tmp_path, GREEDY) as writer, load_generator(folder, GREEDY) as base:
         ids = writer.tokenizer("some words", return_tensors="pt")["input_ids"]
         with torch.no_grad():
             logits = writer.model(ids).logits
@@ -205,13 +216,13 @@ def test_what_cannot_write_is_refused(folder: Path, tmp_path: Path) -> None:
             call(*arguments)
         return str(caught.value)
 
-    assert "is neither a run folder" in refusal(complete, tmp_path, "x", GREEDY)
+    assert "is neither a run folder" in refusal(complete_prompt, tmp_path, "x", GREEDY)
     assert "has no chat template" in refusal(converse, folder, "x", None, GREEDY)
-    assert "the prompt has no tokens" in refusal(complete, folder, "", GREEDY)
+    assert "the prompt has no tokens" in refusal(complete_prompt, folder, "", GREEDY)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/something"}')
-    assert "is an adapter of the model somebody/something" in refusal(complete, tmp_path, "x", GREEDY)
+    assert "is an adapter of the model somebody/something" in refusal(complete_prompt, tmp_path, "x", GREEDY)
     (tmp_path / "adapter_config.json").write_text("[")
-    assert "cannot be read" in refusal(complete, tmp_path, "x", GREEDY)
+    assert "cannot be read" in refusal(complete_prompt, tmp_path, "x", GREEDY)
     file = tmp_path / "prompts.jsonl"
     assert "cannot be read" in refusal(read_prompts, file)
     file.write_text("\n")

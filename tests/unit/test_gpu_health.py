@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.health.findings import Severity, verdict
-from phalanx.health.gpu import Gpu, Process, Reading, identity, judge, recovery_of
+from phalanx.health.gpu import Gpu, GpuProcess, GpuReading, gpu_identity, judge_gpus, recovery_by_bus
 
 # An H100 as it is when nothing is wrong, as nvidia-ml-py reports it.
 WELL = Gpu(
@@ -34,7 +34,7 @@ WELL = Gpu(
 
 
 def of(**changes: Any) -> list[tuple[str, Severity]]:
-    found = judge(Reading((replace(WELL, **changes),)))
+    found = judge_gpus(GpuReading((replace(WELL, **changes),)))
     assert all(each.sentence for each in found)
     return [(each.check, each.severity) for each in found]
 
@@ -42,7 +42,7 @@ def of(**changes: Any) -> list[tuple[str, Severity]]:
 def test_a_gpu_of_which_all_is_well() -> None:
     assert of() == [("gpus", Severity.OK)]
     assert of(throttles=0x1 | 0x4) == [("gpus", Severity.OK)]  # a power cap is no fault
-    assert judge(Reading((Gpu(0, "GPU-0"),)))[0].severity == Severity.OK  # a driver that answers nothing else
+    assert judge_gpus(GpuReading((Gpu(0, "GPU-0"),)))[0].severity == Severity.OK  # a driver that answers nothing else
 
 
 @pytest.mark.parametrize(
@@ -80,26 +80,28 @@ def test_just_below_a_limit_nothing_is_said() -> None:
 
 
 def test_who_holds_memory_is_named() -> None:
-    left = (Process(4711, "python", 2**34), Process(12, "", None))
-    found = judge(Reading((replace(WELL, memory_used_bytes=2**34, processes=left),)))
+    left = (GpuProcess(4711, "python", 2**34), GpuProcess(12, "", None))
+    found = judge_gpus(GpuReading((replace(WELL, memory_used_bytes=2**34, processes=left),)))
     assert "python (4711), process (12)" in found[0].sentence
-    assert "no program that can be seen" in judge(Reading((replace(WELL, memory_used_bytes=2**34),)))[0].sentence
+    assert (
+        "no program that can be seen" in judge_gpus(GpuReading((replace(WELL, memory_used_bytes=2**34),)))[0].sentence
+    )
 
 
 def test_a_driver_that_cannot_be_asked() -> None:
-    broken = judge(Reading(problem="mismatch; reboot the node", severity=Severity.REBOOT))
+    broken = judge_gpus(GpuReading(problem="mismatch; reboot the node", severity=Severity.REBOOT))
     assert verdict(broken) == Severity.REBOOT
-    assert verdict(judge(Reading(problem="no driver here"))) == Severity.UNKNOWN
+    assert verdict(judge_gpus(GpuReading(problem="no driver here"))) == Severity.UNKNOWN
     # Where GPUs are expected, no driver is no excuse.
-    assert verdict(judge(Reading(problem="no driver here"), [identity(WELL)])) == Severity.REBOOT
+    assert verdict(judge_gpus(GpuReading(problem="no driver here"), [gpu_identity(WELL)])) == Severity.REBOOT
 
 
 def test_a_node_against_its_baseline() -> None:
     two = (WELL, replace(WELL, index=1, uuid="GPU-1", bus="0000:5e:00"))
-    expected = [identity(gpu) for gpu in two]
+    expected = [gpu_identity(gpu) for gpu in two]
 
     def against(*gpus: Gpu) -> list[tuple[str, Severity]]:
-        return [(each.check, each.severity) for each in judge(Reading(gpus), expected)]
+        return [(each.check, each.severity) for each in judge_gpus(GpuReading(gpus), expected)]
 
     assert against(*two) == [("gpus", Severity.OK)]
     assert against(two[0]) == [("gpu count", Severity.REBOOT)]
@@ -108,18 +110,18 @@ def test_a_node_against_its_baseline() -> None:
     assert against(*two, replace(WELL, index=2, uuid="GPU-2")) == [("gpu identity", Severity.WATCH)]
     slower = replace(two[1], pcie_width=8, pcie_width_most=8, links=12, links_up=12)
     assert against(two[0], slower) == [("pcie width", Severity.RESET), ("nvlink", Severity.RESET)]
-    lost = judge(Reading((two[0], Gpu(1, lost="GPU is lost"))), expected)
+    lost = judge_gpus(GpuReading((two[0], Gpu(1, lost="GPU is lost"))), expected)
     assert [each.check for each in lost] == ["gpu lost", "gpu count"]
 
 
 def test_only_the_gpus_that_are_meant_count() -> None:
     two = (WELL, replace(WELL, index=1, uuid="GPU-1", bus="0000:5e:00", remap_failed=True))
-    assert verdict(judge(Reading(two), only=["GPU-0"])) == Severity.OK
-    assert verdict(judge(Reading(two), only=["GPU-1"])) == Severity.ISOLATE
+    assert verdict(judge_gpus(GpuReading(two), only=["GPU-0"])) == Severity.OK
+    assert verdict(judge_gpus(GpuReading(two), only=["GPU-1"])) == Severity.ISOLATE
 
 
 def test_the_drivers_own_advice_by_place_on_the_bus() -> None:
     other = replace(WELL, bus="0000:5e:00", recovery=2)
     silent = replace(WELL, bus="0000:86:00", recovery=None)
-    reading = Reading((WELL, other, silent, Gpu(3, bus="0000:af:00", recovery=0, lost="GPU is lost")))
-    assert recovery_of(reading) == {"0000:3b:00": Severity.OK, "0000:5e:00": Severity.REBOOT}
+    reading = GpuReading((WELL, other, silent, Gpu(3, bus="0000:af:00", recovery=0, lost="GPU is lost")))
+    assert recovery_by_bus(reading) == {"0000:3b:00": Severity.OK, "0000:5e:00": Severity.REBOOT}

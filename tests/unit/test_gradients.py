@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 
 def folded(squares: float, nominal: int, total: int, clip: float | None) -> tuple[float, float, float]:
     tensor = torch.tensor(squares, dtype=torch.float64)
-    norm, divisor, skip = gradients.fold(tensor, nominal_weight=nominal, total_weight=total, clip=clip)
+    norm, divisor, skip = gradients.compute_norm_and_divisor(
+        tensor, nominal_weight=nominal, total_weight=total, clip=clip
+    )
     return norm.item(), divisor.item(), skip.item()
 
 
@@ -114,10 +116,12 @@ def test_the_loss_scale_is_taken_out_again() -> None:
     gradients.backward((x * x).sum(), 4, scale)
     assert x.grad is not None
     squares = x.grad.double().square().sum()
-    norm, divisor, skip = gradients.fold(squares, nominal_weight=4, total_weight=2, clip=None, scale=scale)
+    norm, divisor, skip = gradients.compute_norm_and_divisor(
+        squares, nominal_weight=4, total_weight=2, clip=None, scale=scale
+    )
     assert norm.item() == 3.0  # 6 / 2, as without a scale
     assert (x.grad / divisor).item() == 3.0
     assert skip.item() == 0.0
     assert scale.factor.item() == 2.0**11
-    gradients.fold(squares * math.nan, nominal_weight=4, total_weight=0, clip=None, scale=scale)
+    gradients.compute_norm_and_divisor(squares * math.nan, nominal_weight=4, total_weight=0, clip=None, scale=scale)
     assert scale.factor.item() == 2.0**11, "a step without weight says nothing of the scale"

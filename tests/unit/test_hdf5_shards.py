@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from phalanx.cli.main import app
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.masking import MaskForm, Shards
-from phalanx.data.prepare import Prepared
+from phalanx.data.masking import MaskingOptions, PremaskedRows
+from phalanx.data.prepare import PreparedData
 from phalanx.data.prepare_records import prepare_for
-from phalanx.data.record_files import Columns
+from phalanx.data.record_files import RecordSet
 from phalanx.data.token_files import TokenFile
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
 from tests.shards import write_shard
@@ -43,8 +43,8 @@ def config(tmp_path: Path, tokenizer: Path | str, source: Path | str, **data: An
 def test_shards_are_kept_as_they_are(tmp_path: Path, tokenizer: Path) -> None:
     written = [write_shard(tmp_path / "shards" / f"part_{n}.hdf5", rows=20 + n, seed=n) for n in range(3)]
     prepared = prepare_for(config(tmp_path, tokenizer, tmp_path / "shards"))
-    columns = Columns(prepared.train[0][0])
-    rows = Shards(columns, MaskForm(32, 0.15, pairs=True))
+    columns = RecordSet(prepared.train[0][0])
+    rows = PremaskedRows(columns, MaskingOptions(32, 0.15, pairs=True))
     assert rows.count == 63
     number = 0
     for arrays in written:
@@ -58,17 +58,17 @@ def test_shards_are_kept_as_they_are(tmp_path: Path, tokenizer: Path) -> None:
             assert sample.labels.tolist() == arrays["masked_lm_ids"][row, :asked].tolist()
             assert (sample.follows, sample.position) == (arrays["next_sentence_labels"][row], 7 * number)
             number += 1
-    assert Shards(columns, MaskForm(32, 0.15)).sample(0, 0).follows == -100
+    assert PremaskedRows(columns, MaskingOptions(32, 0.15)).sample(0, 0).follows == -100
     with pytest.raises(DataError, match=r"has rows of 32 tokens, but data.seq_len is 16; raise it"):
-        Shards(columns, MaskForm(16, 0.15))
+        PremaskedRows(columns, MaskingOptions(16, 0.15))
 
 
 def test_a_part_of_the_sequences_is_held_out(tmp_path: Path, tokenizer: Path) -> None:
     write_shard(tmp_path / "a.hdf5", rows=300)
     prepared = prepare_for(config(tmp_path, tokenizer, tmp_path / "a.hdf5", held_out=0.2))
-    held_out = Columns(prepared.held_out["held_out"]).count
+    held_out = RecordSet(prepared.held_out["held_out"]).count
     assert 30 < held_out < 90
-    assert Columns(prepared.train[0][0]).count == 300 - held_out
+    assert RecordSet(prepared.train[0][0]).count == 300 - held_out
 
 
 def test_the_command_converts_and_shows_them(tmp_path: Path, tokenizer: Path) -> None:
@@ -156,7 +156,7 @@ def test_shards_ask_for_what_belongs_to_them(tmp_path: Path, tokenizer: Path) ->
 # --------------------------------------------------------------------------------------------------------- WordPiece
 
 
-def prepared_text(tmp_path: Path, tokenizer: Path | str) -> Prepared:
+def prepared_text(tmp_path: Path, tokenizer: Path | str) -> PreparedData:
     for number, text in enumerate(TEXTS[:9]):
         (tmp_path / "texts").mkdir(exist_ok=True)
         (tmp_path / "texts" / f"{number}.txt").write_text(text)

@@ -15,13 +15,13 @@ from phalanx.core.json_lines import append_line
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor import node_requests
-from phalanx.elastic.supervisor.node_requests import Wanted
+from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health import checks
 from phalanx.health import host as host_health
-from phalanx.health.dcgm import diagnosed
-from phalanx.health.devices import Device
-from phalanx.health.findings import Finding, Severity, at_least, from_json, is_usable, sentences, verdict
-from phalanx.health.gpu import Gpu, Reading
+from phalanx.health.dcgm import parse_dcgmi_diag
+from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import Finding, Severity, at_least, finding_from_json, is_usable, unique_sentences, verdict
+from phalanx.health.gpu import Gpu, GpuReading
 from phalanx.launch import health_gate
 from phalanx.system import cpus
 from phalanx.system.fork import fork_call
@@ -46,44 +46,48 @@ def test_the_verdict_is_the_worst_and_what_is_unknown_is_no_worse_than_well() ->
     assert verdict(found[:1]) == verdict([]) == Severity.UNKNOWN
     assert [is_usable(severity) for severity in Severity] == [True] * 3 + [False] * 3
     assert [each.severity for each in at_least(found, Severity.RESET)] == ["isolate", "reboot", "reset"]
-    assert sentences([found[0], found[0], found[1]]) == ["about unknown", "about ok"]
-    assert [from_json(each.to_json()) for each in found] == found
+    assert unique_sentences([found[0], found[0], found[1]]) == ["about unknown", "about ok"]
+    assert [finding_from_json(each.to_json()) for each in found] == found
 
 
 def test_a_node_whose_hardware_broke_asks_for_a_spare(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     full = Finding("disk", Severity.RESET, "the run folder cannot be written")
     lost = Finding("gpu lost", Severity.REBOOT, "GPU 3 is lost; reboot the node")
-    health_gate.ask_to_be_replaced(paths, [lost])  # there is no run
+    health_gate.request_replacement(paths, [lost])  # there is no run
     append_line(paths.events, {"kind": "run_started"})
-    health_gate.ask_to_be_replaced(paths, [full, Finding("ecc", Severity.WATCH, "an error was corrected")])
-    assert node_requests.requests(paths) == []
-    health_gate.ask_to_be_replaced(paths, [full, lost, Finding("ecc", Severity.RESET, "an error was not")])
-    (asked,) = node_requests.requests(paths)
-    assert (asked.node, asked.wanted, asked.by) == (socket.gethostname(), Wanted.REPLACE, node_requests.BY_HEALTH)
+    health_gate.request_replacement(paths, [full, Finding("ecc", Severity.WATCH, "an error was corrected")])
+    assert node_requests.read_requests(paths) == []
+    health_gate.request_replacement(paths, [full, lost, Finding("ecc", Severity.RESET, "an error was not")])
+    (asked,) = node_requests.read_requests(paths)
+    assert (asked.node, asked.wanted, asked.by) == (
+        socket.gethostname(),
+        NodeRequestKind.REPLACE,
+        node_requests.BY_HEALTH,
+    )
     assert asked.reason == "GPU 3 is lost; reboot the node; an error was not"
 
 
 def test_a_device_that_was_wrong_twice_is_told_at_each_start(tmp_path: Path) -> None:
-    paths, device = RunPaths(tmp_path), Device("fast:0", "Fast 9", True, "GPU-1a")
+    paths, device = RunPaths(tmp_path), DeviceInfo("fast:0", "Fast 9", True, "GPU-1a")
     row = {"rank": 0, "certain": True, "host": socket.gethostname(), "device": "Fast 9", "identity": "1a"}
     append_line(paths.suspects, row)
     for other in ({"certain": False}, {"host": "elsewhere"}, {"identity": "2b"}):
         append_line(paths.suspects, row | other)
-    assert health_gate.suspected(paths, [device]) == []
+    assert health_gate.find_suspected_devices(paths, [device]) == []
     append_line(paths.suspects, row)
-    (found,) = health_gate.suspected(paths, [device])
+    (found,) = health_gate.find_suspected_devices(paths, [device])
     assert (found.severity, found.value, found.where) == (Severity.WATCH, 2, "1a")
     assert found.sentence.startswith("Fast 9 (1a) has held other parameters than it must 2 times in this run")
-    assert health_gate.suspected(paths, [Device("fast:1", "Fast 9", True, "GPU-2b")]) == []
+    assert health_gate.find_suspected_devices(paths, [DeviceInfo("fast:1", "Fast 9", True, "GPU-2b")]) == []
 
 
 # -------------------------------------------------------------------------------------------- on this machine, made bad
 
 
 def test_a_good_folder_and_one_with_little_room(tmp_path: Path) -> None:
-    assert told(host_health.disk(tmp_path / "not" / "yet", room_bytes=1)) == [("disk", "ok")]
-    assert told(host_health.disk(tmp_path, room_bytes=1 << 60)) == [("disk", "watch")]
+    assert told(host_health.check_disk(tmp_path / "not" / "yet", room_bytes=1)) == [("disk", "ok")]
+    assert told(host_health.check_disk(tmp_path, room_bytes=1 << 60)) == [("disk", "watch")]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -96,7 +100,7 @@ def _full(placement: Placement) -> Told:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
     place = Path("/tmp")
-    return told(host_health.disk(place) + host_health.shared_memory(place) + host_health.clock(place))
+    return told(host_health.check_disk(place) + host_health.check_shared_memory(place) + host_health.check_clock(place))
 
 
 @ROOT_ONLY
@@ -119,16 +123,16 @@ def _tiny_mounts(placement: Placement) -> list[Told | str]:
     place.mkdir()
     try:
         assert libc.mount(b"none", bytes(place), b"tmpfs", 0, b"size=64m") == 0
-        found: list[Told | str] = [told(host_health.shared_memory(place))]
+        found: list[Told | str] = [told(host_health.check_shared_memory(place))]
         with open(place / "filler", "wb", buffering=0) as file:
             while True:
                 try:
                     file.write(b"x" * 2**20)
                 except OSError:
                     break
-        found.append(told(host_health.disk(place)))
+        found.append(told(host_health.check_disk(place)))
         assert libc.mount(b"none", bytes(place), None, read_only, None) == 0
-        return [*found, told(host_health.disk(place))]
+        return [*found, told(host_health.check_disk(place))]
     finally:
         libc.umount2(bytes(place), 2)
         place.rmdir()
@@ -147,61 +151,63 @@ def _limited(placement: Placement, cards: str) -> Told:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))
     for files in (512, 128):
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, 4096))
-        found += told(host_health.limits(Path(cards)))
+        found += told(host_health.check_limits(Path(cards)))
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-    return found + told(host_health.limits(Path(cards) / "none"))
+    return found + told(host_health.check_limits(Path(cards) / "none"))
 
 
 def test_a_clock_that_is_off(tmp_path: Path) -> None:
-    assert told(host_health.clock(tmp_path)) == [("clock", "ok")]
-    assert host_health.skewed(1.9, "node 1").severity == Severity.OK
-    behind = host_health.skewed(12.0, "node 1")
+    assert told(host_health.check_clock(tmp_path)) == [("clock", "ok")]
+    assert host_health.judge_clock_skew(1.9, "node 1").severity == Severity.OK
+    behind = host_health.judge_clock_skew(12.0, "node 1")
     assert behind.severity == Severity.WATCH
     assert "12.0 s behind that of node 1" in behind.sentence
-    assert "12.0 s ahead of that of node 1" in host_health.skewed(-12.0, "node 1").sentence
-    assert host_health.skewed(-400.0, "node 1").severity == Severity.RESET
+    assert "12.0 s ahead of that of node 1" in host_health.judge_clock_skew(-12.0, "node 1").sentence
+    assert host_health.judge_clock_skew(-400.0, "node 1").severity == Severity.RESET
 
 
 def test_memory_by_what_the_kernel_counts(tmp_path: Path) -> None:
-    assert told(host_health.memory())[0][0] in ("memory", "memory errors")  # the real one can be read
+    assert told(host_health.check_memory())[0][0] in ("memory", "memory errors")  # the real one can be read
     meminfo, edac = tmp_path / "meminfo", tmp_path / "mc"
     (edac / "mc0").mkdir(parents=True)
     meminfo.write_text("MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\n")
-    assert told(host_health.memory(meminfo, edac)) == [("memory", "ok")]
+    assert told(host_health.check_memory(meminfo, edac)) == [("memory", "ok")]
     (edac / "mc0" / "ce_count").write_text("7\n")
     (edac / "mc0" / "ue_count").write_text("0\n")
-    assert told(host_health.memory(meminfo, edac)) == [("memory errors", "watch")]
+    assert told(host_health.check_memory(meminfo, edac)) == [("memory errors", "watch")]
     (edac / "mc0" / "ue_count").write_text("1\n")
-    assert ("memory errors", "isolate") in told(host_health.memory(meminfo, edac))
+    assert ("memory errors", "isolate") in told(host_health.check_memory(meminfo, edac))
     meminfo.write_text("MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 500000 kB\nHardwareCorrupted: 4 kB\n")
-    assert told(host_health.memory(meminfo, tmp_path)) == [("memory", "watch"), ("memory errors", "watch")]
+    assert told(host_health.check_memory(meminfo, tmp_path)) == [("memory", "watch"), ("memory errors", "watch")]
 
 
 def test_processors_that_are_not_really_there(tmp_path: Path) -> None:
-    assert host_health.processors()[0].check == "processors"  # the real one can be read
+    assert host_health.check_cpus()[0].check == "processors"  # the real one can be read
     own = tmp_path / "own"
     own.write_text("0::/jobs/one\n")
     (tmp_path / "jobs" / "one").mkdir(parents=True)
-    assert told(host_health.processors(4, tmp_path, own)) == [("processors", "ok")]
+    assert told(host_health.check_cpus(4, tmp_path, own)) == [("processors", "ok")]
     (tmp_path / "jobs" / "cpu.max").write_text("150000 100000\n")  # a group above
     (tmp_path / "jobs" / "one" / "cpu.max").write_text("max 100000\n")
-    found = host_health.processors(4, tmp_path, own)
+    found = host_health.check_cpus(4, tmp_path, own)
     assert (found[0].severity, found[0].value) == (Severity.WATCH, 1.5)
-    assert cpus.count(tmp_path, own) == 1  # whole ones: a rank with more threads would wait for itself
-    assert told(host_health.processors(1, tmp_path, own)) == [("processors", "ok")]
-    assert told(host_health.processors(1, tmp_path, own, expected=2)) == [("processors", "watch")]
+    assert cpus.count_cpus(tmp_path, own) == 1  # whole ones: a rank with more threads would wait for itself
+    assert told(host_health.check_cpus(1, tmp_path, own)) == [("processors", "ok")]
+    assert told(host_health.check_cpus(1, tmp_path, own, expected=2)) == [("processors", "watch")]
     own.write_text("3:cpu,cpuacct:/jobs\n")  # the older kind
     (tmp_path / "cpu" / "jobs").mkdir(parents=True)
     (tmp_path / "cpu" / "jobs" / "cpu.cfs_quota_us").write_text("50000\n")
     (tmp_path / "cpu" / "jobs" / "cpu.cfs_period_us").write_text("100000\n")
-    assert host_health.processors(2, tmp_path, own)[0].value == 0.5
-    assert cpus.count(tmp_path, own) == 1
+    assert host_health.check_cpus(2, tmp_path, own)[0].value == 0.5
+    assert cpus.count_cpus(tmp_path, own) == 1
     (tmp_path / "cpu" / "jobs" / "cpu.cfs_quota_us").write_text("-1\n")
-    assert cpus.count(tmp_path, own) == cpus.count(tmp_path, tmp_path / "none") == len(os.sched_getaffinity(0))
+    assert (
+        cpus.count_cpus(tmp_path, own) == cpus.count_cpus(tmp_path, tmp_path / "none") == len(os.sched_getaffinity(0))
+    )
 
 
 def test_the_hosts_own_name_can_be_looked_up() -> None:
-    assert host_health.name()[0].check == "name"
+    assert host_health.check_hostname()[0].check == "name"
 
 
 # --------------------------------------------------------------------------------------------------------- carrying out
@@ -220,8 +226,8 @@ def test_a_check_that_hangs_is_cut_off_and_named_and_the_others_go_on() -> None:
 
 
 def _one_hangs(placement: Placement) -> dict[str, list]:
-    def well(name: str) -> checks.Check:
-        return checks.Check(name, lambda: [Finding(name, Severity.OK, "well")], 20, Severity.REBOOT)
+    def well(name: str) -> checks.HealthCheck:
+        return checks.HealthCheck(name, lambda: [Finding(name, Severity.OK, "well")], 20, Severity.REBOOT)
 
     def hang() -> list[Finding]:
         time.sleep(60)
@@ -234,13 +240,13 @@ def _one_hangs(placement: Placement) -> dict[str, list]:
         os.kill(os.getpid(), signal.SIGSEGV)
         return []
 
-    found = checks.carried_out(
+    found = checks.run_checks(
         [
             well("before"),
-            checks.Check("slow disk", hang, 0.3, Severity.RESET),
+            checks.HealthCheck("slow disk", hang, 0.3, Severity.RESET),
             well("between"),
-            checks.Check("broken", fail, 20, Severity.RESET),
-            checks.Check("killed", die, 20, Severity.RESET),
+            checks.HealthCheck("broken", fail, 20, Severity.RESET),
+            checks.HealthCheck("killed", die, 20, Severity.RESET),
             well("after"),
         ]
     )
@@ -263,23 +269,23 @@ def _with_a_sick_gpu(placement: Placement, folder: str) -> dict[str, Told]:
     place = Path(folder)
     gpus = (Gpu(0, "GPU-0", "one", "0000:3b:00", recovery=1), Gpu(1, "GPU-1", "two", "0000:5e:00"))
 
-    def ask() -> Reading:
-        return Reading(gpus)
+    def ask() -> GpuReading:
+        return GpuReading(gpus)
 
-    def hang() -> Reading:
+    def hang() -> GpuReading:
         time.sleep(60)
-        return Reading()
+        return GpuReading()
 
-    three = fork_call(lambda: checks.baseline(lambda: Reading((*gpus, Gpu(2, "GPU-2")))), timeout_s=20)
+    three = fork_call(lambda: checks.collect_baseline(lambda: GpuReading((*gpus, Gpu(2, "GPU-2")))), timeout_s=20)
     found = {
-        "all": told(checks.looked_at(checks.Scope(place), ask)),
-        "only the other": told(checks.looked_at(checks.Scope(place, ["GPU-1"]), ask)),
-        "expected": told(checks.looked_at(checks.Scope(place, expected=three), ask)),
-        "none": told(checks.looked_at(checks.Scope(place, [], network=False), hang)),
-        "quick": told(checks.quick(place, [])),
+        "all": told(checks.run_health_checks(checks.HealthScope(place), ask)),
+        "only the other": told(checks.run_health_checks(checks.HealthScope(place, ["GPU-1"]), ask)),
+        "expected": told(checks.run_health_checks(checks.HealthScope(place, expected=three), ask)),
+        "none": told(checks.run_health_checks(checks.HealthScope(place, [], network=False), hang)),
+        "quick": told(checks.run_quick_checks(place, [])),
     }
     checks.GPUS_S = 0.3
-    return found | {"hung": told(checks.looked_at(checks.Scope(place), hang))}
+    return found | {"hung": told(checks.run_health_checks(checks.HealthScope(place), hang))}
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -288,7 +294,7 @@ def _with_a_sick_gpu(placement: Placement, folder: str) -> dict[str, Told]:
 def test_a_baseline_is_read_as_it_was_written_and_anything_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "baseline.json"
     tree = {"version": 1, "host": "n1", "cpus": 8, "gpus": [{"uuid": "GPU-0", "name": "one", "bus": "0000:3b:00"}]}
-    checks.write(file, tree)
+    checks.write_json(file, tree)
     assert checks.read_baseline(file) == tree
     for text in ("", "[]", "{}", '{"version": 1, "cpus": 2, "gpus": [1]}', '{"version": 9, "cpus": 2, "gpus": []}'):
         file.write_text(text)
@@ -301,10 +307,10 @@ def test_a_baseline_is_read_as_it_was_written_and_anything_else_is_refused(tmp_p
 def test_the_diagnosis_of_nvidias_gpu_manager() -> None:
     test = '{"name": "Memory", "results": [{"gpu_id": "0", "status": "%s", "info": "page retired"}]}'
     report = '{"DCGM GPU Diagnostic": {"test_categories": [{"category": "Hardware", "tests": [%s]}]}}'
-    assert told(diagnosed(report % (test % "Pass"))) == [("dcgmi diag", "ok")]
-    assert told(diagnosed("some noise\n" + report % (test % "Warn"))) == [("dcgmi diag", "watch")]
-    failed = diagnosed(report % (test % "Fail"))
+    assert told(parse_dcgmi_diag(report % (test % "Pass"))) == [("dcgmi diag", "ok")]
+    assert told(parse_dcgmi_diag("some noise\n" + report % (test % "Warn"))) == [("dcgmi diag", "watch")]
+    failed = parse_dcgmi_diag(report % (test % "Fail"))
     assert told(failed) == [("dcgmi diag", "reset")]
     assert "Memory ended with fail on GPU 0: page retired" in failed[0].sentence
-    assert told(diagnosed("", "Error: cannot connect")) == [("dcgmi diag", "unknown")]
-    assert told(diagnosed('{"body": 3}')) == [("dcgmi diag", "unknown")]
+    assert told(parse_dcgmi_diag("", "Error: cannot connect")) == [("dcgmi diag", "unknown")]
+    assert told(parse_dcgmi_diag('{"body": 3}')) == [("dcgmi diag", "unknown")]

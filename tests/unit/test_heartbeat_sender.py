@@ -9,31 +9,31 @@ from typing import Any
 
 from phalanx.core.placement import Placement
 from phalanx.elastic.membership import heartbeat_sender
-from phalanx.elastic.membership.heartbeat import EVERY_S, LIVES, Beat, Beats
-from phalanx.elastic.membership.heartbeat_sender import Address, Herald
-from phalanx.elastic.membership.member_list import Member
+from phalanx.elastic.membership.heartbeat import EVERY_S, LIVES, Heartbeat, HeartbeatSocket
+from phalanx.elastic.membership.heartbeat_sender import Address, HeartbeatSenderProcess
+from phalanx.elastic.membership.member_list import AgentMember
 from phalanx.system.fork import fork
 from tests.helpers import run_ranks, wait_until
 
 SECRET = "sixteen characters"
-ME = Member(3, "here", "00" * 8, "127.0.0.1", 1, 1, (("cpu", "any", True),))
+ME = AgentMember(3, "here", "00" * 8, "127.0.0.1", 1, 1, (("cpu", "any", True),))
 
 
 class Aloud:
     """The plain twin: an agent that says itself that it lives, whenever it comes round."""
 
-    def __init__(self, me: Member, beats: Beats) -> None:
+    def __init__(self, me: AgentMember, beats: HeartbeatSocket) -> None:
         self.me, self.beats, self.due, self.count = me, beats, 0.0, 0
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         return self.count
 
-    def say(self, epoch: int, to: Sequence[Address]) -> None:
+    def send_to(self, epoch: int, to: Sequence[Address]) -> None:
         if time.monotonic() < self.due:
             return
         self.due, self.count = time.monotonic() + EVERY_S, self.count + 1
         for address in to:
-            beat = Beat(LIVES, epoch, self.me.node, bytes.fromhex(self.me.token), self.count)
+            beat = Heartbeat(LIVES, epoch, self.me.node, bytes.fromhex(self.me.token), self.count)
             self.beats.send(beat, address)
 
     def close(self) -> None:
@@ -48,23 +48,23 @@ def bound() -> socket.socket:
 
 class Listener:
     def __init__(self) -> None:
-        self.beats = Beats(bound(), SECRET)
+        self.beats = HeartbeatSocket(bound(), SECRET)
         self.address: Address = self.beats.socket.getsockname()
 
-    def heard(self) -> list[Beat]:
-        return [beat for beat, _ in self.beats.heard()]
+    def heard(self) -> list[Heartbeat]:
+        return [beat for beat, _ in self.beats.receive()]
 
-    def within(self, seconds: float) -> list[Beat]:
+    def within(self, seconds: float) -> list[Heartbeat]:
         """What comes in the next seconds; what has come before is let go."""
         self.heard()
         time.sleep(seconds)
         return self.heard()
 
 
-def speaking() -> tuple[Herald, Listener]:
+def speaking() -> tuple[HeartbeatSenderProcess, Listener]:
     ear = Listener()
-    mine = Herald(ME, Beats(bound(), SECRET))
-    mine.say(7, [ear.address])
+    mine = HeartbeatSenderProcess(ME, HeartbeatSocket(bound(), SECRET))
+    mine.send_to(7, [ear.address])
     wait_until(lambda: bool(ear.heard()), timeout_s=20)
     return mine, ear
 
@@ -91,9 +91,9 @@ def until_it_is_stuck(placement: Placement) -> list[int]:
     try:
         time.sleep(0.6)
         stuck = len(ear.within(1.0))
-        mine.say(7, [ear.address])
+        mine.send_to(7, [ear.address])
         again = len(ear.within(0.4))
-        mine.say(8, [])
+        mine.send_to(8, [])
         time.sleep(0.2)
         return [stuck, again, len(ear.within(0.3))]
     finally:
@@ -111,9 +111,9 @@ def while_it_is_stopped(placement: Placement) -> list[int]:
     ear = Listener()
 
     def agent() -> int:
-        mine = Herald(ME, Beats(bound(), SECRET))
+        mine = HeartbeatSenderProcess(ME, HeartbeatSocket(bound(), SECRET))
         while True:
-            mine.say(1, [ear.address])
+            mine.send_to(1, [ear.address])
             time.sleep(0.05)
 
     pid, pidfd = fork(agent)
@@ -140,9 +140,9 @@ def test_a_stopped_agent_is_silent_a_dead_one_too_and_a_dead_child_is_replaced()
 
 
 def test_the_twin_speaks_only_when_it_comes_round() -> None:
-    ear, mine = Listener(), Aloud(ME, Beats(bound(), SECRET))
+    ear, mine = Listener(), Aloud(ME, HeartbeatSocket(bound(), SECRET))
     for _ in range(2):
-        mine.say(1, [ear.address])
+        mine.send_to(1, [ear.address])
     wait_until(lambda: bool(ear.heard()), timeout_s=5)
-    assert mine.number() == 1
+    assert mine.next_number() == 1
     assert ear.within(0.3) == []

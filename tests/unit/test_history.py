@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import history
@@ -71,27 +71,31 @@ def test_thin_keeps_ends_extremes_and_the_limit(count: int, points: int) -> None
         assert max(times[i] for i in drawn) == max(times)
 
 
-def write_run(folder: Path, *kinds: tuple[Kind, int]) -> history.Run:
+def write_run(folder: Path, *kinds: tuple[EventKind, int]) -> history.RunHistory:
     paths = RunPaths(folder)
     for moment, (kind, attempt) in enumerate(kinds):
         append_line(paths.events, {"kind": str(kind), "attempt": attempt, "time": 100.0 + moment})
-    return history.read_run(paths)
+    return history.read_run_history(paths)
 
 
 @pytest.mark.parametrize(
     ("kinds", "now", "expected"),
     [
-        ([(Kind.RUN_STARTED, 1)], 110, "running"),
-        ([(Kind.RUN_STARTED, 1)], 1000, "not finished"),
-        ([(Kind.RUN_STARTED, 1), (Kind.WORKER_DIED, 1)], 101, "died"),
-        ([(Kind.WORKER_DIED, 1), (Kind.RESTARTED, 2), (Kind.CHECKPOINT_SAVED, 2)], 110, "running"),
-        ([(Kind.STOPPED, 1)], 101, "stopped"),
-        ([(Kind.STOPPED, 1), (Kind.RESUMED, 2)], 102, "running"),
-        ([(Kind.WORKER_DIED, 1), (Kind.RESTARTED, 2), (Kind.FINISHED, 2), (Kind.EXPORTED, 2)], 1000, "finished"),
+        ([(EventKind.RUN_STARTED, 1)], 110, "running"),
+        ([(EventKind.RUN_STARTED, 1)], 1000, "not finished"),
+        ([(EventKind.RUN_STARTED, 1), (EventKind.WORKER_DIED, 1)], 101, "died"),
+        ([(EventKind.WORKER_DIED, 1), (EventKind.RESTARTED, 2), (EventKind.CHECKPOINT_SAVED, 2)], 110, "running"),
+        ([(EventKind.STOPPED, 1)], 101, "stopped"),
+        ([(EventKind.STOPPED, 1), (EventKind.RESUMED, 2)], 102, "running"),
+        (
+            [(EventKind.WORKER_DIED, 1), (EventKind.RESTARTED, 2), (EventKind.FINISHED, 2), (EventKind.EXPORTED, 2)],
+            1000,
+            "finished",
+        ),
     ],
 )
-def test_status(tmp_path: Path, kinds: list[tuple[Kind, int]], now: float, expected: str) -> None:
-    assert history.status(write_run(tmp_path, *kinds), now)[0] == expected
+def test_status(tmp_path: Path, kinds: list[tuple[EventKind, int]], now: float, expected: str) -> None:
+    assert history.run_status(write_run(tmp_path, *kinds), now)[0] == expected
 
 
 def test_events_know_the_step_they_came_after(tmp_path: Path) -> None:
@@ -100,7 +104,7 @@ def test_events_know_the_step_they_came_after(tmp_path: Path) -> None:
     append_line(paths.metrics, {"step": 2, "attempt": 1, "time": 20.0})
     for moment in (5.0, 15.0, 25.0):
         append_line(paths.events, {"kind": "warning", "time": moment})
-    assert [step for _, step in history.after_steps(history.read_run(paths))] == [None, 1, 2]
+    assert [step for _, step in history.events_with_steps(history.read_run_history(paths))] == [None, 1, 2]
 
 
 def test_a_clock_that_is_set_back_between_attempts_changes_no_order(tmp_path: Path) -> None:
@@ -108,16 +112,16 @@ def test_a_clock_that_is_set_back_between_attempts_changes_no_order(tmp_path: Pa
     for number, moment in enumerate((5000.0, 5010.0, 1000.0, 1010.0)):
         append_line(paths.metrics, {"step": number + 1, "attempt": 1 + number // 2, "time": moment})
     for kind, attempt, moment in (
-        (Kind.WORKER_DIED, 1, 5011.0),
-        (Kind.RESUMED, 2, 999.0),
-        (Kind.FINISHED, 2, 1011.0),
+        (EventKind.WORKER_DIED, 1, 5011.0),
+        (EventKind.RESUMED, 2, 999.0),
+        (EventKind.FINISHED, 2, 1011.0),
     ):
         append_line(paths.events, {"kind": str(kind), "attempt": attempt, "time": moment})
-    run = history.read_run(paths)
+    run = history.read_run_history(paths)
     assert [event["kind"] for event in run.events] == ["worker_died", "resumed", "finished"]
-    assert history.status(run, 9999.0) == ("finished", "good")
-    assert [step for _, step in history.after_steps(run)] == [2, 2, 4]
-    assert [record["time"] for record in run.kept] == [5000.0, 5010.0, 5012.0, 5022.0]
+    assert history.run_status(run, 9999.0) == ("finished", "good")
+    assert [step for _, step in history.events_with_steps(run)] == [2, 2, 4]
+    assert [record["time"] for record in run.counted_steps] == [5000.0, 5010.0, 5012.0, 5022.0]
     assert (run.began, run.ended, run.last_line) == (5000.0, 5023.0, 1011.0)
 
 
@@ -125,14 +129,14 @@ def test_events_without_an_attempt_stay_where_they_are(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     for record in ({"kind": "resumed", "attempt": 2}, {"kind": "warning"}, {"kind": "stopped", "attempt": "x"}):
         append_line(paths.events, record)
-    run = history.read_run(paths)
+    run = history.read_run_history(paths)
     assert [event["kind"] for event in run.events] == ["resumed", "warning", "stopped"]
-    assert history.status(run, 0.0)[0] == "stopped"
+    assert history.run_status(run, 0.0)[0] == "stopped"
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"neither metrics\.jsonl nor events\.jsonl.*name the folder of a run"):
-        history.read_run(RunPaths(tmp_path))
+        history.read_run_history(RunPaths(tmp_path))
 
 
 def test_damaged_side_files_are_shown_or_left_out(tmp_path: Path) -> None:
@@ -141,6 +145,6 @@ def test_damaged_side_files_are_shown_or_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(
         b'{"step": 1, "attempt": 1}\n\xff\xfe\n[1]\n{"step": "x"}\n{"step": 2, "att'
     )
-    run = history.read_run(RunPaths(tmp_path))
+    run = history.read_run_history(RunPaths(tmp_path))
     assert (run.config, run.versions, run.config_text) == ({}, {}, "model: [")
-    assert steps(run.kept) == [(1, 1)]
+    assert steps(run.counted_steps) == [(1, 1)]

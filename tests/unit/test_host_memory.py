@@ -24,7 +24,7 @@ def test_every_group_from_the_own_one_up_has_a_say(version: int, tmp_path: Path)
     group(top, "5000", 900, 0, names)
     own = tmp_path / "own"
     own.write_text("9:cpu:/elsewhere\n" + ("0::/job/step\n" if version == 2 else "4:memory:/job/step\n"))
-    found = host_memory.group_room(tmp_path / "groups", own)
+    found = host_memory.cgroup_free_bytes(tmp_path / "groups", own)
     assert min(found) == 400  # files that nobody has used of late are given back
     assert 4100 in found
     assert all(each in (400, 4100) or each > 2**62 for each in found)
@@ -34,22 +34,22 @@ def test_a_group_that_is_not_seen_from_here_is_that_of_the_container(tmp_path: P
     names = host_memory.NAMES[2]
     group(tmp_path / "groups", "1000", 1500, 0, names)
     (tmp_path / "own").write_text("0::/../../of/the/host\n")
-    assert set(host_memory.group_room(tmp_path / "groups", tmp_path / "own")) == {0}
-    assert host_memory.group_room(tmp_path / "nothing", tmp_path / "nowhere") == []
+    assert set(host_memory.cgroup_free_bytes(tmp_path / "groups", tmp_path / "own")) == {0}
+    assert host_memory.cgroup_free_bytes(tmp_path / "nothing", tmp_path / "nowhere") == []
 
 
 def test_here_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < host_memory.free() < 1 << 62
-    monkeypatch.setattr(host_memory, "group_room", lambda: [7])
-    assert host_memory.free() == 7
+    assert 0 < host_memory.free_bytes() < 1 << 62
+    monkeypatch.setattr(host_memory, "cgroup_free_bytes", lambda: [7])
+    assert host_memory.free_bytes() == 7
 
 
 def test_processes_here_may_take_what_the_least_limit_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole = host_memory.limit()
-    assert host_memory.free() < whole < 1 << 62
+    whole = host_memory.limit_bytes()
+    assert host_memory.free_bytes() < whole < 1 << 62
     group(tmp_path / "groups", "9000", 100, 0, host_memory.NAMES[2])
     monkeypatch.setattr(host_memory, "GROUPS", tmp_path / "groups")
-    assert host_memory.limit() == 9000
+    assert host_memory.limit_bytes() == 9000
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -58,7 +58,7 @@ def test_whom_the_kernel_has_killed_in_this_group(tmp_path: Path, version: int) 
     place.mkdir(parents=True)
     own = tmp_path / "own"
     own.write_text("4:memory:/job\n" if version == 1 else "0::/job\n")
-    assert host_memory.group_kills(tmp_path / "groups", own) == 0  # nothing says
+    assert host_memory.cgroup_oom_kills(tmp_path / "groups", own) == 0  # nothing says
     (place / ("memory.oom_control" if version == 1 else "memory.events")).write_text("under_oom 0\noom_kill 3\n")
     (place.parent / "memory.events").write_text("oom_kill 7\n")  # of others, too
-    assert host_memory.group_kills(tmp_path / "groups", own) == 3
+    assert host_memory.cgroup_oom_kills(tmp_path / "groups", own) == 3

@@ -72,9 +72,9 @@ def test_an_index_of_megatrons(tmp_path: Path) -> None:
             TOKENS if which == "index" else damaged(TOKENS, tokens),
         )
         try:
-            with megatron_dataset.opened(str(tmp_path / "m.idx")) as pair:
-                documents = pair.read(0, pair.documents)
-                assert pair.cut(9)[-1] == pair.documents
+            with megatron_dataset.open_indexed_dataset(str(tmp_path / "m.idx")) as pair:
+                documents = pair.read_documents(0, pair.documents)
+                assert pair.split_bounds(9)[-1] == pair.documents
                 lengths = np.concatenate([[0], np.cumsum(pair._lengths)])[pair._bounds]
                 assert [len(ids) for ids in documents] == np.diff(lengths).tolist()
         except DataError as error:
@@ -112,7 +112,7 @@ def test_a_shard_of_masked_sequences(tmp_path: Path) -> None:
         head = int(len(whole) * 0.3) if early else len(whole)
         (tmp_path / "s.hdf5").write_bytes(damaged(whole[:head], how) + whole[head:])
         try:
-            for block, part in hdf5_shards.blocks(str(tmp_path / "s.hdf5"), 70):
+            for block, part in hdf5_shards.read_blocks(str(tmp_path / "s.hdf5"), 70):
                 assert 0 < part <= 1 and (block.tokens < 70).all()
                 block.columns(np.ones(len(block.tokens), bool))
         except DataError as error:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
 from phalanx.core.records import StepRecord
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import html as report
-from phalanx.report.history import read_run
+from phalanx.report.history import read_run_history
 from tests import browser
 
 
@@ -41,14 +41,21 @@ def make_run(folder: Path) -> RunPaths:
     for number in range(11, 21):
         append_line(paths.metrics, step(number, 2))
     events: list[dict[str, Any]] = [
-        {"kind": Kind.RUN_STARTED, "attempt": 1, "time": 1000.0, "parameters": 12_400_000, "world": 2, "device": "cpu"},
-        {"kind": Kind.CHECKPOINT_SAVED, "attempt": 1, "time": 1010.5, "step": 10, "bytes": 10, "seconds": 1},
-        {"kind": Kind.WORKER_DIED, "attempt": 1, "time": 1012.5, "rank": 1, "pid": 77, "signal": 9},
-        {"kind": Kind.WORKER_DIED, "attempt": 1, "time": 1012.6, "rank": 0, "pid": 76, "exit_code": 1},
-        {"kind": Kind.RESTARTED, "attempt": 2, "time": 1013.0},
-        {"kind": Kind.RESUMED, "attempt": 2, "time": 1014.0, "step": 10},
-        {"kind": Kind.EVALUATED, "attempt": 2, "time": 1120.0, "step": 20, "loss": 2.0, "tokens": 5},
-        {"kind": Kind.FINISHED, "attempt": 2, "time": 1121.0, "step": 20, "seconds": 121},
+        {
+            "kind": EventKind.RUN_STARTED,
+            "attempt": 1,
+            "time": 1000.0,
+            "parameters": 12_400_000,
+            "world": 2,
+            "device": "cpu",
+        },
+        {"kind": EventKind.CHECKPOINT_SAVED, "attempt": 1, "time": 1010.5, "step": 10, "bytes": 10, "seconds": 1},
+        {"kind": EventKind.WORKER_DIED, "attempt": 1, "time": 1012.5, "rank": 1, "pid": 77, "signal": 9},
+        {"kind": EventKind.WORKER_DIED, "attempt": 1, "time": 1012.6, "rank": 0, "pid": 76, "exit_code": 1},
+        {"kind": EventKind.RESTARTED, "attempt": 2, "time": 1013.0},
+        {"kind": EventKind.RESUMED, "attempt": 2, "time": 1014.0, "step": 10},
+        {"kind": EventKind.EVALUATED, "attempt": 2, "time": 1120.0, "step": 20, "loss": 2.0, "tokens": 5},
+        {"kind": EventKind.FINISHED, "attempt": 2, "time": 1121.0, "step": 20, "seconds": 121},
     ]
     for event in events:
         append_line(paths.events, event)
@@ -91,7 +98,7 @@ def _refuse(constant: str) -> None:
 
 def test_report_of_a_run_with_a_death(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "night-run")
-    assert report.write(paths) == paths.report
+    assert report.write_report(paths) == paths.report
     page = Page(paths.report)
     for words in ("night-run", "finished", "12.4M parameters", "2 ranks", "tiny", "perplexity 7.4", "of 20"):
         assert words in page.text
@@ -114,18 +121,18 @@ def test_the_mean_speed_counts_all_tokens_as_its_curve_does(tmp_path: Path) -> N
     paths = RunPaths(tmp_path)
     for number in (1, 2):  # of a chat few tokens are learnt
         append_line(paths.metrics, step(number, tokens=7, tokens_per_s=1000.0 * number, step_s=3.0 / number))
-    assert "<dt>mean speed</dt><dd>1.33k</dd>" in Page(report.write(paths)).source
+    assert "<dt>mean speed</dt><dd>1.33k</dd>" in Page(report.write_report(paths)).source
 
 
 def test_a_run_with_adapters_says_how_small_they_are(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    append_line(paths.events, {"kind": Kind.RUN_STARTED, "time": 1.0, "parameters": 8e9, "trainable": 42_000_000})
-    text = Page(report.write(paths)).text
+    append_line(paths.events, {"kind": EventKind.RUN_STARTED, "time": 1.0, "parameters": 8e9, "trainable": 42_000_000})
+    text = Page(report.write_report(paths)).text
     assert text.count("8B parameters and 42M in adapters") == 2  # in the header and in the event
 
 
 def test_report_opens_offline(tmp_path: Path) -> None:
-    page = Page(report.write(make_run(tmp_path)))
+    page = Page(report.write_report(make_run(tmp_path)))
     assert not [tag for tag, attributes in page.tags if "src" in attributes or "href" in attributes]
     policy = [attributes.get("content") or "" for tag, attributes in page.tags if tag == "meta"]
     assert any("default-src 'none'" in content for content in policy)
@@ -134,7 +141,7 @@ def test_report_opens_offline(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium")
 def test_every_chart_has_its_curves_in_a_browser_that_complains_of_nothing(tmp_path: Path) -> None:
-    seen = browser.look(report.write(make_run(tmp_path)))
+    seen = browser.look(report.write_report(make_run(tmp_path)))
     assert seen.console == []
     assert browser.curves(seen) == {"loss": 3, "speed": 2, "time": 3, "memory": 1, "lr": 2, "norm": 2}
 
@@ -146,7 +153,7 @@ def test_text_of_a_run_cannot_become_markup(tmp_path: Path) -> None:
     append_line(paths.events, {"kind": "warning", "attempt": 2, "time": "soon", "message": evil})
     paths.config.write_text(f"model: {{preset: '{evil}'}}\n", encoding="utf-8")
     paths.versions.write_text(json.dumps({evil: evil}))
-    page = Page(report.write(paths))
+    page = Page(report.write_report(paths))
     assert [tag for tag, _ in page.tags].count("script") == 3  # data, plotly, ours
     assert "img" not in [tag for tag, _ in page.tags]
     assert page.text.count(evil) >= 5
@@ -159,7 +166,7 @@ def test_a_run_that_hardly_began(tmp_path: Path, count: int) -> None:
     append_line(paths.events, {"kind": "run_started", "attempt": 1, "time": 1.0})
     for number in range(1, count + 1):
         append_line(paths.metrics, step(number, grad_norm=None, wait_s=None))
-    page = Page(report.write(paths))
+    page = Page(report.write_report(paths))
     plots = [attributes["id"] for _, attributes in page.tags if attributes.get("class") == "plot"]
     assert plots == (["plot-loss", "plot-speed", "plot-time", "plot-memory", "plot-lr"] if count else [])
     assert ("No step has been recorded yet" in page.text) == (count == 0)
@@ -169,7 +176,7 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for number, loss in ((1, float("nan")), (2, float("inf")), (3, 4.0)):
             file.write(json.dumps(step(number, loss=loss)) + "\n")
-    data = Page(report.write(RunPaths(tmp_path))).data
+    data = Page(report.write_report(RunPaths(tmp_path))).data
     assert data["kept"]["loss"] == [None, None, 4.0]
 
 
@@ -177,7 +184,7 @@ def charts(folder: Path, *records: dict[str, Any]) -> dict[str, dict[str, Any]]:
     folder.mkdir()
     for record in records:
         append_line(RunPaths(folder).metrics, record)
-    return {chart["id"]: chart for chart in report.charts(read_run(RunPaths(folder)))}
+    return {chart["id"]: chart for chart in report.build_charts(read_run_history(RunPaths(folder)))}
 
 
 def test_charts_follow_the_numbers(tmp_path: Path) -> None:
@@ -205,9 +212,9 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
             file.write(json.dumps(step(number, 1 + (at >= 4000), loss=loss, **busy, **many)) + "\n")
     with open(paths.events, "w") as file:
         for number in range(3000):
-            event = {"kind": Kind.CHECKPOINT_SAVED, "attempt": 1, "time": 1000.0 + number, "step": number}
-            file.write(json.dumps(event | ({"kind": Kind.WORKER_DIED, "rank": 3} if number == 40 else {})) + "\n")
-    page = Page(report.write(paths))
+            event = {"kind": EventKind.CHECKPOINT_SAVED, "attempt": 1, "time": 1000.0 + number, "step": number}
+            file.write(json.dumps(event | ({"kind": EventKind.WORKER_DIED, "rank": 3} if number == 40 else {})) + "\n")
+    page = Page(report.write_report(paths))
     assert len(page.data["kept"]["step"]) <= 2010
     assert 3777 in page.data["kept"]["step"]  # a spike is never thinned away
     assert paths.report.stat().st_size < 3_000_000  # of which what draws the curves is 2.0
@@ -216,7 +223,7 @@ def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:
 
 
 def test_marks_of_one_step_stand_apart(tmp_path: Path) -> None:
-    page = Page(report.write(make_run(tmp_path)))
+    page = Page(report.write_report(make_run(tmp_path)))
     heights = dict(re.findall(r"^  (\w+): \{ symbol: .*? height: ([\d.]+)", page.source, re.M))
     assert heights.keys() >= {mark["class"] for mark in page.data["events"]}
     ordered = sorted(map(float, heights.values()))
@@ -227,8 +234,10 @@ def test_marks_of_one_step_stand_apart(tmp_path: Path) -> None:
 
 def test_values_of_auto_are_folded_away(tmp_path: Path) -> None:
     paths = make_run(tmp_path)
-    append_line(paths.events, {"kind": Kind.RESOLVED, "attempt": 1, "time": 1000.1, "key": "optim.lr", "value": 0.125})
-    source = Page(report.write(paths)).source
+    append_line(
+        paths.events, {"kind": EventKind.AUTO_RESOLVED, "attempt": 1, "time": 1000.1, "key": "optim.lr", "value": 0.125}
+    )
+    source = Page(report.write_report(paths)).source
     events, folded = source.index("<h3>Events</h3>"), source.index("<summary>Values of <code>auto</code>")
     assert source.count("optim.lr = 0.125") == 1 and events < folded < source.index("optim.lr = 0.125")
     assert "<details open" not in source[folded - 40 : folded]
@@ -239,7 +248,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     paths.report.mkdir()
     (paths.report / "in-the-way").touch()
     with pytest.raises(RunError, match=r"report\.html could not be written .*; make the folder writable"):
-        report.write(paths)
+        report.write_report(paths)
     assert sorted(os.listdir(paths.report)) == ["in-the-way"]
 
 
@@ -252,7 +261,7 @@ def test_each_set_that_is_evaluated_on_has_a_curve_a_tile_and_a_row(tmp_path: Pa
     paths = make_run(tmp_path / "sets")
     for step, name, loss in ((10, "a<b", 3.0), (10, "held_out", 3.5), (20, "a<b", 4.0), (10, "a<b", 2.5)):
         event = {
-            "kind": Kind.EVALUATED,
+            "kind": EventKind.EVALUATED,
             "attempt": 2,
             "time": 1121.0,
             "step": step,
@@ -261,7 +270,7 @@ def test_each_set_that_is_evaluated_on_has_a_curve_a_tile_and_a_row(tmp_path: Pa
             "tokens": 9,
         }
         append_line(paths.events, event)
-    report.write(paths)
+    report.write_report(paths)
     page = Page(paths.report)
     curves = {curve["name"]: (curve["step"], curve["loss"]) for curve in page.data["heldOut"]}
     assert curves == {"held-out": ([10, 20], [3.5, 2.0]), "a<b": ([10, 20], [2.5, 4.0])}
@@ -275,17 +284,17 @@ def test_a_node_that_was_lost_is_an_incident_where_ranks_had_to_start_again(tmp_
     paths = RunPaths(tmp_path)
     for number in range(1, 6):
         append_line(paths.metrics, step(number))
-    lost = {"kind": Kind.NODE_LOST, "node": 1, "host": "n1", "reason": "it closed the connection"}
+    lost = {"kind": EventKind.NODE_LOST, "node": 1, "host": "n1", "reason": "it closed the connection"}
     events: list[dict[str, Any]] = [
-        {"kind": Kind.RUN_STARTED, "attempt": 1, "time": 1000.0},
+        {"kind": EventKind.RUN_STARTED, "attempt": 1, "time": 1000.0},
         {**lost, "attempt": 1, "time": 1005.5},
-        {"kind": Kind.RESTARTED, "attempt": 2, "time": 1006.0},
+        {"kind": EventKind.RESTARTED, "attempt": 2, "time": 1006.0},
         {**lost, "attempt": 2, "time": 1007.0, "node": 3},  # a spare: then the ranks are divided anew for a user
-        {"kind": Kind.RESTARTED, "attempt": 3, "time": 1008.0, "reason": "node 0 is to be left"},
+        {"kind": EventKind.RESTARTED, "attempt": 3, "time": 1008.0, "reason": "node 0 is to be left"},
     ]
     for event in events:
         append_line(paths.events, event)
-    report.write(paths)
+    report.write_report(paths)
     page = paths.report.read_text()
     assert "<dt>incidents</dt><dd>1</dd>" in page
     assert page.count("<li><b>node 1 (n1) was lost: it closed the connection</b>") == 1

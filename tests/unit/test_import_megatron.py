@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
-from phalanx.compat.megatron.args import Told
+from phalanx.compat.megatron.args import MegatronOverrides
 from phalanx.compat.megatron.weights import MegatronCheckpoint
 from phalanx.core.errors import ConfigError
 from phalanx.models.hf_weights import Weights
@@ -272,11 +272,13 @@ def test_without_arguments_flags_say_the_shape(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv_heads 0, which no model has"):
         MegatronCheckpoint(
             source,
-            Told(heads=4, kv_heads=0, seq_len=64, norm_eps=1e-6, rope_theta=1e4, vocab_size=90, qkv="groups"),
+            MegatronOverrides(
+                heads=4, kv_heads=0, seq_len=64, norm_eps=1e-6, rope_theta=1e4, vocab_size=90, qkv="groups"
+            ),
         )
     with pytest.raises(ConfigError, match="--kv-heads"):  # four of keys would need more rows
         MegatronCheckpoint(
-            source, Told(heads=4, seq_len=64, norm_eps=1e-6, rope_theta=1e4, vocab_size=90, qkv="groups")
+            source, MegatronOverrides(heads=4, seq_len=64, norm_eps=1e-6, rope_theta=1e4, vocab_size=90, qkv="groups")
         )
     check(source, tmp_path / "hf", model, *flags, "--kv-heads", "2", "--qkv", "groups")
 
@@ -293,7 +295,9 @@ def test_rotary_positions_and_the_tokenizer(tmp_path: Path, wordless: Path) -> N
     check(source, tmp_path / "hf", model, "--tokenizer", str(wordless))
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
     args.use_rope_scaling, args.rotary_seq_len_interpolation_factor = False, 2
-    linear = MegatronCheckpoint(lay_out(tmp_path / "l", model, args=args, core=True), Told(vocab_size=VOCAB)).spec
+    linear = MegatronCheckpoint(
+        lay_out(tmp_path / "l", model, args=args, core=True), MegatronOverrides(vocab_size=VOCAB)
+    ).spec
     assert linear.rope_scaling is not None
     assert (linear.rope_scaling.rule, linear.rope_scaling.factor, linear.vocab_size) == ("linear", 2.0, VOCAB)
 

@@ -4,8 +4,8 @@ import platform
 import time
 from typing import Any
 
-from phalanx.core.events import Kind
-from phalanx.core.incidents import Told
+from phalanx.core.events import EventKind
+from phalanx.core.incidents import IncidentConsole
 
 
 class Silent:
@@ -24,14 +24,16 @@ class Silent:
 
 def test_a_death_is_over_with_the_first_step_of_a_later_attempt() -> None:
     console, written = Silent(), list[dict[str, Any]]()
-    told = Told(console, written.append)
-    told.note(Kind.WORKER_DIED, {"attempt": 1, "rank": 3, "reason": "killed by SIGKILL"})
+    told = IncidentConsole(console, written.append)
+    told.on_agent_event(EventKind.WORKER_DIED, {"attempt": 1, "rank": 3, "reason": "killed by SIGKILL"})
     told.on_step({"step": 8, "attempt": 1, "time": 1.0})  # a line that came late
     assert not written
-    told.note(Kind.RESTARTED, {"attempt": 2})
+    told.on_agent_event(EventKind.RESTARTED, {"attempt": 2})
     told.on_step({"step": 8, "attempt": 1, "time": 1.0})
-    told.note(Kind.WORKER_DIED, {"attempt": 2, "rank": 0, "reason": "ran out of memory"})  # while it is not over yet
-    told.note(Kind.RESTARTED, {"attempt": 3, "reason": "with smaller micro-batches"})
+    told.on_agent_event(
+        EventKind.WORKER_DIED, {"attempt": 2, "rank": 0, "reason": "ran out of memory"}
+    )  # while it is not over yet
+    told.on_agent_event(EventKind.RESTARTED, {"attempt": 3, "reason": "with smaller micro-batches"})
     told.on_step({"step": 8, "attempt": 2, "time": 1.0})
     assert not written
     told.on_step({"step": 9, "attempt": 3})
@@ -51,9 +53,9 @@ def test_a_death_is_over_with_the_first_step_of_a_later_attempt() -> None:
 def test_clocks_that_differ_make_no_time_of_their_own() -> None:
     for wrong_s in (-1000.0, 1000.0):
         written = list[dict[str, Any]]()
-        told = Told(Silent(), written.append)
+        told = IncidentConsole(Silent(), written.append)
         told.incidents.begin({"attempt": 2, "what": "a", "done": "b", "began": time.time() - 5, "phases": {}})
-        told.incidents.on_event({"kind": Kind.RESUMED, "attempt": 2, "time": time.time() + wrong_s})
+        told.incidents.on_event({"kind": EventKind.RESUMED, "attempt": 2, "time": time.time() + wrong_s})
         told.on_step({"step": 8, "attempt": 2, "time": time.time() + wrong_s})
         [incident] = written
         assert 5 <= incident["phases"]["restored"] <= incident["seconds"] < 60
@@ -61,11 +63,11 @@ def test_clocks_that_differ_make_no_time_of_their_own() -> None:
 
 def test_what_is_never_overcome_is_told_at_the_end() -> None:
     written = list[dict[str, Any]]()
-    told = Told(Silent(), written.append)
+    told = IncidentConsole(Silent(), written.append)
     told.incidents.end({})
-    told.note(Kind.WORKER_DIED, {"attempt": 1, "rank": 0, "reason": "killed"})
+    told.on_agent_event(EventKind.WORKER_DIED, {"attempt": 1, "rank": 0, "reason": "killed"})
     told.incidents.end({})  # nothing was done about it, which the death's own event says
     assert not written
-    told.note(Kind.RESTARTED, {"attempt": 2})
+    told.on_agent_event(EventKind.RESTARTED, {"attempt": 2})
     told.incidents.end({})
     assert [(each["attempt"], "step" in each) for each in written] == [(2, False)]

@@ -9,8 +9,8 @@ import pytest
 
 from phalanx.config.schema import DataSection
 from phalanx.core.errors import ConfigError
-from phalanx.data.inspect import facts, sets_of
-from phalanx.data.packing import Form
+from phalanx.data.inspect import compute_stats, find_token_sets
+from phalanx.data.packing import PackingOptions
 from phalanx.data.prepare import prepare
 from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
@@ -33,7 +33,7 @@ def masked_set(folder: Path, tokenizer: Path) -> TokenFile:
 def test_counts_lengths_and_samples(tmp_path: Path) -> None:
     train_tokenizer(["ask say"], 260, tmp_path / "tokenizer")
     file = masked_set(tmp_path / "set", tmp_path / "tokenizer")
-    found = facts("chat", tmp_path / "set", tmp_path / "tokenizer", Form(30, packed=True), samples=2)
+    found = compute_stats("chat", tmp_path / "set", tmp_path / "tokenizer", PackingOptions(30, packed=True), samples=2)
     lengths = [len(file.document(i)) for i in range(10)]
     assert (found.documents, found.tokens) == (10, sum(lengths))
     assert (found.mean, found.median) == (np.mean(lengths), np.median(lengths))
@@ -50,7 +50,7 @@ def test_counts_lengths_and_samples(tmp_path: Path) -> None:
     assert [number for number, _ in found.samples] == [2, 7]
     assert found.samples[0][1] == [("ask [2] ", False), ("say 2" * 3 + "<|endoftext|>", True)]
     stream = io.StringIO()
-    dataset_tables.show(open_terminal(stream, width=100), [found])
+    dataset_tables.print_datasets(open_terminal(stream, width=100), [found])
     shown = stream.getvalue()
     assert f"{found.tokens:,}" in shown
     assert f"{found.learnt:,} ({found.learnt / found.tokens:.1%})" in shown
@@ -62,27 +62,27 @@ def test_an_empty_set_and_one_of_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello [bold] world")
     made = prepare(DataSection(source=[str(tmp_path / "a.txt")], tokenizer="train", tokenizer_vocab=257, held_out=0.0,
                                cache=str(tmp_path / "c")))  # fmt: skip
-    sets, tokenizer = sets_of(made.train[0][0].parent)
+    sets, tokenizer = find_token_sets(made.train[0][0].parent)
     assert sets == {"train": made.train[0][0], "held_out": made.held_out["held_out"]}
     assert tokenizer == made.tokenizer_folder
-    assert sets_of(made.train[0][0]) == ({"train": made.train[0][0]}, tokenizer)
-    found = [facts(name, folder, tokenizer, None, 3) for name, folder in sets.items()]
+    assert find_token_sets(made.train[0][0]) == ({"train": made.train[0][0]}, tokenizer)
+    found = [compute_stats(name, folder, tokenizer, None, 3) for name, folder in sets.items()]
     assert [one.documents for one in found] == [1, 0]
     assert found[0].learnt is found[0].rows is None
     stream = io.StringIO()
-    dataset_tables.show(open_terminal(stream, width=100), found)
+    dataset_tables.print_datasets(open_terminal(stream, width=100), found)
     shown = stream.getvalue()
     assert "hello [bold] world<|endoftext|>" in shown
     assert "learnt" not in shown
     assert "packed" not in shown
     with pytest.raises(ConfigError, match="neither a token set nor a recipe"):
-        sets_of(tmp_path)
+        find_token_sets(tmp_path)
 
 
 def test_a_set_whose_tokenizer_is_gone_shows_no_samples(tmp_path: Path) -> None:
     train_tokenizer(["ask say"], 260, tmp_path / "tokenizer")
     masked_set(tmp_path / "both" / "train", tmp_path / "tokenizer")
-    assert sets_of(tmp_path / "both" / "train") == ({"train": tmp_path / "both" / "train"}, None)
+    assert find_token_sets(tmp_path / "both" / "train") == ({"train": tmp_path / "both" / "train"}, None)
     (tmp_path / "both" / "prepared.json").write_text(json.dumps({"tokenizer": "../gone"}))
-    assert sets_of(tmp_path / "both")[1] is None
-    assert facts("train", tmp_path / "both" / "train", None, None, 2).samples == []
+    assert find_token_sets(tmp_path / "both")[1] is None
+    assert compute_stats("train", tmp_path / "both" / "train", None, None, 2).samples == []

@@ -17,64 +17,64 @@ from hypothesis import strategies as st
 
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.launch import job_supervisor, jobs
-from phalanx.launch.job_supervisor import AGAIN, END, STALLED, Launched, Over, follows
+from phalanx.launch.job_supervisor import END, RESTART, STALLED, LaunchSpec, StartOutcome, decide_restart
 from phalanx.launch.slurm.commands import SlurmJob
-from phalanx.system.slurm_env import Step
+from phalanx.system.slurm_env import SlurmStep
 from phalanx.trainer import run_folder
 from tests.helpers import free_port, wait_until
 
-LAUNCHED = Launched(True, 2, 0, None, True, 100, 0.0, "here")
+LAUNCHED = LaunchSpec(True, 2, 0, None, True, 100, 0.0, "here")
 TRIED = (ExitCode.FAILED, ExitCode.STOPPED)
 
 
 def test_what_is_not_worth_another_start_ends() -> None:
     for code in (ExitCode.DONE, ExitCode.CONFIG, ExitCode.OUT_OF_MEMORY):
-        assert follows(LAUNCHED, code, False, 5, [])[0] == END
+        assert decide_restart(LAUNCHED, code, False, 5, [])[0] == END
     for code in TRIED:
-        assert follows(LAUNCHED, code, False, 5, [])[0] == AGAIN
-        assert follows(LAUNCHED, code, True, 5, []) == (END, "it was cancelled")
+        assert decide_restart(LAUNCHED, code, False, 5, [])[0] == RESTART
+        assert decide_restart(LAUNCHED, code, True, 5, []) == (END, "it was cancelled")
 
 
 @given(st.lists(st.integers(0, 3), max_size=300), st.sampled_from(TRIED))
 def test_starts_end_where_nothing_is_won(won: list[int], code: ExitCode) -> None:
     """Starts that each save so many steps more: they end after three that save none, or after a hundred."""
-    before: list[Over] = []
+    before: list[StartOutcome] = []
     step, idle = 0, 0
     for more in won:
         step, idle = step + more, 0 if more else idle + 1
-        follow, why = follows(LAUNCHED, code, False, step, before)
+        follow, why = decide_restart(LAUNCHED, code, False, step, before)
         assert (follow == END) == (idle >= STALLED or len(before) + 1 == 100), (before, step)
         if follow == END:
             assert why
             break
-        before.append(Over(int(code), AGAIN, step))
+        before.append(StartOutcome(int(code), RESTART, step))
     assert len(before) < 100
 
 
 def test_what_was_launched_is_read_back(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
-    assert job_supervisor.read_launched(paths) is None
-    job_supervisor.write_launched(paths, LAUNCHED)
-    assert job_supervisor.read_launched(paths) == LAUNCHED
+    assert job_supervisor.read_launch_spec(paths) is None
+    job_supervisor.write_launch_spec(paths, LAUNCHED)
+    assert job_supervisor.read_launch_spec(paths) == LAUNCHED
     paths.launched.write_text('{"nodes": 1}')
-    assert job_supervisor.read_launched(paths) is None
+    assert job_supervisor.read_launch_spec(paths) is None
 
 
 def test_what_another_version_has_launched_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_supervisor, "SEEN_S", 0.0)
     with pytest.raises(ConfigError, match="does not see what `phalanx launch` has written"):
-        job_supervisor.keep(tmp_path, {})
+        job_supervisor.supervise(tmp_path, {})
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
     paths.launched.write_text('{"nodes": 1}')
     with pytest.raises(ConfigError, match="says nothing that this version of Phalanx knows"):
-        job_supervisor.keep(tmp_path, {})
+        job_supervisor.supervise(tmp_path, {})
 
 
 def test_what_is_shown_is_the_log_of_the_node_that_leads(tmp_path: Path) -> None:
@@ -83,20 +83,20 @@ def test_what_is_shown_is_the_log_of_the_node_that_leads(tmp_path: Path) -> None
     paths.node_log(0).parent.mkdir()
     epoch_files.claim(paths, 1, {"leader": 0})
     epoch_files.claim(paths, 2, {"leader": 1})
-    assert jobs.leading(paths) == 0  # of a run that was never launched there are no such logs
-    job_supervisor.write_launched(paths, LAUNCHED)
-    assert jobs.leading(paths) == 0
+    assert jobs.find_leading_node(paths) == 0  # of a run that was never launched there are no such logs
+    job_supervisor.write_launch_spec(paths, LAUNCHED)
+    assert jobs.find_leading_node(paths) == 0
     paths.node_log(1).touch()
-    assert jobs.leading(paths) == 1
-    job_supervisor.write_launched(paths, replace(LAUNCHED, nodes=1))  # later, on one node
-    assert jobs.leading(paths) == 0
+    assert jobs.find_leading_node(paths) == 1
+    job_supervisor.write_launch_spec(paths, replace(LAUNCHED, nodes=1))  # later, on one node
+    assert jobs.find_leading_node(paths) == 0
 
 
 def test_a_start_after_a_cancellation_says_why_it_does_nothing(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
     paths.cancelled.touch()
-    assert job_supervisor._train(paths, LAUNCHED, 0, None, job_supervisor._Stop()) == ExitCode.STOPPED
+    assert job_supervisor._run_training(paths, LAUNCHED, 0, None, job_supervisor._StopHandler()) == ExitCode.STOPPED
     assert "--- not started, as the run was cancelled" in paths.node_log(0).read_text()
 
 
@@ -108,8 +108,8 @@ def test_a_full_disk_does_not_keep_an_agent_that_was_killed_from_another_start(
     paths.node_log(0).parent.mkdir()
     paths.node_log(0).symlink_to("/dev/full")
     script = f"import os, pathlib; m = pathlib.Path({str(mark)!r}); m.exists() or m.touch() or os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(job_supervisor, "command", lambda *_: [sys.executable, "-c", script])
-    assert job_supervisor._train(paths, LAUNCHED, 0, None, job_supervisor._Stop()) == 0
+    monkeypatch.setattr(job_supervisor, "train_command", lambda *_: [sys.executable, "-c", script])
+    assert job_supervisor._run_training(paths, LAUNCHED, 0, None, job_supervisor._StopHandler()) == 0
 
 
 def test_a_signal_that_comes_just_before_the_child_is_passed_on(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_a_signal_that_comes_just_before_the_child_is_passed_on(tmp_path: Path) 
                 signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # another thread would take it at once
             return False
 
-    stop = job_supervisor._Stop()
+    stop = job_supervisor._StopHandler()
     before = signal.signal(signal.SIGUSR1, stop)
     try:
-        assert job_supervisor._child(["sleep", "20"], 2, stop, Cancelled(tmp_path / "cancelled")) == -signal.SIGUSR1
+        assert job_supervisor._run_child(["sleep", "20"], 2, stop, Cancelled(tmp_path / "cancelled")) == -signal.SIGUSR1
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -149,15 +149,15 @@ def test_a_run_on_several_nodes_is_not_ended_at_once_by_the_death_of_one(
     """The others would go on: so the agent that leads is told as by a second Ctrl-C."""
     monkeypatch.setattr(jobs, "ENDS_S", 60.0 if code else 2.0)
     paths = RunPaths(tmp_path)
-    write_event(paths.events, Kind.RUN_STARTED, 1, hosts=["n1", "n2"][:hosts])
+    write_event(paths.events, EventKind.RUN_STARTED, 1, hosts=["n1", "n2"][:hosts])
     leads = subprocess.Popen([sys.executable, "-c", LEADS, str(paths.lock), str(heeds)])
     try:
-        wait_until(lambda: jobs.running_here(paths) is not None)
+        wait_until(lambda: jobs.find_local_process(paths) is not None)
         if code is None:
             with pytest.raises(RunError, match="was asked to end it on all nodes and has not within 2 s"):
-                jobs.cancel(paths, now=True)
+                jobs.cancel_run(paths, now=True)
             return
-        said = jobs.cancel(paths, now=True)
+        said = jobs.cancel_run(paths, now=True)
         assert ("has ended the run on all nodes" if hosts > 1 else "was killed") in said
         assert leads.wait() == code
     finally:
@@ -170,7 +170,7 @@ def test_a_link_that_leads_out_of_a_run_is_not_written_to_by_who_cancels_it(tmp_
     paths.launch.mkdir(parents=True)
     paths.cancelled.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError, match="leads out of it"):
-        jobs.cancel(paths, now=False)
+        jobs.cancel_run(paths, now=False)
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -179,7 +179,7 @@ def test_waiting_for_a_job_outlives_a_controller_that_does_not_answer(
 ) -> None:
     paths, silent = RunPaths(tmp_path), RunError("Slurm has not answered `scontrol` for 30 s")
     paths.launch.mkdir()
-    paths.over("7-1").write_text("0 end 5 0\n")
+    paths.start_outcome("7-1").write_text("0 end 5 0\n")
     answers = [silent, SlurmJob("7", "RUNNING"), silent, SlurmJob("7", "COMPLETED")]
 
     def newest_job(of: RunPaths) -> SlurmJob:
@@ -190,25 +190,25 @@ def test_waiting_for_a_job_outlives_a_controller_that_does_not_answer(
 
     monkeypatch.setattr(jobs, "newest_job", newest_job)
     monkeypatch.setattr(jobs, "ASK_S", 0.0)
-    assert jobs.wait(paths, Config()) == 0
+    assert jobs.wait_for_end(paths, Config()) == 0
     assert answers == []
 
 
 def test_slurm_is_not_asked_at_each_look_whether_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[RunPaths] = []
-    monkeypatch.setattr(jobs, "goes_on", lambda paths: not asked.append(paths))
-    goes_on = jobs.Asking(RunPaths(tmp_path))
+    monkeypatch.setattr(jobs, "is_running", lambda paths: not asked.append(paths))
+    goes_on = jobs.RunningPoller(RunPaths(tmp_path))
     assert [goes_on() for _ in range(20)] == [True] * 20
     assert len(asked) == 1
 
 
 def test_each_node_is_told_what_to_run(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "my run")
-    words = job_supervisor.command(paths, LAUNCHED, 1)
+    words = job_supervisor.train_command(paths, LAUNCHED, 1)
     assert words[words.index("--node-rank") + 1] == "1"
     assert words[words.index("--rendezvous") + 1] == f"file://{tmp_path}/my%20run/launch/meet"
     assert "--spares" not in words and "--ranks" not in words
-    alone = job_supervisor.command(paths, Launched(False, 1, 0, 3, False, 1, 0.0, "here"), 0)
+    alone = job_supervisor.train_command(paths, LaunchSpec(False, 1, 0, 3, False, 1, 0.0, "here"), 0)
     assert alone[-2:] == ["--ranks", "3"] and "--nodes" not in alone
 
 
@@ -223,8 +223,8 @@ def test_the_word_of_a_lower_node_and_of_success_stays(tmp_path: Path) -> None:
         (0, ExitCode.DONE, "0 end 0 0\n"),
         (2, ExitCode.DONE, "0 end 0 0\n"),
     ):
-        job_supervisor._conclude(paths, LAUNCHED, node, "7-1", int(code))
-        assert paths.over("7-1").read_text() == expected
+        job_supervisor._record_outcome(paths, LAUNCHED, node, "7-1", int(code))
+        assert paths.start_outcome("7-1").read_text() == expected
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -234,11 +234,11 @@ def test_the_word_of_a_lower_node_stays_that_ends_in_the_same_moment(
     """Node 0 says how it ended while node 1 is about to."""
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
-    recorded = job_supervisor.outcome.recorded
+    recorded = job_supervisor.outcome.checkpoint_step_in_events
 
     def slowly(paths: RunPaths) -> int:
-        monkeypatch.setattr(job_supervisor.outcome, "recorded", recorded)
-        job_supervisor._conclude(paths, LAUNCHED, 0, "7-1", int(ExitCode.DONE))
+        monkeypatch.setattr(job_supervisor.outcome, "checkpoint_step_in_events", recorded)
+        job_supervisor._record_outcome(paths, LAUNCHED, 0, "7-1", int(ExitCode.DONE))
         return recorded(paths)
 
     def none(source: Path, target: Path) -> None:
@@ -246,19 +246,19 @@ def test_the_word_of_a_lower_node_stays_that_ends_in_the_same_moment(
 
     if not links:  # nor is anything lost on a file system without them
         monkeypatch.setattr(job_supervisor.os, "link", none)
-        job_supervisor._conclude(paths, LAUNCHED, 1, "7-1", int(ExitCode.DONE))
-        assert paths.over("7-1").read_text() == "0 end 0 1\n"
+        job_supervisor._record_outcome(paths, LAUNCHED, 1, "7-1", int(ExitCode.DONE))
+        assert paths.start_outcome("7-1").read_text() == "0 end 0 1\n"
     else:
-        monkeypatch.setattr(job_supervisor.outcome, "recorded", slowly)
-        job_supervisor._conclude(paths, LAUNCHED, 1, "7-1", int(ExitCode.DONE))
-        assert paths.over("7-1").read_text() == "0 end 0 0\n"
+        monkeypatch.setattr(job_supervisor.outcome, "checkpoint_step_in_events", slowly)
+        job_supervisor._record_outcome(paths, LAUNCHED, 1, "7-1", int(ExitCode.DONE))
+        assert paths.start_outcome("7-1").read_text() == "0 end 0 0\n"
     assert [path.name for path in paths.launch.iterdir()] == ["over-7-1"]
 
 
 def test_slurm_is_asked_again_to_end_a_job_whose_script_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, step, asked = RunPaths(tmp_path), Step("7", "0", 1, 2, 1, ("127.0.0.1", free_port())), list[str]()
+    paths, step, asked = RunPaths(tmp_path), SlurmStep("7", "0", 1, 2, 1, ("127.0.0.1", free_port())), list[str]()
     paths.launch.mkdir()
     paths.node_log(1).parent.mkdir()
 
@@ -267,13 +267,13 @@ def test_slurm_is_asked_again_to_end_a_job_whose_script_is_gone(
         if len(asked) == 1:
             raise RunError("Slurm's scontrol has failed: Unable to contact slurm controller")
 
-    for name, value in (("WORD_S", 0.0), ("AGAIN_S", 0.0)):
+    for name, value in (("NODE0_OUTCOME_WAIT_S", 0.0), ("AGAIN_S", 0.0)):
         monkeypatch.setattr(job_supervisor, name, value)
     monkeypatch.setattr(job_supervisor.slurm, "requeue", requeue)
-    monkeypatch.setattr(job_supervisor.slurm, "job_of", lambda job: SlurmJob(job, "RUNNING"))
-    stop = job_supervisor._Stop()
+    monkeypatch.setattr(job_supervisor.slurm, "query_job", lambda job: SlurmJob(job, "RUNNING"))
+    stop = job_supervisor._StopHandler()
     stop.asked = signal.SIGTERM  # which has ended the training
-    job_supervisor._leave(paths, step, int(ExitCode.STOPPED), AGAIN, stop)
+    job_supervisor._end_orphaned_job(paths, step, int(ExitCode.STOPPED), RESTART, stop)
     assert asked == ["7", "7"]
     assert "--- job 7 was not ended: Slurm's scontrol has failed: Unable to contact" in paths.node_log(1).read_text()
 
@@ -286,19 +286,24 @@ def test_who_has_failed_and_is_asked_to_stop_waits_no_longer_for_others_who_woul
 ) -> None:
     """The job's script is gone, and one node has failed: the job is ended where nobody else trains. A signal that had
     come before it failed says nothing."""
-    paths, step, calls = RunPaths(tmp_path), Step("7", "0", 1, 2, 1, ("127.0.0.1", free_port())), list[str]()
-    for name, value in (("WORD_S", 0.0), ("ASKED_S", 0.5), ("GROWN_S", 0.05), ("QUIET_S", 60.0 if asked else 1.5)):
+    paths, step, calls = RunPaths(tmp_path), SlurmStep("7", "0", 1, 2, 1, ("127.0.0.1", free_port())), list[str]()
+    for name, value in (
+        ("NODE0_OUTCOME_WAIT_S", 0.0),
+        ("ASKED_S", 0.5),
+        ("GROWN_S", 0.05),
+        ("QUIET_S", 60.0 if asked else 1.5),
+    ):
         monkeypatch.setattr(job_supervisor, name, value)
     monkeypatch.setattr(job_supervisor.slurm, "cancel", calls.append)
-    monkeypatch.setattr(job_supervisor.slurm, "job_of", lambda job: SlurmJob(job, "RUNNING"))
-    stop = job_supervisor._Stop()
+    monkeypatch.setattr(job_supervisor.slurm, "query_job", lambda job: SlurmJob(job, "RUNNING"))
+    stop = job_supervisor._StopHandler()
     stop.asked = signal.SIGTERM
     if asked:
         threading.Timer(0.3, stop, (signal.SIGTERM, None)).start()
     if grows:
         threading.Timer(0.5, lambda: paths.events.write_text("{}\n")).start()
     began = time.monotonic()
-    job_supervisor._leave(paths, step, int(ExitCode.FAILED), END, stop)
+    job_supervisor._end_orphaned_job(paths, step, int(ExitCode.FAILED), END, stop)
     assert calls == ([] if ended is False else ["7"])
     assert (time.monotonic() - began >= 1.5) is (ended is None)
 
@@ -321,7 +326,12 @@ def test_who_has_failed_and_is_asked_to_stop_waits_no_longer_for_others_who_woul
 def test_slurm_is_not_asked_on_and_on_for_what_it_does_already(
     happens: str, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, step, asked, stop = RunPaths(tmp_path), Step("7", "0", 1, 2, 1), list[str](), job_supervisor._Stop()
+    paths, step, asked, stop = (
+        RunPaths(tmp_path),
+        SlurmStep("7", "0", 1, 2, 1),
+        list[str](),
+        job_supervisor._StopHandler(),
+    )
     paths.launch.mkdir()
     paths.node_log(1).parent.mkdir()
 
@@ -344,9 +354,9 @@ def test_slurm_is_not_asked_on_and_on_for_what_it_does_already(
     monkeypatch.setattr(job_supervisor, "AGAIN_S", 60.0 if "a signal" in happens else 0.0)
     monkeypatch.setattr(job_supervisor.slurm, "requeue", requeue)
     monkeypatch.setattr(job_supervisor.slurm, "cancel", lambda job: asked.append(f"cancel {job}"))
-    monkeypatch.setattr(job_supervisor.slurm, "job_of", job_of)
+    monkeypatch.setattr(job_supervisor.slurm, "query_job", job_of)
     began = time.monotonic()
-    job_supervisor._end_job(paths, step, AGAIN, stop)
+    job_supervisor._end_job(paths, step, RESTART, stop)
     assert asked == calls
     assert time.monotonic() - began < 30
 
@@ -372,19 +382,19 @@ def test_of_a_job_that_was_over_before_it_could_be_cancelled_that_is_said(
     monkeypatch.setattr(jobs, "newest_job", lambda paths: SlurmJob("7", left.pop(0) if len(left) > 1 else left[0]))
     monkeypatch.setattr(jobs.slurm, "stop", refuse)
     monkeypatch.setattr(jobs.slurm, "cancel", refuse)
-    assert jobs.cancel(RunPaths(tmp_path), now=False) == said
+    assert jobs.cancel_run(RunPaths(tmp_path), now=False) == said
 
 
 def test_who_looks_whether_a_run_goes_on_is_in_nobodys_way(tmp_path: Path) -> None:
     """`phalanx launch --local` looks every 20 ms whether the process that it has started holds the run."""
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
-    for lock, held in ((paths.keeper, job_supervisor._held), (paths.lock, run_folder.opened)):
+    for lock, held in ((paths.job_supervisor, job_supervisor._hold_lock), (paths.lock, run_folder.hold_run_folder)):
         looks = os.open(lock, os.O_RDWR | os.O_CREAT)
         fcntl.flock(looks, fcntl.LOCK_SH)
         threading.Timer(0.1, os.close, [looks]).start()
         with held(paths):
-            assert job_supervisor.holder(lock) == (os.getpid(), platform.node())
+            assert job_supervisor.find_lock_holder(lock) == (os.getpid(), platform.node())
             with pytest.raises(RunError, match=f"process {os.getpid()}"), held(paths):
                 pass
 
@@ -392,14 +402,14 @@ def test_who_looks_whether_a_run_goes_on_is_in_nobodys_way(tmp_path: Path) -> No
 def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
-    assert job_supervisor.holder(paths.keeper) is None
-    with job_supervisor._held(paths):
-        assert job_supervisor.holder(paths.keeper) == (os.getpid(), platform.node())
-    assert job_supervisor.holder(paths.keeper) is None
+    assert job_supervisor.find_lock_holder(paths.job_supervisor) is None
+    with job_supervisor._hold_lock(paths):
+        assert job_supervisor.find_lock_holder(paths.job_supervisor) == (os.getpid(), platform.node())
+    assert job_supervisor.find_lock_holder(paths.job_supervisor) is None
 
 
 def test_the_end_of_a_start_that_another_launch_forgets_is_passed_over(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir(parents=True)
     (paths.launch / "over-1.json").symlink_to(tmp_path / "gone")  # seen, and not there any more
-    assert job_supervisor.earlier(paths) == []
+    assert job_supervisor.read_start_outcomes(paths) == []

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from phalanx.health import xid
 from phalanx.health.findings import Severity, verdict
-from phalanx.health.kernel_log import Line, judge, read
+from phalanx.health.kernel_log import KernelLogLine, judge_kernel_log, read_kernel_log
 
 NOW = 10_000.0
 
 
 def said(*texts: str, at: float = NOW - 60, recovery: dict[str, Severity] | None = None, **history: float) -> dict:
-    lines = [Line(at + second, text) for second, text in enumerate(texts)]
-    return {each.check: each.severity for each in judge(lines, "", recovery or {}, NOW, **history)}
+    lines = [KernelLogLine(at + second, text) for second, text in enumerate(texts)]
+    return {each.check: each.severity for each in judge_kernel_log(lines, "", recovery or {}, NOW, **history)}
 
 
 def line_of(number: int, rest: str = "pid=77, name=python, Ch 00000003") -> str:
@@ -57,11 +57,16 @@ def test_the_driver_knows_better_whether_a_gpu_was_reset_since() -> None:
 
 
 def test_a_place_on_the_bus_has_one_spelling() -> None:
-    assert xid.bus_of("00000000:3B:00.0") == xid.bus_of("0000:3b:00") == xid.bus_of("3b:00") == "0000:3b:00"
+    assert (
+        xid.normalize_bus_id("00000000:3B:00.0")
+        == xid.normalize_bus_id("0000:3b:00")
+        == xid.normalize_bus_id("3b:00")
+        == "0000:3b:00"
+    )
 
 
 def test_errors_of_one_kind_are_told_once() -> None:
-    found = judge([Line(NOW - each, line_of(48)) for each in (500, 400, 60)], "", {}, NOW)
+    found = judge_kernel_log([KernelLogLine(NOW - each, line_of(48)) for each in (500, 400, 60)], "", {}, NOW)
     assert len(found) == 1
     assert found[0].value == 3
     assert "3 times, last 60 s ago" in found[0].sentence
@@ -100,16 +105,16 @@ def test_what_only_deserves_a_look_is_soon_history() -> None:
 
 
 def test_a_log_that_cannot_be_read_is_not_a_clean_one(tmp_path: Path) -> None:
-    lines, why_not = read(tmp_path / "kmsg", ["false"])
+    lines, why_not = read_kernel_log(tmp_path / "kmsg", ["false"])
     assert lines is None
     assert "No such file" in why_not
-    assert verdict(judge(lines, why_not, {})) == Severity.UNKNOWN
+    assert verdict(judge_kernel_log(lines, why_not, {})) == Severity.UNKNOWN
 
 
 def test_the_journal_is_read_where_the_ring_is_not_shown(tmp_path: Path) -> None:
     text = "[   12.500000] host kernel: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
-    lines, _ = read(tmp_path / "kmsg", ["echo", text])
-    assert lines == [Line(12.5, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.")]
+    lines, _ = read_kernel_log(tmp_path / "kmsg", ["echo", text])
+    assert lines == [KernelLogLine(12.5, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.")]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the kernel shows its log to root")
@@ -119,16 +124,16 @@ def test_the_ring_of_this_machine() -> None:
     mark = f"phalanx test {os.getpid()}"
     try:
         Path("/dev/kmsg").write_text(f"<6>{mark}\n")
-        lines, _ = read()
+        lines, _ = read_kernel_log()
     except PermissionError:
         pytest.skip("this container may not use the kernel's log")
     assert lines is not None
     assert mark in [line.text for line in lines]
-    assert judge(lines, "", {})  # real lines are judged without an error
+    assert judge_kernel_log(lines, "", {})  # real lines are judged without an error
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.text(max_size=80))))
 def test_no_line_is_too_strange(lines: list[tuple[float, str]]) -> None:
-    tales = [Line(at, f"NVRM: Xid (PCI:{text}): 79, {text}") for at, text in lines]
-    tales += [Line(at, text) for at, text in lines]
-    assert judge(tales, "", {}, NOW)
+    tales = [KernelLogLine(at, f"NVRM: Xid (PCI:{text}): 79, {text}") for at, text in lines]
+    tales += [KernelLogLine(at, text) for at, text in lines]
+    assert judge_kernel_log(tales, "", {}, NOW)

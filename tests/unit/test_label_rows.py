@@ -17,12 +17,12 @@ from torch import nn
 
 from phalanx.config.schema import Config, DataSection
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.label_rows import LabelForm, LabelledRows, LabelledSample, ordered
-from phalanx.data.prepare import Prepared
+from phalanx.data.label_rows import LabelledRows, LabelledSample, LabelRowOptions, order_labels
+from phalanx.data.prepare import PreparedData
 from phalanx.data.prepare_records import prepare_for, prepare_records
-from phalanx.data.record_files import Columns
+from phalanx.data.record_files import RecordSet
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.tasks.labels import IGNORED, TextLabel, WordLabels, spans_of
+from phalanx.tasks.labels import IGNORE_INDEX, SequenceClassificationTask, TokenClassificationTask, find_entities
 
 SENTENCES = [
     (["Ada", "Lovelace", "met", "Babbage", "in", "London", "."], ["B-PER", "I-PER", "O", "B-PER", "O", "B-LOC", "O"]),
@@ -44,15 +44,15 @@ def data(tmp_path: Path, source: str | Path, **keys: Any) -> DataSection:
     return DataSection.model_validate({"source": [str(source)], **keys})
 
 
-def records_of(prepared: Prepared) -> list[dict[str, list[int]]]:
-    columns = Columns(prepared.train[0][0])
+def records_of(prepared: PreparedData) -> list[dict[str, list[int]]]:
+    columns = RecordSet(prepared.train[0][0])
     return [{name: values.tolist() for name, values in columns.record(n).items()} for n in range(columns.count)]
 
 
-def decoded(prepared: Prepared, sentences: list[dict[str, list[int]]]) -> list[tuple[list[str], list[str]]]:
+def decoded(prepared: PreparedData, sentences: list[dict[str, list[int]]]) -> list[tuple[list[str], list[str]]]:
     """Words and tags, from the columns."""
     backend = load_tokenizer(prepared.tokenizer_folder).backend
-    names = Columns(prepared.train[0][0]).facts["labels"]
+    names = RecordSet(prepared.train[0][0]).facts["labels"]
     found = []
     for record in sentences:
         starts = [place for place, label in enumerate(record["labels"]) if label >= 0]
@@ -120,11 +120,11 @@ def test_texts_with_labels_are_read(tmp_path: Path) -> None:
     for name, labels in (("a.tsv", ["yes", "no"]), ("b.jsonl", ["10", "9"])):
         prepared = prepare_records(data(tmp_path, tmp_path / name), "classify")
         assert [record["pair"] for record in records_of(prepared)] == [[], []]
-        assert Columns(prepared.train[0][0]).facts["labels"] == labels
-    assert ordered(["10", "9"]) == ["9", "10"]
-    assert ordered(["B-X", "O", "I-X", "B-A"]) == ["O", "B-A", "B-X", "I-X"]
-    assert ordered(["b", "a"], ["b", "c", "a"]) == ["b", "c", "a"]
-    assert ordered(["b", "d"], ["b", "c", "a"]) == ["b", "d"]
+        assert RecordSet(prepared.train[0][0]).facts["labels"] == labels
+    assert order_labels(["10", "9"]) == ["9", "10"]
+    assert order_labels(["B-X", "O", "I-X", "B-A"]) == ["O", "B-A", "B-X", "I-X"]
+    assert order_labels(["b", "a"], ["b", "c", "a"]) == ["b", "c", "a"]
+    assert order_labels(["b", "d"], ["b", "c", "a"]) == ["b", "d"]
 
 
 BAD = [
@@ -172,9 +172,9 @@ def test_sides_are_chosen_by_what_a_record_says(tmp_path: Path) -> None:
     sides = []
     for name in ("a.jsonl", "b.jsonl"):
         prepared = prepare_records(data(tmp_path, tmp_path / name, held_out=0.2), "classify")
-        held_out = Columns(prepared.held_out["held_out"])
+        held_out = RecordSet(prepared.held_out["held_out"])
         assert 30 < held_out.count < 90
-        assert Columns(prepared.train[0][0]).count == 300 - held_out.count
+        assert RecordSet(prepared.train[0][0]).count == 300 - held_out.count
         backend = load_tokenizer(prepared.tokenizer_folder).backend
         sides.append({backend.decode(held_out.record(n)["tokens"].tolist()) for n in range(held_out.count)})
     assert sides[0] == sides[1]
@@ -192,8 +192,8 @@ def test_a_mixture_keeps_labels_apart(tmp_path: Path) -> None:
     )  # fmt: skip
     prepared = prepare_for(config)
     assert [weight for _, weight in prepared.train] == [3.0, 1.0]
-    assert [Columns(folder).facts["labels"] for folder, _ in prepared.train] == [["x", "y"], ["z", "x"]]
-    both = Columns(prepared.held_out["held_out"])
+    assert [RecordSet(folder).facts["labels"] for folder, _ in prepared.train] == [["x", "y"], ["z", "x"]]
+    both = RecordSet(prepared.held_out["held_out"])
     backend = load_tokenizer(prepared.tokenizer_folder).backend
     for number in range(both.count):
         record = both.record(number)
@@ -208,8 +208,8 @@ def rows(tmp_path: Path, kind: str, content: str, name: str, seq_len: int, drop:
     (tmp_path / name).write_text(content)
     keys = {"pair_key": "pair"} if '"pair"' in content else {}
     prepared = prepare_records(data(tmp_path, tmp_path / name, **keys), kind)
-    columns = Columns(prepared.train[0][0])
-    return LabelledRows(columns, LabelForm(seq_len, tuple(ordered(columns.facts["labels"])), drop))
+    columns = RecordSet(prepared.train[0][0])
+    return LabelledRows(columns, LabelRowOptions(seq_len, tuple(order_labels(columns.facts["labels"])), drop))
 
 
 def test_a_long_sentence_is_cut_or_left_out(tmp_path: Path) -> None:
@@ -220,13 +220,13 @@ def test_a_long_sentence_is_cut_or_left_out(tmp_path: Path) -> None:
     assert "cut" in cut.warnings()[0]
     sample = cut.sample(3, 9)
     assert len(sample.tokens) == len(sample.labels) == len(sample.segments) == 24
-    assert sample.labels[0] == sample.labels[-1] == IGNORED
+    assert sample.labels[0] == sample.labels[-1] == IGNORE_INDEX
     left = rows(tmp_path, "tag", content, "a.conll", 24, drop=True)
     assert left.count == cut.count - cut.too_long
     assert "left out" in left.warnings()[0]
     whole = rows(tmp_path, "tag", content, "a.conll", 200)
     assert whole.warnings() == []
-    assert int((whole.sample(3, 0).labels != IGNORED).sum()) == 30
+    assert int((whole.sample(3, 0).labels != IGNORE_INDEX).sum()) == 30
 
 
 def test_of_a_pair_the_longer_text_is_cut_first(tmp_path: Path) -> None:
@@ -245,11 +245,11 @@ def test_of_a_pair_the_longer_text_is_cut_first(tmp_path: Path) -> None:
 
 def test_labels_have_the_numbers_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good", "label": "yes"}\n{"text": "bad", "label": "no"}\n')
-    columns = Columns(prepare_records(data(tmp_path, tmp_path / "a.jsonl"), "classify").train[0][0])
-    found = LabelledRows(columns, LabelForm(16, ("maybe", "no", "yes")))
+    columns = RecordSet(prepare_records(data(tmp_path, tmp_path / "a.jsonl"), "classify").train[0][0])
+    found = LabelledRows(columns, LabelRowOptions(16, ("maybe", "no", "yes")))
     assert [int(found.sample(number, 0).labels[0]) for number in range(2)] == [2, 1]
     with pytest.raises(ConfigError, match=r"has the label 'yes', which is none of task.labels \(no, maybe\)"):
-        LabelledRows(columns, LabelForm(16, ("no", "maybe")))
+        LabelledRows(columns, LabelRowOptions(16, ("no", "maybe")))
 
 
 # -------------------------------------------------------------------------------------------------------------- scores
@@ -264,8 +264,8 @@ SENTENCE = st.lists(st.sampled_from(TAGS), min_size=1, max_size=12)
 def test_scores_are_seqevals(pairs: list[list[tuple[str, str]]]) -> None:
     truth = [[one for one, _ in sentence] for sentence in pairs]
     told = [[other for _, other in sentence] for sentence in pairs]
-    task = WordLabels(64, tuple(TAGS))
-    there, claimed = spans_of(truth), spans_of(told)
+    task = TokenClassificationTask(64, tuple(TAGS))
+    there, claimed = find_entities(truth), find_entities(told)
     words = [(one, other) for sentence in pairs for one, other in sentence]
     counts = {
         "words": len(words),
@@ -298,7 +298,7 @@ def sample(tokens: int, labels: list[int], position: int) -> LabelledSample:
 
 
 def test_words_are_counted_where_a_word_begins() -> None:
-    task = WordLabels(16, ("O", "B-A", "I-A"))
+    task = TokenClassificationTask(16, ("O", "B-A", "I-A"))
     batch = task.collate([sample(6, [-100, 1, -100, 2, 0, -100], 4), sample(3, [-100, 1, -100], 5)])
     assert batch.weight == 4
     assert batch.samples.tolist() == [4, 5]
@@ -310,13 +310,15 @@ def test_words_are_counted_where_a_word_begins() -> None:
     assert empty.weight == 0
     told = Told(torch.ones(empty.inputs["tokens"].shape, dtype=torch.int64), 3)
     assert all(float(value) == 0 for value in task.counts(told, empty).values())
-    assert WordLabels(16, ("NOUN", "VERB")).scores({"words": 4.0, "words right": 3.0}) == {"accuracy": 0.75}
+    assert TokenClassificationTask(16, ("NOUN", "VERB")).scores({"words": 4.0, "words right": 3.0}) == {
+        "accuracy": 0.75
+    }
 
 
 @settings(max_examples=50, deadline=None)
 @given(pairs=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_the_mean_f1_is_that_of_scikit_learn(pairs: list[tuple[int, int]]) -> None:
-    task = TextLabel(16, ("a", "b", "c", "d"))
+    task = SequenceClassificationTask(16, ("a", "b", "c", "d"))
     truth, told = [one for one, _ in pairs], [other for _, other in pairs]
     batch = task.collate([sample(3, [one], place) for place, one in enumerate(truth)])
     counts = {name: float(value) for name, value in task.counts(Told(torch.tensor(told), 4), batch).items()}

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from phalanx.tasks.language import IGNORED, LanguageModel
+from phalanx.tasks.language import IGNORE_INDEX, CausalLMTask
 from phalanx.tasks.task import Task
 
 SEQ_LEN = 6
@@ -34,7 +34,7 @@ class Bigram(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor, draws: None = None) -> Tensor:
         logits = self.table[tokens].flatten(0, 1)
-        return functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def samples(count: int) -> list[Sample]:
@@ -44,7 +44,7 @@ def samples(count: int) -> list[Sample]:
 
 def test_labels_are_the_next_tokens() -> None:
     given = samples(3)
-    batch = LanguageModel(SEQ_LEN).collate(given)
+    batch = CausalLMTask(SEQ_LEN).collate(given)
     tokens, labels = batch.inputs["tokens"], batch.inputs["labels"]
     assert tokens.shape == labels.shape == (3, SEQ_LEN)
     assert tokens.dtype == labels.dtype == batch.samples.dtype == torch.int64
@@ -59,16 +59,16 @@ def test_labels_are_the_next_tokens() -> None:
 
 def test_ignored_labels_weigh_nothing() -> None:
     sample = samples(1)[0]
-    sample.tokens[-2:] = IGNORED
-    assert LanguageModel(SEQ_LEN).collate([sample]).weight == SEQ_LEN - 2
+    sample.tokens[-2:] = IGNORE_INDEX
+    assert CausalLMTask(SEQ_LEN).collate([sample]).weight == SEQ_LEN - 2
 
 
 def test_no_samples_make_a_batch_that_runs_and_changes_nothing() -> None:
-    task, model = LanguageModel(SEQ_LEN), Bigram()
+    task, model = CausalLMTask(SEQ_LEN), Bigram()
     batch = task.collate([])
     assert batch.weight == 0
     assert batch.inputs["tokens"].shape == (1, SEQ_LEN)
-    assert (batch.inputs["labels"] == IGNORED).all()
+    assert (batch.inputs["labels"] == IGNORE_INDEX).all()
     assert batch.samples.tolist() == [0]
     loss = task.loss_sum(model, batch, None)
     loss.backward()
@@ -78,7 +78,7 @@ def test_no_samples_make_a_batch_that_runs_and_changes_nothing() -> None:
 
 
 def test_loss_sums_of_parts_add_up_to_the_whole() -> None:
-    task, model, given = LanguageModel(SEQ_LEN), Bigram(), samples(5)
+    task, model, given = CausalLMTask(SEQ_LEN), Bigram(), samples(5)
     whole = task.loss_sum(model, task.collate(given), None)
     parts = [task.collate(part) for part in (given[:3], [], given[3:])]
     total = sum(task.loss_sum(model, part, None) for part in parts)
@@ -93,7 +93,7 @@ def test_loss_sums_of_parts_add_up_to_the_whole() -> None:
 
 
 def test_moving_a_batch_moves_all_of_it_and_keeps_its_weight() -> None:
-    task: Task = LanguageModel(SEQ_LEN)
+    task: Task = CausalLMTask(SEQ_LEN)
     batch = task.collate(samples(2))
     moved = batch.to("meta")
     assert {tensor.device.type for tensor in [*moved.inputs.values(), moved.samples]} == {"meta"}
@@ -103,18 +103,18 @@ def test_moving_a_batch_moves_all_of_it_and_keeps_its_weight() -> None:
 
 def test_samples_of_another_length_are_a_programming_error() -> None:
     with pytest.raises(AssertionError, match="7 tokens for sequences of 5"):
-        LanguageModel(5).collate(samples(1))
+        CausalLMTask(5).collate(samples(1))
 
 
 def test_labels_that_are_not_learnt_count_for_nothing() -> None:
     one, other = samples(2)
     one.learnt = np.array([True, False, False, True, True, False])
-    batch = LanguageModel(SEQ_LEN).collate([one, other])
+    batch = CausalLMTask(SEQ_LEN).collate([one, other])
     assert batch.weight == 3 + SEQ_LEN
-    expected = np.where(one.learnt, one.tokens[1:], IGNORED)
+    expected = np.where(one.learnt, one.tokens[1:], IGNORE_INDEX)
     assert batch.inputs["labels"].tolist() == [expected.tolist(), other.tokens[1:].tolist()]
     assert batch.inputs["tokens"][0].tolist() == one.tokens[:-1].tolist()
-    alone = LanguageModel(SEQ_LEN).collate([one]).inputs
+    alone = CausalLMTask(SEQ_LEN).collate([one]).inputs
     assert alone["labels"].tolist() == [expected.tolist()]
     assert alone["tokens"].tolist() == [one.tokens[:-1].tolist()]
 
@@ -122,7 +122,7 @@ def test_labels_that_are_not_learnt_count_for_nothing() -> None:
 def test_documents_of_a_row_are_told_by_segments_and_positions() -> None:
     one, other = samples(2)
     one.lengths, other.lengths = np.array([2, 3, 1]), np.array([4, 2])
-    task = LanguageModel(SEQ_LEN, isolated=True)
+    task = CausalLMTask(SEQ_LEN, isolated=True)
     inputs = task.collate([one, other]).inputs
     assert inputs["positions"].tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1]]
     assert inputs["segments"].tolist() == [0, 2, 5, 6, 10, 12, 12, 12, 12]  # five of them, made eight
@@ -135,11 +135,11 @@ def test_documents_of_a_row_are_told_by_segments_and_positions() -> None:
     nothing = task.collate([])
     assert nothing.weight == 0
     assert nothing.inputs["segments"].tolist() == [0, SEQ_LEN]
-    assert set(LanguageModel(SEQ_LEN).collate([]).inputs) == {"tokens", "labels"}
+    assert set(CausalLMTask(SEQ_LEN).collate([]).inputs) == {"tokens", "labels"}
 
 
 def test_rows_of_documents_need_a_task_that_isolates_them() -> None:
     [sample] = samples(1)
     sample.lengths = np.array([4, 2])
     with pytest.raises(AssertionError, match="knows of none"):
-        LanguageModel(SEQ_LEN).collate([sample])
+        CausalLMTask(SEQ_LEN).collate([sample])

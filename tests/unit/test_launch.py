@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import append_line, read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.launch.outcome import outcome, stopped_early
+from phalanx.launch.outcome import describe_early_stop, resolve_exit_code
 from tests.helpers import ROOT, wait_until
 
 RECIPE = """
@@ -63,7 +63,7 @@ def test_a_run_goes_on_without_its_output(here: Path, redirection: str) -> None:
         assert run.wait(timeout=200) == ExitCode.DONE
     paths = RunPaths(here / "run")
     assert [step["step"] for step in read_steps(paths.metrics)] == [1, 2, 3]
-    assert Kind.FINISHED in kinds(paths)
+    assert EventKind.FINISHED in kinds(paths)
     assert paths.report.exists()
 
 
@@ -76,7 +76,7 @@ def test_a_hang_up_saves_and_stops(here: Path) -> None:
         run.stdout.close()  # the terminal takes nothing any more
         run.send_signal(signal.SIGHUP)
         assert run.wait(timeout=120) == ExitCode.STOPPED
-    (stopped,) = [event["step"] for event in read_lines(paths.events) if event["kind"] == Kind.STOPPED]
+    (stopped,) = [event["step"] for event in read_lines(paths.events) if event["kind"] == EventKind.STOPPED]
     assert (paths.checkpoints / f"step-{stopped:08d}").is_dir()
 
 
@@ -112,36 +112,36 @@ def test_a_run_dir_that_cannot_be_is_refused(here: Path, place: str, expected: s
 @pytest.mark.parametrize(
     ("written", "code", "expected"),
     [
-        ([Kind.SIGNALLED, Kind.STOPPED, Kind.SIGNALLED, Kind.WORKER_DIED], 1, (10, True)),
-        ([Kind.SIGNALLED, Kind.FINISHED, Kind.WORKER_DIED], 1, (0, True)),
-        ([Kind.SIGNALLED, Kind.SIGNALLED, Kind.WORKER_DIED], 1, (1, True)),
-        ([Kind.SIGNALLED, Kind.STOPPED, Kind.WORKER_DIED], 2, (2, True)),
-        ([Kind.FINISHED, Kind.WORKER_DIED], 1, (1, False)),
-        ([Kind.WORKER_DIED], 11, (11, False)),
-        ([Kind.FINISHED], 0, (0, False)),
+        ([EventKind.STOP_REQUESTED, EventKind.STOPPED, EventKind.STOP_REQUESTED, EventKind.WORKER_DIED], 1, (10, True)),
+        ([EventKind.STOP_REQUESTED, EventKind.FINISHED, EventKind.WORKER_DIED], 1, (0, True)),
+        ([EventKind.STOP_REQUESTED, EventKind.STOP_REQUESTED, EventKind.WORKER_DIED], 1, (1, True)),
+        ([EventKind.STOP_REQUESTED, EventKind.STOPPED, EventKind.WORKER_DIED], 2, (2, True)),
+        ([EventKind.FINISHED, EventKind.WORKER_DIED], 1, (1, False)),
+        ([EventKind.WORKER_DIED], 11, (11, False)),
+        ([EventKind.FINISHED], 0, (0, False)),
     ],
 )
 def test_what_was_saved_has_not_failed(
-    tmp_path: Path, written: list[Kind], code: int, expected: tuple[int, bool]
+    tmp_path: Path, written: list[EventKind], code: int, expected: tuple[int, bool]
 ) -> None:
     paths = RunPaths(tmp_path)
-    for kind in (Kind.SIGNALLED, Kind.STOPPED):  # of a start before
+    for kind in (EventKind.STOP_REQUESTED, EventKind.STOPPED):  # of a start before
         write_event(paths.events, kind, 1)
     for kind in written:
         write_event(paths.events, kind, 2)
-    assert outcome(paths, code, 2) == expected
+    assert resolve_exit_code(paths, code, 2) == expected
 
 
 def test_a_start_that_is_stopped_early_says_what_the_next_one_goes_on_from(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    assert stopped_early(paths, "SIGINT").endswith("before any step was done; the same command starts again")
+    assert describe_early_stop(paths, "SIGINT").endswith("before any step was done; the same command starts again")
     for step in (4, 8):
-        write_event(paths.events, Kind.CHECKPOINT_SAVED, 1, step=step)
-    assert stopped_early(paths, "SIGINT") == (
+        write_event(paths.events, EventKind.CHECKPOINT_SAVED, 1, step=step)
+    assert describe_early_stop(paths, "SIGINT") == (
         "stopped by SIGINT before any further step; the same command goes on from the checkpoint of step 8"
     )
     append_line(paths.metrics, {"step": 9, "attempt": 1})
-    assert stopped_early(paths, "SIGINT") == (
+    assert describe_early_stop(paths, "SIGINT") == (
         "stopped by SIGINT before any further step; the same command goes on from the checkpoint of step 8, or from a "
         "later step where memory has kept one"
     )

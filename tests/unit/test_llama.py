@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.layout.model_shape import ARCHITECTURES, PRESETS, ModelSpec, parameter_shapes
 from phalanx.models import attention as attention_module
 from phalanx.models.attention import attention
-from phalanx.models.counter_rng import Draws
-from phalanx.models.layers import RMSNorm, apply_rope, cross_entropy_sum_plain, rope_table
-from phalanx.models.llama import HF_NAMES, Block, Llama, init_slice, initial
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.layers import RMSNorm, apply_rope, reference_cross_entropy_sum, rope_table
+from phalanx.models.llama import HF_NAMES, Block, Llama, init_slice, llama_init_rule
 
 SPEC = ModelSpec(vocab_size=96, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=128)
 
@@ -78,10 +78,10 @@ def test_initial_distributions() -> None:
     expected = {"embed.weight": 0.02, "layers.3.attention.q.weight": 0.02, "head.weight": 0.02}
     expected |= {"layers.3.attention.o.weight": scaled, "layers.0.mlp.down.weight": scaled}
     for name, std in expected.items():
-        assert initial(name, spec) == ("normal", std)
+        assert llama_init_rule(name, spec) == ("normal", std)
         assert abs(init_slice(spec, 0, name, 0, 8192, "cpu", torch.float64).std() / std - 1) < 0.05
     for name in ("head.norm.weight", "layers.1.mlp_norm.weight", "layers.1.attention_norm.weight"):
-        assert initial(name, spec) == ("ones",)
+        assert llama_init_rule(name, spec) == ("ones",)
         assert torch.equal(init_slice(spec, 0, name, 3, 9, "cpu", torch.float32), torch.ones(6))
 
 
@@ -96,7 +96,7 @@ def test_every_dtype_goes_through_unmixed(dtype: torch.dtype) -> None:
     model = build(replace(SPEC, dropout=0.1), dtype)
     tokens, labels = batch()
     assert model(tokens).dtype == dtype
-    loss = model(tokens, labels, Draws(0, 0, torch.arange(4)))
+    loss = model(tokens, labels, CounterRNG(0, 0, torch.arange(4)))
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     loss.backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
@@ -108,7 +108,7 @@ def test_every_dtype_goes_through_unmixed(dtype: torch.dtype) -> None:
 def test_the_loss_is_the_cross_entropy_of_the_logits() -> None:
     model = build(SPEC)
     tokens, labels = batch()
-    expected = cross_entropy_sum_plain(model(tokens).flatten(0, 1), torch.eye(96).double(), labels.flatten())
+    expected = reference_cross_entropy_sum(model(tokens).flatten(0, 1), torch.eye(96).double(), labels.flatten())
     torch.testing.assert_close(model(tokens, labels), expected, rtol=1e-12, atol=0)
 
 
@@ -223,23 +223,23 @@ def test_dropout_follows_the_sample_not_the_batch() -> None:
     model = build(spec)
     tokens, labels = batch()
     samples = torch.tensor([5, 17, 2, 99])
-    model(tokens, labels, Draws(3, 7, samples)).backward()
+    model(tokens, labels, CounterRNG(3, 7, samples)).backward()
     whole = gradients(model)
     model.zero_grad()
     for rows in ([0], [3, 1, 2]):
-        model(tokens[rows], labels[rows], Draws(3, 7, samples[rows])).backward()
+        model(tokens[rows], labels[rows], CounterRNG(3, 7, samples[rows])).backward()
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, whole[name], rtol=1e-10, atol=1e-13)
-    one = model(tokens, labels, Draws(3, 7, samples))
-    assert torch.equal(one, model(tokens, labels, Draws(3, 7, samples)))
-    assert not torch.equal(one, model(tokens, labels, Draws(3, 8, samples)))
+    one = model(tokens, labels, CounterRNG(3, 7, samples))
+    assert torch.equal(one, model(tokens, labels, CounterRNG(3, 7, samples)))
+    assert not torch.equal(one, model(tokens, labels, CounterRNG(3, 8, samples)))
     assert not torch.equal(one, model(tokens, labels))
 
 
 def test_no_two_places_of_dropout_share_a_mask() -> None:
     seen: list[int] = []
 
-    class Spy(Draws):
+    class Spy(CounterRNG):
         def dropout(self, x: torch.Tensor, layer: int | torch.Tensor, p: float) -> torch.Tensor:
             seen.append(int(layer))
             return super().dropout(x, layer, p)
@@ -252,7 +252,7 @@ def test_no_two_places_of_dropout_share_a_mask() -> None:
 def test_a_recomputed_block_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(replace(SPEC, dropout=0.2))
     tokens, labels = batch()
-    draws = Draws(0, 1, torch.arange(4))
+    draws = CounterRNG(0, 1, torch.arange(4))
     model(tokens, labels, draws).backward()
     kept = gradients(model)
     model.zero_grad()
@@ -271,7 +271,7 @@ def test_one_compiled_block_serves_all_layers_and_steps(p: float) -> None:
 
     def step(model: Llama, step: int) -> torch.Tensor:
         model.zero_grad()
-        loss = model(tokens, labels, Draws(0, step, torch.arange(4) + step))
+        loss = model(tokens, labels, CounterRNG(0, step, torch.arange(4) + step))
         loss.backward()
         return loss.detach()
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from phalanx.checkpoint.disk.load import (
     MANIFEST,
     Checkpoint,
-    examine,
-    first_gap,
-    newest_agreed,
-    newest_valid,
+    agree_on_newest,
+    find_gap,
+    find_newest_valid,
+    open_and_verify,
     step_folder,
 )
-from phalanx.checkpoint.disk.save import Piece
+from phalanx.checkpoint.disk.save import StatePiece
 from phalanx.core.errors import CheckpointError
 from tests.unit.checkpoints import (
     Events,
@@ -40,7 +40,7 @@ def test_dtypes_are_kept_and_converted_on_reading(tmp_path: Path, dtype: torch.d
     checkpoint = Checkpoint(step_folder(tmp_path, 1))
     assert_holds(checkpoint, values, 3)
     wide = torch.zeros(77, dtype=torch.float64)
-    checkpoint.read("layers.0.weight", "param", 0, 77, wide)
+    checkpoint.read_into("layers.0.weight", "param", 0, 77, wide)
     assert torch.equal(wide, values["layers.0.weight", "param"].double())
 
 
@@ -49,10 +49,10 @@ def test_reads_into_a_parameter_and_a_strided_view(tmp_path: Path) -> None:
     save_alone(tmp_path, 1)
     checkpoint = Checkpoint(step_folder(tmp_path, 1))
     weight = torch.nn.Parameter(torch.zeros(7, 11))
-    checkpoint.read("layers.0.weight", "param", 0, 77, weight.view(-1))
+    checkpoint.read_into("layers.0.weight", "param", 0, 77, weight.view(-1))
     assert torch.equal(weight.detach().view(-1), values["layers.0.weight", "param"])
     wide = torch.zeros(10)
-    checkpoint.read("norm", "param", 0, 5, wide[::2])
+    checkpoint.read_into("norm", "param", 0, 5, wide[::2])
     assert torch.equal(wide[::2], values["norm", "param"])
     assert not wide[1::2].any()
 
@@ -65,7 +65,7 @@ def test_reads_into_a_parameter_and_a_strided_view(tmp_path: Path) -> None:
 def test_first_gap_equals_counting_elements(spans: list[tuple[int, int]], start: int, stop: int) -> None:
     covered = {element for low, high in spans for element in range(low, high)}
     missing = [element for element in range(start, stop) if element not in covered]
-    gap = first_gap(spans, start, stop)
+    gap = find_gap(spans, start, stop)
     assert (gap is None) == (not missing)
     if gap is not None:
         assert gap[0] == missing[0]
@@ -77,32 +77,32 @@ def test_reading_what_is_not_there_names_parameter_and_range(tmp_path: Path) -> 
     save_alone(tmp_path, 1)
     checkpoint = Checkpoint(step_folder(tmp_path, 1))
     with pytest.raises(CheckpointError, match=r"\[5, 9\) of param of parameter norm"):
-        checkpoint.read("norm", "param", 3, 9, torch.zeros(6))
+        checkpoint.read_into("norm", "param", 3, 9, torch.zeros(6))
     with pytest.raises(CheckpointError, match="param of parameter other"):
-        checkpoint.read("other", "param", 0, 1, torch.zeros(1))
+        checkpoint.read_into("other", "param", 0, 1, torch.zeros(1))
 
 
 def test_every_flipped_byte_is_refused(tmp_path: Path) -> None:
     savers, _ = make_savers(tmp_path, 2)
     for rank, saver in enumerate(savers):
-        piece = Piece("p", "param", 3 * rank, 3 * rank + 3, torch.randn(3))
+        piece = StatePiece("p", "param", 3 * rank, 3 * rank + 3, torch.randn(3))
         saver.save({"step": 1, "ratio": 1e-5}, {"p": ((6,), "float32")}, [piece], 1)
     for saver in savers:
         saver.wait()
     path = step_folder(tmp_path, 1)
-    assert examine(path)[1] is None
+    assert open_and_verify(path)[1] is None
     refused = 0
     for file in sorted(path.iterdir()):
         for position in range(file.stat().st_size):
             for mask in (0x01, 0x20, 0x80):  # 0x20 changes the case of letters, which JSON may not care about
                 flip(file, position, mask)
-                checkpoint, reason = examine(path)
+                checkpoint, reason = open_and_verify(path)
                 assert checkpoint is None, (file.name, position)
                 assert file.name in str(reason)
                 flip(file, position, mask)
                 refused += 1
     assert refused == 3 * sum(file.stat().st_size for file in path.iterdir()) > 1500
-    assert examine(path)[1] is None
+    assert open_and_verify(path)[1] is None
 
 
 @pytest.mark.parametrize("file", ["rank-00001.safetensors", MANIFEST])
@@ -119,7 +119,7 @@ def test_missing_and_torn_files_fall_back_and_stay_as_they_are(tmp_path: Path, f
         victim.write_bytes({"short": content[:-1], "long": content + b"x", "empty": b""}[damage])
     before = {entry.name: entry.stat().st_size for entry in victim.parent.iterdir()}
     events: Events = []
-    checkpoint = newest_valid(tmp_path, None, lambda kind, details: events.append((kind, details)))
+    checkpoint = find_newest_valid(tmp_path, None, lambda kind, details: events.append((kind, details)))
     assert checkpoint is not None
     assert checkpoint.header["step"] == 10
     assert_holds(checkpoint, state(1))
@@ -142,12 +142,14 @@ def test_check_can_refuse(tmp_path: Path) -> None:
     save_alone(tmp_path, 1)
     save_alone(tmp_path, 2)
     events: Events = []
-    found = newest_valid(tmp_path, lambda c: c.header["step"] < 2, lambda kind, details: events.append((kind, details)))
+    found = find_newest_valid(
+        tmp_path, lambda c: c.header["step"] < 2, lambda kind, details: events.append((kind, details))
+    )
     assert found is not None
     assert found.header["step"] == 1
     assert len(events) == 1
-    assert newest_valid(tmp_path, lambda c: False, lambda kind, details: None) is None
-    assert newest_valid(tmp_path / "nothing", None, lambda kind, details: None) is None
+    assert find_newest_valid(tmp_path, lambda c: False, lambda kind, details: None) is None
+    assert find_newest_valid(tmp_path / "nothing", None, lambda kind, details: None) is None
 
 
 def test_ranks_agree_although_one_of_them_alone_sees_the_damage(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_ranks_agree_although_one_of_them_alone_sees_the_damage(tmp_path: Path) 
 
     def load(rank: int) -> int:
         sink = lambda kind, details: events[rank].append((kind, details))  # noqa: E731
-        found = newest_agreed(tmp_path, rank, ThreadGroup(room, rank), None, sink)
+        found = agree_on_newest(tmp_path, rank, ThreadGroup(room, rank), None, sink)
         assert found is not None
         return int(found.header["step"])
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import DataError
-from phalanx.data.loader import ORDER_BLOCK, Loader, shuffled
-from phalanx.data.packing import Form, Sample, rows_of
-from phalanx.data.shuffle import bits, order
+from phalanx.data.loader import ORDER_BLOCK, Loader, shuffle_by_blocks
+from phalanx.data.packing import PackingOptions, Sample, make_rows
+from phalanx.data.shuffle import random_bits, shuffle_indices
 from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.layout import balance
-from phalanx.layout.balance import Division, in_parts
+from phalanx.layout.balance import Division, cut_into_micro_batches
 
 SEQ_LEN = 4
 WINDOWS = 37
@@ -38,7 +38,7 @@ WHOLE = Division((BATCH,), 4)
 
 
 def loader(token_file: TokenFile, rank: int = 0, seed: int = 1, held_out: bool = False) -> Loader:
-    return Loader([(rows_of(token_file, Form(SEQ_LEN), seed), 1.0)], BATCH, seed, rank, held_out)
+    return Loader([(make_rows(token_file, PackingOptions(SEQ_LEN), seed), 1.0)], BATCH, seed, rank, held_out)
 
 
 def windows(batches: list[list[Sample]]) -> list[int]:
@@ -52,30 +52,37 @@ def positions(batches: list[list[Sample]]) -> list[int]:
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(-(2**63), 2**63), epoch=st.integers(0, 10**6), n=st.integers(1, 3000))
 def test_order_is_a_permutation(seed: int, epoch: int, n: int) -> None:
-    assert sorted(order(seed, epoch, n, np.arange(n)).tolist()) == list(range(n))
+    assert sorted(shuffle_indices(seed, epoch, n, np.arange(n)).tolist()) == list(range(n))
 
 
 @settings(max_examples=50, deadline=None)
 @given(n=st.integers(1, 2**62), data=st.data())
 def test_order_is_element_wise_and_one_to_one_for_huge_n(n: int, data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=30)), np.int64)
-    together = order(5, 2, n, index)
+    together = shuffle_indices(5, 2, n, index)
     assert len(set(together.tolist())) == len(index)
     assert ((together >= 0) & (together < n)).all()
-    assert together.tolist() == [int(order(5, 2, n, index[i : i + 1])[0]) for i in range(len(index))]
+    assert together.tolist() == [int(shuffle_indices(5, 2, n, index[i : i + 1])[0]) for i in range(len(index))]
 
 
 @pytest.mark.parametrize("n", [1, ORDER_BLOCK, 3 * ORDER_BLOCK + 5])
 def test_an_order_that_is_remembered_in_blocks_is_the_same(n: int) -> None:
     for index in (np.arange(n), np.arange(n // 3, n), np.arange(n)[::-7], np.empty(0, np.int64)):
         for epoch, name in ((0, ""), (1, "source 1")):
-            assert shuffled(5, epoch, n, index, name).tolist() == order(5, epoch, n, index, name).tolist()
+            assert (
+                shuffle_by_blocks(5, epoch, n, index, name).tolist()
+                == shuffle_indices(5, epoch, n, index, name).tolist()
+            )
 
 
 def test_order_looks_shuffled_and_differs_by_seed_and_epoch() -> None:
     n = 10_000
     base = np.arange(n)
-    one, other_epoch, other_seed = order(0, 0, n, base), order(0, 1, n, base), order(1, 0, n, base)
+    one, other_epoch, other_seed = (
+        shuffle_indices(0, 0, n, base),
+        shuffle_indices(0, 1, n, base),
+        shuffle_indices(1, 0, n, base),
+    )
     for a, b in [(base, one), (one, other_epoch), (one, other_seed), (one[:-1], one[1:])]:
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.04  # the standard deviation of chance is 0.01
         assert (a == b).sum() < 8  # chance: one
@@ -86,15 +93,15 @@ def test_order_looks_shuffled_and_differs_by_seed_and_epoch() -> None:
 
 def test_order_is_the_same_in_every_version() -> None:
     """A resumed run may be another release: this order must never change."""
-    assert order(42, 3, 11, np.arange(11)).tolist() == FROZEN
+    assert shuffle_indices(42, 3, 11, np.arange(11)).tolist() == FROZEN
 
 
 def test_draws_of_a_sample_are_the_same_in_every_version() -> None:
-    assert [int(drawn) for drawn in bits(3, "masks", 5, 3)] == FROZEN_BITS
+    assert [int(drawn) for drawn in random_bits(3, "masks", 5, 3)] == FROZEN_BITS
 
 
 def test_small_orders_reach_every_permutation() -> None:
-    seen = {tuple(order(seed, 0, 3, np.arange(3)).tolist()) for seed in range(100)}
+    seen = {tuple(shuffle_indices(seed, 0, 3, np.arange(3)).tolist()) for seed in range(100)}
     assert len(seen) == 6
 
 
@@ -118,7 +125,7 @@ def test_any_shares_make_up_the_batch_of_one_rank(
     for number, (rank, share) in enumerate(zip(ranks, shares, strict=True)):
         sizes = [len(batch) for batch in rank]
         assert sum(sizes) == share
-        assert max(*sizes, 1) == division.largest(number)
+        assert max(*sizes, 1) == division.largest_micro_batch(number)
         assert sizes == sorted(sizes, reverse=True)
         assert max(sizes) - min(sizes) <= 1
 
@@ -128,7 +135,7 @@ def test_any_shares_make_up_the_batch_of_one_rank(
 def test_a_rank_may_cut_its_share_into_a_number_of_its_own(
     token_file: TokenFile, shares: list[int], step: int, most: int
 ) -> None:
-    division = in_parts(shares, [most + rank % 2 for rank in range(len(shares))], lockstep=False)
+    division = cut_into_micro_batches(shares, [most + rank % 2 for rank in range(len(shares))], lockstep=False)
     ranks = [loader(token_file, rank).batches(step, division) for rank in range(len(shares))]
     assert [w for rank in ranks for w in windows(rank)] == windows(loader(token_file).batches(step, WHOLE))
     for number, (rank, share) in enumerate(zip(ranks, shares, strict=True)):
@@ -176,13 +183,13 @@ def halves(count: int) -> Division:
 def test_evaluation_walks_the_same_windows_spread_over_the_file(
     token_file: TokenFile, limit: int, expected: int
 ) -> None:
-    ranks = [list(loader(token_file, rank, held_out=True).evaluation(halves, limit)) for rank in range(2)]
+    ranks = [list(loader(token_file, rank, held_out=True).evaluation_batches(halves, limit)) for rank in range(2)]
     walked = [w for batch in zip(*ranks, strict=True) for rank in batch for w in windows(rank)]
     assert len(walked) == expected
     assert walked == sorted(set(walked))
     if 5 < expected < WINDOWS:
         assert walked[-1] > WINDOWS // 2, "a few windows must not all come from the first documents"
-    again = loader(token_file, held_out=True).evaluation(lambda n: Division((n,), 2), limit)
+    again = loader(token_file, held_out=True).evaluation_batches(lambda n: Division((n,), 2), limit)
     assert [w for batch in again for w in windows(batch)] == walked
     assert all(len(a) == len(b) for a, b in zip(*ranks, strict=True))
 
@@ -193,7 +200,7 @@ def test_a_held_out_file_may_be_smaller_than_a_batch_and_even_empty(tmp_path: Pa
         writer.extend(np.array([*range(1, count), 99][:count]), np.array([count] if count else [], np.int64))
         writer.finish()
         file = TokenFile(tmp_path / str(count))
-        batches = list(loader(file, held_out=True).evaluation(lambda n: Division((n,), 2), 100))
+        batches = list(loader(file, held_out=True).evaluation_batches(lambda n: Division((n,), 2), 100))
         assert [sample.position for batch in batches for part in batch for sample in part] == expected
         with pytest.raises(DataError, match=r"fewer than one global batch of 10; add data") as caught:
             loader(file)
@@ -231,7 +238,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[TokenFile, flo
 
 def drawn(sources: list[tuple[TokenFile, float]], steps: range, shares: list[int], seed: int = 1) -> list[int]:
     """First tokens of all samples of these steps, of all ranks in order."""
-    rows = [(rows_of(file, Form(SEQ_LEN), seed), weight) for file, weight in sources]
+    rows = [(make_rows(file, PackingOptions(SEQ_LEN), seed), weight) for file, weight in sources]
     ranks = [Loader(rows, sum(shares), seed, rank) for rank in range(len(shares))]
     division = Division(tuple(shares), 3)
     samples = [s for k in steps for rank in ranks for batch in rank.batches(k, division) for s in batch]
@@ -241,7 +248,7 @@ def drawn(sources: list[tuple[TokenFile, float]], steps: range, shares: list[int
 
 def test_each_source_has_its_exact_share_of_every_block(three: list[tuple[TokenFile, float]]) -> None:
     block = balance.MIXTURE_BLOCK
-    quotas = balance.quotas([5.0, 2.0, 0.01], block)
+    quotas = balance.split_by_weights([5.0, 2.0, 0.01], block)
     assert quotas == [2921, 1169, 6]  # of 2921.5, 1168.6 and 5.8
     stream = np.array(drawn(three, range(12), [block // 4]))
     for number in range(3):
@@ -286,11 +293,11 @@ def test_a_source_that_makes_no_sequence_cannot_be_mixed(three: list[tuple[Token
     with pytest.raises(
         DataError, match=r"has 1 tokens, which make 0 sequences of 4 \(data.seq_len\), so it cannot take its share"
     ):
-        Loader([(rows_of(file, Form(SEQ_LEN), 0), 1.0) for file in (three[0][0], none)], BATCH, 0, 0)
+        Loader([(make_rows(file, PackingOptions(SEQ_LEN), 0), 1.0) for file in (three[0][0], none)], BATCH, 0, 0)
 
 
 @pytest.mark.parametrize(("weights", "total", "expected"), [
     ([1.0], 7, [7]), ([1.0, 1.0], 7, [4, 3]), ([3.0, 1.0], 8, [6, 2]), ([0.1, 0.2, 0.7], 10, [1, 2, 7]),
 ])  # fmt: skip
 def test_quotas(weights: list[float], total: int, expected: list[int]) -> None:
-    assert balance.quotas(weights, total) == expected
+    assert balance.split_by_weights(weights, total) == expected

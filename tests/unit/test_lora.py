@@ -24,19 +24,19 @@ from phalanx.layout.model_shape import (
     parameter_count,
     parameter_shapes,
 )
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.layers import cross_entropy_sum
 from phalanx.models.llama import Block, Llama, init_slice
 from phalanx.models.lora import (
     LoraLinear,
     adapter_names,
     apply_lora,
-    fingerprint,
+    fingerprint_weights,
     init_adapter_slice,
     is_adapter,
-    merged,
+    merge_adapter,
 )
-from phalanx.models.user_model import on_meta
+from phalanx.models.user_model import build_on_meta
 from phalanx.optim.update import AdamW
 from phalanx.parallel import activations
 from phalanx.workload import adapters
@@ -69,7 +69,7 @@ def adapted(lora: LoraSpec | None, spec: ModelSpec = SPEC, seed: int = 0, b: flo
     return model
 
 
-def gradients_of(model: nn.Module, draws: Draws | None) -> dict[str, Tensor]:
+def gradients_of(model: nn.Module, draws: CounterRNG | None) -> dict[str, Tensor]:
     model.zero_grad()
     model(TOKENS, TOKENS, draws).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -101,15 +101,15 @@ def test_a_fresh_adapter_changes_nothing_and_a_trained_one_what_merging_it_does(
     state = dict(model.named_parameters())
     with torch.no_grad():
         for matrix, a, b in adapter_names(LORA, SPEC.layers):
-            plain.get_parameter(matrix).copy_(merged(state[matrix], state[a], state[b], LORA.scale))
+            plain.get_parameter(matrix).copy_(merge_adapter(state[matrix], state[a], state[b], LORA.scale))
     assert not torch.allclose(model(TOKENS), adapted(None)(TOKENS))
     torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=1e-11, atol=1e-11)
 
 
 def test_merging_is_done_in_float32() -> None:
     weight, a, b = (torch.full(shape, 1.0, dtype=torch.bfloat16) for shape in ((2, 3), (1, 3), (2, 1)))
-    assert merged(weight, a, b, 2.0**-12).dtype == torch.float32
-    assert merged(weight, a, b, 2.0**-12).eq(1.0 + 2.0**-12).all()
+    assert merge_adapter(weight, a, b, 2.0**-12).dtype == torch.float32
+    assert merge_adapter(weight, a, b, 2.0**-12).eq(1.0 + 2.0**-12).all()
 
 
 def test_initial_values_do_not_depend_on_how_they_are_cut() -> None:
@@ -129,12 +129,12 @@ def test_initial_values_do_not_depend_on_how_they_are_cut() -> None:
 
 def test_dropout_depends_on_coordinates_alone() -> None:
     model = adapted(DROPPING, b=0.5)
-    whole = model(TOKENS, draws=Draws(1, 2, SAMPLES))
+    whole = model(TOKENS, draws=CounterRNG(1, 2, SAMPLES))
     order = torch.tensor([2, 0, 3, 1])
-    parts = [model(TOKENS[part], draws=Draws(1, 2, SAMPLES[part])) for part in order.split(1)]
+    parts = [model(TOKENS[part], draws=CounterRNG(1, 2, SAMPLES[part])) for part in order.split(1)]
     torch.testing.assert_close(torch.cat(parts), whole[order], rtol=1e-12, atol=1e-12)
     assert torch.equal(model(TOKENS), adapted(LORA, b=0.5)(TOKENS)), "an evaluation drops nothing"
-    for other in (Draws(2, 2, SAMPLES), Draws(1, 3, SAMPLES), Draws(1, 2, SAMPLES + 1)):
+    for other in (CounterRNG(2, 2, SAMPLES), CounterRNG(1, 3, SAMPLES), CounterRNG(1, 2, SAMPLES + 1)):
         assert not torch.allclose(model(TOKENS, draws=other), whole)
 
 
@@ -148,7 +148,7 @@ def test_each_matrix_draws_for_itself() -> None:
             with torch.no_grad():
                 for parameter, value in ((linear.weight, 0), (linear.bias, 0), (linear.lora_a, 1), (linear.lora_b, 1)):
                     parameter.copy_(torch.eye(24) if value and parameter.dim() == 2 else torch.zeros_like(parameter))
-            out = linear(x, Draws(1, 2, SAMPLES[:1]), torch.tensor(place))
+            out = linear(x, CounterRNG(1, 2, SAMPLES[:1]), torch.tensor(place))
             assert out.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
             seen.append(tuple(out.flatten().ne(0).tolist()))
     assert len(set(seen)) == 14
@@ -157,7 +157,7 @@ def test_each_matrix_draws_for_itself() -> None:
 
 def test_dropout_of_adapters_is_apart_from_that_of_residual_branches() -> None:
     spec = replace(SPEC, dropout=0.2)
-    draws = Draws(1, 2, SAMPLES)
+    draws = CounterRNG(1, 2, SAMPLES)
     both, one, other = (adapted(lora, s, b=0.5) for lora, s in ((DROPPING, spec), (LORA, spec), (DROPPING, SPEC)))
     outs = [model(TOKENS, draws=draws) for model in (both, one, other)]
     assert not any(torch.allclose(a, b) for a, b in ((outs[0], outs[1]), (outs[0], outs[2]), (outs[1], outs[2])))
@@ -166,13 +166,13 @@ def test_dropout_of_adapters_is_apart_from_that_of_residual_branches() -> None:
 @pytest.mark.parametrize("how", ["recomputed", "selective", "selective and compiled"])
 def test_recomputing_and_compiling_change_nothing(how: str) -> None:
     spec = replace(SPEC, layers=1)
-    expected = gradients_of(adapted(DROPPING, spec, b=0.5), Draws(1, 2, SAMPLES))
+    expected = gradients_of(adapted(DROPPING, spec, b=0.5), CounterRNG(1, 2, SAMPLES))
     model = adapted(DROPPING, spec, b=0.5)
     activations.recompute(list(model.layers), selective="selective" in how)
     if "compiled" in how:
         for block in model.layers:
             block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
-    found = gradients_of(model, Draws(1, 2, SAMPLES))
+    found = gradients_of(model, CounterRNG(1, 2, SAMPLES))
     assert found.keys() == expected.keys()
     for name, grad in found.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-10, atol=1e-12)
@@ -255,11 +255,11 @@ def test_the_fingerprint_tells_models_apart() -> None:
     shapes = parameter_shapes(SPEC)
 
     def of(seed: int, dtype: torch.dtype = torch.float32) -> str:
-        return fingerprint(lambda name, a, b: init_slice(SPEC, seed, name, a, b, "cpu", dtype), shapes)
+        return fingerprint_weights(lambda name, a, b: init_slice(SPEC, seed, name, a, b, "cpu", dtype), shapes)
 
     assert of(0) == of(0)
     assert len({of(0), of(1), of(0, torch.bfloat16)}) == 3
-    assert fingerprint(lambda name, a, b: torch.zeros(b - a), {"x": (8, 9)}) != fingerprint(
+    assert fingerprint_weights(lambda name, a, b: torch.zeros(b - a), {"x": (8, 9)}) != fingerprint_weights(
         lambda name, a, b: torch.zeros(b - a), {"x": (9, 8)}
     )
 
@@ -297,11 +297,11 @@ def test_frozen_weights_cost_their_own_bytes_and_no_gradient() -> None:
     attention = flops_per_token(SPEC, 10)[0] - 6 * plain
     assert flops_per_token(spec, 10)[0] == 4 * plain + 6 * count + attention
     bf16, rule = Precision(torch.bfloat16, torch.bfloat16), AdamW(0.9, 0.95, 1e-8, 0.0)
-    one = state_items(on_meta(spec), spec, bf16, 1, rule)
+    one = state_items(build_on_meta(spec), spec, bf16, 1, rule)
     assert one["frozen weights"] == 2 * frozen
     assert one["gradient of the head"] == 0
     assert sum(one.values()) == 2 * frozen + count * (4 + 8 + 2 + 2 + 4)  # master, moments, rounded, gradients
-    two = state_items(on_meta(spec), spec, bf16, 2, rule)
+    two = state_items(build_on_meta(spec), spec, bf16, 2, rule)
     assert two["frozen weights"] == frozen
     # A model of two blocks is whole when both are: all of it, beside the shards.
     assert two["weights in use"] == 2 * (frozen + count)
@@ -309,23 +309,25 @@ def test_frozen_weights_cost_their_own_bytes_and_no_gradient() -> None:
 
 def test_a_recipe_with_adapters() -> None:
     tree: dict[str, Any] = {"model": {"from_hf": "hf", "lora": {"rank": 8, "targets": "q"}}}
-    config, chosen = load.resolve(load.check(tree, "it"), device="cpu", world=1)
+    config, chosen = load.resolve_autos(load.build_config(tree, "it"), device="cpu", world=1)
     assert ("model.lora.alpha", 16.0, "no adapter was named") in chosen
     assert config.model.lora == LoraSection(rank=8, alpha=16.0, targets=["q"])
-    assert load.check(load.parse_yaml(load.to_yaml(config), "again"), "again") == config
-    again = load.check({"model": {"from_hf": "hf", "lora": {"rank": 8, "alpha": "auto", "targets": "q"}}}, "it")
-    assert load.continue_from(again, config, Path("run")).model == config.model
+    assert load.build_config(load.parse_yaml(load.to_yaml(config), "again"), "again") == config
+    again = load.build_config({"model": {"from_hf": "hf", "lora": {"rank": 8, "alpha": "auto", "targets": "q"}}}, "it")
+    assert load.continue_config(again, config, Path("run")).model == config.model
     with pytest.raises(ConfigError, match=r"model.lora.rank is 4 now and was 8"):
-        load.continue_from(load.check({"model": {"from_hf": "hf", "lora": {"rank": 4}}}, "it"), config, Path("run"))
-    open_yet, _ = load.resolve(load.check({"model": {"from_hf": "hf", "lora": {"adapter": "a"}}}, "it"),
+        load.continue_config(
+            load.build_config({"model": {"from_hf": "hf", "lora": {"rank": 4}}}, "it"), config, Path("run")
+        )
+    open_yet, _ = load.resolve_autos(load.build_config({"model": {"from_hf": "hf", "lora": {"adapter": "a"}}}, "it"),
                                  device="cpu", world=1)  # fmt: skip
     assert open_yet.model.lora == LoraSection(adapter="a")
     own = {"from_hf": "hf", "code": "own.py", "lora": {}}
-    of_own, _ = load.resolve(load.check({"model": own}, "it"), device="cpu", world=1)
+    of_own, _ = load.resolve_autos(load.build_config({"model": own}, "it"), device="cpu", world=1)
     assert of_own.model.lora == LoraSection(rank=16, alpha=32.0, targets="auto"), "those that the class has"
     for block, targets in ((_Narrow, ["q", "k", "v", "o", "up", "down"]), (Block, list(LORA_TARGETS))):
         model_class = type("Model", (Llama,), {"block": block})
-        found = adapters.resolve(of_own, replace(SPEC, lora=None), model_class)
+        found = adapters.resolve_adapter_options(of_own, replace(SPEC, lora=None), model_class)
         assert found == [("model.lora.targets", targets, "the model's own")]
     with pytest.raises(ConfigError, match=r"only drawn are worth no adapter; set model.from_hf"):
-        load.check({"model": {"preset": "llama-3-8b", "lora": {}}}, "it")
+        load.build_config({"model": {"preset": "llama-3-8b", "lora": {}}}, "it")

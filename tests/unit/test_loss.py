@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.models import layers
-from phalanx.models.layers import cross_entropy_sum, cross_entropy_sum_plain, default_chunk
+from phalanx.models.layers import cross_entropy_sum, default_chunk, reference_cross_entropy_sum
 
 
 def make(n: int, d: int, v: int, dtype: torch.dtype, ignored: float = 0.2) -> tuple[torch.Tensor, ...]:
@@ -28,7 +28,7 @@ def run(function, hidden, weight, labels, scale: float = 1.0):  # type: ignore[n
 def test_float64_agrees_with_the_plain_twin(n: int, d: int, v: int, chunk: int, ignored: float) -> None:
     hidden, weight, labels = make(n, d, v, torch.float64, ignored)
     ours = run(lambda *a: cross_entropy_sum(*a, chunk=chunk), hidden, weight, labels, 1 / 7)
-    plain = run(cross_entropy_sum_plain, hidden, weight, labels, 1 / 7)
+    plain = run(reference_cross_entropy_sum, hidden, weight, labels, 1 / 7)
     for a, b in zip(ours, plain, strict=True):
         assert a.dtype == torch.float64
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -38,7 +38,7 @@ def test_float64_agrees_with_the_plain_twin(n: int, d: int, v: int, chunk: int, 
 def test_lower_dtypes_agree_with_float64(dtype: torch.dtype, tolerance: float) -> None:
     hidden, weight, labels = make(300, 32, 100, dtype)
     ours = run(lambda *a: cross_entropy_sum(*a, chunk=64), hidden, weight, labels)
-    exact = run(cross_entropy_sum_plain, hidden.double(), weight.double(), labels)
+    exact = run(reference_cross_entropy_sum, hidden.double(), weight.double(), labels)
     assert [x.dtype for x in ours] == [torch.float32, dtype, dtype]
     for a, b in zip(ours, exact, strict=True):
         assert (a.double() - b).norm() <= tolerance * b.norm()
@@ -47,7 +47,7 @@ def test_lower_dtypes_agree_with_float64(dtype: torch.dtype, tolerance: float) -
 def test_many_bfloat16_chunks_lose_nothing() -> None:
     # Accumulated in bfloat16, 64 chunks would lose about three bits.
     hidden, weight, labels = make(1024, 32, 50, torch.bfloat16)
-    exact = run(cross_entropy_sum_plain, hidden.double(), weight.double(), labels)[2]
+    exact = run(reference_cross_entropy_sum, hidden.double(), weight.double(), labels)[2]
     errors = []
     for chunk in (1024, 16):
         grad = run(lambda *a, chunk=chunk: cross_entropy_sum(*a, chunk=chunk), hidden, weight, labels)[2]
@@ -101,7 +101,7 @@ def test_a_frozen_head_still_gives_the_gradient_of_hidden() -> None:
     hidden, weight, labels = make(40, 8, 20, torch.float64)
     frozen = weight.detach()
     (grad,) = torch.autograd.grad(cross_entropy_sum(hidden, frozen, labels, chunk=7), hidden)
-    (expected,) = torch.autograd.grad(cross_entropy_sum_plain(hidden, frozen, labels), hidden)
+    (expected,) = torch.autograd.grad(reference_cross_entropy_sum(hidden, frozen, labels), hidden)
     torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -109,7 +109,7 @@ def test_a_compiled_chunk_agrees() -> None:
     hidden, weight, labels = make(96, 16, 40, torch.float32)
     compiled = torch.compile(layers._chunk, fullgraph=True)
     ours = run(lambda *a: cross_entropy_sum(*a, chunk=32, chunk_fn=compiled), hidden, weight, labels)
-    for a, b in zip(ours, run(cross_entropy_sum_plain, hidden, weight, labels), strict=True):
+    for a, b in zip(ours, run(reference_cross_entropy_sum, hidden, weight, labels), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config.load import check, resolve
+from phalanx.config.load import build_config, resolve_autos
 from phalanx.config.schema import OptimSection
 from phalanx.core.errors import ConfigError
 from phalanx.optim.lr_schedule import learning_rate
@@ -96,8 +96,8 @@ def test_a_warm_up_into_the_decay_is_refused() -> None:
     model = {"hidden": 16, "layers": 1, "heads": 2}
     optim = {"schedule": "wsd", "warmup_steps": 81, "decay_steps": 100}
     with pytest.raises(ConfigError, match=r"optim\.warmup_steps 81 reaches beyond step 80, where the last 0\.2 of"):
-        check({"model": model, "optim": optim}, "the recipe")
-    check({"model": model, "optim": optim | {"warmup_steps": 80}}, "the recipe")
+        build_config({"model": model, "optim": optim}, "the recipe")
+    build_config({"model": model, "optim": optim | {"warmup_steps": 80}}, "the recipe")
 
 
 @pytest.mark.parametrize(("steps", "share", "decay"), [(10, 0.2, 125), (100, 0.9, 1000), (101, 0.005, 101)])
@@ -107,7 +107,7 @@ def test_a_run_that_ends_within_its_warm_up_may_be_tried_out(steps: int, share: 
         "train": {"steps": steps},
         "optim": {"schedule": "wsd", "warmup_steps": 100, "decay_share": share},
     }
-    assert resolve(check(tree, "the recipe"), device="cpu", world=1)[0].optim.decay_steps == decay
+    assert resolve_autos(build_config(tree, "the recipe"), device="cpu", world=1)[0].optim.decay_steps == decay
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_a_run_that_ends_within_its_warm_up_may_be_tried_out(steps: int, share: 
 def test_what_the_schedule_does_not_use_is_refused(optim: dict[str, Any], schedule: str) -> None:
     model = {"hidden": 16, "layers": 1, "heads": 2}
     with pytest.raises(ConfigError, match=rf"optim.schedule cosine does not use it; remove it, or choose {schedule}"):
-        check({"model": model, "optim": optim}, "the recipe")
-    check({"model": model, "optim": optim | {"schedule": schedule}}, "the recipe")
+        build_config({"model": model, "optim": optim}, "the recipe")
+    build_config({"model": model, "optim": optim | {"schedule": schedule}}, "the recipe")
 
 
 def test_half_way_down() -> None:

@@ -11,7 +11,7 @@ from phalanx.config.schema import DataSection
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.placement import Placement
 from phalanx.data import megatron_dataset, read_chunks
-from phalanx.data.megatron_dataset import opened, write_pair
+from phalanx.data.megatron_dataset import open_indexed_dataset, write_indexed_dataset
 from phalanx.data.prepare import prepare
 from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.data.tokenizer import train_tokenizer
@@ -44,26 +44,26 @@ def small_set(folder: Path, vocab_size: int, documents: list[list[int]]) -> Toke
 def test_reads_what_megatron_wrote(tmp_path: Path) -> None:
     write_example(tmp_path)
     for path in (str(tmp_path / "m.idx"), (tmp_path / "m.idx").as_uri()):
-        with opened(path) as pair:
+        with open_indexed_dataset(path) as pair:
             assert pair.documents == 5
-            assert [ids.tolist() for ids in pair.read(0, 5)] == DOCUMENTS
-            assert pair.read(3, 4)[0].tolist() == [11, 12]
-            assert pair.cut(1 << 20) == [0, 5]
-            assert pair.cut(9) == [0, 2, 5]
-            assert pair.cut(1) == [0, 1, 2, 4, 5]
+            assert [ids.tolist() for ids in pair.read_documents(0, 5)] == DOCUMENTS
+            assert pair.read_documents(3, 4)[0].tolist() == [11, 12]
+            assert pair.split_bounds(1 << 20) == [0, 5]
+            assert pair.split_bounds(9) == [0, 2, 5]
+            assert pair.split_bounds(1) == [0, 1, 2, 4, 5]
 
 
 def test_writes_what_megatron_would(tmp_path: Path) -> None:
     token_set = small_set(tmp_path / "set", 300, [[5, 6, 7], [9], [1, 2, 3, 4]])
-    assert write_pair(token_set, tmp_path / "out" / "m") == 3
+    assert write_indexed_dataset(token_set, tmp_path / "out" / "m") == 3
     assert (tmp_path / "out" / "m.bin").read_bytes() == struct.pack("<11H", 5, 6, 7, 0, 9, 0, 1, 2, 3, 4, 0)
     expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 3, 4) + struct.pack("<3i", 4, 2, 5)
     expected += struct.pack("<3q", 0, 8, 12) + struct.pack("<4q", 0, 1, 2, 3)
     assert (tmp_path / "out" / "m.idx").read_bytes() == expected
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["m.bin", "m.idx"]
     with pytest.raises(ConfigError, match=r"m\.bin exists; choose another prefix"):
-        write_pair(token_set, tmp_path / "out" / "m")
-    write_pair(small_set(tmp_path / "large", 65500, [[65499]]), tmp_path / "large_out")
+        write_indexed_dataset(token_set, tmp_path / "out" / "m")
+    write_indexed_dataset(small_set(tmp_path / "large", 65500, [[65499]]), tmp_path / "large_out")
     assert (tmp_path / "large_out.bin").read_bytes() == struct.pack("<2i", 65499, 0)
 
 
@@ -72,7 +72,7 @@ def test_a_mask_cannot_be_written(tmp_path: Path) -> None:
     writer.extend(np.array([1, 0]), np.array([2]), np.array([True, False]))
     writer.finish()
     with pytest.raises(ConfigError, match="which Megatron's format cannot hold"):
-        write_pair(TokenFile(tmp_path / "set"), tmp_path / "m")
+        write_indexed_dataset(TokenFile(tmp_path / "set"), tmp_path / "m")
 
 
 def theirs(placement: Placement, prefix: str, documents: list[list[int]], ours: str) -> list[list[int]]:
@@ -95,13 +95,13 @@ def test_megatron_itself_reads_and_writes_the_same_bytes(tmp_path: Path) -> None
         pytest.skip("megatron-core is not installed")
     bodies = [np.random.default_rng(i).integers(1, 300, 7 * i + 1).tolist() for i in range(6)]
     documents = [[*body, 0] for body in bodies]
-    write_pair(small_set(tmp_path / "set", 300, bodies), tmp_path / "ours")
+    write_indexed_dataset(small_set(tmp_path / "set", 300, bodies), tmp_path / "ours")
     prefix, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
     assert run_ranks(theirs, 1, prefix=prefix, documents=documents, ours=ours) == [documents]
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"ours{ending}").read_bytes() == (tmp_path / f"theirs{ending}").read_bytes()
-    with opened(str(tmp_path / "theirs.idx")) as pair:
-        assert [ids.tolist() for ids in pair.read(0, pair.documents)] == documents
+    with open_indexed_dataset(str(tmp_path / "theirs.idx")) as pair:
+        assert [ids.tolist() for ids in pair.read_documents(0, pair.documents)] == documents
 
 
 def test_becomes_a_token_set_by_the_tokenizer_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_becomes_a_token_set_by_the_tokenizer_that_made_it(tmp_path: Path, monke
 )
 def test_torn_and_damaged_files_are_named(tmp_path: Path, index: bytes, tokens: bytes, said: str) -> None:
     write_example(tmp_path, index, tokens)
-    with pytest.raises(DataError) as caught, megatron_dataset.opened(str(tmp_path / "m.idx")):
+    with pytest.raises(DataError) as caught, megatron_dataset.open_indexed_dataset(str(tmp_path / "m.idx")):
         pytest.fail("it was opened")
     assert said in str(caught.value)
 

@@ -9,29 +9,29 @@ import torch
 
 from phalanx.comm.mesh import Mesh, join
 from phalanx.core.placement import Placement
-from phalanx.engine.interface import Queued
-from phalanx.layout.balance import Speed, in_parts
+from phalanx.engine.interface import DeviceStepOutcome
+from phalanx.layout.balance import Speed, cut_into_micro_batches
 from phalanx.system.accelerator import HostCopy
-from phalanx.trainer.metrics import Recorder
-from phalanx.trainer.metrics import Speed as Flops
-from phalanx.workload.work_split import Sharing
+from phalanx.trainer.metrics import MfuCalculator as Flops
+from phalanx.trainer.metrics import StepRecorder
+from phalanx.workload.work_split import WorkSplit
 
 ALONE = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device="cpu", store=None)
 
 
-def alone(mesh: Mesh) -> Sharing:
-    return Sharing("auto", 8, [Speed(1.0)], mesh)
+def alone(mesh: Mesh) -> WorkSplit:
+    return WorkSplit("auto", 8, [Speed(1.0)], mesh)
 
 
-def results(loss: float, weight: int, norm: float = 1.0, skip: float = 0.0) -> tuple[torch.Tensor, Queued]:
-    return torch.tensor(loss), Queued(torch.tensor(norm), torch.tensor(skip), weight)
+def results(loss: float, weight: int, norm: float = 1.0, skip: float = 0.0) -> tuple[torch.Tensor, DeviceStepOutcome]:
+    return torch.tensor(loss), DeviceStepOutcome(torch.tensor(norm), torch.tensor(skip), weight)
 
 
 def test_a_record_is_handed_out_once_and_late() -> None:
     with join(ALONE, 10) as mesh:
-        recorder = Recorder(mesh, Flops(600, 400, None), 2, total_tokens=1000, positions=16, sharing=alone(mesh))
+        recorder = StepRecorder(mesh, Flops(600, 400, None), 2, total_tokens=1000, positions=16, work_split=alone(mesh))
         assert recorder.flush() is None
-        recorder.measured(7, *results(30.0, 10, 2.5), 1e-3, 0.25)
+        recorder.add_step(7, *results(30.0, 10, 2.5), 1e-3, 0.25)
         record = recorder.flush()
         assert record is not None
         assert recorder.flush() is None
@@ -46,8 +46,10 @@ def test_a_record_is_handed_out_once_and_late() -> None:
 @pytest.mark.parametrize(("loss", "weight"), [(math.nan, 10), (math.inf, 10), (0.0, 0)])
 def test_what_is_no_number_is_none(loss: float, weight: int) -> None:
     with join(ALONE, 10) as mesh:
-        recorder = Recorder(mesh, Flops(6, 6, None), attempt=1, total_tokens=0, positions=10, sharing=alone(mesh))
-        recorder.measured(1, *results(loss, weight, math.nan, 1.0), 1e-3, 0.0)
+        recorder = StepRecorder(
+            mesh, Flops(6, 6, None), attempt=1, total_tokens=0, positions=10, work_split=alone(mesh)
+        )
+        recorder.add_step(1, *results(loss, weight, math.nan, 1.0), 1e-3, 0.0)
         record = recorder.flush()
     assert record is not None
     assert (record.loss, record.grad_norm, record.skipped) == (None, None, True)
@@ -55,19 +57,21 @@ def test_what_is_no_number_is_none(loss: float, weight: int) -> None:
 
 def test_time_between_steps_is_left_out_when_the_clock_is_started_again() -> None:
     with join(ALONE, 10) as mesh:
-        recorder = Recorder(mesh, Flops(6, 6, None), attempt=1, total_tokens=0, positions=10, sharing=alone(mesh))
+        recorder = StepRecorder(
+            mesh, Flops(6, 6, None), attempt=1, total_tokens=0, positions=10, work_split=alone(mesh)
+        )
         time.sleep(0.3)
         begun = time.perf_counter()
         recorder.restart_clock()
-        recorder.measured(1, *results(1.0, 1), 1e-3, 0.0)
+        recorder.add_step(1, *results(1.0, 1), 1e-3, 0.0)
         record = recorder.flush()
     assert record is not None
     assert record.step_s <= time.perf_counter() - begun
 
 
 def test_mfu_is_what_the_model_needs_of_what_the_devices_can() -> None:
-    assert Flops(600, 450, 1e6).mfu(1000) == (0.6, 0.45)
-    assert Flops(600, 450, None).mfu(1000) == (None, None)
+    assert Flops(600, 450, 1e6).compute_mfu(1000) == (0.6, 0.45)
+    assert Flops(600, 450, None).compute_mfu(1000) == (None, None)
 
 
 def test_a_host_copy_is_of_that_moment() -> None:
@@ -80,13 +84,13 @@ def test_a_host_copy_is_of_that_moment() -> None:
 
 def test_very_many_ranks_are_named_now_and_then_and_whenever_their_shares_change() -> None:
     with join(ALONE, 10) as mesh:
-        sharing = Sharing("even", 130, [Speed(1.0)] * 65, dataclasses.replace(mesh, world=65))
+        sharing = WorkSplit("even", 130, [Speed(1.0)] * 65, dataclasses.replace(mesh, world=65))
         named = []
         for step in range(1, 130):
             sharing.exchange(step, 0, 1.0)
             sharing.settle()
-            if sharing.shown(step)[0] is not None:
+            if sharing.describe_step(step)[0] is not None:
                 named.append(step)
             if step == 70:
-                sharing.division = in_parts([66] + [1] * 64, sharing.most)
+                sharing.division = cut_into_micro_batches([66] + [1] * 64, sharing.micro_batch_limits)
     assert named == [1, 64, 71, 128]

@@ -15,7 +15,7 @@ from phalanx.layout.model_shape import (
     parameter_count,
     parameter_shapes,
 )
-from phalanx.layout.model_shape_checks import problems
+from phalanx.layout.model_shape_checks import find_shape_problems
 from phalanx.models.llama import Llama
 
 PUBLISHED = {
@@ -68,7 +68,7 @@ def test_every_preset_has_a_published_count() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_possible_and_have_the_published_size(name: str) -> None:
     spec = PRESETS[name]
-    assert problems(spec) == []
+    assert find_shape_problems(spec) == []
     assert parameter_count(spec) == PUBLISHED[name]
     # The heads fill the width, but for Qwen3's.
     assert spec.heads * spec.head_dim == spec.hidden or (spec.architecture, spec.head_dim) == ("qwen3", 128)
@@ -138,14 +138,14 @@ def test_rope_scaling_only_from_3_1_on() -> None:
     ],
 )
 def test_an_impossible_shape_is_one_sentence_that_names_the_key(change: dict[str, object], named: str) -> None:
-    found = problems(replace(TINY, **change))  # type: ignore[arg-type]
+    found = find_shape_problems(replace(TINY, **change))  # type: ignore[arg-type]
     assert len(found) == 1
     assert named in found[0]
     assert found[0].endswith(".")
 
 
 def test_all_problems_at_once() -> None:
-    assert len(problems(replace(TINY, kv_heads=3, head_dim=7, dropout=2.0))) == 3
+    assert len(find_shape_problems(replace(TINY, kv_heads=3, head_dim=7, dropout=2.0))) == 3
 
 
 counts = st.integers(-1, 40)
@@ -154,7 +154,7 @@ counts = st.integers(-1, 40)
 @given(counts, counts, counts, counts)
 def test_a_shape_without_problems_can_be_built(heads: int, kv_heads: int, head_dim: int, hidden: int) -> None:
     spec = replace(TINY, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden)
-    if problems(spec):
+    if find_shape_problems(spec):
         return
     with torch.device("meta"):
         assert sum(p.numel() for p in Llama(spec).parameters()) == parameter_count(spec)

@@ -22,8 +22,8 @@ def first(code: str) -> ast.expr:
     ("code", "left"),
     [
         ("started(x).wait()", "started(x)"),
-        ("accelerator.used_here(tensor)", "accelerator"),
-        ("mark.reached", "True"),
+        ("accelerator.record_stream(tensor)", "accelerator"),
+        ("mark.is_recorded", "True"),
         ("event.query()", "True"),
         ("event.query", None),
         ("target.copy_(source, non_blocking=True)", "target.copy_(source, non_blocking=False)"),
@@ -88,31 +88,31 @@ def test_functions_and_numbers_of_an_imported_module_become_those_of_a_mutant(mo
     """Wherever they are held. The child of `Warm` does so before it runs tests; here it is undone again."""
     from phalanx.layout import balance, hardware
 
-    path = ROOT / "phalanx" / "balance.py"
+    path = ROOT / "phalanx" / "layout" / "balance.py"
     text = path.read_text()
     kept = {key: value for key, value in vars(balance).items() if isinstance(value, types.FunctionType | int)}
     codes = {value: value.__code__ for value in kept.values() if isinstance(value, types.FunctionType)}
     warm = object.__new__(Warm)
     warm._texts, warm._functions = {path: text}, {path: list(codes)}
-    held = balance.even
+    held = balance.split_evenly
     try:
-        warm._become(_mutant(text, "rank < rest", "rank <= rest", "even"))
+        warm._become(_mutant(text, "rank < rest", "rank <= rest", "split_evenly"))
         assert held(7, 3) == [3, 3, 2]
         warm._become(_mutant(text, "UNBOUND = 2**31", "UNBOUND = 2**30", ""))
         assert balance.UNBOUND == hardware.UNBOUND == 2**30
         with pytest.raises(AssertionError, match="nothing that has been imported"):
-            warm._become(Mutant("balance.py", 1, "even", "nothing", text))
+            warm._become(Mutant("layout/balance.py", 1, "split_evenly", "nothing", text))
     finally:
         for function, code in codes.items():
             function.__code__ = code
         vars(balance).update(kept)
         vars(hardware).update(UNBOUND=balance.UNBOUND)
-    assert balance.even(7, 3) == [3, 2, 2]
+    assert balance.split_evenly(7, 3) == [3, 2, 2]
 
 
 def _mutant(text: str, before: str, after: str, function: str) -> Mutant:
     assert text.count(before) == 1
-    return Mutant("balance.py", 1, function, after, text.replace(before, after))
+    return Mutant("layout/balance.py", 1, function, after, text.replace(before, after))
 
 
 def test_every_file_that_is_named_is_there() -> None:

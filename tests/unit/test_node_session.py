@@ -13,48 +13,50 @@ from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import Kind, write_event
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
-from phalanx.health.devices import Device
+from phalanx.health.devices import DeviceInfo
 from phalanx.launch import outcome
-from phalanx.launch.node_participant import Where
-from phalanx.launch.node_session import Member, policy_of
-from phalanx.recovery.shared_memory import LOCK, TOUCHED_S, held, sweep
+from phalanx.launch.node_participant import NodeContext
+from phalanx.launch.node_session import NodeSession, make_policy
+from phalanx.recovery.shared_memory import LOCK, TOUCHED_S, hold_folder, remove_stale_folders
 from phalanx.report import event_text
 from phalanx.trainer import run_folder
 
 
 def test_what_a_run_of_days_keeps_is_not_taken_for_left_behind(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
-    with held(paths, 1, tmp_path) as memory:
-        member = Member(paths, [Device("cpu", "any", True)], Where(1, 2, None), {}, lambda text: None, Config(), memory)
-        job = member.job(SimpleNamespace(paths=paths, config=Config()), 1, 2)
+    with hold_folder(paths, 1, tmp_path) as memory:
+        member = NodeSession(
+            paths, [DeviceInfo("cpu", "any", True)], NodeContext(1, 2, None), {}, lambda text: None, Config(), memory
+        )
+        job = member.job_for(SimpleNamespace(paths=paths, config=Config()), 1, 2)
         assert job.shared == memory.folder
         os.utime(memory.folder / LOCK, (0, 0))  # days later
         memory.touched -= 2 * TOUCHED_S
         job.on_idle()
-    assert sweep((tmp_path,)) == []
+    assert remove_stale_folders((tmp_path,)) == []
 
 
 def test_that_a_run_is_done_is_written_where_rank_0_was_lost_before_it_had(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    write_event(paths.events, Kind.FINISHED, 1, step=10, seconds=1.0)
-    outcome.tell_done(paths, 10, 1)
+    write_event(paths.events, EventKind.FINISHED, 1, step=10, seconds=1.0)
+    outcome.write_finish_event(paths, 10, 1)
     assert len(list(read_lines(paths.events))) == 1
-    outcome.tell_done(paths, 20, 3)  # it was given more steps
+    outcome.write_finish_event(paths, 20, 3)  # it was given more steps
     (told,) = list(read_lines(paths.events))[1:]
-    assert (told["kind"], told["step"], told["attempt"], run_folder.finished_step(paths)) == ("finished", 20, 3, 20)
-    assert event_text.sentence(told) == "finished after step 20"
+    assert (told["kind"], told["step"], told["attempt"], run_folder.find_final_step(paths)) == ("finished", 20, 3, 20)
+    assert event_text.describe_event(told) == "finished after step 20"
 
 
 def test_what_is_done_is_not_kept(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
-    with held(paths, 1, tmp_path) as memory:
-        member = Member(paths, [], Where(1, 2, None), {}, lambda text: None, Config(), memory)
+    with hold_folder(paths, 1, tmp_path) as memory:
+        member = NodeSession(paths, [], NodeContext(1, 2, None), {}, lambda text: None, Config(), memory)
         member.code = ExitCode.DONE
-        member.leave()
+        member.settle_memory()
     assert not memory.folder.exists()
 
 
@@ -66,7 +68,7 @@ def test_what_is_done_is_not_kept(tmp_path: Path) -> None:
             r"model.code is '.*theirs.py'",
         ),
         (
-            lambda offer, code: offer.update(faults=faults.plain(faults.parse(["kill:step=1"]))),
+            lambda offer, code: offer.update(faults=faults.faults_to_message(faults.parse_faults(["kill:step=1"]))),
             "other faults than",
         ),
         (lambda offer, code: offer["policy"].update(max_restarts=99), "another resilience than its recipe has"),
@@ -75,18 +77,20 @@ def test_what_is_done_is_not_kept(tmp_path: Path) -> None:
 def test_nothing_that_a_leader_offers_beside_the_recipe_is_imported(
     tmp_path: Path, change: Callable[[dict[str, Any], str], None], expected: str
 ) -> None:
-    code, wanted = tmp_path / "theirs.py", load.check({"model": {"hidden": 8, "layers": 1, "heads": 1}}, "here")
+    code, wanted = tmp_path / "theirs.py", load.build_config({"model": {"hidden": 8, "layers": 1, "heads": 1}}, "here")
     code.write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Model: ...\n")
-    offer = {"config": load.to_yaml(wanted), "faults": [], "policy": asdict(policy_of(wanted, 2))}
+    offer = {"config": load.to_yaml(wanted), "faults": [], "policy": asdict(make_policy(wanted, 2))}
     change(offer, str(code))
     paths = RunPaths(tmp_path / "run")
-    with held(paths, 1, tmp_path) as memory:
-        member = Member(paths, [Device("cpu", "any", True)], Where(1, 2, None), {}, lambda text: None, wanted, memory)
+    with hold_folder(paths, 1, tmp_path) as memory:
+        member = NodeSession(
+            paths, [DeviceInfo("cpu", "any", True)], NodeContext(1, 2, None), {}, lambda text: None, wanted, memory
+        )
         with pytest.raises(ConfigError, match=expected):
-            member.make(offer, lambda: None)
+            member.make_job(offer, lambda: None)
     assert not (tmp_path / "marker").exists()
 
 
 def _with_code(text: str, code: str) -> str:
     tree = load.parse_yaml(text, "an offer")
-    return load.to_yaml(load.check(tree | {"model": tree["model"] | {"code": code}}, "an offer"))
+    return load.to_yaml(load.build_config(tree | {"model": tree["model"] | {"code": code}}, "an offer"))

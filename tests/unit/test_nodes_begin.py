@@ -9,7 +9,7 @@ from phalanx.config import load
 from phalanx.core.errors import RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
-from phalanx.elastic.membership.rendezvous import Place
+from phalanx.elastic.membership.rendezvous import RendezvousPoint
 from phalanx.launch import multinode, rendezvous_options
 from tests.helpers import ROOT
 
@@ -21,7 +21,7 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
     paths, looks, led = RunPaths(tmp_path), list[int](), list[int]()
     assert epoch_files.claim(paths, 1, {"attempt": 1, "leader": 0}) is None
 
-    def goes_on(paths: RunPaths, meeting: rendezvous_options.Meeting) -> bool:
+    def goes_on(paths: RunPaths, meeting: rendezvous_options.RendezvousOptions) -> bool:
         looks.append(len(looks))
         if len(looks) == 1:  # nobody answers yet, and a moment later node 1 leads
             assert epoch_files.claim(paths, 2, {"attempt": 2, "leader": 1}) is None
@@ -29,27 +29,27 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
 
     def lead(wanted: Any, paths: RunPaths, devices: Any, meeting: Any, planned: Any, before: int) -> int:
         led.append(before)
-        multinode.watching(paths, lambda: None, before)()
+        multinode.watch_for_takeover(paths, lambda: None, before)()
         raise AssertionError("it waits for the others")
 
     monkeypatch.setattr(multinode, "LOOK_S", -1.0)
-    monkeypatch.setattr(multinode, "warmed", lambda on_cpu: (None, None))
-    monkeypatch.setattr(multinode, "devices_of_ranks", lambda *found: [])
-    monkeypatch.setattr(multinode, "goes_on", goes_on)
+    monkeypatch.setattr(multinode, "preload_and_find_devices", lambda on_cpu: (None, None))
+    monkeypatch.setattr(multinode, "assign_devices", lambda *found: [])
+    monkeypatch.setattr(multinode, "is_run_active", goes_on)
     monkeypatch.setattr(multinode, "_lead", lead)
     monkeypatch.setattr(multinode, "_follow", lambda *told: 42)
     meeting, wanted = (
-        rendezvous_options.Meeting(2, 0, Place("here", folder=tmp_path), 60.0),
-        load.load(ROOT / "recipes/demo.yaml"),
+        rendezvous_options.RendezvousOptions(2, 0, RendezvousPoint("here", folder=tmp_path), 60.0),
+        load.load_recipe(ROOT / "recipes/demo.yaml"),
     )
-    assert multinode.train(wanted, paths, 1, meeting) == 42
+    assert multinode.train_on_nodes(wanted, paths, 1, meeting) == 42
     assert led == [1]
 
 
 def test_no_other_epoch_is_no_reason_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multinode, "LOOK_S", -1.0)
     paths, tended = RunPaths(tmp_path), list[int]()
-    look = multinode.watching(paths, lambda: tended.append(1), epoch_files.number(paths))
+    look = multinode.watch_for_takeover(paths, lambda: tended.append(1), epoch_files.read_epoch_number(paths))
     look()
     assert epoch_files.claim(paths, 1, {"attempt": 1, "leader": 1}) is None
     with pytest.raises(RunError, match="another node leads the run"):

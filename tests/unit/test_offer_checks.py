@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.config import load
-from phalanx.config.schema import Config, leaves
+from phalanx.config.schema import Config, iter_knobs
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
@@ -16,12 +16,14 @@ from phalanx.launch import measure_devices, offer_checks
 WANTED = {
     "model": {"hidden": 16, "layers": 1, "heads": 2, "code": "own.py"},
     "data": {"source": ["a.txt"], "cache": "/cache"},
-    "optim": {"slots": 2},
+    "optim": {"double_buffer": True},
 }
 
 
 def config(**more: Any) -> Config:
-    return load.update(load.check(WANTED, "here"), {key.replace("__", "."): value for key, value in more.items()})
+    return load.update_config(
+        load.build_config(WANTED, "here"), {key.replace("__", "."): value for key, value in more.items()}
+    )
 
 
 def changed(before: Config, change: dict[str, Any]) -> Config:
@@ -46,65 +48,67 @@ def changed(before: Config, change: dict[str, Any]) -> Config:
         {"data.chat_template": "theirs.jinja", "data.format": "chat"}, {"data.tokenizer": "/tmp/tokenizer"},
         {"data.cache": "s3://theirs/cache"}, {"balance.hardware": "theirs.json"}, {"report.wandb": "theirs"},
         {"model.lora": {"adapter": "/tmp/theirs"}}, {"parallel.tensor": 2}, {"train.steps": 7},
-        {"resilience.max_restarts": 99}, {"optim.rule": "sgd"},
+        {"resilience.max_restarts": 99}, {"optim.name": "sgd"},
     ],
 )  # fmt: skip
 def test_another_recipe_is_refused(change: dict[str, Any]) -> None:
     """Whatever it would import or open, and what it would compute."""
     wanted, offered = config(), changed(config(), change)
     with pytest.raises(ConfigError, match="offers another recipe than this node was started with: ") as caught:
-        offer_checks.check(wanted, offered)
+        offer_checks.check_offer(wanted, offered)
     assert next(iter(change)).split(".")[1] in str(caught.value)
     assert str(caught.value).endswith("start all nodes with the same recipe and the same keys")
-    offer_checks.check(offered, offered)
+    offer_checks.check_offer(offered, offered)
 
 
 def test_what_a_leader_has_resolved_is_taken() -> None:
     wanted = config()
-    resolved, _ = load.resolve(wanted, device="cpu", world=2)
-    found = {"train.micro_batch": 3, "model.vocab_size": 999, "data.tokenizer": "train", "optim.slots": 1}
-    offer_checks.check(wanted, load.update(resolved, found))
+    resolved, _ = load.resolve_autos(wanted, device="cpu", world=2)
+    found = {"train.micro_batch": 3, "model.vocab_size": 999, "data.tokenizer": "train", "optim.double_buffer": False}
+    offer_checks.check_offer(wanted, load.update_config(resolved, found))
     hf = changed(wanted, {"model.from_hf": "/hf"})
-    offer_checks.check(hf, changed(hf, {"data.tokenizer": "/hf"}))
+    offer_checks.check_offer(hf, changed(hf, {"data.tokenizer": "/hf"}))
     with pytest.raises(ConfigError, match=r"data.tokenizer is '/tmp/hf' there and 'auto' here"):
-        offer_checks.check(hf, changed(hf, {"data.tokenizer": "/tmp/hf"}))
+        offer_checks.check_offer(hf, changed(hf, {"data.tokenizer": "/tmp/hf"}))
 
 
 def test_no_auto_comes_to_a_file_that_the_leader_names() -> None:
     """Of whatever key: wherever a recipe can say auto and a path as well."""
     tried = []
-    for key, _ in leaves():
+    for key, _ in iter_knobs():
         try:
             wanted, offered = (changed(config(), {key: value}) for value in ("auto", "/tmp/theirs"))
         except (ConfigError, ValueError):  # one of the two is none of its values
             continue
         tried.append(key)
         with pytest.raises(ConfigError, match=f"{key} is .*/tmp/theirs'.* there"):
-            offer_checks.check(wanted, offered)
+            offer_checks.check_offer(wanted, offered)
     assert {"data.tokenizer", "slurm.python", "model.code"} <= set(tried)
 
 
 def test_a_planned_layout_is_taken_where_the_recipe_leaves_it_open() -> None:
     wanted = config(parallel__layout="auto", train__micro_batch=2, balance__hardware="known.json")
-    laid = {"parallel.layout": "given", "parallel.tensor": 2, "parallel.data": "sharded", "balance.hardware": None}
-    offer_checks.check(wanted, changed(wanted, laid))
+    laid = {"parallel.layout": "given", "parallel.tensor": 2, "parallel.engine": "sharded", "balance.hardware": None}
+    offer_checks.check_offer(wanted, changed(wanted, laid))
     for change in ({"train.micro_batch": 4}, {"balance.hardware": "theirs.json"}, {"model.code": "theirs.py"}):
         with pytest.raises(ConfigError, match="offers another recipe"):
-            offer_checks.check(wanted, changed(wanted, laid | change))
+            offer_checks.check_offer(wanted, changed(wanted, laid | change))
     with pytest.raises(ConfigError, match=r"parallel.layout is 'auto' there and 'given' here"):
-        offer_checks.check(config(), config(parallel__layout="auto"))
+        offer_checks.check_offer(config(), config(parallel__layout="auto"))
 
 
 def test_a_url_is_told_without_what_is_secret_in_it() -> None:
     with pytest.raises(ConfigError, match=r"data.cache is 's3://") as caught:
-        offer_checks.check(config(), config(data__cache="s3://me:hidden@bucket/x?token=hidden"))
+        offer_checks.check_offer(config(), config(data__cache="s3://me:hidden@bucket/x?token=hidden"))
     assert "hidden@" not in str(caught.value) and "token" not in str(caught.value)
 
 
 def test_faults_are_those_that_this_node_was_asked_for() -> None:
-    asked = faults.parse(["kill:rank=1,step=7", "nan:step=3,attempt=2"])
-    offer_checks.check_faults(asked, faults.absolute(asked, 1))
-    offer_checks.check_faults(asked, faults.from_plain(faults.plain(faults.absolute(asked, 5))))
+    asked = faults.parse_faults(["kill:rank=1,step=7", "nan:step=3,attempt=2"])
+    offer_checks.check_faults(asked, faults.shift_attempts(asked, 1))
+    offer_checks.check_faults(
+        asked, faults.faults_from_message(faults.faults_to_message(faults.shift_attempts(asked, 5)))
+    )
     offer_checks.check_faults([], [])
     for other in ([], asked[:1], [*asked, asked[0]], [asked[0], replace(asked[1], attempt=9)], [asked[1], asked[0]]):
         with pytest.raises(ConfigError, match="offers other faults than this node's --inject"):
@@ -112,13 +116,15 @@ def test_faults_are_those_that_this_node_was_asked_for() -> None:
 
 
 def test_nodes_that_measure_take_no_other_recipe_either() -> None:
-    works = measure_devices._works(config(), {}, [], RunPaths(Path("unused")), as_json=True)
+    works = measure_devices._measuring_callbacks(config(), {}, [], RunPaths(Path("unused")), as_json=True)
     with pytest.raises(ConfigError, match=r"offers another recipe than this node was started with: model.code is"):
-        works.make({"config": load.to_yaml(changed(config(), {"model.code": "theirs.py"})), "world": 2}, lambda: None)
+        works.make_job(
+            {"config": load.to_yaml(changed(config(), {"model.code": "theirs.py"})), "world": 2}, lambda: None
+        )
 
 
 def test_every_recipe_that_comes_with_phalanx_takes_what_it_is_resolved_to() -> None:
     for path in sorted(Path(__file__).resolve().parents[2].joinpath("recipes").glob("*.yaml")):
-        wanted = load.load(path)
+        wanted = load.load_recipe(path)
         if wanted.parallel.tensor * wanted.parallel.pipeline == 1:
-            offer_checks.check(wanted, load.resolve(wanted, device="cpu", world=1)[0])
+            offer_checks.check_offer(wanted, load.resolve_autos(wanted, device="cpu", world=1)[0])

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from phalanx.autotune.activations import LinkTime, choose, link_time
-from phalanx.autotune.micro_batch import Finding, _lighter
+from phalanx.autotune.activations import OffloadTiming, choose_activation_mode, measure_offload_timing
+from phalanx.autotune.micro_batch import MicroBatchFit, _suggest_lighter_mode
 from phalanx.config import load
-from phalanx.config.load import update
-from phalanx.config.schema import Config, spec_of
+from phalanx.config.load import update_config
+from phalanx.config.schema import Config, build_model_spec
 from phalanx.core.errors import ConfigError
-from phalanx.models.counter_rng import Draws
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama
 from phalanx.parallel import activations
-from phalanx.parallel.offload import Mover, Pool, offload
+from phalanx.parallel.offload import ActivationOffloader, HostBufferPool, offload
 from phalanx.parallel.parallelize import change_blocks
 from phalanx.system import memory as host_memory
-from phalanx.workload.workload import subject_of
+from phalanx.workload.workload import make_workload
 
 LAYERS, HIDDEN, LENGTH = 6, 64, 32
 MODEL = {
@@ -30,15 +30,15 @@ MODEL = {
 
 
 def configured(mode: str, horizon: int = 2, **sections: Any) -> Config:
-    memory = {"activations": mode, "horizon": horizon}
+    memory = {"activations": mode, "offload_prefetch_blocks": horizon}
     tree = {"model": MODEL, "data": {"seq_len": LENGTH}, "train": {"dtype": "fp32"}, "memory": memory}
-    config, _ = load.resolve(load.check(tree | sections, "a recipe"), device="cpu", world=1)
+    config, _ = load.resolve_autos(load.build_config(tree | sections, "a recipe"), device="cpu", world=1)
     return config
 
 
-def llama(config: Config, dtype: torch.dtype) -> tuple[Llama, Mover | None]:
+def llama(config: Config, dtype: torch.dtype) -> tuple[Llama, ActivationOffloader | None]:
     torch.manual_seed(0)
-    model = Llama(spec_of(config)).to(dtype)
+    model = Llama(build_model_spec(config)).to(dtype)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05)
     return model, change_blocks(model, config)
@@ -50,7 +50,7 @@ def walk(model: Llama, steps: int = 2, sizes: Sequence[int] = (4, 2)) -> list[Te
     for step in range(steps):
         for size in sizes:
             tokens = torch.randint(0, 300, (size, LENGTH), generator=torch.Generator().manual_seed(step))
-            losses.append(model(tokens, labels=tokens, draws=Draws(0, step, torch.arange(size))))
+            losses.append(model(tokens, labels=tokens, draws=CounterRNG(0, step, torch.arange(size))))
             losses[-1].backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert len(gradients) == len(list(model.parameters()))
@@ -72,7 +72,7 @@ def test_gradients_are_the_same_and_every_byte_is_counted(dtype: torch.dtype, ho
     assert mover is not None
     one_input = LENGTH * HIDDEN * dtype.itemsize  # of one sequence
     assert mover.out_bytes == mover.back_bytes == 2 * (4 + 2) * (LAYERS - horizon) * one_input
-    assert (mover.pool.made, mover.pool.bytes) == (LAYERS - horizon, (LAYERS - horizon) * 4 * one_input)
+    assert (mover.pool.allocations, mover.pool.bytes) == (LAYERS - horizon, (LAYERS - horizon) * 4 * one_input)
 
 
 def test_buffers_are_made_once_and_grow_with_micro_batches() -> None:
@@ -81,22 +81,22 @@ def test_buffers_are_made_once_and_grow_with_micro_batches() -> None:
     made = []
     for sizes in ((2, 2), (2, 1), (4,), (1, 4)):
         walk(model, 1, sizes)
-        made.append((mover.pool.made, mover.pool.bytes))
+        made.append((mover.pool.allocations, mover.pool.bytes))
     few = LAYERS - 2
     size = LENGTH * HIDDEN * 4
     assert made == [(few, 2 * few * size)] * 2 + [(2 * few, 4 * few * size)] * 2  # larger ones in place of the small
 
 
 def test_the_host_says_when_it_has_no_more() -> None:
-    pool = Pool()
+    pool = HostBufferPool()
     with pytest.raises(MemoryError, match=r"was to wait in host memory, of which [0-9,]+ MiB are left"):
         pool.take(1 << 60, pinned=True)
-    assert pool.made == 0
+    assert pool.allocations == 0
 
 
 def test_page_locked_buffers_are_as_large_as_what_torch_takes_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "free", lambda: 150)
-    pool = Pool()
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 150)
+    pool = HostBufferPool()
     pool.make = lambda size, pinned: torch.empty(size, dtype=torch.uint8)
     pool.give(pool.take(100, pinned=True))
     assert pool.take(120, pinned=True).nbytes == pool.bytes == 128  # there is room in what was taken
@@ -110,7 +110,7 @@ def test_evaluation_moves_nothing() -> None:
     with torch.no_grad():
         model(torch.zeros(1, LENGTH, dtype=torch.int64))
     assert mover is not None
-    assert (mover.out_bytes, mover.pool.made) == (0, 0)
+    assert (mover.out_bytes, mover.pool.allocations) == (0, 0)
 
 
 # ------------------------------------------------------------------------------------------------------- units by hand
@@ -132,7 +132,9 @@ class Unit(nn.Module):
 X_BYTES = 32 * 16 * 4
 
 
-def units(count: int, horizon: int = 1, extra: Callable[..., Any] | None = None) -> tuple[list[Unit], Mover]:
+def units(
+    count: int, horizon: int = 1, extra: Callable[..., Any] | None = None
+) -> tuple[list[Unit], ActivationOffloader]:
     made = [Unit(extra) for _ in range(count)]
     activations.recompute(made, selective=False)
     return made, offload(made, horizon)
@@ -209,7 +211,7 @@ def test_what_moves_and_what_stays(run: Any, extra: Any, count: int, moved: int)
     made, mover = units(count, extra=extra)
     assert same(gradients_of(run, made), plain)
     assert (mover.out_bytes, mover.back_bytes) == (moved * X_BYTES, moved * X_BYTES)
-    assert len(mover.pool._free) == mover.pool.made  # each buffer is back
+    assert len(mover.pool._free) == mover.pool.allocations  # each buffer is back
 
 
 def test_few_inputs_are_on_the_device_at_a_time() -> None:
@@ -264,7 +266,7 @@ def test_a_graph_that_is_kept_is_walked_twice() -> None:
     assert same([unit.weight.grad for unit in made if unit.weight.grad is not None], [2 * each for each in once])
     assert (mover.out_bytes, mover.back_bytes) == (2 * X_BYTES, 4 * X_BYTES)
     del loss
-    assert len(mover.pool._free) == mover.pool.made == 2
+    assert len(mover.pool._free) == mover.pool.allocations == 2
 
 
 @pytest.mark.parametrize("during", ["forward", "backward"])
@@ -290,7 +292,7 @@ def test_a_pass_that_breaks_off_leaves_nothing_behind(during: str) -> None:
     for unit in made:
         unit.weight.grad = None
     assert same(gradients_of(in_turn, made), plain)
-    assert len(mover.pool._free) == mover.pool.made == 3
+    assert len(mover.pool._free) == mover.pool.allocations == 3
 
 
 @pytest.mark.parametrize(("unit", "said"), [(0, "input of block 0 was changed"), (2, "backward pass of block 2 needs")])
@@ -316,7 +318,7 @@ def test_micro_batches_may_all_go_forward_before_one_goes_back() -> None:
         loss.backward()
     found = [unit.weight.grad for unit in made if unit.weight.grad is not None]
     assert same(found, [one + other for one, other in zip(*plain, strict=True)])
-    assert mover.pool.made == 2 * 3
+    assert mover.pool.allocations == 2 * 3
 
 
 # --------------------------------------------------------------------------------------------------------------- choice
@@ -324,7 +326,9 @@ def test_micro_batches_may_all_go_forward_before_one_goes_back() -> None:
 
 def test_offload_that_would_move_nothing_is_refused() -> None:
     activations.check_horizon(3, 2)
-    with pytest.raises(ConfigError, match=r"inputs of the last 2 blocks .* has 2; set .*=full, or memory.horizon=1 at"):
+    with pytest.raises(
+        ConfigError, match=r"inputs of the last 2 blocks .* has 2; set .*=full, or memory.offload_prefetch_blocks=1 at"
+    ):
         activations.check_horizon(2, 2)
     with pytest.raises(ConfigError, match=r"the model has 1; set memory.activations=full$"):
         activations.check_horizon(1, 1)
@@ -342,57 +346,60 @@ def test_auto_takes_the_least_that_fits(fitting: Sequence[str], mode: str, why: 
     config = configured("auto")
     tried = []
 
-    def probe(asked: Config) -> list[Finding]:
+    def probe(asked: Config) -> list[MicroBatchFit]:
         tried.append(asked.memory.activations)
         if tried[-1] not in fitting:
             raise ConfigError("the model does not fit")
-        return [Finding(len(tried), 1, 1, 1)]
+        return [MicroBatchFit(len(tried), 1, 1, 1)]
 
-    found = choose(config, subject_of(config, spec_of(config)), ["cpu"], 1, probe)
-    assert (found[0], found[2]) == (mode, [Finding(len(tried), 1, 1, 1)])
+    found = choose_activation_mode(config, make_workload(config, build_model_spec(config)), ["cpu"], 1, probe)
+    assert (found[0], found[2]) == (mode, [MicroBatchFit(len(tried), 1, 1, 1)])
     assert why in found[1]
     assert tried == [each for each in ("none", "selective", "full") if each not in fitting or each == mode]
 
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_auto_computes_nothing_again_where_a_backward_pass_comes_in_halves(fits: bool) -> None:
-    config = update(
-        configured("auto"), {"parallel.data": "sharded", "parallel.pipeline": 2, "parallel.schedule": "zero_bubble"}
+    config = update_config(
+        configured("auto"), {"parallel.engine": "sharded", "parallel.pipeline": 2, "parallel.schedule": "zero_bubble"}
     )
 
-    def probe(asked: Config) -> list[Finding]:
+    def probe(asked: Config) -> list[MicroBatchFit]:
         assert asked.memory.activations == "none"
         if not fits:
-            raise ConfigError(f"it does not fit; {_lighter(asked, torch.device('cpu'))}")
+            raise ConfigError(f"it does not fit; {_suggest_lighter_mode(asked, torch.device('cpu'))}")
         return []
 
     if fits:
-        mode, why, _ = choose(config, subject_of(config, spec_of(config)), ["cpu"], 1, probe)
+        mode, why, _ = choose_activation_mode(
+            config, make_workload(config, build_model_spec(config)), ["cpu"], 1, probe
+        )
         assert mode == "none"
         assert "zero_bubble" in why
     else:
         with pytest.raises(ConfigError, match=r"set parallel.schedule=1f1b and memory.activations=full"):
-            choose(config, subject_of(config, spec_of(config)), ["cpu"], 1, probe)
+            choose_activation_mode(config, make_workload(config, build_model_spec(config)), ["cpu"], 1, probe)
 
 
 def test_auto_says_so_when_nothing_fits() -> None:
     config = configured("auto")
 
-    def probe(asked: Config) -> list[Finding]:
+    def probe(asked: Config) -> list[MicroBatchFit]:
         raise ConfigError(f"not even {asked.memory.activations}")
 
     with pytest.raises(ConfigError, match="not even full"):
-        choose(config, subject_of(config, spec_of(config)), ["cpu"], 1, probe)
+        choose_activation_mode(config, make_workload(config, build_model_spec(config)), ["cpu"], 1, probe)
 
 
 def test_the_link_is_measured_against_a_block() -> None:
     config = configured("auto")
-    found = link_time(config, subject_of(config, spec_of(config)), "cpu")
+    found = measure_offload_timing(config, make_workload(config, build_model_spec(config)), "cpu")
     assert found.input_bytes == LENGTH * HIDDEN * 4
     assert found.bytes_per_s > 0
     assert found.forward_s > 0
-    assert LinkTime(80, 100.0, 1.0).hidden
-    assert not LinkTime(81, 100.0, 1.0).hidden
+    assert OffloadTiming(80, 100.0, 1.0).is_hidden
+    assert not OffloadTiming(81, 100.0, 1.0).is_hidden
     assert (
-        "0.0 MiB takes 810.00 ms to the host and the block's forward pass 1000.00 ms" in LinkTime(81, 100, 1).reason()
+        "0.0 MiB takes 810.00 ms to the host and the block's forward pass 1000.00 ms"
+        in OffloadTiming(81, 100, 1).reason()
     )

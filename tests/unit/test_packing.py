@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import DataError
 from phalanx.data.loader import Loader
-from phalanx.data.packing import Form, Packed, Windows, pack, rows_of
+from phalanx.data.packing import PackedRows, PackingOptions, TextWindows, make_rows, pack_documents
 from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.layout.balance import Division
 from phalanx.layout.model_shape import ModelSpec, parameter_shapes
 from phalanx.models.llama import Llama, init_slice
-from phalanx.tasks.language import LanguageModel
+from phalanx.tasks.language import CausalLMTask
 
 EOS = 1
 VOCAB = 50
@@ -51,7 +51,7 @@ def best_fit_decreasing(lengths: list[int], room: int) -> Counter[int]:
 @given(st.integers(1, 40).flatmap(lambda room: st.tuples(st.just(room), st.lists(st.integers(0, room), max_size=60))))
 def test_packing_is_best_fit_decreasing(case: tuple[int, list[int]]) -> None:
     room, lengths = case
-    documents, first = pack(np.array(lengths, np.int64), room, seed=3)
+    documents, first = pack_documents(np.array(lengths, np.int64), room, seed=3)
     assert sorted(documents.tolist()) == [number for number, length in enumerate(lengths) if length]
     rows = [sum(lengths[d] for d in documents[start:stop]) for start, stop in itertools.pairwise(first)]
     assert Counter(rows) == best_fit_decreasing(lengths, room)
@@ -59,7 +59,7 @@ def test_packing_is_best_fit_decreasing(case: tuple[int, list[int]]) -> None:
 
 def test_the_seed_says_which_of_equal_documents_lie_together() -> None:
     lengths = np.array([4, 3, 3, 4, 7, 3, 4] * 20)
-    one, again, other = (pack(lengths, 10, seed)[0].tolist() for seed in (1, 1, 2))
+    one, again, other = (pack_documents(lengths, 10, seed)[0].tolist() for seed in (1, 1, 2))
     assert one == again != other
     assert lengths[one].tolist() == lengths[other].tolist()
 
@@ -67,7 +67,7 @@ def test_the_seed_says_which_of_equal_documents_lie_together() -> None:
 def test_many_documents_are_packed_nearly_full() -> None:
     # So many that a walk over each would be felt; the benchmark measures it.
     lengths = np.clip(np.random.default_rng(0).lognormal(5.0, 1.0, 200_000).astype(np.int64), 1, 1025)
-    _, first = pack(lengths, 1025, seed=0)
+    _, first = pack_documents(lengths, 1025, seed=0)
     assert lengths.sum() > 0.995 * 1025 * (len(first) - 1)
 
 
@@ -75,7 +75,7 @@ def test_many_documents_are_packed_nearly_full() -> None:
 def test_a_row_is_whole_documents_and_padding(tmp_path: Path, drop_long: bool) -> None:
     lengths = [3, 9, 4, 30, 1, 8, 2, 9, 12]
     file = write(tmp_path / "set", lengths)
-    rows = Packed(file, Form(8, packed=True, drop_long=drop_long), seed=0)
+    rows = PackedRows(file, PackingOptions(8, packed=True, drop_long=drop_long), seed=0)
     assert rows.too_long == 2
     seen = []
     for number in range(rows.count):
@@ -110,7 +110,7 @@ def test_a_row_is_whole_documents_and_padding(tmp_path: Path, drop_long: bool) -
 
 def test_a_row_that_its_documents_fill_but_for_a_last_label_has_no_padding_to_attend_to(tmp_path: Path) -> None:
     file = write(tmp_path / "set", [5, 3], masked=False)
-    row = Packed(file, Form(8, packed=True), seed=0).row(0)
+    row = PackedRows(file, PackingOptions(8, packed=True), seed=0).row(0)
     assert row.lengths is not None
     assert row.learnt is not None
     assert sorted(row.lengths.tolist()) == [3, 5]
@@ -121,10 +121,10 @@ def test_a_row_that_its_documents_fill_but_for_a_last_label_has_no_padding_to_at
 def test_documents_that_no_row_holds_are_told(tmp_path: Path) -> None:
     file = write(tmp_path / "set", [3, 30, 40])
     for drop, done in ((False, "cut"), (True, "left out")):
-        [said] = rows_of(file, Form(8, packed=True, drop_long=drop), 0).warnings()
+        [said] = make_rows(file, PackingOptions(8, packed=True, drop_long=drop), 0).warnings()
         assert said.startswith(f"2 of 3 documents are longer than data.seq_len 8 and are {done} (data.too_long)")
-    assert not rows_of(file, Form(39, packed=True), 0).warnings()
-    assert not rows_of(file, Form(8), 0).warnings()
+    assert not make_rows(file, PackingOptions(39, packed=True), 0).warnings()
+    assert not make_rows(file, PackingOptions(8), 0).warnings()
 
 
 def test_too_few_rows_are_named_with_their_documents(tmp_path: Path) -> None:
@@ -132,12 +132,12 @@ def test_too_few_rows_are_named_with_their_documents(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match="8 tokens in 2 documents, which make 1 sequences of 8, fewer than one global b"
     ):
-        Loader([(rows_of(file, Form(8, packed=True), 0), 1.0)], 2, 0, 0)
+        Loader([(make_rows(file, PackingOptions(8, packed=True), 0), 1.0)], 2, 0, 0)
 
 
 def test_windows_know_their_documents_where_they_are_asked(tmp_path: Path) -> None:
     file = write(tmp_path / "set", [3, 5, 4, 9, 4], masked=False)
-    plain, isolated = Windows(file, Form(4)), Windows(file, Form(4, isolated=True))
+    plain, isolated = TextWindows(file, PackingOptions(4)), TextWindows(file, PackingOptions(4, isolated=True))
     assert plain.count == isolated.count == 6
     borders = set(file.index.tolist())
     for number in range(6):
@@ -165,8 +165,8 @@ def test_a_packed_row_is_its_documents_one_by_one(tmp_path: Path) -> None:
         parameters[name].data.copy_(50 * values.view(shape) if "norm" not in name else values.view(shape))
     lengths = [5, 8, 11, 2, 3, 20, 7, 33, 40]
     file = write(tmp_path / "set", lengths)
-    loader = Loader([(rows_of(file, Form(32, packed=True), 0), 1.0)], 4, 0, 0)
-    task = LanguageModel(32, isolated=True)
+    loader = Loader([(make_rows(file, PackingOptions(32, packed=True), 0), 1.0)], 4, 0, 0)
+    task = CausalLMTask(32, isolated=True)
     [samples] = loader.batches(0, Division((4,), 1))
     batch = task.collate(samples)
     together = task.loss_sum(model, batch, None)

@@ -71,7 +71,7 @@ def ours(base: Path, lora: LoraSpec, adapter: Adapter | None = None) -> Llama:
     apply_lora(model, lora)
     model.to(torch.float64).to_empty(device="cpu")
     if adapter is not None:
-        adapter.check({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+        adapter.check_shapes({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             n = parameter.numel()
@@ -276,9 +276,9 @@ def test_files_that_are_wrong_are_named(good: Path, tmp_path: Path) -> None:
 def test_an_adapter_for_another_model_is_refused(good: Path, base: Path) -> None:
     adapter = Adapter(good, 2, hf_name)
     shapes: dict[str, Any] = {name: tuple(tensor.shape) for name, tensor in ours(base, adapter.lora).named_parameters()}
-    adapter.check(shapes)
+    adapter.check_shapes(shapes)
     with pytest.raises(ConfigError, match=r"q_proj.lora_A.weight in .* has the shape \(4, 16\), .* make it \(4, 32\)"):
-        adapter.check(shapes | {"layers.0.attention.q.lora_a": (4, 32)})
+        adapter.check_shapes(shapes | {"layers.0.attention.q.lora_a": (4, 32)})
 
 
 def test_tensors_are_saved_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement, StoreAddress
-from phalanx.system.torchrun_env import device_of, first_host, from_environment, outside
+from phalanx.system.torchrun_env import device_of, first_host, from_environment, strip_job_variables
 
 USERS = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "lab"}
 TORCHRUN = {
@@ -105,7 +105,7 @@ def test_mpirun() -> None:
     alone, other = from_environment(here, []), from_environment(here | {"PMIX_NAMESPACE": "prterun-1@1"}, [])
     assert alone is not None and alone.store is not None and other is not None and other.store is not None
     assert alone.store.host == "127.0.0.1" and alone.store.port != other.store.port
-    assert outside(MPIRUN) == {"PMIX_NAMESPACE": "138412033"}
+    assert strip_job_variables(MPIRUN) == {"PMIX_NAMESPACE": "138412033"}
 
 
 def test_two_steps_of_a_job_do_not_meet() -> None:
@@ -276,7 +276,7 @@ def test_tasks_of_a_node_are_found_in_any_spelling(groups: list[tuple[int, int]]
 
 def test_what_is_started_in_a_shell_of_a_job_is_no_part_of_it() -> None:
     of_job = {**SLURM, "SLURM_RESTART_COUNT": "1", "SLURM_MEM_PER_CPU": "100"}
-    found = outside({**USERS, **TORCHRUN, **of_job})
+    found = strip_job_variables({**USERS, **TORCHRUN, **of_job})
     assert found == {**USERS, **{name: TORCHRUN[name] for name in found if name in TORCHRUN}}
     assert from_environment(found, []) is None
-    assert outside({**USERS, "SLURM_HINT": "multithread"}) == {**USERS, "SLURM_HINT": "multithread"}
+    assert strip_job_variables({**USERS, "SLURM_HINT": "multithread"}) == {**USERS, "SLURM_HINT": "multithread"}

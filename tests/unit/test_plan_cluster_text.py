@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import ConfigError
 from phalanx.planner import parse_cluster
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.device_catalog import KINDS
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.device_catalog import DEVICE_KINDS
 
 
 def groups(text: str) -> list[tuple[int, int, str]]:
-    return [(group.nodes, group.per_node, group.kind.name) for group in parse_cluster.cluster(text).groups]
+    return [(group.nodes, group.per_node, group.kind.name) for group in parse_cluster.parse_cluster(text).groups]
 
 
 def test_nodes_of_devices_and_the_network_between_them() -> None:
-    found = parse_cluster.cluster("4x(8xA100-80GB), 2x(8xV100-32GB), 200Gb/s")
+    found = parse_cluster.parse_cluster("4x(8xA100-80GB), 2x(8xV100-32GB), 200Gb/s")
     assert [(g.nodes, g.per_node, g.kind.name) for g in found.groups] == [(4, 8, "A100-80GB"), (2, 8, "V100-32GB")]
     assert found.between_bits_per_s == 200e9
     assert found.devices == 48
@@ -45,11 +45,11 @@ def test_devices_without_brackets_are_of_one_node() -> None:
     ],
 )
 def test_speeds_in_bits_and_bytes(words: str, bits: float) -> None:
-    assert parse_cluster.cluster(f"2x(8xA100-80GB), {words}").between_bits_per_s == pytest.approx(bits)
+    assert parse_cluster.parse_cluster(f"2x(8xA100-80GB), {words}").between_bits_per_s == pytest.approx(bits)
 
 
 def test_a_latency() -> None:
-    assert parse_cluster.cluster("2x(8xT4), 10Gb/s, 20us").between_latency_s == pytest.approx(20e-6)
+    assert parse_cluster.parse_cluster("2x(8xT4), 10Gb/s, 20us").between_latency_s == pytest.approx(20e-6)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_latency() -> None:
 )
 def test_a_mistake_is_pointed_at(text: str, at: int, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_cluster.cluster(text)
+        parse_cluster.parse_cluster(text)
     sentence, line, caret = str(caught.value).split("\n")
     assert words in sentence
     assert f"character {at + 1}:" in sentence
@@ -104,7 +104,7 @@ def test_a_mistake_is_pointed_at(text: str, at: int, words: str) -> None:
 def test_a_mistake_is_pointed_at_behind_odd_characters(text: str, at: int, shown: str, column: int) -> None:
     """A wide one takes two columns."""
     with pytest.raises(ConfigError) as caught:
-        parse_cluster.cluster(text)
+        parse_cluster.parse_cluster(text)
     sentence, line, caret = str(caught.value).split("\n")
     assert f"character {at + 1}:" in sentence
     assert (line, caret) == (f"  {shown}", f"  {' ' * column}^")
@@ -112,12 +112,12 @@ def test_a_mistake_is_pointed_at_behind_odd_characters(text: str, at: int, shown
 
 def test_a_latency_has_either_mu() -> None:
     for mu in "\N{MICRO SIGN}\N{GREEK SMALL LETTER MU}u":
-        assert parse_cluster.cluster(f"2x(8xT4), 10Gb/s, 20{mu}s").between_latency_s == pytest.approx(20e-6)
+        assert parse_cluster.parse_cluster(f"2x(8xT4), 10Gb/s, 20{mu}s").between_latency_s == pytest.approx(20e-6)
 
 
 def test_an_unknown_kind_says_what_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"numbers are needed: .*memory.*links.*phalanx hardware.*--hardware"):
-        parse_cluster.cluster("8xMI300X")
+        parse_cluster.parse_cluster("8xMI300X")
 
 
 @given(
@@ -132,44 +132,50 @@ def test_an_unknown_kind_says_what_is_needed() -> None:
 )
 def test_any_text_is_a_cluster_or_a_sentence(text: str) -> None:
     try:
-        devices, lines = parse_cluster.cluster(text).devices, 3
+        devices, lines = parse_cluster.parse_cluster(text).devices, 3
     except ConfigError as error:
         devices, lines = 1, len(str(error).split("\n"))
     assert devices > 0
     assert lines == 3
 
 
-parts = st.builds(Group, st.integers(1, 99), st.integers(1, 16), st.sampled_from(list(KINDS.values())))
+parts = st.builds(NodeGroup, st.integers(1, 99), st.integers(1, 16), st.sampled_from(list(DEVICE_KINDS.values())))
 
 
 @given(st.lists(parts, min_size=1, max_size=4), st.sampled_from([1e9, 25e9, 200e9, 1.6e12]))
-def test_what_is_written_is_read_again(there: list[Group], speed: float) -> None:
-    cluster = Cluster(tuple(there), speed)
-    again = parse_cluster.cluster(parse_cluster.text_of(cluster))
+def test_what_is_written_is_read_again(there: list[NodeGroup], speed: float) -> None:
+    cluster = ClusterSpec(tuple(there), speed)
+    again = parse_cluster.parse_cluster(parse_cluster.format_cluster(cluster))
     assert again.groups == cluster.groups
     assert cluster.nodes == 1 or again.between_bits_per_s == pytest.approx(speed)
 
 
 def test_nodes_alike_are_one_group_wherever_they_are_written() -> None:
     """So that a plan does not try them one by one."""
-    there = parse_cluster.cluster("8xT4, 2x(8xA40), 8xT4, 4xT4, 3x(8xT4), 25Gb/s")
-    assert parse_cluster.text_of(there.gathered()) == "5x(8xT4), 2x(8xA40), 4xT4, 25Gb/s"
-    assert there.gathered().gathered() == there.gathered()
-    beside = Cluster((Group(1, 2, KINDS["T4"]), Group(1, 1, KINDS["A40"], beside=True), Group(1, 2, KINDS["T4"])))
-    assert beside.gathered() == beside
+    there = parse_cluster.parse_cluster("8xT4, 2x(8xA40), 8xT4, 4xT4, 3x(8xT4), 25Gb/s")
+    assert parse_cluster.format_cluster(there.merge_alike_groups()) == "5x(8xT4), 2x(8xA40), 4xT4, 25Gb/s"
+    assert there.merge_alike_groups().merge_alike_groups() == there.merge_alike_groups()
+    beside = ClusterSpec(
+        (
+            NodeGroup(1, 2, DEVICE_KINDS["T4"]),
+            NodeGroup(1, 1, DEVICE_KINDS["A40"], shares_node=True),
+            NodeGroup(1, 2, DEVICE_KINDS["T4"]),
+        )
+    )
+    assert beside.merge_alike_groups() == beside
 
 
 def test_a_node_more() -> None:
-    there = parse_cluster.cluster("2x(8xT4), 8xA40")
-    assert parse_cluster.text_of(parse_cluster.with_nodes(there, 0, 1)) == "3x(8xT4), 8xA40, 100Gb/s"
-    assert parse_cluster.text_of(parse_cluster.with_nodes(there, 1, -1)) == "2x(8xT4), 100Gb/s"
+    there = parse_cluster.parse_cluster("2x(8xT4), 8xA40")
+    assert parse_cluster.format_cluster(parse_cluster.add_nodes(there, 0, 1)) == "3x(8xT4), 8xA40, 100Gb/s"
+    assert parse_cluster.format_cluster(parse_cluster.add_nodes(there, 1, -1)) == "2x(8xT4), 100Gb/s"
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("90s", 90), ("45min", 2700), ("3h", 10800), ("2d", 172800), ("1.5 h", 5400), ("90\u017f", 90)]
 )
 def test_times(text: str, value: float) -> None:
-    assert parse_cluster.seconds(text, "--mtbf") == value
+    assert parse_cluster.parse_duration(text, "--mtbf") == value
 
 
 @pytest.mark.parametrize(
@@ -177,17 +183,17 @@ def test_times(text: str, value: float) -> None:
 )
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--mtbf .* 45min"):
-        parse_cluster.seconds(text, "--mtbf")
+        parse_cluster.parse_duration(text, "--mtbf")
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("300B", 3e11), ("1.4T", 1.4e12), ("300e9", 3e11), ("5000", 5000.0), ("2m", 2e6)]
 )
 def test_amounts(text: str, value: float) -> None:
-    assert parse_cluster.amount(text, "--tokens") == value
+    assert parse_cluster.parse_amount(text, "--tokens") == value
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1", "0", "nan", "inf", "3Q", "1e300"])
 def test_what_is_no_amount(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--tokens .* 1\.4T"):
-        parse_cluster.amount(text, "--tokens")
+        parse_cluster.parse_amount(text, "--tokens")

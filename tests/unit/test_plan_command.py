@@ -11,21 +11,21 @@ from typer.testing import CliRunner, Result
 
 from phalanx.cli.main import app
 from phalanx.config import load
-from phalanx.config.optimizers import RULES
-from phalanx.config.validation import problems_with
+from phalanx.config.optimizers import OPTIMIZERS
+from phalanx.config.validation import find_problems_for_world
 from phalanx.core.errors import ConfigError
 from phalanx.layout import hardware
-from phalanx.layout.hardware import Device, Hardware, Link
+from phalanx.layout.hardware import Hardware, MeasuredDevice, MeasuredLink
 from phalanx.layout.model_shape import PRESETS, parameter_count
 from phalanx.planner import advice, cost, failures, large_jobs, measured_cluster, parse_cluster
-from phalanx.planner.advice import Question
+from phalanx.planner.advice import PlanQuery
 from phalanx.planner.checkpoint_interval import daly_s
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.constants import DEFAULT
-from phalanx.planner.device_catalog import KINDS
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.predict import predict
-from phalanx.planner.recipe_keys import STATE_BYTES, checked, free, work_of
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.constants import DEFAULT_CONSTANTS
+from phalanx.planner.device_catalog import DEVICE_KINDS
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.predict import predict_recipe_step
+from phalanx.planner.recipe_keys import STATE_BYTES, apply_plan, free_layout, work_of
 from tests.helpers import ROOT
 
 LLAMA = ROOT / "recipes" / "llama-3-8b.yaml"
@@ -53,8 +53,8 @@ def failing(*words: object) -> str:
 
 def test_the_keys_make_a_recipe_that_starts(tmp_path: Path) -> None:
     told = planned(tmp_path / "plan.json", LLAMA, "--cluster", NODES)
-    chosen = load.load(LLAMA, [f"{key}={json.dumps(value)}" for key, value in told["keys"].items()])
-    assert problems_with(chosen, told["used"]["devices"]) == []
+    chosen = load.load_recipe(LLAMA, [f"{key}={json.dumps(value)}" for key, value in told["keys"].items()])
+    assert find_problems_for_world(chosen, told["used"]["devices"]) == []
     assert chosen.train.micro_batch == told["keys"]["train.micro_batch"]
     expected = told["expected"]
     assert sum(expected["terms"].values()) == pytest.approx(expected["step_s"])
@@ -71,19 +71,19 @@ def test_the_keys_make_a_recipe_that_starts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "cluster", "held"),
     [
-        ("llama-3-8b", "7xL40S", "parallel.sequence=false"),  # stages, and blocks' inputs moved to the host
-        ("llama-3.2-1b", "2x(8xH200), 4x(4xB200), 400Gb/s", "optim.slots=2"),  # zero 3, which has one
-        ("llama-3.2-1b", "1xH100, 1xT4", "parallel.data=fsdp2"),  # parts of the state by room
+        ("llama-3-8b", "7xL40S", "parallel.sequence_parallel=false"),  # stages, and blocks' inputs moved to the host
+        ("llama-3.2-1b", "2x(8xH200), 4x(4xB200), 400Gb/s", "optim.double_buffer=true"),  # zero 3, which has one
+        ("llama-3.2-1b", "1xH100, 1xT4", "parallel.engine=fsdp2"),  # parts of the state by room
     ],
 )
 def test_all_that_is_proposed_is_what_a_start_accepts(name: str, cluster: str, held: str) -> None:
-    config = free(load.load(ROOT / "recipes" / f"{name}.yaml", [held]), [held])
-    found = Question(config, None, (held,)).on(parse_cluster.cluster(cluster))
+    config = free_layout(load.load_recipe(ROOT / "recipes" / f"{name}.yaml", [held]), [held])
+    found = PlanQuery(config, None, (held,)).search(parse_cluster.parse_cluster(cluster))
     assert found.plans
     for plan in found.plans:
-        chosen = checked(config, plan)
+        chosen = apply_plan(config, plan)
         if plan.devices == plan.cluster.devices:
-            assert predict(chosen, plan.cluster).estimate.step_s == pytest.approx(plan.estimate.step_s)
+            assert predict_recipe_step(chosen, plan.cluster).estimate.step_s == pytest.approx(plan.estimate.step_s)
 
 
 def test_the_table_reads_in_a_hundred_columns(tmp_path: Path) -> None:
@@ -113,8 +113,10 @@ def test_the_table_reads_in_a_hundred_columns(tmp_path: Path) -> None:
 
 def test_a_wish_that_is_faster_says_what_it_saves(tmp_path: Path) -> None:
     small = (ROOT / "recipes" / "demo.yaml", "--cluster", "2xCPU", "--out", tmp_path / "plan.json")
-    shown = " ".join(phalanx("plan", *small, "--explain", "resilience.memory=false").output.split())
-    assert re.search(r"resilience\.memory=false takes [\d.]+ % less for a token: keeping the step in memory", shown)
+    shown = " ".join(phalanx("plan", *small, "--explain", "resilience.in_memory_checkpoints=false").output.split())
+    assert re.search(
+        r"resilience\.in_memory_checkpoints=false takes [\d.]+ % less for a token: keeping the step in memory", shown
+    )
 
 
 def test_what_the_command_line_says_stays(tmp_path: Path) -> None:
@@ -128,8 +130,8 @@ def test_any_number_of_stages_may_be_asked_for(stages: int, tmp_path: Path) -> N
     words = ("--cluster", f"{stages}x(2xA100-80GB)", f"parallel.pipeline={stages}")
     told = planned(tmp_path / "plan.json", LLAMA, *words)
     assert told["keys"]["parallel.pipeline"] == stages
-    chosen = load.load(LLAMA, [f"{key}={json.dumps(value)}" for key, value in told["keys"].items()])
-    assert problems_with(chosen, told["used"]["devices"]) == []
+    chosen = load.load_recipe(LLAMA, [f"{key}={json.dumps(value)}" for key, value in told["keys"].items()])
+    assert find_problems_for_world(chosen, told["used"]["devices"]) == []
 
 
 def test_a_recipe_whose_layout_a_run_would_choose_is_planned_as_any(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp
 
 def test_a_way_out_that_the_recipe_would_refuse_is_not_tried(tmp_path: Path) -> None:
     """Shares of 512 sequences are no shares of twice as many that are half as long."""
-    done = phalanx("plan", LLAMA, "--cluster", "2xT4", "balance.work=[256,256]", "--json")
+    done = phalanx("plan", LLAMA, "--cluster", "2xT4", "balance.batch=[256,256]", "--json")
     assert done.exit_code == 2
     assert json.loads(done.output)["ways_out"]
 
@@ -174,8 +176,8 @@ def test_a_way_out_that_the_recipe_would_refuse_is_not_tried(tmp_path: Path) -> 
 def test_on_a_cpu_the_cheapest_way_out_is_to_keep_no_steps(tmp_path: Path) -> None:
     words = (ROOT / "recipes" / "llama-3.2-1b.yaml", "--cluster", "CPU")
     told = json.loads(phalanx("plan", *words, "--json").output)
-    assert told["ways_out"][0].startswith("resilience.memory=false:")
-    planned(tmp_path / "plan.json", *words, "resilience.memory=false")
+    assert told["ways_out"][0].startswith("resilience.in_memory_checkpoints=false:")
+    planned(tmp_path / "plan.json", *words, "resilience.in_memory_checkpoints=false")
 
 
 @pytest.mark.parametrize(
@@ -223,18 +225,18 @@ def test_mistakes_are_sentences(words: list[object], said: str) -> None:
 
 
 def test_a_bert_and_unlike_types() -> None:
-    cluster = parse_cluster.cluster("2xA100-40GB, 2xV100-16GB")
-    config = load.load(ROOT / "recipes" / "bert-base-pretrain.yaml")
+    cluster = parse_cluster.parse_cluster("2xA100-40GB, 2xV100-16GB")
+    config = load.load_recipe(ROOT / "recipes" / "bert-base-pretrain.yaml")
     from phalanx.planner.recipe_keys import shape_of
 
     spec = shape_of(config)
     work = work_of(config, spec, cluster)
     assert (work.gated, work.biases, work.precision, work.gather_bytes) == (False, True, "fp16", 4)
     assert work.parameters() == pytest.approx(parameter_count(spec), rel=0.02)
-    mixed = load.update(config, {"train.dtype": "mixed"})
-    alike = work_of(mixed, spec, parse_cluster.cluster("4xA100-40GB"))
+    mixed = load.update_config(config, {"train.dtype": "mixed"})
+    alike = work_of(mixed, spec, parse_cluster.parse_cluster("4xA100-40GB"))
     assert (alike.precision, alike.gather_bytes) == ("bf16", 4)  # each makes its own type of fp32, alike or not
-    assert work_of(mixed, spec, parse_cluster.cluster("4xCPU")).precision == "fp32"
+    assert work_of(mixed, spec, parse_cluster.parse_cluster("4xCPU")).precision == "fp32"
 
 
 def test_what_is_used_computes_in_its_own_type(tmp_path: Path) -> None:
@@ -268,59 +270,61 @@ def test_idle_devices_have_a_reason_that_is_true(tmp_path: Path) -> None:
 
 def test_no_kind_is_better_off_without_the_others() -> None:
     """A100s compute in bf16 where they are alone, and gather half as many bytes as beside V100s in fp16."""
-    question = Question(free(load.load(LLAMA, ["train.global_batch=64"]), []), None, ())
+    question = PlanQuery(free_layout(load.load_recipe(LLAMA, ["train.global_batch=64"]), []), None, ())
     both, alone = (
-        parse_cluster.cluster(f"{text}, 5Gb/s") for text in ("2x(4xA100-80GB), 1xV100-32GB", "2x(4xA100-80GB)")
+        parse_cluster.parse_cluster(f"{text}, 5Gb/s") for text in ("2x(4xA100-80GB), 1xV100-32GB", "2x(4xA100-80GB)")
     )
-    best, ours = question.on(both).best, question.on(alone).best
+    best, ours = question.search(both).best, question.search(alone).best
     assert best.estimate.tokens_per_s >= ours.estimate.tokens_per_s
     assert best.cluster.groups == alone.groups and question.work(best.cluster).precision == "bf16"
 
 
 def test_adapters_that_are_left_open_are_adapters() -> None:
     said = ["model.preset=null", "model.from_hf=folder", "model.lora.dropout=0.0"]
-    config = free(load.load(LLAMA, said), [])
-    there = parse_cluster.cluster("2xRTX-4090")
-    question = Question(config, PRESETS["llama-3-8b"], ())
+    config = free_layout(load.load_recipe(LLAMA, said), [])
+    there = parse_cluster.parse_cluster("2xRTX-4090")
+    question = PlanQuery(config, PRESETS["llama-3-8b"], ())
     assert 0.001 < question.work(there).trained < 0.02
-    found = question.on(there)  # all weights would not fit there, and slices have no adapters
+    found = question.search(there)  # all weights would not fit there, and slices have no adapters
     assert found.plans and all(plan.choice.tensor * plan.choice.pipeline == 1 for plan in found.plans)
 
 
 def test_a_folders_bert_is_not_cut() -> None:
-    config = free(load.load(ROOT / "recipes" / "bert-ner.yaml"), [])
-    question, there = Question(config, PRESETS["bert-base-uncased"], ()), parse_cluster.cluster("4xA100-40GB")
-    assert {plan.choice.tensor * plan.choice.pipeline for plan in question.on(there).plans} == {1}
+    config = free_layout(load.load_recipe(ROOT / "recipes" / "bert-ner.yaml"), [])
+    question, there = PlanQuery(config, PRESETS["bert-base-uncased"], ()), parse_cluster.parse_cluster("4xA100-40GB")
+    assert {plan.choice.tensor * plan.choice.pipeline for plan in question.search(there).plans} == {1}
     with pytest.raises(ConfigError, match="tensor=2 cuts models of the Llama family"):
-        question.changed("parallel.tensor=2").on(there)
+        question.with_keys("parallel.tensor=2").search(there)
     with pytest.raises(ConfigError, match=r"model\.from_hf=another is another model"):
-        advice.explain(question, there, question.on(there).best, "model.from_hf=another")
+        advice.explain_key(question, there, question.search(there).best, "model.from_hf=another")
 
 
 def test_a_bert_that_drops_scores_holds_them() -> None:
-    config = load.load(ROOT / "recipes" / "bert-base-pretrain.yaml", ["train.micro_batch=4"])
-    there = parse_cluster.cluster("2xA100-40GB")
+    config = load.load_recipe(ROOT / "recipes" / "bert-base-pretrain.yaml", ["train.micro_batch=4"])
+    there = parse_cluster.parse_cluster("2xA100-40GB")
     held, less = (
-        predict(load.update(config, {"model.attention_dropout": p}), there).estimate.memory[0].parts["activations"]
+        predict_recipe_step(load.update_config(config, {"model.attention_dropout": p}), there)
+        .estimate.memory[0]
+        .parts["activations"]
         for p in (0.1, 0.0)
     )
     assert held - less == pytest.approx(4 * 12 * 12 * 512**2 * 7)  # sequences, layers, heads, pairs, bytes
 
 
 def test_every_rule_has_bytes_of_state() -> None:
-    assert set(STATE_BYTES) == set(RULES)
+    assert set(STATE_BYTES) == set(OPTIMIZERS)
 
 
 # ------------------------------------------------------------------------------------------------------------- measured
 
 
-def device(rank: int, model: str, seconds: float, node: int = 0, **more: Any) -> Device:
+def device(rank: int, model: str, seconds: float, node: int = 0, **more: Any) -> MeasuredDevice:
     told: dict[str, Any] = {
         "rank": rank, "node": node, "local_rank": rank, "host": "h", "name": "gpu", "model": model,
         "memory_bytes": 40 * 2**30, "most": 4, "times": ((1, seconds), (4, 4 * seconds)),
         "host_to_device_bytes_per_s": 2e10,
     }  # fmt: skip
-    return Device(**{**told, **more})
+    return MeasuredDevice(**{**told, **more})
 
 
 SPEC = PRESETS["llama-3.2-1b"]
@@ -330,45 +334,47 @@ WORK = {**asdict(SPEC), "positions": 2048, "dtype": "bf16", "parameters": 1}
 def test_devices_of_a_file_are_as_fast_as_they_were_measured() -> None:
     slow = device(2, "NVIDIA A100-SXM4-40GB", 0.8)
     names = [device(rank, "NVIDIA A100-SXM4-40GB", 0.4) for rank in range(2)]
-    found = measured_cluster.cluster_of(Hardware(WORK, (*names, slow), Link(1e10, 1e-4)))
+    found = measured_cluster.cluster_from_hardware(Hardware(WORK, (*names, slow), MeasuredLink(1e10, 1e-4)))
     fast, slower = (group.kind for group in found.groups)
     assert [group.per_node for group in found.groups] == [2, 1]
-    assert fast.peak("bf16") == pytest.approx(2 * slower.peak("bf16"), rel=0.02)
+    assert fast.peak_flop_per_s("bf16") == pytest.approx(2 * slower.peak_flop_per_s("bf16"), rel=0.02)
     assert fast.memory_bytes == 40 * 2**30
     assert fast.host_bytes_per_s == 2e10
 
 
 def test_what_was_computed_again_while_a_device_was_measured_does_not_make_it_slower() -> None:
-    alone = Cluster((Group(1, 1, KINDS["A100-40GB"]),))
+    alone = ClusterSpec((NodeGroup(1, 1, DEVICE_KINDS["A100-40GB"]),))
     for activations, recompute in (("none", "none"), ("selective", "selective"), ("full", "full"), ("offload", "full")):
         work = {**WORK, "activations": activations}
-        choice = Choice(micro_batch=4, recompute=recompute)  # type: ignore[arg-type]
-        took = cost.predict(replace(measured_cluster._work_of(work), global_batch=4), alone, choice).terms["compute"]
+        choice = LayoutChoice(micro_batch=4, recompute=recompute)  # type: ignore[arg-type]
+        took = cost.estimate_step(replace(measured_cluster._work_of(work), global_batch=4), alone, choice).terms[
+            "compute"
+        ]
         rows = (device(0, "NVIDIA A100-SXM4-40GB", 1.0, times=((4, took),)),)
-        assert measured_cluster.cluster_of(Hardware(work, rows, None)).groups[0].kind.speed == pytest.approx(1.0), (
-            activations
-        )
+        assert measured_cluster.cluster_from_hardware(Hardware(work, rows, None)).groups[0].kind.speed == pytest.approx(
+            1.0
+        ), activations
 
 
 def test_noise_between_neighbours_is_no_difference_and_a_cpu_takes_time_to_be_called() -> None:
     work = {**WORK, "dtype": "fp32"}
 
-    def cpu(rank: int, node: int, faster: float) -> Device:
+    def cpu(rank: int, node: int, faster: float) -> MeasuredDevice:
         times = ((1, 1.5 / faster), (5, 5.5 / faster))  # half a second besides one for each sequence
         return device(rank, "cpu", 1.0, node=node, times=times, host_to_device_bytes_per_s=None, memory_bytes=rank + 5)
 
     devices = (cpu(0, 0, 1.0), cpu(1, 0, 1.04), cpu(2, 1, 2.0), cpu(3, 1, 2.05))
-    found = measured_cluster.cluster_of(Hardware(work, devices, None))
+    found = measured_cluster.cluster_from_hardware(Hardware(work, devices, None))
     assert [(group.nodes, group.per_node) for group in found.groups] == [(1, 2), (1, 2)]
     slow, fast = (group.kind for group in found.groups)
-    assert fast.peak("fp32") == pytest.approx(2 * slow.peak("fp32"), rel=0.03)
+    assert fast.peak_flop_per_s("fp32") == pytest.approx(2 * slow.peak_flop_per_s("fp32"), rel=0.03)
     assert (slow.memory_bytes, fast.memory_bytes) == (5, 7)
     asked = replace(measured_cluster._work_of(work), global_batch=1)
     for sequences, seconds in ((1, 1.5), (3, 3.5), (5, 5.5)):
-        alone = Cluster((Group(1, 1, slow),))
-        said = cost.predict(replace(asked, global_batch=sequences), alone, Choice(micro_batch=sequences)).terms[
-            "compute"
-        ]
+        alone = ClusterSpec((NodeGroup(1, 1, slow),))
+        said = cost.estimate_step(
+            replace(asked, global_batch=sequences), alone, LayoutChoice(micro_batch=sequences)
+        ).terms["compute"]
         assert said == pytest.approx(seconds / 1.02, rel=0.03)
 
 
@@ -380,7 +386,7 @@ def test_noise_within_a_node_leaves_its_devices_one_group() -> None:
             device(rank, models[rank], each, node=int(nodes[rank]), host_to_device_bytes_per_s=None)
             for rank, each in enumerate(seconds)
         )
-        found = measured_cluster.cluster_of(Hardware({**WORK, "dtype": "fp32"}, devices, None))
+        found = measured_cluster.cluster_from_hardware(Hardware({**WORK, "dtype": "fp32"}, devices, None))
         return [(group.nodes, group.per_node) for group in found.groups]
 
     assert groups(1.0, 1.22, 1.1, 1.24) == [(1, 4)]
@@ -389,11 +395,13 @@ def test_noise_within_a_node_leaves_its_devices_one_group() -> None:
     assert groups(1.0, 1.2, 1.0, 1.2, nodes="0011") == [(2, 2)]
     assert groups(1.0, 1.2, models="xy") == [(1, 1), (1, 1)]
     two = tuple(device(rank, "xy"[rank], 1.0, host_to_device_bytes_per_s=None) for rank in range(2))
-    found = measured_cluster.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5)))
+    found = measured_cluster.cluster_from_hardware(Hardware({**WORK, "dtype": "fp32"}, two, MeasuredLink(3e8, 4e-5)))
     assert found.nodes == 1  # and the link is that between its devices
-    assert {group.kind.link_bytes_per_s for group in found.groups} == {3e8 / DEFAULT.near_share}
+    assert {group.kind.link_bytes_per_s for group in found.groups} == {3e8 / DEFAULT_CONSTANTS.near_share}
     assert found.busy_hop_s == 0.0
-    busy = measured_cluster.cluster_of(Hardware({**WORK, "dtype": "fp32"}, two, Link(3e8, 4e-5, 1e-3 + 4e-5)))
+    busy = measured_cluster.cluster_from_hardware(
+        Hardware({**WORK, "dtype": "fp32"}, two, MeasuredLink(3e8, 4e-5, 1e-3 + 4e-5))
+    )
     assert busy.busy_hop_s == pytest.approx(5e-4)  # there and back
 
 
@@ -403,47 +411,50 @@ def test_an_all_reduce_takes_what_it_was_measured_to_take(nodes: int, per_node: 
 
     ranks = nodes * per_node
     rows = tuple(device(rank, "NVIDIA A100-SXM4-40GB", 0.4, node=rank // per_node) for rank in range(ranks))
-    found = measured_cluster.cluster_of(Hardware(WORK, rows, Link(1e9, 1e-5)))
+    found = measured_cluster.cluster_from_hardware(Hardware(WORK, rows, MeasuredLink(1e9, 1e-5)))
     assert (found.nodes, found.devices) == (nodes, ranks)
     ring = link_cost.ring_of(0, ranks, 1, found)
-    assert link_cost.all_reduce_s(1e9, ring, found, DEFAULT) == pytest.approx(1.0, rel=0.05)
-    again = calibrate._link_of(found, DEFAULT)
+    assert link_cost.all_reduce_s(1e9, ring, found, DEFAULT_CONSTANTS) == pytest.approx(1.0, rel=0.05)
+    again = calibrate._link_of(found, DEFAULT_CONSTANTS)
     assert (again.bytes_per_s, again.latency_s) == pytest.approx((1e9, 1e-5))
     assert again.busy_latency_s is None
-    busy = measured_cluster.cluster_of(Hardware(WORK, rows, Link(1e9, 1e-5, 1e-3)))
-    assert calibrate._link_of(busy, DEFAULT).busy_latency_s == pytest.approx(1e-3)
+    busy = measured_cluster.cluster_from_hardware(Hardware(WORK, rows, MeasuredLink(1e9, 1e-5, 1e-3)))
+    assert calibrate._link_of(busy, DEFAULT_CONSTANTS).busy_latency_s == pytest.approx(1e-3)
 
 
 def test_a_mixed_type_is_computed_in_fp32_by_cpus() -> None:
     took = {}
     for dtype in ("fp32", "mixed"):
         row = device(0, "a cpu", 4.0, times=((1, 1.0), (4, 4.0)), host_to_device_bytes_per_s=None)
-        found = measured_cluster.cluster_of(Hardware({**WORK, "dtype": dtype}, (row,), None))
+        found = measured_cluster.cluster_from_hardware(Hardware({**WORK, "dtype": dtype}, (row,), None))
         asked = replace(measured_cluster._work_of({**WORK, "dtype": "fp32"}), global_batch=4)
-        took[dtype] = cost.predict(asked, found, Choice(micro_batch=4)).terms["compute"]
+        took[dtype] = cost.estimate_step(asked, found, LayoutChoice(micro_batch=4)).terms["compute"]
     assert took["mixed"] == pytest.approx(took["fp32"]) and took["fp32"] == pytest.approx(4.0, rel=0.03)
 
 
 def test_a_cpu_an_unknown_accelerator_and_one_of_two_memories() -> None:
     cpu = device(0, "a cpu", 3.0, host_to_device_bytes_per_s=None)
-    assert measured_cluster.like(cpu).name == "CPU"
-    assert measured_cluster.like(device(0, "Gaudi", 1.0)).name == measured_cluster.LIKE
-    assert measured_cluster.like(device(0, "NVIDIA H100 80GB HBM3", 1.0)).name == "H100-80GB"
-    assert measured_cluster.like(device(0, "NVIDIA A100-SXM4-80GB", 1.0, memory_bytes=79 * 2**30)).name == "A100-80GB"
-    assert measured_cluster.like(device(0, "NVIDIA GeForce RTX 4090", 1.0)).name == "RTX-4090"
+    assert measured_cluster.match_device(cpu).name == "CPU"
+    assert measured_cluster.match_device(device(0, "Gaudi", 1.0)).name == measured_cluster.FALLBACK_KIND
+    assert measured_cluster.match_device(device(0, "NVIDIA H100 80GB HBM3", 1.0)).name == "H100-80GB"
+    assert (
+        measured_cluster.match_device(device(0, "NVIDIA A100-SXM4-80GB", 1.0, memory_bytes=79 * 2**30)).name
+        == "A100-80GB"
+    )
+    assert measured_cluster.match_device(device(0, "NVIDIA GeForce RTX 4090", 1.0)).name == "RTX-4090"
 
 
 def test_a_plan_for_a_file(tmp_path: Path) -> None:
     file = tmp_path / "hardware.json"
     names = tuple(device(rank, "NVIDIA A100-SXM4-40GB", 0.4) for rank in range(4))
-    hardware.write(file, Hardware(WORK, names, Link(1e11, 1e-5)))
+    hardware.write_hardware(file, Hardware(WORK, names, MeasuredLink(1e11, 1e-5)))
     told = planned(tmp_path / "plan.json", ROOT / "recipes" / "llama-3.2-1b.yaml", "--hardware", file)
     assert told["used"]["devices"] == 4
 
 
 def test_a_file_of_a_network_of_ones_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="--cluster"):
-        measured_cluster.cluster_of(Hardware({"parameters": 5}, (device(0, "x", 1.0),), None))
+        measured_cluster.cluster_from_hardware(Hardware({"parameters": 5}, (device(0, "x", 1.0),), None))
 
 
 # ------------------------------------------------------------------------------------------------------------ simulated
@@ -551,7 +562,9 @@ def test_commits_and_checkpoints_have_the_intervals_of_their_costs(tmp_path: Pat
     enough_s = daly_s(saving["commit_s"], 3 * 3600 / 0.22)
     assert saving["commit_steps"] == max(1, round(enough_s / (step_s - saving["commit_s"])))
     assert saving["checkpoint_steps"] == max(1, round(daly_s(saving["checkpoint_s"], 3 * 3600 / 0.78) / step_s))
-    without = planned(tmp_path / "plan.json", small, "--cluster", "2xCPU", "--mtbf", "3h", "resilience.memory=false")
+    without = planned(
+        tmp_path / "plan.json", small, "--cluster", "2xCPU", "--mtbf", "3h", "resilience.in_memory_checkpoints=false"
+    )
     assert (without["saving"]["commit_s"], without["saving"]["commit_steps"]) == (None, None)
     on_gpus = planned(tmp_path / "plan.json", small, "--cluster", "2xA100-80GB")["saving"]
     assert on_gpus["commit_s"] == 0.0  # copied while the next step computes
@@ -560,7 +573,7 @@ def test_commits_and_checkpoints_have_the_intervals_of_their_costs(tmp_path: Pat
 
 def test_nodes_send_each_other_what_they_keep(tmp_path: Path) -> None:
     few = ("--cluster", "2x(4xA100-80GB), 1Gb/s", "parallel.tensor=1", "parallel.pipeline=1", "parallel.shard_degree=8")
-    told = planned(tmp_path / "plan.json", LLAMA, *few, "resilience.replicate=100")
+    told = planned(tmp_path / "plan.json", LLAMA, *few, "resilience.replicate_every=100")
     replicas, parameters = told["saving"]["replicas"], told["model"]["parameters"]
     assert (replicas["every"], replicas["node_bytes"]) == (100, pytest.approx(12 * parameters / 2, rel=1e-3))
     shown = phalanx("plan", LLAMA, *few, "--out", tmp_path / "plan.json").output
@@ -578,19 +591,21 @@ def test_a_simulation_keeps_what_the_recipe_keeps_or_what_is_asked() -> None:
         return dict(told["job"])
 
     assert job()["keep"] == "copies"
-    fewer = job("resilience.replicate=50")
+    fewer = job("resilience.replicate_every=50")
     assert (fewer["keep"], fewer["copies_every"], fewer["checkpoint_steps"]) == ("copies", 50, None)
-    assert job("resilience.replicate=off")["keep"] == "memory"
-    assert job("--keep", "checkpoints")["keep"] == job("resilience.memory=false")["keep"] == "checkpoints"
+    assert job("resilience.replicate_every=off")["keep"] == "memory"
+    assert (
+        job("--keep", "checkpoints")["keep"] == job("resilience.in_memory_checkpoints=false")["keep"] == "checkpoints"
+    )
 
 
 def test_unlike_nodes_are_scaled_in_their_mix() -> None:
-    cluster = parse_cluster.cluster("4x(8xA100-80GB), 2x(8xV100-32GB)")
+    cluster = parse_cluster.parse_cluster("4x(8xA100-80GB), 2x(8xV100-32GB)")
 
     def nodes(devices: int) -> dict[str, int]:
-        return {group.kind.name: group.nodes for group in large_jobs.mixed(cluster, devices).groups}
+        return {group.kind.name: group.nodes for group in large_jobs.resize_cluster(cluster, devices).groups}
 
-    assert large_jobs.mixed(cluster, 48) == cluster
+    assert large_jobs.resize_cluster(cluster, 48) == cluster
     assert nodes(8) == {"A100-80GB": 1}
     assert nodes(24) == {"A100-80GB": 2, "V100-32GB": 1}
     assert nodes(480) == {"A100-80GB": 40, "V100-32GB": 20}

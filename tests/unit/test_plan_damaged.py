@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli.plan import _run_of
+from phalanx.cli.plan import _read_calibration_run
 from phalanx.config import load
 from phalanx.core.errors import ConfigError
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
-from phalanx.layout.hardware import Hardware, Learnt, Link
+from phalanx.layout.hardware import Calibration, Hardware, MeasuredLink
 from phalanx.planner import calibrate, choose_layout, cost, measured_cluster, observed_failures, present_cluster
-from phalanx.planner.choose_layout import Asked
-from phalanx.planner.device_catalog import KINDS
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.present_cluster import Present
+from phalanx.planner.choose_layout import LayoutRequest
+from phalanx.planner.device_catalog import DEVICE_KINDS
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.present_cluster import NodeDevice
 from tests.helpers import ROOT
 from tests.unit.test_plan_command import SPEC, WORK, device, failing, phalanx
 
@@ -35,8 +35,8 @@ FILE = Hardware(
         device(0, "NVIDIA A100-SXM4-40GB", 0.4),
         device(1, "a cpu", 1.0, host_to_device_bytes_per_s=None, carries_s_per_byte=1e-9),
     ),
-    Link(1e9, 1e-5),
-    Learnt("a run", 20, 1e-3, 0.5),
+    MeasuredLink(1e9, 1e-5),
+    Calibration("a run", 20, 1e-3, 0.5),
 )
 
 
@@ -68,12 +68,12 @@ def test_any_damage_of_a_hardware_file_is_a_sentence_or_a_cluster() -> None:
         for value in (..., *ODD):
             tree = damaged(whole, path, value)
             try:
-                there = measured_cluster.cluster_of(hardware.from_json(tree))
+                there = measured_cluster.cluster_from_hardware(hardware.from_json(tree))
             except (ValueError, ConfigError) as error:
                 said = str(error)
             else:
                 work = replace(measured_cluster._work_of(WORK), global_batch=there.devices)
-                assert 0 < cost.predict(work, there, Choice()).step_s < 1e30, (path, value)
+                assert 0 < cost.estimate_step(work, there, LayoutChoice()).step_s < 1e30, (path, value)
                 continue
             refused += 1
             assert len(said) < 400, path
@@ -102,20 +102,22 @@ def test_devices_keep_their_speed_beside_one_that_could_not_be_measured() -> Non
     fast = [device(rank, "NVIDIA A100-SXM4-40GB", 0.004) for rank in range(2)]
     small = device(2, "Tesla T4", 1.0, times=(), memory_bytes=15 * 2**30)
     work = {**asdict(SPEC), "positions": 2048, "dtype": "fp16"}
-    alone = measured_cluster.cluster_of(Hardware(work, tuple(fast), None)).groups[0].kind
-    both = measured_cluster.cluster_of(Hardware(work, (*fast, small), None)).groups
+    alone = measured_cluster.cluster_from_hardware(Hardware(work, tuple(fast), None)).groups[0].kind
+    both = measured_cluster.cluster_from_hardware(Hardware(work, (*fast, small), None)).groups
     assert [group.per_node for group in both] == [2, 1]
-    assert both[0].kind.peak("fp16") == pytest.approx(alone.peak("fp16"))
-    assert both[1].kind.peak("fp16") == KINDS["T4"].peak("fp16")
+    assert both[0].kind.peak_flop_per_s("fp16") == pytest.approx(alone.peak_flop_per_s("fp16"))
+    assert both[1].kind.peak_flop_per_s("fp16") == DEVICE_KINDS["T4"].peak_flop_per_s("fp16")
     # One of them that could not be measured is as fast as the others of its model, of its own node if there are any.
     lacking = replace(fast[1], times=())
-    again = measured_cluster.cluster_of(Hardware(work, (fast[0], lacking, small), None)).groups
+    again = measured_cluster.cluster_from_hardware(Hardware(work, (fast[0], lacking, small), None)).groups
     assert [group.per_node for group in again] == [2, 1]
-    assert again[0].kind.peak("fp16") == pytest.approx(alone.peak("fp16"))
+    assert again[0].kind.peak_flop_per_s("fp16") == pytest.approx(alone.peak_flop_per_s("fp16"))
     slow = [device(rank, fast[0].model, 0.016, node=1) for rank in (2, 3)]
-    nodes = measured_cluster.cluster_of(Hardware(work, (*fast, slow[0], replace(slow[1], times=())), None)).groups
+    nodes = measured_cluster.cluster_from_hardware(
+        Hardware(work, (*fast, slow[0], replace(slow[1], times=())), None)
+    ).groups
     assert [group.per_node for group in nodes] == [2, 2]
-    assert nodes[1].kind.peak("fp16") == pytest.approx(alone.peak("fp16") / 4, rel=0.05)
+    assert nodes[1].kind.peak_flop_per_s("fp16") == pytest.approx(alone.peak_flop_per_s("fp16") / 4, rel=0.05)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -127,10 +129,10 @@ def a_run(folder: Path, steps: int = 30) -> RunPaths:
     folder.mkdir()
     shapes = {"hidden": 256, "layers": 8, "heads": 8, "intermediate": 704, "vocab_size": 4096}
     tree = {"model": shapes, "train": {"global_batch": 8, "micro_batch": 4}, "data": {"seq_len": 256}}
-    config, _ = load.resolve(load.check(tree, "it"), device="cpu", world=2)
+    config, _ = load.resolve_autos(load.build_config(tree, "it"), device="cpu", world=2)
     paths.config.write_text(load.to_yaml(config))
-    nodes = ((Present("cpu", 2**34, 1.0),), (Present("cpu", 2**34, 1.0),))
-    paths.plan.write_text(json.dumps(choose_layout.foretold(Asked(config, frozenset(), nodes))))
+    nodes = ((NodeDevice("cpu", 2**34, 1.0),), (NodeDevice("cpu", 2**34, 1.0),))
+    paths.plan.write_text(json.dumps(choose_layout.predict_recipe_layout(LayoutRequest(config, frozenset(), nodes))))
     rows = [
         {"step": step, "attempt": 1, "step_s": 1.0, "wait_s": 0.35, "data_s": 0.05, "update_s": 0.15,
          "time": 9.0 + step, "busy_s": [0.65, 0.6], "memory_bytes": 100, "shares": [4, 4], "parts": 1}
@@ -155,7 +157,7 @@ def learnt(paths: RunPaths, out: Path) -> str | None:
     """What `--calibrate` refuses; None where it learns."""
     done = phalanx("plan", "--calibrate", paths.root, "--hardware", out)
     if done.exit_code == 0:
-        hardware.read(out)
+        hardware.read_hardware(out)
         return None
     assert isinstance(done.exception, ConfigError), done.output
     return str(done.exception)
@@ -163,23 +165,23 @@ def learnt(paths: RunPaths, out: Path) -> str | None:
 
 def test_any_damage_of_a_runs_records_is_a_sentence_or_left_out(tmp_path: Path) -> None:
     paths = a_run(tmp_path / "run")
-    run = _run_of(paths)
+    run = _read_calibration_run(paths)
     rows, event = list(run.steps), json.loads(paths.events.read_text())
-    assert calibrate.learn(run).measured_s == 1.0
+    assert calibrate.calibrate_run(run).measured_s == 1.0
     for path in leaves(rows[-1]):
         for value in (..., *ODD):
             paths.metrics.write_text("\n".join(json.dumps(row) for row in (*rows[:-1], damaged(rows[-1], path, value))))
-            steps = calibrate.steps_of_newest(read_steps(paths.metrics))
+            steps = calibrate.last_attempt_steps(read_steps(paths.metrics))
             if steps != rows[:-1]:
                 # A step or an attempt that takes back those before it leaves too few; shares of others are of others.
-                said = refusal(partial(calibrate.learn, replace(run, steps=steps)))
+                said = refusal(partial(calibrate.calibrate_run, replace(run, steps=steps)))
                 assert said is None or "are needed" in said or "has done no steps" in said, (path, value)
             if path[0] not in ("step", "attempt"):
-                assert observed_failures.of_run(paths).checkpoints == 1
+                assert observed_failures.read_observed_failures(paths).checkpoints == 1
     for path in leaves(event):
         for value in (..., *ODD):
             paths.events.write_text(json.dumps(damaged(event, path, value)))
-            said = refusal(partial(observed_failures.of_run, paths))
+            said = refusal(partial(observed_failures.read_observed_failures, paths))
             assert said is None or "nothing follows" in said
 
 
@@ -190,7 +192,7 @@ def test_any_damage_of_what_says_where_a_run_was_is_a_sentence(tmp_path: Path) -
         for value in (..., *ODD):
             tree = damaged(told, path, value)
             try:
-                nodes = present_cluster.read(tree["nodes"]) if "nodes" in tree else ()
+                nodes = present_cluster.parse_node_devices(tree["nodes"]) if "nodes" in tree else ()
             except ValueError:
                 continue
             assert all(isinstance(each.model, str) and each.memory_bytes >= 0 for node in nodes for each in node)
@@ -234,4 +236,4 @@ def test_what_is_no_file_is_said_to_be_none(option: str) -> None:
 
 
 def test_a_device_of_a_node_that_has_not_said_what_it_holds_is_the_smallest() -> None:
-    assert measured_cluster.kind_called("NVIDIA A100-SXM4-40GB", False, 0).name == "A100-40GB"
+    assert measured_cluster.match_device_name("NVIDIA A100-SXM4-40GB", False, 0).name == "A100-40GB"

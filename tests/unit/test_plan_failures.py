@@ -10,44 +10,44 @@ import pytest
 
 from phalanx.config import load
 from phalanx.planner import advice, large_jobs, parse_cluster
-from phalanx.planner.advice import Question
-from phalanx.planner.checkpoint_interval import Saving, best, daly_s
+from phalanx.planner.advice import PlanQuery
+from phalanx.planner.checkpoint_interval import CheckpointCosts, best_intervals, daly_s
 from phalanx.planner.checkpoint_interval import goodput as by_formula
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.cost import Model
-from phalanx.planner.failures import DEVICE_MTBF_S, HARDWARE_SHARE, LEAST_GOODPUT, Failures
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.recipe_keys import free
-from phalanx.planner.search import Found, Space, degrees, search
-from phalanx.planner.work import Work
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.cost import CostModel
+from phalanx.planner.failures import DEVICE_MTBF_S, HARDWARE_SHARE, LEAST_GOODPUT, FailureModel
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.recipe_keys import free_layout
+from phalanx.planner.search import SearchResult, SearchSpace, list_degrees, search_layouts
+from phalanx.planner.work import StepWork
 from tests.helpers import ROOT
 from tests.unit.test_plan_command import LLAMA, NODES, failing, phalanx, planned
 from tests.unit.test_plan_search import SMALL, all_choices
 
 # Seven layers are no two equal stages: of the longer one there is no room for two steps in 4.8 GiB.
 TIGHT = replace(SMALL, layers=7, seq_len=256, global_batch=16, precision="fp32", memory="auto", replicate="off")
-OFTEN = Failures(600.0, recovery_s=10.0, checkpoint_s=20.0)
-ESTIMATE = Model(SMALL, parse_cluster.cluster("2xA100-40GB")).predict(Choice(micro_batch=4))
+OFTEN = FailureModel(600.0, recovery_s=10.0, checkpoint_s=20.0)
+ESTIMATE = CostModel(SMALL, parse_cluster.parse_cluster("2xA100-40GB")).estimate(LayoutChoice(micro_batch=4))
 
 
-def with_memory(text: str, gib: float) -> Cluster:
-    there = parse_cluster.cluster(text)
+def with_memory(text: str, gib: float) -> ClusterSpec:
+    there = parse_cluster.parse_cluster(text)
     kind = replace(there.groups[0].kind, memory_bytes=int(gib * 2**30))
     return replace(there, groups=tuple(replace(group, kind=kind) for group in there.groups))
 
 
-def found_on(work: Work, there: Cluster, failures: Failures | None) -> Found:
-    return search(work, there, Space(tuple(degrees(work, there))), failures=failures)
+def found_on(work: StepWork, there: ClusterSpec, failures: FailureModel | None) -> SearchResult:
+    return search_layouts(work, there, SearchSpace(tuple(list_degrees(work, there))), failures=failures)
 
 
 # -------------------------------------------------------------------------------------------------------------- by hand
 
 
 def test_what_lasts_by_what_is_kept() -> None:
-    failures, step_s = Failures(10_000.0, recovery_s=60.0, checkpoint_s=20.0), ESTIMATE.step_s
-    kept = {keep: failures.goodput(replace(ESTIMATE, kept=keep), 2) for keep in large_jobs.ALL}
-    assert kept["checkpoints"] == best(Saving(step_s, 10_000, 60, 20)).goodput
-    assert kept["memory"] == best(Saving(step_s, 10_000, 60, 20, hard=HARDWARE_SHARE)).goodput
+    failures, step_s = FailureModel(10_000.0, recovery_s=60.0, checkpoint_s=20.0), ESTIMATE.step_s
+    kept = {keep: failures.goodput(replace(ESTIMATE, recovers_from=keep), 2) for keep in large_jobs.RECOVERY_SOURCES}
+    assert kept["checkpoints"] == best_intervals(CheckpointCosts(step_s, 10_000, 60, 20)).goodput
+    assert kept["memory"] == best_intervals(CheckpointCosts(step_s, 10_000, 60, 20, hard=HARDWARE_SHARE)).goodput
     # A failure takes a recovery and half a step; and there is a checkpoint as often as without copies.
     each = 1 / (1 + math.expm1(60 / 10_000) + step_s / 2 / 10_000)
     every_s = round(daly_s(20, 10_000 / HARDWARE_SHARE) / step_s) * step_s
@@ -56,24 +56,24 @@ def test_what_lasts_by_what_is_kept() -> None:
 
 
 def test_without_a_rate_devices_fail_as_llama_3s() -> None:
-    saving = Failures().saving(ESTIMATE, 16384)
+    saving = FailureModel().checkpoint_costs(ESTIMATE, 16384)
     assert saving.mtbf_s == pytest.approx(54 * 86400 / 419) == DEVICE_MTBF_S / 16384
-    assert Failures(5.0).saving(ESTIMATE, 16384).mtbf_s == 5.0
+    assert FailureModel(5.0).checkpoint_costs(ESTIMATE, 16384).mtbf_s == 5.0
 
 
 def test_an_interval_that_is_held_fixed_counts() -> None:
-    failures = Failures(10_000.0, checkpoint_s=20.0)
+    failures = FailureModel(10_000.0, checkpoint_s=20.0)
     seldom = replace(failures, checkpoint_steps=100_000)
-    saving = failures.saving(ESTIMATE, 2)
-    assert seldom.every(saving) == 100_000
+    saving = failures.checkpoint_costs(ESTIMATE, 2)
+    assert seldom.checkpoint_interval(saving) == 100_000
     assert seldom.goodput(ESTIMATE, 2) == by_formula(saving, 1, 100_000) < failures.goodput(ESTIMATE, 2)
 
 
 def test_a_job_that_fails_all_the_time_has_hardly_a_goodput() -> None:
     """No power of what a float cannot hold, whatever is kept."""
-    for keep in large_jobs.ALL:
-        assert Failures(0.01).goodput(replace(ESTIMATE, kept=keep), 2) == LEAST_GOODPUT
-    assert by_formula(Saving(5, 0.01, 60, 10, hard=0.0), 1, None) == 0.0
+    for keep in large_jobs.RECOVERY_SOURCES:
+        assert FailureModel(0.01).goodput(replace(ESTIMATE, recovers_from=keep), 2) == LEAST_GOODPUT
+    assert by_formula(CheckpointCosts(5, 0.01, 60, 10, hard=0.0), 1, None) == 0.0
 
 
 # --------------------------------------------------------------------------------------------------------------- ranked
@@ -83,38 +83,40 @@ def test_a_layout_without_room_for_steps_in_memory_loses_what_failures_take_of_i
     there = with_memory("2x(1xCPU), 1.9Gb/s", 4.8)
     plain, often = found_on(TIGHT, there, None), found_on(TIGHT, there, OFTEN)
     fastest, chosen = plain.best, often.best
-    assert (fastest.choice.pipeline, fastest.estimate.kept) == (2, "checkpoints")
-    assert (chosen.choice.pipeline, chosen.estimate.kept) == (1, "memory")
+    assert (fastest.choice.pipeline, fastest.estimate.recovers_from) == (2, "checkpoints")
+    assert (chosen.choice.pipeline, chosen.estimate.recovers_from) == (1, "memory")
     assert chosen.estimate.step_s > fastest.estimate.step_s
     lost = next(plan for plan in often.plans if plan.choice == fastest.choice)
-    assert lost.lasting_s > chosen.lasting_s
+    assert lost.effective_step_s > chosen.effective_step_s
     why = advice.why_slower(lost, chosen)
     assert why.startswith("it keeps no step in memory: failures take ") and " of the time instead of " in why
     assert "it keeps steps in memory: " in advice.why_slower(chosen, lost, faster=True)
     # Where it hardly ever fails nothing changes.
-    assert [plan.choice for plan in found_on(TIGHT, there, Failures()).plans] == [plan.choice for plan in plain.plans]
+    assert [plan.choice for plan in found_on(TIGHT, there, FailureModel()).plans] == [
+        plan.choice for plan in plain.plans
+    ]
 
 
 @pytest.mark.parametrize("gib", [4.8, 7.0, 12.0])
 def test_steps_that_last_are_within_two_hundredths_of_brute_force(gib: float) -> None:
     work, there = replace(TIGHT, replicate="auto"), with_memory("2x(2xCPU), 2Gb/s", gib)
-    model, lasting = Model(work, there), []
+    model, lasting = CostModel(work, there), []
     for choice in all_choices(work, there):
-        estimate = model.predict(choice)
+        estimate = model.estimate(choice)
         if estimate.fits and not choice.offload:
             lasting.append(estimate.step_s / OFTEN.goodput(estimate, choice.devices))
     found = found_on(work, there, OFTEN)
-    assert found.best.lasting_s <= 1.02 * min(lasting)
-    assert [plan.lasting_s for plan in found.plans] == sorted(plan.lasting_s for plan in found.plans)
+    assert found.best.effective_step_s <= 1.02 * min(lasting)
+    assert [plan.effective_step_s for plan in found.plans] == sorted(plan.effective_step_s for plan in found.plans)
 
 
 @pytest.mark.parametrize("name", ["demo", "llama-3.2-1b", "llama-3-8b"])
 def test_on_a_few_devices_that_fail_as_they_do_plans_are_the_fastest(name: str) -> None:
-    question = Question(free(load.load(ROOT / "recipes" / f"{name}.yaml"), []), None, ())
-    there = parse_cluster.cluster("8xH100-80GB")
+    question = PlanQuery(free_layout(load.load_recipe(ROOT / "recipes" / f"{name}.yaml"), []), None, ())
+    there = parse_cluster.parse_cluster("8xH100-80GB")
     work = question.work(there)
-    best_s = search(work, there, Space(tuple(degrees(work, there)))).best.estimate.step_s
-    assert question.on(there).best.estimate.step_s == pytest.approx(best_s, rel=1e-3)
+    best_s = search_layouts(work, there, SearchSpace(tuple(list_degrees(work, there)))).best.estimate.step_s
+    assert question.search(there).best.estimate.step_s == pytest.approx(best_s, rel=1e-3)
 
 
 # ----------------------------------------------------------------------------------------------------------------- said
@@ -137,7 +139,7 @@ def test_a_plan_says_what_failures_take(tmp_path: Path) -> None:
 
 
 def test_what_steps_in_memory_are_worth_is_said_for_steps_that_last(tmp_path: Path) -> None:
-    words = (LLAMA, "--cluster", NODES, "--mtbf", "20min", "--explain", "resilience.memory=false")
+    words = (LLAMA, "--cluster", NODES, "--mtbf", "20min", "--explain", "resilience.in_memory_checkpoints=false")
     told = planned(tmp_path / "plan.json", *words)["explain"]
     assert told["slower"] > 0 and told["goodput"] < 0.97
     shown = " ".join(phalanx("plan", *words, "--out", tmp_path / "plan.json").output.split())
@@ -166,7 +168,7 @@ def test_a_simulated_step_pays_for_what_is_kept_and_no_more() -> None:
     steps = [told["job"]["step_s"] for told in (copies, memory, alone)]
     assert steps == pytest.approx([steps[0]] * 3, rel=0.02)
     for told in (copies, memory, alone):
-        assert set(told["if_kept"]) == set(large_jobs.ALL)
+        assert set(told["if_kept"]) == set(large_jobs.RECOVERY_SOURCES)
         assert told["if_kept"] == pytest.approx(copies["if_kept"], rel=0.02)
         assert told["goodput"] == pytest.approx(told["closed_form"], rel=0.03)
     assert copies["goodput"] < memory["goodput"]
@@ -177,12 +179,12 @@ def test_one_node_has_no_copies() -> None:
     assert set(job(*words)["if_kept"]) == {"checkpoints", "memory"}
     assert "--keep copies cannot be on 8xA100-80GB" in failing(*words, "--simulate", "--keep", "copies")
     assert "whose plan says" in failing(*words, "--simulate", "--commit-time", "1s")
-    assert "resilience.replicate says it" in failing(*words, "--simulate", "--copies-every", "2")
+    assert "resilience.replicate_every says it" in failing(*words, "--simulate", "--copies-every", "2")
 
 
 def test_an_interval_that_is_held_fixed_is_simulated() -> None:
     words = (LLAMA, "--cluster", NODES, "--checkpoint-time", "20s")
-    for keep in large_jobs.ALL:
+    for keep in large_jobs.RECOVERY_SOURCES:
         best_of, often = job(*words, "--keep", keep), job(*words, "--keep", keep, "checkpoint.every=1")
         for told in (best_of, often):
             assert told["goodput"] == pytest.approx(told["closed_form"], rel=0.03)
@@ -201,10 +203,14 @@ def test_an_interval_that_is_held_fixed_is_simulated() -> None:
 @pytest.mark.parametrize(("gib", "kept"), [(40.0, False), (200.0, True)])
 def test_what_there_is_no_room_for_is_not_said_to_be_kept(gib: float, kept: bool) -> None:
     """Copies of each Nth step take five times a rank's state, and a CPU's ranks have no other memory."""
-    config = free(load.load(ROOT / "recipes" / "llama-3.2-1b.yaml"), [])
-    config = load.update(config, {"resilience.replicate": 4})
-    question, there = Question(config, None, ("parallel.pipeline=1",)), with_memory("2x(1xCPU), 10Gb/s", gib)
-    alone = question.changed("resilience.memory=false", "resilience.replicate=off").on(there).best
-    found = large_jobs.if_kept(alone, question)
+    config = free_layout(load.load_recipe(ROOT / "recipes" / "llama-3.2-1b.yaml"), [])
+    config = load.update_config(config, {"resilience.replicate_every": 4})
+    question, there = PlanQuery(config, None, ("parallel.pipeline=1",)), with_memory("2x(1xCPU), 10Gb/s", gib)
+    alone = (
+        question.with_keys("resilience.in_memory_checkpoints=false", "resilience.replicate_every=off")
+        .search(there)
+        .best
+    )
+    found = large_jobs.estimate_by_source(alone, question)
     assert all(estimate.fits for estimate in found.values())
     assert "checkpoints" in found and ("copies" in found) is kept

@@ -12,73 +12,73 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import planner_accuracy
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.constants import DEFAULT, RANGES, UNITS, Constants, Row, fit
-from phalanx.planner.cost import Model
-from phalanx.planner.device_catalog import KINDS
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.work import Work
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.constants import DEFAULT_CONSTANTS, RANGES, UNITS, CostConstants, Row, fit_constants
+from phalanx.planner.cost import CostModel
+from phalanx.planner.device_catalog import DEVICE_KINDS
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.work import StepWork
 from tests.helpers import ROOT
 
-WORK = Work(
+WORK = StepWork(
     layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocabulary=51200, seq_len=1024, global_batch=64, tied=True,
     gated=False, biases=True, precision="fp16", reduce_bytes=2,
 )  # fmt: skip
-CLUSTER = Cluster((Group(1, 8, KINDS["A100-80GB"]),))
+CLUSTER = ClusterSpec((NodeGroup(1, 8, DEVICE_KINDS["A100-80GB"]),))
 CHOICES = [
-    Choice(zero=0, tensor=tensor, pipeline=pipeline, micro_batch=size, engine="megatron", attention="plain")
+    LayoutChoice(zero=0, tensor=tensor, pipeline=pipeline, micro_batch=size, engine="megatron", attention="plain")
     for tensor, pipeline in ((1, 1), (2, 1), (8, 1), (1, 4), (2, 2))
     for size in (1, 4, 8)
 ]
 
 
-def rows(true: Constants) -> list[Row]:
+def rows(true: CostConstants) -> list[Row]:
     """Steps as they would be measured if `true` were the truth."""
-    model = Model(WORK, CLUSTER, true)
+    model = CostModel(WORK, CLUSTER, true)
     return [
-        (lambda constants, choice=choice: Model(WORK, CLUSTER, constants).predict(choice).step_s,
-         model.predict(choice).step_s)
+        (lambda constants, choice=choice: CostModel(WORK, CLUSTER, constants).estimate(choice).step_s,
+         model.estimate(choice).step_s)
         for choice in CHOICES
     ]  # fmt: skip
 
 
-def error(constants: Constants, measured: list[Row]) -> float:
+def error(constants: CostConstants, measured: list[Row]) -> float:
     return max(abs(math.log(predict(constants) / seconds)) for predict, seconds in measured)
 
 
 def test_there_are_no_more_than_sixteen_and_each_has_a_range() -> None:
-    assert set(RANGES) == set(asdict(DEFAULT)) and len(RANGES) <= 16 and set(UNITS) <= set(RANGES)
+    assert set(RANGES) == set(asdict(DEFAULT_CONSTANTS)) and len(RANGES) <= 16 and set(UNITS) <= set(RANGES)
     for name, (low, high) in RANGES.items():
-        assert low < high and low <= getattr(DEFAULT, name) <= high, name
+        assert low < high and low <= getattr(DEFAULT_CONSTANTS, name) <= high, name
 
 
 def test_a_fit_finds_what_explains_the_steps() -> None:
-    true = replace(DEFAULT, launch_s=40e-6, matmul_share=0.85, skew_s=1e-4, step_s=1e-2)
+    true = replace(DEFAULT_CONSTANTS, launch_s=40e-6, matmul_share=0.85, skew_s=1e-4, step_s=1e-2)
     measured = rows(true)
-    found = fit(measured)
-    assert error(DEFAULT, measured) > 0.15 and error(found, measured) < 0.05
-    assert found.slack == DEFAULT.slack  # no step speaks of memory
-    assert found == fit(measured)  # again the same
+    found = fit_constants(measured)
+    assert error(DEFAULT_CONSTANTS, measured) > 0.15 and error(found, measured) < 0.05
+    assert found.slack == DEFAULT_CONSTANTS.slack  # no step speaks of memory
+    assert found == fit_constants(measured)  # again the same
 
 
 def test_one_bad_run_does_not_rule() -> None:
-    true = replace(DEFAULT, launch_s=40e-6)
+    true = replace(DEFAULT_CONSTANTS, launch_s=40e-6)
     measured = rows(true)
     predict, seconds = measured[0]
-    found = fit([(predict, 3 * seconds), *measured[1:]])
+    found = fit_constants([(predict, 3 * seconds), *measured[1:]])
     assert error(found, measured[1:]) < 0.08
 
 
 def test_nothing_measured_leaves_everything_as_it_is() -> None:
-    for name, value in asdict(fit([])).items():
-        assert value == pytest.approx(getattr(DEFAULT, name))
+    for name, value in asdict(fit_constants([])).items():
+        assert value == pytest.approx(getattr(DEFAULT_CONSTANTS, name))
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=3))
 @settings(max_examples=15, deadline=None)
 def test_no_measurement_leads_out_of_the_ranges(seconds: list[float]) -> None:
-    measured = [(predict, wild) for (predict, _), wild in zip(rows(DEFAULT), seconds, strict=False)]
-    for name, value in asdict(fit(measured)).items():
+    measured = [(predict, wild) for (predict, _), wild in zip(rows(DEFAULT_CONSTANTS), seconds, strict=False)]
+    for name, value in asdict(fit_constants(measured)).items():
         low, high = RANGES[name]
         assert low - 1e-12 <= value <= high + 1e-12, name
 
@@ -91,7 +91,7 @@ NAMES = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "se
 
 def written(path: Path) -> Path:
     """A file as vTrain's, of runs that take what the model says with other constants."""
-    true = replace(DEFAULT, launch_s=35e-6)
+    true = replace(DEFAULT_CONSTANTS, launch_s=35e-6)
     with path.open("w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow([*NAMES, "iteration_ms"])
@@ -112,7 +112,7 @@ def test_runs_that_follow_the_model_are_predicted_and_the_fastest_is_picked(tmp_
     lines = {line["way"]: line for line in planner_accuracy.file_rows(runs, [0])}
     assert 0 < lines["5 %, seed 0"]["mean %"] < lines["data-sheets"]["mean %"] < 25
     assert lines["leave one size out"]["rows"] == 24 and "leave one kind out" not in lines
-    assert planner_accuracy.regrets(runs, replace(DEFAULT, launch_s=35e-6)) == [0.0, 0.0]
+    assert planner_accuracy.regrets(runs, replace(DEFAULT_CONSTANTS, launch_s=35e-6)) == [0.0, 0.0]
     assert planner_accuracy.memory_row("made", runs)["called impossible"] == 0
 
 

@@ -10,24 +10,33 @@ from phalanx.config import load
 from phalanx.layout.model_shape import PRESETS
 from phalanx.models.attention import attention
 from phalanx.planner import compute_cost
-from phalanx.planner.cluster import Cluster, Group
-from phalanx.planner.constants import DEFAULT
-from phalanx.planner.cost import predict
-from phalanx.planner.device_catalog import KINDS
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.memory import COPY, KEPT, REPLICAS, band_bytes, block_activations, held, loss_bytes, parameters_of
-from phalanx.planner.work import Work
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.constants import DEFAULT_CONSTANTS
+from phalanx.planner.cost import estimate_step
+from phalanx.planner.device_catalog import DEVICE_KINDS
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.memory import (
+    CHECKPOINT_COPY,
+    IN_MEMORY_STEPS,
+    REPLICAS,
+    band_bytes,
+    block_activations,
+    estimate_device_memory,
+    loss_bytes,
+    parameters_of,
+)
+from phalanx.planner.work import StepWork
 
 # GPT-3's block as Korthikanti et al. 2022 count it: fp16, dropout, scores written.
-GPT = Work(
+GPT = StepWork(
     layers=96, hidden=12288, heads=96, kv_heads=96, ffn=4 * 12288, vocabulary=51200, seq_len=2048, global_batch=8,
     tied=True, gated=False, biases=True, dropout=True, positions=2048, precision="fp16", reduce_bytes=2,
 )  # fmt: skip
-A100 = KINDS["A100-80GB"]
+A100 = DEVICE_KINDS["A100-80GB"]
 
 
-def megatron(**choice: object) -> Choice:
-    return Choice(engine="megatron", attention="plain", **choice)  # type: ignore[arg-type]
+def megatron(**choice: object) -> LayoutChoice:
+    return LayoutChoice(engine="megatron", attention="plain", **choice)  # type: ignore[arg-type]
 
 
 def test_activations_are_those_of_korthikanti() -> None:
@@ -41,13 +50,13 @@ def test_activations_are_those_of_korthikanti() -> None:
 
 
 def test_a_kernel_that_writes_no_scores_keeps_none_and_one_without_dropout_no_masks() -> None:
-    flash = Choice(engine="megatron")
+    flash = LayoutChoice(engine="megatron")
     assert block_activations(GPT, flash)[0] == 34 * 2048 * 12288
     assert block_activations(replace(GPT, dropout=False), flash)[0] == 32 * 2048 * 12288
 
 
 def test_scores_that_are_dropped_are_written_whatever_the_layout_has() -> None:
-    flash, scores = Choice(), 96 * 2048**2
+    flash, scores = LayoutChoice(), 96 * 2048**2
     work = replace(GPT, attention_dropout=True)
     # Exponents in fp32, what is left of them in fp16, and a byte for which; more of fp32 alone.
     assert block_activations(work, flash)[0] - block_activations(GPT, flash)[0] == (4 + 2 + 1) * scores
@@ -58,7 +67,7 @@ def test_scores_that_are_dropped_are_written_whatever_the_layout_has() -> None:
     assert block_activations(replace(GPT, dropout=False, attention_dropout=True), megatron())[0] == (
         block_activations(replace(GPT, dropout=False), megatron())[0] + (5 - 2) * scores
     )
-    slower, before = (compute_cost.block(each, A100, flash, 1, DEFAULT) for each in (work, GPT))
+    slower, before = (compute_cost.block_pass(each, A100, flash, 1, DEFAULT_CONSTANTS) for each in (work, GPT))
     assert slower.forward_s > before.forward_s and slower.backward_s > before.backward_s
 
 
@@ -68,14 +77,14 @@ def test_a_window_without_a_kernel_keeps_bands() -> None:
     work = replace(GPT, seq_len=4096, window=1024, kv_heads=8, precision="fp32")
     each, pairs = 4096 * 12288 + 2 * 3 * 1024 * 8 * 128, 1024 * 1024 + 3 * 1024 * 2048
     bands = 4 * (each + pairs / 2)
-    assert band_bytes(work, A100, 1, 2) == bands == band_bytes(work, KINDS["CPU"], 1, 2)
+    assert band_bytes(work, A100, 1, 2) == bands == band_bytes(work, DEVICE_KINDS["CPU"], 1, 2)
     assert band_bytes(work, A100, 2, 2) == 4 * (each / 2 + pairs / 2)
     assert band_bytes(replace(work, full_layers=24), A100, 1, 2) == 0.75 * bands
     # A kernel for it keeps nothing, and a window as long as the sequence is none.
     assert band_bytes(replace(work, precision="bf16"), A100, 1, 2) == 0.0
     assert band_bytes(replace(work, window=4096), A100, 1, 2) == 0.0
     for recompute, kept in (("none", 1), ("selective", 0), ("full", 0)):
-        choice = Choice(recompute=recompute)  # type: ignore[arg-type]
+        choice = LayoutChoice(recompute=recompute)  # type: ignore[arg-type]
         with_, without = block_activations(work, choice, bands), block_activations(work, choice)
         assert (with_[0] - without[0], with_[1] - without[1]) == (kept * bands, (1 - kept) * bands)
 
@@ -83,7 +92,7 @@ def test_a_window_without_a_kernel_keeps_bands() -> None:
 @pytest.mark.parametrize("window", [0, 32, 256])
 def test_attention_keeps_what_is_said_of_its_bands(window: int) -> None:
     torch.manual_seed(0)
-    work = Work(
+    work = StepWork(
         layers=1, hidden=128, heads=4, kv_heads=2, ffn=1, vocabulary=8, seq_len=1024, global_batch=2, window=window,
         precision="fp32",
     )  # fmt: skip
@@ -97,9 +106,9 @@ def test_attention_keeps_what_is_said_of_its_bands(window: int) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = attention(q, k, v, window=window or None)
     kept[out.untyped_storage().data_ptr()] = out.untyped_storage().nbytes()
-    usual = 4 * 2 * 1024 * (work.queries + 2 * work.keys + work.queries)
+    usual = 4 * 2 * 1024 * (work.query_channels + 2 * work.key_channels + work.query_channels)
     sums = 4 * 2 * 4 * 1024  # of each row's exponents, which no count of activations has
-    assert sum(kept.values()) == usual + sums + 2 * band_bytes(work, KINDS["CPU"], 1, 2)
+    assert sum(kept.values()) == usual + sums + 2 * band_bytes(work, DEVICE_KINDS["CPU"], 1, 2)
 
 
 def test_the_state_of_each_engine_by_hand() -> None:
@@ -107,7 +116,7 @@ def test_the_state_of_each_engine_by_hand() -> None:
     whole = parameters_of(GPT, 1, 96, True, True)[0]
 
     def each(**choice: object) -> dict[str, float]:
-        parts = held(GPT, A100, Choice(**choice), 2, 0, 96, 1, 2, 0.5, DEFAULT).parts  # type: ignore[arg-type]
+        parts = estimate_device_memory(GPT, A100, LayoutChoice(**choice), 2, 0, 96, 1, 2, 0.5, DEFAULT_CONSTANTS).parts  # type: ignore[arg-type]
         names = ("weights", "master weights", "optimizer state", "gradients")
         return {name: parts[name] / whole for name in names}
 
@@ -126,7 +135,7 @@ def test_the_state_of_each_engine_by_hand() -> None:
 def test_one_forward_one_backward_holds_a_micro_batch_for_each_stage_behind() -> None:
     def activations(stage: int, **choice: object) -> float:
         layout = megatron(pipeline=4, tensor=8, sequence=True, **choice)
-        parts = held(GPT, A100, layout, 1, stage, 24, 1, 16, 1.0, DEFAULT).parts
+        parts = estimate_device_memory(GPT, A100, layout, 1, stage, 24, 1, 16, 1.0, DEFAULT_CONSTANTS).parts
         return parts["activations"] / 24 / block_activations(GPT, layout)[0]
 
     assert [activations(stage) for stage in range(4)] == pytest.approx([4, 3, 2, 1])
@@ -141,7 +150,7 @@ def test_one_forward_one_backward_holds_a_micro_batch_for_each_stage_behind() ->
 def test_offload_keeps_two_inputs_of_blocks_on_the_device() -> None:
     def activations(offload: bool) -> float:
         layout = megatron(recompute="full", offload=offload)
-        return held(GPT, A100, layout, 1, 0, 96, 1, 1, 1.0, DEFAULT).parts["activations"]
+        return estimate_device_memory(GPT, A100, layout, 1, 0, 96, 1, 1, 1.0, DEFAULT_CONSTANTS).parts["activations"]
 
     assert activations(False) - activations(True) == pytest.approx(94 * 2 * 2048 * 12288)
 
@@ -150,7 +159,9 @@ def test_offload_keeps_two_inputs_of_blocks_on_the_device() -> None:
 def test_offload_keeps_as_many_inputs_as_the_horizon_says(horizon: int, kept: int) -> None:
     layout = megatron(recompute="full", offload=True)
     there, without = (
-        held(replace(GPT, horizon=blocks), A100, layout, 1, 0, 96, 1, 1, 1.0, DEFAULT).parts["activations"]
+        estimate_device_memory(
+            replace(GPT, horizon=blocks), A100, layout, 1, 0, 96, 1, 1, 1.0, DEFAULT_CONSTANTS
+        ).parts["activations"]
         for blocks in (horizon, 0)
     )
     assert there - without == pytest.approx(kept * 2 * 2048 * 12288)
@@ -165,39 +176,45 @@ def test_our_own_loss_holds_a_chunk_of_logits() -> None:
 
 
 def test_a_cpu_has_room_for_a_checkpoint_beside_what_rests_between_steps() -> None:
-    cpu = replace(KINDS["CPU"], memory_bytes=2**40)
+    cpu = replace(DEVICE_KINDS["CPU"], memory_bytes=2**40)
     work = replace(GPT, layers=2, hidden=1024, heads=8, kv_heads=8, ffn=4096, dropout=False, precision="fp32")
     work = replace(work, seq_len=8, global_batch=2, reduce_bytes=4, gather_bytes=4)
     whole = parameters_of(work, 1, 2, True, True)[0]
 
     def each(**choice: object) -> float:
-        parts = held(work, cpu, Choice(**choice), 2, 0, 2, 1, 1, 0.5, DEFAULT).parts  # type: ignore[arg-type]
+        parts = estimate_device_memory(work, cpu, LayoutChoice(**choice), 2, 0, 2, 1, 1, 0.5, DEFAULT_CONSTANTS).parts  # type: ignore[arg-type]
         return sum(parts.values()) - parts["reserved"]
 
     # Weights, gradients and half of the moments; and half of the masters and moments once more.
     assert each(zero=1) == pytest.approx(whole * (4 + 4 + 4 + 6), rel=1e-6)
     # Half of the masters, gradients and moments, and the copy; nothing else rests.
     assert each(zero=3, reduce="per_micro_batch") >= whole * (2 + 2 + 4 + 6)
-    accelerated = held(work, A100, Choice(zero=1), 2, 0, 2, 1, 1, 0.5, DEFAULT).parts
-    assert COPY not in accelerated
+    accelerated = estimate_device_memory(work, A100, LayoutChoice(zero=1), 2, 0, 2, 1, 1, 0.5, DEFAULT_CONSTANTS).parts
+    assert CHECKPOINT_COPY not in accelerated
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
-    cluster = Cluster((Group(1, 8, A100),))
-    small, large = (predict(replace(GPT, layers=layers), cluster, Choice(zero=3)) for layers in (2, 96))
+    cluster = ClusterSpec((NodeGroup(1, 8, A100),))
+    small, large = (estimate_step(replace(GPT, layers=layers), cluster, LayoutChoice(zero=3)) for layers in (2, 96))
     assert small.fits and not large.fits
     fullest = large.memory[0]
-    assert fullest.left == fullest.kind.memory_bytes - fullest.total < 0
+    assert fullest.free_bytes == fullest.kind.memory_bytes - fullest.total_bytes < 0
 
 
 @pytest.mark.parametrize(
     ("preset", "parallel", "activations", "micro_batch", "dtype"),
     [
-        ("llama-2-7b", {"zero": 1, "reduce": "per_step"}, "none", 1, "bf16"),
-        ("llama-3.2-1b", {"zero": 2, "reduce": "per_micro_batch"}, "full", 4, "bf16"),
-        ("llama-2-7b", {"zero": 3, "reduce": "per_micro_batch"}, "selective", 2, "bf16"),
-        ("llama-3.2-1b", {"zero": 2, "reduce": "per_micro_batch", "tensor": 2, "sequence": True}, "none", 2, "bf16"),
-        ("llama-2-7b", {"zero": 1, "reduce": "per_step"}, "full", 1, "mixed"),
+        ("llama-2-7b", {"zero": 1, "grad_reduce": "per_step"}, "none", 1, "bf16"),
+        ("llama-3.2-1b", {"zero": 2, "grad_reduce": "per_micro_batch"}, "full", 4, "bf16"),
+        ("llama-2-7b", {"zero": 3, "grad_reduce": "per_micro_batch"}, "selective", 2, "bf16"),
+        (
+            "llama-3.2-1b",
+            {"zero": 2, "grad_reduce": "per_micro_batch", "tensor": 2, "sequence_parallel": True},
+            "none",
+            2,
+            "bf16",
+        ),
+        ("llama-2-7b", {"zero": 1, "grad_reduce": "per_step"}, "full", 1, "mixed"),
     ],
 )
 def test_our_own_engine_holds_what_a_dry_run_counts(
@@ -210,32 +227,36 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
 ) -> None:
     """Tied and untied, within a few hundredths: of every part that is state exactly, of activations nearly."""
     spec = PRESETS[preset]
-    config = load.check(
+    config = load.build_config(
         {
             "model": {"preset": preset, "layers": 4},
             "data": {"seq_len": 1024},
             "train": {"global_batch": 64, "micro_batch": micro_batch, "dtype": dtype},
-            "parallel": {"data": "sharded", **parallel},
+            "parallel": {"engine": "sharded", **parallel},
             "memory": {"activations": activations},
         },
         "a recipe",
     )
     monkeypatch.setattr("phalanx.autotune.dry_run.MODES", (activations,))  # what others would take is not asked
     counted = dry_run(config, 8)
-    work = Work(
+    work = StepWork(
         layers=4, hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
         ffn=spec.intermediate, vocabulary=spec.vocab_size, seq_len=1024, global_batch=64, tied=spec.tie_embeddings,
         gather_bytes=4 if dtype == "mixed" else 2,
     )  # fmt: skip
-    choice = Choice(micro_batch=micro_batch, recompute=activations, **parallel)  # type: ignore[arg-type]
+    fields = {"grad_reduce": "reduce", "sequence_parallel": "sequence"}  # of these keys
+    chosen = {fields.get(key, key): value for key, value in parallel.items()}
+    choice = LayoutChoice(micro_batch=micro_batch, recompute=activations, **chosen)  # type: ignore[arg-type]
     choice = replace(choice, tensor=int(str(parallel.get("tensor", 1))))
-    found = predict(work, Cluster((Group(1, 8, A100),)), choice).memory[0]
+    found = estimate_step(work, ClusterSpec((NodeGroup(1, 8, A100),)), choice).memory[0]
     same = {"weights": "weights in use", "gradients": "gradients", "master weights": "master weights",
             "optimizer state": "optimizer state"}  # fmt: skip
     same |= {"weights on their way": "weights on their way"} if dtype == "mixed" else {}
     for mine, other in same.items():
         assert found.parts[mine] == pytest.approx(counted["memory"][other], rel=0.005), mine
-    assert 0.97 <= (found.total - found.parts["reserved"]) / counted["memory_total"] <= 1.06  # more over tensor ranks
+    assert (
+        0.97 <= (found.total_bytes - found.parts["reserved"]) / counted["memory_total"] <= 1.06
+    )  # more over tensor ranks
 
 
 @pytest.mark.parametrize(
@@ -254,22 +275,27 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
 def test_on_a_cpu_steps_that_are_kept_lie_in_the_same_memory(
     asked: dict[str, object], choice: dict[str, object], kept: float | None, replicas: float | None
 ) -> None:
-    cpu = replace(KINDS["CPU"], memory_bytes=2**40)
+    cpu = replace(DEVICE_KINDS["CPU"], memory_bytes=2**40)
     work = replace(GPT, layers=2, hidden=1024, heads=8, kv_heads=8, ffn=4096, dropout=False, precision="fp32")
     work = replace(work, seq_len=8, global_batch=2, reduce_bytes=4, gather_bytes=4, **asked)  # type: ignore[arg-type]
-    layout = Choice(**choice)  # type: ignore[arg-type]
+    layout = LayoutChoice(**choice)  # type: ignore[arg-type]
     own = parameters_of(work, 1, 2, True, True)[0] / (1 if layout.shard_degree else 2)
-    found = predict(work, Cluster((Group(2, 1, cpu),)), layout).memory[0]
-    assert found.parts.get(KEPT) == (None if kept is None else pytest.approx(own * kept))
+    found = estimate_step(work, ClusterSpec((NodeGroup(2, 1, cpu),)), layout).memory[0]
+    assert found.parts.get(IN_MEMORY_STEPS) == (None if kept is None else pytest.approx(own * kept))
     assert found.parts.get(REPLICAS) == (None if replicas is None else pytest.approx(own * replicas))
-    assert KEPT not in predict(replace(work, precision="bf16"), Cluster((Group(2, 1, A100),)), layout).memory[0].parts
+    assert (
+        IN_MEMORY_STEPS
+        not in estimate_step(replace(work, precision="bf16"), ClusterSpec((NodeGroup(2, 1, A100),)), layout)
+        .memory[0]
+        .parts
+    )
 
 
 def test_auto_keeps_no_steps_where_they_take_more_than_half() -> None:
     work = replace(GPT, layers=2, hidden=1024, heads=8, kv_heads=8, ffn=4096, dropout=False, precision="fp32")
     work = replace(work, seq_len=8, global_batch=2, reduce_bytes=4, gather_bytes=4, memory="auto", replicate="auto")
     own = parameters_of(work, 1, 2, True, True)[0] / 2
-    for free, there in ((97, {KEPT, REPLICAS}), (71, {KEPT}), (47, set())):
-        cpu = replace(KINDS["CPU"], memory_bytes=int(own * free), reserved_bytes=0)
-        parts = predict(work, Cluster((Group(2, 1, cpu),)), Choice(zero=1)).memory[0].parts
-        assert {KEPT, REPLICAS} & parts.keys() == there
+    for free, there in ((97, {IN_MEMORY_STEPS, REPLICAS}), (71, {IN_MEMORY_STEPS}), (47, set())):
+        cpu = replace(DEVICE_KINDS["CPU"], memory_bytes=int(own * free), reserved_bytes=0)
+        parts = estimate_step(work, ClusterSpec((NodeGroup(2, 1, cpu),)), LayoutChoice(zero=1)).memory[0].parts
+        assert {IN_MEMORY_STEPS, REPLICAS} & parts.keys() == there

@@ -9,39 +9,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.balance import Speed, divide, in_parts, slowest_s
+from phalanx.layout.balance import Speed, cut_into_micro_batches, divide, slowest_s
 from phalanx.planner import parse_cluster
-from phalanx.planner.cluster import Cluster
-from phalanx.planner.cost import Model
-from phalanx.planner.heterogeneous import Unlike
-from phalanx.planner.layout_choice import Choice
-from phalanx.planner.search import Found, Plan, Reduce, Space, degrees, search
-from phalanx.planner.work import Work
+from phalanx.planner.cluster import ClusterSpec
+from phalanx.planner.cost import CostModel
+from phalanx.planner.heterogeneous import HeterogeneousDevices
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.search import Plan, Reduce, SearchResult, SearchSpace, list_degrees, search_layouts
+from phalanx.planner.work import StepWork
 
-SMALL = Work(
+SMALL = StepWork(
     layers=8, hidden=1024, heads=16, kv_heads=16, ffn=2816, vocabulary=32000, seq_len=1024, global_batch=64
 )  # fmt: skip
-LLAMA_7B = Work(32, 4096, 32, 32, 11008, 32000, seq_len=4096, global_batch=512)
-LLAMA_13B = Work(40, 5120, 40, 40, 13824, 32000, seq_len=2048, global_batch=2048)
-LLAMA_70B = Work(80, 8192, 64, 8, 28672, 128256, seq_len=8192, global_batch=512)
-GPT_175B = Work(96, 12288, 96, 96, 49152, 51200, seq_len=2048, global_batch=1536, gated=False, biases=True)
+LLAMA_7B = StepWork(32, 4096, 32, 32, 11008, 32000, seq_len=4096, global_batch=512)
+LLAMA_13B = StepWork(40, 5120, 40, 40, 13824, 32000, seq_len=2048, global_batch=2048)
+LLAMA_70B = StepWork(80, 8192, 64, 8, 28672, 128256, seq_len=8192, global_batch=512)
+GPT_175B = StepWork(96, 12288, 96, 96, 49152, 51200, seq_len=2048, global_batch=1536, gated=False, biases=True)
 
 
-def on(work: Work, cluster: Cluster | str, **pins: object) -> Found:
-    there = parse_cluster.cluster(cluster) if isinstance(cluster, str) else cluster
-    return search(work, there, Space(tuple(degrees(work, there)), pins=pins))
+def on(work: StepWork, cluster: ClusterSpec | str, **pins: object) -> SearchResult:
+    there = parse_cluster.parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    return search_layouts(work, there, SearchSpace(tuple(list_degrees(work, there)), pins=pins))
 
 
-def tokens_per_s(found: Found) -> float:
+def tokens_per_s(found: SearchResult) -> float:
     return found.best.estimate.tokens_per_s if found.plans else 0.0
 
 
-def all_choices(work: Work, cluster: Cluster) -> list[Choice]:
+def all_choices(work: StepWork, cluster: ClusterSpec) -> list[LayoutChoice]:
     """Everything that the engine can do on a cluster of one kind, one by one."""
     found = []
     sizes = [size for size in range(1, work.global_batch + 1) if size & (size - 1) == 0]
     for (tensor, pipeline), zero, reduce, slots, (recompute, offload), virtual, size in itertools.product(
-        degrees(work, cluster),
+        list_degrees(work, cluster),
         (1, 2, 3),
         ("per_step", "per_micro_batch"),
         (1, 2),
@@ -59,7 +59,7 @@ def all_choices(work: Work, cluster: Cluster) -> list[Choice]:
                 continue
             if copies == 1 and (zero, reduce, slots) != (1, "per_step", 1):
                 continue
-            choice = Choice(zero=zero, tensor=tensor, sequence=tensor > 1, pipeline=pipeline, virtual=virtual)
+            choice = LayoutChoice(zero=zero, tensor=tensor, sequence=tensor > 1, pipeline=pipeline, virtual=virtual)
             choice = replace(choice, micro_batch=size, reduce=reduce, slots=slots, devices=devices)
             found.append(replace(choice, recompute=recompute, offload=offload))
     return found
@@ -72,9 +72,9 @@ def all_choices(work: Work, cluster: Cluster) -> list[Choice]:
 @pytest.mark.parametrize("hidden", [1024, 4096])
 def test_within_two_hundredths_of_brute_force(text: str, batch: int, hidden: int) -> None:
     work = replace(SMALL, hidden=hidden, ffn=hidden * 11 // 4, global_batch=batch, precision="fp16")
-    cluster = parse_cluster.cluster(text)
-    model = Model(work, cluster)
-    every = [model.predict(choice) for choice in all_choices(work, cluster)]
+    cluster = parse_cluster.parse_cluster(text)
+    model = CostModel(work, cluster)
+    every = [model.estimate(choice) for choice in all_choices(work, cluster)]
     best = min((estimate.step_s for estimate in every if estimate.fits), default=None)
     found = on(work, cluster)
     assert bool(found.plans) == (best is not None)
@@ -95,23 +95,23 @@ def test_degrees_of_sharding_are_within_two_hundredths_of_brute_force(
 ) -> None:
     work = replace(SMALL, layers=layers, hidden=hidden, ffn=3 * hidden, global_batch=batch, precision="fp16")
     work = replace(work, seq_len=256 if hidden == 256 else 1024, memory="auto", replicate="auto")
-    cluster = parse_cluster.cluster(text)
-    model, best_s = Model(work, cluster), []
+    cluster = parse_cluster.parse_cluster(text)
+    model, best_s = CostModel(work, cluster), []
     for choice in all_choices(work, cluster):
         copies = choice.devices // (choice.tensor * choice.pipeline)
         for degree in (0, *(each for each in range(2, copies) if copies % each == 0)) if choice.zero == 1 else ():
-            estimate = model.predict(replace(choice, shard_degree=degree))
+            estimate = model.estimate(replace(choice, shard_degree=degree))
             best_s += [estimate.step_s] if estimate.fits else []
     assert on(work, cluster, zero=1).best.estimate.step_s <= 1.02 * min(best_s)
 
 
 def test_shares_and_stages_of_unlike_devices_are_within_two_hundredths_of_brute_force() -> None:
     work = replace(SMALL, global_batch=12, precision="fp16")
-    there = parse_cluster.cluster("2xA100-40GB, 1xV100-16GB, 100Gb/s")
+    there = parse_cluster.parse_cluster("2xA100-40GB, 1xV100-16GB, 100Gb/s")
     sizes, best_s = (1, 2, 4, 8, 12), []
     for groups in (there.groups, there.groups[:1], there.groups[1:]):
         part = replace(there, groups=groups)
-        model, parts = Model(work, part), range(1, work.global_batch + 1)
+        model, parts = CostModel(work, part), range(1, work.global_batch + 1)
         shared = [each for each in itertools.product(parts, repeat=part.devices) if sum(each) == work.global_batch]
         ways: list[tuple[int, Reduce]] = [
             (1, "per_step"),
@@ -120,15 +120,15 @@ def test_shares_and_stages_of_unlike_devices_are_within_two_hundredths_of_brute_
             (3, "per_micro_batch"),
         ]
         for shares, (zero, reduce), size in itertools.product(shared, ways[: 4 if part.devices > 1 else 1], sizes):
-            estimate = model.predict(Choice(zero=zero, reduce=reduce, shares=shares, micro_batch=size))
+            estimate = model.estimate(LayoutChoice(zero=zero, reduce=reduce, shares=shares, micro_batch=size))
             best_s += [estimate.step_s] if estimate.fits else []
-    found = search(work, there, Space())
+    found = search_layouts(work, there, SearchSpace())
     assert found.best.estimate.step_s <= 1.02 * min(best_s)
-    two, best_s = parse_cluster.cluster("1xA100-40GB, 1xV100-16GB, 100Gb/s"), []
+    two, best_s = parse_cluster.parse_cluster("1xA100-40GB, 1xV100-16GB, 100Gb/s"), []
     for groups, first, size in itertools.product((two.groups, two.groups[::-1]), range(1, work.layers), sizes):
-        choice = Choice(pipeline=2, stages=(first, work.layers - first), micro_batch=size)
-        best_s.append(Model(work, replace(two, groups=groups)).predict(choice).step_s)
-    assert search(work, two, Space(((1, 2),))).best.estimate.step_s <= 1.02 * min(best_s)
+        choice = LayoutChoice(pipeline=2, stages=(first, work.layers - first), micro_batch=size)
+        best_s.append(CostModel(work, replace(two, groups=groups)).estimate(choice).step_s)
+    assert search_layouts(work, two, SearchSpace(((1, 2),))).best.estimate.step_s <= 1.02 * min(best_s)
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,14 +138,14 @@ def test_shares_and_stages_of_unlike_devices_are_within_two_hundredths_of_brute_
     text=st.sampled_from(["2xA100-40GB, 1xV100-16GB, 100Gb/s", "3xT4, 2xH100-80GB, 4xV100-16GB, 10Gb/s"]),
 )
 def test_shares_in_numbers_of_their_own_are_those_of_a_run(batch: int, size: int, text: str) -> None:
-    there = parse_cluster.cluster(text)
-    unlike, copies = Unlike(replace(SMALL, global_batch=batch, precision="fp16"), there), there.devices
-    choice = Choice(micro_batch=size, devices=copies)
+    there = parse_cluster.parse_cluster(text)
+    unlike, copies = HeterogeneousDevices(replace(SMALL, global_batch=batch, precision="fp16"), there), there.devices
+    choice = LayoutChoice(micro_batch=size, devices=copies)
     speeds = [Speed(each, fixed, size) for count, fixed, each in unlike.classes(choice, copies) for _ in range(count)]
     best = divide(batch, speeds, lockstep=False)
-    shares = unlike.shares(choice, copies)
+    shares = unlike.divide_batch(choice, copies)
     if shares:
-        found = in_parts(shares, [size] * copies, lockstep=False)
+        found = cut_into_micro_batches(shares, [size] * copies, lockstep=False)
         assert slowest_s(found, speeds) == pytest.approx(slowest_s(best, speeds), rel=1e-9)
     else:  # one of them would have none: what it takes for one is all that a step takes, whoever has the others
         assert slowest_s(best, speeds) == pytest.approx(max(speed.seconds(1, 1) for speed in speeds), rel=1e-9)
@@ -153,14 +153,14 @@ def test_shares_in_numbers_of_their_own_are_those_of_a_run(batch: int, size: int
 
 def test_one_long_sequence_at_a_time_on_unlike_devices_goes_at_their_summed_speed() -> None:
     work = replace(SMALL, seq_len=16384, global_batch=60, precision="fp16")
-    there = parse_cluster.cluster("2xA100-40GB, 2xV100-32GB, 100Gb/s")
+    there = parse_cluster.parse_cluster("2xA100-40GB, 2xV100-32GB, 100Gb/s")
     alone = [replace(there, groups=groups) for groups in (there.groups[:1], there.groups[1:])]
-    space = Space(pins={"micro_batch": 1, "zero": 1})
-    both, *each = (search(work, cluster, space).best for cluster in (there, *alone))
+    space = SearchSpace(pins={"micro_batch": 1, "zero": 1})
+    both, *each = (search_layouts(work, cluster, space).best for cluster in (there, *alone))
     assert both.choice.reduce == "per_step" and not both.choice.lockstep
     assert both.estimate.tokens_per_s > 0.9 * sum(plan.estimate.tokens_per_s for plan in each)
     # Where all run as many, the slow ones hold up the fast ones in each.
-    released = search(work, there, Space(pins={"micro_batch": 1, "zero": 3}, whole=True)).best
+    released = search_layouts(work, there, SearchSpace(pins={"micro_batch": 1, "zero": 3}, use_all_devices=True)).best
     assert released.choice.lockstep
     assert released.estimate.tokens_per_s < 0.8 * both.estimate.tokens_per_s
 
@@ -184,15 +184,15 @@ works = st.builds(
 
 @given(works, clusters)
 @settings(max_examples=15, deadline=None)
-def test_what_is_returned_fits_and_comes_out_even(work: Work, text: str) -> None:
+def test_what_is_returned_fits_and_comes_out_even(work: StepWork, text: str) -> None:
     found = on(work, text)
-    assert bool(found.plans) == (found.short is None)
-    if found.short is not None:
-        assert found.short.missing_bytes > 0
+    assert bool(found.plans) == (found.shortfall is None)
+    if found.shortfall is not None:
+        assert found.shortfall.missing_bytes > 0
     steps = [plan.estimate.step_s for plan in found.plans]
     assert steps == sorted(steps)
     for plan in found.plans:
-        again = Model(work, plan.cluster).predict(plan.choice)
+        again = CostModel(work, plan.cluster).estimate(plan.choice)
         assert again.fits
         assert again.step_s == pytest.approx(plan.estimate.step_s)
         shares, stages = plan.choice.shares, plan.choice.stages
@@ -203,8 +203,8 @@ def test_what_is_returned_fits_and_comes_out_even(work: Work, text: str) -> None
 
 @given(works, clusters)
 @settings(max_examples=8, deadline=None)
-def test_more_of_anything_never_makes_it_slower(work: Work, text: str) -> None:
-    there = parse_cluster.cluster(text)
+def test_more_of_anything_never_makes_it_slower(work: StepWork, text: str) -> None:
+    there = parse_cluster.parse_cluster(text)
     before = tokens_per_s(on(work, there))
     faster = replace(there, between_bits_per_s=2 * there.between_bits_per_s)
     kind = there.groups[0].kind
@@ -213,15 +213,15 @@ def test_more_of_anything_never_makes_it_slower(work: Work, text: str) -> None:
     for other in (
         faster,
         larger,
-        parse_cluster.with_nodes(there, 0, 1),
-        parse_cluster.with_nodes(there, 0, there.nodes),
+        parse_cluster.add_nodes(there, 0, 1),
+        parse_cluster.add_nodes(there, 0, there.nodes),
     ):
         assert tokens_per_s(on(work, other)) >= before * (1 - 1e-9)
 
 
 def test_nodes_that_do_not_help_are_left_idle_by_a_layout_that_sends_less_between_them() -> None:
     """On two of the nodes each holds a whole copy of the state, as on all that there are."""
-    work = Work(4, 192, 6, 3, 512, 2048, seq_len=256, global_batch=16, tied=True, head_dim=32, memory="auto")
+    work = StepWork(4, 192, 6, 3, 512, 2048, seq_len=256, global_batch=16, tied=True, head_dim=32, memory="auto")
     two, three = (
         on(replace(work, replicate="auto"), f"{nodes}x(3xRTX-4090), 15Gb/s", micro_batch=3) for nodes in (2, 3)
     )
@@ -231,7 +231,7 @@ def test_nodes_that_do_not_help_are_left_idle_by_a_layout_that_sends_less_betwee
 
 def test_some_of_few_slow_nodes_may_stay_idle() -> None:
     """The shares of micro-batches of 3 are whole ones beside two nodes of H200s, and not beside three."""
-    work = Work(32, 4096, 32, 8, 14336, 128256, seq_len=8192, global_batch=512, memory="auto", replicate="auto")
+    work = StepWork(32, 4096, 32, 8, 14336, 128256, seq_len=8192, global_batch=512, memory="auto", replicate="auto")
     pins = {"micro_batch": 3, "tensor": 1, "pipeline": 1}
     before, after = (on(work, f"{nodes}x(8xH200), 4x(4xB200), 400Gb/s", **pins) for nodes in (2, 3))
     assert tokens_per_s(after) >= tokens_per_s(before) * (1 - 1e-9)
@@ -240,8 +240,8 @@ def test_some_of_few_slow_nodes_may_stay_idle() -> None:
 
 @given(works, st.sampled_from(["4xA100-40GB, 2xV100-16GB, 50Gb/s", "2x(2xH100-80GB), 3x(2xT4), 10Gb/s"]))
 @settings(max_examples=6, deadline=None)
-def test_unlike_devices_get_shares_that_sum_and_are_never_worse_than_one_kind_alone(work: Work, text: str) -> None:
-    there = parse_cluster.cluster(text)
+def test_unlike_devices_get_shares_that_sum_and_are_never_worse_than_one_kind_alone(work: StepWork, text: str) -> None:
+    there = parse_cluster.parse_cluster(text)
     found = on(work, there)
     for plan in found.plans:
         assert plan.estimate.fits
@@ -258,7 +258,7 @@ def test_the_faster_kind_gets_more() -> None:
     assert best.cluster.devices == 8
     a100, v100 = best.choice.shares[0], best.choice.shares[-1]
     assert a100 > 1.5 * v100
-    even = Model(work, best.cluster).predict(replace(best.choice, shares=()))
+    even = CostModel(work, best.cluster).estimate(replace(best.choice, shares=()))
     assert best.estimate.step_s < 0.8 * even.step_s
 
 
@@ -337,9 +337,11 @@ def test_175_billion_on_64_nodes_is_cut_both_ways() -> None:
 def test_what_fits_nowhere_is_said_to_be_short() -> None:
     found = on(replace(GPT_175B, precision="fp16"), "2x(8xT4), 10Gb/s")
     assert found.plans == ()
-    assert found.short is not None
-    assert found.short.kind.name == "T4"
-    assert found.short.needed_bytes == pytest.approx(found.short.kind.memory_bytes + found.short.missing_bytes)
+    assert found.shortfall is not None
+    assert found.shortfall.kind.name == "T4"
+    assert found.shortfall.needed_bytes == pytest.approx(
+        found.shortfall.kind.memory_bytes + found.shortfall.missing_bytes
+    )
     with pytest.raises(IndexError):
         found.best  # noqa: B018
 
@@ -351,24 +353,24 @@ def test_what_fits_nowhere_is_said_to_be_short() -> None:
         (replace(LLAMA_13B, precision="fp16"), "32x(8xH100-80GB), 32x(8xA100-80GB), 32x(8xV100-32GB), 200Gb/s", 10.0),
     ],
 )
-def test_large_clusters_are_searched_in_seconds(work: Work, text: str, cpu_s: float) -> None:
+def test_large_clusters_are_searched_in_seconds(work: StepWork, text: str, cpu_s: float) -> None:
     before = time.process_time()
     assert on(work, text).plans
     assert time.process_time() - before < 3 * cpu_s  # of this process alone; a loaded machine is slower at the same
 
 
 def test_degrees_divide() -> None:
-    for tensor, pipeline in degrees(LLAMA_70B, parse_cluster.cluster("4x(8xH100-80GB)")):
+    for tensor, pipeline in list_degrees(LLAMA_70B, parse_cluster.parse_cluster("4x(8xH100-80GB)")):
         assert 64 % tensor == 0
         assert 8 % tensor == 0
         assert pipeline <= 32 // tensor
 
 
 def test_few_stages_are_tried_in_every_number() -> None:
-    assert {(1, 5), (1, 7)} <= set(degrees(LLAMA_7B, parse_cluster.cluster("7xA100-80GB")))
-    usual = degrees(GPT_175B, parse_cluster.cluster("128x(8xA100-80GB)"))
+    assert {(1, 5), (1, 7)} <= set(list_degrees(LLAMA_7B, parse_cluster.parse_cluster("7xA100-80GB")))
+    usual = list_degrees(GPT_175B, parse_cluster.parse_cluster("128x(8xA100-80GB)"))
     assert {pipeline for _, pipeline in usual} == {*range(1, 9), 12, 16, 24, 32, 48, 64, 96}
-    assert (2, 11) in set(degrees(LLAMA_7B, parse_cluster.cluster("8x(8xA100-80GB)"), 11))
+    assert (2, 11) in set(list_degrees(LLAMA_7B, parse_cluster.parse_cluster("8x(8xA100-80GB)"), 11))
 
 
 @pytest.mark.parametrize(("layers", "nodes"), [(5, 5), (5, 6), (11, 12)])
@@ -387,8 +389,8 @@ def test_a_type_that_a_device_does_not_have_is_a_sentence() -> None:
 def test_a_fast_copy_may_have_its_whole_share_in_one_micro_batch() -> None:
     """An even share is 6 of 16; the fast ones get 8, which two micro-batches of 4 would take twice as long for."""
     work = replace(SMALL, hidden=256, ffn=704, global_batch=16, precision="fp16")
-    there = parse_cluster.cluster("2xA100-80GB, 1xT4")
-    found = search(work, there, Space(((1, 1),), whole=True))
+    there = parse_cluster.parse_cluster("2xA100-80GB, 1xT4")
+    found = search_layouts(work, there, SearchSpace(((1, 1),), use_all_devices=True))
     assert max(found.best.choice.shares) > 6
     assert found.best.choice.micro_batch >= max(found.best.choice.shares)
 

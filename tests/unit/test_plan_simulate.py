@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ConfigError
-from phalanx.elastic.supervisor.state import Policy
+from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.planner import checkpoint_interval, simulate
-from phalanx.planner.checkpoint_interval import Saving
-from phalanx.planner.simulate import Outcome, Scenario
+from phalanx.planner.checkpoint_interval import CheckpointCosts
+from phalanx.planner.simulate import Scenario, SimulationResult
 
 DAY_S = 86400.0
 LLAMA_3_S = 54 * DAY_S / 419  # between unexpected interruptions, on 16,384 GPUs (Dubey et al. 2024)
-PATIENT = Policy(0, max_restarts=10**6, same_crash=10**6)  # never gives up
+PATIENT = RecoveryPolicy(0, max_restarts=10**6, same_crash=10**6)  # never gives up
 # 54 days as Llama 3's, on fewer nodes: the failures are of the whole job, however many nodes have them.
 LLAMA_3 = Scenario(
     nodes=16, span_s=54 * DAY_S, mtbf_s=LLAMA_3_S, step_s=5, restart_s=119, detect_s=1, checkpoint_steps=90,
@@ -27,8 +27,8 @@ def goodput(scenario: Scenario, seeds: int = 2) -> float:
     return sum(simulate.simulate(scenario, seed).goodput for seed in range(seeds)) / seeds
 
 
-def saving(scenario: Scenario) -> Saving:
-    return Saving(
+def saving(scenario: Scenario) -> CheckpointCosts:
+    return CheckpointCosts(
         scenario.step_s, scenario.mtbf_s, scenario.detect_s + scenario.restart_s, scenario.checkpoint_s,
         scenario.commit_s, scenario.hard,
     )  # fmt: skip
@@ -104,7 +104,7 @@ def test_a_long_stall_counts_as_a_failure_and_a_short_one_passes() -> None:
 
 
 def test_it_is_the_running_systems_own_decision_to_give_up() -> None:
-    hopeless = replace(LLAMA_3, mtbf_s=100.0, policy=Policy(0, max_restarts=3))
+    hopeless = replace(LLAMA_3, mtbf_s=100.0, policy=RecoveryPolicy(0, max_restarts=3))
     outcome = simulate.simulate(hopeless)
     assert outcome.ended is not None
     assert outcome.ended[1] == "4 attempts in a row have saved nothing new"
@@ -134,21 +134,21 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every node say for itself that its ranks have ended, and that it is ready."""
     from phalanx.elastic.supervisor import state as supervisor_state
 
-    def all_end(job: "simulate._Job", code: int) -> None:
+    def all_end(job: "simulate._SimulatedJob", code: int) -> None:
         for node in job.state.seats:
             if (
-                job.state.phase == supervisor_state.Phase.ENDING
+                job.state.phase == supervisor_state.JobPhase.ENDING
                 and node not in job.state.codes
-                and node not in job.state.gone
+                and node not in job.state.lost_with_ranks
             ):
-                job.tell(supervisor_state.Ended(job.now, node, job.state.attempt, int(code)))
+                job.decide_on(supervisor_state.RanksEnded(job.now, node, job.state.attempt, int(code)))
 
-    def all_ready(job: "simulate._Job", division: int, node: int | None) -> None:
+    def all_ready(job: "simulate._SimulatedJob", division: int, node: int | None) -> None:
         for each in [each for each in job.state.nodes if node in (None, each.node)]:
-            job.tell(supervisor_state.Ready(job.now, each.node, division))
+            job.decide_on(supervisor_state.NodeReady(job.now, each.node, division))
 
-    monkeypatch.setattr(simulate._Job, "all_end", all_end)
-    monkeypatch.setattr(simulate._Job, "all_ready", all_ready)
+    monkeypatch.setattr(simulate._SimulatedJob, "all_end", all_end)
+    monkeypatch.setattr(simulate._SimulatedJob, "all_ready", all_ready)
 
 
 @pytest.mark.parametrize("spares", [0, 3])
@@ -187,7 +187,7 @@ scenarios = st.builds(
 @given(scenarios, st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_every_second_is_accounted_for(scenario: Scenario, seed: int) -> None:
-    outcome: Outcome = simulate.simulate(scenario, seed)
+    outcome: SimulationResult = simulate.simulate(scenario, seed)
     assert sum(outcome.seconds.values()) == pytest.approx(scenario.span_s)
     assert min(outcome.seconds.values()) >= -1e-6 * scenario.span_s
     assert 0 <= outcome.goodput <= 1

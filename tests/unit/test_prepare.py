@@ -24,10 +24,10 @@ from phalanx.data import encode as encode_module
 from phalanx.data import prepare as prepare_module
 from phalanx.data import read_chunks as reading_module
 from phalanx.data import tokenizer as tokenizer_module
-from phalanx.data.prepare import Prepared, prepare
-from phalanx.data.sources import Format, is_held_out, list_files, text_digest
+from phalanx.data.prepare import PreparedData, prepare
+from phalanx.data.sources import RecordFormat, is_held_out, list_files, text_digest
 from phalanx.data.token_files import TokenFile
-from phalanx.data.tokenizer import encode_documents, load_tokenizer, segments, train_tokenizer
+from phalanx.data.tokenizer import encode_documents, load_tokenizer, split_segments, train_tokenizer
 
 WORDS = [
     "the",
@@ -56,19 +56,19 @@ def write_jsonl(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def run(sources: list[Any], cache: Path, **changed: Any) -> Prepared:
+def run(sources: list[Any], cache: Path, **changed: Any) -> PreparedData:
     """Prepared data, made with a small tokenizer unless `changed`, which are fields of the data section."""
     arguments = {"tokenizer": "train", "tokenizer_vocab": 300, "held_out": 0.2} | changed
     outside = {key: arguments.pop(key) for key in ("progress", "lock_timeout_s") if key in arguments}
     return prepare(DataSection(source=sources, cache=str(cache), **arguments), **outside)
 
 
-def folder_of(prepared: Prepared) -> Path:
+def folder_of(prepared: PreparedData) -> Path:
     """The result that holds both sides of the only source."""
     return prepared.train[0][0].parent
 
 
-def decoded(folder: Path, prepared: Prepared) -> list[str]:
+def decoded(folder: Path, prepared: PreparedData) -> list[str]:
     tokenizer = load_tokenizer(prepared.tokenizer_folder)
     file = TokenFile(folder)
     ends = [file.document(i) for i in range(file.documents)]
@@ -137,7 +137,7 @@ def test_the_cache_is_used_until_something_changes(tmp_path: Path, tokenizer_fol
     assert not phases
     folders = {folder_of(first)}
     copied = shutil.copytree(tokenizer_folder, tmp_path / "copied")
-    variants: list[Callable[[], Prepared]] = [
+    variants: list[Callable[[], PreparedData]] = [
         lambda: run([source], tmp_path / "c", tokenizer_vocab=290),
         lambda: run([source], tmp_path / "c", held_out=0.3),
         lambda: run([source], tmp_path / "c", tokenizer=str(copied)),
@@ -285,7 +285,7 @@ def test_cutting_long_documents_changes_no_token(tokenizer_folder: Path, texts: 
         patch.setattr(tokenizer_module, "SEGMENT_CHARS", 20)
         patch.setattr(tokenizer_module, "ENCODE_CHARS", 50)
         cut = encode_documents(tokenizer, texts)
-        assert all("".join(segments(tokenizer, t)) == t for t in texts)
+        assert all("".join(split_segments(tokenizer, t)) == t for t in texts)
     assert [array.tolist() for array in whole] == [array.tolist() for array in cut]
 
 
@@ -297,9 +297,9 @@ def test_long_documents_are_cut_unless_the_tokenizer_marks_beginnings(
     monkeypatch.setattr(tokenizer_module, "SEGMENT_CHARS", 100)
     long_text = "\n".join(text(i, 10).replace("\n", "") for i in range(100))
     tokenizer = load_tokenizer(tokenizer_folder)
-    assert len(segments(tokenizer, long_text)) > 20
+    assert len(split_segments(tokenizer, long_text)) > 20
     tokenizer.backend.normalizer = normalizers.Prepend("x")
-    assert len(segments(tokenizer, long_text)) == 1
+    assert len(split_segments(tokenizer, long_text)) == 1
 
 
 def test_truncation_and_padding_of_a_folder_are_not_applied(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_tokenizer_is_trained_on_a_sample_of_a_large_source(tmp_path: Path, mo
     monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 40_000)
     monkeypatch.setattr(prepare_module, "SAMPLE_CHARS", 1000)
     files = list_files([str(tmp_path / "one.txt")])
-    sample = prepare_module.tokenizer_sample([(files, 1.0)], Format(), 0.0, lambda *_: None)
+    sample = prepare_module.sample_for_tokenizer([(files, 1.0)], RecordFormat(), 0.0, lambda *_: None)
     assert 30_000 < sum(len(chunk.encode()) for chunk in sample) < 50_000 < files[0].size_bytes
 
 
@@ -405,7 +405,7 @@ def test_bad_sources_tokenizers_and_caches_are_named(tmp_path: Path, tokenizer_f
     broken = shutil.copytree(tokenizer_folder, tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
     (tmp_path / "file").write_text("x")
-    cases: list[tuple[type[PhalanxError], str, Callable[[], Prepared]]] = [
+    cases: list[tuple[type[PhalanxError], str, Callable[[], PreparedData]]] = [
         (DataError, "missing.txt, but there is no such file", lambda: run([str(tmp_path / "missing.txt")], tmp_path)),
         (DataError, "no such file", lambda: run([str(tmp_path / "*.nothing")], tmp_path / "c")),
         (DataError, "lower data.held_out", lambda: run([source], tmp_path / "c", held_out=0.999999)),

@@ -17,9 +17,9 @@ from phalanx.core.errors import DataError, StorageError
 from phalanx.data import cache as cache_module
 from phalanx.data import prepare as prepare_module
 from phalanx.data import read_chunks, token_files, workers
-from phalanx.data.encode import Task
-from phalanx.data.prepare import Prepared, prepare
-from phalanx.data.sources import Format, is_held_out, text_digest
+from phalanx.data.encode import EncodeTask
+from phalanx.data.prepare import PreparedData, prepare
+from phalanx.data.sources import RecordFormat, is_held_out, text_digest
 from phalanx.data.token_files import TokenFile
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
 from phalanx.storage import files as storage
@@ -36,7 +36,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "SMALL_BYTES", 0)
 
 
-def run(source: Any, cache: Path | str, **changed: Any) -> Prepared:
+def run(source: Any, cache: Path | str, **changed: Any) -> PreparedData:
     progress = changed.pop("progress", None)
     arguments = {"tokenizer": "train", "tokenizer_vocab": 300, "held_out": 0.2, "workers": 2} | changed
     return prepare(DataSection(source=source, cache=str(cache), **arguments), progress)
@@ -107,12 +107,15 @@ def test_the_first_mistake_in_order_is_told_with_its_line(tmp_path: Path, small_
     assert not children()
 
 
-def tasks_of(source: str, folder: Path, tokenizer: Path) -> list[Task]:
+def tasks_of(source: str, folder: Path, tokenizer: Path) -> list[EncodeTask]:
     from phalanx.data.sources import list_files
 
     folder.mkdir()
-    chunks = read_chunks.plan(list_files([source]), Format())
-    return [Task(f"chunk-{i:06d}", str(folder), str(tokenizer), Format(), 0.0, chunk) for i, chunk in enumerate(chunks)]
+    chunks = read_chunks.plan_chunks(list_files([source]), RecordFormat())
+    return [
+        EncodeTask(f"chunk-{i:06d}", str(folder), str(tokenizer), RecordFormat(), 0.0, chunk)
+        for i, chunk in enumerate(chunks)
+    ]
 
 
 def test_a_worker_that_dies_is_replaced_and_one_that_dies_again_is_named(
@@ -132,17 +135,21 @@ def test_a_worker_that_dies_is_replaced_and_one_that_dies_again_is_named(
             os.kill(int(killed[0]), signal.SIGKILL)
 
     tasks = tasks_of(source, tmp_path / "once", tmp_path / "tokenizer")
-    workers.run(tasks, 2, tmp_path / "once", once)
+    workers.encode_in_processes(tasks, 2, tmp_path / "once", once)
     assert len(killed) >= 1
     assert told == Path(source).stat().st_size
     assert {task.name for task in tasks} == {path.stem for path in (tmp_path / "once").glob("chunk-??????.json")}
 
     monkeypatch.setattr(workers, "START", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     with pytest.raises(DataError, match=r"worker process \d died \(killed by SIGSEGV\) at .*a\.jsonl, bytes 0 to 4000"):
-        workers.run(tasks_of(source, tmp_path / "again", tmp_path / "tokenizer"), 2, tmp_path / "again", print)
+        workers.encode_in_processes(
+            tasks_of(source, tmp_path / "again", tmp_path / "tokenizer"), 2, tmp_path / "again", print
+        )
     monkeypatch.setattr(workers, "START", "raise SystemExit('no room')")
     with pytest.raises(DataError, match=r"died \(exit code 1: no room\)"):
-        workers.run(tasks_of(source, tmp_path / "third", tmp_path / "tokenizer"), 1, tmp_path / "third", print)
+        workers.encode_in_processes(
+            tasks_of(source, tmp_path / "third", tmp_path / "tokenizer"), 1, tmp_path / "third", print
+        )
     assert not children()
 
 
@@ -240,19 +247,19 @@ def test_weights_say_how_much_of_the_tokenizers_sample_a_source_gives(
         (tmp_path / f"{name}.txt").write_text(name * 100_000)
         files.append(list_files([str(tmp_path / f"{name}.txt")]))
     sources = [(files[0], 3.0), (files[1], 1.0)]
-    sample = "".join(prepare_module.tokenizer_sample(sources, Format(), 0.0, lambda *_: None))
+    sample = "".join(prepare_module.sample_for_tokenizer(sources, RecordFormat(), 0.0, lambda *_: None))
     assert 13_000 < sample.count("a") < 17_000
     assert 4_000 < sample.count("b") < 6_000
 
 
 def test_only_a_part_of_a_huge_source_is_read_for_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [read_chunks.Chunk("JSON lines", ["a"], i, i + 1, 10) for i in range(1000)]
-    drawn = prepare_module._drawn(chunks, 200)
+    drawn = prepare_module._draw_chunks(chunks, 200)
     assert len(drawn) == 20
     starts = [chunk.start for chunk in drawn]
     assert starts == sorted(starts)
     assert max(starts) > 500 > min(starts)
-    assert prepare_module._drawn(chunks, 10_000) == chunks
+    assert prepare_module._draw_chunks(chunks, 10_000) == chunks
 
 
 def test_an_empty_validation_set_is_named(tmp_path: Path) -> None:
@@ -269,7 +276,7 @@ def test_a_cache_at_a_url_is_filled_and_read(tmp_path: Path, monkeypatch: pytest
     url = (tmp_path / "store").as_uri()
     seen: list[str] = []
 
-    def on_machine(name: str) -> Prepared:
+    def on_machine(name: str) -> PreparedData:
         monkeypatch.setenv("HOME", str(tmp_path / name))  # where the local cache beside a URL lies
         seen.clear()
         return run(source, url, progress=lambda phase, done, total: seen.append(phase))
@@ -283,7 +290,7 @@ def test_a_cache_at_a_url_is_filled_and_read(tmp_path: Path, monkeypatch: pytest
     assert same_files(folder_of(first), folder_of(second))
     assert same_files(first.tokenizer_folder, second.tokenizer_folder)
     # Without the file that comes last it counts as not there, and is put there again by whoever has it.
-    about = tmp_path / "store" / key / cache_module.ABOUT
+    about = tmp_path / "store" / key / cache_module.ABOUT_FILE
     about.unlink()
     on_machine("third")
     assert "files" in seen
@@ -297,7 +304,7 @@ def test_a_cache_at_a_url_is_filled_and_read(tmp_path: Path, monkeypatch: pytest
             damage.unlink()
         assert same_files(folder_of(first), folder_of(on_machine(name)))
         assert sorted(path.name for path in about.parent.iterdir()) == whole
-        assert cache_module.complete(about.parent)
+        assert cache_module.is_complete(about.parent)
 
 
 def test_a_cache_at_a_url_that_is_away_is_no_full_disk(faults: Faults, tmp_path: Path) -> None:
@@ -321,7 +328,7 @@ def test_leftovers_of_killed_runs_go_after_a_week(tmp_path: Path) -> None:
     held = cache / f"{'3' * 32}.partial"
     held.mkdir()
     os.utime(held, (old, old))
-    with storage.locked(held.with_suffix(".lock"), 1.0):
+    with storage.lock_file(held.with_suffix(".lock"), 1.0):
         run(source, cache)
     assert sorted(path.name for path in cache.glob("*.partial")) == [f"{'1' * 32}.partial", held.name, "mine.partial"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from phalanx.config import load
 from phalanx.core.errors import ConfigError
 from phalanx.system.trace import phase
-from phalanx.trainer.profile import OUTSIDE, allocations, phase_seconds, top_operators
+from phalanx.trainer.profile import OUTSIDE, phase_seconds, summarize_allocations, top_operators
 
 
 def span(category: str, name: str, start: float, stop: float) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def memory(now: float, amount: int) -> dict[str, Any]:
 
 
 def test_allocations_go_to_the_innermost_phase_and_operator() -> None:
-    found = allocations(
+    found = summarize_allocations(
         [
             memory(2, 100),
             span("user_annotation", "phalanx.forward", 1, 10),
@@ -53,7 +53,7 @@ def test_allocations_go_to_the_innermost_phase_and_operator() -> None:
 @given(amounts=st.lists(st.integers(-1000, 1000), max_size=30), names=st.lists(st.sampled_from("ab"), max_size=5))
 def test_no_byte_is_lost_or_counted_twice(amounts: list[int], names: list[str]) -> None:
     spans = [span("user_annotation", f"phalanx.{name}", place, 40 - place) for place, name in enumerate(names)]
-    found = allocations(spans + [memory(place + 0.5, amount) for place, amount in enumerate(amounts)])
+    found = summarize_allocations(spans + [memory(place + 0.5, amount) for place, amount in enumerate(amounts)])
     assert sum(row["kept_bytes"] for row in found["phases"].values()) == sum(amounts) == found["kept_bytes"]
     assert sum(row["allocated_bytes"] for row in found["phases"].values()) == sum(n for n in amounts if n > 0)
     assert found["peak_bytes"] == max(0, *(sum(amounts[: end + 1]) for end in range(len(amounts)))) if amounts else True
@@ -89,11 +89,11 @@ def test_a_mark_is_seen_by_a_profiler_and_by_nobody_else() -> None:
 def test_impossible_steps_are_refused(train: dict[str, Any], expected: str) -> None:
     tree = {"model": {"hidden": 16, "layers": 1, "heads": 2}, "train": {"steps": 10, **train}}
     with pytest.raises(ConfigError) as caught:
-        load.check(tree, "a recipe")
+        load.build_config(tree, "a recipe")
     assert expected in str(caught.value)
 
 
 def test_steps_that_can_be_looked_into_are_accepted() -> None:
     train = {"steps": 10, "profile": "9-10", "memory_snapshot": 1}
-    found = load.check({"model": {"hidden": 16, "layers": 1, "heads": 2}, "train": train}, "a recipe")
+    found = load.build_config({"model": {"hidden": 16, "layers": 1, "heads": 2}, "train": train}, "a recipe")
     assert (found.train.profile, found.train.memory_snapshot) == ("9-10", 1)

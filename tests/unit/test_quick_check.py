@@ -13,8 +13,8 @@ from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core.errors import PhalanxError
 from phalanx.data import quick_check, read_chunks
-from phalanx.data.read_chunks import Meter, plan, records
-from phalanx.data.sources import Format, list_files
+from phalanx.data.read_chunks import Meter, plan_chunks, read_records
+from phalanx.data.sources import RecordFormat, list_files
 from tests.dist.command import refused
 
 TALK = {"messages": [{"role": "user", "content": "7 x 6?"}, {"role": "assistant", "content": "42"}]}
@@ -31,7 +31,7 @@ def write(path: Path, found: Sequence[Any]) -> Path:
 
 def asked(path: Path, model: dict[str, Any] | None = None, task: dict[str, Any] | None = None, **data: Any) -> Config:
     tree = {"model": model or {"hidden": 16, "layers": 1, "heads": 2}, "data": {"source": str(path), **data}}
-    return load.check(tree | ({"task": task} if task else {}), "a recipe")
+    return load.build_config(tree | ({"task": task} if task else {}), "a recipe")
 
 
 @pytest.mark.parametrize(
@@ -61,25 +61,25 @@ def test_mistakes_are_found_in_the_first_records(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(PhalanxError) as caught:
-        quick_check.check(asked(write(tmp_path / "a.jsonl", [record]), **how))
+        quick_check.check_first_records(asked(write(tmp_path / "a.jsonl", [record]), **how))
     assert sentence in str(caught.value)
 
 
 def test_no_more_of_a_file_is_read_than_its_first_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the file: what is wrong far behind is found when it is encoded."""
-    path = write(tmp_path / "a.jsonl", [{"text": "a"}] * quick_check.RECORDS + [{"words": "b"}])
+    path = write(tmp_path / "a.jsonl", [{"text": "a"}] * quick_check.CHECKED_RECORDS + [{"words": "b"}])
     taken = []
     line = read_chunks._json_line
     monkeypatch.setattr(read_chunks, "_json_line", lambda *args: taken.append(args) or line(*args))
-    quick_check.check(asked(path))
-    assert len(taken) == quick_check.RECORDS
+    quick_check.check_first_records(asked(path))
+    assert len(taken) == quick_check.CHECKED_RECORDS
 
 
 def test_a_template_beside_the_tokenizer_is_enough(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [TALK])
     for name, text in (("chat_template.jinja", "x"), ("tokenizer_config.json", json.dumps({"chat_template": "x"}))):
         (tmp_path / name).write_text(text)
-        quick_check.check(asked(path, format="chat", tokenizer=str(tmp_path)))
+        quick_check.check_first_records(asked(path, format="chat", tokenizer=str(tmp_path)))
         (tmp_path / name).unlink()
 
 
@@ -94,8 +94,10 @@ def test_a_run_is_refused_before_anything_is_imported_or_made(tmp_path: Path) ->
 # -------------------------------------------------------------------------------------------------------- other layouts
 
 
-def fields_of(path: Path, format: Format) -> Any:
-    (record,) = [each for chunk in plan(list_files([str(path)]), format) for each in records(chunk, format, Meter())]
+def fields_of(path: Path, format: RecordFormat) -> Any:
+    (record,) = [
+        each for chunk in plan_chunks(list_files([str(path)]), format) for each in read_records(chunk, format, Meter())
+    ]
     return record.fields
 
 
@@ -108,9 +110,9 @@ def test_sharegpt_and_alpaca_are_read(tmp_path: Path, ending: str) -> None:
             return path
         return write(path, [record])
 
-    chat, prompt = Format("chat"), Format("prompt")
+    chat, prompt = RecordFormat("chat"), RecordFormat("prompt")
     assert fields_of(stored(SHAREGPT), chat)["messages"] == SHAREGPT["conversations"]
-    quick_check.check(asked(stored(SHAREGPT), format="chat", chat_template="chatml"))
+    quick_check.check_first_records(asked(stored(SHAREGPT), format="chat", chat_template="chatml"))
     assert fields_of(stored(ALPACA), chat)["messages"] == MESSAGES
     with_system = fields_of(stored(ALPACA | {"system": "Be brief."}), chat)["messages"]
     assert with_system == [{"role": "system", "content": "Be brief."}, *MESSAGES]
@@ -123,4 +125,4 @@ def test_sharegpt_and_alpaca_are_read(tmp_path: Path, ending: str) -> None:
 
 def test_keys_that_the_recipe_names_come_first(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [ALPACA | TALK])
-    assert fields_of(path, Format("chat"))["messages"] == TALK["messages"]
+    assert fields_of(path, RecordFormat("chat"))["messages"] == TALK["messages"]

@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.api.fsdp.rank_layout import Ranks
+from phalanx.api.fsdp.rank_layout import RankLayout
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_each_kind_of_group_has_every_rank_once_and_agrees_with_the_places(
     tensor: int, shard: int, copies: int
 ) -> None:
-    ranks = Ranks(tensor * shard * copies, tensor, shard)
+    ranks = RankLayout(tensor * shard * copies, tensor, shard)
     assert ranks.copies == copies
     everyone = list(range(ranks.world))
     for groups, size in (
@@ -44,7 +44,7 @@ def test_each_kind_of_group_has_every_rank_once_and_agrees_with_the_places(
 
 
 def test_tensor_neighbours_are_next_to_each_other_and_shards_next() -> None:
-    ranks = Ranks(8, tensor=2, shard=2)
+    ranks = RankLayout(8, tensor=2, shard=2)
     assert ranks.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert ranks.shard_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
     assert ranks.copy_groups() == [[0, 4], [2, 6], [1, 5], [3, 7]]

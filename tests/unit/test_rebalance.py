@@ -32,19 +32,19 @@ class Simulated:
     lockstep: bool = True
     foretold: Sequence[Speed] | None = None
     walked: list[Division] = field(default_factory=list)  # by step, from 0
-    decided: list[tuple[int, rebalance.Decision]] = field(default_factory=list)  # (first step with it, what)
+    decided: list[tuple[int, rebalance.RebalanceDecision]] = field(default_factory=list)  # (first step with it, what)
 
     def run(self, steps: int, change: Callable[[int, Paces], None] = lambda step, paces: None) -> "Simulated":
         rng, paces = random.Random(self.seed), [1.0] * len(self.each)
         speeds = self.foretold or [Speed(each, self.fixed_s, self.most) for each in self.each]
         division = divide(self.total, speeds, lockstep=self.lockstep)
-        history = rebalance.begin(speeds, division, lockstep=self.lockstep)
+        history = rebalance.begin_history(speeds, division, lockstep=self.lockstep)
         measured: list[list[float]] = []
         for step in range(steps):
             change(step, paces)
             self.walked.append(history.division)
             measured.append([
-                pace * (self.step_s + Speed(each, self.fixed_s).seconds(share, history.division.parts_of(rank)))
+                pace * (self.step_s + Speed(each, self.fixed_s).seconds(share, history.division.micro_batches_of(rank)))
                 * self.luck(rng)
                 for rank, (each, pace, share) in enumerate(
                     zip(self.each, paces, history.division.shares, strict=True)
@@ -52,7 +52,7 @@ class Simulated:
             ])  # fmt: skip
             if step >= self.late:
                 known = step - self.late
-                history = rebalance.observe(history, self.walked[known], measured[known])
+                history = rebalance.observe_step(history, self.walked[known], measured[known])
                 history, decision = rebalance.decide(history)
                 if decision is not None:
                     assert decision.division == history.division
@@ -217,16 +217,16 @@ def test_a_rank_slowed_to_half_is_acted_on_where_each_runs_its_own_number(
     assert best / cluster.seconds(cluster.decided[0][0], slowed) > 0.94 - noise
     for division in cluster.walked:
         assert division.fits([most] * len(each))
-        assert [division.parts_of(number) for number in range(len(each))] == [
+        assert [division.micro_batches_of(number) for number in range(len(each))] == [
             max(1, -(-share // most)) for share in division.shares
         ]
 
 
 def test_a_clock_that_gives_nothing_says_nothing() -> None:
     division = Division((4, 4), 1)
-    history = rebalance.begin([Speed(1.0), Speed(1.0)], division)
+    history = rebalance.begin_history([Speed(1.0), Speed(1.0)], division)
     for _ in range(10):
-        history = rebalance.observe(history, division, [0.0, float("nan")])
+        history = rebalance.observe_step(history, division, [0.0, float("nan")])
     assert rebalance.decide(history) == (history, None)
 
 
@@ -290,7 +290,7 @@ def test_wrong_ideas_of_both_terms_are_mended_in_few_steps_and_for_good(
     truth = [Speed(each, fixed) for fixed, each, _, _ in ranks]
     foretold = [Speed(each * b, fixed * a) for fixed, each, a, b in ranks]
     rng, total = random.Random(seed), per_rank * len(ranks)
-    history = rebalance.begin(foretold, divide(total, foretold))
+    history = rebalance.begin_history(foretold, divide(total, foretold))
     walked = [history.division]
     for _ in range(120):
         division = history.division
@@ -298,7 +298,7 @@ def test_wrong_ideas_of_both_terms_are_mended_in_few_steps_and_for_good(
             speed.seconds(share, division.parts) * (1 + rng.uniform(-noise, noise))
             for speed, share in zip(truth, division.shares, strict=True)
         ]
-        history, decision = rebalance.decide(rebalance.observe(history, division, busy))
+        history, decision = rebalance.decide(rebalance.observe_step(history, division, busy))
         walked += [] if decision is None else [decision.division]
     best, found = slowest_s(divide(total, truth), truth), slowest_s(history.division, truth)
     # What noise hides, and what a line tells that was never seen at another share, cannot be known.
@@ -357,14 +357,14 @@ def test_three_steps_after_others_have_left_the_machine_like_ranks_have_like_sha
 
 def test_noise_that_is_over_leaves_no_trace() -> None:
     speeds = [Speed(1.0)] * 2
-    history = rebalance.begin(speeds, Division((6, 6), 1))
+    history = rebalance.begin_history(speeds, Division((6, 6), 1))
     rng = random.Random(0)
     for _ in range(40):
-        history = rebalance.observe(history, history.division, [6 * rng.uniform(1, 4) for _ in speeds])
+        history = rebalance.observe_step(history, history.division, [6 * rng.uniform(1, 4) for _ in speeds])
     assert history.noise > 0.25
     for number, busy in enumerate([(6.0, 6.3), (6.1, 6.2), (6.0, 6.2)]):
         assert history.noise > 0.2, number
-        history = rebalance.observe(history, history.division, busy)
+        history = rebalance.observe_step(history, history.division, busy)
     assert history.noise == rebalance.NOISE
-    for pace, seconds in zip(history.paces, (6.03, 6.23), strict=True):
-        assert pace.expected_s(1, 6) == pytest.approx(seconds, rel=1e-2) and pace.changed
+    for pace, seconds in zip(history.rank_speeds, (6.03, 6.23), strict=True):
+        assert pace.predict_s(1, 6) == pytest.approx(seconds, rel=1e-2) and pace.changed

@@ -11,14 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.config import load
-from phalanx.config.schema import Config, get, leaves, spec_of
-from phalanx.config.validation import unused
+from phalanx.config.schema import Config, build_model_spec, get_knob, iter_knobs
+from phalanx.config.validation import find_unused_keys
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import PRESETS
 from tests.helpers import ROOT
 
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2}
-KEYS = [key for key, _ in leaves()]
+KEYS = [key for key, _ in iter_knobs()]
 FOLDER = Path("runs/demo")
 GOOD = "model: {hidden: 16, layers: 1, heads: 2}\n"
 
@@ -28,7 +28,7 @@ def tree(**sections: Any) -> dict[str, Any]:
 
 
 def read(text: str, *overrides: str) -> Config:
-    return load.check(load.apply_overrides(load.parse_yaml(text, "r.yaml"), overrides), "r.yaml")
+    return load.build_config(load.apply_overrides(load.parse_yaml(text, "r.yaml"), overrides), "r.yaml")
 
 
 def refusal(text: str, *overrides: str) -> str:
@@ -49,8 +49,8 @@ def test_a_number_with_an_exponent_is_whole_where_its_value_is(text: str, value:
 
 
 def test_exponents_are_numbers_wherever_a_recipe_has_some() -> None:
-    config = read(GOOD, "balance.work=[1e0, 15]", "train.global_batch=16", "optim.lr=1e-3")
-    assert (config.balance.work, config.optim.lr) == ([1, 15], 1e-3)
+    config = read(GOOD, "balance.batch=[1e0, 15]", "train.global_batch=16", "optim.lr=1e-3")
+    assert (config.balance.batch, config.optim.lr) == ([1, 15], 1e-3)
     of_task = load.parse_yaml("task: {options: {width: 1e3, rate: 1e-3}}", "r.yaml")["task"]["options"]
     assert of_task == {"width": 1000, "rate": 1e-3} and type(of_task["width"]) is int
     assert "train.steps must be a whole number, not 12.5" in refusal(GOOD, "train.steps=1.25e1")
@@ -94,7 +94,7 @@ def test_anchors_and_merged_keys_work() -> None:
     ],
 )
 def test_an_override_is_typed_as_in_the_recipe(override: str, key: str, value: object) -> None:
-    found = get(read(GOOD, override), key)
+    found = get_knob(read(GOOD, override), key)
     assert found == value and type(found) is type(value)
 
 
@@ -168,12 +168,12 @@ def nearly_recipes(draw: st.DrawFn) -> dict[Any, Any]:
 @example({"model": {"preset": "llama-3-8b", "rope_scaling": {"factor": 5e-324, "original_max_seq_len": 2**53}}})
 def test_any_tree_is_a_configuration_or_a_sentence(made: dict[Any, Any]) -> None:
     try:
-        config = load.check(made, "here")
+        config = load.build_config(made, "here")
     except ConfigError as error:
         found = str(error)
     else:
         found = "here"
-        assert load.check(yaml.safe_load(load.to_yaml(config)), "again") == config
+        assert load.build_config(yaml.safe_load(load.to_yaml(config)), "again") == config
     assert found.startswith("here")
     assert all(len(line) < 1000 for line in found.splitlines())
 
@@ -204,114 +204,128 @@ def test_any_text_is_a_mapping_or_a_sentence(text: str) -> None:
     st.integers(0, 2**53),
 )
 def test_what_is_written_is_read_back(optim: dict[str, float], source: list[str], seed: int) -> None:
-    config = load.check(tree(optim=optim, data={"source": source, "cache": source[0]}, train={"seed": seed}), "here")
-    assert load.check(load.parse_yaml(load.to_yaml(config), "there"), "there") == config
+    config = load.build_config(
+        tree(optim=optim, data={"source": source, "cache": source[0]}, train={"seed": seed}), "here"
+    )
+    assert load.build_config(load.parse_yaml(load.to_yaml(config), "there"), "there") == config
 
 
 def test_auto_is_resolved_by_device_and_world() -> None:
-    config = load.check(tree(train={"steps": 70}), "here")
-    resolved, chosen = load.resolve(config, device="cpu", world=1)
+    config = load.build_config(tree(train={"steps": 70}), "here")
+    resolved, chosen = load.resolve_autos(config, device="cpu", world=1)
     assert {key: value for key, value, _ in chosen} == {
         "task.kind": "language",
         "train.dtype": "fp32",
         "train.compile": False,
         "optim.decay_steps": 70,
         "optim.weight_decay": 0.1,
-        "parallel.data": "single",
+        "parallel.engine": "single",
     }
     assert all(reason for _, _, reason in chosen)
-    assert all(get(resolved, key) == value for key, value, _ in chosen)
-    assert load.resolve(resolved, device="cpu", world=1) == (resolved, [])
-    elsewhere = {key: value for key, value, _ in load.resolve(config, device="gpu", world=8)[1]}
+    assert all(get_knob(resolved, key) == value for key, value, _ in chosen)
+    assert load.resolve_autos(resolved, device="cpu", world=1) == (resolved, [])
+    elsewhere = {key: value for key, value, _ in load.resolve_autos(config, device="gpu", world=8)[1]}
     assert elsewhere == {
         "task.kind": "language",
         "train.dtype": "bf16",
         "optim.decay_steps": 70,
         "optim.weight_decay": 0.1,
-        "parallel.data": "sharded",
+        "parallel.engine": "sharded",
     }
-    none = load.check(tree(train={"steps": 0}, optim={"warmup_steps": 5}), "here")
-    assert load.resolve(none, device="cpu", world=1)[0].optim.decay_steps == "auto"  # the next start decides
+    none = load.build_config(tree(train={"steps": 0}, optim={"warmup_steps": 5}), "here")
+    assert load.resolve_autos(none, device="cpu", world=1)[0].optim.decay_steps == "auto"  # the next start decides
 
 
 def test_a_list_of_shares_is_one_of_all_ranks() -> None:
-    config = load.check(tree(balance={"work": [30, 2]}), "here")
+    config = load.build_config(tree(balance={"batch": [30, 2]}), "here")
     for world, there in ((3, "are 3"), (1, "is 1")):
         with pytest.raises(ConfigError, match=rf"has a number for each of 2 ranks, but there {there}; give each"):
-            load.resolve(config, device="cpu", world=world)
+            load.resolve_autos(config, device="cpu", world=world)
 
 
 def test_all_that_cannot_be_with_so_many_ranks_comes_at_once() -> None:
-    lists = {"work": [30, 2], "state": [1, 2]}
-    config = load.check(tree(balance=lists, parallel={"data": "single"}), "here")
+    lists = {"batch": [30, 2], "optimizer_state": [1, 2]}
+    config = load.build_config(tree(balance=lists, parallel={"engine": "single"}), "here")
     with pytest.raises(ConfigError) as caught:
-        load.resolve(config, device="cpu", world=3)
+        load.resolve_autos(config, device="cpu", world=3)
     assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == [
-        "parallel.data",
-        "balance.work",
-        "balance.state",
+        "parallel.engine",
+        "balance.batch",
+        "balance.optimizer_state",
     ]
 
 
 @pytest.mark.parametrize(
     ("balance", "degree", "sentence"),
     [
-        ({"state": [1, 2, 3]}, 2, "balance.state has numbers for 3 ranks, but with parallel.shard_degree 2"),
-        ({"work": [30, 2], "state": [1]}, "auto", "balance.work has numbers for 2 ranks and balance.state for 1"),
-        ({"work": [30, 1, 1]}, 2, "balance.work has numbers for 3 ranks, which parallel.shard_degree 2 does not"),
+        (
+            {"optimizer_state": [1, 2, 3]},
+            2,
+            "balance.optimizer_state has numbers for 3 ranks, but with parallel.shard_degree 2",
+        ),
+        (
+            {"batch": [30, 2], "optimizer_state": [1]},
+            "auto",
+            "balance.batch has numbers for 2 ranks and balance.optimizer_state for 1",
+        ),
+        ({"batch": [30, 1, 1]}, 2, "balance.batch has numbers for 3 ranks, which parallel.shard_degree 2 does not"),
     ],
 )
 def test_lists_that_fit_no_number_of_ranks_are_a_mistake_of_the_recipe(
     balance: dict[str, Any], degree: int | str, sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        load.check(tree(balance=balance, parallel={"shard_degree": degree}, train={"micro_batch": 99}), "here")
+        load.build_config(tree(balance=balance, parallel={"shard_degree": degree}, train={"micro_batch": 99}), "here")
     assert "has 2 problems" in str(caught.value)
     assert sentence in str(caught.value)
 
 
 def test_one_rank_alone_is_not_asked_of_many() -> None:
-    config = load.check(tree(parallel={"data": "single"}), "here")
+    config = load.build_config(tree(parallel={"engine": "single"}), "here")
     with pytest.raises(
-        ConfigError, match=r"parallel.data single trains on one rank, but there are 2; set parallel.data"
+        ConfigError, match=r"parallel.engine single trains on one rank, but there are 2; set parallel.engine"
     ):
-        load.resolve(config, device="cpu", world=2)
+        load.resolve_autos(config, device="cpu", world=2)
 
 
 def test_what_one_rank_does_not_read_is_told() -> None:
-    asked = {"zero": 2, "reduce": "per_step"}
-    config = load.check(tree(parallel={"data": "single", **asked}, optim={"slots": 2}), "here")
-    assert [sentence.split()[0] for sentence in unused(config)] == ["parallel.zero", "parallel.reduce", "optim.slots"]
-    assert unused(config)[0] == (
-        "parallel.zero has no effect with parallel.data single, which shards nothing; remove it, or set "
-        "parallel.data=auto"
+    asked = {"zero": 2, "grad_reduce": "per_step"}
+    config = load.build_config(tree(parallel={"engine": "single", **asked}, optim={"double_buffer": True}), "here")
+    assert [sentence.split()[0] for sentence in find_unused_keys(config)] == [
+        "parallel.zero",
+        "parallel.grad_reduce",
+        "optim.double_buffer",
+    ]
+    assert find_unused_keys(config)[0] == (
+        "parallel.zero has no effect with parallel.engine single, which shards nothing; remove it, or set "
+        "parallel.engine=auto"
     )
-    assert unused(load.check(tree(parallel=asked), "here")) == []  # a recipe for many may run on one
+    assert find_unused_keys(load.build_config(tree(parallel=asked), "here")) == []  # a recipe for many may run on one
 
 
 def test_what_nothing_reads_is_told() -> None:
-    asked = {"spike_factor": 3.0, "rollback_steps": 5, "wait_for_node_s": 9.0, "on_lost_node": [], "replicate": 4}
-    told = unused(load.check(tree(resilience=asked), "here"), several=False)
-    keys = ("spike_factor", "rollback_steps", "wait_for_node_s", "replicate")
+    asked = {"spike_factor": 3.0, "rollback_steps": 5, "wait_for_node_s": 9.0, "on_lost_node": [], "replicate_every": 4}
+    told = find_unused_keys(load.build_config(tree(resilience=asked), "here"), several=False)
+    keys = ("spike_factor", "rollback_steps", "wait_for_node_s", "replicate_every")
     assert [sentence.split()[0] for sentence in told] == [f"resilience.{key}" for key in keys]
     assert told[1] == (
         "resilience.rollback_steps has no effect with on_nan skip and on_spike off; set one of them to rollback, or "
         "remove resilience.rollback_steps"
     )
     read = asked | {"on_spike": "rollback", "on_lost_node": ["wait"]}
-    assert unused(load.check(tree(resilience=read), "here"), several=True) == []
+    assert find_unused_keys(load.build_config(tree(resilience=read), "here"), several=True) == []
 
 
 def test_going_on_keeps_what_auto_was_resolved_to() -> None:
-    wanted = load.check(tree(), "here")
-    saved = load.update(
+    wanted = load.build_config(tree(), "here")
+    saved = load.update_config(
         wanted,
         {"train.micro_batch": 4, "train.dtype": "fp64", "model.vocab_size": 300, "data.tokenizer": "train",
-         "optim.decay_steps": 10, "train.compile": False, "parallel.data": "single"},
+         "optim.decay_steps": 10, "train.compile": False, "parallel.engine": "single"},
     )  # fmt: skip
-    going_on = load.continue_from(wanted, saved, FOLDER)
-    assert going_on.parallel.data == "auto"  # the layout is the cluster's business
-    assert going_on == load.update(saved, {"parallel.data": "auto"})
+    going_on = load.continue_config(wanted, saved, FOLDER)
+    assert going_on.parallel.engine == "auto"  # the layout is the cluster's business
+    assert going_on == load.update_config(saved, {"parallel.engine": "auto"})
 
 
 FREE = {
@@ -326,24 +340,24 @@ FREE = {
     "train.memory_snapshot": 2,
     "data.cache": "/elsewhere",
     "data.workers": 2,
-    "optim.slots": 2,
+    "optim.double_buffer": True,
     "parallel.layout": "auto",
-    "parallel.data": "sharded",
+    "parallel.engine": "sharded",
     "parallel.zero": 2,
-    "parallel.reduce": "per_step",
+    "parallel.grad_reduce": "per_step",
     "parallel.shard_degree": 1,
     "parallel.tensor": 2,
-    "parallel.sequence": False,
+    "parallel.sequence_parallel": False,
     "parallel.pipeline": 2,
     "parallel.schedule": "gpipe",
-    "parallel.stages": [1, 1],
-    "balance.work": "even",
-    "balance.state": "even",
+    "parallel.layers_per_stage": [1, 1],
+    "balance.batch": "even",
+    "balance.optimizer_state": "even",
     "balance.hardware": "given.json",
     "memory.activations": "full",
-    "memory.horizon": 5,
+    "memory.offload_prefetch_blocks": 5,
     "comm.timeout_s": 5.0,
-    "resilience.hang_s": 7.0,
+    "resilience.hang_timeout_s": 7.0,
     "resilience.on_nan": "stop",
     "resilience.on_spike": "skip",
     "resilience.spike_factor": 7.0,
@@ -353,13 +367,13 @@ FREE = {
     "checkpoint.best": True,
     "checkpoint.keep": 1,
     "resilience.max_restarts": 0,
-    "resilience.memory": False,
-    "resilience.replicate": "off",
-    "resilience.same_crash": 1,
+    "resilience.in_memory_checkpoints": False,
+    "resilience.replicate_every": "off",
+    "resilience.max_identical_failures": 1,
     "resilience.on_lost_node": [],
     "resilience.wait_for_node_s": 5.0,
-    "resilience.grow": False,
-    "resilience.heartbeat_s": 3.0,
+    "resilience.rejoin_nodes": False,
+    "resilience.heartbeat_timeout_s": 3.0,
     "resilience.storage_timeout_s": 7.0,
     "resilience.health": "off",
     "storage.private": True,
@@ -387,24 +401,24 @@ FREE = {
 
 
 def test_every_key_is_either_free_or_part_of_the_trajectory() -> None:
-    free = {key for key, info in leaves() if not info.json_schema_extra["trajectory"]}
+    free = {key for key, info in iter_knobs() if not info.json_schema_extra["trajectory"]}
     assert free == set(FREE)
 
 
 BESIDE: dict[str, dict[str, Any]] = {  # keys that mean nothing alone
     "parallel.schedule": {"parallel.pipeline": 2},
-    "parallel.stages": {"parallel.pipeline": 2},
+    "parallel.layers_per_stage": {"parallel.pipeline": 2},
     "callback.options": {"callback.code": "callback.py"},
 }
 
 
 @pytest.mark.parametrize("key", sorted(FREE))
 def test_what_does_not_shape_the_curve_may_change(key: str) -> None:
-    saved = load.check(tree(train={"steps": 5, "micro_batch": 1, "compile": False}), "here")
-    saved = load.update(saved, {"model.layers": 2})
-    wanted = load.update(saved, {key: FREE[key]} | BESIDE.get(key, {}))
-    going_on = load.continue_from(wanted, saved, FOLDER)
-    assert get(going_on, key) == FREE[key] != get(saved, key)
+    saved = load.build_config(tree(train={"steps": 5, "micro_batch": 1, "compile": False}), "here")
+    saved = load.update_config(saved, {"model.layers": 2})
+    wanted = load.update_config(saved, {key: FREE[key]} | BESIDE.get(key, {}))
+    going_on = load.continue_config(wanted, saved, FOLDER)
+    assert get_knob(going_on, key) == FREE[key] != get_knob(saved, key)
 
 
 @pytest.mark.parametrize(
@@ -423,22 +437,22 @@ def test_what_fitted_a_rank_is_looked_for_anew_when_it_holds_another_part(
     model = {"hidden": 16, "layers": 4, "heads": 2, "intermediate": 32}
     asked = tree(train={"steps": 5}, model=model, memory={"activations": "auto"})
     found = {"train.micro_batch": 2, "memory.activations": "full"}
-    saved = load.update(load.check(asked | {"parallel": then}, "then"), found)
-    going_on = load.continue_from(load.check(asked | {"parallel": now}, "now"), saved, FOLDER)
-    assert [get(going_on, key) for key in found] == ([2, "full"] if kept else ["auto", "auto"])
+    saved = load.update_config(load.build_config(asked | {"parallel": then}, "then"), found)
+    going_on = load.continue_config(load.build_config(asked | {"parallel": now}, "now"), saved, FOLDER)
+    assert [get_knob(going_on, key) for key in found] == ([2, "full"] if kept else ["auto", "auto"])
 
 
 def test_a_number_of_processes_may_be_left_to_the_machine_again() -> None:
-    wanted = load.check(tree(data={"workers": "auto"}), "here")
-    saved = load.update(wanted, {"data.workers": 7})
-    assert load.continue_from(wanted, saved, FOLDER).data.workers == "auto"
+    wanted = load.build_config(tree(data={"workers": "auto"}), "here")
+    saved = load.update_config(wanted, {"data.workers": 7})
+    assert load.continue_config(wanted, saved, FOLDER).data.workers == "auto"
 
 
 def test_work_that_was_divided_by_hand_may_be_left_to_measuring_again() -> None:
     for was in ("even", "measured-once", [3, 5]):
-        saved = load.check(tree(train={"steps": 5, "global_batch": 8}, balance={"work": was}), "here")
-        wanted = load.update(saved, {"balance.work": "auto"})
-        assert load.continue_from(wanted, saved, FOLDER).balance.work == "auto"
+        saved = load.build_config(tree(train={"steps": 5, "global_batch": 8}, balance={"batch": was}), "here")
+        wanted = load.update_config(saved, {"balance.batch": "auto"})
+        assert load.continue_config(wanted, saved, FOLDER).balance.batch == "auto"
 
 
 @pytest.mark.parametrize(
@@ -462,22 +476,22 @@ def test_another_configuration_is_refused_with_its_keys(
     wanted: dict[str, Any], saved: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
-        load.continue_from(load.check(tree() | wanted, "a"), load.check(tree() | saved, "b"), FOLDER)
+        load.continue_config(load.build_config(tree() | wanted, "a"), load.build_config(tree() | saved, "b"), FOLDER)
     assert "the run folder runs/demo holds a run of another configuration" in str(caught.value)
     assert str(caught.value).endswith("Set these back to go on with it, or choose another --run-dir")
 
 
 def test_nothing_but_the_recipe_is_needed_to_read_one() -> None:
     for path in sorted(Path("recipes").glob("*.yaml")):
-        config = load.load(path)
-        assert load.check(load.parse_yaml(load.to_yaml(config), "again"), "again") == config
+        config = load.load_recipe(path)
+        assert load.build_config(load.parse_yaml(load.to_yaml(config), "again"), "again") == config
         assert math.isfinite(config.optim.lr)
 
 
 def test_wrong_types_do_not_hide_impossible_combinations() -> None:
     given = tree(train={"steps": "many", "global_batch": 4, "micro_batch": 8}, optim={"lrr": 1})
     with pytest.raises(ConfigError) as caught:
-        load.check(given, "here")
+        load.build_config(given, "here")
     text = str(caught.value)
     assert "has 3 problems" in text
     assert "train.steps must be a whole number" in text
@@ -488,7 +502,7 @@ def test_wrong_types_do_not_hide_impossible_combinations() -> None:
 def test_a_key_that_is_wrong_itself_is_in_no_combination() -> None:
     given = tree(train={"global_batch": "x", "micro_batch": 4000})
     with pytest.raises(ConfigError) as caught:
-        load.check(given, "here")
+        load.build_config(given, "here")
     assert str(caught.value).count("global_batch") == 1
 
 
@@ -506,35 +520,35 @@ def test_the_weights_that_are_advised_are_enough(few: list[float]) -> None:
         return tree(data={"source": sources})
 
     with pytest.raises(ConfigError) as caught:
-        load.check(mixture(few), "here")
+        load.build_config(mixture(few), "here")
     advised = [float(part.split()[0]) for part in str(caught.value).split("raise it to ")[1:]]
     assert len(advised) == len(few)
-    load.check(mixture(advised), "here")
+    load.build_config(mixture(advised), "here")
     with pytest.raises(ConfigError):
-        load.check(mixture([weight * 0.98 for weight in advised]), "here")
+        load.build_config(mixture([weight * 0.98 for weight in advised]), "here")
 
 
 def test_a_saved_configuration_that_was_cut_is_damaged_wherever_that_was(tmp_path: Path) -> None:
     """And not one with other values, though the rest of it may be good YAML; releases before did not mark its end."""
     tree = {"model": {"hidden": 16, "layers": 1, "heads": 2}, "train": {"steps": 1234}}
-    file, config = tmp_path / "config.yaml", load.check(tree, "here")
-    text = load.saved_text(config)
+    file, config = tmp_path / "config.yaml", load.build_config(tree, "here")
+    text = load.render_saved_recipe(config)
     file.write_text(text)
-    assert load.load_saved(file) == config == load.load(file)
+    assert load.load_saved_recipe(file) == config == load.load_recipe(file)
     for cut in (*range(0, len(text), 61), text.index("1234") + 2, len(text) - 1):
         file.write_text(text[:cut])
         with pytest.raises(ConfigError, match=r"config.yaml, which says what the run is, is damaged"):
-            load.load_saved(file)
+            load.load_saved_recipe(file)
     file.write_text(text.replace("steps: 1234", "steps: 12\0"))
     with pytest.raises(ConfigError, match=r"is damaged .*restore it from a copy, or choose another --run-dir"):
-        load.load_saved(file)
+        load.load_saved_recipe(file)
     file.write_text(load.to_yaml(config))
-    assert load.load_saved(file) == config
+    assert load.load_saved_recipe(file) == config
 
 
 def published(path: Path) -> str:
     """The preset of the model that a recipe goes on from, such as qwen3-8b of Qwen/Qwen3-8B, if it is a known one."""
-    named = str(load.load(path).model.from_hf).rpartition("/")[2].lower()
+    named = str(load.load_recipe(path).model.from_hf).rpartition("/")[2].lower()
     return re.sub("-(instruct|base)", "", named)
 
 
@@ -546,7 +560,7 @@ def test_each_family_has_a_recipe_of_each_kind() -> None:
     families = {path.stem.split("-")[0] for path in TUNED}
     assert families == {"llama", "qwen3", "mistral"}
     for family in families:
-        of_it = [load.load(path) for path in (ROOT / "recipes").glob(f"{family}*.yaml")]
+        of_it = [load.load_recipe(path) for path in (ROOT / "recipes").glob(f"{family}*.yaml")]
         assert any(each.model.preset for each in of_it)
         tuned = [each for each in of_it if each.data.format == "chat"]
         assert {each.model.lora is None for each in tuned} == {True, False}
@@ -554,7 +568,7 @@ def test_each_family_has_a_recipe_of_each_kind() -> None:
 
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
 def test_a_tuning_recipe_fits_the_published_model_and_says_how_to_fetch_it(path: Path) -> None:
-    wanted = load.load(path)
-    assert spec_of(wanted, PRESETS[published(path)]).max_seq_len >= wanted.data.seq_len
+    wanted = load.load_recipe(path)
+    assert build_model_spec(wanted, PRESETS[published(path)]).max_seq_len >= wanted.data.seq_len
     name = wanted.model.from_hf
     assert f"hf download {name} --local-dir {name}\n" in path.read_text(encoding="utf-8")

@@ -94,12 +94,18 @@ MALFORMED = [
     ("train: {compile: 2}", "train.compile must be true or false or 'auto', not 2"),
     ("train: {dtype: fp8}", "train.dtype must be 'auto', 'bf16', 'fp16', 'fp32', 'fp64' or 'mixed', not 'fp8'"),
     ("train: {dtype: 32}", "train.dtype must be 'auto', 'bf16', 'fp16', 'fp32', 'fp64' or 'mixed', not 32"),
-    ("balance: {work: fast}", "balance.work must be 'auto', 'even', 'measured-once' or a list of whole numbers from 0"),
-    ("balance: {work: []}", "or a list of whole numbers from 0, not []"),
-    ("balance: {work: [3, -1]}", "or a list of whole numbers from 0, not [3, -1]"),
-    ("balance: {work: [3.5]}", "or a list of whole numbers from 0, not [3.5]"),
-    ("balance: {work: true}", "or a list of whole numbers from 0, not True"),
-    (GOOD + "balance: {work: [30, 1]}", "balance.work gives the ranks 31 sequences of a step together, but train.glob"),
+    (
+        "balance: {batch: fast}",
+        "balance.batch must be 'auto', 'even', 'measured-once' or a list of whole numbers from 0",
+    ),
+    ("balance: {batch: []}", "or a list of whole numbers from 0, not []"),
+    ("balance: {batch: [3, -1]}", "or a list of whole numbers from 0, not [3, -1]"),
+    ("balance: {batch: [3.5]}", "or a list of whole numbers from 0, not [3.5]"),
+    ("balance: {batch: true}", "or a list of whole numbers from 0, not True"),
+    (
+        GOOD + "balance: {batch: [30, 1]}",
+        "balance.batch gives the ranks 31 sequences of a step together, but train.glob",
+    ),
     ("optim: {schedule: cosign}", "optim.schedule must be 'cosine', 'linear', 'constant', 'polynomial' or 'wsd', not"),
     ("optim: {lr: fast}", "optim.lr must be a number, not 'fast'"),
     ("optim: {lr: true}", "optim.lr is a number, not true or false"),
@@ -150,14 +156,15 @@ MALFORMED = [
     ("comm: {timeout_s: 0}", "comm.timeout_s must be above 0, not 0"),
     ("comm: {timeout_s: 1.0e+300}", "comm.timeout_s must be at most 604800, not 1e+300"),
     (
-        "resilience: {replicate: every_step, memory: false}",
-        "resilience.replicate every_step keeps on a second node what resilience.memory keeps on the first",
+        "resilience: {replicate_every: every_step, in_memory_checkpoints: false}",
+        "resilience.replicate_every every_step keeps on a second node what resilience.in_memory_checkpoints keeps on "
+        "the first",
     ),
     (
-        "resilience: {replicate: 8, memory: false}",
-        "resilience.replicate 8 keeps on a second node what resilience.memory keeps on the first",
+        "resilience: {replicate_every: 8, in_memory_checkpoints: false}",
+        "resilience.replicate_every 8 keeps on a second node what resilience.in_memory_checkpoints keeps on the first",
     ),
-    ("resilience: {replicate: 1}", "resilience.replicate must be"),
+    ("resilience: {replicate_every: 1}", "resilience.replicate_every must be"),
     ("resilience: {max_restarts: -1}", "resilience.max_restarts must be at least 0, not -1"),
     ("comm: {compress: int4}", "comm.compress must be"),
     ("model: {rope_scaling: {factor: -5}}", "model.rope_scaling.factor must be above 0, not -5"),
@@ -239,7 +246,7 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("latin.yaml/below", "below cannot be read .*Not a directory"),
     ):
         with pytest.raises(ConfigError, match=words):
-            load.load(tmp_path / name)
+            load.load_recipe(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +262,7 @@ def test_ranks_that_hold_a_model_together_must_come_out_even(
     parallel: dict[str, int], world: int, sentence: str
 ) -> None:
     shape = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 64}
-    config = load.check({"model": shape, "data": {"source": "x.txt"}, "parallel": parallel}, "here")
+    config = load.build_config({"model": shape, "data": {"source": "x.txt"}, "parallel": parallel}, "here")
     with pytest.raises(ConfigError) as error:
-        load.resolve(config, device="cpu", world=world)
+        load.resolve_autos(config, device="cpu", world=world)
     assert str(error.value).startswith(sentence)

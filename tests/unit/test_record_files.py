@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import DataError
-from phalanx.data.record_files import Columns, ColumnsWriter, copy_into, is_columns
+from phalanx.data.record_files import RecordSet, RecordSetWriter, copy_records, is_record_set
 
 Record = dict[str, list[int]]
 
 
-def write(folder: Path, records: list[Record], facts: dict[str, Any] | None = None) -> Columns:
-    writer = ColumnsWriter(folder, {"a": "<u2", "b": "<i4"}, facts or {"labels": ["x", "y"]})
+def write(folder: Path, records: list[Record], facts: dict[str, Any] | None = None) -> RecordSet:
+    writer = RecordSetWriter(folder, {"a": "<u2", "b": "<i4"}, facts or {"labels": ["x", "y"]})
     for record in records:
         writer.append(record)
     writer.finish()
-    return Columns(folder)
+    return RecordSet(folder)
 
 
 RECORDS = st.lists(
@@ -46,16 +46,16 @@ def test_records_come_back(records: list[Record], tmp_path_factory: pytest.TempP
 def test_sets_are_joined_with_other_numbers(tmp_path: Path) -> None:
     one = write(tmp_path / "one", [{"a": [1, 2], "b": [0]}, {"a": [], "b": [1]}])
     other = write(tmp_path / "other", [{"a": [7], "b": [1, -1]}])
-    writer = ColumnsWriter(tmp_path / "both", one.types, one.facts)
-    copy_into(writer, one, {}, at_a_time=1)
-    copy_into(writer, other, {"b": np.array([5, 6, -1])})
+    writer = RecordSetWriter(tmp_path / "both", one.types, one.facts)
+    copy_records(writer, one, {}, at_a_time=1)
+    copy_records(writer, other, {"b": np.array([5, 6, -1])})
     writer.finish()
-    both = Columns(tmp_path / "both")
+    both = RecordSet(tmp_path / "both")
     assert [both.record(number)["a"].tolist() for number in range(3)] == [[1, 2], [], [7]]
     assert [both.record(number)["b"].tolist() for number in range(3)] == [[0], [1], [6, -1]]
     assert both.checksum != one.checksum
-    assert is_columns(both.folder)
-    assert not is_columns(tmp_path)
+    assert is_record_set(both.folder)
+    assert not is_record_set(tmp_path)
 
 
 def test_what_is_damaged_is_named(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
         else:
             (folder / name).write_bytes(change)
         with pytest.raises(DataError, match=message):
-            Columns(folder).verify_once()
+            RecordSet(folder).verify_once()
         (folder / name).write_bytes(whole)
 
     broken("a.bin", None, r"a\.bin cannot be used: it is missing; delete .* and prepare the data again")
@@ -84,11 +84,11 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     )
     broken("manifest.json", json.dumps(manifest | {"records": "5"}).encode(), "its fields are not those")
     with pytest.raises(DataError, match=r"is not a set of records"):
-        Columns(tmp_path)
+        RecordSet(tmp_path)
 
 
 def test_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
-    writer = ColumnsWriter(tmp_path / "set", {"a": "<u1"}, {})
+    writer = RecordSetWriter(tmp_path / "set", {"a": "<u1"}, {})
     writer.append({"a": [1]})
     assert not (tmp_path / "set").exists()
     assert write(tmp_path / "set", []).count == 0

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.disk.load import MANIFEST, Checkpoint, examine, find, newest_valid, step_folder
-from phalanx.checkpoint.disk.remote import Remote
+from phalanx.checkpoint.disk.load import (
+    MANIFEST,
+    Checkpoint,
+    find_newest_valid,
+    list_steps,
+    open_and_verify,
+    step_folder,
+)
+from phalanx.checkpoint.disk.remote import RemoteCheckpoints
 from phalanx.core.errors import RunError, StorageError
 from phalanx.core.run_paths import Url
 from phalanx.storage import files as storage
@@ -52,8 +59,8 @@ def test_saved_on_4_is_read_on_1_3_and_8(request: pytest.FixtureRequest, store: 
     values = state()
     save_all(savers, values, 50, skipped=[[3, 4]])
     assert [kind for kind, _ in events] == ["checkpoint_saved"]
-    assert find(url) == [50]
-    checkpoint = newest_valid(url, None, lambda kind, details: None)
+    assert list_steps(url) == [50]
+    checkpoint = find_newest_valid(url, None, lambda kind, details: None)
     assert checkpoint is not None
     assert checkpoint.header == {"step": 50, "attempt": 1, "skipped": [[3, 4]]}
     assert checkpoint.bytes == events[0][1]["bytes"]
@@ -82,8 +89,8 @@ def test_a_store_that_fails_now_and_then(faults: Faults, folder: Url) -> None:
     for step in (1, 2, 3):
         save_all(savers, state(step), step)
     assert [kind for kind, _ in events] == ["checkpoint_saved"] * 3
-    assert find(folder) == [3, 2]
-    checkpoint = newest_valid(folder, None, lambda kind, details: None)
+    assert list_steps(folder) == [3, 2]
+    checkpoint = find_newest_valid(folder, None, lambda kind, details: None)
     assert checkpoint is not None
     assert_holds(checkpoint, state(3), 2)
 
@@ -117,7 +124,7 @@ def test_however_a_store_fails_what_is_read_is_what_was_saved(
         said = [details["step"] for kind, details in events if kind == "checkpoint_saved"]
         assert {kind for kind, _ in events} <= {"checkpoint_saved", "checkpoint_failed", "warning"}
         reasons: list[str] = []
-        found = newest_valid(url, None, lambda kind, details: reasons.append(details["reason"]))
+        found = find_newest_valid(url, None, lambda kind, details: reasons.append(details["reason"]))
         assert found is not None
         assert_holds(found, state(found.header["step"]))
         assert found.header["step"] >= max(said) or swallow
@@ -143,9 +150,9 @@ def test_a_store_that_is_gone_costs_that_checkpoint_alone(faults: Faults, folder
     for name in ("rank-00001.attempt-1.safetensors", ".rank-00000.attempt-1.safetensors.0a1b.partial",
                  "rank-00000.attempt-2.safetensors", "notes.txt"):  # fmt: skip
         (left / name).write_bytes(b"half")
-    assert find(url) == [10]
+    assert list_steps(url) == [10]
     save_all(savers, state(2), 40)
-    assert find(url) == [40, 10]
+    assert list_steps(url) == [40, 10]
     assert names(left) == [
         "notes.txt",
         "rank-00000.attempt-2.safetensors",
@@ -169,18 +176,18 @@ def test_a_stalled_store_stalls_nobody(faults: Faults, folder: Url) -> None:
     wait_until(
         lambda: names(local(folder)) == [f"step-00000002/{MANIFEST}", "step-00000002/rank-00000.attempt-1.safetensors"]
     )
-    assert find(folder) == [2]
+    assert list_steps(folder) == [2]
     assert_holds(Checkpoint(step_folder(folder, 2)), state(2))
 
 
 def test_two_machines_that_count_the_same_attempt_write_different_files(folder: Url) -> None:
     """One slept while the other took the run over: what it still writes is not what the other's manifest names."""
-    ours, theirs = Remote(folder), Remote(folder)
-    assert ours.file(2, 3, 0) != theirs.file(2, 3, 0)
-    assert ours.file(2, 3, 0) == ours.file(2, 3, 0)
+    ours, theirs = RemoteCheckpoints(folder), RemoteCheckpoints(folder)
+    assert ours.rank_file(2, 3, 0) != theirs.rank_file(2, 3, 0)
+    assert ours.rank_file(2, 3, 0) == ours.rank_file(2, 3, 0)
     save_alone(folder, 2, attempt=3)
     kept = file_of(local(folder) / "step-00000002", attempt=3).read_bytes()
-    storage.write_bytes(theirs.file(2, 3, 0).text, b"late", timeout_s=20)
+    storage.write_bytes(theirs.rank_file(2, 3, 0).text, b"late", timeout_s=20)
     assert kept in [path.read_bytes() for path in (local(folder) / "step-00000002").glob("rank-*")]
     assert_holds(Checkpoint(step_folder(folder, 2)), state())
 
@@ -188,7 +195,7 @@ def test_two_machines_that_count_the_same_attempt_write_different_files(folder: 
 def test_retention_and_replacement(folder: Url) -> None:
     for step in (1, 2, 3):
         save_alone(folder, step, keep=2)
-    assert find(folder) == [3, 2]
+    assert list_steps(folder) == [3, 2]
     assert not names(local(folder) / "step-00000001")
     flip(file_of(local(folder) / "step-00000003"), -1)
     events = save_alone(folder, 3, seed=4, attempt=2, keep=2)
@@ -215,7 +222,7 @@ def test_a_damaged_checkpoint_is_passed_over(folder: Url, damage: str) -> None:
     else:
         flip(path, 9)
     reasons: list[str] = []
-    found = newest_valid(folder, None, lambda kind, details: reasons.append(details["reason"]))
+    found = find_newest_valid(folder, None, lambda kind, details: reasons.append(details["reason"]))
     assert found is not None
     assert found.header["step"] == 1
     assert len(reasons) == 1
@@ -228,11 +235,11 @@ def test_a_store_that_does_not_answer_says_nothing_about_a_checkpoint(faults: Fa
     checkpoint = Checkpoint(step_folder(Url(folder.text, 0.2), 1))
     faults.dead = True
     with pytest.raises(StorageError):
-        examine(checkpoint.path)
+        open_and_verify(checkpoint.path)
     with pytest.raises(StorageError):
         checkpoint.verify()
     with pytest.raises(StorageError):
-        find(Url(folder.text, 0.2))
+        list_steps(Url(folder.text, 0.2))
 
 
 def test_nothing_is_committed_before_the_records_are_there_or_for_a_run_that_is_lost(folder: Url) -> None:
@@ -241,7 +248,7 @@ def test_nothing_is_committed_before_the_records_are_there_or_for_a_run_that_is_
     seen: list[list[int]] = []
 
     def before_commit() -> None:
-        seen.append(find(folder))
+        seen.append(list_steps(folder))
         answer = answers.pop(0)
         if answer is not None:
             raise answer
@@ -255,4 +262,4 @@ def test_nothing_is_committed_before_the_records_are_there_or_for_a_run_that_is_
         savers[0].wait()
     assert seen == [[], [1], [1]]
     assert [kind for kind, _ in events] == ["checkpoint_saved", "checkpoint_failed", "checkpoint_failed"]
-    assert find(folder) == [1]
+    assert list_steps(folder) == [1]

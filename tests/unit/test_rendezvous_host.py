@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.elastic.membership import rendezvous_host
-from phalanx.elastic.membership.rendezvous_host import FirstNode, Seat
+from phalanx.elastic.membership.rendezvous_host import ConnectedNode, RendezvousHost
 
 
 def test_who_is_not_ready_is_named_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,19 +20,19 @@ def test_who_is_not_ready_is_named_now_and_then(monkeypatch: pytest.MonkeyPatch)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        first = FirstNode(3, listener, "a secret of a test", None, {"devices": []}, 600.0, notice)
+        first = RendezvousHost(3, listener, "a secret of a test", None, {"devices": []}, 600.0, notice)
         for node in (1, 2):
-            first._seats[node] = Seat(SimpleNamespace(say=lambda message: None), {})  # type: ignore[arg-type]
+            first._connected[node] = ConnectedNode(SimpleNamespace(send=lambda message: None), {})  # type: ignore[arg-type]
         first.offer(lambda node: {})
-        assert not first.ready() and said == []
+        assert not first.are_all_ready() and said == []
         clock[0] += 61
-        assert not first.ready() and not first.ready()
-        first._seats[1].answer = {}
+        assert not first.are_all_ready() and not first.are_all_ready()
+        first._connected[1].answer = {}
         clock[0] += 61
-        assert not first.ready()
-        first._seats[2].answer = {}
+        assert not first.are_all_ready()
+        first._connected[2].answer = {}
         clock[0] += 61
-        assert first.ready()
+        assert first.are_all_ready()
     assert [message.partition(" to get ready")[0] for message in said] == [
         "waiting for nodes 1, 2", "waiting for node 2"
     ]  # fmt: skip

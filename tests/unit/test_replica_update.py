@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from phalanx.checkpoint.memory import replica_update
-from phalanx.checkpoint.memory.previous_state import tensor_of
-from phalanx.checkpoint.memory.replica_update import Gradients, replay_of
+from phalanx.checkpoint.memory.previous_state import read_tensor
+from phalanx.checkpoint.memory.replica_update import SharedGradients, make_replayer
 from phalanx.optim.state import Slot
-from phalanx.optim.update import AdamW, Change
+from phalanx.optim.update import AdamW, StepUpdate
 from phalanx.recovery import state_file
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)
@@ -23,16 +23,16 @@ def a_file(folder: Path, dtype: str, rank: int) -> tuple[state_file.StateFile, l
     """A state file with something in slot 0, and views of both."""
     tensors, end, size = [], 0, {"F32": 4, "F64": 8}[dtype]
     for key, count in SIZES.items():
-        for kind in ("param", *RULE.kinds):
+        for kind in ("param", *RULE.state_kinds):
             tensors.append([key, kind, dtype, [count], end])
-            end += state_file.up(count * size, state_file.ALIGNED)
-    who = state_file.Who(1, rank, 2, b"r" * 32, rank, 2)
-    file = state_file.create(folder, who, {"tensors": tensors, "pieces": []}, end)
+            end += state_file.round_up(count * size, state_file.ALIGNED)
+    who = state_file.StateFileOwner(1, rank, 2, b"r" * 32, rank, 2)
+    file = state_file.create_state_file(folder, who, {"tensors": tensors, "pieces": []}, end)
     slots: tuple[Slot, Slot] = ({}, {})
     generator = torch.Generator().manual_seed(0)
     for number, slot in enumerate(slots):
         for key, kind, _, shape, at in tensors:
-            view = slot.setdefault(key, {})[kind] = tensor_of(file, number, at, dtype, shape)
+            view = slot.setdefault(key, {})[kind] = read_tensor(file, number, at, dtype, shape)
             if not number and shape[0]:
                 view.copy_(torch.rand(shape, generator=generator, dtype=torch.float64))
     return file, tensors, *slots
@@ -45,19 +45,23 @@ def test_an_update_made_again_has_the_same_bits(dtype: str, skip: float, tmp_pat
     _, tensors, source, target = a_file(here, dtype, 0)
     other, _, _, again = a_file(there, dtype, 0)
     wide = source["a"]["param"].dtype
-    change = Change(3, 1e-2, frozenset(["norm"]), torch.tensor(0.37, dtype=wide), torch.tensor(skip))
+    change = StepUpdate(3, 1e-2, frozenset(["norm"]), torch.tensor(0.37, dtype=wide), torch.tensor(skip))
     grads = {key: torch.randn(count, dtype=wide) for key, count in SIZES.items() if key != "unused"}
-    gradients = Gradients(tensors)
+    gradients = SharedGradients(tensors)
     # Updated early by what was likely, and then again by what all have agreed on.
-    gradients.note(SIZES, {key: torch.ones(count, dtype=wide) for key, count in SIZES.items()},
+    gradients.note_updates(SIZES, {key: torch.ones(count, dtype=wide) for key, count in SIZES.items()},
                    dataclasses.replace(change, lr=5.0))  # fmt: skip
-    gradients.note(["norm"], {"norm": grads["norm"]}, change)
-    gradients.note(["a", "empty", "unused"], {key: grads[key] for key in ("a", "empty")}, change)
-    form = {"rule": dataclasses.asdict(RULE), "kernels": replica_update.kernels(), "index": {"tensors": tensors}}
-    made = replay_of(form)
+    gradients.note_updates(["norm"], {"norm": grads["norm"]}, change)
+    gradients.note_updates(["a", "empty", "unused"], {key: grads[key] for key in ("a", "empty")}, change)
+    form = {
+        "rule": dataclasses.asdict(RULE),
+        "kernels": replica_update.describe_kernels(),
+        "index": {"tensors": tensors},
+    }
+    made = make_replayer(form)
     assert made is not None and made.bytes == gradients.bytes == len(made.gradients)
     made.gradients[:] = os.pread(gradients.descriptor, gradients.bytes, 0)
-    made.run(other, 0, gradients.told())
+    made.apply_update(other, 0, gradients.to_message())
     RULE.apply(source, target, grads, change)
     for key, state in target.items():
         for kind, tensor in state.items():
@@ -68,5 +72,5 @@ def test_an_update_made_again_has_the_same_bits(dtype: str, skip: float, tmp_pat
 
 def test_nothing_is_made_again_by_other_kernels() -> None:
     form = {"rule": dataclasses.asdict(RULE), "kernels": "torch 2, of another processor", "index": {"tensors": []}}
-    assert replay_of(form) is None
-    assert replay_of({**form, "kernels": replica_update.kernels()}) is not None
+    assert make_replayer(form) is None
+    assert make_replayer({**form, "kernels": replica_update.describe_kernels()}) is not None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.events import write_event
-from phalanx.core.json_lines import append_line, last_line, read_lines, write_atomic
+from phalanx.core.json_lines import append_line, read_last_line, read_lines, write_atomic
 from phalanx.core.records import StepRecord, read_steps, split_attempts
 from phalanx.core.run_paths import RunPaths
 
@@ -19,7 +19,7 @@ from phalanx.core.run_paths import RunPaths
 def test_lines_come_back_in_order(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     assert list(read_lines(path)) == []
-    assert last_line(path) is None
+    assert read_last_line(path) is None
     records = [{"n": 1, "text": "naïve\n試し"}, {"n": 2, "path": "x"}, {}]
     for record in records:
         append_line(path, record)
@@ -39,11 +39,11 @@ def test_a_torn_line_costs_nothing_but_itself(tmp_path: Path, torn: bytes) -> No
     append_line(path, {"n": 1})
     with open(path, "ab") as file:
         file.write(torn)
-    assert last_line(path) == {"n": 1}
+    assert read_last_line(path) == {"n": 1}
     append_line(path, {"n": 2})
     append_line(path, {"n": 3})
     assert [record["n"] for record in read_lines(path)] == [1, 2, 3]
-    assert last_line(path) == {"n": 3}
+    assert read_last_line(path) == {"n": 3}
 
 
 def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
@@ -63,9 +63,9 @@ def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_an_event_says_what_when_and_in_which_attempt(tmp_path: Path) -> None:
-    event = write_event(tmp_path / "events.jsonl", "resolved", 3, key="train.dtype", value=None)
+    event = write_event(tmp_path / "events.jsonl", "auto_resolved", 3, key="train.dtype", value=None)
     assert list(read_lines(tmp_path / "events.jsonl")) == [event]
-    assert {"kind": "resolved", "attempt": 3, "key": "train.dtype", "value": None}.items() <= event.items()
+    assert {"kind": "auto_resolved", "attempt": 3, "key": "train.dtype", "value": None}.items() <= event.items()
 
 
 def test_an_atomic_write_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
@@ -147,6 +147,6 @@ def test_file_names_are_the_ones_that_others_rely_on() -> None:
         "r/checkpoints",
     ]
     logs = {paths.log(attempt, rank) for attempt in range(3) for rank in range(3)}
-    causes = {paths.cause(attempt, rank) for attempt in range(3) for rank in range(3)}
+    causes = {paths.exit_cause(attempt, rank) for attempt in range(3) for rank in range(3)}
     assert len(logs | causes) == 18
     assert json.dumps(str(paths.log(12, 3))) == '"r/logs/attempt-012/rank-00003.log"'

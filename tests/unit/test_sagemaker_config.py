@@ -11,12 +11,12 @@ from phalanx.core.errors import ConfigError
 
 def refused(given: dict[str, Any], world: int = 8) -> str:
     with pytest.raises(ConfigError) as caught:
-        config.check(given, world)
+        config.check_settings(given, world)
     return str(caught.value)
 
 
 def test_nothing_given_is_the_documented_defaults() -> None:
-    settings = config.check({}, 8)
+    settings = config.check_settings({}, 8)
     assert dict(settings.values) == {
         "hybrid_shard_degree": 0,
         "sm_activation_offloading": True,
@@ -35,7 +35,7 @@ def test_nothing_given_is_the_documented_defaults() -> None:
 @pytest.mark.parametrize("shard", range(9))
 def test_any_divisor_shards_and_no_other_number(shard: int) -> None:
     if shard == 0 or 8 % shard == 0:
-        assert config.check({"hybrid_shard_degree": shard}, 8)["hybrid_shard_degree"] == shard
+        assert config.check_settings({"hybrid_shard_degree": shard}, 8)["hybrid_shard_degree"] == shard
     else:
         assert "does not divide the 8 ranks" in refused({"hybrid_shard_degree": shard})
 
@@ -79,7 +79,7 @@ def test_a_value_of_another_kind_is_not_judged_by_its_default_too() -> None:
 
 
 def test_the_old_name_of_the_seed_is_taken_with_a_note() -> None:
-    settings = config.check({"tensor_parallel_degree": 8, "tensor_parallel_seed": 0}, 8)
+    settings = config.check_settings({"tensor_parallel_degree": 8, "tensor_parallel_seed": 0}, 8)
     assert settings["random_seed"] == 0
     assert "random_seed" in settings.given
     assert settings.notes == ("tensor_parallel_seed is the old name of random_seed, which has its value now",)
@@ -101,7 +101,7 @@ def test_a_file_that_is_not_json_is_told_by_line(text: str, says: str, tmp_path:
     file = tmp_path / "f.json"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        config.read(file)
+        config.read_config(file)
     assert says in str(caught.value)
 
 
@@ -109,17 +109,17 @@ def test_a_mapping_a_path_and_nothing_are_read(tmp_path: Path) -> None:
     file = tmp_path / "f.json"
     file.write_text('{"hybrid_shard_degree": 2}')
     for given in (str(file), file, {"hybrid_shard_degree": 2}):
-        assert config.read(given) == {"hybrid_shard_degree": 2}
-    assert config.read(None) == {}
+        assert config.read_config(given) == {"hybrid_shard_degree": 2}
+    assert config.read_config(None) == {}
     with pytest.raises(ConfigError, match="cannot read"):
-        config.read(tmp_path / "none.json")
+        config.read_config(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="not list"):
-        config.read([])  # type: ignore[arg-type]
+        config.read_config([])  # type: ignore[arg-type]
 
 
 def test_the_launchers_parameters_win_and_say_so() -> None:
-    both, notes = config.merged({"hybrid_shard_degree": 2, "random_seed": 1}, {"hybrid_shard_degree": 4})
+    both, notes = config.merge_settings({"hybrid_shard_degree": 2, "random_seed": 1}, {"hybrid_shard_degree": 4})
     assert both == {"hybrid_shard_degree": 4, "random_seed": 1}
     assert len(notes) == 1
     assert "hybrid_shard_degree is 4" in notes[0]
-    assert config.merged({"random_seed": 1}, {"tensor_parallel_seed": 1}) == ({"random_seed": 1}, [])
+    assert config.merge_settings({"random_seed": 1}, {"tensor_parallel_seed": 1}) == ({"random_seed": 1}, [])

@@ -209,7 +209,7 @@ def test_files_at_s3(bucket: str) -> None:
     for name in ("c-2steps", "c-10steps", "c-9steps"):
         storage.write_bytes(f"{bucket}/{name}/.metadata", b"x")
     assert limit_num_subdirs(Path(bucket), 2) == [f"{bucket}/c-2steps"]
-    assert [one.name for one in storage.listing(bucket)] == ["c-10steps", "c-9steps"]
+    assert [one.name for one in storage.list_folder(bucket)] == ["c-10steps", "c-9steps"]
 
 
 def test_what_fails_is_tried_again() -> None:

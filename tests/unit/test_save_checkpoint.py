@@ -21,17 +21,17 @@ from safetensors.torch import load_file
 
 from phalanx.checkpoint.disk.load import (
     MANIFEST,
-    Alone,
     Checkpoint,
     Parameters,
-    examine,
-    find,
-    newest_valid,
+    SingleRankGroup,
+    find_newest_valid,
+    list_steps,
+    open_and_verify,
     step_folder,
 )
 from phalanx.checkpoint.disk.local import write_file
-from phalanx.checkpoint.disk.save import Piece, Saver
-from phalanx.checkpoint.disk.snapshot import Content, HostBuffer
+from phalanx.checkpoint.disk.save import CheckpointSaver, StatePiece
+from phalanx.checkpoint.disk.snapshot import HostBuffer, SnapshotFile
 from tests.unit.checkpoints import (
     KINDS,
     SHAPES,
@@ -49,7 +49,7 @@ from tests.unit.checkpoints import (
 )
 
 
-class Gate(Alone):
+class Gate(SingleRankGroup):
     """One rank whose saves stop before they write, until the gate opens."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def test_saved_on_4_is_read_on_1_3_and_8(tmp_path: Path) -> None:
     assert events[0][1]["seconds"] > 0
     assert all(saver.outcome is not None and saver.outcome.saved for saver in savers)
     assert hidden(tmp_path) == []
-    assert find(tmp_path) == [50]
+    assert list_steps(tmp_path) == [50]
     checkpoint = Checkpoint(tmp_path / "step-00000050")
     assert checkpoint.header == {"step": 50, "attempt": 1, "shares_version": 2, "skipped": [[3, 4]]}
     assert checkpoint.parameters == SHAPES
@@ -110,31 +110,34 @@ def test_any_cut_with_any_overlap_reads_back(data: st.DataObject) -> None:
         folder = Path(name)
         rooms = Room(world)
         events: Events = []
-        savers = [Saver(folder, r, ThreadGroup(rooms, r), 1, lambda k, d: events.append((k, d))) for r in range(world)]
+        savers = [
+            CheckpointSaver(folder, r, ThreadGroup(rooms, r), 1, lambda k, d: events.append((k, d)))
+            for r in range(world)
+        ]
         spans = []
         for rank, saver in enumerate(savers):
             saver._buffer = HostBuffer(8 * data.draw(st.integers(1, 5)))
             own = data.draw(st.lists(ranges, max_size=3, unique=True)) + ([(0, size)] if rank == world - 1 else [])
             spans += own
-            pieces = [Piece("p", k, low, high, t[low:high]) for low, high in set(own) for k, t in full.items()]
+            pieces = [StatePiece("p", k, low, high, t[low:high]) for low, high in set(own) for k, t in full.items()]
             saver.save({"step": 7}, {"p": ((size,), "float32")}, iter(pieces), 1)
         for saver in savers:
             saver.wait()
-        checkpoint = newest_valid(folder, None, lambda kind, details: None)
+        checkpoint = find_newest_valid(folder, None, lambda kind, details: None)
         assert checkpoint is not None
         assert [kind for kind, _ in events] == ["checkpoint_saved"]
         for _ in range(5):
             low, high = data.draw(ranges)
             for kind, flat in full.items():
                 out = torch.full((high - low,), -1.0, dtype=flat.dtype)
-                checkpoint.read("p", kind, low, high, out)
+                checkpoint.read_into("p", kind, low, high, out)
                 assert torch.equal(out, flat[low:high])
 
 
 def test_the_snapshot_is_a_copy_and_saves_do_not_overlap(tmp_path: Path) -> None:
     gate = Gate()
     events: Events = []
-    saver = Saver(tmp_path, 0, gate, 3, lambda kind, details: events.append((kind, details)))
+    saver = CheckpointSaver(tmp_path, 0, gate, 3, lambda kind, details: events.append((kind, details)))
     values = state()
     original = {key: flat.clone() for key, flat in values.items()}
     saver.save({"step": 1}, SHAPES, cut(values, 0, 1), 1)
@@ -144,7 +147,7 @@ def test_the_snapshot_is_a_copy_and_saves_do_not_overlap(tmp_path: Path) -> None
     second.start()
     time.sleep(0.1)
     assert second.is_alive()
-    assert find(tmp_path) == []
+    assert list_steps(tmp_path) == []
     gate.open.set()
     second.join()
     saver.close()
@@ -157,27 +160,27 @@ def test_the_snapshot_is_a_copy_and_saves_do_not_overlap(tmp_path: Path) -> None
 def test_the_buffer_is_reused_and_takes_strided_tensors(tmp_path: Path) -> None:
     buffer = HostBuffer(1024)
     big = torch.arange(1000.0, requires_grad=True)
-    buffer.store([Piece("p", "param", 0, 1000, big)])
+    buffer.store([StatePiece("p", "param", 0, 1000, big)])
     first = [memory.__array_interface__["data"][0] for memory in (s.numpy() for s in buffer._segments)]
     strided = torch.arange(40.0)[1::2]
-    stored = buffer.store([Piece("p", "param", 0, 20, strided), Piece("q", "param", 5, 5, torch.empty(0))])
+    stored = buffer.store([StatePiece("p", "param", 0, 20, strided), StatePiece("q", "param", 5, 5, torch.empty(0))])
     assert [s.numpy().__array_interface__["data"][0] for s in buffer._segments] == first
     assert [piece.name for piece in stored] == ["p"]
-    write_file(tmp_path / "x", Content(stored, buffer))
+    write_file(tmp_path / "x", SnapshotFile(stored, buffer))
     assert torch.equal(load_file(tmp_path / "x")["param/p/0-20"], strided)
 
 
 def test_retention_keeps_the_newest_valid_ones(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_alone(tmp_path, step, keep=2)
-    assert find(tmp_path) == [3, 2]
+    assert list_steps(tmp_path) == [3, 2]
     (step_folder(tmp_path, 3) / MANIFEST).unlink()  # does not count, so step 2 is the second valid one
     save_alone(tmp_path, 4, keep=2)
-    assert find(tmp_path) == [4, 3, 2]
+    assert list_steps(tmp_path) == [4, 3, 2]
     save_alone(tmp_path, 5, keep=2)
-    assert find(tmp_path) == [5, 4]
+    assert list_steps(tmp_path) == [5, 4]
     save_alone(tmp_path, 6, keep=1)
-    assert find(tmp_path) == [6]
+    assert list_steps(tmp_path) == [6]
 
 
 def test_retention_never_removes_what_was_just_saved(tmp_path: Path) -> None:
@@ -186,8 +189,8 @@ def test_retention_never_removes_what_was_just_saved(tmp_path: Path) -> None:
     save_alone(tmp_path, 100, keep=2)
     flip(step_folder(tmp_path, 100) / "rank-00000.safetensors", -1)
     save_alone(tmp_path, 75, keep=1)
-    assert find(tmp_path) == [100, 75]
-    found = newest_valid(tmp_path, None, lambda kind, details: None)
+    assert list_steps(tmp_path) == [100, 75]
+    found = find_newest_valid(tmp_path, None, lambda kind, details: None)
     assert found is not None
     assert found.header["step"] == 75
 
@@ -233,15 +236,15 @@ def test_pieces_that_leave_a_gap_are_an_error_that_surfaces(tmp_path: Path) -> N
     assert events[0][0] == "checkpoint_failed"
     assert os.listdir(tmp_path) == []
     save_all(savers, values, 2)  # the error is raised once; the saver goes on
-    assert find(tmp_path) == [2]
+    assert list_steps(tmp_path) == [2]
 
 
 def test_an_error_of_the_group_surfaces_at_the_next_save(tmp_path: Path) -> None:
-    class Broken(Alone):
+    class Broken(SingleRankGroup):
         def broadcast_object(self, obj: Any) -> Any:
             raise ConnectionError("rank 1 is gone")
 
-    saver = Saver(tmp_path, 0, Broken(), 1, lambda kind, details: None)
+    saver = CheckpointSaver(tmp_path, 0, Broken(), 1, lambda kind, details: None)
     saver.save({"step": 1}, SHAPES, cut(state(), 0, 1), 1)
     with pytest.raises(ConnectionError, match="rank 1 is gone"):
         saver.save({"step": 2}, SHAPES, cut(state(), 0, 1), 1)
@@ -264,7 +267,7 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> Non
     assert os.listdir(folder) == ["step-00000010"]
     savers[1].folder = folder
     save_all(savers, state(2), 20)
-    assert find(folder) == [20, 10]
+    assert list_steps(folder) == [20, 10]
 
 
 def test_ranks_that_do_not_share_a_disk_are_told_so(tmp_path: Path) -> None:
@@ -279,7 +282,7 @@ def test_ranks_that_do_not_share_a_disk_are_told_so(tmp_path: Path) -> None:
 def test_a_programming_error_on_one_rank_surfaces_there_and_blocks_nobody(tmp_path: Path) -> None:
     savers, events = make_savers(tmp_path, 2)
     for rank, saver in enumerate(savers):
-        odd = [Piece("norm", "phase", 0, 5, torch.zeros(5, dtype=torch.complex64))] if rank == 1 else []
+        odd = [StatePiece("norm", "phase", 0, 5, torch.zeros(5, dtype=torch.complex64))] if rank == 1 else []
         saver.save({"step": 1}, SHAPES, cut(state(), rank, 2) + odd, 1)
     savers[0].wait()
     with pytest.raises(KeyError, match="complex64"):
@@ -302,14 +305,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def big_pieces(rank: int, value: float, mib: int = 1) -> tuple[Parameters, list[Piece]]:
+def big_pieces(rank: int, value: float, mib: int = 1) -> tuple[Parameters, list[StatePiece]]:
     size = mib << 18
     return {"p": ((2 * size,), "float32")}, [
-        Piece("p", "param", rank * size, (rank + 1) * size, torch.full((size,), value))
+        StatePiece("p", "param", rank * size, (rank + 1) * size, torch.full((size,), value))
     ]
 
 
-def save_big(savers: list[Saver], step: int, value: float, mib: int) -> None:
+def save_big(savers: list[CheckpointSaver], step: int, value: float, mib: int) -> None:
     for rank, saver in enumerate(savers):
         parameters, pieces = big_pieces(rank, value, mib)
         saver.save({"step": step}, parameters, pieces, 1)
@@ -330,11 +333,11 @@ def test_a_full_disk_loses_nothing_and_frees_its_space(small_disk: Path) -> None
     assert all(saver.outcome is not None and not saver.outcome.saved for saver in savers)
     assert os.listdir(folder) == ["step-00000010"]
     assert shutil.disk_usage(small_disk).free == free
-    assert newest_valid(folder, None, lambda kind, details: None) is not None
+    assert find_newest_valid(folder, None, lambda kind, details: None) is not None
     shutil.rmtree(step_folder(folder, 10))  # somebody makes room, and saving goes on
     save_big(savers, 30, 3.0, 1)
     assert events[-1][0] == "checkpoint_saved"
-    assert find(folder) == [30]
+    assert list_steps(folder) == [30]
 
 
 def test_a_file_size_limit_fails_the_save_and_leaves_nothing(tmp_path: Path) -> None:
@@ -364,19 +367,20 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from phalanx.checkpoint.disk.save.save import Piece, Saver
-from phalanx.checkpoint.disk.save.load import Alone, find
+from phalanx.checkpoint.disk.load import SingleRankGroup, list_steps
+from phalanx.checkpoint.disk.save import CheckpointSaver
+from phalanx.optim.state import StatePiece
 
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 size = 6 << 20
 for attempt in range(1, rounds + 1):
     child = os.fork()
     if child == 0:
-        saver = Saver(folder, 0, Alone(), 2, lambda kind, details: None)
-        step = max(find(folder), default=0)
+        saver = CheckpointSaver(folder, 0, SingleRankGroup(), 2, lambda kind, details: None)
+        step = max(list_steps(folder), default=0)
         while True:
             step += 1
-            piece = Piece("p", "param", 0, size, torch.full((size,), float(step)))
+            piece = StatePiece("p", "param", 0, size, torch.full((size,), float(step)))
             saver.save({"step": step}, {"p": ((size,), "float32")}, [piece], attempt)
             saver.wait()
     deadline = time.monotonic() + 20
@@ -395,16 +399,16 @@ def test_killed_writers_leave_only_whole_checkpoints(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert re.search(r" 1$", run.stdout, re.MULTILINE), "no writer was killed in the middle of a save"
-    steps = find(tmp_path)
+    steps = list_steps(tmp_path)
     assert steps
     for step in steps:  # every folder with the name of a step is whole: killed saves only leave hidden ones
-        checkpoint, reason = examine(step_folder(tmp_path, step))
+        checkpoint, reason = open_and_verify(step_folder(tmp_path, step))
         assert checkpoint is not None, reason
         out = torch.zeros(6 << 20)
-        checkpoint.read("p", "param", 0, 6 << 20, out)
+        checkpoint.read_into("p", "param", 0, 6 << 20, out)
         assert bool((out == step).all())
     values = torch.ones(4)
-    saver = Saver(tmp_path, 0, Alone(), 2, lambda kind, details: None)
-    saver.save({"step": steps[0] + 1}, {"p": ((4,), "float32")}, [Piece("p", "param", 0, 4, values)], 7)
+    saver = CheckpointSaver(tmp_path, 0, SingleRankGroup(), 2, lambda kind, details: None)
+    saver.save({"step": steps[0] + 1}, {"p": ((4,), "float32")}, [StatePiece("p", "param", 0, 4, values)], 7)
     saver.close()
     assert hidden(tmp_path) == []

@@ -7,37 +7,37 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phalanx.checkpoint.memory.interval import Thinning
-from phalanx.checkpoint.memory.store import Memory
+from phalanx.checkpoint.memory.interval import SnapshotInterval
+from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.comm.collectives import Traffic
-from phalanx.core.progress_page import Pulse, read
+from phalanx.core.progress_page import ProgressPage, read_progress
 
 WAIT_S = 0.05
 
 
 @pytest.mark.parametrize("in_a_lane", [False, True])
 def test_who_waits_for_its_replica_neither_works_nor_hangs(in_a_lane: bool) -> None:
-    pulse, seen = Pulse(), []
-    traffic = Traffic(pulse=pulse)
+    pulse, seen = ProgressPage(), []
+    traffic = Traffic(progress_page=pulse)
 
     def acknowledged() -> None:
-        beat = read(bytes(pulse._words), 0, 1, time.monotonic_ns())
+        beat = read_progress(bytes(pulse._words), 0, 1, time.monotonic_ns())
         assert beat is not None
         seen.append(beat.waits_for)
         time.sleep(WAIT_S)
 
-    memory = Memory.__new__(Memory)
-    memory._lane, memory._settled, memory._last, memory._replicates = None, 4, 5, True
-    memory._thinning = Thinning(torch.device("cpu"), wanted=False, unit=None)
+    memory = SharedMemoryStore.__new__(SharedMemoryStore)
+    memory._comm_thread, memory._confirmed_step, memory._last_step, memory._replicates = None, 4, 5, True
+    memory._interval = SnapshotInterval(torch.device("cpu"), wanted=False, unit=None)
     memory._mesh = SimpleNamespace(bookkeeping=traffic)  # type: ignore[assignment]
-    memory.replicas = SimpleNamespace(acknowledged=acknowledged)  # type: ignore[assignment]
+    memory.replicas = SimpleNamespace(wait_for_ack=acknowledged)  # type: ignore[assignment]
     if in_a_lane:
-        lane = threading.Thread(target=memory.settle)
+        lane = threading.Thread(target=memory.wait_for_commit)
         lane.start()
         lane.join()
     else:
-        memory.settle()
+        memory.wait_for_commit()
     assert seen == ["" if in_a_lane else "message"]
-    assert (traffic.waited_s >= WAIT_S) is not in_a_lane
-    memory.settle()
+    assert (traffic.total_wait_s >= WAIT_S) is not in_a_lane
+    memory.wait_for_commit()
     assert len(seen) == 1, "what is settled is not waited for again"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.api.shard import check, check_device, named, units_of
+from phalanx.api.shard import check_device, check_model, find_units, resolve_units
 from phalanx.core.errors import ConfigError
 from phalanx.models.model import Model
 
@@ -41,14 +41,14 @@ class Tied(Model):
 
 def test_units_are_members_of_lists_and_what_lies_beside_them() -> None:
     names = ["inner.embed", "inner.layers.0", "inner.layers.1", "inner.experts.0.0", "inner.norm", "head"]
-    assert [name for name, _ in units_of(Outer())] == names
-    assert [name for name, _ in units_of(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))] == ["0", "2"]
-    assert [name for name, _ in units_of(Tied())] == ["body"]
+    assert [name for name, _ in find_units(Outer())] == names
+    assert [name for name, _ in find_units(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))] == ["0", "2"]
+    assert [name for name, _ in find_units(Tied())] == ["body"]
 
 
 def test_units_by_name_or_as_modules() -> None:
     model = Outer()
-    assert named(model, ["head", model.inner]) == [("head", model.head), ("inner", model.inner)]
+    assert resolve_units(model, ["head", model.inner]) == [("head", model.head), ("inner", model.inner)]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_units_by_name_or_as_modules() -> None:
 )
 def test_units_that_cannot_be(units: list[Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        named(Outer(), units)
+        resolve_units(Outer(), units)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def with_a_buffer_on_meta() -> nn.Module:
 )
 def test_models_that_cannot_be_sharded(make: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        check(make(), None)
+        check_model(make(), None)
 
 
 def test_parameters_must_be_on_the_device_of_the_rank() -> None:

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config import load
-from phalanx.config.schema import Config, get, leaves
-from phalanx.config.shrink import changes, shrunk, tiny_spec
+from phalanx.config.schema import Config, get_knob, iter_knobs
+from phalanx.config.shrink import list_changes, shrink_config, shrink_spec
 from phalanx.core.errors import ConfigError
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import PRESETS, ModelSpec, parameter_count
-from phalanx.layout.model_shape_checks import problems
+from phalanx.layout.model_shape_checks import find_shape_problems
 from tests.dist import command
 from tests.helpers import ROOT
 
@@ -27,17 +27,17 @@ def nothing_here(source: str) -> bool:
 
 
 def tiny(tree: dict[str, Any], here: bool = False) -> Config:
-    return shrunk(load.check(tree, "a recipe"), (lambda source: True) if here else nothing_here)
+    return shrink_config(load.build_config(tree, "a recipe"), (lambda source: True) if here else nothing_here)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_recipes_have_tiny_twins(path: Path) -> None:
-    config = load.load(path)
+    config = load.load_recipe(path)
     if config.task.code is not None:
         with pytest.raises(ConfigError, match="cannot make the network of task"):
-            shrunk(config, nothing_here)
+            shrink_config(config, nothing_here)
         return
-    found = shrunk(config, nothing_here, ("tiny-model", False) if config.model.from_hf else None)
+    found = shrink_config(config, nothing_here, ("tiny-model", False) if config.model.from_hf else None)
     assert found.train.steps <= 10
     assert found.data.seq_len <= 256
     labelled = config.task.kind in ("tag", "classify")  # no sample of that is everywhere
@@ -45,29 +45,29 @@ def test_the_recipes_have_tiny_twins(path: Path) -> None:
     kept = (
         "data.format",
         "data.loss_on",
-        "optim.rule",
+        "optim.name",
         "optim.lr",
         "optim.schedule",
         "memory.activations",
         "model.lora",
     )
-    for key, _ in leaves():
+    for key, _ in iter_knobs():
         if key.startswith(kept) or key.split(".")[0] in ("parallel", "memory", "comm", "report"):
-            assert get(found, key) == get(config, key), key
-    assert shrunk(found, nothing_here, ("tiny-model", False) if config.model.from_hf else None) == found
+            assert get_knob(found, key) == get_knob(config, key), key
+    assert shrink_config(found, nothing_here, ("tiny-model", False) if config.model.from_hf else None) == found
 
 
 def test_offload_still_has_something_to_move() -> None:
-    config = load.check({"model": {"preset": "llama-3-8b"}, "memory": {"activations": "offload"}}, "a recipe")
-    found = shrunk(config, nothing_here)
-    assert found.memory.horizon < (found.model.layers or 0)
+    config = load.build_config({"model": {"preset": "llama-3-8b"}, "memory": {"activations": "offload"}}, "a recipe")
+    found = shrink_config(config, nothing_here)
+    assert found.memory.offload_prefetch_blocks < (found.model.layers or 0)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_stay_of_their_kind(name: str) -> None:
     spec = PRESETS[name]
-    small = tiny_spec(spec, 64)
-    assert problems(small) == []
+    small = shrink_spec(spec, 64)
+    assert find_shape_problems(small) == []
     assert parameter_count(replace(small, vocab_size=1)) < 2_000_000
     for field in (
         "architecture",
@@ -83,7 +83,7 @@ def test_presets_stay_of_their_kind(name: str) -> None:
     assert (small.hidden == small.heads * small.head_dim) == (spec.hidden == spec.heads * spec.head_dim)
     assert small.intermediate / small.hidden == pytest.approx(spec.intermediate / spec.hidden, rel=0.1)
     found = tiny({"model": {"preset": name}, "data": {"tokenizer": "a-folder"}}, here=True)
-    assert load.check(found.model_dump(mode="json"), "it").model.vocab_size == spec.vocab_size
+    assert load.build_config(found.model_dump(mode="json"), "it").model.vocab_size == spec.vocab_size
 
 
 @given(
@@ -103,8 +103,8 @@ def test_any_shape_that_is_possible_stays_so(
         kv_heads=kv_heads, head_dim=head_dim, intermediate=3 * heads * head_dim, max_seq_len=4096,
         sliding_window=window, full_attention_layers=(layers - 1,),
     )  # fmt: skip
-    small = tiny_spec(spec, 64)
-    assert problems(small) == []
+    small = shrink_spec(spec, 64)
+    assert find_shape_problems(small) == []
     assert small.layers <= 2
     assert small.hidden <= 256
     assert all(layer < small.layers for layer in small.full_attention_layers)
@@ -118,8 +118,10 @@ def test_a_mixture_keeps_its_weights_and_what_is_here() -> None:
     assert found.data.source[0] == "stdlib"
     assert found.data.source[1].model_dump() == {"path": ["stdlib"], "weight": 3.0}  # type: ignore[union-attr]
     assert found.data.validation == {}
-    assert tiny(tree, here=True).data.source == load.check(tree, "it").data.source
-    assert "data.source: stdlib, s3://far/away/* (3) -> stdlib, stdlib (3)" in changes(load.check(tree, "it"), found)
+    assert tiny(tree, here=True).data.source == load.build_config(tree, "it").data.source
+    assert "data.source: stdlib, s3://far/away/* (3) -> stdlib, stdlib (3)" in list_changes(
+        load.build_config(tree, "it"), found
+    )
 
 
 def test_steps_to_look_into_move_into_the_run() -> None:

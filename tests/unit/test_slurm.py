@@ -19,8 +19,8 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.launch import rendezvous_options, script_nodes
 from phalanx.launch.slurm import commands as slurm
 from phalanx.launch.slurm import script as slurm_script
-from phalanx.launch.slurm.script import Asked
-from phalanx.system.slurm_env import AUTO_RESUME, Step, step_of
+from phalanx.launch.slurm.script import SlurmScriptOptions
+from phalanx.system.slurm_env import AUTO_RESUME, SlurmStep, read_slurm_step
 from tests.dist import command
 
 # As sinfo and scontrol of Slurm 22.05 print it, with details left out that nobody reads.
@@ -35,9 +35,11 @@ MIXED = "JobId=7 JobState=RUNNING NodeList=a[1-2] Restarts=0\nJobId=8 JobState=R
 
 def script(parts: list[tuple[str | None, int]] | None = None, until_done: bool = False, **keys: Any) -> str:
     section = SlurmSection(**keys)
-    return slurm_script.script_of(
-        Asked("my run!", RunPaths(Path("/shared/my run")), Path("/work place"), parts or [(None, 2)], section,
-              "/env/bin/python", until_done)
+    return slurm_script.render_script(
+        SlurmScriptOptions(
+            "my run!", RunPaths(Path("/shared/my run")), Path("/work place"), parts or [(None, 2)], section,
+            "/env/bin/python", until_done,
+        )
     )  # fmt: skip
 
 
@@ -52,7 +54,11 @@ def test_partitions_are_read() -> None:
     found = {each.name: each for each in slurm.read_partitions(SINFO)}
     assert list(found) == ["main", "one", "shut"]
     assert (found["main"].default, found["main"].nodes, found["main"].up) == (True, 3, True)
-    assert (found["shut"].default, found["shut"].up, slurm.seconds_of(found["shut"].limit)) == (False, False, None)
+    assert (found["shut"].default, found["shut"].up, slurm.parse_time_limit(found["shut"].limit)) == (
+        False,
+        False,
+        None,
+    )
 
 
 def test_a_job_is_read() -> None:
@@ -73,11 +79,11 @@ def test_a_job_is_read() -> None:
 @given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
 def test_a_time_means_the_same_in_every_form(days: int, hours: int, minutes: int, seconds: int) -> None:
     whole = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    assert slurm.seconds_of(f"{days}-{hours}:{minutes:02d}:{seconds:02d}") == whole
-    assert slurm.seconds_of(f"{days * 24 + hours}:{minutes:02d}:{seconds:02d}") == whole
-    assert slurm.seconds_of(f"{whole // 60}:{seconds}") == whole
-    assert slurm.seconds_of(f"{whole // 60}") == whole - seconds
-    assert slurm.seconds_of(f"{days}-{hours}") == whole - minutes * 60 - seconds
+    assert slurm.parse_time_limit(f"{days}-{hours}:{minutes:02d}:{seconds:02d}") == whole
+    assert slurm.parse_time_limit(f"{days * 24 + hours}:{minutes:02d}:{seconds:02d}") == whole
+    assert slurm.parse_time_limit(f"{whole // 60}:{seconds}") == whole
+    assert slurm.parse_time_limit(f"{whole // 60}") == whole - seconds
+    assert slurm.parse_time_limit(f"{days}-{hours}") == whole - minutes * 60 - seconds
 
 
 def test_a_hidden_partition_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +154,7 @@ def test_a_job_that_slurm_itself_ends_or_puts_back_is_left_alone(
     paths.launch.mkdir(parents=True)
     shows = "exit 1" if state is None else f"echo 'JobId=7 JobName=it {state} Command=x'"
     commands = {
-        "srun": f"echo 10 again 5 0 > '{paths.over('7-1')}'",
+        "srun": f"echo 10 again 5 0 > '{paths.start_outcome('7-1')}'",
         "scontrol": f"test $1 = requeue || {{ {shows}; exit; }}\n{'exit 1' if refuses else f'echo $* > {told}'}",
         "sbatch": f"echo submit > {told}; echo 8",
         "sleep": "exec /bin/sleep 0.01",
@@ -156,8 +162,8 @@ def test_a_job_that_slurm_itself_ends_or_puts_back_is_left_alone(
     for name, lines in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
         (tmp_path / name).chmod(0o755)
-    job = Asked("run", paths, tmp_path, [(None, 1)], SlurmSection(), "python", until_done=True)
-    paths.launch_script.write_text(slurm_script.script_of(job))
+    job = SlurmScriptOptions("run", paths, tmp_path, [(None, 1)], SlurmSection(), "python", until_done=True)
+    paths.launch_script.write_text(slurm_script.render_script(job))
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", str(paths.launch_script)], env=environment, timeout=60)
     assert done.returncode == 10
@@ -202,9 +208,9 @@ def test_containers() -> None:
 
 
 def test_partitions_of_a_mixed_job_are_its_parts() -> None:
-    assert slurm_script.parts_of([], 3) == [(None, 3)]
-    assert slurm_script.parts_of(["a,b"], 3) == [("a,b", 3)]
-    assert slurm_script.parts_of(["a:1", "b:2"], 3) == [("a", 1), ("b", 2)]
+    assert slurm_script.parse_partition_counts([], 3) == [(None, 3)]
+    assert slurm_script.parse_partition_counts(["a,b"], 3) == [("a,b", 3)]
+    assert slurm_script.parse_partition_counts(["a:1", "b:2"], 3) == [("a", 1), ("b", 2)]
     found = headers(script([("a", 1), ("b", 2)]))
     at = found.index("hetjob")
     assert "--partition=a" in found[:at] and "--partition=b" in found[at:]
@@ -218,7 +224,7 @@ def test_partitions_of_a_mixed_job_are_its_parts() -> None:
     [(None, "auto", 300), ("1:00:00", "auto", 300), ("10", "auto", 120), ("1", "auto", 12), ("1:00:00", 60, 60)],
 )
 def test_how_long_before_the_end_a_run_is_told(limit: str | None, lead: Any, expected: int) -> None:
-    assert slurm_script.lead_of(SlurmSection(time=limit, lead_s=lead)) == expected
+    assert slurm_script.resolve_save_lead(SlurmSection(time=limit, lead_s=lead)) == expected
 
 
 def test_names_that_no_script_can_hold_are_refused() -> None:
@@ -241,32 +247,34 @@ STEP = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES"
 
 def test_a_step_is_read() -> None:
     caller = {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_SRUN_COMM_PORT": "5000", "SLURM_RESTART_COUNT": "2"}
-    assert step_of(STEP | caller) == Step("7", "0", 1, 2, 3, ("10.0.0.1", 5000))
-    mixed = step_of(STEP | {"SLURM_JOB_ID": "8", "SLURM_JOB_ID_HET_GROUP_0": "7"})
+    assert read_slurm_step(STEP | caller) == SlurmStep("7", "0", 1, 2, 3, ("10.0.0.1", 5000))
+    mixed = read_slurm_step(STEP | {"SLURM_JOB_ID": "8", "SLURM_JOB_ID_HET_GROUP_0": "7"})
     assert mixed is not None and mixed.name == "7-1"
-    assert step_of({"SLURM_JOB_ID": "7"}) is None
+    assert read_slurm_step({"SLURM_JOB_ID": "7"}) is None
     with pytest.raises(ConfigError, match="the Slurm step has 8 tasks on 2 nodes, but each node needs one"):
-        step_of(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
+        read_slurm_step(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
     with pytest.raises(ConfigError, match="SLURM_PROCID is 'x', not a number"):
-        step_of(STEP | {"SLURM_PROCID": "x"})
+        read_slurm_step(STEP | {"SLURM_PROCID": "x"})
 
 
 def test_with_auto_resume_the_nodes_of_a_step_meet_in_the_run_folder_and_some_may_wait(tmp_path: Path) -> None:
     paths, step = RunPaths(tmp_path), STEP | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3"}
     resumed = step | {AUTO_RESUME: "1"}
     for environment in ({}, step, step | {AUTO_RESUME: "0"}, {AUTO_RESUME: "1"}):
-        assert rendezvous_options.meeting_of_slurm(paths, environment) is None
-    meeting = rendezvous_options.meeting_of_slurm(paths, resumed)
+        assert rendezvous_options.rendezvous_from_slurm(paths, environment) is None
+    meeting = rendezvous_options.rendezvous_from_slurm(paths, resumed)
     assert meeting is not None
     assert (meeting.nodes, meeting.spares, meeting.node, meeting.total) == (3, 0, 1, 3)
-    assert rendezvous_options.meeting(None, None, None, None, resumed, 1) is None  # --spares needs no --nodes here
-    meeting = rendezvous_options.meeting_of_slurm(paths, resumed, 1)
+    assert (
+        rendezvous_options.parse_rendezvous_options(None, None, None, None, resumed, 1) is None
+    )  # --spares needs no --nodes here
+    meeting = rendezvous_options.rendezvous_from_slurm(paths, resumed, 1)
     assert meeting is not None
     assert (meeting.nodes, meeting.spares, meeting.node, meeting.total) == (2, 1, 1, 3)
     with pytest.raises(ConfigError, match="--spares 3 of the 3 nodes of this Slurm step leaves none that trains"):
-        rendezvous_options.meeting_of_slurm(paths, resumed, 3)
+        rendezvous_options.rendezvous_from_slurm(paths, resumed, 3)
     with pytest.raises(ConfigError, match="--spares belongs to a run on several nodes"):
-        rendezvous_options.meeting(None, None, None, None, step, 1)
+        rendezvous_options.parse_rendezvous_options(None, None, None, None, step, 1)
 
 
 FAILS_TWICE = """
@@ -292,7 +300,9 @@ def test_a_script_on_one_node_is_started_again_where_that_was_asked_for(
 def test_a_script_as_one_task_on_each_node_is_that_nodes_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "script.py").touch()
     met: list[Any] = []
-    monkeypatch.setattr(script_nodes, "run", lambda script, paths, ranks, meeting: met.append((script, meeting)) or 0)
+    monkeypatch.setattr(
+        script_nodes, "run_script_on_node", lambda script, paths, ranks, meeting: met.append((script, meeting)) or 0
+    )
     step = STEP | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_PROCID": "2", AUTO_RESUME: "1"}
     for name, value in step.items():
         monkeypatch.setenv(name, value)
@@ -300,8 +310,8 @@ def test_a_script_as_one_task_on_each_node_is_that_nodes_agent(tmp_path: Path, m
     done = CliRunner().invoke(main.app, words, obj=step)
     assert done.exit_code == 0, done.output
     ((script, meeting),) = met
-    assert (meeting.nodes, meeting.spares, meeting.node, script.least_nodes) == (2, 1, 2, 2)
-    assert meeting.place.folder == RunPaths(tmp_path / "run").meet and script.arguments == ("--spares",)
+    assert (meeting.nodes, meeting.spares, meeting.node, script.min_nodes) == (2, 1, 2, 2)
+    assert meeting.point.folder == RunPaths(tmp_path / "run").rendezvous and script.arguments == ("--spares",)
 
 
 def test_ranks_of_srun_on_several_nodes_are_not_and_that_is_said(
@@ -310,10 +320,10 @@ def test_ranks_of_srun_on_several_nodes_are_not_and_that_is_said(
     (tmp_path / "script.py").touch()
     monkeypatch.setattr(script_run.agent, "preload", lambda modules: None)
     monkeypatch.setattr(script_run, "fork_call", lambda function, timeout_s: [])
-    monkeypatch.setattr(script_run, "become", lambda *given: 0)
+    monkeypatch.setattr(script_run, "run_rank", lambda *given: 0)
     more = {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a,b"}
     step = STEP | more | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", AUTO_RESUME: "1"}
     for rank in ("0", "1"):
         step |= {"SLURM_PROCID": rank, "SLURM_NODEID": rank}
-        assert script_run.run(str(tmp_path / "script.py"), [], step) == 0
+        assert script_run.run_script(str(tmp_path / "script.py"), [], step) == 0
     assert capsys.readouterr().err.count("--auto-resume=1 starts nothing again here") == 1

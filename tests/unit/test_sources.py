@@ -16,26 +16,26 @@ from pyarrow import parquet
 
 from phalanx.core.errors import DataError, StorageError
 from phalanx.data import read_chunks
-from phalanx.data.read_chunks import Chunk, Meter, lines_before, plan, records
-from phalanx.data.sources import Format, Record, check_format, list_files, record_digest
-from phalanx.data.stdlib_chat import conversations
+from phalanx.data.read_chunks import Chunk, Meter, count_lines_before, plan_chunks, read_records
+from phalanx.data.sources import Record, RecordFormat, check_format, list_files, record_digest
+from phalanx.data.stdlib_chat import make_conversations
 from phalanx.storage import retry
 from tests.stores import Faults
 
 TEXTS = ["one", "", "two\nlines", "naïve 🙂", "x" * 70, "last"]
-CHAT = Format("chat")
+CHAT = RecordFormat("chat")
 
 
 def lines(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": one}) + "\n" for one in texts).encode()
 
 
-def read(sources: list[str], format: Format = Format()) -> list[Record]:  # noqa: B008  frozen
+def read(sources: list[str], format: RecordFormat = RecordFormat()) -> list[Record]:  # noqa: B008  frozen
     """All records of sources, chunk by chunk."""
     found: list[Record] = []
-    for chunk in plan(list_files(sources), format):
-        first = lines_before(chunk, format) + 1 if chunk.kind == "JSON lines" and chunk.stop else 1
-        found += records(chunk, format, Meter(), first)
+    for chunk in plan_chunks(list_files(sources), format):
+        first = count_lines_before(chunk, format) + 1 if chunk.kind == "JSON lines" and chunk.stop else 1
+        found += read_records(chunk, format, Meter(), first)
     return found
 
 
@@ -66,7 +66,7 @@ def test_every_kind_of_file_gives_the_same_documents(
 ) -> None:
     monkeypatch.setattr(read_chunks, "CHUNK_BYTES", chunk_bytes)
     for name, path in write_kinds(tmp_path).items():
-        chunks = plan(list_files([str(path)]), Format())
+        chunks = plan_chunks(list_files([str(path)]), RecordFormat())
         assert sum(chunk.size_bytes for chunk in chunks) == path.stat().st_size
         cut = name in ("a.jsonl", "a.ndjson", "a.parquet") and chunk_bytes == 60
         assert (len(chunks) > 1) == cut, name
@@ -95,7 +95,7 @@ def test_whole_files_are_grouped_and_may_be_compressed(tmp_path: Path, monkeypat
         (tmp_path / f"{i}.txt").write_text(f"file {i}")
     (tmp_path / "z.md.gz").write_bytes(gzip.compress("é".encode()))
     (tmp_path / "z.md.zst").write_bytes(zstandard.compress(b""))
-    chunks = plan(list_files([str(tmp_path)]), Format())
+    chunks = plan_chunks(list_files([str(tmp_path)]), RecordFormat())
     assert [len(chunk.paths) for chunk in chunks] == [2, 2, 2, 1]
     assert texts([str(tmp_path)]) == [*(f"file {i}" for i in range(5)), "é", ""]
 
@@ -144,7 +144,7 @@ def test_a_dataset_of_the_hub_is_streamed_by_shards(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_bytes(lines(["t"]))
     source = f"hub:{tmp_path}"
     files = list_files([source])
-    assert len(plan(files, Format())) == 3
+    assert len(plan_chunks(files, RecordFormat())) == 3
     assert texts([source]) == ["0 0", "0 1", "1 0", "1 1", "2 0", "2 1"]
     assert texts([f"{source}::test"]) == ["t"]
     os.utime(tmp_path / "train-1.jsonl", ns=(1, 1))
@@ -305,7 +305,7 @@ def test_conversations_and_prompts_come_as_objects(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"line 1 has no key 'prompt' .*; set data\.format=chat, or data\.prompt_key to"
     ):
-        read([str(tmp_path / "a.jsonl")], Format("prompt"))
+        read([str(tmp_path / "a.jsonl")], RecordFormat("prompt"))
     half = Record(None, {"messages": [{"role": "user", "content": "\ud800"}]}, "a.jsonl, line 1")
     with pytest.raises(DataError, match=r"a\.jsonl, line 1 holds half of a surrogate pair"):
         record_digest(half, ["messages"])
@@ -332,8 +332,8 @@ class Box:
 
 
 def test_conversations_are_made_of_what_a_module_documents() -> None:
-    found = conversations(MODULE, "shapes")
-    assert found == conversations(MODULE, "shapes")
+    found = make_conversations(MODULE, "shapes")
+    assert found == make_conversations(MODULE, "shapes")
     assert len(found) == 3
     questions = [next(m["content"] for m in talk if m["role"] == "user") for talk in found]
     assert ["`shapes.area`" in questions[0], "`shapes.Box`" in questions[1], "`shapes.Box.open`" in questions[2]]
@@ -343,13 +343,17 @@ def test_conversations_are_made_of_what_a_module_documents() -> None:
         assert "system" not in roles[1:]
     answers = [message["content"] for talk in found for message in talk if message["role"] == "assistant"]
     assert "A thing with sides.\n\nIt has a lid." in answers
-    assert conversations("def broken(:", "x") == []
+    assert make_conversations("def broken(:", "x") == []
 
 
 def test_the_chat_sample_is_large_and_uneven(tmp_path: Path) -> None:
     files = [file for file in list_files(["stdlib-chat"]) if "/email/" in file.path or "/asyncio/" in file.path]
-    found = [record.fields["messages"] for chunk in plan(files, CHAT) for record in records(chunk, CHAT, Meter())
-             if record.fields]  # fmt: skip
+    found = [
+        record.fields["messages"]
+        for chunk in plan_chunks(files, CHAT)
+        for record in read_records(chunk, CHAT, Meter())
+        if record.fields
+    ]
     assert len(found) > 300
     sizes = sorted(sum(len(message["content"]) for message in talk) for talk in found)
     assert sizes[-1] > 10 * sizes[len(sizes) // 2] > 20 * 2
@@ -359,10 +363,10 @@ def test_the_chat_sample_is_large_and_uneven(tmp_path: Path) -> None:
 
 def test_reading_a_file_that_is_gone_names_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
-    chunks: list[Chunk] = plan(list_files([str(tmp_path / "a.jsonl")]), Format())
+    chunks: list[Chunk] = plan_chunks(list_files([str(tmp_path / "a.jsonl")]), RecordFormat())
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(DataError, match=r"data\.source names .*a\.jsonl, which cannot be read \(No such file"):
-        list(records(chunks[0], Format(), Meter()))
+        list(read_records(chunks[0], RecordFormat(), Meter()))
 
 
 def test_a_store_that_is_away_damages_no_file(faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,9 +374,9 @@ def test_a_store_that_is_away_damages_no_file(faults: Faults, tmp_path: Path, mo
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
 
     def read_all(source: str, timeout_s: float) -> None:
-        format = Format(storage_timeout_s=timeout_s)
-        for chunk in plan(list_files([source], storage_timeout_s=timeout_s), format):
-            list(records(chunk, format, Meter()))
+        format = RecordFormat(storage_timeout_s=timeout_s)
+        for chunk in plan_chunks(list_files([source], storage_timeout_s=timeout_s), format):
+            list(read_records(chunk, format, Meter()))
 
     for path in write_kinds(tmp_path).values():
         source = f"faulty://{path}"

@@ -37,16 +37,16 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_what_is_written_is_read(root: str, tmp_path: Path) -> None:
-    assert storage.listing(root) == []
-    assert storage.entry(f"{root}/a/one.bin") is None
+    assert storage.list_folder(root) == []
+    assert storage.get_entry(f"{root}/a/one.bin") is None
     storage.write_chunks(f"{root}/a/one.bin", parts)
     storage.write_bytes(f"{root}/a/b/two.txt", b"two")
     storage.write_bytes(f"{root}/a/empty", b"")
-    assert [(one.name, one.size, one.folder) for one in storage.listing(f"{root}/a")] == [
+    assert [(one.name, one.size, one.folder) for one in storage.list_folder(f"{root}/a")] == [
         ("b", 0, True), ("empty", 0, False), ("one.bin", len(DATA), False)
     ]  # fmt: skip
     below = [f"{root}/a/b/two.txt", f"{root}/a/empty", f"{root}/a/one.bin"]
-    assert [one.url for one in storage.listing(root, recursive=True)] == below
+    assert [one.url for one in storage.list_folder(root, recursive=True)] == below
     assert [one.url for one in storage.glob(f"{root}/a/*.bin")] == [below[2]]
     assert [one.url for one in storage.glob(f"{root}/**/two.txt")] == [below[0]]
     assert [one.url for one in storage.glob(f"{root}/**")] == below
@@ -67,7 +67,7 @@ def test_what_is_written_is_read(root: str, tmp_path: Path) -> None:
     assert storage.upload(tmp_path / "local" / "copy", f"{root}/up") == len(DATA)
     assert storage.read_bytes(f"{root}/up") == DATA
     assert storage.read_bytes(f"{root}/a/empty") == b"no more"
-    first = storage.entry(f"{root}/up")
+    first = storage.get_entry(f"{root}/up")
     storage.remove([f"{root}/up", f"{root}/up"])
     assert first is not None
     assert not storage.exists(f"{root}/up")
@@ -85,7 +85,7 @@ def test_operations_that_fail_now_and_then_are_tried_again(
     assert [entry.size for entry in storage.glob(f"{url}/*")] == [len(DATA) - number for number in range(10)]
     storage.remove(f"{url}/{number}" for number in range(9))
     faults.rate = 0
-    assert [entry.name for entry in storage.listing(url) if not entry.name.startswith(".")] == ["9"]
+    assert [entry.name for entry in storage.list_folder(url) if not entry.name.startswith(".")] == ["9"]
 
 
 def test_a_torn_write_is_never_seen_under_the_file_s_name(
@@ -173,7 +173,7 @@ def test_schemes_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"class": "no_such_package.Files", "err": "Please install no-such-package"}
     monkeypatch.setitem(known_implementations, "nodriver", known)
     with pytest.raises(ConfigError, match="Please install no-such-package"):
-        storage.listing("nodriver://host/x")
+        storage.list_folder("nodriver://host/x")
     with pytest.raises(ConfigError, match="Protocol not known: nobody"):
         storage.write_bytes("nobody://host/x", b"")
     assert [storage.is_url(text) for text in ("s3://b/x", "/a/b", "a://", "hub:x/y", "C:/x")] == [
@@ -210,14 +210,14 @@ def test_a_large_object_of_which_a_part_is_missing_is_none(
     def chunks() -> Iterator[bytes]:
         for _ in range(6):
             yield bytes(1 << 20)
-        found.append(storage.entry(f"{bucket}/large"))
+        found.append(storage.get_entry(f"{bucket}/large"))
         if len(found) == 1:
             raise OSError(errno.EIO, "the disk that it is read from")
         yield b"end"
 
     storage.write_chunks(f"{bucket}/large", chunks)
     assert found == [None, None]
-    after = storage.entry(f"{bucket}/large")
+    after = storage.get_entry(f"{bucket}/large")
     assert after is not None
     assert after.size == (6 << 20) + 3
     with urllib.request.urlopen(f"{s3_server.address}/{bucket.split('/')[2]}?uploads") as answer:
@@ -231,9 +231,9 @@ def test_an_s3_that_refuses(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Non
         storage.write_bytes("s3://no-such-bucket/x", b"1")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    storage._made.cache_clear()
+    storage._make_filesystem.cache_clear()
     with pytest.raises(ConfigError, match=r"credentials are missing or not accepted \(NoCredentialsError\)"):
-        storage.listing(bucket)
+        storage.list_folder(bucket)
 
 
 def test_the_local_copy_of_a_folder(faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_the_local_copy_of_a_folder(faults: Faults, tmp_path: Path, monkeypatch:
     assert sorted(one.name for one in copy.iterdir()) == [".source.json", "config.json"]
     storage.fetch_folder(url, cache)
     faults.rate = 0
-    assert copy == storage.copy_of(url + "/", cache)
+    assert copy == storage.local_copy_path(url + "/", cache)
     names = [".source.json", "config.json", "model.safetensors"]  # the same weights twice would be waste
     assert sorted(one.name for one in copy.iterdir()) == names
     (copy / "config.json").write_text("as it was")
@@ -270,7 +270,7 @@ def test_the_local_copy_of_a_folder(faults: Faults, tmp_path: Path, monkeypatch:
     assert json.loads((copy / ".source.json").read_text())["config.json"][0] == len("another")
     monkeypatch.setattr(storage, "LOCK_TIMEOUT_S", 0.05)
     with (
-        storage.locked(copy.with_name(f".{copy.name}.lock"), 0),
+        storage.lock_file(copy.with_name(f".{copy.name}.lock"), 0),
         pytest.raises(ConfigError, match="another process has held"),
     ):
         storage.fetch_folder(url, cache)

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.layout.model_shape import PRESETS, LoraSpec, ModelSpec, parameter_shapes
-from phalanx.layout.tensor_shards import KINDS, Slice, copies_of, kind_of, problems, slices, whole_shapes
-from phalanx.models.llama import TENSOR
+from phalanx.layout.tensor_shards import (
+    CUT_KINDS,
+    TensorShard,
+    count_copies,
+    find_cut_kind,
+    find_tensor_problems,
+    plan_tensor_shards,
+    whole_shapes,
+)
+from phalanx.models.llama import TENSOR_PLAN
 
 SMALL = ModelSpec(
     architecture="qwen2", vocab_size=61, hidden=32, layers=2, heads=8, kv_heads=2, head_dim=4, intermediate=48,
@@ -20,18 +28,18 @@ SMALL = ModelSpec(
 
 
 @st.composite
-def parts(draw: st.DrawFn) -> Slice:
+def parts(draw: st.DrawFn) -> TensorShard:
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=2)))
     dim = draw(st.sampled_from(sorted({0, len(shape) - 1})))
     start = draw(st.integers(0, shape[dim] - 1))
-    return Slice(shape, dim, start, draw(st.integers(start + 1, shape[dim])))
+    return TensorShard(shape, dim, start, draw(st.integers(start + 1, shape[dim])))
 
 
 @given(parts(), st.data())
-def test_runs_of_a_part_are_its_elements_in_the_whole(part: Slice, data: st.DataObject) -> None:
+def test_runs_of_a_part_are_its_elements_in_the_whole(part: TensorShard, data: st.DataObject) -> None:
     whole = torch.arange(math.prod(part.shape)).view(part.shape)
     flat = whole.narrow(part.dim, part.start, part.stop - part.start).flatten()
-    assert part.local == tuple(whole.narrow(part.dim, part.start, part.stop - part.start).shape)
+    assert part.local_shape == tuple(whole.narrow(part.dim, part.start, part.stop - part.start).shape)
     stop = data.draw(st.integers(0, flat.numel()))
     start = data.draw(st.integers(0, stop))
     found = [whole.flatten()[first:last] for first, last in part.runs(start, stop)]
@@ -46,8 +54,8 @@ def test_all_ranks_together_hold_every_element_as_often_as_they_say(size: int) -
     times = {name: torch.zeros(shape) for name, shape in shapes.items()}
     firsts = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for rank in range(size):
-        held = slices(shapes, TENSOR, SMALL.kv_heads, size, rank)
-        assert whole_shapes({name: part.local for name, part in held.items()}, held).items() <= shapes.items()
+        held = plan_tensor_shards(shapes, TENSOR_PLAN, SMALL.kv_heads, size, rank)
+        assert whole_shapes({name: part.local_shape for name, part in held.items()}, held).items() <= shapes.items()
         for name, part in held.items():
             times[name].narrow(part.dim, part.start, part.stop - part.start).add_(1 / part.copies)
             firsts[name].narrow(part.dim, part.start, part.stop - part.start).add_(part.first)
@@ -56,12 +64,15 @@ def test_all_ranks_together_hold_every_element_as_often_as_they_say(size: int) -
     for name in held:
         assert torch.equal(times[name], torch.ones(shapes[name])), name
         assert torch.equal(firsts[name], torch.ones(shapes[name])), name
-    copies = Counter(copies_of(shapes, held, size).values())
+    copies = Counter(count_copies(shapes, held, size).values())
     assert copies[size] >= len(whole)
 
 
 def test_fewer_key_heads_than_ranks_are_held_by_neighbours() -> None:
-    held = [slices(parameter_shapes(SMALL), TENSOR, 2, 8, rank)["layers.0.attention.k.weight"] for rank in range(8)]
+    held = [
+        plan_tensor_shards(parameter_shapes(SMALL), TENSOR_PLAN, 2, 8, rank)["layers.0.attention.k.weight"]
+        for rank in range(8)
+    ]
     assert [(part.start, part.stop, part.copies, part.first) for part in held] == [
         (4 * (rank // 4), 4 * (rank // 4) + 4, 4, rank % 4 == 0) for rank in range(8)
     ]
@@ -69,13 +80,13 @@ def test_fewer_key_heads_than_ranks_are_held_by_neighbours() -> None:
 
 def test_the_table_names_modules_of_the_model_and_kinds_that_there_are() -> None:
     modules = {name.rpartition(".")[0] for name in parameter_shapes(SMALL)}
-    assert {kind_of(module, TENSOR) for module in modules} == {*KINDS, None}
-    assert set(TENSOR.values()) == set(KINDS)
+    assert {find_cut_kind(module, TENSOR_PLAN) for module in modules} == {*CUT_KINDS, None}
+    assert set(TENSOR_PLAN.values()) == set(CUT_KINDS)
 
 
 def test_what_divides_has_no_problems() -> None:
     for name in ("llama-3-70b", "qwen2.5-7b", "qwen3-8b"):
-        sizes = [size for size in (1, 2, 4) if not problems(PRESETS[name], size, 4096, sequence=True)]
+        sizes = [size for size in (1, 2, 4) if not find_tensor_problems(PRESETS[name], size, 4096, sequence=True)]
         assert sizes == [1, 2, 4], name
 
 
@@ -92,11 +103,13 @@ def test_what_divides_has_no_problems() -> None:
     ],
 )
 def test_problems_say_the_numbers(changes: dict[str, object], tensor: int, says: str) -> None:
-    (found, *_) = [each for each in problems(replace(SMALL, **changes), tensor, 18, sequence=True) if says in each]  # type: ignore[arg-type]
+    (found, *_) = [
+        each for each in find_tensor_problems(replace(SMALL, **changes), tensor, 18, sequence=True) if says in each
+    ]  # type: ignore[arg-type]
     assert f"parallel.tensor={tensor}" in found or f"{tensor} parts (parallel.tensor)" in found
-    assert not problems(replace(SMALL, **changes), 1, 18, sequence=True)  # type: ignore[arg-type]
+    assert not find_tensor_problems(replace(SMALL, **changes), 1, 18, sequence=True)  # type: ignore[arg-type]
 
 
 def test_a_class_of_ones_own_is_not_cut() -> None:
-    (found,) = problems(SMALL, 2, 16, sequence=True, own_code=True)
+    (found,) = find_tensor_problems(SMALL, 2, 16, sequence=True, custom_code=True)
     assert "model.code" in found

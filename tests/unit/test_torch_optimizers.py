@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from phalanx.config import optimizers
-from phalanx.config.load import check, resolve
+from phalanx.config.load import build_config, resolve_autos
 from phalanx.config.schema import OptimSection
 from phalanx.core.errors import ConfigError
 from phalanx.optim.make_rule import make_rule
 from phalanx.optim.state import Slot
-from phalanx.optim.torch_optimizers import FromTorch
-from phalanx.optim.update import Change, zeros
+from phalanx.optim.torch_optimizers import TorchRule
+from phalanx.optim.update import StepUpdate, allocate_zeros
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (6, 7), "norm": (5,)}
@@ -39,18 +39,18 @@ CASES: list[tuple[str, dict[str, Any], float]] = [
 IDS = [f"{name}-{'-'.join(options)}" for name, options, _ in CASES]
 
 
-def rule_of(name: str, options: dict[str, Any], decay: float) -> FromTorch:
-    rule = make_rule(OptimSection(rule=name, options=options, lr=0.05, weight_decay=decay, beta1=0.8, eps=1e-7))
-    assert isinstance(rule, FromTorch)
+def rule_of(name: str, options: dict[str, Any], decay: float) -> TorchRule:
+    rule = make_rule(OptimSection(name=name, options=options, lr=0.05, weight_decay=decay, beta1=0.8, eps=1e-7))
+    assert isinstance(rule, TorchRule)
     return rule
 
 
-def start(rule: FromTorch, dtype: torch.dtype) -> Slot:
+def start(rule: TorchRule, dtype: torch.dtype) -> Slot:
     slot, generator = {}, torch.Generator().manual_seed(0)
     for name, shape in SHAPES.items():
         size = torch.Size(shape).numel()
         values = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
-        slot[name] = {"param": values} | rule.make(name, shape, size, dtype, CPU, zeros)
+        slot[name] = {"param": values} | rule.make_state(name, shape, size, dtype, CPU, allocate_zeros)
     return slot
 
 
@@ -62,7 +62,7 @@ def grads_of(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
-def take(rule: FromTorch, source: Slot, target: Slot, step: int, skip: float = 0.0, lr: float = 0.05) -> None:
+def take(rule: TorchRule, source: Slot, target: Slot, step: int, skip: float = 0.0, lr: float = 0.05) -> None:
     dtype = source["a"]["param"].dtype
     grads = {name: grad * 3 for name, grad in grads_of(step, dtype).items()}
     divisor = torch.tensor(3.0, dtype=dtype)
@@ -72,7 +72,7 @@ def take(rule: FromTorch, source: Slot, target: Slot, step: int, skip: float = 0
         source,
         target,
         grads,
-        Change(step=step, lr=lr, no_decay=frozenset(["norm"]), divisor=divisor, skip=torch.tensor(skip)),
+        StepUpdate(step=step, lr=lr, no_decay=frozenset(["norm"]), divisor=divisor, skip=torch.tensor(skip)),
     )
 
 
@@ -81,12 +81,12 @@ def test_flat_shards_are_updated_as_torch_updates_the_whole(
     name: str, options: dict[str, Any], decay: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "phalanx.optim.torch_optimizers.PORTION_ELEMENTS", 19
+        "phalanx.optim.torch_optimizers.CHUNK_ELEMENTS", 19
     )  # cuts the first and joins it to the second
     rule = rule_of(name, options, decay)
     slot = start(rule, torch.float64)
     theirs = {name: slot[name]["param"].clone().view(shape) for name, shape in SHAPES.items()}
-    known = optimizers.RULES[name]
+    known = optimizers.OPTIMIZERS[name]
     given: dict[str, Any] = dict(options) | ({"betas": (0.8, 0.95), "eps": 1e-7} if "beta1" in known.keys else {})
     groups: list[dict[str, Any]] = [{"params": [theirs["a"]]}, {"params": [theirs["norm"]]}]
     if "weight_decay" in known.keys:
@@ -105,7 +105,7 @@ def test_flat_shards_are_updated_as_torch_updates_the_whole(
         # NAdam's and ASGD's single numbers are float32 in torch and float64 here.
         near = 1e-6 if name in ("nadam", "asgd") else 1e-13
         torch.testing.assert_close(slot[key]["param"], tensor.flatten(), rtol=near, atol=near)
-        for kind in rule.kinds:
+        for kind in rule.state_kinds:
             torch.testing.assert_close(slot[key][kind], optimizer.state[tensor][kind].flatten(), rtol=near, atol=near)
 
 
@@ -133,11 +133,11 @@ def test_slot_to_slot_in_place_and_skipped(name: str, options: dict[str, Any], d
     assert all(torch.equal(in_place[key][kind], value) for key in target for kind, value in target[key].items())
 
 
-@pytest.mark.parametrize("name", [name for name, known in optimizers.RULES.items() if known.torch_class])
+@pytest.mark.parametrize("name", [name for name, known in optimizers.OPTIMIZERS.items() if known.torch_class])
 def test_the_table_is_what_torch_takes(name: str) -> None:
-    known = optimizers.RULES[name]
+    known = optimizers.OPTIMIZERS[name]
     parameters = dict(inspect.signature(getattr(torch.optim, str(known.torch_class)).__init__).parameters)
-    for key in ("self", "params", "lr", *optimizers.FORBIDDEN):
+    for key in ("self", "params", "lr", *optimizers.FORBIDDEN_OPTIONS):
         parameters.pop(key, None)
     assert ("weight_decay" in known.keys) is (parameters.pop("weight_decay", None) is not None)
     if "beta1" in known.keys:
@@ -151,55 +151,55 @@ def test_the_table_is_what_torch_takes(name: str) -> None:
 
 def test_every_class_of_torch_is_known_or_refused_by_name() -> None:
     names = {name.lower() for name, value in vars(torch.optim).items() if inspect.isclass(value)} - {"optimizer"}
-    assert names == {*(name for name in optimizers.RULES if name != "adamw8bit"), *optimizers.REFUSED}
+    assert names == {*(name for name in optimizers.OPTIMIZERS if name != "adamw8bit"), *optimizers.UNSUPPORTED}
 
 
 @pytest.mark.parametrize(
     ("optim", "sentence"),
     [
-        ({"rule": "muon"}, "optim.rule muon cannot be used, since it works on whole matrices"),
-        ({"rule": "lbfgs"}, "it computes the loss several times in one step"),
-        ({"rule": "adafactor"}, "it keeps sums of whole rows and columns"),
-        ({"rule": "sparseadam"}, "it is for sparse gradients"),
-        ({"rule": "LBFGS"}, "optim.rule LBFGS cannot be used, since it computes the loss several times"),
-        ({"rule": "AdamW"}, "optim.rule 'AdamW' is not known; did you mean adamw?"),
-        ({"rule": "lion9"}, "optim.rule 'lion9' is not known; choose one of adamw, adamw8bit, adam, sgd"),
-        ({"rule": "sgd", "options": {"momentun": 0.9}}, "optim.options.momentun is not known to sgd; did you mean mom"),
-        ({"rule": "sgd", "options": {"z": 1}}, "is not known to sgd; the options of sgd are momentum, dampening"),
-        ({"rule": "sgd", "options": {"nesterov": 1}}, "optim.options.nesterov must be true or false, not 1"),
-        ({"rule": "sgd", "options": {"momentum": True}}, "optim.options.momentum must be a number, not true"),
-        ({"rule": "sgd", "options": {"maximize": True}}, "optim.options.maximize cannot be chosen"),
-        ({"rule": "adam", "options": {"eps": 1e-8}}, "optim.options.eps is not where adam reads it; set optim.eps"),
-        ({"rule": "adam", "options": {"weight_decay": 1}}, "set optim.weight_decay"),
-        ({"rule": "adam", "options": {"betas": 1}}, "set optim.beta1 and optim.beta2"),
-        ({"rule": "sgd", "options": {"eps": 1e-8}}, "optim.options.eps is not known to sgd; the options of sgd are"),
-        ({"rule": "rprop", "options": {"weight_decay": 1}}, "is not used, since rprop has no further options"),
-        ({"rule": "sgd", "options": {"momentum": math.inf}}, "optim.options.momentum must be a finite number, not inf"),
+        ({"name": "muon"}, "optim.name muon cannot be used, since it works on whole matrices"),
+        ({"name": "lbfgs"}, "it computes the loss several times in one step"),
+        ({"name": "adafactor"}, "it keeps sums of whole rows and columns"),
+        ({"name": "sparseadam"}, "it is for sparse gradients"),
+        ({"name": "LBFGS"}, "optim.name LBFGS cannot be used, since it computes the loss several times"),
+        ({"name": "AdamW"}, "optim.name 'AdamW' is not known; did you mean adamw?"),
+        ({"name": "lion9"}, "optim.name 'lion9' is not known; choose one of adamw, adamw8bit, adam, sgd"),
+        ({"name": "sgd", "options": {"momentun": 0.9}}, "optim.options.momentun is not known to sgd; did you mean mom"),
+        ({"name": "sgd", "options": {"z": 1}}, "is not known to sgd; the options of sgd are momentum, dampening"),
+        ({"name": "sgd", "options": {"nesterov": 1}}, "optim.options.nesterov must be true or false, not 1"),
+        ({"name": "sgd", "options": {"momentum": True}}, "optim.options.momentum must be a number, not true"),
+        ({"name": "sgd", "options": {"maximize": True}}, "optim.options.maximize cannot be chosen"),
+        ({"name": "adam", "options": {"eps": 1e-8}}, "optim.options.eps is not where adam reads it; set optim.eps"),
+        ({"name": "adam", "options": {"weight_decay": 1}}, "set optim.weight_decay"),
+        ({"name": "adam", "options": {"betas": 1}}, "set optim.beta1 and optim.beta2"),
+        ({"name": "sgd", "options": {"eps": 1e-8}}, "optim.options.eps is not known to sgd; the options of sgd are"),
+        ({"name": "rprop", "options": {"weight_decay": 1}}, "is not used, since rprop has no further options"),
+        ({"name": "sgd", "options": {"momentum": math.inf}}, "optim.options.momentum must be a finite number, not inf"),
         ({"options": {"amsgrad": True}}, "optim.options.amsgrad is not used, since adamw has no further options"),
-        ({"rule": "sgd", "beta1": 0.8}, "optim.beta1 is set, but optim.rule sgd does not use it"),
-        ({"rule": "rprop", "weight_decay": 0.1}, "optim.weight_decay is set, but optim.rule rprop does not use it"),
+        ({"name": "sgd", "beta1": 0.8}, "optim.beta1 is set, but optim.name sgd does not use it"),
+        ({"name": "rprop", "weight_decay": 0.1}, "optim.weight_decay is set, but optim.name rprop does not use it"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(optim: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=None) as caught:
-        check({"model": {"hidden": 16, "layers": 1, "heads": 2}, "optim": optim}, "the recipe")
+        build_config({"model": {"hidden": 16, "layers": 1, "heads": 2}, "optim": optim}, "the recipe")
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("options", [{"momentum": -1}, {"nesterov": True}])
 def test_values_that_the_class_refuses_are_a_sentence(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"optim.rule sgd refuses its options \(.*\); mend optim.options"):
+    with pytest.raises(ConfigError, match=r"optim.name sgd refuses its options \(.*\); mend optim.options"):
         rule_of("sgd", options, 0.0)
 
 
 @pytest.mark.parametrize(("rule", "decay"), [("adamw", 0.1), ("adamw8bit", 0.1), ("sgd", 0.0), ("rprop", 0.0)])
 def test_the_default_decay_is_the_rules(rule: str, decay: float) -> None:
-    config = check({"model": {"hidden": 16, "layers": 1, "heads": 2}, "optim": {"rule": rule}}, "the recipe")
-    assert resolve(config, device="cpu", world=1)[0].optim.weight_decay == decay
+    config = build_config({"model": {"hidden": 16, "layers": 1, "heads": 2}, "optim": {"name": rule}}, "the recipe")
+    assert resolve_autos(config, device="cpu", world=1)[0].optim.weight_decay == decay
 
 
 def test_a_number_of_which_nothing_is_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.optim.torch_optimizers.SCALARS", frozenset(["step"]))
-    with pytest.raises(ConfigError, match=r"optim\.rule nadam keeps mu_product in this version"):
+    with pytest.raises(ConfigError, match=r"optim\.name nadam keeps mu_product in this version"):
         rule_of("nadam", {}, 0.0)

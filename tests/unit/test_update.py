@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from phalanx.optim import gradients
 from phalanx.optim.state import Slot
-from phalanx.optim.update import AdamW, Change, zeros
+from phalanx.optim.update import AdamW, StepUpdate, allocate_zeros
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)
-KINDS = ("param", *RULE.kinds)
+KINDS = ("param", *RULE.state_kinds)
 sizes = st.lists(st.integers(0, 300), min_size=1, max_size=5)
 dtypes = st.sampled_from([torch.float32, torch.float64])
 
@@ -22,7 +22,7 @@ def a_slot(sizes: list[int], dtype: torch.dtype, seed: int) -> Slot:
     generator = torch.Generator().manual_seed(seed)
     slot: Slot = {}
     for i, size in enumerate(sizes):
-        state = RULE.make(f"p{i}", (size,), size, dtype, torch.device("cpu"), zeros)
+        state = RULE.make_state(f"p{i}", (size,), size, dtype, torch.device("cpu"), allocate_zeros)
         slot[f"p{i}"] = {"param": torch.zeros(size, dtype=dtype)} | state
     for kinds in slot.values():
         for kind, tensor in kinds.items():
@@ -52,7 +52,7 @@ def apply(
         source,
         target,
         some_grads(source, seed),
-        Change(
+        StepUpdate(
             step=step,
             lr=1e-2,
             no_decay=frozenset(["p1"]),
@@ -87,7 +87,7 @@ def test_a_shard_is_updated_as_its_part_of_the_whole(sizes: list[int], dtype: to
         shard = {name: {kind: take(tensor).clone() for kind, tensor in kinds.items()} for name, kinds in whole.items()}
         grads = {name: take(grad).clone() for name, grad in some_grads(whole, 1).items()}
         one, no = torch.ones((), dtype=dtype), torch.zeros(())
-        RULE.apply(shard, shard, grads, Change(step=3, lr=1e-2, no_decay=frozenset(["p1"]), divisor=one, skip=no))
+        RULE.apply(shard, shard, grads, StepUpdate(step=3, lr=1e-2, no_decay=frozenset(["p1"]), divisor=one, skip=no))
         parts.append(shard)
     apply(whole, whole)
     for name, kinds in whole.items():
@@ -101,7 +101,7 @@ def test_a_skipped_step_leaves_even_what_is_not_finite_alone() -> None:
     before = copy.deepcopy(slot)
     grads = {"p0": torch.full((7,), float("nan"))}
     one = torch.ones(())
-    RULE.apply(slot, slot, grads, Change(step=1, lr=1.0, no_decay=frozenset(), divisor=one, skip=torch.ones(())))
+    RULE.apply(slot, slot, grads, StepUpdate(step=1, lr=1.0, no_decay=frozenset(), divisor=one, skip=torch.ones(())))
     assert same(slot, before)
 
 
@@ -131,9 +131,13 @@ def test_twenty_steps_equal_torch_with_its_own_clipping(
             group["lr"] = lr
         adam.step()
         squares = gradients.sum_of_squares(grads.values(), dtype, torch.device("cpu"))
-        ours, divisor, skip = gradients.fold(squares, nominal_weight=nominal, total_weight=weight, clip=clip)
+        ours, divisor, skip = gradients.compute_norm_and_divisor(
+            squares, nominal_weight=nominal, total_weight=weight, clip=clip
+        )
         assert ours.item() == pytest.approx(norm.item(), rel=tolerance)
-        RULE.apply(slot, slot, grads, Change(step=step, lr=lr, no_decay=frozenset(["p1"]), divisor=divisor, skip=skip))
+        RULE.apply(
+            slot, slot, grads, StepUpdate(step=step, lr=lr, no_decay=frozenset(["p1"]), divisor=divisor, skip=skip)
+        )
     for name, parameter in theirs.items():
         apart = (slot[name]["param"] - parameter.detach()).abs().max() / parameter.detach().abs().max()
         print(f"{name}: {apart.item():.1e}")
@@ -146,7 +150,7 @@ def test_what_has_no_gradient_is_carried_over() -> None:
     source, target = a_slot([4, 3], torch.float64, seed=0), a_slot([4, 3], torch.float64, seed=9)
     one, no = torch.ones((), dtype=torch.float64), torch.zeros(())
     grads = {"p0": torch.ones(4, dtype=torch.float64)}
-    RULE.apply(source, target, grads, Change(step=1, lr=1e-2, no_decay=frozenset(), divisor=one, skip=no))
+    RULE.apply(source, target, grads, StepUpdate(step=1, lr=1e-2, no_decay=frozenset(), divisor=one, skip=no))
     assert all(torch.equal(target["p1"][kind], source["p1"][kind]) for kind in KINDS)
     assert not torch.equal(target["p0"]["param"], source["p0"]["param"])
 
@@ -158,7 +162,7 @@ def test_only_named_parameters_are_spared_the_decay() -> None:
     before = copy.deepcopy(slot)
     grads = {name: torch.zeros(5, dtype=torch.float64) for name in slot}
     one, no = torch.ones((), dtype=torch.float64), torch.zeros(())
-    RULE.apply(slot, slot, grads, Change(step=1, lr=0.5, no_decay=frozenset(["p1"]), divisor=one, skip=no))
+    RULE.apply(slot, slot, grads, StepUpdate(step=1, lr=0.5, no_decay=frozenset(["p1"]), divisor=one, skip=no))
     torch.testing.assert_close(slot["p0"]["param"], before["p0"]["param"] * (1 - 0.5 * 0.1), rtol=1e-15, atol=0)
     assert torch.equal(slot["p1"]["param"], before["p1"]["param"])
 
@@ -170,6 +174,6 @@ def test_state_comes_from_the_callers_allocator() -> None:
         asked.append((name, kind, elements, dtype))
         return torch.zeros(elements, dtype=dtype, device=device)
 
-    state = RULE.make("a", (3,), 3, torch.float64, torch.device("cpu"), allocate)
-    assert asked == [("a", kind, 3, torch.float64) for kind in RULE.kinds]
-    assert tuple(state) == RULE.kinds
+    state = RULE.make_state("a", (3,), 3, torch.float64, torch.device("cpu"), allocate)
+    assert asked == [("a", kind, 3, torch.float64) for kind in RULE.state_kinds]
+    assert tuple(state) == RULE.state_kinds

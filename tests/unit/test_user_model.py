@@ -11,25 +11,25 @@ import pytest
 from phalanx.config import load
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import RunPaths
-from phalanx.generate.text import Sampling, opened
+from phalanx.generate.text import Sampling, load_generator
 from phalanx.layout.model_shape import ModelSpec, parameter_count, parameter_shapes
 from phalanx.models.hf_config import BASE_KEY, spec_from_config
 from phalanx.models.hf_mapping import config_from_spec
 from phalanx.models.llama import Llama
-from phalanx.models.user_model import check_class, model_class, shapes_of
+from phalanx.models.user_model import check_model_class, load_model_class, shapes_of
 from phalanx.trainer import run_folder
 from tests.dist import command
 from tests.helpers import ROOT
 
 SPEC = ModelSpec(vocab_size=96, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=64)
 EXAMPLE = ROOT / "examples" / "custom_model.py"
-HEAD = "import torch\nfrom torch import nn\nfrom phalanx.models.llama import HF_NAMES, Llama, initial\n"
+HEAD = "import torch\nfrom torch import nn\nfrom phalanx.models.llama import HF_NAMES, Llama, llama_init_rule\n"
 
 
 def test_without_a_file_it_is_the_built_in_class() -> None:
-    assert model_class(None) is Llama
+    assert load_model_class(None) is Llama
     assert shapes_of(Llama, SPEC) == parameter_shapes(SPEC)
-    assert check_class(Llama, SPEC) == parameter_count(SPEC)
+    assert check_model_class(Llama, SPEC) == parameter_count(SPEC)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
@@ -55,17 +55,17 @@ def test_a_broken_file_is_one_sentence(sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(BROKEN[sentence])
     with pytest.raises(ConfigError) as caught:
-        model_class(path)
+        load_model_class(path)
     assert sentence in str(caught.value)
     assert str(path) in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.py is no file"):
-        model_class(tmp_path / "gone.py")
+        load_model_class(tmp_path / "gone.py")
     (tmp_path / "own.txt").write_text("x = 1")
     with pytest.raises(ConfigError, match=r"ends in \.py"):
-        model_class(tmp_path / "own.txt")
+        load_model_class(tmp_path / "own.txt")
 
 
 LATE = {
@@ -86,7 +86,7 @@ def test_a_class_that_would_fail_later_is_refused_at_once(sentence: str, tmp_pat
     text = f"{HEAD}\nclass Model(Llama):\n    def __init__(self, spec):\n        super().__init__(spec)\n        "
     path.write_text(text + LATE[sentence] + "\n")
     with pytest.raises(ConfigError) as caught:
-        check_class(model_class(path), SPEC)
+        check_model_class(load_model_class(path), SPEC)
     assert sentence in str(caught.value)
 
 
@@ -94,7 +94,7 @@ def test_a_start_that_there_is_not_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(f"{HEAD}\nclass Model(Llama):\n    initial = staticmethod(lambda name, spec: ('twos',))\n")
     with pytest.raises(ConfigError, match=r"cannot start embed\.weight: .*twos"):
-        check_class(model_class(path), SPEC)
+        check_model_class(load_model_class(path), SPEC)
 
 
 def test_two_parameters_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -104,22 +104,22 @@ def test_two_parameters_of_one_name_are_refused(tmp_path: Path) -> None:
         "    hf_names = HF_NAMES | {'layers.{i}.mlp_norm.weight': 'model.layers.{i}.input_layernorm.weight'}\n"
     )
     with pytest.raises(ConfigError, match=r"mlp_norm.weight one Hugging Face name, model\.layers\.0\.input_layernorm"):
-        check_class(model_class(path), SPEC)
+        check_model_class(load_model_class(path), SPEC)
 
 
 def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(f"{HEAD}\nclass Model(Llama):\n    mark = 1\n")
-    first = model_class(path)
-    assert model_class(path) is first
+    first = load_model_class(path)
+    assert load_model_class(path) is first
     path.write_text(f"{HEAD}\nclass Model(Llama):\n    mark = 22\n")
-    assert vars(model_class(path))["mark"] == 22
+    assert vars(load_model_class(path))["mark"] == 22
 
 
 def test_its_config_json_says_whose_it_is_and_what_it_is_built_on() -> None:
     import torch
 
-    own = model_class(EXAMPLE)
+    own = load_model_class(EXAMPLE)
     spec = replace(SPEC, architecture="qwen3", head_dim=16)
     config = config_from_spec(spec, torch.float32, model_class=own)
     assert (config["architectures"], config["model_type"]) == (["SquaredLlamaForCausalLM"], "squared_llama")
@@ -137,19 +137,19 @@ def test_a_run_keeps_the_file_and_goes_on_with_no_other(tmp_path: Path) -> None:
     code = tmp_path / "own.py"
     code.write_text(f"{HEAD}\nclass Model(Llama):\n    pass\n")
     tree = {"model": {"hidden": 16, "layers": 1, "heads": 2, "code": str(code), "vocab_size": 64}}
-    config = load.check(tree, "the test's recipe")
+    config = load.build_config(tree, "the test's recipe")
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    run_folder.check_code(paths, config, going_on=False)
+    run_folder.check_run_code(paths, config, resuming=False)
     run_folder.write_start(paths, config, tmp_path)
     assert paths.model_code.read_text() == code.read_text()
-    run_folder.check_code(paths, config, going_on=True)
+    run_folder.check_run_code(paths, config, resuming=True)
     code.write_text(code.read_text() + "# another\n")
     with pytest.raises(RunError, match="is not what the run"):
-        run_folder.check_code(paths, config, going_on=True)
+        run_folder.check_run_code(paths, config, resuming=True)
     paths.model_code.unlink()
     with pytest.raises(RunError, match=r"model\.py is gone"):
-        run_folder.check_code(paths, config, going_on=True)
+        run_folder.check_run_code(paths, config, resuming=True)
 
 
 def forked(words: list[str], check: bool) -> None:
@@ -167,10 +167,10 @@ def test_the_example_trains_goes_on_exports_and_loads(tmp_path: Path, monkeypatc
     kept = tmp_path / "own" / "run" / "model.py"
     assert kept.read_text() == EXAMPLE.read_text()
     # What writes text with the run takes the class from there, and lets it make itself known to transformers.
-    own, asked = model_class(kept), list[None]()
+    own, asked = load_model_class(kept), list[None]()
     known = own.register
     monkeypatch.setattr(own, "register", staticmethod(lambda: asked.append(known())))
-    with opened(kept.parent, Sampling(max_tokens=3)) as writer:
+    with load_generator(kept.parent, Sampling(max_tokens=3)) as writer:
         assert type(writer.model).__name__ == "SquaredLlamaForCausalLM"
-        assert writer.write("import", show=False, echo=False)
+        assert writer.complete("import", show=False, echo=False)
     assert asked == [None]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from phalanx.config import load
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.workload.sinks import SCALARS
-from phalanx.workload.wandb_sink import WeightsAndBiases
+from phalanx.workload.wandb_sink import WandbSink
 from tests.dist import command
 
 RECIPE = """
@@ -57,9 +57,9 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wandb.teardown()
 
 
-def sink_of(folder: Path, attempt: int) -> WeightsAndBiases:
-    config = load.check({"model": {"hidden": 16, "layers": 1, "heads": 2}, "report": {"wandb": "p"}}, "a recipe")
-    return WeightsAndBiases(RunPaths(folder), config, attempt)
+def sink_of(folder: Path, attempt: int) -> WandbSink:
+    config = load.build_config({"model": {"hidden": 16, "layers": 1, "heads": 2}, "report": {"wandb": "p"}}, "a recipe")
+    return WandbSink(RunPaths(folder), config, attempt)
 
 
 def record(step: int) -> dict[str, Any]:
@@ -72,8 +72,8 @@ def test_a_run_and_its_continuation_are_one_run_there(tmp_path: Path) -> None:
         sink = sink_of(tmp_path, attempt)
         for step in steps:
             sink.on_step(record(step))
-        sink.on_event({"kind": Kind.EVALUATED, "step": steps[-1], "set": "mine", "loss": attempt / 4})
-        sink.on_event({"kind": Kind.FINISHED, "step": steps[-1]})
+        sink.on_event({"kind": EventKind.EVALUATED, "step": steps[-1], "set": "mine", "loss": attempt / 4})
+        sink.on_event({"kind": EventKind.FINISHED, "step": steps[-1]})
         sink.close()
         time.sleep(1.1)  # its folders are named by the second
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
@@ -114,7 +114,7 @@ def test_what_fails_there_ends_the_logging_and_not_the_run(when: str, tmp_path: 
     sink.on_step(record(3))
     sink.close()
     (warning,) = read_lines(RunPaths(tmp_path).events)
-    assert (warning["kind"], warning["attempt"]) == (Kind.WARNING, 3)
+    assert (warning["kind"], warning["attempt"]) == (EventKind.WARNING, 3)
     assert "so the run goes on without it" in warning["message"]
 
 

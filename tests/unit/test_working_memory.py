@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from phalanx.checkpoint.memory import working_memory
-from phalanx.checkpoint.memory.working_memory import Working, forget_from
+from phalanx.checkpoint.memory.working_memory import WorkingMemory, remove_stale
 
 
 def test_who_comes_next_gets_the_same_memory(tmp_path: Path) -> None:
-    first = Working(tmp_path, 3)
-    one, other = first.take(5000, torch.float32), first.take(7, torch.float64)
+    first = WorkingMemory(tmp_path, 3)
+    one, other = first.allocate(5000, torch.float32), first.allocate(7, torch.float64)
     assert one is not None and other is not None
     one.fill_(1.0)
     other.fill_(2.0)
-    assert one.sum() == 5000 and first.take(0, torch.float32) is None
+    assert one.sum() == 5000 and first.allocate(0, torch.float32) is None
     [file] = tmp_path.iterdir()
     size = file.stat().st_size
-    again = Working(tmp_path, 3)
-    same, longer = again.take(5000, torch.float32), again.take(7000, torch.float64)
+    again = WorkingMemory(tmp_path, 3)
+    same, longer = again.allocate(5000, torch.float32), again.allocate(7000, torch.float64)
     assert same is not None and longer is not None
     assert same.sum() == 5000 and longer[:7].sum() == 14  # what lies there means nothing, but it is there
     longer.fill_(0.0)
@@ -31,21 +31,21 @@ def test_who_comes_next_gets_the_same_memory(tmp_path: Path) -> None:
 
 def test_without_room_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(working_memory.os, "statvfs", lambda path: SimpleNamespace(f_bavail=10, f_frsize=4096))
-    mine = Working(tmp_path, 0)
-    assert mine.take(10 * 1024, torch.float32) is None
-    assert mine.take(9 * 1024, torch.float32) is not None
-    assert Working(tmp_path / "is not there", 0).take(1, torch.float32) is None
+    mine = WorkingMemory(tmp_path, 0)
+    assert mine.allocate(10 * 1024, torch.float32) is None
+    assert mine.allocate(9 * 1024, torch.float32) is not None
+    assert WorkingMemory(tmp_path / "is not there", 0).allocate(1, torch.float32) is None
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(b"private" * 1000)
     os.symlink(tmp_path / "elsewhere", tmp_path / working_memory.NAME.format(0))
-    assert Working(tmp_path, 0).take(10, torch.float32) is None
+    assert WorkingMemory(tmp_path, 0).allocate(10, torch.float32) is None
 
 
 def test_what_ranks_leave_that_are_no_more_is_removed(tmp_path: Path) -> None:
     for rank in range(4):
-        Working(tmp_path, rank).take(1, torch.float32)
+        WorkingMemory(tmp_path, rank).allocate(1, torch.float32)
     (tmp_path / "working-hours").touch()
-    forget_from(tmp_path, 2)
+    remove_stale(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["working-00000", "working-00001", "working-hours"]

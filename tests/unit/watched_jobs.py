@@ -13,28 +13,28 @@ from typing import Any
 
 from phalanx.core import progress_page
 from phalanx.core.placement import Placement
-from phalanx.core.progress_page import Pulse
+from phalanx.core.progress_page import ProgressPage
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.node.agent import Job, run
-from phalanx.elastic.node.watchdog import Patience
+from phalanx.elastic.node.agent import NodeJob, run_local_job
+from phalanx.elastic.node.watchdog import HangTimeouts
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
 PATIENCE_S = 2.5
-PATIENCE = Patience(floor_s=PATIENCE_S, other_s=30.0)
+PATIENCE = HangTimeouts(floor_s=PATIENCE_S, other_s=30.0)
 
 
-def stepping(placement: Placement, steps: int = 3) -> Pulse:
+def stepping(placement: Placement, steps: int = 3) -> ProgressPage:
     """A rank that has done some steps, and begins another one."""
-    mine = progress_page.opened(placement.shared, placement.rank, placement.attempt)
+    mine = progress_page.open_progress_page(placement.shared, placement.rank, placement.attempt)
     for step in range(1, steps + 1):
         for phase in progress_page.STEP_PHASES:
-            mine.at(phase, step)
-    mine.at("data", steps + 1)
+            mine.enter_phase(phase, step)
+    mine.enter_phase("data", steps + 1)
     return mine
 
 
-def until_killed(mine: Pulse) -> int:
-    with mine.waiting("reduce"):
+def until_killed(mine: ProgressPage) -> int:
+    with mine.waiting_for("reduce"):
         time.sleep(60)
     return 1
 
@@ -44,9 +44,9 @@ def hangs(placement: Placement) -> int:
     if placement.attempt > 1:
         return 0
     if placement.rank == 1:
-        mine.at("forward", 4)
+        mine.enter_phase("forward", 4)
         time.sleep(60)
-    mine.at("exchange", 4)
+    mine.enter_phase("exchange", 4)
     return until_killed(mine)
 
 
@@ -54,9 +54,9 @@ def freezes(placement: Placement) -> int:
     mine = stepping(placement)
     if placement.attempt > 1:
         return 0
-    mine.at("exchange", 4)
+    mine.enter_phase("exchange", 4)
     if placement.rank == 0:
-        with mine.waiting("reduce"):
+        with mine.waiting_for("reduce"):
             os.kill(os.getpid(), signal.SIGSTOP)
     return until_killed(mine)
 
@@ -65,7 +65,7 @@ def deadlock(placement: Placement) -> int:
     mine = stepping(placement)
     if placement.attempt > 1:
         return 0
-    mine.at("exchange", 4)
+    mine.enter_phase("exchange", 4)
     return until_killed(mine)
 
 
@@ -74,12 +74,12 @@ def slow_but_alive(placement: Placement) -> int:
     mine = stepping(placement)
     if placement.rank == 1:
         for number in range(10):
-            mine.at("forward", 4, number)
+            mine.enter_phase("forward", 4, number)
             time.sleep(PATIENCE_S / 6)
         (FOLDER / "done").touch()
         return 0
-    mine.at("exchange", 4)
-    with mine.waiting("reduce"):
+    mine.enter_phase("exchange", 4)
+    with mine.waiting_for("reduce"):
         while not (FOLDER / "done").exists():
             time.sleep(0.05)
     return 0
@@ -87,12 +87,12 @@ def slow_but_alive(placement: Placement) -> int:
 
 def beside_steps(placement: Placement) -> int:
     """Long evaluations, checkpoints and first steps are nothing to worry about."""
-    mine = progress_page.opened(placement.shared, placement.rank, placement.attempt)
-    mine.at("forward", 1)
+    mine = progress_page.open_progress_page(placement.shared, placement.rank, placement.attempt)
+    mine.enter_phase("forward", 1)
     time.sleep(1.2 * PATIENCE_S)
     mine = stepping(placement)
     for phase in ("evaluate", "checkpoint"):
-        mine.at(phase, 4)
+        mine.enter_phase(phase, 4)
         time.sleep(1.2 * PATIENCE_S)
     return 0
 
@@ -106,7 +106,7 @@ def asks_the_recorder(placement: Placement) -> int:
     pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + f"{placement.rank}.pipe"
     os.mkfifo(pipe)
     (FOLDER / "records").write_text(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
-    mine.at("forward", 4)
+    mine.enter_phase("forward", 4)
     with open(pipe, "rb", buffering=0) as reader:
         (FOLDER / "asked").write_bytes(reader.read(2))
         time.sleep(60)
@@ -121,10 +121,10 @@ def main() -> None:
     def tell(kind: str, details: dict[str, Any]) -> None:
         print(json.dumps({"kind": kind, **details}), flush=True)
 
-    code = run(
-        Job(
+    code = run_local_job(
+        NodeJob(
             int(sys.argv[2]), worker, RunPaths(FOLDER / "run"), max_restarts=1, on_event=tell, shared=shared,
-            patience=PATIENCE,
+            hang_timeouts=PATIENCE,
         )
     )  # fmt: skip
     print(json.dumps({"code": code}), flush=True)

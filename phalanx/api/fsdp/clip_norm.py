@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
-from phalanx.api.fsdp.session import Session, current
-from phalanx.comm.collectives import carried_from
+from phalanx.api.fsdp.session import FsdpSession, current_session
+from phalanx.comm.collectives import device_for_group
 from phalanx.core.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     once, wherever it is held. Collective.
     """
     root = _root(model)
-    session = current()
+    session = current_session()
     if session is None or session.ranks.tensor == 1:
         if root is None:
             return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
@@ -44,7 +44,7 @@ def _root(model: nn.Module) -> FullyShardedDataParallel | None:
     return next((each for each in model.modules() if isinstance(each, FullyShardedDataParallel)), None)
 
 
-def _group(root: FullyShardedDataParallel | None, session: Session) -> dist.ProcessGroup:
+def _group(root: FullyShardedDataParallel | None, session: FsdpSession) -> dist.ProcessGroup:
     """All ranks that hold other elements than this one does, or the same for want of dividing them."""
     whole = root is None or root.sharding_strategy == ShardingStrategy.NO_SHARD
     return session.group("tensor" if whole else "whole")
@@ -67,7 +67,9 @@ def _sharded(root: FullyShardedDataParallel) -> Iterator[tuple[str, Tensor | Non
                 yield name, flat.grad.narrow(0, place.offset_in_shard, place.numel_in_shard)
 
 
-def _norm(gradients: list[tuple[str, Tensor]], session: Session, group: dist.ProcessGroup, norm_type: float) -> Tensor:
+def _norm(
+    gradients: list[tuple[str, Tensor]], session: FsdpSession, group: dist.ProcessGroup, norm_type: float
+) -> Tensor:
     device = gradients[0][1].device if gradients else torch.device("cpu")
     if norm_type == math.inf:
         parts = [gradient.abs().max().float() for _, gradient in gradients]
@@ -77,13 +79,13 @@ def _norm(gradients: list[tuple[str, Tensor]], session: Session, group: dist.Pro
         raise ConfigError(f"norm_type is {norm_type:g}, of which there is no norm; give a number above 0, or infinity")
     total = torch.zeros((), device=device, dtype=torch.float64)
     for name, gradient in gradients:
-        slice_ = session.slices.get(name)
+        slice_ = session.shards.get(name)
         alike = session.ranks.tensor if slice_ is None else slice_.copies
         total += torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32).double() ** norm_type / alike
     return (_over_ranks(total, dist.ReduceOp.SUM, group) ** (1 / norm_type)).float()
 
 
 def _over_ranks(total: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
-    sent = total.to(carried_from(group, total.device))
+    sent = total.to(device_for_group(group, total.device))
     dist.all_reduce(sent, op=operation, group=group)
     return sent.to(total.device)

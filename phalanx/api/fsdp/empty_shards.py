@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
-from phalanx.api.fsdp.session import current
+from phalanx.api.fsdp.session import current_session
 
 
 def with_empty_shards(original: Callable[..., ShardedTensor]) -> Callable[..., ShardedTensor]:
@@ -19,7 +19,7 @@ def with_empty_shards(original: Callable[..., ShardedTensor]) -> Callable[..., S
     def make(
         tensor: torch.Tensor, rank: int, world_size: int, num_devices_per_node: int, pg: dist.ProcessGroup, *others: Any
     ) -> ShardedTensor:
-        session = current()
+        session = current_session()
         few = len(tensor.chunk(world_size, dim=0)) < world_size
         if session is None or not session.empty_shards or not few:
             if not others and len(pg._device_types) > 1:  # it carries the host's too, and would name that

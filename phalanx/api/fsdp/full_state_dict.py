@@ -1,5 +1,5 @@
 """Full state dicts of models in FSDP whose tensors are divided: put together again, as the model was before, and taken
-apart when they are loaded. (A model's own dict is taken apart by a hook of `parallel.transform`.)"""
+apart when they are loaded. (A model's own dict is taken apart by a hook of `parallel.hf_transform`.)"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
-from phalanx.api.fsdp.session import Session, current
+from phalanx.api.fsdp.session import FsdpSession, current_session
 from phalanx.core.errors import ConfigError
-from phalanx.layout.tensor_shards import Slice
-from phalanx.parallel.hf_transform import full_state_dict, parts_of, whole_of
-from phalanx.parallel.tensor import part_of
+from phalanx.layout.tensor_shards import TensorShard
+from phalanx.parallel.hf_transform import find_tensor_shards, full_state_dict, gather_tensor
+from phalanx.parallel.tensor import copy_shard
 
 
-def put_together(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def gather_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook behind FSDP's own: the slices of all ranks become whole tensors, in place, on the first of them, and with
     `rank0_only=False` on all; the dicts of the others are emptied. `translate_on_save=False` leaves each rank its
     slices. Collective over these ranks."""
-    session = _dividing()
+    session = _tensor_parallel_session()
     assert isinstance(module, FullyShardedDataParallel)
     if session is None or not module._is_root:
         return
@@ -29,18 +29,18 @@ def put_together(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
         return
     if not state:
         return  # this rank is not the first that holds these slices
-    wrapped = {clean_tensor_name(name): name for name in parts_of(module)}
+    wrapped = {clean_tensor_name(name): name for name in find_tensor_shards(module)}
     own = {wrapped.get(name, name): tensor for full, tensor in state.items() for name in [full.removeprefix(prefix)]}
     found = full_state_dict(module, session.axis(), own, everywhere=not config.rank0_only)
     state.clear()
     state.update({prefix + clean_tensor_name(name): tensor for name, tensor in found.items()})
 
 
-def optimizer_put_together(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def with_full_optimizer_state(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """FSDP's state dict of an optimizer, the full kind of which has whole tensors: where the model's has."""
 
     def state_dict(*, model: nn.Module, **options: Any) -> dict[str, Any]:
-        session = _dividing()
+        session = _tensor_parallel_session()
         if session is None or not options.get("full_state_dict", True):
             return original(model=model, **options)
         everywhere, root = not options.get("rank0_only", True), _root(model)
@@ -52,20 +52,20 @@ def optimizer_put_together(original: Callable[..., dict[str, Any]]) -> Callable[
         found = original(model=model, **options | asked)
         if not everywhere and dist.get_rank(root.process_group):
             return {}
-        for values, kind, part in list(_divided(model, found)):
-            if tuple(values[kind].shape) == part.local:
-                values[kind] = whole_of(values[kind], part, session.axis(), everywhere)
+        for values, kind, part in list(_iterate_sharded_state(model, found)):
+            if tuple(values[kind].shape) == part.local_shape:
+                values[kind] = gather_tensor(values[kind], part, session.axis(), everywhere)
         return found if everywhere or session.axis().rank == 0 else {}
 
     return state_dict
 
 
-def optimizer_taken_apart(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def with_full_optimizer_load(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """The way back: each rank takes its slices of an optimizer's full state. Raises ConfigError where rank 0 alone has
     it."""
 
     def to_load(*, model: nn.Module, optim_state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
-        session = _dividing()
+        session = _tensor_parallel_session()
         if session is None or not options.get("full_state_dict", True):
             return original(model=model, optim_state_dict=optim_state_dict, **options)
         if options.get("rank0_only", False):
@@ -74,17 +74,17 @@ def optimizer_taken_apart(original: Callable[..., dict[str, Any]]) -> Callable[.
                 "load it on all ranks, with FullOptimStateDictConfig(rank0_only=False)"
             )
         state = {name: dict(values) for name, values in optim_state_dict["state"].items()}
-        for values, kind, part in _divided(model, {"state": state}):
+        for values, kind, part in _iterate_sharded_state(model, {"state": state}):
             if tuple(values[kind].shape) == part.shape:
-                values[kind] = part_of(values[kind], part).detach()
+                values[kind] = copy_shard(values[kind], part).detach()
         return original(model=model, optim_state_dict=optim_state_dict | {"state": state}, **options)
 
     return to_load
 
 
-def _dividing() -> Session | None:
+def _tensor_parallel_session() -> FsdpSession | None:
     """The session, if it divides tensors over ranks."""
-    session = current()
+    session = current_session()
     return session if session is not None and session.ranks.tensor > 1 else None
 
 
@@ -93,10 +93,12 @@ def _root(model: nn.Module) -> Any:
     return next(each for each in model.modules() if isinstance(each, FullyShardedDataParallel))
 
 
-def _divided(model: nn.Module, found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Slice]]:
+def _iterate_sharded_state(
+    model: nn.Module, found: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], str, TensorShard]]:
     """What an optimizer keeps of parameters that are divided: where it is, its kind, and which slice the parameter is.
     In the same order on all ranks."""
-    parts = {clean_tensor_name(name): part for name, part in parts_of(model).items()}
+    parts = {clean_tensor_name(name): part for name, part in find_tensor_shards(model).items()}
     for name, values in sorted(found.get("state", {}).items()):
         for kind in sorted(values) if name in parts else ():
             if isinstance(values[kind], Tensor):

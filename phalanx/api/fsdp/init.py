@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.api.fsdp import session as sessions
-from phalanx.api.fsdp.patches import patch
-from phalanx.api.fsdp.rank_layout import Ranks
-from phalanx.api.fsdp.session import Session
-from phalanx.comm.collectives import carried_from
+from phalanx.api.fsdp.patches import patch_fsdp
+from phalanx.api.fsdp.rank_layout import RankLayout
+from phalanx.api.fsdp.session import FsdpSession
+from phalanx.comm.collectives import device_for_group
 from phalanx.core.errors import ConfigError
 from phalanx.parallel import hf_transform as cut
 
@@ -39,26 +39,26 @@ def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
     started. To be called on all ranks, before the model is wrapped. Raises ConfigError for what cannot be.
     """
     settings = _read(config)
-    world = sessions.size()
+    world = sessions.world_size()
     tensor, degree = settings["tensor"], settings["shard_degree"]
     sessions.check_degrees(world, tensor, degree)
-    before = sessions.current()
+    before = sessions.current_session()
     if before is not None:
         if before.settings == settings:
             return
         raise ConfigError(f"this script was initialised with {before.settings} before; call phalanx.init once")
-    rank = sessions.meet()
-    ranks = Ranks(world, tensor, degree or world // tensor)
-    start(Session(rank, ranks, degree, settings=settings, names={"transform": "phalanx.transform"}))
+    rank = sessions.join_default_group()
+    ranks = RankLayout(world, tensor, degree or world // tensor)
+    start_session(FsdpSession(rank, ranks, degree, settings=settings, names={"transform": "phalanx.transform"}))
 
 
-def start(session: Session) -> None:
+def start_session(session: FsdpSession) -> None:
     """Begin a session, whoever asked for it: its groups are made, and FSDP heeds them. Collective."""
-    patch()
+    patch_fsdp()
     if not session.native:
         for kind in ("tensor", "data", "shard", "copy", "whole"):
             session.group(kind)
-    sessions.begin(session)
+    sessions.begin_session(session)
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def transform(
     they are sent where tensors are divided, and else FSDP must have `sync_module_states=True`. Raises ConfigError
     before `phalanx.init`, and for a model that cannot be divided. Collective.
     """
-    session = sessions.current()
+    session = sessions.current_session()
     if session is None:
         raise ConfigError(
             "phalanx.transform divides a model over ranks, which are not known yet; call phalanx.init first"
@@ -114,18 +114,18 @@ def transform(
 
 
 def _cut(
-    model: nn.Module, session: Session, from_rank0: bool, device: torch.device | None, dtype: torch.dtype | None
+    model: nn.Module, session: FsdpSession, from_rank0: bool, device: torch.device | None, dtype: torch.dtype | None
 ) -> None:
     """Divide a model, whose ranks begin with the values of the first of them; from rank 0 all ranks get theirs."""
     axis = session.axis()
     if not from_rank0:
         for parameter in model.parameters():
             if not parameter.is_meta:
-                sent = parameter.data.to(carried_from(axis.group, parameter.device))
+                sent = parameter.data.to(device_for_group(axis.group, parameter.device))
                 dist.broadcast(sent, axis.ranks[0], group=axis.group)
                 parameter.data.copy_(sent)
     cut.transform(model, axis, load_state_dict_from_rank0=from_rank0, device=device, dtype=dtype)
-    session.slices |= cut.parts_of(model)
+    session.shards |= cut.find_tensor_shards(model)
 
 
 def _cast(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:

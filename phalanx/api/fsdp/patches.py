@@ -24,8 +24,8 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from phalanx.api.fsdp.clip_norm import clip_grad_norm_
 from phalanx.api.fsdp.empty_shards import with_empty_shards
-from phalanx.api.fsdp.full_state_dict import optimizer_put_together, optimizer_taken_apart, put_together
-from phalanx.api.fsdp.session import Session, check_wrap, current, device, local_world
+from phalanx.api.fsdp.full_state_dict import gather_state_dict, with_full_optimizer_load, with_full_optimizer_state
+from phalanx.api.fsdp.session import FsdpSession, check_wrap, current_device, current_session, local_world
 from phalanx.core.errors import ConfigError
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -42,17 +42,17 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         setattr(owner, name, staticmethod(new) if isinstance(bound, staticmethod) else new)
 
 
-def patch() -> None:
+def patch_fsdp() -> None:
     """Have FSDP, of either kind, ask the session; calling it again changes nothing."""
-    replace(FullyShardedDataParallel, "__init__", _asking)
-    replace(FullyShardedDataParallel, "clip_grad_norm_", _clipping)
-    replace(_init_utils, "_materialize_with_param_init_fn", _then_tying)
-    replace(_init_utils, "_check_module_states_for_sync_module_states", _unless_on_host)
-    replace(_optim_utils, "_unflatten_orig_param_states", _copied)
+    replace(FullyShardedDataParallel, "__init__", _wrap_init)
+    replace(FullyShardedDataParallel, "clip_grad_norm_", _wrap_clip_grad_norm)
+    replace(_init_utils, "_materialize_with_param_init_fn", _wrap_materialize)
+    replace(_init_utils, "_check_module_states_for_sync_module_states", _wrap_sync_check)
+    replace(_optim_utils, "_unflatten_orig_param_states", _wrap_unflatten_state)
     replace(_fsdp_extensions, "_create_chunk_sharded_tensor", with_empty_shards)
-    replace(FullyShardedDataParallel, "_optim_state_dict_impl", optimizer_put_together)
-    replace(FullyShardedDataParallel, "_optim_state_dict_to_load_impl", optimizer_taken_apart)
-    replace(_fully_shard, "_init_default_mesh", _of_the_session)
+    replace(FullyShardedDataParallel, "_optim_state_dict_impl", with_full_optimizer_state)
+    replace(FullyShardedDataParallel, "_optim_state_dict_to_load_impl", with_full_optimizer_load)
+    replace(_fully_shard, "_init_default_mesh", _wrap_default_mesh)
 
 
 class InitThenTie:
@@ -68,7 +68,7 @@ class InitThenTie:
 # ----------------------------------------------------------------------------------------------------------- the first
 
 
-def _asking(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     def init(
         self: Any,
         module: nn.Module,
@@ -78,10 +78,10 @@ def _asking(original: Callable[..., None]) -> Callable[..., None]:
         post_param_init_fn: Callable[[nn.Module], None] | None = None,
         **options: Any,
     ) -> None:
-        session = current()
+        session = current_session()
         if session is not None:
             check_wrap(session, options.get("sync_module_states", False))
-            process_group, sharding_strategy = placement(
+            process_group, sharding_strategy = choose_fsdp_groups(
                 session, process_group, sharding_strategy, options.get("device_mesh")
             )
             session.done.add("wrap")
@@ -94,13 +94,13 @@ def _asking(original: Callable[..., None]) -> Callable[..., None]:
             elif not isinstance(given, InitThenTie):
                 options["param_init_fn"] = InitThenTie(given, post_param_init_fn)
         original(self, module, process_group, sharding_strategy, *others, **options)
-        self._register_state_dict_hook(put_together)
+        self._register_state_dict_hook(gather_state_dict)
 
     return init
 
 
-def placement(
-    session: Session, process_group: Any, strategy: ShardingStrategy | None, device_mesh: DeviceMesh | None
+def choose_fsdp_groups(
+    session: FsdpSession, process_group: Any, strategy: ShardingStrategy | None, device_mesh: DeviceMesh | None
 ) -> tuple[Any, ShardingStrategy | None]:
     """The process group, or pair of them, and the strategy that FSDP gets in the place of what the script gave.
 
@@ -113,8 +113,8 @@ def placement(
     if process_group is not None or device_mesh is not None:
         what = "process_group" if process_group is not None else "device_mesh"
         raise ConfigError(
-            f"FSDP was given a {what}, but {session.called('shard_degree')} and {session.called('tensor')} say which "
-            "ranks it shards over; leave one of the two out"
+            f"FSDP was given a {what}, but {session.display_name('shard_degree')} and {session.display_name('tensor')} "
+            "say which ranks it shards over; leave one of the two out"
         )
     if session.degree == 1:
         chosen: Any = session.group("data") if session.ranks.tensor > 1 else None
@@ -135,15 +135,17 @@ def _same(one: Any, other: Any) -> bool:
     return one is other
 
 
-def _native(session: Session, process_group: Any, strategy: ShardingStrategy | None, mesh: DeviceMesh | None) -> Any:
+def _native(
+    session: FsdpSession, process_group: Any, strategy: ShardingStrategy | None, mesh: DeviceMesh | None
+) -> Any:
     """FSDP's own hybrid sharding goes by the accelerators of a node. On a CPU there are none; it goes by its ranks."""
     if strategy not in HYBRID or process_group is not None or mesh is not None:
         return process_group
     here = local_world()
-    if device().type == "cpu" and "wrap" not in session.groups:
+    if current_device().type == "cpu" and "wrap" not in session.groups:
         session.shard_natively(here)
         session.groups["wrap"] = (session.group("shard"), session.group("copy"))
-    elif device().type != "cpu":
+    elif current_device().type != "cpu":
         session.shard_natively(here)
     return session.groups.get("wrap")
 
@@ -151,9 +153,9 @@ def _native(session: Session, process_group: Any, strategy: ShardingStrategy | N
 # ---------------------------------------------------------------------------------------------------------- the others
 
 
-def _clipping(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _wrap_clip_grad_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def clip(self: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        session = current()
+        session = current_session()
         if session is None or session.ranks.tensor == 1:
             return original(self, max_norm, norm_type)
         return clip_grad_norm_(self, max_norm, norm_type)
@@ -161,7 +163,7 @@ def _clipping(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return clip
 
 
-def _then_tying(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_materialize(original: Callable[..., None]) -> Callable[..., None]:
     def materialise(root: nn.Module, param_init_fn: Any, *others: Any) -> None:
         original(root, param_init_fn, *others)
         if isinstance(param_init_fn, InitThenTie):
@@ -170,7 +172,7 @@ def _then_tying(original: Callable[..., None]) -> Callable[..., None]:
     return materialise
 
 
-def _unless_on_host(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_sync_check(original: Callable[..., None]) -> Callable[..., None]:
     def check(states: Sequence[torch.Tensor]) -> None:
         if torch.accelerator.is_available():  # else host tensors are all there is, and can be sent
             original(states)
@@ -178,7 +180,7 @@ def _unless_on_host(original: Callable[..., None]) -> Callable[..., None]:
     return check
 
 
-def _copied(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_unflatten_state(original: Callable[..., None]) -> Callable[..., None]:
     """Of an optimizer's state, FSDP gives out its buffer if that lies on the host already, and then fills it with the
     next kind of state: Adam's first moments would be saved as its second. Not offloaded, it is copied."""
 
@@ -188,9 +190,9 @@ def _copied(original: Callable[..., None]) -> Callable[..., None]:
     return unflatten
 
 
-def _of_the_session(original: Callable[[], DeviceMesh]) -> Callable[[], DeviceMesh]:
+def _wrap_default_mesh(original: Callable[[], DeviceMesh]) -> Callable[[], DeviceMesh]:
     def default(*args: Any, **options: Any) -> DeviceMesh:
-        session = current()
+        session = current_session()
         if session is None or session.native:
             return original(*args, **options)
         check_wrap(session, sync=True)
@@ -202,9 +204,9 @@ def _of_the_session(original: Callable[[], DeviceMesh]) -> Callable[[], DeviceMe
     return default
 
 
-def _mesh(session: Session) -> DeviceMesh:
+def _mesh(session: FsdpSession) -> DeviceMesh:
     """The mesh that `fully_shard` takes: shards, or copies of shards."""
-    kind = device().type
+    kind = current_device().type
     if session.degree is None:
         return DeviceMesh.from_group(session.group("data"), kind, mesh_dim_names=("shard",))
     copies, shards = session.group("copy"), session.group("shard")

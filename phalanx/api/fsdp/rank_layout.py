@@ -9,7 +9,7 @@ Groups = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankLayout:
     """`tensor` ranks hold slices of the same tensors, `shard` of those shards of the same state; the rest are copies.
 
     Each list of groups has every rank in exactly one of them, and is the same on all ranks.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.api.fsdp.rank_layout import Ranks
+from phalanx.api.fsdp.rank_layout import RankLayout
 from phalanx.comm import mesh
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
@@ -23,7 +23,7 @@ TIMEOUT_S = 1800.0  # torch's own default
 
 
 @dataclass
-class Session:
+class FsdpSession:
     """`degree` of sharding as it was asked for: None leaves sharding to the script; 1 is none at all.
 
     `given` names what was written out, not left at its default; `done` what has happened since: "transform", "wrap"
@@ -31,7 +31,7 @@ class Session:
     """
 
     rank: int
-    ranks: Ranks
+    ranks: RankLayout
     degree: int | None = None
     offloading: bool = False
     horizon: int = 2
@@ -46,7 +46,7 @@ class Session:
     layers: frozenset[type] = frozenset()  # classes of a transformed model's layers
     experts: frozenset[type] = frozenset()  # of those of its modules that choose among experts
     models: list[int] = field(default_factory=list)  # ids of transformed models
-    slices: dict[str, Any] = field(default_factory=dict)  # what a transformed model's local parameters are of the whole
+    shards: dict[str, Any] = field(default_factory=dict)  # what a transformed model's local parameters are of the whole
     settings: Any = None  # as they were given, to tell a second call with others
     flushes: int = 0
     requests: Any = None  # the queue of saves that go on beside the script
@@ -61,7 +61,7 @@ class Session:
                 "copy": self.ranks.copy_groups,
                 "whole": self.ranks.whole_groups,
             }[kind]()
-            self.groups[kind] = mesh.own_group(lists)
+            self.groups[kind] = mesh.make_subgroup(lists)
         return self.groups[kind]
 
     def axis(self) -> mesh.Axis:
@@ -75,9 +75,9 @@ class Session:
     def shard_natively(self, degree: int) -> None:
         """The script itself shards over so many ranks; then ranks are counted by that."""
         if self.ranks.world % degree == 0:
-            self.ranks = Ranks(self.ranks.world, self.ranks.tensor, degree)
+            self.ranks = RankLayout(self.ranks.world, self.ranks.tensor, degree)
 
-    def called(self, name: str) -> str:
+    def display_name(self, name: str) -> str:
         """What a setting was called by whoever set it."""
         return self.names.get(name, name)
 
@@ -87,49 +87,49 @@ class Session:
         return self.ranks.tensor == 1 and self.degree is None
 
 
-_CURRENT: ContextVar[Session | None] = ContextVar("phalanx_session", default=None)
+_CURRENT: ContextVar[FsdpSession | None] = ContextVar("phalanx_session", default=None)
 
 
-def current() -> Session | None:
+def current_session() -> FsdpSession | None:
     """The session of this process; None before it was begun."""
     return _CURRENT.get()
 
 
-def begin(session: Session) -> None:
+def begin_session(session: FsdpSession) -> None:
     _CURRENT.set(session)
 
 
-def end() -> None:
+def end_session() -> None:
     """Forget the session; process groups are left as they are."""
     _CURRENT.set(None)
 
 
-def device() -> torch.device:
+def current_device() -> torch.device:
     """This process's current accelerator, or the CPU."""
     ours = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if ours is None else torch.device(ours.type, torch.accelerator.current_device_index())
 
 
-def placed() -> Placement:
+def find_placement() -> Placement:
     """Where whoever started this process says that it is: torchrun, Slurm, `phalanx run`; else one rank alone."""
-    devices = accelerator.found()
+    devices = accelerator.list_devices()
     found = from_environment(os.environ, devices)
     return found or Placement(0, 1, 0, 1, 0, devices[0] if devices else "cpu", store=None)
 
 
-def size() -> int:
+def world_size() -> int:
     """How many ranks there are or will be."""
-    return dist.get_world_size() if dist.is_initialized() else placed().world
+    return dist.get_world_size() if dist.is_initialized() else find_placement().world
 
 
-def meet() -> int:
+def join_default_group() -> int:
     """Make the default process group, unless the script has done so. Returns this rank."""
     if not dist.is_initialized():
-        placement = placed()
+        placement = find_placement()
         here = torch.device(placement.device)
         if here.type != "cpu":
             torch.accelerator.set_device_index(here.index or 0)
-        mesh.default_group(placement, TIMEOUT_S)
+        mesh.init_default_group(placement, TIMEOUT_S)
     return dist.get_rank()
 
 
@@ -147,9 +147,9 @@ def check_degrees(world: int, tensor: int, degree: int | None) -> None:
         raise ConfigError(f"{what} does not divide the {world} ranks; choose a divisor, or start other ranks")
 
 
-def check_wrap(session: Session, sync: bool) -> None:
+def check_wrap(session: FsdpSession, sync: bool) -> None:
     """Raise ConfigError where a model is wrapped in FSDP before what the session asks for was done to it."""
-    check_transformed(session)
+    require_transform(session)
     if session.needs_sync and not sync:
         raise ConfigError(
             "only the first rank's weights were loaded (load_state_dict_from_rank0=True), and FSDP would train the "
@@ -157,17 +157,17 @@ def check_wrap(session: Session, sync: bool) -> None:
         )
 
 
-def check_transformed(session: Session) -> None:
+def require_transform(session: FsdpSession) -> None:
     """Raise ConfigError where tensors were to be divided, but no model was transformed."""
     if session.ranks.tensor > 1 and "transform" not in session.done:
-        call = session.called("transform")
+        call = session.display_name("transform")
         raise ConfigError(
-            f"{session.called('tensor')} is {session.ranks.tensor}, but no model was transformed, so nothing would be "
-            f"divided; call model = {call}(model) before the model is wrapped or trained, or set it to 1"
+            f"{session.display_name('tensor')} is {session.ranks.tensor}, but no model was transformed, so nothing "
+            f"would be divided; call model = {call}(model) before the model is wrapped or trained, or set it to 1"
         )
 
 
 def local_world() -> int:
     """Ranks of this node; all, where nobody says which these are."""
-    found = from_environment(os.environ, accelerator.found())
+    found = from_environment(os.environ, accelerator.list_devices())
     return found.local_world if found is not None else dist.get_world_size()

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.disk.column_windows import Window, bands, covers, lift, project, rectangles
+from phalanx.checkpoint.disk.column_windows import Window, covers, iter_rectangles, lift, project, split_bands
 
-Where = tuple[int, int, Window, str]  # elements [start, stop) of a window, and what they lie in
+PieceSpan = tuple[int, int, Window, str]  # elements [start, stop) of a window, and what they lie in
 
 _ELEMENTS = 1 << 22  # of columns that are read at a time, with what lies between them
 
@@ -16,14 +16,14 @@ def assemble(
     out: Tensor,
     start: int,
     stop: int,
-    asked: Window,
-    pieces: Sequence[Where],
-    values: Callable[[Where, int, int], Tensor],
+    columns: Window,
+    pieces: Sequence[PieceSpan],
+    values: Callable[[PieceSpan, int, int], Tensor],
 ) -> None:
-    """Fill `out` with elements [start, stop) of the columns `asked`, which `pieces` cover; `values` gives elements
+    """Fill `out` with elements [start, stop) of `columns`, which `pieces` cover; `values` gives elements
     [first, last) of a piece, numbered from its own first."""
-    for band in bands((w for _, _, w, _ in pieces), asked):
-        at, end = project(start, asked, band), project(stop, asked, band)
+    for band in split_bands((w for _, _, w, _ in pieces), columns):
+        at, end = project(start, columns, band), project(stop, columns, band)
         here = [piece for piece in pieces if covers(piece[2], band)]
         while at < end:
             # Of all pieces that hold this element the one that reaches farthest, so that replicas are read once.
@@ -32,13 +32,13 @@ def assemble(
             low, high, w, _ = piece
             reach = min(project(high, w, band), end)
             # Where all of them are the same columns, what is asked for is one run.
-            width = stop if band == w == asked else band[1] - band[0]
-            for begin, rows, count in rectangles(at, reach, width, _rows(w)):
-                source, target = lift(begin, band, w) - low, lift(begin, band, asked) - start
+            width = stop if band == w == columns else band[1] - band[0]
+            for begin, rows, count in iter_rectangles(at, reach, width, _rows(w)):
+                source, target = lift(begin, band, w) - low, lift(begin, band, columns) - start
                 found = values(piece, source, source + _extent(rows, count, w))
-                into = out[target : target + _extent(rows, count, asked)]
+                into = out[target : target + _extent(rows, count, columns)]
                 with torch.no_grad():  # `out` may be a view of a parameter that wants gradients
-                    _grid(into, rows, count, asked).copy_(_grid(found, rows, count, w))
+                    _grid(into, rows, count, columns).copy_(_grid(found, rows, count, w))
             at = reach
 
 

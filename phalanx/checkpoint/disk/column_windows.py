@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 Window = tuple[int, int]
 
 
-def bands(windows: Iterable[Window], within: Window) -> list[Window]:
+def split_bands(windows: Iterable[Window], within: Window) -> list[Window]:
     """The parts of `within` that no edge of any window divides, in order."""
     first, last = within
     edges = {edge for window in windows for edge in window if first < edge < last}
@@ -36,7 +36,7 @@ def lift(at: int, band: Window, window: Window) -> int:
     return row * (window[1] - window[0]) + band[0] + column - window[0]
 
 
-def rectangles(start: int, stop: int, width: int, most: int) -> Iterator[tuple[int, int, int]]:
+def iter_rectangles(start: int, stop: int, width: int, most: int) -> Iterator[tuple[int, int, int]]:
     """Elements [start, stop) of a band of `width` columns as (first element, rows, columns): at most `most` rows each,
     and a row by itself where only a part of it is asked for."""
     while start < stop:

@@ -32,13 +32,13 @@ DTYPES = {
 
 
 class LocalFiles:
-    """The files in a local folder. Everything raises OSError, `values` also SafetensorError for a damaged file."""
+    """The files in a local folder. Everything raises OSError, `read_values` also SafetensorError for a damaged file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, Any] = {}
 
-    def whole(self, file: str) -> bytes:
+    def read_all(self, file: str) -> bytes:
         """The content of a small file."""
         return (self._folder / file).read_bytes()
 
@@ -51,7 +51,7 @@ class LocalFiles:
         with open(self._folder / file, "rb", buffering=0) as source:
             yield from _parts(source, self.size(file))
 
-    def values(self, file: str, key: str, start: int, stop: int) -> Tensor:
+    def read_values(self, file: str, key: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the 1-D tensor `key` of a safetensors file."""
         if file not in self._open:
             self._open[file] = safe_open(str(self._folder / file), framework="pt")
@@ -71,14 +71,14 @@ class RemoteFiles:
         self._open: dict[str, tuple[io.BufferedReader, int, dict[str, Any]]] = {}
         self._sizes: dict[str, int] = {}
 
-    def whole(self, file: str) -> bytes:
+    def read_all(self, file: str) -> bytes:
         """The content of a small file."""
         return storage.read_bytes((self._folder / file).text, timeout_s=self._folder.timeout_s)
 
     def size(self, file: str) -> int:
         """Bytes of a file; the folder is listed once for all of them."""
         if not self._sizes:
-            listed = storage.listing(self._folder.text, timeout_s=self._folder.timeout_s)
+            listed = storage.list_folder(self._folder.text, timeout_s=self._folder.timeout_s)
             self._sizes = {entry.name: entry.size for entry in listed}
         if file not in self._sizes:
             raise FileNotFoundError(2, "No such file", file)
@@ -89,7 +89,7 @@ class RemoteFiles:
         with self._reader(file) as source:
             yield from _parts(source, self.size(file))
 
-    def values(self, file: str, key: str, start: int, stop: int) -> Tensor:
+    def read_values(self, file: str, key: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the 1-D tensor `key` of a safetensors file."""
         if file not in self._open:
             reader = self._reader(file)

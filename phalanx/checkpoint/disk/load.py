@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from phalanx.checkpoint.disk.assemble import assemble
-from phalanx.checkpoint.disk.column_windows import Window, bands, covers, project
+from phalanx.checkpoint.disk.column_windows import Window, covers, project, split_bands
 from phalanx.checkpoint.disk.files import LocalFiles, RemoteFiles
 from phalanx.core import format_versions
 from phalanx.core.errors import CheckpointError, StorageError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.run_paths import MANIFEST, Url
 from phalanx.storage import files as storage
 
@@ -40,7 +40,7 @@ Span = tuple[int, int, Window]  # elements [start, stop) of a window
 Place = TypeVar("Place", Path, Url, Path | Url)
 
 
-class Group(Protocol):
+class ObjectGroup(Protocol):
     """How the ranks that save or load together exchange small JSON-able objects.
 
     Every rank calls both functions in the same order. A saver calls them from its own thread, so they must not share a
@@ -54,7 +54,7 @@ class Group(Protocol):
         """Rank 0's object, on every rank."""
 
 
-class Alone:
+class SingleRankGroup:
     """The group of one rank."""
 
     def gather_objects(self, obj: Any) -> list[Any] | None:
@@ -76,32 +76,34 @@ def tensor_name(name: str, kind: str, start: int, stop: int) -> str:
     return f"{kind}/{name}/{start}-{stop}"
 
 
-def canonical(obj: Any) -> bytes:
+def canonical_json(obj: Any) -> bytes:
     """JSON in the one spelling that checksums are taken of: sorted keys, no spaces, ASCII, no NaN."""
     return json.dumps(obj, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def manifest_checksum(manifest: dict[str, Any]) -> str:
     """SHA-256 (hexadecimal) of a manifest without its own "checksum"."""
-    return hashlib.sha256(canonical({key: value for key, value in manifest.items() if key != "checksum"})).hexdigest()
+    return hashlib.sha256(
+        canonical_json({key: value for key, value in manifest.items() if key != "checksum"})
+    ).hexdigest()
 
 
-def all_columns(shape: tuple[int, ...]) -> Window:
+def full_window(shape: tuple[int, ...]) -> Window:
     """The window that is a whole parameter of `shape`."""
     return 0, max(1, shape[-1]) if shape else 1
 
 
-def first_missing(spans: list[Span], start: int, stop: int, asked: Window) -> tuple[tuple[int, int], Window] | None:
+def find_missing(spans: list[Span], start: int, stop: int, columns: Window) -> tuple[tuple[int, int], Window] | None:
     """The first elements of [start, stop) of a window that no span covers, and the columns they are numbered in."""
-    for band in bands((window for _, _, window in spans), asked):
+    for band in split_bands((window for _, _, window in spans), columns):
         here = [(project(low, w, band), project(high, w, band)) for low, high, w in spans if covers(w, band)]
-        gap = first_gap(here, project(start, asked, band), project(stop, asked, band))
+        gap = find_gap(here, project(start, columns, band), project(stop, columns, band))
         if gap is not None:
             return gap, band
     return None
 
 
-def first_gap(spans: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int] | None:
+def find_gap(spans: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int] | None:
     """The first part of [start, stop) that no span covers; None when all of it is covered. Spans may overlap."""
     at = start
     for low, high in sorted(spans):
@@ -137,7 +139,7 @@ class Checkpoint:
             self._pieces: defaultdict[tuple[str, str], list[tuple[int, int, Window, str]]] = defaultdict(list)
             for file, entry in self.files.items():
                 for name, kind, start, stop, _dtype, *window in entry["pieces"]:
-                    first, last = window[0] if window else all_columns(self.parameters[name][0])
+                    first, last = window[0] if window else full_window(self.parameters[name][0])
                     self._pieces[name, kind].append((start, stop, (first, last), file))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._refuse(MANIFEST, f"does not have the fields of its version ({error!r})") from error
@@ -164,7 +166,7 @@ class Checkpoint:
             if f"{crc:08x}" != self.files[file]["crc32"]:
                 raise self._refuse(file, f"has CRC-32 {crc:08x} where {self.files[file]['crc32']} was written")
 
-    def read(
+    def read_into(
         self, name: str, kind: str, start: int, stop: int, out: Tensor, window: tuple[int, int] | None = None
     ) -> None:
         """Fill `out` with elements [start, stop) of a parameter's `kind`, or of a `window` of its columns.
@@ -174,9 +176,9 @@ class Checkpoint:
         """
         assert out.shape == (stop - start,), (name, kind, start, stop, tuple(out.shape))
         pieces = self._pieces.get((name, kind), [])
-        whole = all_columns(self.parameters[name][0] if name in self.parameters else ())
+        whole = full_window(self.parameters[name][0] if name in self.parameters else ())
         asked = whole if window is None else window
-        missing = first_missing([(low, high, w) for low, high, w, _ in pieces], start, stop, asked)
+        missing = find_missing([(low, high, w) for low, high, w, _ in pieces], start, stop, asked)
         if missing is not None:
             (first, last), band = missing
             columns = "" if band == whole else f" in columns {band[0]} to {band[1]}"
@@ -188,7 +190,7 @@ class Checkpoint:
         def values(piece: tuple[int, int, Window, str], first: int, last: int) -> Tensor:
             low, high, _, file = piece
             with self._reading(file):
-                return self._source.values(file, tensor_name(name, kind, low, high), first, last)
+                return self._source.read_values(file, tensor_name(name, kind, low, high), first, last)
 
         assemble(out, start, stop, asked, pieces, values)
 
@@ -209,18 +211,20 @@ class Checkpoint:
 
     def _parse(self) -> dict[str, Any]:
         with self._reading(MANIFEST):
-            raw = self._source.whole(MANIFEST)
+            raw = self._source.read_all(MANIFEST)
         try:
             manifest = json.loads(raw.decode("ascii"))
         except (ValueError, RecursionError) as error:
             raise self._refuse(MANIFEST, "is torn: it is not complete JSON") from error
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise self._refuse(MANIFEST, f"is not of format {FORMAT}")
-        wrong = format_versions.problem(manifest.get("version"), (VERSION, WINDOWED), "resume from another checkpoint")
+        wrong = format_versions.describe_version_problem(
+            manifest.get("version"), (VERSION, WINDOWED), "resume from another checkpoint"
+        )
         if wrong is not None:
             raise CheckpointError(f"checkpoint {self.path} cannot be used because its file {MANIFEST} {wrong}")
         # Comparing the spelling as well leaves no byte of the file that could change unnoticed.
-        if manifest_checksum(manifest) != manifest.get("checksum") or canonical(manifest) != raw:
+        if manifest_checksum(manifest) != manifest.get("checksum") or canonical_json(manifest) != raw:
             raise self._refuse(MANIFEST, "does not match its own checksum")
         return manifest
 
@@ -231,11 +235,11 @@ class Checkpoint:
         )
 
 
-def find(folder: Path | Url) -> list[int]:
+def list_steps(folder: Path | Url) -> list[int]:
     """Steps that have a checkpoint, valid or not, newest first: a folder of their name, or at a URL one that holds a
     manifest. Empty where `folder` does not exist."""
     if isinstance(folder, Url):
-        files = storage.listing(folder.text, recursive=True, timeout_s=folder.timeout_s)
+        files = storage.list_folder(folder.text, recursive=True, timeout_s=folder.timeout_s)
         found = (re.search(rf"/step-(\d{{8,}})/{re.escape(MANIFEST)}$", entry.url) for entry in files)
         return sorted((int(match[1]) for match in found if match), reverse=True)
     if not folder.is_dir():
@@ -244,7 +248,7 @@ def find(folder: Path | Url) -> list[int]:
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
-def examine(
+def open_and_verify(
     path: Path | Url, rank: int = 0, world: int = 1, check: Callable[[Checkpoint], bool] | None = None
 ) -> tuple[Checkpoint | None, str | None]:
     """Open a checkpoint, verify this rank's part of the files, then ask `check` (False or CheckpointError: refused).
@@ -261,16 +265,16 @@ def examine(
     return checkpoint, None
 
 
-def agree(group: Group, reason: str | None) -> str | None:
+def agree_on_reason(group: ObjectGroup, reason: str | None) -> str | None:
     """The reason of the lowest rank that has one, on every rank; None when none has."""
     reasons = group.gather_objects(reason)
     return group.broadcast_object(next((found for found in reasons or [] if found is not None), None))
 
 
-def newest_agreed(
+def agree_on_newest(
     folder: Path | Url,
     rank: int,
-    group: Group,
+    group: ObjectGroup,
     check: Callable[[Checkpoint], bool] | None,
     on_event: OnEvent,
     at_most: int | None = None,
@@ -282,27 +286,27 @@ def newest_agreed(
     """
     members = group.gather_objects(None)
     # Rank 0 lists the folder for all: on a network file system two ranks may see different lists for a while.
-    plan = group.broadcast_object(None if members is None else {"world": len(members), "steps": find(folder)})
+    plan = group.broadcast_object(None if members is None else {"world": len(members), "steps": list_steps(folder)})
     for step in plan["steps"]:
         if at_most is not None and step > at_most:
             continue
-        checkpoint, reason = examine(step_folder(folder, step), rank, plan["world"], check)
-        reason = agree(group, reason)
+        checkpoint, reason = open_and_verify(step_folder(folder, step), rank, plan["world"], check)
+        reason = agree_on_reason(group, reason)
         if reason is None:
             return checkpoint
         if rank == 0:
-            on_event(Kind.CHECKPOINT_REFUSED, {"step": step, "reason": reason})
+            on_event(EventKind.CHECKPOINT_REFUSED, {"step": step, "reason": reason})
     return None
 
 
-def newest_valid(
+def find_newest_valid(
     folder: Path | Url, check: Callable[[Checkpoint], bool] | None, on_event: OnEvent
 ) -> Checkpoint | None:
-    """`newest_agreed` for one process: from newest to oldest, reads files completely, reports what it refuses."""
-    return newest_agreed(folder, 0, Alone(), check, on_event)
+    """`agree_on_newest` for one process: from newest to oldest, reads files completely, reports what it refuses."""
+    return agree_on_newest(folder, 0, SingleRankGroup(), check, on_event)
 
 
-def is_whole(path: Path | Url) -> bool:
+def is_complete(path: Path | Url) -> bool:
     """Whether a checkpoint's manifest is valid and its files have the right sizes; contents are not read."""
     try:
         Checkpoint(path)

@@ -10,33 +10,33 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.disk.load import MANIFEST, canonical, find, is_whole, step_folder
-from phalanx.checkpoint.disk.snapshot import Content
+from phalanx.checkpoint.disk.load import MANIFEST, canonical_json, is_complete, list_steps, step_folder
+from phalanx.checkpoint.disk.snapshot import SnapshotFile
 from phalanx.core.errors import CheckpointError
 from phalanx.core.json_lines import sync_folder
 
 
-class Local:
+class LocalCheckpoints:
     """The folder `folder` of checkpoints as the saver uses it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def clear(self, attempt: int) -> None:
+    def clear_leftovers(self, attempt: int) -> None:
         """Remove what killed writers of this attempt and older ones left."""
         clear_leftovers(self._folder, attempt)
 
-    def holds(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """Whether there is a checkpoint of a step, valid or not."""
         return os.path.isdir(step_folder(self._folder, step))
 
-    def file(self, step: int, attempt: int, rank: int) -> Path:
+    def rank_file(self, step: int, attempt: int, rank: int) -> Path:
         """Where a rank's file of an attempt is written to."""
         return self._unfinished(step, attempt) / f"rank-{rank:05d}.safetensors"
 
-    def write(self, step: int, attempt: int, rank: int, content: Content) -> None:
+    def write(self, step: int, attempt: int, rank: int, content: SnapshotFile) -> None:
         """Write a rank's file and force it to disk. Raises OSError."""
-        path = self.file(step, attempt, rank)
+        path = self.rank_file(step, attempt, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, content)
 
@@ -48,9 +48,9 @@ class Local:
         """Remove the files of a save that failed; best effort, as the next save comes by again."""
         shutil.rmtree(self._unfinished(step, attempt), ignore_errors=True)
 
-    def retain(self, keep: int, step: int, spared: int | None = None) -> None:
+    def retain(self, keep: int, step: int, protected: int | None = None) -> None:
         """Remove old checkpoints. Raises OSError."""
-        retain(self._folder, keep, step, spared)
+        retain(self._folder, keep, step, protected)
 
     def remove(self, step: int) -> None:
         """Remove the checkpoint of a step. Raises OSError."""
@@ -60,7 +60,7 @@ class Local:
         return self._folder / f".step-{step:08d}.attempt-{attempt}"
 
 
-def write_file(path: Path, content: Content) -> None:
+def write_file(path: Path, content: SnapshotFile) -> None:
     """Write a file and force it to disk. Raises OSError."""
     with open(path, "wb") as file:
         for chunk in content.chunks():
@@ -83,7 +83,7 @@ def commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
                 " put the run folder on a file system that all nodes share"
             )
     with open(temporary / MANIFEST, "wb") as target:
-        target.write(canonical(manifest))
+        target.write(canonical_json(manifest))
         target.flush()
         os.fsync(target.fileno())
     sync_folder(temporary)
@@ -110,18 +110,18 @@ def clear_leftovers(folder: Path, attempt: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def retain(folder: Path, keep: int, step: int, spared: int | None = None) -> None:
-    """Remove checkpoints older than the `keep` newest valid ones, counted from the just saved `step`; not `spared`.
+def retain(folder: Path, keep: int, step: int, protected: int | None = None) -> None:
+    """Remove checkpoints older than the `keep` newest valid ones, counted from the just saved `step`; not `protected`.
 
     Newer ones were left behind by a run that went back, damaged ones among the kept are evidence: both stay. Raises
     OSError.
     """
     kept = 1
-    for other in find(folder):
+    for other in list_steps(folder):
         path = step_folder(folder, other)
         if other >= step:
             continue
-        if kept >= keep and other != spared:
+        if kept >= keep and other != protected:
             remove_folder(path)
-        elif is_whole(path):
+        elif is_complete(path):
             kept += 1

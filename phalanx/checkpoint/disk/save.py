@@ -21,30 +21,30 @@ from phalanx.checkpoint.disk.load import (
     VERSION,
     WINDOWED,
     Checkpoint,
-    Group,
+    ObjectGroup,
     OnEvent,
     Parameters,
     Span,
-    agree,
-    all_columns,
-    canonical,
-    examine,
-    find,
-    first_missing,
+    agree_on_reason,
+    canonical_json,
+    find_missing,
+    full_window,
+    list_steps,
     manifest_checksum,
+    open_and_verify,
     step_folder,
 )
-from phalanx.checkpoint.disk.local import Local
-from phalanx.checkpoint.disk.remote import Remote
-from phalanx.checkpoint.disk.snapshot import Content, HostBuffer, Stored
+from phalanx.checkpoint.disk.local import LocalCheckpoints
+from phalanx.checkpoint.disk.remote import RemoteCheckpoints
+from phalanx.checkpoint.disk.snapshot import HostBuffer, SnapshotFile, StoredPiece
 from phalanx.core.errors import CutOff, PhalanxError, RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.run_paths import Url
-from phalanx.optim.state import Piece
+from phalanx.optim.state import StatePiece
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended, the same on every rank. `rank` is the one that failed; `seconds` is the whole save's."""
 
     step: int
@@ -56,23 +56,24 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """One save as the background thread needs it."""
 
     step: int
     attempt: int
     header: dict[str, Any]
     parameters: Parameters
-    stored: list[Stored]
-    spared: int | None = None  # a step whose checkpoint stays beside the newest
+    stored: list[StoredPiece]
+    protected: int | None = None  # a step whose checkpoint stays beside the newest
 
 
-class Saver:
+class CheckpointSaver:
     """Saves checkpoints into `folder`, a local one or one at a URL, asynchronously.
 
     Every rank has one and calls the same methods in the same order. `group` must not be used by anything else. `keep`
-    (at least 1) is how many valid checkpoints stay. `before_commit` is called on rank 0, from the saver's thread, when
-    all files are written, `before_write` on every rank, with the step, before its own; what they raise fails the save.
+    (at least 1) is how many valid checkpoints stay. `before_commit` is called on rank 0, from the saver's thread,
+    when all files are written, `before_write` on every rank, with the step, before its own; what they raise fails the
+    save.
     `on_event(kind, details)` is called on rank 0 only, from the
     saver's thread: "checkpoint_saved" (step, bytes, seconds), "checkpoint_failed" (step, reason, rank), "warning"
     (message). After each `save`: `blocked_s` is how long it waited for the save before it, `snapshot_s` how long the
@@ -83,7 +84,7 @@ class Saver:
         self,
         folder: Path | Url,
         rank: int,
-        group: Group,
+        group: ObjectGroup,
         keep: int,
         on_event: OnEvent,
         before_commit: Callable[[], None] | None = None,
@@ -93,18 +94,18 @@ class Saver:
         self.folder = folder
         self.blocked_s = 0.0
         self.snapshot_s = 0.0
-        self.outcome: Outcome | None = None
+        self.outcome: SaveOutcome | None = None
         self._rank = rank
         self._group = group
         self._keep = keep
-        self.spared: int | None = None  # a step whose checkpoint stays beside the newest, from the next save on
+        self.protected: int | None = None  # a step whose checkpoint stays beside the newest, from the next save on
         self._on_event = on_event
         self._before_commit, self._before_write = before_commit, before_write
         self._buffer = HostBuffer()
         self._thread: Thread | None = None
         self._error: Exception | None = None
 
-    def save(self, header: dict[str, Any], parameters: Parameters, pieces: Iterable[Piece], attempt: int) -> None:
+    def save(self, header: dict[str, Any], parameters: Parameters, pieces: Iterable[StatePiece], attempt: int) -> None:
         """Copy the pieces and return; the rest happens in the background. They may be changed as soon as this returns.
 
         `header` is JSON-able and holds "step"; `parameters` is the same on all ranks and maps every name to its (shape,
@@ -116,9 +117,9 @@ class Saver:
         self.blocked_s = time.perf_counter() - started
         stored = self._buffer.store(pieces)
         self.snapshot_s = time.perf_counter() - started - self.blocked_s
-        plain = json.loads(canonical(header))  # a header that is not JSON fails here, where the mistake is
+        plain = json.loads(canonical_json(header))  # a header that is not JSON fails here, where the mistake is
         shapes = {name: (tuple(shape), dtype) for name, (shape, dtype) in parameters.items()}
-        job = Job(int(plain["step"]), attempt, plain, shapes, stored, self.spared)
+        job = SaveJob(int(plain["step"]), attempt, plain, shapes, stored, self.protected)
         # A daemon: a process that fails leaves at once, and the next attempt clears what it left behind.
         self._thread = Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -136,13 +137,13 @@ class Saver:
         if error is not None:
             raise error
 
-    def remove_behind(self, step: int) -> None:
+    def remove_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, which belong to a way that was given up. No save may be running.
         Collective. Raises RunError."""
         members, failure = self._group.gather_objects(None), None
         if members is not None:
             try:
-                for later in [other for other in find(self.folder) if other > step]:
+                for later in [other for other in list_steps(self.folder) if other > step]:
                     self._place().remove(later)
             except (OSError, PhalanxError) as error:
                 failure = f"checkpoints behind step {step} in {self.folder} cannot be removed ({error})"
@@ -157,16 +158,16 @@ class Saver:
         finally:
             self._buffer.clear()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: SaveJob) -> None:
         try:
             self._save(job)
         except Exception as error:
             self._error = error
 
-    def _save(self, job: Job) -> None:
+    def _save(self, job: SaveJob) -> None:
         started = time.perf_counter()
         place = self._place()
-        failure, present, replaced = self._present(job, place)
+        failure, present, replaced = self._find_existing(job, place)
         unexpected: Exception | None = None
         if failure is not None:
             verdict: dict[str, Any] = {"reason": failure, "rank": 0, "bytes": 0}
@@ -176,16 +177,18 @@ class Saver:
             verdict, unexpected = self._write(job, place)
         seconds = time.perf_counter() - started
         saved = verdict["reason"] is None
-        self.outcome = Outcome(job.step, saved, verdict["reason"], verdict["rank"], verdict["bytes"], seconds)
+        self.outcome = SaveOutcome(job.step, saved, verdict["reason"], verdict["rank"], verdict["bytes"], seconds)
         if self._rank == 0:
             self._report(job, place, self.outcome, present is not None, replaced)
         if unexpected is not None:
             raise unexpected
 
-    def _place(self) -> Local | Remote:
-        return Remote(self.folder) if isinstance(self.folder, Url) else Local(self.folder)
+    def _place(self) -> LocalCheckpoints | RemoteCheckpoints:
+        return RemoteCheckpoints(self.folder) if isinstance(self.folder, Url) else LocalCheckpoints(self.folder)
 
-    def _present(self, job: Job, place: Local | Remote) -> tuple[str | None, Checkpoint | None, str | None]:
+    def _find_existing(
+        self, job: SaveJob, place: LocalCheckpoints | RemoteCheckpoints
+    ) -> tuple[str | None, Checkpoint | None, str | None]:
         """Why no save is worth trying; the valid checkpoint of this step if there is one; else why the one that is
         there does not count.
 
@@ -198,10 +201,10 @@ class Saver:
         if members is not None:
             plan = {"world": len(members), "exists": False, "failure": None}
             try:
-                place.clear(job.attempt)  # before anything is written: they may be what fills the disk
-                plan["exists"] = place.holds(job.step)
+                place.clear_leftovers(job.attempt)  # before anything is written: they may be what fills the disk
+                plan["exists"] = place.has_step(job.step)
             except (OSError, PhalanxError) as error:
-                plan["failure"] = sentence(error, final)
+                plan["failure"] = describe_save_error(error, final)
         agreed = self._group.broadcast_object(plan)
         if agreed["failure"] is not None or not agreed["exists"]:
             return agreed["failure"], None, None
@@ -212,28 +215,34 @@ class Saver:
 
         checkpoint = None
         try:
-            checkpoint, reason = examine(final, self._rank, agreed["world"], same_trajectory)
+            checkpoint, reason = open_and_verify(final, self._rank, agreed["world"], same_trajectory)
         except (OSError, PhalanxError) as error:
             reason = str(error)  # the other ranks wait for an answer
-        reason = agree(self._group, reason)
+        reason = agree_on_reason(self._group, reason)
         return (None, checkpoint, None) if reason is None else (None, None, reason)
 
-    def _write(self, job: Job, place: Local | Remote) -> tuple[dict[str, Any], Exception | None]:
+    def _write(
+        self, job: SaveJob, place: LocalCheckpoints | RemoteCheckpoints
+    ) -> tuple[dict[str, Any], Exception | None]:
         """Write this rank's file; rank 0 commits if all did.
 
         Returns the verdict, the same on all ranks, and the unexpected error of this one.
         """
-        path = place.file(job.step, job.attempt, self._rank)
+        path = place.rank_file(job.step, job.attempt, self._rank)
         entry, error = None, None
         try:
             if self._before_write is not None:
                 self._before_write(job.step)
-            content = Content(job.stored, self._buffer)
+            content = SnapshotFile(job.stored, self._buffer)
             place.write(job.step, job.attempt, self._rank, content)
-            entry = content.entry()
+            entry = content.manifest_entry()
         except Exception as caught:  # whatever it is, the other ranks wait for an answer
             error = caught
-        answer = {"file": path.name, "entry": entry, "reason": None if error is None else sentence(error, path)}
+        answer = {
+            "file": path.name,
+            "entry": entry,
+            "reason": None if error is None else describe_save_error(error, path),
+        }
         answers = self._group.gather_objects(answer)
         verdict = None
         if answers is not None:
@@ -249,7 +258,7 @@ class Saver:
                     verdict = {"reason": None, "rank": None, "bytes": sum(item["bytes"] for item in files.values())}
                 except Exception as caught:
                     error = caught
-                    verdict = {"reason": sentence(caught, path.parent), "rank": 0, "bytes": 0}
+                    verdict = {"reason": describe_save_error(caught, path.parent), "rank": 0, "bytes": 0}
         verdict = self._group.broadcast_object(verdict)
         if verdict["reason"] is not None:
             place.abandon(job.step, job.attempt)  # on every rank, since the ranks may see different disks
@@ -258,26 +267,31 @@ class Saver:
         return verdict, None if expected else error
 
     def _report(
-        self, job: Job, place: Local | Remote, outcome: Outcome, already_there: bool, replaced: str | None
+        self,
+        job: SaveJob,
+        place: LocalCheckpoints | RemoteCheckpoints,
+        outcome: SaveOutcome,
+        already_there: bool,
+        replaced: str | None,
     ) -> None:
         if not outcome.saved:
             failure = {"step": job.step, "reason": outcome.reason, "rank": outcome.rank}
-            self._on_event(Kind.CHECKPOINT_FAILED, failure)
+            self._on_event(EventKind.CHECKPOINT_FAILED, failure)
             return
         details: dict[str, Any] = {"step": job.step, "bytes": outcome.bytes, "seconds": outcome.seconds}
         if already_there:
             details["already_there"] = True
         if replaced is not None:
             details["replaced"] = replaced
-        self._on_event(Kind.CHECKPOINT_SAVED, details)
+        self._on_event(EventKind.CHECKPOINT_SAVED, details)
         try:
-            place.retain(self._keep, job.step, job.spared)
+            place.retain(self._keep, job.step, job.protected)
         except (OSError, PhalanxError) as error:
             message = f"old checkpoints in {self.folder} cannot be removed ({error}), so their place may fill"
-            self._on_event(Kind.WARNING, {"message": f"{message}; remove them by hand"})
+            self._on_event(EventKind.WARNING, {"message": f"{message}; remove them by hand"})
 
 
-def sentence(error: Exception, path: Path | Url) -> str:
+def describe_save_error(error: Exception, path: Path | Url) -> str:
     """What went wrong with a save, for the event."""
     if isinstance(error, PhalanxError):
         return str(error)
@@ -285,7 +299,7 @@ def sentence(error: Exception, path: Path | Url) -> str:
     return f"{path} cannot be written ({problem}), so this step has no checkpoint; make room there before the next one"
 
 
-def build_manifest(job: Job, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def build_manifest(job: SaveJob, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The manifest of a checkpoint, checksum included. Raises ValueError where the pieces of all ranks leave a gap."""
     spans: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
     sizes = {name: torch.Size(shape).numel() for name, (shape, _dtype) in job.parameters.items()}
@@ -294,11 +308,11 @@ def build_manifest(job: Job, files: dict[str, dict[str, Any]]) -> dict[str, Any]
         for name, kind, start, stop, _dtype, *window in entry["pieces"]:
             if name not in sizes:
                 raise ValueError(f"pieces of {name} were saved, but it is not among the parameters")
-            first, last = window[0] if window else all_columns(job.parameters[name][0])
+            first, last = window[0] if window else full_window(job.parameters[name][0])
             spans[name, kind].append((start, stop, (first, last)))
             windowed = windowed or bool(window)
     for name, kind in [*spans, *((name, "param") for name in sizes)]:
-        missing = first_missing(spans[name, kind], 0, sizes[name], all_columns(job.parameters[name][0]))
+        missing = find_missing(spans[name, kind], 0, sizes[name], full_window(job.parameters[name][0]))
         if missing is not None:
             (first, last), _ = missing
             raise ValueError(f"no rank saved elements [{first}, {last}) of {kind} of parameter {name}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.disk.files import CHUNK_BYTES, DTYPES
 from phalanx.checkpoint.disk.load import tensor_name
-from phalanx.optim.state import Piece
+from phalanx.optim.state import StatePiece
 from phalanx.system import accelerator
 
 SEGMENT_BYTES = 64 << 20
@@ -19,8 +19,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A piece in the snapshot: what `Piece` says, without the tensor."""
+class StoredPiece:
+    """A piece in the snapshot: what `StatePiece` says, without the tensor."""
 
     name: str
     kind: str
@@ -30,7 +30,7 @@ class Stored:
     window: tuple[int, int] | None = None
 
     @property
-    def row(self) -> list[Any]:
+    def manifest_row(self) -> list[Any]:
         """As a manifest lists it."""
         listed: list[Any] = [self.name, self.kind, self.start, self.stop, str(self.dtype).removeprefix("torch.")]
         return listed if self.window is None else [*listed, list(self.window)]
@@ -49,7 +49,7 @@ class HostBuffer:
         self._segments: list[Tensor] = []
         self._pinned = False
 
-    def store(self, pieces: Iterable[Piece]) -> list[Stored]:
+    def store(self, pieces: Iterable[StatePiece]) -> list[StoredPiece]:
         """Copy the pieces, widest dtype first (which aligns each one without gaps), and return them in that order.
 
         When it returns, the tensors may be changed: copies from an accelerator are waited for, once for all of them.
@@ -66,8 +66,8 @@ class HostBuffer:
                 assert tensor.shape == (piece.stop - piece.start,), (piece.name, piece.kind, tensor.shape)
                 offset_bytes = self._copy(tensor, offset_bytes)
         for device in devices:
-            accelerator.wait(device)  # the one place of a save where the host waits for the device
-        return [Stored(p.name, p.kind, p.start, p.stop, p.dtype, p.window) for p in ordered]
+            accelerator.synchronize(device)  # the one place of a save where the host waits for the device
+        return [StoredPiece(p.name, p.kind, p.start, p.stop, p.dtype, p.window) for p in ordered]
 
     def chunks(self, total_bytes: int) -> Iterator[memoryview]:
         """The first `total_bytes` of the buffer in order, in chunks of at most CHUNK_BYTES."""
@@ -96,14 +96,14 @@ class HostBuffer:
         return offset_bytes
 
 
-class Content:
+class SnapshotFile:
     """A snapshot as the bytes of a safetensors file: `chunks` as often as wanted, then its manifest entry.
 
     The format (8 bytes of header length, a JSON header, the data) is made directly, because the snapshot already is the
     data and the CRC-32 is then taken on the way instead of by reading the file again.
     """
 
-    def __init__(self, stored: list[Stored], buffer: HostBuffer) -> None:
+    def __init__(self, stored: list[StoredPiece], buffer: HostBuffer) -> None:
         self._stored, self._buffer = stored, buffer
         header: dict[str, Any] = {}
         data_bytes = 0
@@ -129,8 +129,8 @@ class Content:
             yield chunk
         self._crc = crc
 
-    def entry(self) -> dict[str, Any]:
+    def manifest_entry(self) -> dict[str, Any]:
         """Its manifest entry (bytes, crc32, pieces), once `chunks` has come to its end."""
         assert self._crc is not None
-        rows = [piece.row for piece in self._stored]
+        rows = [piece.manifest_row for piece in self._stored]
         return {"bytes": len(self._head) + self._data_bytes, "crc32": f"{self._crc:08x}", "pieces": rows}

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from phalanx.comm.mesh import Mesh
-from phalanx.system.event_times import seconds_between, stamp
+from phalanx.system.event_times import record_time, seconds_between
 
-MOST = 0.005  # of a step, that keeping it may take by what is measured here: memory and link are shared besides
+MAX_OVERHEAD = 0.005  # of a step, that keeping it may take by what is measured here: memory and link are shared besides
 UNMEASURED, MEASURED = 2, 6  # first steps of an attempt, in which much is made once; and those that are looked at then
 
 
-class Thinning:
+class SnapshotInterval:
     """`unit`: every how many steps one is replicated to other nodes; the interval kept is a multiple of it."""
 
     def __init__(self, device: torch.device, wanted: bool, unit: int | None) -> None:
@@ -30,18 +30,18 @@ class Thinning:
         self._calls: list[float] = []  # when steps ended
         self._waits: list[tuple[Any, Any]] = []
 
-    def keeps(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether a step is kept."""
         return step < self._from or step % self.every == 0
 
-    def stamp(self) -> Any:
+    def take_stamp(self) -> Any:
         """Where this thread's stream is now, while it is measured."""
-        return stamp(self._device) if self._measures else None
+        return record_time(self._device) if self._measures else None
 
-    def waited(self, since: Any) -> None:
+    def add_wait(self, since: Any) -> None:
         """The stream is free to write over the state again, which it has asked for at a stamp."""
         if since is not None and self._measures:
-            self._waits.append((since, stamp(self._device)))
+            self._waits.append((since, record_time(self._device)))
 
     def decide(self, step: int, mesh: Mesh) -> str | None:
         """A step has ended; when enough have, settle how often one is kept from the next but one on: then why, if that
@@ -57,17 +57,18 @@ class Thinning:
         wait_s = statistics.median([seconds_between(*pair) for pair in waits] or [0.0])
         (share,) = mesh.max([wait_s / max(step_s - wait_s, 1e-9)])
         self._calls, self._waits = [], []
-        self.every = every_of(share, self._unit)
+        self.every = choose_interval(share, self._unit)
         self._from = step + 2
         if self.every == 1:
             return None
         return (
             f"the copy of the state lengthens a step by {share:.0%} here, so that every {self.every} steps are kept in "
-            f"memory, and a failure costs {self.every - 1} committed steps at most; resilience.memory=true keeps each"
+            f"memory, and a failure costs {self.every - 1} committed steps at most; "
+            "resilience.in_memory_checkpoints=true keeps each"
         )
 
 
-def every_of(share: float, unit: int = 1) -> int:
+def choose_interval(share: float, unit: int = 1) -> int:
     """Which steps are kept where one that is takes so much longer, as a share of one that is not."""
-    every = math.ceil(share / MOST)
+    every = math.ceil(share / MAX_OVERHEAD)
     return 1 if every <= 1 else -(-every // unit) * unit

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint.disk.files import DTYPES
-from phalanx.checkpoint.memory.previous_state import tensor_of
+from phalanx.checkpoint.memory.previous_state import read_tensor
 from phalanx.optim.state import Slot
-from phalanx.optim.update import AdamW, Change
-from phalanx.recovery.state_file import ALIGNED, StateFile, up
+from phalanx.optim.update import AdamW, StepUpdate
+from phalanx.recovery.state_file import ALIGNED, StateFile, round_up
 
 Tensors = Sequence[Sequence[Any]]  # of a slot, as a state file's index has them
 
 
-def kernels() -> str:
+def describe_kernels() -> str:
     """What has to be alike where the same bits are to come out."""
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 
@@ -37,7 +37,7 @@ def _places(tensors: Tensors) -> dict[str, tuple[str, int, int]]:
     for key, kind, dtype, shape, _ in tensors:
         if kind == "param":
             count = torch.Size(shape).numel()
-            found[key] = dtype, count, up(count * DTYPES[dtype].itemsize, ALIGNED)
+            found[key] = dtype, count, round_up(count * DTYPES[dtype].itemsize, ALIGNED)
     return found
 
 
@@ -50,7 +50,7 @@ def _views(memory: mmap.mmap, tensors: Tensors) -> dict[str, torch.Tensor]:
     return views
 
 
-class Gradients:
+class SharedGradients:
     """A rank's gradients of the step that is being committed, and what its update goes by, for the process that sends
     them; nothing is left of them when both have ended."""
 
@@ -65,9 +65,9 @@ class Gradients:
             os.close(self.descriptor)
             raise
         self._without: set[str] = set()
-        self._change: Change | None = None
+        self._change: StepUpdate | None = None
 
-    def note(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: Change) -> None:
+    def note_updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: StepUpdate) -> None:
         """Shards are about to be updated, those of `keys` by `grads`, or as what has none; the last call counts."""
         self._without -= grads.keys()
         self._without |= set(keys) - grads.keys()
@@ -75,7 +75,7 @@ class Gradients:
         if grads:
             torch._foreach_copy_([self._views[key] for key in grads], list(grads.values()))
 
-    def told(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, Any]:
         """What the other node has to know beside the gradients. Waits for nothing: they are on the host."""
         change = self._change
         assert change is not None
@@ -89,7 +89,7 @@ class Gradients:
         }
 
 
-class Replay:
+class GradientReplayer:
     """A replica whose updates are made again. `form`: what the rank has said of itself, with AdamW's numbers."""
 
     def __init__(self, form: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Replay:
         self._views = _views(self._memory, self._tensors)
         self._slots: tuple[Slot, Slot] | None = None
 
-    def run(self, file: StateFile, old: int, told: Mapping[str, Any]) -> None:
+    def apply_update(self, file: StateFile, old: int, message: Mapping[str, Any]) -> None:
         """Update slot `old` of a replica into the other one."""
         if self._slots is None:
             self._slots = self._slot(file, 0), self._slot(file, 1)
@@ -109,13 +109,13 @@ class Replay:
         some = next(iter(source.values()), None)
         if some is None:  # a rank may hold nothing
             return
-        without = set(told["without"])
-        change = Change(
-            step=int(told["step"]),
-            lr=float(told["lr"]),
-            no_decay=frozenset(told["no_decay"]),
-            divisor=torch.tensor(float(told["divisor"]), dtype=some["param"].dtype),
-            skip=torch.tensor(float(told["skip"])),
+        without = set(message["without"])
+        change = StepUpdate(
+            step=int(message["step"]),
+            lr=float(message["lr"]),
+            no_decay=frozenset(message["no_decay"]),
+            divisor=torch.tensor(float(message["divisor"]), dtype=some["param"].dtype),
+            skip=torch.tensor(float(message["skip"])),
         )
         grads = {key: grad for key, grad in self._views.items() if key not in without}
         with torch.no_grad():
@@ -124,13 +124,13 @@ class Replay:
     def _slot(self, file: StateFile, number: int) -> Slot:
         views: Slot = {}
         for key, kind, dtype, shape, at in self._tensors:
-            views.setdefault(key, {})[kind] = tensor_of(file, number, at, dtype, shape)
+            views.setdefault(key, {})[kind] = read_tensor(file, number, at, dtype, shape)
         return views
 
 
-def replay_of(form: Mapping[str, Any]) -> Replay | None:
+def make_replayer(form: Mapping[str, Any]) -> GradientReplayer | None:
     """What makes a rank's updates again here; None where the bits might be others."""
-    if form.get("kernels") != kernels():
+    if form.get("kernels") != describe_kernels():
         return None
     torch.set_num_threads(1)
-    return Replay(form)
+    return GradientReplayer(form)

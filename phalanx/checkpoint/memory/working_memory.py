@@ -8,22 +8,22 @@ from pathlib import Path
 
 import torch
 
-from phalanx.recovery.shared_memory import OF_SHARED
-from phalanx.recovery.state_file import PAGE, up
+from phalanx.recovery.shared_memory import SHARED_MEMORY_SHARE
+from phalanx.recovery.state_file import PAGE, round_up
 
 NAME = "working-{:05d}"  # by rank
 
 
-class Working:
+class WorkingMemory:
     """A file in a folder in shared memory, as long as all that is taken of it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / NAME.format(rank)
         self._at = 0
 
-    def take(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def allocate(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         """A flat tensor with any content; None where there is no room for it, or nothing to be had."""
-        size = up(elements * dtype.itemsize, PAGE)
+        size = round_up(elements * dtype.itemsize, PAGE)
         if not size:
             return None
         try:
@@ -31,7 +31,7 @@ class Working:
             try:
                 if os.fstat(descriptor).st_size < self._at + size:
                     found = os.statvfs(self._path.parent)
-                    if size > OF_SHARED * found.f_bavail * found.f_frsize:
+                    if size > SHARED_MEMORY_SHARE * found.f_bavail * found.f_frsize:
                         return None
                     os.posix_fallocate(descriptor, self._at, size)
                 mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=self._at)
@@ -43,7 +43,7 @@ class Working:
         return torch.frombuffer(mapped, dtype=dtype, count=elements)
 
 
-def forget_from(folder: Path, world: int) -> None:
+def remove_stale(folder: Path, world: int) -> None:
     """Remove what ranks have left of which there are no such any more."""
     for path in folder.glob(NAME.format(0).replace("00000", "*")):
         digits = path.name.rpartition("-")[2]

@@ -6,7 +6,7 @@ from typing import Any
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec, RopeScaling
-from phalanx.layout.model_shape_checks import problems
+from phalanx.layout.model_shape_checks import find_shape_problems
 
 GROUPS, BLOCKS = "groups", "blocks"
 # Arguments of Megatron's that change the mathematics, and the values under which it is a LLaMA's.
@@ -47,7 +47,7 @@ _ROTARY_BASE = 10000.0  # where there is no argument for it, it was fixed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class MegatronOverrides:
     """What the user says of a checkpoint; None: its arguments say it. Each stands for the flag of its name.
 
     `seq_len` in tokens; `rope_scaling_factor` is that of Llama 3.1's rule; `vocab_size` counts no padding; `qkv` is
@@ -69,7 +69,7 @@ class Told:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class MegatronTensorFacts:
     """What a checkpoint's tensors show of all ranks together; `intermediate` and `qkv_rows` in rows, `rows` of the
     embedding with its padding; `core`: named as Megatron-core does; `lm_head`: a head that is not divided."""
 
@@ -88,10 +88,13 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def spec_of(args: Mapping[str, Any] | None, told: Told, shown: Shown, where: str) -> tuple[ModelSpec, str]:
+def build_spec(
+    args: Mapping[str, Any] | None, overrides: MegatronOverrides, facts: MegatronTensorFacts, where: str
+) -> tuple[ModelSpec, str]:
     """The model's shape, and how its queries, keys and values lie. `where` names the file of `args` in errors.
 
-    Raises ConfigError for what no LLaMA computes, for what neither `args` nor `told` says, and for a contradiction.
+    Raises ConfigError for what no LLaMA computes, for what neither `args` nor `overrides` says, and for a
+    contradiction.
     """
     given = dict(args or {})
     _check_accepted(given, where)
@@ -99,7 +102,7 @@ def spec_of(args: Mapping[str, Any] | None, told: Told, shown: Shown, where: str
 
     def of(flag: str, *names: str) -> Any:
         """What the user says, else the first of Megatron's arguments that is set, else nothing and a complaint."""
-        value = _first(getattr(told, flag), *(given.get(name) for name in names))
+        value = _first(getattr(overrides, flag), *(given.get(name) for name in names))
         if value is None:
             lacking.append(f"--{flag.replace('_', '-')}")
         return value
@@ -110,48 +113,50 @@ def spec_of(args: Mapping[str, Any] | None, told: Told, shown: Shown, where: str
     if args is None:
         rope_theta = of("rope_theta")
     else:
-        rope_theta = _first(told.rope_theta, given.get("rotary_base"), _ROTARY_BASE)
+        rope_theta = _first(overrides.rope_theta, given.get("rotary_base"), _ROTARY_BASE)
     # A NullTokenizer's vocab_size leaves out the end of a document.
     stated = () if given.get("tokenizer_type") == "NullTokenizer" else ("vocab_size", "orig_vocab_size")
-    sizes = [size for size in (told.tokenizer_size, *(given.get(name) for name in stated)) if isinstance(size, int)]
-    vocab_size = max(sizes) if sizes and told.vocab_size is None else of("vocab_size")
-    qkv = told.qkv or _layout(given, shown)
+    sizes = [
+        size for size in (overrides.tokenizer_size, *(given.get(name) for name in stated)) if isinstance(size, int)
+    ]
+    vocab_size = max(sizes) if sizes and overrides.vocab_size is None else of("vocab_size")
+    qkv = overrides.qkv or _layout(given, facts)
     if qkv is None:
         lacking.append("--qkv")
     if lacking:
         raise ConfigError(
-            f"{where} does not say all that its model computes with ({shown.rows} rows of the vocabulary, padding "
-            f"included, {shown.layers} layers of width {shown.hidden}); give {', '.join(lacking)}."
+            f"{where} does not say all that its model computes with ({facts.rows} rows of the vocabulary, padding "
+            f"included, {facts.layers} layers of width {facts.hidden}); give {', '.join(lacking)}."
         )
     assert qkv is not None
     groups = given.get("num_query_groups") if given.get("group_query_attention") else None  # else it is 1 and idle
-    kv_heads = _first(told.kv_heads, groups, heads)
+    kv_heads = _first(overrides.kv_heads, groups, heads)
     _check_numbers(where, True, heads=heads, kv_heads=kv_heads, vocab_size=vocab_size, seq_len=seq_len)
     _check_numbers(where, False, norm_eps=norm_eps, rope_theta=rope_theta)
-    head_dim = _first(told.head_dim, given.get("kv_channels"), shown.hidden // heads)
+    head_dim = _first(overrides.head_dim, given.get("kv_channels"), facts.hidden // heads)
     _check_numbers(where, True, head_dim=head_dim)
-    _check(given, shown, where, vocab_size)
-    if (heads + 2 * kv_heads) * head_dim != shown.qkv_rows:
+    _check(given, facts, where, vocab_size)
+    if (heads + 2 * kv_heads) * head_dim != facts.qkv_rows:
         raise ConfigError(
             f"{where} is of a model with {heads} heads of width {head_dim} and {kv_heads} of keys, which make "
-            f"{(heads + 2 * kv_heads) * head_dim} rows of queries, keys and values, but {shown.qkv_rows} are stored; "
+            f"{(heads + 2 * kv_heads) * head_dim} rows of queries, keys and values, but {facts.qkv_rows} are stored; "
             "give --heads, --kv-heads and --head-dim as they were trained."
         )
     spec = ModelSpec(
         vocab_size=vocab_size,
-        hidden=shown.hidden,
-        layers=shown.layers,
+        hidden=facts.hidden,
+        layers=facts.layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=shown.intermediate,
+        intermediate=facts.intermediate,
         max_seq_len=seq_len,
         rope_theta=float(rope_theta),
-        rope_scaling=_scaling(given, told, where),
+        rope_scaling=_scaling(given, overrides, where),
         norm_eps=float(norm_eps),
-        tie_embeddings=shown.tied,
+        tie_embeddings=facts.tied,
     )
-    if found := problems(spec):
+    if found := find_shape_problems(spec):
         raise ConfigError(f"{where} describes an impossible model: {' '.join(found)}")
     return spec, qkv
 
@@ -180,34 +185,34 @@ def _check_numbers(where: str, whole: bool, **values: Any) -> None:
             )
 
 
-def _check(given: Mapping[str, Any], shown: Shown, where: str, vocab_size: int) -> None:
+def _check(given: Mapping[str, Any], facts: MegatronTensorFacts, where: str, vocab_size: int) -> None:
     """Raises ConfigError where the arguments contradict the tensors."""
-    sizes = {"num_layers": shown.layers, "hidden_size": shown.hidden, "ffn_hidden_size": shown.intermediate}
-    for name, stored in (sizes | {"padded_vocab_size": shown.rows}).items():
+    sizes = {"num_layers": facts.layers, "hidden_size": facts.hidden, "ffn_hidden_size": facts.intermediate}
+    for name, stored in (sizes | {"padded_vocab_size": facts.rows}).items():
         if given.get(name) not in (None, stored):
             raise ConfigError(
                 f"{where} says {name} {given[name]!r}, but its tensors make it {stored}; use all files of one "
                 "checkpoint."
             )
-    if vocab_size > shown.rows:
+    if vocab_size > facts.rows:
         raise ConfigError(
-            f"{where} is of a vocabulary of {vocab_size} (--vocab-size), but only {shown.rows} rows are stored; give "
+            f"{where} is of a vocabulary of {vocab_size} (--vocab-size), but only {facts.rows} rows are stored; give "
             "the size of the tokenizer that it was trained with."
         )
 
 
-def _layout(given: Mapping[str, Any], shown: Shown) -> str | None:
+def _layout(given: Mapping[str, Any], facts: MegatronTensorFacts) -> str | None:
     """How queries, keys and values lie; None: neither names nor arguments tell."""
-    if shown.core:
+    if facts.core:
         return GROUPS
-    if shown.lm_head or any(name in given for name in _MEGATRON_LLAMA):
+    if facts.lm_head or any(name in given for name in _MEGATRON_LLAMA):
         return BLOCKS
     return GROUPS if "normalization" in given else None
 
 
-def _scaling(given: Mapping[str, Any], told: Told, where: str) -> RopeScaling | None:
+def _scaling(given: Mapping[str, Any], overrides: MegatronOverrides, where: str) -> RopeScaling | None:
     linear = given.get("rotary_seq_len_interpolation_factor")
-    factor = told.rope_scaling_factor
+    factor = overrides.rope_scaling_factor
     if factor is None and given.get("use_rope_scaling"):
         factor = given.get("rope_scaling_factor") or 8.0  # Megatron-core's own default
     for name, value in (("rope_scaling_factor", factor), ("rotary_seq_len_interpolation_factor", linear)):

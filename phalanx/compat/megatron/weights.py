@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.compat.megatron.args import GROUPS, Shown, Told, spec_of
+from phalanx.compat.megatron.args import GROUPS, MegatronOverrides, MegatronTensorFacts, build_spec
 from phalanx.compat.megatron.files import rank_files, read_file
 from phalanx.core.errors import ConfigError
 from phalanx.models.hf_mapping import DTYPES
@@ -57,7 +57,7 @@ _WHY = {
 
 
 @dataclass(frozen=True)
-class _Held:
+class _StoredTensor:
     """A tensor where it is stored: one tensor rank's part."""
 
     tensor: Tensor
@@ -68,7 +68,7 @@ class _Held:
         return f"{self.path} holds {self.key} of shape {tuple(self.tensor.shape)}"
 
 
-Parts = dict[str, list[_Held]]  # "qkv.3", "embed", ... -> the part of each tensor rank
+StoredParts = dict[str, list[_StoredTensor]]  # "qkv.3", "embed", ... -> the part of each tensor rank
 
 
 class MegatronCheckpoint:
@@ -81,7 +81,7 @@ class MegatronCheckpoint:
     damaged or of another size than the rest.
     """
 
-    def __init__(self, folder: Path, told: Told | None = None) -> None:
+    def __init__(self, folder: Path, overrides: MegatronOverrides | None = None) -> None:
         grid = rank_files(Path(folder))
         ranks, stages = len(grid[0]), len(grid)
         files = [[read_file(path) for path in row] for row in grid]
@@ -97,7 +97,7 @@ class MegatronCheckpoint:
         self.args = first.args
         _check_grid(self.args or {}, ranks, stages, where)
         self._ranks, self._grid = ranks, grid
-        self._parts: Parts = {}
+        self._parts: StoredParts = {}
         self._stage_of: dict[int, list[Path]] = {}  # layer -> the files of its tensor ranks
         self._core = False
         layers = 0
@@ -106,7 +106,9 @@ class MegatronCheckpoint:
                 layers += self._add([file.chunks[chunk] for file in row], paths, layers)
         tied = self._is_tied()
         self._check_present(layers, tied)
-        self.spec, self._qkv = spec_of(self.args, told or Told(), self._shown(layers, tied), where)
+        self.spec, self._qkv = build_spec(
+            self.args, overrides or MegatronOverrides(), self._tensor_facts(layers, tied), where
+        )
         self._check_shapes()
         self.dtype = self._common_dtype()
         self.stale = bool((self.args or {}).get("overlapped_distributed_optimizer")) and first.iteration != 0
@@ -166,7 +168,7 @@ class MegatronCheckpoint:
                         if len(held) > rank
                         else f"{paths[len(held)]} lacks {key}, which {path} has; use all files of one checkpoint."
                     )
-                held.append(_Held(tensor, key, path))
+                held.append(_StoredTensor(tensor, key, path))
         self._stage_of |= dict.fromkeys(range(layers, layers + count), paths)
         return count
 
@@ -208,14 +210,14 @@ class MegatronCheckpoint:
                     "another checkpoint."
                 )
 
-    def _shown(self, layers: int, tied: bool) -> Shown:
+    def _tensor_facts(self, layers: int, tied: bool) -> MegatronTensorFacts:
         def rows(part: str, dim: int = 0) -> int:
             held = self._parts[part]
             if any(one.tensor.dim() != 2 for one in held):
                 raise ConfigError(f"{held[0]}, which is no matrix; fetch the checkpoint again.")
             return sum(one.tensor.shape[dim] for one in held)
 
-        return Shown(
+        return MegatronTensorFacts(
             rows=rows("embed"),
             hidden=rows("embed", 1) // self._ranks,
             layers=layers,
@@ -234,7 +236,7 @@ class MegatronCheckpoint:
                     f"{self._parts['qkv.0'][0].path} is one of {ranks} tensor ranks, which cannot share {name} {value} "
                     "evenly; give --heads and --kv-heads as they were trained."
                 )
-        padded = self._shown(spec.layers, spec.tie_embeddings).rows
+        padded = self._tensor_facts(spec.layers, spec.tie_embeddings).rows
         qkv_rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         shapes = {
             "embed": (padded // ranks, spec.hidden),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.api.fsdp.patches import replace
-from phalanx.api.fsdp.session import placed
+from phalanx.api.fsdp.session import find_placement
 from phalanx.compat.sagemaker.names import WITHOUT
 from phalanx.core.errors import ConfigError
 
@@ -41,7 +41,7 @@ class NotInstalled(ConfigError, AttributeError):
     """A name of a package that is not installed: there is no such attribute, and one sentence says why."""
 
 
-def not_installed(name: str) -> NotInstalled:
+def missing_package_error(name: str) -> NotInstalled:
     package = name.partition(".")[0]
     return NotInstalled(f"{name} is used, but {package} is not installed here; {WITHOUT[package]}")
 
@@ -50,7 +50,7 @@ class _Layer:
     """A layer of Transformer Engine, for libraries that look whether a module is one, such as peft: none is."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        raise not_installed(f"transformer_engine.pytorch.{type(self).__name__}")
+        raise missing_package_error(f"transformer_engine.pytorch.{type(self).__name__}")
 
 
 class Linear(_Layer):
@@ -73,7 +73,7 @@ def _as_it_is() -> Iterator[None]:
 def fp8_autocast(enabled: bool = True, **options: Any) -> contextlib.AbstractContextManager[None]:
     """A block without FP8. Raises ConfigError where it is to be `enabled`."""
     if enabled:
-        raise not_installed("transformer_engine.pytorch.fp8_autocast(enabled=True)")
+        raise missing_package_error("transformer_engine.pytorch.fp8_autocast(enabled=True)")
     return _as_it_is()
 
 
@@ -123,7 +123,7 @@ def _or_pytorchs(original: Callable[..., str]) -> Callable[..., str]:
             if attn_implementation is None or not attn_implementation.startswith("flash_attention_"):
                 raise
         instead = original(self, None, *args, **options)
-        if (dist.get_rank() if dist.is_initialized() else placed().rank) == 0:
+        if (dist.get_rank() if dist.is_initialized() else find_placement().rank) == 0:
             logger.warning(
                 "%s is not installed here, or there is no GPU for it: %s attends by %s",
                 attn_implementation, type(self).__name__, instead,

@@ -14,7 +14,9 @@ def main() -> None:
     """Run a script on the ranks that have been started, or on `--nproc` of this machine; ends the process."""
     try:
         script, arguments, config, count = parse(sys.argv[1:])
-        sys.exit(run.run(script, arguments, shared_secret.withdrawn(), nproc=count, smp_config=config))
+        sys.exit(
+            run.run_script(script, arguments, shared_secret.take_from_environment(), nproc=count, smp_config=config)
+        )
     except PhalanxError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)

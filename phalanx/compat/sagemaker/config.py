@@ -66,7 +66,7 @@ def _once(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def read(config: Mapping[str, Any] | str | Path | None, where: str = "tsm.init") -> dict[str, Any]:
+def read_config(config: Mapping[str, Any] | str | Path | None, where: str = "tsm.init") -> dict[str, Any]:
     """What `tsm.init` was given: nothing, a mapping, or the path of a JSON file."""
     if config is None:
         return {}
@@ -80,7 +80,7 @@ def read(config: Mapping[str, Any] | str | Path | None, where: str = "tsm.init")
     return dict(config)
 
 
-def merged(script: Mapping[str, Any], launcher: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def merge_settings(script: Mapping[str, Any], launcher: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Both together, the launcher's winning, and a sentence for each key in which it does."""
     script, launcher = ({OLD_NAMES.get(key, key): value for key, value in each.items()} for each in (script, launcher))
     notes = [
@@ -91,7 +91,7 @@ def merged(script: Mapping[str, Any], launcher: Mapping[str, Any]) -> tuple[dict
     return {**script, **launcher}, notes
 
 
-def check(given: Mapping[str, Any], world: int, where: str = "tsm.init") -> Settings:
+def check_settings(given: Mapping[str, Any], world: int, where: str = "tsm.init") -> Settings:
     """Settings for `world` ranks. Raises ConfigError listing every problem, one sentence a line."""
     problems: list[str] = []
     notes: list[str] = []

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.api.fsdp.session import current, device
+from phalanx.api.fsdp.session import current_device, current_session
 from phalanx.compat.sagemaker.small import empty_module_params
 from phalanx.core.errors import ConfigError
-from phalanx.models.counter_rng import key
+from phalanx.models.counter_rng import derive_key
 from phalanx.models.layers import RMSNorm
-from phalanx.parallel.tensor import CUT_MODULES, part_of
+from phalanx.parallel.tensor import TENSOR_PARALLEL_MODULES, copy_shard
 
 logger = logging.getLogger("phalanx.sagemaker")
 _NO_VALUE = {True: float("nan"), False: -987654321}  # of floats, of whole numbers: what no buffer holds
@@ -37,7 +37,7 @@ class DelayedParamIniter:
         init_method_using_config: Callable[[nn.Module], object] | None = None,
         verbose: bool = False,
     ) -> None:
-        session = current()
+        session = current_session()
         self._model, self._custom, self._verbose = model, init_method_using_config, verbose
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = dict(model.named_modules())
@@ -118,7 +118,7 @@ class DelayedParamIniter:
             return
         host = torch.device("cpu")
         empty_module_params(module, host)
-        slices = module.slices if isinstance(module, CUT_MODULES) else {}
+        slices = module.shards if isinstance(module, TENSOR_PARALLEL_MODULES) else {}
         for name, part in slices.items():  # what is drawn is the whole, so that slices are those of one model
             old = module.get_parameter(name)
             module._parameters[name] = nn.Parameter(torch.empty(part.shape, dtype=old.dtype), old.requires_grad)
@@ -138,8 +138,8 @@ class DelayedParamIniter:
                     "init_empty_weights), or pass init_method_using_config"
                 )
         for name, part in slices.items():
-            module._parameters[name] = part_of(module.get_parameter(name), part)
-        module._apply(lambda tensor: tensor.to(device()), recurse=False)
+            module._parameters[name] = copy_shard(module.get_parameter(name), part)
+        module._apply(lambda tensor: tensor.to(current_device()), recurse=False)
 
     def _check_drawn(self, module: nn.Module) -> None:
         for name, parameter in module._parameters.items():
@@ -156,11 +156,11 @@ class DelayedParamIniter:
         name = self._name_of(module)
         parent = self._modules.get(name.rpartition(".")[0]) if name else None
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(key(self._seed, name) & (2**63 - 1))
+            torch.default_generator.manual_seed(derive_key(self._seed, name) & (2**63 - 1))
             self._first_values(name, module)
             if parent is not None and parent is not self._model and not _own(parent):
                 # A block may change what a layer in it has begun with (GPT-2 scales the last of each by the depth).
-                torch.default_generator.manual_seed(key(self._seed, name, "block") & (2**63 - 1))
+                torch.default_generator.manual_seed(derive_key(self._seed, name, "block") & (2**63 - 1))
                 with _set_aside(parent, module):
                     self._by_owner(name, parent)
 

@@ -23,7 +23,7 @@ from phalanx.compat.sagemaker.s3 import S3FileSystem, is_s3_uri
 from phalanx.core.errors import CheckpointError, ConfigError
 
 ATTEMPTS, FIRST_PAUSE_S = 3, 0.2
-MOST_COMPARED = 4096  # chunks of a tensor: two and two, in memory
+MAX_COMPARED = 4096  # chunks of a tensor: two and two, in memory
 _NAMES = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
@@ -52,7 +52,7 @@ class DistributedFileSystemWriter(FileSystemWriter):
         s3client_config: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(checked(path), *args, **options)
+        super().__init__(check_path_exists(path), *args, **options)
         self.fs = path_to_file_system(path, s3_region, s3client_config)
         self.path = self.fs.init_path(path)
         self.is_coordinator = False
@@ -96,7 +96,7 @@ class DistributedFileSystemReader(FileSystemReader):
     def __init__(
         self, path: str | os.PathLike[str], *args: Any, s3_region: str | None = None, s3client_config: Any = None
     ) -> None:
-        super().__init__(checked(path), *args)
+        super().__init__(check_path_exists(path), *args)
         self.fs = path_to_file_system(path, s3_region, s3client_config)
         self.path = self.fs.init_path(path)
 
@@ -120,7 +120,7 @@ class DistributedFileSystemReader(FileSystemReader):
             found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
             found.storage_meta.load_id = self.load_id
         except Exception as error:  # whatever a file that is none makes of the unpickler
-            raise unreadable(path, error) from None
+            raise unreadable_error(path, error) from None
         return found
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
@@ -148,20 +148,20 @@ def _is_covered(tensor: TensorStorageMetadata) -> bool:
     begins, sizes = np.array(list(chunks), np.int64).reshape(len(chunks), 2, len(tensor.size)).swapaxes(0, 1)
     if (begins < 0).any() or (sizes < 0).any() or (begins + sizes > np.array(tensor.size, np.int64)).any():
         return False
-    if len(chunks) > MOST_COMPARED:
+    if len(chunks) > MAX_COMPARED:
         return True
     before = (begins[:, None] + sizes[:, None] <= begins[None]).any(axis=-1)
     empty = (sizes == 0).any(axis=-1)
     return bool((before | before.T | np.eye(len(chunks), dtype=bool) | empty | empty[:, None]).all())
 
 
-def unreadable(path: str | os.PathLike[str], error: BaseException) -> CheckpointError:
+def unreadable_error(path: str | os.PathLike[str], error: BaseException) -> CheckpointError:
     """What to say of a checkpoint, or a file of one, that cannot be read."""
     reason = " ".join(str(error).split()).partition(". ")[0][:300] or type(error).__name__
     return CheckpointError(f"{path} cannot be read ({reason}); fetch the checkpoint again, or load another one")
 
 
-def checked(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+def check_path_exists(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
     """A path as it is. Raises ConfigError where there is none."""
     if path is None or path == "":
         raise ConfigError("there is nothing to put a checkpoint into or take it from; pass checkpoint_id=")

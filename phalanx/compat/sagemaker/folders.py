@@ -41,7 +41,7 @@ def limit_num_subdirs(
     for folder in removed:
         logger.info("removing %s", folder)
         if is_s3_uri(folder):
-            storage.remove(one.url for one in storage.listing(folder, recursive=True))
+            storage.remove(one.url for one in storage.list_folder(folder, recursive=True))
         else:
             shutil.rmtree(folder)
     return removed
@@ -49,5 +49,5 @@ def limit_num_subdirs(
 
 def _folders(root: str) -> list[str]:
     if is_s3_uri(root):
-        return [one.name for one in storage.listing(root) if one.folder]
+        return [one.name for one in storage.list_folder(root) if one.folder]
     return [name for name in os.listdir(root) if os.path.isdir(os.path.join(root, name))] if os.path.isdir(root) else []

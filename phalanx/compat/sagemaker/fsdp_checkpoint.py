@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import optimizer as dcp_optimizer
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from phalanx.api.fsdp.session import current
+from phalanx.api.fsdp.session import current_session
 from phalanx.compat.sagemaker import loader, saver
 from phalanx.compat.sagemaker.files import DistributedFileSystemReader
 from phalanx.compat.sagemaker.small import get_global_ranks, get_logger
@@ -49,7 +49,7 @@ def save_model_checkpoint(
         state[EXPORT_KEY_SCHEDULER] = scheduler.state_dict()
     if extra_exports is not None:
         state[EXPORT_KEY_IDENTITY] = dict(extra_exports)
-    session = current()
+    session = current_session()
     if session is None or session.ranks.copy(dist.get_rank()) == 0:
         saver.save(state, checkpoint_id=_place(save_dir), process_group=group, coordinator_rank=coordinator)
     if log:
@@ -114,7 +114,7 @@ def _group(model: Any, given: tuple[Any, ...] | None) -> tuple[dist.ProcessGroup
 
 def _place(folder: str | os.PathLike[str]) -> str:
     """Slices of tensors have folders of their own."""
-    session = current()
+    session = current_session()
     return os.path.join(
         folder, f"tp{session.ranks.tensor_rank(session.rank)}_ep0" if session is not None else "tp0_ep0"
     )

@@ -14,7 +14,7 @@ from torch.distributed._shard import api as shard_api
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.checkpoint import optimizer as dcp_optimizer
 
-from phalanx.api.fsdp.patches import patch, replace
+from phalanx.api.fsdp.patches import patch_fsdp, replace
 from phalanx.comm import backend
 from phalanx.compat.sagemaker import absent, local, offloading, optimizer_state
 from phalanx.compat.sagemaker.full import with_translation
@@ -31,11 +31,11 @@ def install() -> None:
     sys.meta_path.insert(0, Finder(ROOTS))
     sys.meta_path.append(Finder(tuple(WITHOUT)))  # the last to be asked: for what is not installed
     absent.without_flash_attention()
-    patch()
-    replace(checkpoint_wrapper.OffloadWrapper, "__init__", offloading.noticed)
-    replace(checkpoint_wrapper.OffloadWrapper, "forward", offloading.prefetching)
+    patch_fsdp()
+    replace(checkpoint_wrapper.OffloadWrapper, "__init__", offloading.wrap_init)
+    replace(checkpoint_wrapper.OffloadWrapper, "forward", offloading.wrap_forward)
     for owner in (dcp_optimizer, dcp):
-        replace(owner, "load_sharded_optimizer_state_dict", optimizer_state.of_a_group)
+        replace(owner, "load_sharded_optimizer_state_dict", optimizer_state.with_process_group)
     replace(shard_api, "load_with_process_group", local.with_sharded_tensors)
     for name in ("save_state_dict", "load_state_dict"):
         replace(dcp, name, optimizer_state.with_global_coordinator)
@@ -91,7 +91,9 @@ def _names_of(module: str) -> Callable[[str], Any]:
             return importlib.import_module(child)
         if name.startswith("__"):
             raise AttributeError(name)
-        raise absent.not_installed(child) if child.startswith(tuple(WITHOUT)) else AttributeError(_advice(child))
+        raise (
+            absent.missing_package_error(child) if child.startswith(tuple(WITHOUT)) else AttributeError(_advice(child))
+        )
 
     return get
 

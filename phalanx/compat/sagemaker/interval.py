@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.collectives import carried_from
+from phalanx.comm.collectives import device_for_group
 
 
 @dataclass
@@ -41,7 +41,7 @@ def compute_auto_checkpoint_interval(
 def _over_ranks(value: float, operation: dist.ReduceOp.RedOpType) -> float:
     if not dist.is_initialized():
         return value
-    device = carried_from(dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
+    device = device_for_group(dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
     tensor = torch.tensor([value], dtype=torch.float32, device=device)
     dist.all_reduce(tensor, op=operation)
     return float(tensor)

@@ -17,7 +17,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from phalanx.compat.sagemaker.files import DistributedFileSystemReader, checked, path_to_file_system, unreadable
+from phalanx.compat.sagemaker.files import (
+    DistributedFileSystemReader,
+    check_path_exists,
+    path_to_file_system,
+    unreadable_error,
+)
 from phalanx.compat.sagemaker.requests import coordinator_in
 from phalanx.core.errors import CheckpointError
 
@@ -43,10 +48,10 @@ def load(
     reader = storage_reader
     if reader is None:
         reader = DistributedFileSystemReader(
-            checked(checkpoint_id), s3_region=s3_region, s3client_config=s3client_config
+            check_path_exists(checkpoint_id), s3_region=s3_region, s3client_config=s3client_config
         )
     elif checkpoint_id is not None or s3_region is not None or s3client_config is not None:
-        path_to_file_system(checked(checkpoint_id), s3_region, s3client_config)
+        path_to_file_system(check_path_exists(checkpoint_id), s3_region, s3client_config)
         reader.reset(checkpoint_id)
     coordinator, together = coordinator_in(process_group, coordinator_rank), dist.is_initialized()
     if check_keys_matched:
@@ -68,7 +73,7 @@ def load(
         raise (
             first
             if isinstance(first, CheckpointError)
-            else unreadable(str(getattr(reader, "checkpoint_id", checkpoint_id)), first)
+            else unreadable_error(str(getattr(reader, "checkpoint_id", checkpoint_id)), first)
         ) from error
     for key, value in wanted.items():
         each = state_dict[key]
@@ -84,7 +89,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Plain values alone, and NumPy's: PyTorch's own runs whatever code a file asks for."""
-        with torch.serialization.safe_globals([argparse.Namespace, *numpys()]):
+        with torch.serialization.safe_globals([argparse.Namespace, *numpy_reconstructors()]):
             found = torch.load(value, weights_only=True)
         name = read_item.dest_index.fqn
         if self.flatten_state_dict:
@@ -97,7 +102,7 @@ class _Planner(DefaultLoadPlanner):
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
 
-def numpys() -> list[Any]:
+def numpy_reconstructors() -> list[Any]:
     """What an array or a number of NumPy's is made by, as in the state of its random numbers."""
     made_by = [np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
     return [*made_by, np.ndarray, np.dtype, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)]

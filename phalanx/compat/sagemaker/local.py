@@ -17,7 +17,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec, Enumerable
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.remote_device import _remote_device
 
-from phalanx.compat.sagemaker.loader import numpys
+from phalanx.compat.sagemaker.loader import numpy_reconstructors
 from phalanx.core.errors import CheckpointError, ConfigError
 
 # Where a module keeps what FSDP does around its state_dict() and load_state_dict().
@@ -100,7 +100,7 @@ def with_sharded_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @contextlib.contextmanager
     def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[Any]:
-        plain = [*numpys(), *_model_configs(), (_member, "builtins.getattr")]
+        plain = [*numpy_reconstructors(), *_model_configs(), (_member, "builtins.getattr")]
         with original(process_group), torch.serialization.safe_globals([*_SHARDED, *plain]):
             yield process_group
 

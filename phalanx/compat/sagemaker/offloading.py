@@ -8,30 +8,30 @@ from typing import Any
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 
-from phalanx.api.fsdp.session import Session, current
+from phalanx.api.fsdp.session import FsdpSession, current_session
 from phalanx.core.errors import ConfigError
 from phalanx.parallel.activations import by_position
-from phalanx.parallel.offload import Mover, offload
+from phalanx.parallel.offload import ActivationOffloader, offload
 
 MOVER = "_phalanx_mover"  # where a wrapper keeps what moves the inputs of its layers
 
 
-def noticed(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: OffloadWrapper, mod: nn.Module) -> None:
         original(self, mod)
-        session = current()
+        session = current_session()
         if session is not None:
             session.done.add("offload")
 
     return init
 
 
-def prefetching(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """With the session's `offloading`, inputs of checkpointed layers leave and come back beside the computation;
     otherwise PyTorch's own copies at once. Gradients are the same bit for bit."""
 
     def forward(self: OffloadWrapper, *args: Any, **kwargs: Any) -> Any:
-        session = current()
+        session = current_session()
         if session is None or not session.offloading:
             return original(self, *args, **kwargs)
         if MOVER not in self.__dict__:
@@ -41,7 +41,7 @@ def prefetching(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _take_over(wrapper: OffloadWrapper, session: Session) -> Mover:
+def _take_over(wrapper: OffloadWrapper, session: FsdpSession) -> ActivationOffloader:
     units = [module for module in wrapper.modules() if isinstance(module, CheckpointWrapper)]
     inside = wrapper._checkpoint_wrapped_module
     if not units:

@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.fsdp import _fsdp_extensions
 
-from phalanx.api.fsdp.session import device
+from phalanx.api.fsdp.session import current_device
 from phalanx.compat.sagemaker.requests import coordinator_in
 
 
-def of_a_group(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def with_process_group(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """`load_sharded_optimizer_state_dict` that shards over a group, not over all ranks, where it is given one."""
 
     def load_sharded_optimizer_state_dict(
@@ -36,7 +36,7 @@ def of_a_group(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
             if isinstance(value, BytesStorageMetadata):
                 state[key] = "<bytes_io>"
                 continue
-            whole = torch.empty(value.size, dtype=value.properties.dtype, device=device())
+            whole = torch.empty(value.size, dtype=value.properties.dtype, device=current_device())
             state[key] = whole if whole.numel() == 1 else _shard(whole, process_group)
         _load_state_dict(state, storage_reader, process_group=process_group, planner=planner)
         return unflatten_state_dict(state, metadata.planner_data)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from phalanx.api.fsdp.session import current
+from phalanx.api.fsdp.session import current_session
 from phalanx.core.errors import CheckpointError, ConfigError
 
 
@@ -37,7 +37,7 @@ SaveShardedStrategy = PyTorchDistSaveShardedStrategy
 
 
 @dataclass
-class Planned:
+class PlannedSave:
     """A save on which the ranks of a group have agreed."""
 
     ranks: _DistWrapper
@@ -48,7 +48,7 @@ class Planned:
     wait_error_handling: bool
     written: list[Any] | BaseException | None = None
 
-    def copied(self) -> None:
+    def copy_values(self) -> None:
         """Take the values as they are now."""
         self.planner = _Copy({item.index: _copy(self.planner.resolve_data(item)) for item in self.plan.items})
 
@@ -116,7 +116,7 @@ def plan(
     wait_error_handling: bool,
     force_check_all_plans: bool,
     strategy: PyTorchDistSaveShardedStrategy,
-) -> Planned:
+) -> PlannedSave:
     """Have the ranks of a group agree on who writes what. `coordinator_rank` counts over all ranks. Collective."""
     state = {key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()}
     planner = planner or DefaultSavePlanner()
@@ -149,7 +149,7 @@ def plan(
         metadata = made[0] if made else None
         strategy.planned += 1
         strategy.plans[id(process_group)] = (mine[0], central, metadata)
-    return Planned(ranks, writer, planner, planner.finish_plan(central), metadata, wait_error_handling)
+    return PlannedSave(ranks, writer, planner, planner.finish_plan(central), metadata, wait_error_handling)
 
 
 def _same(plan: SavePlan, before: SavePlan) -> bool:
@@ -167,7 +167,7 @@ def coordinator_in(group: dist.ProcessGroup | None, coordinator_rank: int) -> in
 @dataclass
 class _Call:
     number: int
-    planned: Planned
+    planned: PlannedSave
     thread: threading.Thread
 
 
@@ -179,9 +179,9 @@ class AsyncCallsQueue:
     _calls: list[_Call] = field(default_factory=list)
     _number: int = 0
 
-    def schedule(self, planned: Planned) -> int:
+    def schedule(self, planned: PlannedSave) -> int:
         """Begin to write; gives the number by which it will be known when it is finalised."""
-        planned.copied()
+        planned.copy_values()
         thread = threading.Thread(target=planned.write, name="checkpoint", daemon=False)
         thread.start()
         self._number += 1
@@ -218,7 +218,7 @@ class AsyncCallsQueue:
 
 def default_queue() -> AsyncCallsQueue:
     """The session's queue. Raises ConfigError before `tsm.init`."""
-    session = current()
+    session = current_session()
     if session is None or not isinstance(session.requests, AsyncCallsQueue):
         raise ConfigError("there is no queue of saves before tsm.init(); call that first")
     return session.requests

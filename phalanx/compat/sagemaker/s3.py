@@ -27,7 +27,7 @@ class S3FileSystem(FileSystem):
                 "where S3 is and who asks by the environment (AWS_ENDPOINT_URL, AWS_PROFILE and the like)"
             )
         if region is not None:
-            storage.in_region(region)
+            storage.set_region(region)
 
     @contextlib.contextmanager
     def create_stream(self, path: Place, mode: str) -> Iterator[Any]:
@@ -44,7 +44,7 @@ class S3FileSystem(FileSystem):
             storage.upload(local, url)
 
     def concat_path(self, path: Place, suffix: str) -> str:
-        return storage.join(format_s3_path(path), suffix)
+        return storage.join_url(format_s3_path(path), suffix)
 
     def init_path(self, path: Place) -> str:
         return format_s3_path(path)
@@ -67,7 +67,7 @@ class S3FileSystem(FileSystem):
         storage.remove([format_s3_path(path)])
 
     def ls(self, path: Place) -> list[str]:
-        return [one.url for one in storage.listing(format_s3_path(path))]
+        return [one.url for one in storage.list_folder(format_s3_path(path))]
 
 
 def is_s3_uri(uri: Place) -> bool:

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from phalanx.compat.sagemaker import requests
-from phalanx.compat.sagemaker.files import DistributedFileSystemWriter, checked, path_to_file_system
+from phalanx.compat.sagemaker.files import DistributedFileSystemWriter, check_path_exists, path_to_file_system
 from phalanx.compat.sagemaker.requests import AsyncCallsQueue, PyTorchDistSaveShardedStrategy
 
 
@@ -84,8 +84,10 @@ def _writer(
 ) -> StorageWriter:
     """The script's own writer, at `checkpoint_id` where there is one; else one for that."""
     if given is None:
-        return DistributedFileSystemWriter(checked(checkpoint_id), s3_region=s3_region, s3client_config=s3client)
+        return DistributedFileSystemWriter(
+            check_path_exists(checkpoint_id), s3_region=s3_region, s3client_config=s3client
+        )
     if checkpoint_id is not None or s3_region is not None or s3client is not None:
-        path_to_file_system(checked(checkpoint_id), s3_region, s3client)
+        path_to_file_system(check_path_exists(checkpoint_id), s3_region, s3client)
         given.reset(checkpoint_id)
     return given

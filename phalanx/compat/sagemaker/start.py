@@ -12,9 +12,9 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from phalanx.api.fsdp import session as sessions
-from phalanx.api.fsdp.init import start
-from phalanx.api.fsdp.rank_layout import Ranks
-from phalanx.api.fsdp.session import Session
+from phalanx.api.fsdp.init import start_session
+from phalanx.api.fsdp.rank_layout import RankLayout
+from phalanx.api.fsdp.session import FsdpSession
 from phalanx.compat.sagemaker import config
 from phalanx.compat.sagemaker.requests import AsyncCallsQueue
 from phalanx.core.errors import ConfigError
@@ -42,15 +42,15 @@ def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
     process group where the script has not. Collective. Raises ConfigError for settings that cannot be, all of them at
     once and before any process group is made, and for a second call with other settings.
     """
-    settings = settle(config)
-    before = sessions.current()
+    settings = resolve_settings(config)
+    before = sessions.current_session()
     if before is not None:
         if before.settings == settings:
             return
         raise ConfigError("tsm.init was called before with other settings; call it once")
-    rank = sessions.meet()
-    session = _session(settings, rank, sessions.size())
-    start(session)
+    rank = sessions.join_default_group()
+    session = _session(settings, rank, sessions.world_size())
+    start_session(session)
     session.requests = AsyncCallsQueue()
     atexit.register(_warn_of_open_saves, session.requests)
     _watch(session)
@@ -59,24 +59,24 @@ def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
             logger.warning(note)
 
 
-def settle(given: Mapping[str, Any] | str | Path | None) -> config.Settings:
+def resolve_settings(given: Mapping[str, Any] | str | Path | None) -> config.Settings:
     """What script and launcher ask for together, checked against the number of ranks."""
-    both, notes = config.merged(config.read(given), launcher_settings())
-    checked = config.check(both, sessions.size())
+    both, notes = config.merge_settings(config.read_config(given), launcher_settings())
+    checked = config.check_settings(both, sessions.world_size())
     return config.Settings(checked.values, checked.given, (*checked.notes, *notes))
 
 
 def is_initialized() -> bool:
     """Whether `tsm.init` was called."""
-    session = sessions.current()
+    session = sessions.current_session()
     return session is not None and isinstance(session.settings, config.Settings)
 
 
-def _session(settings: config.Settings, rank: int, world: int) -> Session:
+def _session(settings: config.Settings, rank: int, world: int) -> FsdpSession:
     tensor, asked = settings["tensor_parallel_degree"], settings["hybrid_shard_degree"]
-    return Session(
+    return FsdpSession(
         rank=rank,
-        ranks=Ranks(world, tensor, asked or world // tensor),
+        ranks=RankLayout(world, tensor, asked or world // tensor),
         degree=asked or None,
         offloading=bool(settings["sm_activation_offloading"]),
         horizon=settings["activation_loading_horizon"],
@@ -92,23 +92,23 @@ def _session(settings: config.Settings, rank: int, world: int) -> Session:
 # ------------------------------------------------------------------------------------------------------ what is watched
 
 
-def _watch(session: Session) -> None:
+def _watch(session: FsdpSession) -> None:
     """Before the first update: what was asked for is in effect. After each: the allocator had no need to flush."""
 
     def before(*_: Any) -> None:
-        if sessions.current() is session:
+        if sessions.current_session() is session:
             check_in_effect(session)
         first.remove()
 
     first = register_optimizer_step_pre_hook(before)
     if session.flush_warnings:
-        session.flushes = accelerator.cache_flushes(sessions.device())
+        session.flushes = accelerator.cache_flushes(sessions.current_device())
         register_optimizer_step_post_hook(lambda *_: _warn_of_flushes(session))
 
 
-def check_in_effect(session: Session) -> None:
+def check_in_effect(session: FsdpSession) -> None:
     """Raise ConfigError for a setting that was written out, and that nothing of the script has put into effect."""
-    sessions.check_transformed(session)
+    sessions.require_transform(session)
     if session.degree is not None and "wrap" not in session.done:
         raise ConfigError(
             f"hybrid_shard_degree is {session.degree}, but no model is in FSDP, so nothing is sharded; wrap it, or set "
@@ -127,10 +127,10 @@ def check_in_effect(session: Session) -> None:
             )
 
 
-def _warn_of_flushes(session: Session) -> None:
-    if sessions.current() is not session:
+def _warn_of_flushes(session: FsdpSession) -> None:
+    if sessions.current_session() is not session:
         return
-    flushes = accelerator.cache_flushes(sessions.device())
+    flushes = accelerator.cache_flushes(sessions.current_device())
     if flushes > session.flushes:
         warnings.warn(
             f"rank {session.rank}: {flushes - session.flushes} cache flushes of the memory allocator since the last "

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.api.fsdp.rank_layout import Groups, Ranks
-from phalanx.api.fsdp.session import Session, current
+from phalanx.api.fsdp.rank_layout import Groups, RankLayout
+from phalanx.api.fsdp.session import FsdpSession, current_session
 from phalanx.compat.sagemaker import config
 from phalanx.core.errors import ConfigError
 
@@ -14,11 +14,11 @@ from phalanx.core.errors import ConfigError
 class Ranker:
     """Who is where. A replication group is made of the ranks that hold the same shard, each of another replica."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: FsdpSession) -> None:
         self._session = session
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> RankLayout:
         return self._session.ranks
 
     def get_rep_rank(self, rank: int) -> int:
@@ -56,18 +56,18 @@ class Ranker:
         return [[rank] for rank in range(self._ranks.world)]
 
 
-def _group(kind: str) -> Callable[[Session], dist.ProcessGroup | None]:
+def _group(kind: str) -> Callable[[FsdpSession], dist.ProcessGroup | None]:
     """A group of the session; None where FSDP is left as the script has it."""
     return lambda session: (
         None if session.native or (session.degree == 1 and session.ranks.tensor == 1) else (session.group(kind))
     )
 
 
-def _setting(key: str) -> Callable[[Session], Any]:
+def _setting(key: str) -> Callable[[FsdpSession], Any]:
     return lambda session: session.settings[key]
 
 
-_READ: dict[str, Callable[[Session], Any]] = {
+_READ: dict[str, Callable[[FsdpSession], Any]] = {
     **{key: _setting(key) for key in config.DEFAULTS},
     "rank": lambda session: session.rank,
     "world_size": lambda session: session.ranks.world,
@@ -96,7 +96,7 @@ class State:
             raise AttributeError(
                 f"torch.sagemaker.state.{name} is not provided by Phalanx; it has {', '.join(sorted(_READ))}"
             )
-        session = current()
+        session = current_session()
         if session is None or not isinstance(session.settings, config.Settings):
             raise ConfigError(f"tsm.state.{name} is not known before tsm.init(); call that first")
         return _READ[name](session)

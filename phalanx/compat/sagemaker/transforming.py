@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from phalanx.api.fsdp import init
-from phalanx.api.fsdp.session import current
+from phalanx.api.fsdp.session import current_session
 from phalanx.core.errors import ConfigError
 
 COMMUNICATIONS = ("p2p", "all_gather")
@@ -45,7 +45,7 @@ def transform(
     0's weights count, and FSDP must have sync_module_states=True. Collective. Raises ConfigError before `tsm.init`, for
     a configuration of experts, and for a model that cannot be divided.
     """
-    if current() is None:
+    if current_session() is None:
         raise ConfigError("tsm.transform divides a model over ranks, which are not known yet; call tsm.init() first")
     if cp_comm_type not in COMMUNICATIONS:
         raise ConfigError(f"cp_comm_type is {cp_comm_type!r}; give {' or '.join(map(repr, COMMUNICATIONS))}")
@@ -106,7 +106,7 @@ def _heed(experts: MoEConfig, model: nn.Module) -> None:
 
 def _seed(seed: int) -> None:
     """Delayed initialisation draws by this seed. Raises ConfigError where `tsm.init` has set another."""
-    session = current()
+    session = current_session()
     assert session is not None
     if session.seed not in (None, seed):
         raise ConfigError(
@@ -117,7 +117,7 @@ def _seed(seed: int) -> None:
 
 
 def _warn(sentence: str) -> None:
-    session = current()
+    session = current_session()
     if session is not None and session.rank == 0:
         warnings.warn(sentence, stacklevel=4)
 
@@ -131,7 +131,7 @@ class _OfTransformed(type):
     """Makes `isinstance(x, TransformerLayer)` and the like true for parts of a transformed model, of any class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        session = current()
+        session = current_session()
         if session is None:
             return False
         match cls.__name__:

@@ -17,9 +17,9 @@ import time
 from typing import Any, TypeGuard
 
 PROTOCOL = 2
-STRANGER_BYTES = 1 << 10  # the longest line of a side that has not proved itself
-FRIEND_BYTES = 16 << 20
-PROOF_S = 10.0  # what a side gets to prove itself
+MAX_HANDSHAKE_BYTES = 1 << 10  # the longest line of a side that has not proved itself
+MAX_MESSAGE_BYTES = 16 << 20
+HANDSHAKE_TIMEOUT_S = 10.0  # what a side gets to prove itself
 # A side that is silent because its machine or network is gone: the kernel asks it after IDLE seconds, then COUNT times.
 IDLE_S, BETWEEN_S, COUNT = 5, 3, 3
 SILENT_S = IDLE_S + BETWEEN_S * COUNT
@@ -34,7 +34,7 @@ TOO_LONG = "it sent a line that is too long"
 Message = dict[str, Any]
 
 
-class Interrupted(ConnectionError):
+class HandshakeInterrupted(ConnectionError):
     """The other side has closed a connection before both have proved themselves."""
 
 
@@ -43,10 +43,10 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        watch(connection)
+        enable_keepalive(connection)
         self.socket = connection
         self.lost: str | None = None
-        self.most_bytes = STRANGER_BYTES
+        self.most_bytes = MAX_HANDSHAKE_BYTES
         self._in, self._out = bytearray(), bytearray()
         self._quiet_since, self._asked = time.monotonic(), False
 
@@ -58,12 +58,12 @@ class Channel:
         """What poll() has to look for."""
         return select.POLLIN | (select.POLLOUT if self._out else 0)
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message, now or when there is room."""
         self._out += json.dumps(message).encode() + b"\n"
         self._send()
 
-    def heard(self) -> list[Message]:
+    def receive(self) -> list[Message]:
         """The messages that have come since the last call; what makes no sense loses the channel."""
         self._send()
         self._receive()
@@ -79,7 +79,7 @@ class Channel:
             self.close(TOO_LONG)
         return messages
 
-    def give_back(self, messages: list[Message]) -> None:
+    def push_back(self, messages: list[Message]) -> None:
         """Have these, the last of what was heard, heard again: they are for whoever owns the channel next."""
         self._in[:0] = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
 
@@ -89,7 +89,7 @@ class Channel:
         quiet_s = time.monotonic() - self._quiet_since
         if not self._asked and quiet_s > ASK_S:
             self._asked, self._quiet_since = True, time.monotonic()
-            self.say({"ping": True})
+            self.send({"ping": True})
         elif self._asked and quiet_s > DEAF_S:
             self.close(f"its process has not answered for {DEAF_S:g} s")
 
@@ -99,15 +99,15 @@ class Channel:
         self._in.clear()
         self.socket.close()
 
-    def farewell(self, message: Message, why: str, patience_s: float = LINGER_S) -> None:
+    def send_and_close(self, message: Message, why: str, timeout_s: float = LINGER_S) -> None:
         """Send a last message and close."""
-        self.say(message)
-        self.linger(why, patience_s)
+        self.send(message)
+        self.linger(why, timeout_s)
 
-    def linger(self, why: str, patience_s: float = LINGER_S) -> None:
+    def linger(self, why: str, timeout_s: float = LINGER_S) -> None:
         """Close, once what was said has gone. A slow network, and the other side's own last words, get a moment:
         closing over what has not been read would take back what was sent."""
-        until, poll, told = time.monotonic() + patience_s, select.poll(), False
+        until, poll, told = time.monotonic() + timeout_s, select.poll(), False
         while self.lost is None and time.monotonic() < until:
             if not self._out and not told:
                 told = True
@@ -115,7 +115,7 @@ class Channel:
                     self.socket.shutdown(socket.SHUT_WR)
             poll.register(self.socket, self.awaits)
             poll.poll(50)
-            self.heard()
+            self.receive()
         self.close(why)
 
     def _send(self) -> None:
@@ -153,7 +153,7 @@ class Channel:
         self.socket.close()
 
 
-class Proof:
+class Handshake:
     """One side's part in the proof; feed it with what was heard until `done` or `failed`.
 
     The side that is called (node 0) gives its nonce first and proves itself last, so that a stranger who calls learns
@@ -167,11 +167,11 @@ class Proof:
         self.failed: str | None = None
         self._mine, self._theirs = secrets.token_hex(16), ""
         self._port = 0 if calling else _port(channel.socket.getsockname())
-        self.until = time.monotonic() + PROOF_S
+        self.until = time.monotonic() + HANDSHAKE_TIMEOUT_S
         if not calling:
-            channel.say({"phalanx": PROTOCOL, "nonce": self._mine})
+            channel.send({"phalanx": PROTOCOL, "nonce": self._mine})
 
-    def hear(self, message: Message) -> None:
+    def feed(self, message: Message) -> None:
         """Take the next message of the other side."""
         if self._calling and not self._theirs:
             self._answer(message)
@@ -183,9 +183,9 @@ class Proof:
         elif _is_ascii(message.get("nonce")):
             self._theirs = message["nonce"]
             if self._is_proved(message.get("proof"), b"calling"):
-                self.channel.say({"proof": self._proof(b"called")})
+                self.channel.send({"proof": self._proof(b"called")})
             else:
-                self.channel.farewell({"unknown": True}, "it does not know the secret", patience_s=0)
+                self.channel.send_and_close({"unknown": True}, "it does not know the secret", timeout_s=0)
                 self.failed = "it does not know the secret"
         else:
             self.failed = "it did not answer the question for the secret"
@@ -204,7 +204,7 @@ class Proof:
         with contextlib.suppress(OSError):  # it has gone again, as the channel will find
             self._port = _port(self.channel.socket.getpeername())
         self._theirs = nonce
-        self.channel.say({"nonce": self._mine, "proof": self._proof(b"calling")})
+        self.channel.send({"nonce": self._mine, "proof": self._proof(b"calling")})
 
     def _proof(self, side: bytes) -> str:
         calling, called = (self._mine, self._theirs) if self._calling else (self._theirs, self._mine)
@@ -214,12 +214,12 @@ class Proof:
     def _is_proved(self, proof: Any, side: bytes) -> bool:
         self.done = _is_ascii(proof) and hmac.compare_digest(proof, self._proof(side))
         if self.done:
-            self.channel.most_bytes = FRIEND_BYTES
-            self.until = time.monotonic() + PROOF_S  # to say who it is
+            self.channel.most_bytes = MAX_MESSAGE_BYTES
+            self.until = time.monotonic() + HANDSHAKE_TIMEOUT_S  # to say who it is
         return self.done
 
 
-def watch(connection: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Have the kernel end a connection whose other side has been silent for SILENT_S, and send small parts at once."""
     options = [
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -233,33 +233,33 @@ def watch(connection: socket.socket) -> None:
         connection.setsockopt(level, name, value)
 
 
-def proved(address: tuple[str, int], secret: str, connect_s: float, proof_s: float) -> Channel:
+def open_channel(address: tuple[str, int], secret: str, connect_s: float, handshake_s: float) -> Channel:
     """Connect and prove, for a process that may wait; the channel is then ready for what this side has to say.
 
-    The other side has `connect_s` to be there, and `proof_s` to answer, since its process may be busy. Raises
+    The other side has `connect_s` to be there, and `handshake_s` to answer, since its process may be busy. Raises
     ConnectionRefusedError when it is there but the two do not know the same secret, Interrupted when it has closed the
     connection before the proof was complete, and any other OSError when it is not there in time; the text says why.
     """
     channel = Channel(socket.create_connection(address, timeout=connect_s))
-    until = time.monotonic() + proof_s
-    proof = Proof(channel, secret, calling=True)
+    until = time.monotonic() + handshake_s
+    proof = Handshake(channel, secret, calling=True)
     poll = select.poll()
     while not proof.done and not proof.failed and channel.lost is None and time.monotonic() < until:
         poll.register(channel, channel.awaits)
         poll.poll(100)
-        for message in channel.heard():
-            proof.hear(message)
+        for message in channel.receive():
+            proof.feed(message)
     if proof.failed:
         channel.close(proof.failed)
         raise ConnectionRefusedError(proof.failed)
     if not proof.done:
-        wanted = Interrupted if channel.lost else ConnectionError
+        wanted = HandshakeInterrupted if channel.lost else ConnectionError
         channel.close("it did not answer in time")
         raise wanted(channel.lost)
     return channel
 
 
-def calling(address: tuple[str, int]) -> Channel:
+def start_connecting(address: tuple[str, int]) -> Channel:
     """A channel to an address that is being called: for an agent, which may not wait until somebody answers.
 
     Raises OSError where it is known at once that nobody will.
@@ -276,7 +276,7 @@ def calling(address: tuple[str, int]) -> Channel:
         raise
 
 
-def call(address: tuple[str, int], secret: str, hello: Message, timeout_s: float) -> socket.socket:
+def connect_and_greet(address: tuple[str, int], secret: str, hello: Message, timeout_s: float) -> socket.socket:
     """Connect, prove, say hello and wait for {"ok": true}; returns the connection, which now blocks, for what follows.
 
     The other side must not send anything else before it hears something. Raises OSError.
@@ -285,18 +285,20 @@ def call(address: tuple[str, int], secret: str, hello: Message, timeout_s: float
     while True:
         left_s = max(0.1, until - time.monotonic())
         try:
-            channel = proved(address, secret, left_s, left_s)
+            channel = open_channel(address, secret, left_s, left_s)
             break
-        except Interrupted:  # strangers crowd its door, or it has just ended: then nobody listens there the next time
+        except (
+            HandshakeInterrupted
+        ):  # strangers crowd its door, or it has just ended: then nobody listens there the next time
             if time.monotonic() + AGAIN_S > until:
                 raise
             time.sleep(AGAIN_S)
-    channel.say(hello)
+    channel.send(hello)
     poll = select.poll()
     while channel.lost is None and time.monotonic() < until:
         poll.register(channel, channel.awaits)
         poll.poll(100)
-        if {"ok": True} in channel.heard():
+        if {"ok": True} in channel.receive():
             channel.socket.setblocking(True)
             return channel.socket
     channel.close("it did not answer in time")

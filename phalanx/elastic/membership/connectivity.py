@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.elastic.membership.channel import Channel, Proof, call
+from phalanx.elastic.membership.channel import Channel, Handshake, connect_and_greet
 from phalanx.system.fork import fork, kill_group
 
 SIZE_BYTES = 8 << 20
@@ -28,7 +28,7 @@ _TIME = struct.Struct("!d")
 
 
 @dataclass(frozen=True)
-class Way:
+class ConnectionProbe:
     """From one node to another: how long a byte takes there and back, bytes a second each way, how far the other's
     clock is ahead; or why nothing got through."""
 
@@ -41,7 +41,7 @@ class Way:
         return asdict(self)
 
 
-class Echo:
+class EchoServer:
     """Answers at one address of this node until it is closed. `address` is where."""
 
     def __init__(self, host: str, secret: str) -> None:
@@ -88,26 +88,26 @@ def _answer(connection: socket.socket, secret: str) -> None:
 
 def _is_friend(channel: Channel, secret: str) -> bool:
     """Whether who calls knows the secret and wants an echo; then it was told that it gets one."""
-    proof = Proof(channel, secret, calling=False)
+    proof = Handshake(channel, secret, calling=False)
     while channel.lost is None and proof.failed is None and time.monotonic() < proof.until:
         poll = select.poll()
         poll.register(channel, channel.awaits)
         poll.poll(100)
-        for message in channel.heard():
+        for message in channel.receive():
             if not proof.done:
-                proof.hear(message)
+                proof.feed(message)
             elif message == HELLO:
-                channel.say({"ok": True})
+                channel.send({"ok": True})
                 return channel.lost is None
     return False
 
 
-def probe(address: tuple[str, int], secret: str) -> Way:
+def probe(address: tuple[str, int], secret: str) -> ConnectionProbe:
     """Call the echo of another node."""
     try:
-        connection = call(address, secret, HELLO, CONNECT_S)
+        connection = connect_and_greet(address, secret, HELLO, CONNECT_S)
     except OSError as error:
-        return Way(error=error.strerror or str(error))
+        return ConnectionProbe(error=error.strerror or str(error))
     try:
         with connection:
             connection.settimeout(TRANSFER_S)
@@ -118,11 +118,11 @@ def probe(address: tuple[str, int], secret: str) -> Way:
             sent = bytes(SIZE_BYTES)
             connection.sendall(sent)
             if _received(connection, SIZE_BYTES) != sent:
-                return Way(latency_s, None, skew_s, "what came back is not what was sent")
+                return ConnectionProbe(latency_s, None, skew_s, "what came back is not what was sent")
             # There and then back, one after the other.
-            return Way(latency_s, 2 * SIZE_BYTES / (time.perf_counter() - begun), skew_s)
+            return ConnectionProbe(latency_s, 2 * SIZE_BYTES / (time.perf_counter() - begun), skew_s)
     except OSError as error:
-        return Way(error=f"it broke off ({error.strerror or error})")
+        return ConnectionProbe(error=f"it broke off ({error.strerror or error})")
 
 
 def _ping(connection: socket.socket) -> tuple[float, float]:

@@ -3,8 +3,8 @@
 Creating a file that must not exist is atomic, also on network file systems; so when a network falls into two halves of
 the same size, one of them goes on and the other one knows that it may not. What a file says is for those who look for
 the run: who leads, and where; and for its ranks: `attempt` is the oldest whose ranks may still write, and `since` the
-epoch in which that was ordered (`succession.still_writing`). `from` is the epoch whose members made it; a job that
-begins with an epoch of its own says none.
+epoch in which that was ordered (`failover.find_active_writers`). `from` is the epoch whose members made it; a job
+that begins with an epoch of its own says none.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.core.errors import RunError
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership.rendezvous import look_again
+from phalanx.elastic.membership.rendezvous import refresh_listing
 from phalanx.recovery import fencing
 
 
@@ -28,7 +28,7 @@ def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] |
         path.parent.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
-        return fencing.told(paths, epoch)
+        return fencing.read_epoch(paths, epoch)
     except OSError as error:
         raise RunError(f"{path} cannot be written ({error.strerror}); change the run folder's rights") from None
     with open(descriptor, "w", encoding="utf-8") as file:
@@ -38,22 +38,22 @@ def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] |
     return None
 
 
-def newest(paths: RunPaths) -> dict[str, Any] | None:
-    """What the file of the newest epoch says now, as `fencing.newest`; None for a run folder at a URL."""
+def read_newest_epoch(paths: RunPaths) -> dict[str, Any] | None:
+    """What the file of the newest epoch says now, as `fencing.read_newest_epoch`; None for a run folder at a URL."""
     if paths.url is not None:
         return None
-    look_again(paths.epoch(1).parent)
-    return fencing.newest(paths)
+    refresh_listing(paths.epoch(1).parent)
+    return fencing.read_newest_epoch(paths)
 
 
-def number(paths: RunPaths) -> int:
+def read_epoch_number(paths: RunPaths) -> int:
     """That of the newest epoch; 0 without any."""
-    return int((newest(paths) or {"epoch": 0})["epoch"])
+    return int((read_newest_epoch(paths) or {"epoch": 0})["epoch"])
 
 
-def leader(paths: RunPaths) -> tuple[str, int] | None:
+def read_leader_address(paths: RunPaths) -> tuple[str, int] | None:
     """Where the leader of the newest epoch listens, as its file says."""
-    told = newest(paths)
+    told = read_newest_epoch(paths)
     try:
         return None if told is None else (str(told["address"][0]), int(told["address"][1]))
     except (KeyError, TypeError, ValueError, IndexError):
@@ -63,6 +63,6 @@ def leader(paths: RunPaths) -> tuple[str, int] | None:
 def claim_next(paths: RunPaths, text: dict[str, Any]) -> int:
     """Claim the epoch after the newest, for a job that begins; returns its number. Raises as `claim`."""
     while True:
-        epoch = 1 + number(paths)
+        epoch = 1 + read_epoch_number(paths)
         if claim(paths, epoch, {"since": epoch, **text}) is None:
             return epoch

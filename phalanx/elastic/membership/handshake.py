@@ -5,12 +5,12 @@ import platform
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.core.run_paths import shown
+from phalanx.core.run_paths import redact_url
 from phalanx.elastic.membership.channel import Message
-from phalanx.elastic.membership.messages import problem_of_hello
+from phalanx.elastic.membership.messages import find_hello_problem
 
 
-def own_hello(node: int, nodes: int, devices: list[Any], versions: Message, recipe: Message) -> Message:
+def make_hello(node: int, nodes: int, devices: list[Any], versions: Message, recipe: Message) -> Message:
     """What a node says of itself: `devices` has name, model and bf16 of each rank; `nodes` counts spares too."""
     return {
         "role": "node", "node": node, "nodes": nodes, "host": platform.node(), "pid": os.getpid(), "devices": devices,
@@ -27,12 +27,12 @@ def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def objection(hello: Message, leader: Message, to_node_0: bool) -> str | None:
+def find_mismatch(hello: Message, leader: Message, to_node_0: bool) -> str | None:
     """Why a node cannot take part with the one whose hello is `leader`, as a sentence for its user.
 
     `to_node_0`: whether that is node 0 at the first meeting, whose number nobody else may have.
     """
-    if (wrong := problem_of_hello(hello)) is not None:
+    if (wrong := find_hello_problem(hello)) is not None:
         return f"a node sent a greeting that makes no sense ({wrong}); use the same version of Phalanx on all nodes"
     node, host, nodes = hello["node"], hello["host"], hello["nodes"]
     versions, recipe, devices = hello["versions"], hello["recipe"], hello["devices"]
@@ -48,7 +48,7 @@ def objection(hello: Message, leader: Message, to_node_0: bool) -> str | None:
             return f"{name} is {theirs} on {who} and {version} on {there}; install the same version on all nodes"
     different = [key for key in sorted({*recipe, *leader["recipe"]}) if recipe.get(key) != leader["recipe"].get(key)]
     if different:
-        both = [(key, told(recipe.get(key)), told(leader["recipe"].get(key))) for key in different[:3]]
+        both = [(key, redact(recipe.get(key)), redact(leader["recipe"].get(key))) for key in different[:3]]
         said = "; ".join(f"{key} is {theirs!r} on {who} and {here!r} on {there}" for key, theirs, here in both)
         return f"{said}; start all nodes with the same recipe and the same keys"
     if len(kinds) > 1:
@@ -64,7 +64,7 @@ def kind_of(device: list[Any]) -> str:
     return str(device[0]).partition(":")[0]
 
 
-def taken(node: int, holder: str, claimant: Message) -> str:
+def explain_taken_rank(node: int, holder: str, claimant: Message) -> str:
     """What to say to the second of two that have the same number."""
     return (
         f"process {claimant['pid']} on {claimant['host']} says it is node {node}, which {holder} is already; give each "
@@ -72,7 +72,7 @@ def taken(node: int, holder: str, claimant: Message) -> str:
     )
 
 
-def crowd(host: str, node: int) -> str:
+def explain_flood(host: str, node: int) -> str:
     """What to say of strangers who call again and again."""
     return (
         f"connections from {host} keep coming to node {node} without the job's secret; they are closed, and the job "
@@ -80,10 +80,10 @@ def crowd(host: str, node: int) -> str:
     )
 
 
-def told(value: Any) -> Any:
+def redact(value: Any) -> Any:
     """A value of a recipe as others may read it: without what is secret in a URL."""
     if isinstance(value, dict):
-        return {key: told(each) for key, each in value.items()}
+        return {key: redact(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [told(each) for each in value]
-    return shown(value) if isinstance(value, str) else value
+        return [redact(each) for each in value]
+    return redact_url(value) if isinstance(value, str) else value

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 EVERY_S = 0.1
 MOST_PACKETS = 1000  # taken in one turn: who sends without end must not keep anybody busy
-LIVES, GIVEN_UP = 1, 2  # "I live"; "you were given up", in answer to one that came too late
+LIVES, DECLARED_LOST = 1, 2  # "I live"; "you were given up", in answer to one that came too late
 _FORM = struct.Struct("!4sBIH8sQ")
 _MAGIC = b"PHX1"
 _PROOF_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """`node`, `token` and `number` are the sender's; of a GIVEN_UP those of the beat that it answers."""
 
     kind: int
@@ -33,12 +33,12 @@ class Beat:
     number: int
 
 
-def packed(beat: Beat, secret: bytes) -> bytes:
-    text = _FORM.pack(_MAGIC, beat.kind, beat.epoch, beat.node, beat.token, beat.number)
+def encode_heartbeat(heartbeat: Heartbeat, secret: bytes) -> bytes:
+    text = _FORM.pack(_MAGIC, heartbeat.kind, heartbeat.epoch, heartbeat.node, heartbeat.token, heartbeat.number)
     return text + _proof(text, secret)
 
 
-def unpacked(packet: bytes, secret: bytes) -> Beat | None:
+def decode_heartbeat(packet: bytes, secret: bytes) -> Heartbeat | None:
     """What a packet says; None for what does not come from this job."""
     if len(packet) != _FORM.size + _PROOF_BYTES:
         return None
@@ -46,14 +46,14 @@ def unpacked(packet: bytes, secret: bytes) -> Beat | None:
     if not hmac.compare_digest(proof, _proof(text, secret)):
         return None
     magic, *fields = _FORM.unpack(text)
-    return Beat(*fields) if magic == _MAGIC else None
+    return Heartbeat(*fields) if magic == _MAGIC else None
 
 
 def _proof(text: bytes, secret: bytes) -> bytes:
     return hmac.new(secret, b"beat|" + text, hashlib.sha256).digest()[:_PROOF_BYTES]
 
 
-class Beats:
+class HeartbeatSocket:
     """A UDP socket for them, bound to one address. Nothing here waits."""
 
     def __init__(self, bound: socket.socket, secret: str) -> None:
@@ -64,12 +64,12 @@ class Beats:
     def fileno(self) -> int:
         return self.socket.fileno()
 
-    def send(self, beat: Beat, address: tuple[str, int]) -> None:
+    def send(self, heartbeat: Heartbeat, address: tuple[str, int]) -> None:
         """Send one; what the network does not take now is lost, as any packet may be."""
         with contextlib.suppress(OSError):
-            self.socket.sendto(packed(beat, self._secret), address)
+            self.socket.sendto(encode_heartbeat(heartbeat, self._secret), address)
 
-    def heard(self) -> Iterator[tuple[Beat, tuple[str, int]]]:
+    def receive(self) -> Iterator[tuple[Heartbeat, tuple[str, int]]]:
         """All that have come, with the address that each came from."""
         for _ in range(MOST_PACKETS):
             try:
@@ -78,7 +78,7 @@ class Beats:
                 return
             except OSError:  # an earlier packet found nobody: the next one may
                 continue
-            beat = unpacked(packet, self._secret)
+            beat = decode_heartbeat(packet, self._secret)
             if beat is not None:
                 yield beat, (address[0], address[1])
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.elastic.membership.heartbeat import EVERY_S, LIVES, Beat, Beats
-from phalanx.elastic.membership.member_list import Member
+from phalanx.elastic.membership.heartbeat import EVERY_S, LIVES, Heartbeat, HeartbeatSocket
+from phalanx.elastic.membership.member_list import AgentMember
 from phalanx.system.fork import fork, kill_group
 
 STUCK_S = 10.0  # an agent that has not come round for so long is no use to anybody, though its process lives
@@ -28,27 +28,27 @@ MESSAGE_BYTES = 1 << 20
 Address = tuple[str, int]
 
 
-class Voice(Protocol):
-    """Says that an agent lives; `number` grows with the beats."""
+class HeartbeatSender(Protocol):
+    """Says that an agent lives; `next_number` grows with the beats."""
 
-    def say(self, epoch: int, to: Sequence[Address]) -> None:
+    def send_to(self, epoch: int, to: Sequence[Address]) -> None:
         """Say it to these from now on, ten times a second. To be called whenever the agent comes round."""
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         """That of a beat that would be sent now."""
 
     def close(self) -> None:
         """Say nothing more."""
 
 
-class Herald:
-    """The voice of `me`, in a child that sends from the socket of `beats`. Nothing here waits.
+class HeartbeatSenderProcess:
+    """The voice of `me`, in a child that sends from the socket of `heartbeats`. Nothing here waits.
 
-    The caller has one thread whenever it calls `say`: that forks.
+    The caller has one thread whenever it calls `send_to`: that forks.
     """
 
-    def __init__(self, me: Member, beats: Beats) -> None:
-        self._me, self._beats = me, beats
+    def __init__(self, me: AgentMember, heartbeats: HeartbeatSocket) -> None:
+        self._me, self._heartbeats = me, heartbeats
         self._begun_ns = time.monotonic_ns()
         self._turn = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")  # when the agent came round last, for the child
         self._child: tuple[int, int] | None = None  # pid, pidfd
@@ -57,11 +57,11 @@ class Herald:
         self._again_at = 0.0
         self._over = False
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         """Milliseconds since this was made, from 1: they grow from beat to beat."""
         return (time.monotonic_ns() - self._begun_ns) // 1_000_000 + 1
 
-    def say(self, epoch: int, to: Sequence[Address]) -> None:
+    def send_to(self, epoch: int, to: Sequence[Address]) -> None:
         """Have the child beat to these addresses; one that has died is replaced."""
         if self._over:
             return
@@ -84,8 +84,8 @@ class Herald:
         ours.setblocking(False)
         agent = os.getpid()
         try:
-            keep = [theirs.fileno(), self._beats.fileno()]
-            self._child = fork(lambda: self._speak(theirs, agent), keep, session=True)
+            keep = [theirs.fileno(), self._heartbeats.fileno()]
+            self._child = fork(lambda: self._child_main(theirs, agent), keep, session=True)
         except OSError:  # no room for another process now
             self._again_at = time.monotonic() + AGAIN_S
             ours.close()
@@ -110,7 +110,7 @@ class Herald:
             self._channel.close()
             self._channel = None
 
-    def _speak(self, channel: socket.socket, agent: int) -> int:
+    def _child_main(self, channel: socket.socket, agent: int) -> int:
         """What the child does, until it is ended."""
         poll = select.poll()
         poll.register(channel, select.POLLIN)
@@ -128,9 +128,9 @@ class Herald:
                 continue
             due = now + EVERY_S
             if _is_well(agent, self._turn[0]):
-                beat = Beat(LIVES, epoch, self._me.node, token, self.number())
+                beat = Heartbeat(LIVES, epoch, self._me.node, token, self.next_number())
                 for address in to:
-                    self._beats.send(beat, address)
+                    self._heartbeats.send(beat, address)
 
 
 def _is_well(agent: int, turn_ns: int) -> bool:

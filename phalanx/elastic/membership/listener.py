@@ -17,35 +17,35 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.elastic.membership.channel import Channel, Message, Proof
+from phalanx.elastic.membership.channel import Channel, Handshake, Message
 from phalanx.elastic.membership.member_list import TOKEN_BYTES
 
-MOST_STRANGERS = 512  # connections that have not proved themselves, if this process may have four times as many files
+MAX_PENDING = 512  # connections that have not proved themselves, if this process may have four times as many files
 BACKLOG = 4096  # callers that the kernel holds meanwhile; it takes less where net.core.somaxconn says so
 TURN = 256  # who has called and is heard in one turn of the owner's loop
 PARTS = 8  # that a proof may come in: each costs a turn
 CALM = 32  # strangers with whom each new one may wake the owner; with more, all that came are looked at together
 TOGETHER_S = 0.02
 LOOK_S = 0.25  # between two looks for those whose time is up
-CROWD = 64  # strangers who have left or were closed without a proof, after which the owner is told of them
+FLOOD_THRESHOLD = 64  # strangers who have left or were closed without a proof, after which the owner is told of them
 BUFFER_BYTES = 4 << 20  # for beats that come while this process does something else
 EVERYWHERE = ("0.0.0.0", "::")
 MOST_TOLD = 20  # hosts whose calls were refused, each of which is said once
 
 
 @dataclass
-class Stranger:
+class PendingConnection:
     """Who has called and has not said who it is."""
 
     channel: Channel
-    proof: Proof
+    handshake: Handshake
     host: str  # the address it calls from
     network: str  # what counts as one caller
     parts: int = 0  # in which it has sent something before its proof
 
 
 @dataclass(frozen=True)
-class Address:
+class BoundAddress:
     """One address of this machine with a TCP and a UDP socket bound to it, both for the other nodes of a job."""
 
     address: str
@@ -53,7 +53,7 @@ class Address:
     beats: socket.socket
     token: str  # of this process
 
-    def told(self) -> Message:
+    def to_message(self) -> Message:
         """What others have to know of it."""
         ports = {"port": self.listener.getsockname()[1], "beats": self.beats.getsockname()[1]}
         return {"token": self.token, "address": self.address, **ports}
@@ -63,7 +63,7 @@ class Address:
         self.beats.close()
 
 
-def listening(address: str, port: int) -> socket.socket:
+def open_listener(address: str, port: int) -> socket.socket:
     """A socket that listens at one address; 0 is a port of the system's choice. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.ExitStack() as held:
@@ -75,30 +75,31 @@ def listening(address: str, port: int) -> socket.socket:
     return listener
 
 
-def bind(address: str, listener: socket.socket | None = None) -> Address:
+def bind(address: str, listener: socket.socket | None = None) -> BoundAddress:
     """Listen at an address for the other nodes, or go on with a socket that does. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.ExitStack() as held:
         if listener is None:
-            listener = held.enter_context(listening(address, 0))
+            listener = held.enter_context(open_listener(address, 0))
         beats = held.enter_context(socket.socket(family, socket.SOCK_DGRAM))
         beats.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         beats.bind((address, 0))
         held.pop_all()
-    return Address(address, listener, beats, secrets.token_hex(TOKEN_BYTES))
+    return BoundAddress(address, listener, beats, secrets.token_hex(TOKEN_BYTES))
 
 
-class Door:
-    """`refused(host, why)` is told once of each address whose call was refused. `crowd` is the address from which more
-    than CROWD have called without a proof, for the owner to tell of; None: there was none, or it was taken."""
+class ConnectionListener:
+    """`on_refused(host, why)` is told once of each address whose call was refused. `flooding_host` is the address from
+    which more than CROWD have called without a proof, for the owner to tell of; None: there was none, or it was
+    taken."""
 
-    def __init__(self, listener: socket.socket, secret: str, refused: Callable[[str, str], None]) -> None:
+    def __init__(self, listener: socket.socket, secret: str, on_refused: Callable[[str, str], None]) -> None:
         listener.setblocking(False)
-        self.listener, self.secret, self.refused = listener, secret, refused
-        self.crowd: str | None = None
+        self.socket, self.secret, self.on_refused = listener, secret, on_refused
+        self.flooding_host: str | None = None
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = MOST_STRANGERS if files == resource.RLIM_INFINITY else max(4, min(MOST_STRANGERS, files // 4))
-        self._strangers: dict[int, Stranger] = {}  # by descriptor, the oldest first
+        self._most = MAX_PENDING if files == resource.RLIM_INFINITY else max(4, min(MAX_PENDING, files // 4))
+        self._pending: dict[int, PendingConnection] = {}  # by descriptor, the oldest first
         self._of: dict[str, dict[int, None]] = {}  # their descriptors by network, the oldest first
         self._calls = select.epoll()  # one descriptor to look at, however many they are
         self._calls.register(listener, select.EPOLLIN)
@@ -112,54 +113,54 @@ class Door:
 
     def due_s(self) -> float:
         """Seconds until the next turn is due, whoever calls; infinite where it is only when somebody does."""
-        if len(self._strangers) <= CALM:
+        if len(self._pending) <= CALM:
             return math.inf
         left_s = self._turn + TOGETHER_S - time.monotonic()
         return left_s if left_s > 0 else math.inf
 
-    def tend(self) -> list[tuple[Channel, Message]]:
+    def accept(self) -> list[tuple[Channel, Message]]:
         """Hear who calls; who has proved itself now, with what it says first."""
         found: list[tuple[Channel, Message]] = []
         if self.due_s() < math.inf:
             return found
         self._turn = time.monotonic()
         ready = {descriptor for descriptor, _ in self._calls.poll(0, TURN)}
-        for number in ready & self._strangers.keys():
-            stranger = self._strangers[number]
+        for number in ready & self._pending.keys():
+            stranger = self._pending[number]
             hello = self._hear(number, stranger)
             if hello is not None:
                 found.append((stranger.channel, hello))
         self._end_late(self._turn)
-        if self.listener.fileno() in ready:
+        if self.socket.fileno() in ready:
             self._let_in()
         return found
 
-    def narrow(self, address: str) -> None:
+    def restrict_to(self, address: str) -> None:
         """From now on listen at this address alone, at the same port, where it was at all of this machine's: by which
         of them others come is not known before they have come. Who has called already stays. Raises OSError."""
-        there, port = self.listener.getsockname()[:2]
+        there, port = self.socket.getsockname()[:2]
         if there not in EVERYWHERE:
             return
-        self._calls.unregister(self.listener)
+        self._calls.unregister(self.socket)
         # First, as both cannot listen; who calls in between calls again. For children that have the descriptor, too.
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        self.listener = listening(address, port)
-        self.listener.setblocking(False)
-        self._calls.register(self.listener, select.EPOLLIN)
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+        self.socket = open_listener(address, port)
+        self.socket.setblocking(False)
+        self._calls.register(self.socket, select.EPOLLIN)
 
     def close(self, why: str) -> None:
-        for stranger in self._strangers.values():
+        for stranger in self._pending.values():
             stranger.channel.close(why)
-        self._strangers, self._of = {}, {}
+        self._pending, self._of = {}, {}
         self._calls.close()
-        self.listener.close()
+        self.socket.close()
 
     def _let_in(self) -> None:
         # As many as one address may have come in four turns: who answers at once is not closed for those behind.
         for _ in range(max(1, self._most // 8)):
             try:
-                connection, peer = self.listener.accept()
+                connection, peer = self.socket.accept()
             except BlockingIOError:
                 return
             except OSError as error:  # it has gone again; or there is no descriptor left
@@ -174,72 +175,72 @@ class Door:
             except OSError:  # it has gone again
                 connection.close()
                 continue
-            stranger = Stranger(channel, Proof(channel, self.secret, calling=False), host, network)
+            stranger = PendingConnection(channel, Handshake(channel, self.secret, calling=False), host, network)
             if channel.lost is None:
                 number = channel.fileno()
-                self._strangers[number] = stranger
+                self._pending[number] = stranger
                 self._of.setdefault(network, {})[number] = None
                 self._calls.register(number, select.EPOLLIN)
 
     def _make_room(self, most: int, network: str | None = None) -> None:
         """Close the oldest of those who have the most, while there are more than `most` in all; and of a `network`
         while it has half of what there may be."""
-        while len(self._strangers) > most:
+        while len(self._pending) > most:
             self._close_oldest(max(self._of, key=lambda each: len(self._of[each])))
         while network is not None and len(self._of.get(network, ())) >= self._most // 2:
             self._close_oldest(network)
 
     def _close_oldest(self, network: str) -> None:
         number = next(iter(self._of[network]))
-        self._end(number, self._strangers[number], "there were too many who had not said who they are")
+        self._end(number, self._pending[number], "there were too many who had not said who they are")
 
     def _end_late(self, now: float) -> None:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
-        for number, stranger in list(self._strangers.items()):
-            if now > stranger.proof.until:
+        for number, stranger in list(self._pending.items()):
+            if now > stranger.handshake.until:
                 self._end(number, stranger, "it did not say who it is in time")
 
-    def _hear(self, number: int, stranger: Stranger) -> Message | None:
-        channel, proof = stranger.channel, stranger.proof
+    def _hear(self, number: int, pending: PendingConnection) -> Message | None:
+        channel, proof = pending.channel, pending.handshake
         hello = None
-        stranger.parts += not proof.done
-        messages = channel.heard()
+        pending.parts += not proof.done
+        messages = channel.receive()
         while messages and hello is None:
             message = messages.pop(0)
             if proof.done:
                 hello = message
             elif proof.failed is None:
-                proof.hear(message)
-        channel.give_back(messages)
+                proof.feed(message)
+        channel.push_back(messages)
         if hello is not None:
-            self._forget(number, stranger)
-        elif channel.lost or proof.failed or (stranger.parts > PARTS and not proof.done):
-            self._end(number, stranger, proof.failed or "it did not say who it is")
+            self._forget(number, pending)
+        elif channel.lost or proof.failed or (pending.parts > PARTS and not proof.done):
+            self._end(number, pending, proof.failed or "it did not say who it is")
         return hello
 
-    def _end(self, number: int, stranger: Stranger, why: str) -> None:
-        self._forget(number, stranger)
-        stranger.channel.close(why)
-        host, failed = stranger.host, stranger.proof.failed
+    def _end(self, number: int, pending: PendingConnection, why: str) -> None:
+        self._forget(number, pending)
+        pending.channel.close(why)
+        host, failed = pending.host, pending.handshake.failed
         if failed and host not in self._told and len(self._told) < MOST_TOLD:
             self._told.add(host)
-            self.refused(host, failed)
-        elif not stranger.proof.done and (host in self._unproved or len(self._unproved) < self._most):
+            self.on_refused(host, failed)
+        elif not pending.handshake.done and (host in self._unproved or len(self._unproved) < self._most):
             self._unproved[host] = self._unproved.get(host, 0) + 1
-            if self._unproved[host] == CROWD:
-                self.crowd = host
+            if self._unproved[host] == FLOOD_THRESHOLD:
+                self.flooding_host = host
 
-    def _forget(self, number: int, stranger: Stranger) -> None:
+    def _forget(self, number: int, pending: PendingConnection) -> None:
         """It is this one's no more; its descriptor may be closed already, and has then left by itself."""
         with contextlib.suppress(OSError, ValueError):
             self._calls.unregister(number)
-        del self._strangers[number]
-        mine = self._of[stranger.network]
+        del self._pending[number]
+        mine = self._of[pending.network]
         del mine[number]
         if not mine:
-            del self._of[stranger.network]
+            del self._of[pending.network]
 
 
 def _network_of(host: str) -> str:

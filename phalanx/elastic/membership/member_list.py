@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 TOKEN_BYTES = 8
 HEADS = 3  # the leader and two deputies: all others tell them that they live, and they tell all others
-Standing = Literal["majority", "tie", "minority"]
+Quorum = Literal["majority", "tie", "minority"]
 
 
 @dataclass(frozen=True)
-class Member:
+class AgentMember:
     """One agent: `token` is of this very process, `port` where it takes connections, `beats` its UDP port."""
 
     node: int
@@ -27,74 +27,76 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Roster:
+class MemberList:
     """The members of an epoch, by node, and which of them leads."""
 
     epoch: int
     leader: int
-    members: tuple[Member, ...]
+    members: tuple[AgentMember, ...]
 
     @property
     def nodes(self) -> list[int]:
         return [member.node for member in self.members]
 
-    def member(self, node: int) -> Member | None:
+    def member(self, node: int) -> AgentMember | None:
         return next((member for member in self.members if member.node == node), None)
 
-    def with_members(self, members: Iterable[Member], leader: int) -> "Roster":
+    def with_members(self, members: Iterable[AgentMember], leader: int) -> "MemberList":
         """The roster of the next epoch."""
-        return Roster(self.epoch + 1, leader, tuple(sorted(members, key=lambda member: member.node)))
+        return MemberList(self.epoch + 1, leader, tuple(sorted(members, key=lambda member: member.node)))
 
 
-def heads(roster: Roster, lost: Collection[int] = ()) -> list[int]:
+def heads(member_list: MemberList, lost: Collection[int] = ()) -> list[int]:
     """The nodes that watch all others: the leader, then the lowest that are not lost."""
-    living = [node for node in roster.nodes if node not in lost]
-    first = [roster.leader] if roster.leader in living else []
-    return (first + [node for node in living if node != roster.leader])[:HEADS]
+    living = [node for node in member_list.nodes if node not in lost]
+    first = [member_list.leader] if member_list.leader in living else []
+    return (first + [node for node in living if node != member_list.leader])[:HEADS]
 
 
-def watched_by(node: int, roster: Roster, lost: Collection[int] = ()) -> list[int]:
+def list_monitored_nodes(node: int, member_list: MemberList, lost: Collection[int] = ()) -> list[int]:
     """The nodes that `node` exchanges signs of life with: all others where it is a head, else the heads."""
-    chosen = heads(roster, lost)
+    chosen = heads(member_list, lost)
     return [
-        other for other in roster.nodes if other != node and other not in lost and (node in chosen or other in chosen)
+        other
+        for other in member_list.nodes
+        if other != node and other not in lost and (node in chosen or other in chosen)
     ]
 
 
-def standing(left: int, of: int) -> Standing:
+def classify_quorum(left: int, of: int) -> Quorum:
     """What `left` members are that were `of` before: two parts of one roster are never both a majority."""
     if 2 * left == of:
         return "tie"
     return "majority" if 2 * left > of else "minority"
 
 
-def too_few(count: int, of: int) -> str:
+def explain_lost_quorum(count: int, of: int) -> str:
     """Why `count` members of so many, of which one is this node, may not go on."""
     few = ["no other node", "only one other node"][count - 1] if count < 3 else f"only {count - 1} other nodes"
     return f"{few} of {of} can be reached from here, and those that cannot may go on with the run"
 
 
-def member_to_message(member: Member) -> dict[str, Any]:
+def member_to_message(member: AgentMember) -> dict[str, Any]:
     return asdict(member)
 
 
-def member_of(tree: dict[str, Any]) -> Member:
+def parse_member(tree: dict[str, Any]) -> AgentMember:
     """Read a member. Raises KeyError, TypeError or ValueError for what is none."""
     devices = tuple((str(row[0]), str(row[1]), bool(row[2])) for row in tree["devices"])
     host, token, address = (str(tree[name]) for name in ("host", "token", "address"))
     if len(bytes.fromhex(token)) != TOKEN_BYTES or not devices:
         raise ValueError("neither a token nor devices")
-    return Member(int(tree["node"]), host, token, address, int(tree["port"]), int(tree["beats"]), devices)
+    return AgentMember(int(tree["node"]), host, token, address, int(tree["port"]), int(tree["beats"]), devices)
 
 
-def roster_to_message(roster: Roster) -> dict[str, Any]:
+def member_list_to_message(member_list: MemberList) -> dict[str, Any]:
     return {
-        "epoch": roster.epoch,
-        "leader": roster.leader,
-        "members": [member_to_message(member) for member in roster.members],
+        "epoch": member_list.epoch,
+        "leader": member_list.leader,
+        "members": [member_to_message(member) for member in member_list.members],
     }
 
 
-def roster_of(tree: dict[str, Any]) -> Roster:
-    """Read a roster. Raises as `member_of`."""
-    return Roster(int(tree["epoch"]), int(tree["leader"]), tuple(member_of(each) for each in tree["members"]))
+def parse_member_list(tree: dict[str, Any]) -> MemberList:
+    """Read a roster. Raises as `parse_member`."""
+    return MemberList(int(tree["epoch"]), int(tree["leader"]), tuple(parse_member(each) for each in tree["members"]))

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from phalanx.elastic.membership.channel import Message
 
-SHOWN = 60  # characters that are said of what is wrong
+MAX_SHOWN = 60  # characters that are said of what is wrong
 NONSENSE = "it sent what makes no sense ({})"  # why a node is lost that does not keep to the schema
 
 Node = Annotated[int, Field(ge=0, lt=1 << 16)]  # as a sign of life has room for
@@ -67,9 +67,9 @@ def _is(value: Any, kind: Kind) -> bool:
 Address = Annotated[str, AfterValidator(_address)]
 Number, Seconds = (int, float), (int, float, type(None))
 Device = Annotated[list[Any], _row(str, str, bool)]
-Beat = Annotated[list[Any], _row(int, int, str, int, str, Number, int, Number, int, bool, [int, str, int])]
-Signs = Annotated[list[Any], _row(bool, bool, bool)]
-Patience = Annotated[list[Any], _row(Number, Number, Seconds, Seconds)]
+ProgressRow = Annotated[list[Any], _row(int, int, str, int, str, Number, int, Number, int, bool, [int, str, int])]
+ProcessStatusRow = Annotated[list[Any], _row(bool, bool, bool)]
+HangTimeoutsRow = Annotated[list[Any], _row(Number, Number, Seconds, Seconds)]
 Blame = Annotated[list[Any], _row(int, str, str, (int, type(None)))]
 Crash = Annotated[list[Any], _row(str, int)]
 Slot = Annotated[list[Any], _row(int, str)]
@@ -90,20 +90,20 @@ class _Member(_Part):
     devices: Annotated[list[Device], Field(min_length=1)]
 
 
-class _Roster(_Part):
+class _MemberList(_Part):
     epoch: Epoch
     leader: Node
     members: Annotated[list[_Member], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _agrees(self) -> "_Roster":
+    def _agrees(self) -> "_MemberList":
         nodes = [member.node for member in self.members]
         if len(set(nodes)) < len(nodes) or self.leader not in nodes:
             raise ValueError("its members have no numbers of their own, or do not include the leader")
         return self
 
 
-class _Held(_Part):
+class _InventoryEntry(_Part):
     generation: Count
     way: Count
     rank: Count
@@ -115,7 +115,7 @@ class _Held(_Part):
     replica: bool = False
 
     @model_validator(mode="after")
-    def _agrees(self) -> "_Held":
+    def _agrees(self) -> "_InventoryEntry":
         if self.rank >= self.world or self.part >= self.world or self.parts > self.world:
             raise ValueError("there are fewer ranks than it names")
         return self
@@ -151,11 +151,11 @@ class _Nothing(_Part):
     """An empty object."""
 
 
-class _Ballot(_Part):
+class _Vote(_Part):
     ready: Count
     offered: Count
     last: _Ended | _Nothing
-    held: list[_Held]
+    held: list[_InventoryEntry]
     attempt: Count
 
 
@@ -169,7 +169,7 @@ class _Choice(_Part):
 def _file(row: list[Any]) -> list[Any]:
     if len(row) != 2 or not _is(row[0], int) or not 0 <= row[0] < 1 << 16:
         raise ValueError("it names no node and file")
-    _Held.model_validate(row[1])
+    _InventoryEntry.model_validate(row[1])
     return row
 
 
@@ -235,9 +235,9 @@ class _Offer(_Part):
 
 class _Pulses(_Part):
     attempt: Count
-    beats: list[Beat]
-    signs: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Signs]
-    patience: Patience
+    beats: list[ProgressRow]
+    signs: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], ProcessStatusRow]
+    patience: HangTimeoutsRow
 
 
 class _Examination(_Part):
@@ -256,7 +256,7 @@ class _Result(BaseModel):
 
 
 class _Answer(_Part):
-    held: list[_Held] = []
+    held: list[_InventoryEntry] = []
     echo: Echo | None = None
     result: _Result | None = None
 
@@ -265,9 +265,9 @@ class _Message(_Part):
     """All that nodes of a job say once they have said who they are; what belongs together is in `_BOTH`."""
 
     gone: Epoch | None = None
-    roster: _Roster | None = None
+    roster: _MemberList | None = None
     follow: Epoch | None = None
-    ballot: _Ballot | None = None
+    ballot: _Vote | None = None
     offer: _Offer | _Examination | None = None
     start: _Start | None = None
     end: Count | None = None
@@ -279,7 +279,7 @@ class _Message(_Part):
     finish: Code | None = None
     text: Text | None = None
     dropped: Text | None = None
-    held: list[_Held] | None = None
+    held: list[_InventoryEntry] | None = None
     ended: _Ended | None = None
     ready: Count | None = None
     unfit: Text | None = None
@@ -325,7 +325,7 @@ class _Hello(_Part):
     at: _At | None = None
 
 
-def problem(message: Message) -> str | None:
+def find_message_problem(message: Message) -> str | None:
     """What is wrong with what a node says, in a few words; None for nothing."""
     if (wrong := _problem(_Message, message)) is not None:
         return wrong
@@ -338,7 +338,7 @@ def problem(message: Message) -> str | None:
     return f"no value for {empty[0]}" if empty else None
 
 
-def problem_of_hello(hello: Message) -> str | None:
+def find_hello_problem(hello: Message) -> str | None:
     """The same of what a node says of itself."""
     return _problem(_Hello, hello)
 
@@ -349,7 +349,7 @@ def _problem(schema: type[BaseModel], message: Message) -> str | None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ascii(".".join(str(part) for part in first["loc"]))[1:-1]  # it may hold what no terminal should see
-        return f"{where[:SHOWN]}: {first['msg'][:SHOWN]}" if where else first["msg"][:SHOWN]
+        return f"{where[:MAX_SHOWN]}: {first['msg'][:MAX_SHOWN]}" if where else first["msg"][:MAX_SHOWN]
     except RecursionError:
         return "it is nested too deeply"
     return None

@@ -1,8 +1,8 @@
 """Where the nodes of a job meet: at a TCP address, or by a file in a shared folder that tells node 0's address.
 
 A file is put into place by rename, so that nobody reads half of one; nothing is locked. Network file systems remember
-for a while what a folder held: `look_again` makes them ask the server. A file that is left over from a dead job names
-an address where nobody answers, or nobody who knows its secret, and is not believed.
+for a while what a folder held: `refresh_listing` makes them ask the server. A file that is left over from a dead job
+names an address where nobody answers, or nobody who knows its secret, and is not believed.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.elastic.membership import shared_secret
-from phalanx.elastic.membership.listener import listening
+from phalanx.elastic.membership.listener import open_listener
 
 ADDRESS_FILE = "phalanx-node-0.json"
 PASSING = ".phalanx-passing-"  # how the names of files begin that are gone again at once
@@ -34,20 +34,20 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where nodes meet: `folder`, or `host` and `port` with a `secret` that all nodes know already, `kept` in a file
-    if the user has set none."""
+class RendezvousPoint:
+    """Where nodes meet: `folder`, or `host` and `port` with a `secret` that all nodes know already, kept
+    in `secret_file` if the user has set none."""
 
     text: str  # as the user wrote it
     folder: Path | None = None
     host: str = ""
     port: int = 0
     secret: str = field(default="", repr=False)
-    kept: Path | None = None
+    secret_file: Path | None = None
 
 
 @dataclass(frozen=True)
-class Address:
+class HostAddress:
     """What node 0 tells in the shared folder."""
 
     hosts: tuple[str, ...]  # addresses of its interfaces
@@ -56,7 +56,7 @@ class Address:
     process: str  # for people: pid and host
 
 
-def place_of(text: str, environment: Mapping[str, str]) -> Place:
+def parse_rendezvous(text: str, environment: Mapping[str, str]) -> RendezvousPoint:
     """Read a rendezvous from the command line, with its secret: that of the environment, else that of a file of the
     user's own, which is made where it is missing. Raises ConfigError."""
     try:
@@ -68,7 +68,7 @@ def place_of(text: str, environment: Mapping[str, str]) -> Place:
             raise ConfigError(
                 f"--rendezvous {text} names no folder; write file:// and an absolute path, such as file:///shared/meet"
             )
-        return Place(text, folder=Path(unquote(parts.path)))
+        return RendezvousPoint(text, folder=Path(unquote(parts.path)))
     if parts.scheme != "tcp":
         raise ConfigError(
             f"--rendezvous {text} is neither tcp://host:port nor file:///shared/folder; give one of these"
@@ -81,10 +81,12 @@ def place_of(text: str, environment: Mapping[str, str]) -> Place:
         raise ConfigError(f"--rendezvous {text} is not of the form tcp://host:port with a port between 1 and 65535")
     # One address: at another that a name stands for, somebody else could listen and come between the nodes.
     host = "127.0.0.1" if host == "localhost" else host
-    if (own := shared_secret.given(environment)) is not None:
-        return Place(text, host=host, port=port, secret=own)
+    if (own := shared_secret.read_user_secret(environment)) is not None:
+        return RendezvousPoint(text, host=host, port=port, secret=own)
     file = shared_secret.file_of(None if is_loopback(host) else host, port, environment)
-    return Place(text, host=host, port=port, secret=shared_secret.found(file), kept=file)
+    return RendezvousPoint(
+        text, host=host, port=port, secret=shared_secret.load_or_create_secret(file), secret_file=file
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -100,7 +102,7 @@ def is_loopback(host: str) -> bool:
 # ------------------------------------------------------------------------------------------------------------- sockets
 
 
-def listen(place: Place) -> socket.socket:
+def listen(place: RendezvousPoint) -> socket.socket:
     """A socket for node 0 to be called at. Raises RunError."""
     if place.folder is not None:
         only_ipv6 = not any("." in host for host in own_addresses() if not is_loopback(host))
@@ -117,7 +119,7 @@ def listen(place: Place) -> socket.socket:
         if is_loopback(host) and not is_loopback(place.host):
             host = "::" if ":" in host else "0.0.0.0"  # many systems lead their own name to 127.0.1.1
     try:
-        listener = listening(host, port)
+        listener = open_listener(host, port)
     except OSError as error:
         raise RunError(
             f"node 0 cannot listen at {place.text} ({error.strerror}); give an address of node 0 itself and a port that"
@@ -162,7 +164,7 @@ def interface_of(connection: socket.socket) -> str | None:
 # ------------------------------------------------------------------------------------------------------- address file
 
 
-def look_again(folder: Path) -> None:
+def refresh_listing(folder: Path) -> None:
     """Make a network file system ask its server what a folder holds: changing it ends what is remembered of it. Of a
     folder that is not there, as far as is remembered, its parent is asked."""
     if not folder.is_dir():
@@ -174,9 +176,9 @@ def look_again(folder: Path) -> None:
         os.listdir(folder)
 
 
-def read_address(folder: Path) -> Address | None:
+def read_address(folder: Path) -> HostAddress | None:
     """What the address file says; None where there is none, or none that makes sense."""
-    look_again(folder)
+    refresh_listing(folder)
     try:
         tree = _written(folder)
         hosts, port, secret, process = (tree[name] for name in ("hosts", "port", "secret", "process"))
@@ -185,7 +187,7 @@ def read_address(folder: Path) -> Address | None:
     texts = [secret, process, *hosts] if isinstance(hosts, list) else [None]
     if not all(isinstance(text, str) for text in texts) or type(port) is not int or not 0 < port < 65536:
         return None
-    return Address(tuple(hosts), port, secret, process)
+    return HostAddress(tuple(hosts), port, secret, process)
 
 
 def _written(folder: Path) -> Any:
@@ -240,13 +242,13 @@ def _passing(folder: Path) -> Path:
     return folder / f"{PASSING}{platform.node()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def new_address(listener: socket.socket) -> Address:
+def make_host_address(listener: socket.socket) -> HostAddress:
     """The address of a listening node 0, with a new secret."""
     process = f"{os.getpid()} on {platform.node()}"
-    return Address(tuple(own_addresses()), listener.getsockname()[1], secrets.token_hex(32), process)
+    return HostAddress(tuple(own_addresses()), listener.getsockname()[1], secrets.token_hex(32), process)
 
 
-def publish(folder: Path, address: Address) -> bool:
+def publish(folder: Path, address: HostAddress) -> bool:
     """Put the address file into place, in the stead of any other. Returns whether the folder was made for it, or for
     the one that is replaced: its node 0 was killed and could not remove the folder.
 
@@ -274,7 +276,7 @@ def publish(folder: Path, address: Address) -> bool:
     return made
 
 
-def withdraw(folder: Path, address: Address, made: bool) -> None:
+def withdraw(folder: Path, address: HostAddress, made: bool) -> None:
     """Take the address file away, unless it is another's by now, and the folder where it was `made` for this."""
     with contextlib.suppress(OSError, RunError):  # it is gone, or the folder is, or it is another's by now
         if read_address(folder) == address:

@@ -1,7 +1,7 @@
 """A node that comes to a job on several nodes: finding node 0, or who leads now, and what that says until this node is
 one of the members.
 
-`seek` waits and belongs to the time before an agent has signal handlers; nothing in OtherNode waits.
+`connect_to_leader` waits and belongs to the time before an agent has signal handlers; nothing in OtherNode waits.
 """
 
 import math
@@ -11,30 +11,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phalanx.core.errors import CollectiveError, ConfigError
 from phalanx.elastic.membership import rendezvous, shared_secret
-from phalanx.elastic.membership.channel import PROOF_S, Channel, Message, proved
+from phalanx.elastic.membership.channel import HANDSHAKE_TIMEOUT_S, Channel, Message, open_channel
 from phalanx.elastic.membership.listener import bind
-from phalanx.elastic.membership.member_list import Member, Roster, member_of, roster_of
-from phalanx.elastic.membership.messages import NONSENSE, problem
-from phalanx.elastic.membership.rendezvous import Place
+from phalanx.elastic.membership.member_list import AgentMember, MemberList, parse_member, parse_member_list
+from phalanx.elastic.membership.messages import NONSENSE, find_message_problem
+from phalanx.elastic.membership.rendezvous import RendezvousPoint
 
 CONNECT_S = 3.0  # what an address gets before another one of node 0's is tried
 PAUSE_S = 0.3  # between two rounds of looking
 NOTE_S = 60.0  # after which who is waited for is said once more
 
 
-class OtherNode:
+class RendezvousClient:
     """This node's connection to node 0, or to whichever leads now, whose secret is known to both. Says `hello` at once,
     with the address where this node listens for the others."""
 
     def __init__(self, channel: Channel, secret: str, hello: Message) -> None:
         self.channel, self.secret = channel, secret
         self.at = bind(str(channel.socket.getsockname()[0]))
-        self.hello = hello | {"at": self.at.told()}
+        self.hello = hello | {"at": self.at.to_message()}
         self.offer: Message | None = None  # what node 0 has resolved for the job
-        self.roster: Roster | None = None  # once this node is a member
-        self.refused: str | None = None  # why it does not let this node take part
+        self.member_list: MemberList | None = None  # once this node is a member
+        self.refusal: str | None = None  # why it does not let this node take part
         self.over: tuple[int, str] | None = None  # how the job ended: exit code and words
-        channel.say(self.hello)
+        channel.send(self.hello)
 
     @property
     def lost(self) -> str | None:
@@ -42,9 +42,9 @@ class OtherNode:
         return self.channel.lost
 
     @property
-    def member(self) -> Member:
+    def member(self) -> AgentMember:
         """This node as a member."""
-        return member_of(self.hello | self.hello["at"])
+        return parse_member(self.hello | self.hello["at"])
 
     def descriptors(self) -> Mapping[int, int]:
         """What poll() has to look at, and for what."""
@@ -54,48 +54,48 @@ class OtherNode:
         """Seconds until the next turn is due, whatever poll() sees."""
         return math.inf
 
-    def tend(self) -> None:
+    def poll_once(self) -> None:
         """Do all that can be done without waiting."""
-        for message in self.channel.heard():
-            if (wrong := problem(message)) is not None:
+        for message in self.channel.receive():
+            if (wrong := find_message_problem(message)) is not None:
                 self.channel.close(NONSENSE.format(wrong))
                 break
             if "refused" in message:
-                self.refused = str(message["refused"])
+                self.refusal = str(message["refused"])
             elif "offer" in message:
                 self.offer = message["offer"]
             elif "roster" in message:
-                self.roster = roster_of(message["roster"])
+                self.member_list = parse_member_list(message["roster"])
             elif "finish" in message:
                 self.over = int(message["finish"]), str(message["text"])
             elif "ping" in message:
-                self.channel.say({"pong": True})
+                self.channel.send({"pong": True})
         self.channel.check_alive()
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Tell node 0 something; lost where it is gone."""
         if self.channel.lost is None:
-            self.channel.say(message)
+            self.channel.send(message)
 
-    def tell_stop(self, name: str) -> None:
+    def report_stop_signal(self, name: str) -> None:
         """Tell node 0 that this node was asked to stop."""
-        self.say({"stop": name})
+        self.send({"stop": name})
 
     def close(self) -> None:
         """Leave; what was said is still sent. A member's address stays open: it is its circle's."""
         if self.channel.lost is None:
-            self.channel.farewell({"bye": True}, "this node has left")
-        if self.roster is None:
+            self.channel.send_and_close({"bye": True}, "this node has left")
+        if self.member_list is None:
             self.at.close()
 
 
-def seek(
-    place: Place,
+def connect_to_leader(
+    place: RendezvousPoint,
     hello: Message,
     timeout_s: float,
     notice: Callable[[str], None],
     leader: Callable[[], tuple[str, int] | None] = lambda: None,
-) -> OtherNode:
+) -> RendezvousClient:
     """Wait for node 0 at the rendezvous, or for the one that leads in its stead, and say hello. `leader` looks where
     that is, as the newest epoch's file says.
 
@@ -107,22 +107,24 @@ def seek(
         for address, secret in _addresses(place, leader()):
             patience_s = max(1.0, until - time.monotonic())
             try:
-                channel = proved(address, secret, min(CONNECT_S, patience_s), min(PROOF_S, patience_s))
+                channel = open_channel(
+                    address, secret, min(CONNECT_S, patience_s), min(HANDSHAKE_TIMEOUT_S, patience_s)
+                )
             except OSError as error:
                 problem = f"{address[0]}:{address[1]}: {error.strerror or error}"
                 unproved = isinstance(error, ConnectionRefusedError) and error.errno is None
                 # Where a leader was that is gone anybody may listen by now, and in a folder the next file may be right.
                 if unproved and address == (place.host, place.port):
-                    where = "" if place.kept is None else (
-                        f"it is kept in {place.kept} here, which all nodes have to share; else meet in a folder that "
-                        "they share (file:///FOLDER), or "
+                    where = "" if place.secret_file is None else (
+                        f"it is kept in {place.secret_file} here, which all nodes have to share; else meet in a folder "
+                        "that they share (file:///FOLDER), or "
                     )  # fmt: skip
                     raise ConfigError(
                         f"node 0 at {place.text} was not joined: {error}; {where}set the same {shared_secret.VARIABLE} "
                         "on all nodes, and give each job a port of its own"
                     ) from None
                 continue
-            return OtherNode(channel, secret, hello)
+            return RendezvousClient(channel, secret, hello)
         left = until - time.monotonic()
         if left <= 0:
             raise CollectiveError(
@@ -135,12 +137,12 @@ def seek(
         time.sleep(min(PAUSE_S, left))
 
 
-def is_there(address: rendezvous.Address) -> bool:
+def is_there(address: rendezvous.HostAddress) -> bool:
     """Whether a job answers at an address; for a node 0 that finds one in its folder."""
     return any(_asked(host, address.port, address.secret) is not None for host in address.hosts)
 
 
-def goes_on(hosts: Sequence[str], port: int, secret: str) -> bool:
+def is_run_active(hosts: Sequence[str], port: int, secret: str) -> bool:
     """Whether a job answers there whose nodes have met already."""
     return any((_asked(host, port, secret) or {}).get("goes_on") is True for host in hosts)
 
@@ -148,21 +150,21 @@ def goes_on(hosts: Sequence[str], port: int, secret: str) -> bool:
 def _asked(host: str, port: int, secret: str) -> Message | None:
     """What the job that listens at an address says to a node 0; None where nobody answers."""
     try:
-        channel = proved((host, port), secret, CONNECT_S, PROOF_S)
+        channel = open_channel((host, port), secret, CONNECT_S, HANDSHAKE_TIMEOUT_S)
     except OSError:
         return None
-    channel.say({"role": "first"})
-    until, poll = time.monotonic() + PROOF_S, select.poll()
+    channel.send({"role": "first"})
+    until, poll = time.monotonic() + HANDSHAKE_TIMEOUT_S, select.poll()
     heard: list[Message] = []
     while not heard and channel.lost is None and time.monotonic() < until:
         poll.register(channel, channel.awaits)
         poll.poll(100)
-        heard = channel.heard()
+        heard = channel.receive()
     channel.close("that was all")
     return heard[0] if heard else {}
 
 
-def _addresses(place: Place, leader: tuple[str, int] | None) -> Iterator[tuple[tuple[str, int], str]]:
+def _addresses(place: RendezvousPoint, leader: tuple[str, int] | None) -> Iterator[tuple[tuple[str, int], str]]:
     if place.folder is None:
         if leader is not None:
             yield leader, place.secret

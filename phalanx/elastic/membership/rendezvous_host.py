@@ -15,32 +15,32 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError, RunError, Unhealthy
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
 from phalanx.elastic.membership import channel as wire
 from phalanx.elastic.membership import rendezvous, shared_secret
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.handshake import crowd, objection, taken
-from phalanx.elastic.membership.listener import Address, Door, bind
-from phalanx.elastic.membership.member_list import Roster, member_of, roster_to_message
-from phalanx.elastic.membership.messages import NONSENSE, problem
+from phalanx.elastic.membership.handshake import explain_flood, explain_taken_rank, find_mismatch
+from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener, bind
+from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
+from phalanx.elastic.membership.messages import NONSENSE, find_message_problem
 
 LOOK_S = 2.0  # between two looks whether the address file is still there
 NOTE_S = 60.0  # after which it is said, and said again, who is not ready
 
 
 @dataclass
-class Seat:
+class ConnectedNode:
     """What is known of a node that is there."""
 
     channel: Channel
     hello: Message
     answer: Message | None = None  # what it said with its being ready
     claimant: tuple[Channel, Message] | None = None  # who says that he is this node too
-    asked: float = 0.0  # when this one was asked whether it is still there
+    pinged_at: float = 0.0  # when this one was asked whether it is still there
 
 
-class FirstNode:
+class RendezvousHost:
     """`hello` is what this node would say of itself; `notice(kind, details)` is told who comes and goes. Of the `nodes`
     as many may turn out not to be fit as there are `spares` among them."""
 
@@ -48,7 +48,7 @@ class FirstNode:
         self,
         nodes: int,
         listener: socket.socket,
-        address: rendezvous.Address | str,
+        address: rendezvous.HostAddress | str,
         folder: Path | None,
         hello: Message,
         timeout_s: float,
@@ -58,29 +58,29 @@ class FirstNode:
         self.nodes, self.notice, self._timeout_s, self._spares = nodes, notice, timeout_s, spares
         self._folder, self._address = folder, address
         self.secret = address if isinstance(address, str) else address.secret
-        self.door = Door(listener, self.secret, self._refused)
+        self.listener = ConnectionListener(listener, self.secret, self._refused)
         self._hellos: dict[int, Message] = {0: hello}  # of all nodes that the job was resolved for
-        self._seats: dict[int, Seat] = {}
+        self._connected: dict[int, ConnectedNode] = {}
         self._offer: Callable[[int], Message] | None = None
         self._over = False
         self._missing_since = self._looked = time.monotonic()
         self._note_at = math.inf
         self.refusal: PhalanxError | None = None  # why a node cannot take part as things are
-        self.left_out: dict[int, str] = {}  # nodes that are not fit, which spares make up for, and why
-        self.asked: str | None = None  # the first stop signal on another node
+        self.replaced_by_spares: dict[int, str] = {}  # nodes that are not fit, which spares make up for, and why
+        self.stop_signal: str | None = None  # the first stop signal on another node
 
     # ------------------------------------------------------------------------------------------------------ gathering
 
     def descriptors(self) -> Mapping[int, int]:
         """What poll() has to look at, and for what."""
-        channels = [seat.channel for seat in self._seats.values()]
-        channels += [seat.claimant[0] for seat in self._seats.values() if seat.claimant]
+        channels = [seat.channel for seat in self._connected.values()]
+        channels += [seat.claimant[0] for seat in self._connected.values() if seat.claimant]
         found = {channel.fileno(): channel.awaits for channel in channels if channel.lost is None}
-        return found | self.door.descriptors()
+        return found | self.listener.descriptors()
 
     def due_s(self) -> float:
         """Seconds until the next turn is due, whatever poll() sees; infinite where it is not."""
-        return self.door.due_s()
+        return self.listener.due_s()
 
     def hellos(self) -> list[Message]:
         """What each node has said of itself, by node. All must be there."""
@@ -88,9 +88,11 @@ class FirstNode:
 
     def missing(self) -> list[int]:
         """Nodes that are not there, and are waited for."""
-        return [node for node in range(1, self.nodes) if node not in self._seats and node not in self.left_out]
+        return [
+            node for node in range(1, self.nodes) if node not in self._connected and node not in self.replaced_by_spares
+        ]
 
-    def arrived(self) -> bool:
+    def have_all_nodes(self) -> bool:
         """Whether all nodes are there. Raises PhalanxError when a node does not come in time, or another job has this
         job's rendezvous."""
         now = time.monotonic()
@@ -105,75 +107,77 @@ class FirstNode:
             )
         return not missing
 
-    def stand_aside(self, why: str, alone: bool) -> str:
+    def yield_to_spare(self, why: str, alone: bool) -> str:
         """This node is not fit: once all have entered it leaves, and a spare takes its place. Returns `why`. Raises
         Unhealthy where none can: there is none left, or this node `alone` can write the run's records."""
-        fit = self._seats.keys() - self.left_out.keys()
+        fit = self._connected.keys() - self.replaced_by_spares.keys()
         if alone:
             raise Unhealthy(
                 f"{why}; this is node 0, which alone writes to the run's URL, so no spare takes its place: start its "
                 "command on another machine"
             )
-        if len(self.left_out) >= self._spares or not fit:
+        if len(self.replaced_by_spares) >= self._spares or not fit:
             raise Unhealthy(
                 f"{why}; this is node 0, for which all wait, and there is no spare to take its place: start its "
                 "command on another machine, or all with --spares 1 and one node more (and replace in "
                 "resilience.on_lost_node)"
             )
-        self.left_out[0] = why
-        self.notice(Kind.WARNING, {"message": f"{why}; node 0 brings all together, and a spare takes its place"})
+        self.replaced_by_spares[0] = why
+        self.notice(EventKind.WARNING, {"message": f"{why}; node 0 brings all together, and a spare takes its place"})
         return why
 
     def offer(self, offer: Callable[[int], Message]) -> None:
         """Tell every node, now and when it comes back, what `offer(node)` says; from now on each has to come back as it
         is."""
         self._offer, self._note_at = offer, time.monotonic() + NOTE_S
-        for node, seat in self._seats.items():
+        for node, seat in self._connected.items():
             self._hellos[node] = seat.hello
-            seat.channel.say({"offer": offer(node)})
+            seat.channel.send({"offer": offer(node)})
 
-    def ready(self) -> bool:
-        """Whether all nodes can start. Raises as `arrived`, and an error with the words of a node that cannot:
+    def are_all_ready(self) -> bool:
+        """Whether all nodes can start. Raises as `have_all_nodes`, and an error with the words of a node that cannot:
         Unhealthy where that is not fit, else ConfigError."""
         if self.refusal is not None:
             raise self.refusal
-        awaited = [node for node, seat in sorted(self._seats.items()) if seat.answer is None]
+        awaited = [node for node, seat in sorted(self._connected.items()) if seat.answer is None]
         if awaited and time.monotonic() > self._note_at:
             self._note_at = time.monotonic() + NOTE_S
             names = f"node{'s' if len(awaited) > 1 else ''} {', '.join(map(str, awaited))}"
-            self.notice(Kind.WARNING, {"message": f"waiting for {names} to get ready; their own output says with what"})
-        return self.arrived() and not awaited
+            self.notice(
+                EventKind.WARNING, {"message": f"waiting for {names} to get ready; their own output says with what"}
+            )
+        return self.have_all_nodes() and not awaited
 
     def answers(self) -> list[Message]:
         """What the other nodes said with their being ready, in order of node."""
-        return list(self.answered().values())
+        return list(self.answers_by_node().values())
 
-    def answered(self) -> dict[int, Message]:
+    def answers_by_node(self) -> dict[int, Message]:
         """The same, by node."""
-        return {node: seat.answer for node, seat in sorted(self._seats.items()) if seat.answer is not None}
+        return {node: seat.answer for node, seat in sorted(self._connected.items()) if seat.answer is not None}
 
     def interface(self) -> str | None:
         """The interface of this machine through which the other nodes reach it."""
-        found = (rendezvous.interface_of(seat.channel.socket) for seat in self._seats.values())
+        found = (rendezvous.interface_of(seat.channel.socket) for seat in self._connected.values())
         return next((name for name in found if name is not None), None)
 
-    def tend(self) -> None:
+    def poll_once(self) -> None:
         """Do all that can be done without waiting."""
-        for channel, hello in self.door.tend():
+        for channel, hello in self.listener.accept():
             self._greet(channel, hello)
-        if self.door.crowd is not None:
-            host, self.door.crowd = self.door.crowd, None
-            self.notice(Kind.WARNING, {"message": crowd(host, 0)})
-        for node, seat in list(self._seats.items()):
-            for message in seat.channel.heard():
-                if (wrong := problem(message)) is not None:
+        if self.listener.flooding_host is not None:
+            host, self.listener.flooding_host = self.listener.flooding_host, None
+            self.notice(EventKind.WARNING, {"message": explain_flood(host, 0)})
+        for node, seat in list(self._connected.items()):
+            for message in seat.channel.receive():
+                if (wrong := find_message_problem(message)) is not None:
                     seat.channel.close(NONSENSE.format(wrong))
                     break
                 self._hear(node, seat, message)
             seat.channel.check_alive()
             if seat.channel.lost is not None:
                 self._lose(node, seat.channel.lost)
-            elif seat.claimant is not None and time.monotonic() > seat.asked + wire.SILENT_S:
+            elif seat.claimant is not None and time.monotonic() > seat.pinged_at + wire.SILENT_S:
                 self._lose(node, "it does not answer")
 
     def _refused(self, host: str, why: str) -> None:
@@ -183,30 +187,31 @@ class FirstNode:
             else f"set the same {shared_secret.VARIABLE} on all nodes"
         )
         self.notice(
-            Kind.WARNING, {"message": f"a caller from {host} was refused: {why}; if it is a node of this job, {mend}"}
+            EventKind.WARNING,
+            {"message": f"a caller from {host} was refused: {why}; if it is a node of this job, {mend}"},
         )
 
     def _greet(self, channel: Channel, hello: Message) -> None:
         if hello.get("role") == "first":
-            channel.farewell({"ok": True}, "it only asked whether there is a node 0")
+            channel.send_and_close({"ok": True}, "it only asked whether there is a node 0")
         elif (wrong := self._objection(hello)) is not None:
-            self.notice(Kind.WARNING, {"message": wrong})
-            channel.farewell({"refused": wrong}, wrong)
-        elif (seat := self._seats.get(hello["node"])) is None:
-            self._seat(channel, hello)
+            self.notice(EventKind.WARNING, {"message": wrong})
+            channel.send_and_close({"refused": wrong}, wrong)
+        elif (seat := self._connected.get(hello["node"])) is None:
+            self._add_node(channel, hello)
         elif seat.claimant is not None:
-            channel.farewell({"refused": _taken(seat.hello, hello)}, "its place is taken")
+            channel.send_and_close({"refused": _taken(seat.hello, hello)}, "its place is taken")
         else:  # it may be that node, started again, and the one that is known may be gone without a word
-            seat.claimant, seat.asked = (channel, hello), time.monotonic()
-            seat.channel.say({"ping": True})
+            seat.claimant, seat.pinged_at = (channel, hello), time.monotonic()
+            seat.channel.send({"ping": True})
 
     def _objection(self, hello: Message) -> str | None:
         """Why a node cannot take part, as a sentence for its user."""
-        if (wrong := objection(hello, self._hellos[0], to_node_0=True)) is not None:
+        if (wrong := find_mismatch(hello, self._hellos[0], to_node_0=True)) is not None:
             return wrong
         try:
             if hello["devices"]:  # nodes that only look at each other have none, and do not become members
-                member_of(hello | hello["at"])
+                parse_member(hello | hello["at"])
         except (KeyError, TypeError, ValueError):
             return "a node sent a greeting that makes no sense; use the same version of Phalanx on all nodes"
         node, devices, before = hello["node"], hello["devices"], self._hellos.get(hello["node"])
@@ -217,51 +222,51 @@ class FirstNode:
             )
         return None
 
-    def _seat(self, channel: Channel, hello: Message) -> None:
+    def _add_node(self, channel: Channel, hello: Message) -> None:
         node = hello["node"]
-        self.left_out.pop(node, None)  # it may have been mended
-        self._seats[node] = Seat(channel, hello)
-        self.notice(Kind.NODE_JOINED, {"node": node, "host": hello["host"], "ranks": len(hello["devices"])})
+        self.replaced_by_spares.pop(node, None)  # it may have been mended
+        self._connected[node] = ConnectedNode(channel, hello)
+        self.notice(EventKind.NODE_JOINED, {"node": node, "host": hello["host"], "ranks": len(hello["devices"])})
         if self._offer is not None:
-            channel.say({"offer": self._offer(node)})
+            channel.send({"offer": self._offer(node)})
 
     def _lose(self, node: int, why: str) -> None:
         if not self.missing():
             self._missing_since = time.monotonic()
-        seat = self._seats.pop(node)
+        seat = self._connected.pop(node)
         seat.channel.close(why)
-        self.notice(Kind.NODE_LOST, {"node": node, "host": seat.hello["host"], "reason": why})
+        self.notice(EventKind.NODE_LOST, {"node": node, "host": seat.hello["host"], "reason": why})
         if seat.claimant is not None:
             self._greet(*seat.claimant)
 
-    def _hear(self, node: int, seat: Seat, message: Message) -> None:
+    def _hear(self, node: int, seat: ConnectedNode, message: Message) -> None:
         if "answer" in message and isinstance(message["answer"], dict):
             seat.answer = message["answer"]
         elif "unfit" in message:
             unhealthy = message.get("code") == ExitCode.UNHEALTHY
-            others = self._seats.keys() - self.left_out.keys() - {node}
-            if unhealthy and len(self.left_out) < self._spares and others:
-                self.left_out[node] = str(message["unfit"])
+            others = self._connected.keys() - self.replaced_by_spares.keys() - {node}
+            if unhealthy and len(self.replaced_by_spares) < self._spares and others:
+                self.replaced_by_spares[node] = str(message["unfit"])
             else:
                 error = Unhealthy if unhealthy else ConfigError
                 self.refusal = error(f"node {node} ({seat.hello['host']}): {message['unfit']}")
         elif "stop" in message:
-            self.asked = self.asked or str(message["stop"])
+            self.stop_signal = self.stop_signal or str(message["stop"])
         elif "ping" in message:
-            seat.channel.say({"pong": True})
+            seat.channel.send({"pong": True})
         elif "pong" in message and seat.claimant is not None:
             channel, hello = seat.claimant
             seat.claimant = None
-            self.notice(Kind.WARNING, {"message": _taken(seat.hello, hello)})
-            channel.farewell({"refused": _taken(seat.hello, hello)}, "its place is taken")
+            self.notice(EventKind.WARNING, {"message": _taken(seat.hello, hello)})
+            channel.send_and_close({"refused": _taken(seat.hello, hello)}, "its place is taken")
 
     def _hello_of(self, node: int) -> Message:
-        return self._seats[node].hello if node in self._seats else self._hellos[node]
+        return self._connected[node].hello if node in self._connected else self._hellos[node]
 
     def _keep_published(self, folder: Path) -> None:
         self._looked = time.monotonic()
         there = rendezvous.read_address(folder)
-        assert isinstance(self._address, rendezvous.Address)
+        assert isinstance(self._address, rendezvous.HostAddress)
         if there is None:
             rendezvous.publish(folder, self._address)
         elif there != self._address:
@@ -272,43 +277,43 @@ class FirstNode:
 
     # ------------------------------------------------------------------------------------------------------- the end
 
-    def bound(self) -> Address:
+    def bind_address(self) -> BoundAddress:
         """This machine's address as the other nodes know it, with the sockets for them; at others of its addresses
         nothing listens any more. Raises RunError."""
-        found = [str(seat.channel.socket.getsockname()[0]).removeprefix("::ffff:") for seat in self._seats.values()]
+        found = [str(seat.channel.socket.getsockname()[0]).removeprefix("::ffff:") for seat in self._connected.values()]
         address = min(found, key=rendezvous.is_loopback)
         try:
-            self.door.narrow(address)
-            return bind(address, self.door.listener)
+            self.listener.restrict_to(address)
+            return bind(address, self.listener.socket)
         except OSError as error:
             raise RunError(f"node 0 cannot listen at {address} ({error.strerror}); look at its network") from None
 
-    def roster(self, epoch: int, at: Address) -> Roster:
+    def make_member_list(self, epoch: int, at: BoundAddress) -> MemberList:
         """All that are here as members of a first epoch. All must be there."""
         told = [
-            self._hellos[0] | at.told(),
-            *(seat.hello | seat.hello["at"] for _, seat in sorted(self._seats.items())),
+            self._hellos[0] | at.to_message(),
+            *(seat.hello | seat.hello["at"] for _, seat in sorted(self._connected.items())),
         ]
-        return Roster(epoch, 0, tuple(member_of(each) for each in told))
+        return MemberList(epoch, 0, tuple(parse_member(each) for each in told))
 
-    def enter(self, roster: Roster) -> None:
+    def enter(self, member_list: MemberList) -> None:
         """Have all others enter the circle; the meeting is over, and this one's door is for others to tend."""
-        self._say_last({"roster": roster_to_message(roster)}, "the meeting is over")
+        self._say_last({"roster": member_list_to_message(member_list)}, "the meeting is over")
         self._over = True
 
     def finish(self, code: int, text: str) -> None:
         """Tell all nodes how the job ended, and leave nothing behind. Nothing to do once the meeting is over."""
         self._say_last({"finish": code, "text": text}, "the job is over")
         if not self._over:
-            self.door.close("the job is over")
+            self.listener.close("the job is over")
 
     def _say_last(self, message: Message, why: str) -> None:
         """Say it to all before one of them is waited for: there may be thousands."""
-        for seat in self._seats.values():
-            seat.channel.say(message)
-        for seat in self._seats.values():
+        for seat in self._connected.values():
+            seat.channel.send(message)
+        for seat in self._connected.values():
             seat.channel.linger(why)
-        self._seats = {}
+        self._connected = {}
 
 
 def _ranks(devices: list[Any]) -> str:
@@ -317,4 +322,4 @@ def _ranks(devices: list[Any]) -> str:
 
 
 def _taken(holder: Message, claimant: Message) -> str:
-    return taken(int(holder["node"]), f"process {holder['pid']} on {holder['host']}", claimant)
+    return explain_taken_rank(int(holder["node"]), f"process {holder['pid']} on {holder['host']}", claimant)

@@ -31,7 +31,7 @@ _TEXT = re.compile(rb"[0-9a-f]{64}\n")
 _REMEDY = f"or set the same {VARIABLE} on all nodes (`export {VARIABLE}=$(openssl rand -hex 32)`)"
 
 
-def withdrawn() -> dict[str, str]:
+def take_from_environment() -> dict[str, str]:
     """This process's environment as it was; the secret is then no longer in it, nor in what the kernel shows of it in
     /proc, for this process and those that it forks or starts from now on."""
     before = dict(os.environ)
@@ -57,7 +57,7 @@ def _overwrite(name: bytes) -> None:
         at += len(text) + 1
 
 
-def given(environment: Mapping[str, str]) -> str | None:
+def read_user_secret(environment: Mapping[str, str]) -> str | None:
     """The secret that a user has set; None for none. Raises ConfigError for one that could be guessed."""
     text = environment.get(VARIABLE, "")
     if text and len(text) < LEAST:
@@ -89,7 +89,7 @@ def _machine() -> str:
         return platform.node()
 
 
-def found(file: Path) -> str:
+def load_or_create_secret(file: Path) -> str:
     """The secret in a file, which is made where it is missing. Nodes that come at the same moment find the same one.
 
     Raises ConfigError for a file, or a folder, that somebody else may have written or can read, and where none can be
@@ -97,20 +97,20 @@ def found(file: Path) -> str:
     """
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _opened(file.parent) as folder:
+        with _open_folder(file.parent) as folder:
             for _ in range(TRIES):
                 if (text := _read(file, folder)) is not None:
                     return text
-                if _made(file.name, folder):
+                if _create_secret(file.name, folder):
                     continue
                 time.sleep(PAUSE_S)  # another node was faster, and this one may not be shown its file yet
     except OSError as error:
-        raise _unmade(file, error) from None
+        raise _creation_error(file, error) from None
     raise ConfigError(f"{file} is there and cannot be read; remove it, {_REMEDY}")
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
+def _open_folder(folder: Path) -> Iterator[int]:
     """The folder, which is this user's alone to write, by its descriptor: what its path leads to may change, where
     others can write further up. Raises ConfigError and OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -156,7 +156,7 @@ def _check(path: Path, seen: os.stat_result, others: int, what: str) -> None:
         raise ConfigError(f"{path} {wrong}, so the secret of the rendezvous is not kept there; remove it, {_REMEDY}")
 
 
-def _made(name: str, folder: int) -> bool:
+def _create_secret(name: str, folder: int) -> bool:
     """Make a file with a new secret; False where there is one by now. It has its name only when it is complete."""
     _remove_passed(folder)
     passing = f"{PASSING}{secrets.token_hex(8)}"
@@ -182,20 +182,20 @@ def _remove_passed(folder: int) -> None:
                 os.unlink(name, dir_fd=folder)
 
 
-def _unmade(file: Path, error: OSError) -> ConfigError:
+def _creation_error(file: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"the secret of the rendezvous cannot be kept in {file} ({error.strerror}); meet in a folder that all nodes "
         f"share (file:///FOLDER), {_REMEDY}"
     )
 
 
-def removed(file: Path | None) -> list[Path]:
+def remove_unused_secrets(file: Path | None) -> list[Path]:
     """Remove the files beside this one that no node has looked for in UNUSED_DAYS; returns which. A job that still runs
     knows its secret without them."""
     gone: list[Path] = []
     if file is None:
         return gone
-    with contextlib.suppress(OSError, ConfigError), _opened(file.parent) as folder:
+    with contextlib.suppress(OSError, ConfigError), _open_folder(file.parent) as folder:
         for name in sorted(os.listdir(folder)):
             with contextlib.suppress(OSError):
                 seen = os.stat(name, dir_fd=folder, follow_symlinks=False)

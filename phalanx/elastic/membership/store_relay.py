@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 from phalanx.core.placement import StoreAddress
-from phalanx.elastic.membership.channel import Message, call, watch
+from phalanx.elastic.membership.channel import Message, connect_and_greet, enable_keepalive
 from phalanx.system.fork import fork, kill_group
 
 PART_BYTES = 1 << 16
@@ -35,7 +35,7 @@ class Relay:
         os.close(self._pidfd)
 
 
-def beside_the_store(port: int) -> tuple[Relay, socket.socket]:
+def start_host_relay(port: int) -> tuple[Relay, socket.socket]:
     """Start node 0's relay to the store at a loopback port; the socket takes connections, by `hand_over`."""
     ours, theirs = socket.socketpair()
     relay = Relay(lambda: _join_to_store(theirs, port), keep=theirs)
@@ -49,7 +49,7 @@ def hand_over(relay: socket.socket, connection: socket.socket) -> None:
     socket.send_fds(relay, [b"1"], [connection.fileno()])
 
 
-def to_node_0(address: tuple[str, int], secret: str, hello: Message) -> tuple[Relay, StoreAddress]:
+def start_client_relay(address: tuple[str, int], secret: str, hello: Message) -> tuple[Relay, StoreAddress]:
     """Start another node's relay; ranks of that node find the store at the address that is returned."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -71,14 +71,14 @@ def _join_to_store(handed: socket.socket, port: int) -> int:
 def _join_to_node_0(listener: socket.socket, address: tuple[str, int], secret: str, hello: Message) -> int:
     while True:
         connection, _ = listener.accept()
-        _in_thread(_join, connection, lambda: call(address, secret, hello, CALL_S))
+        _in_thread(_join, connection, lambda: connect_and_greet(address, secret, hello, CALL_S))
 
 
 def _join(one: socket.socket, find: Callable[[], socket.socket]) -> None:
     """Carry both ways until both sides have ended; when the other side cannot be reached, the first is closed."""
     with one, contextlib.suppress(OSError), find() as other:
         for connection in (one, other):
-            watch(connection)
+            enable_keepalive(connection)
         back = _in_thread(_carry, other, one)
         _carry(one, other)
         back.join()

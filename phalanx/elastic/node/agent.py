@@ -3,8 +3,8 @@
 Starting Python and importing torch costs seconds, a fork of a process that has done so costs milliseconds; so the agent
 imports what the workers need (`preload`) and starts nothing itself: it has one thread, never touches an accelerator and
 never computes. Workers do not try to survive a broken process group: when one ends abnormally all are killed and the
-next attempt starts at once, of processes that were forked before (`standby.py`). `run` is the agent of a job on
-one node; of several each runs its part (`node_agent.py`). No torch here; the caller says what to preload and what a
+next attempt starts at once, of processes that were forked before (`standby.py`). `run_local_job` is the agent of a job
+on one node; of several each runs its part (`node_agent.py`). No torch here; the caller says what to preload and what a
 worker runs.
 """
 
@@ -17,14 +17,14 @@ import select
 import time
 from collections.abc import Sequence
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
-from phalanx.elastic.node.attempt import IDLE_S, Attempt
-from phalanx.elastic.node.job import Job
-from phalanx.elastic.node.signals import Signals
-from phalanx.elastic.node.standby import Early
+from phalanx.elastic.node.attempt import IDLE_S, JobAttempt
+from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.node.signals import StopSignals
+from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.supervisor.decide import PAUSE_S
-from phalanx.system.exit_causes import FROM_ELSE, is_damage, is_deterministic, place_of
+from phalanx.system.exit_causes import FROM_ELSE, is_deterministic, is_state_damage, locate_failure
 
 NEVER_RETRIED = (ExitCode.CONFIG, ExitCode.OUT_OF_MEMORY, ExitCode.STOPPED)
 
@@ -60,7 +60,7 @@ def preload(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
-def run(job: Job) -> int:
+def run_local_job(job: NodeJob) -> int:
     """Run a job to its end and return its exit code.
 
     DONE when all ranks are done; STOPPED when they stopped for a signal; otherwise the code of the first real cause
@@ -77,45 +77,47 @@ def run(job: Job) -> int:
     """
     failures, reached = 0, job.progress()
     places: list[tuple[int | None, str, str] | None] = []  # where attempts failed
-    with Signals() as signals, contextlib.closing(Early()) as early:
+    with StopSignals() as signals, contextlib.closing(StandbyPool()) as early:
         for number in itertools.count(job.first_attempt):
-            attempt = Attempt(job, number, signals, early)
+            attempt = JobAttempt(job, number, signals, early)
             try:
                 attempt.start()
                 code = attempt.watch()
             finally:
                 attempt.kill()
             for late in signals.take():
-                job.on_event(Kind.SIGNALLED, {"attempt": number, "signal": late.name})
-            asked = signals.asked
+                job.on_event(EventKind.STOP_REQUESTED, {"attempt": number, "signal": late.name})
+            asked = signals.all_signals
             if code == ExitCode.OUT_OF_MEMORY and not asked and job.after_out_of_memory():
-                job.on_event(Kind.RESTARTED, {"attempt": number + 1, "reason": "with smaller micro-batches"})
+                job.on_event(EventKind.RESTARTED, {"attempt": number + 1, "reason": "with smaller micro-batches"})
                 continue
-            if is_damage(attempt.cause) and not asked:
-                job.on_event(Kind.RESTARTED, {"attempt": number + 1, "reason": FROM_ELSE})
+            if is_state_damage(attempt.cause) and not asked:
+                job.on_event(EventKind.RESTARTED, {"attempt": number + 1, "reason": FROM_ELSE})
                 continue
             if code == ExitCode.DONE or code in NEVER_RETRIED or asked:
                 return code
-            places.append(place_of(attempt.cause))
-            if is_deterministic(places, job.same_crash):
-                job.on_event(Kind.GAVE_UP, {"attempt": number, "reason": _same(places[-1], job.same_crash)})
+            places.append(locate_failure(attempt.cause))
+            if is_deterministic(places, job.max_identical_failures):
+                job.on_event(
+                    EventKind.GAVE_UP, {"attempt": number, "reason": _same(places[-1], job.max_identical_failures)}
+                )
                 return code
             before, reached = reached, max(reached, job.progress())
             failures = 1 if reached > before else failures + 1
             if failures > job.max_restarts:
                 if job.max_restarts:  # else nobody expects another one
-                    job.on_event(Kind.GAVE_UP, {"attempt": number, "reason": _no_further(failures, reached)})
+                    job.on_event(EventKind.GAVE_UP, {"attempt": number, "reason": _no_further(failures, reached)})
                 return code
             _pause(job, signals, PAUSE_S[min(failures, len(PAUSE_S)) - 1])
             for late in signals.take():
-                job.on_event(Kind.SIGNALLED, {"attempt": number, "signal": late.name})
-            if signals.asked:
+                job.on_event(EventKind.STOP_REQUESTED, {"attempt": number, "signal": late.name})
+            if signals.all_signals:
                 return code
-            job.on_event(Kind.RESTARTED, {"attempt": number + 1})
+            job.on_event(EventKind.RESTARTED, {"attempt": number + 1})
     raise AssertionError("unreachable")
 
 
-def _pause(job: Job, signals: Signals, seconds: float) -> None:
+def _pause(job: NodeJob, signals: StopSignals, seconds: float) -> None:
     """Wait before another attempt, but for no signal."""
     poll, until = select.poll(), time.monotonic() + seconds
     poll.register(signals, select.POLLIN)

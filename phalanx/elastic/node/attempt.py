@@ -13,21 +13,21 @@ from typing import Any
 
 from phalanx.core import progress_page
 from phalanx.core.errors import PhalanxError, RunError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement, StoreAddress
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.node.job import Job, Part
-from phalanx.elastic.node.signals import Signals
-from phalanx.elastic.node.standby import Early
+from phalanx.elastic.node.job import NodeJob, NodeRanks
+from phalanx.elastic.node.signals import StopSignals
+from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, Watchdog
 from phalanx.elastic.node.worker import STACKS_SIGNAL, ask_flight_recorder, run_worker
-from phalanx.system.exit_causes import End, first_cause, is_aftermath
+from phalanx.system.exit_causes import WorkerExit, find_root_cause, is_secondary_failure
 from phalanx.system.fork import fork, kill_group, out_of_memory_kills
-from phalanx.system.memory import group_kills
+from phalanx.system.memory import cgroup_oom_kills
 
 IDLE_S = 0.1  # how often `on_idle` is called
 SETTLE_S = 0.2  # how long a worker that merely lost a peer waits for the one that caused it to be seen
-WORD_S = 0.5  # how often the leader of several nodes hears what an agent sees of its ranks
+REPORT_S = 0.5  # how often the leader of several nodes hears what an agent sees of its ranks
 STACKS_S = 0.2  # what a hung worker gets to write its stacks down
 DEATH_S = 10.0  # what the kernel gets to tear a killed worker down
 KILLS_S, RECENT_S = 1.0, 10.0  # how often its kills for want of memory are counted; so recent ones explain a death
@@ -44,26 +44,26 @@ class _Process:
 
 
 @dataclass
-class Attempt:
+class JobAttempt:
     """`number` counts from 1 over all nodes; `signals` are those that this agent gets; `early`: who waits to be ranks,
     of it and later of the next one."""
 
-    job: Job
+    job: NodeJob
     number: int
-    signals: Signals
-    early: Early
+    signals: StopSignals
+    standby: StandbyPool
     processes: list[_Process] = field(default_factory=list)
-    ends: list[End] = field(default_factory=list)  # in order of detection
+    exits: list[WorkerExit] = field(default_factory=list)  # in order of detection
     forwarded: set[int] = field(default_factory=set)
     deadline: float | None = None  # of the grace period
     next_idle: float = 0.0
-    cause: End | None = None  # what ended it, if that was no signal from outside and no other node
+    cause: WorkerExit | None = None  # what ended it, if that was no signal from outside and no other node
     # When looked, and the kernel's kills for want of memory, on this machine and in this control group.
-    kills: deque[tuple[float, int, int]] = field(default_factory=deque)
-    part: Part = field(init=False)
+    oom_kills: deque[tuple[float, int, int]] = field(default_factory=deque)
+    part: NodeRanks = field(init=False)
 
     def __post_init__(self) -> None:
-        self.part = self.job.part or Part(0, 0, self.job.world, "lo")
+        self.part = self.job.part or NodeRanks(0, 0, self.job.world, "lo")
         self._count_kills()
 
     def start(self) -> None:
@@ -89,7 +89,7 @@ class Attempt:
                 self._fork_all([StoreAddress(host, port, listener.fileno()), *elsewhere])
 
     def _fork_all(self, stores: Sequence[StoreAddress | None]) -> None:
-        kept = self.job.kept()
+        kept = self.job.find_in_memory_state()
         for local_rank, store in enumerate(stores):
             placement = Placement(
                 rank=self.part.first_rank + local_rank,
@@ -102,23 +102,25 @@ class Attempt:
                 attempt=self.number,
                 shared=None if self.job.shared is None else str(self.job.shared),
                 kept=kept,
-                keeps=self.job.keeps,
+                keeps=self.job.keeps_state,
                 nodes=self.part.nodes,
                 partner=self.part.partner,
                 epoch=self.part.epoch,
             )
             self._fork(placement)
-        self.early.begin(self.job)
+        self.standby.begin(self.job)
         pids = {process.rank: process.pid for process in self.processes}
-        self.job.on_event(Kind.ATTEMPT_STARTED, {"attempt": self.number, "pids": pids})
+        self.job.on_event(EventKind.ATTEMPT_STARTED, {"attempt": self.number, "pids": pids})
 
     def _fork(self, placement: Placement) -> None:
         keep = [] if placement.store is None or placement.store.listen_fd is None else [placement.store.listen_fd]
         job, interface = self.job, self.part.interface
-        taken = self.early.take(job, placement, interface)
+        taken = self.standby.take(job, placement, interface)
         try:
             pid, pidfd = taken or fork(
-                lambda: run_worker(job.worker, placement, job.paths, interface, job.logs), keep, held=job.held
+                lambda: run_worker(job.worker, placement, job.paths, interface, job.logs),
+                keep,
+                blocked_signals=job.blocked_signals,
             )
         except OSError as error:
             raise PhalanxError(
@@ -131,7 +133,7 @@ class Attempt:
         try:
             paths.log(self.number, 0).parent.mkdir(parents=True, exist_ok=True)
             for rank in range(self.part.first_rank, self.part.first_rank + self.job.world):
-                paths.cause(self.number, rank).unlink(missing_ok=True)  # of an older run with the same number
+                paths.exit_cause(self.number, rank).unlink(missing_ok=True)  # of an older run with the same number
                 if self.job.logs:
                     paths.log(self.number, rank).touch()
         except OSError as error:
@@ -144,63 +146,63 @@ class Attempt:
         """Wait until all have ended, or until the first abnormal end, and return the exit code."""
         others = self.job.others
         pids = {process.rank: process.pid for process in self.processes}
-        watchdog = Watchdog(self.job.shared, self.number, pids, self.job.patience, self.job.known)
-        while self._living():
+        watchdog = Watchdog(self.job.shared, self.number, pids, self.job.hang_timeouts, self.job.step_history)
+        while self._live_processes():
             self._count_kills()
             self._wait(IDLE_S, heed_signals=True)
             self._look_for_hangs(watchdog)
             for number in self.signals.take():
-                self._pass_on(number)
+                self._forward_signal(number)
                 if others is not None:
-                    others.tell_stop(number.name)
-            for name in others.stops() if others is not None else ():
-                self._pass_on(signal.Signals[name])
+                    others.report_stop_signal(number.name)
+            for name in others.take_stop_signals() if others is not None else ():
+                self._forward_signal(signal.Signals[name])
             if self._is_broken():
                 break
-            if self._living() and self._patience_is_over():
-                return self._kill_the_unwilling()
+            if self._live_processes() and self._is_grace_over():
+                return self._kill_after_grace()
             if time.monotonic() >= self.next_idle:
                 self.next_idle = time.monotonic() + IDLE_S
-                self.early.tend(self.job)
+                self.standby.poll_once(self.job)
                 self.job.on_idle()
-        if self._living() or any(end.abnormal for end in self.ends):
-            return self._incident(watchdog)
+        if self._live_processes() or any(end.abnormal for end in self.exits):
+            return self._handle_failure(watchdog)
         # Whatever has happened elsewhere meanwhile, all ranks of this node have done what they had to.
-        stopped = any(end.exit_code == ExitCode.STOPPED for end in self.ends)
+        stopped = any(end.exit_code == ExitCode.STOPPED for end in self.exits)
         return int(ExitCode.STOPPED if stopped else ExitCode.DONE)
 
     def _count_kills(self) -> None:
         now = time.monotonic()
-        if not self.kills or now >= self.kills[-1][0] + KILLS_S:
-            self.kills.append((now, out_of_memory_kills(), group_kills()))
-        while len(self.kills) > 1 and self.kills[1][0] < now - RECENT_S:
-            self.kills.popleft()
+        if not self.oom_kills or now >= self.oom_kills[-1][0] + KILLS_S:
+            self.oom_kills.append((now, out_of_memory_kills(), cgroup_oom_kills()))
+        while len(self.oom_kills) > 1 and self.oom_kills[1][0] < now - RECENT_S:
+            self.oom_kills.popleft()
 
     def _look_for_hangs(self, watchdog: Watchdog) -> None:
         """Judge this node's ranks; of several nodes the leader judges, who hears what is seen here."""
         gone, others = [process.rank for process in self.processes if process.status is not None], self.job.others
         blamed: Sequence[Blame] = ()
         if others is None:
-            word = watchdog.look(gone)
-            hang = None if word is None else word.judged()
-            blamed = () if hang is None else hang.blamed()
+            word = watchdog.make_report(gone)
+            hang = None if word is None else word.find_hang()
+            blamed = () if hang is None else hang.assign_blame()
         else:
-            word = watchdog.look(gone, WORD_S)
+            word = watchdog.make_report(gone, REPORT_S)
             if word is not None:
-                others.tell(self.number, word)
-            blamed = others.hung()
+                others.report_progress(self.number, word)
+            blamed = others.take_hung_ranks()
         if blamed:
-            self._give_up(blamed)
+            self._mark_hung(blamed)
 
-    def _give_up(self, blamed: Sequence[Blame]) -> None:
+    def _mark_hung(self, blamed: Sequence[Blame]) -> None:
         """Take ranks that hang for failed; all get their stacks into their logs before they are killed."""
-        self._dump_stacks(self._living())
+        self._dump_stacks(self._live_processes())
         pids = {process.rank: process.pid for process in self.processes}
         for blame in blamed:
             if blame.rank in pids:
                 cause = {"exit_code": int(ExitCode.FAILED), "type": blame.kind, "message": blame.reason}
                 cause |= {"reason": blame.reason, "step": blame.step}
-                self.ends.append(End(blame.rank, pids[blame.rank], None, int(ExitCode.FAILED), cause))
+                self.exits.append(WorkerExit(blame.rank, pids[blame.rank], None, int(ExitCode.FAILED), cause))
 
     def _dump_stacks(self, processes: Sequence[_Process]) -> None:
         """Have workers write their stacks to their logs, and NCCL what it has recorded of its collectives."""
@@ -213,10 +215,10 @@ class Attempt:
         time.sleep(STACKS_S)
 
     def _is_broken(self) -> bool:
-        abnormal = any(end.abnormal for end in self.ends)
-        return abnormal or (self.job.others is not None and self.job.others.broken())
+        abnormal = any(end.abnormal for end in self.exits)
+        return abnormal or (self.job.others is not None and self.job.others.must_abort())
 
-    def _living(self) -> list[_Process]:
+    def _live_processes(self) -> list[_Process]:
         return [process for process in self.processes if process.status is None]
 
     def _wait(self, seconds: float, heed_signals: bool) -> None:
@@ -227,14 +229,14 @@ class Attempt:
             poll.register(descriptor, events)
         if heed_signals:
             poll.register(self.signals, select.POLLIN)
-        for process in self._living():
+        for process in self._live_processes():
             poll.register(process.pidfd, select.POLLIN)
         others = self.job.others
         due_s = IDLE_S if others is None else min(IDLE_S, others.due_s())  # other nodes wait for a sign of life, too
         poll.poll(min(seconds, due_s) * 1000)
         if others is not None:
-            others.tend()
-        for process in self._living():
+            others.poll_once()
+        for process in self._live_processes():
             if os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 self._reap(process)
 
@@ -250,120 +252,122 @@ class Attempt:
         code = process.status if process.status >= 0 else None
         if by_us and cause is not None:
             code = cause["exit_code"]  # it had failed before it was killed
-        self.ends.append(End(process.rank, process.pid, number, code, cause))
+        self.exits.append(WorkerExit(process.rank, process.pid, number, code, cause))
 
     def _read_cause(self, rank: int) -> dict[str, Any] | None:
         if self.job.paths is None:
             return None
         try:
-            cause = json.loads(self.job.paths.cause(self.number, rank).read_text(encoding="utf-8"))
+            cause = json.loads(self.job.paths.exit_cause(self.number, rank).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # there is none, or none that can be read: exit code and log still say something
             return None
         return cause if isinstance(cause, dict) and cause.keys() >= CAUSE_FIELDS else None
 
-    def _pass_on(self, number: signal.Signals) -> None:
-        self.job.on_event(Kind.SIGNALLED, {"attempt": self.number, "signal": number.name})
+    def _forward_signal(self, number: signal.Signals) -> None:
+        self.job.on_event(EventKind.STOP_REQUESTED, {"attempt": self.number, "signal": number.name})
         if self.deadline is None:
             self.deadline = time.monotonic() + self.job.grace_s
         sent = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number
         if sent in self.forwarded:
             return
         self.forwarded.add(sent)
-        for process in self._living():
+        for process in self._live_processes():
             signal.pidfd_send_signal(process.pidfd, sent)
 
-    def _patience_is_over(self) -> bool:
-        if self.signals.asked.count(signal.SIGINT) >= 2:
+    def _is_grace_over(self) -> bool:
+        if self.signals.all_signals.count(signal.SIGINT) >= 2:
             return True
         return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def _incident(self, watchdog: Watchdog) -> int:
+    def _handle_failure(self, watchdog: Watchdog) -> int:
         """After an abnormal end, here or elsewhere: find its cause, kill the others, report."""
         until, others = time.monotonic() + SETTLE_S, self.job.others
-        while self._living() and all(is_aftermath(end) for end in self.ends if end.abnormal):
-            if others is not None and others.explained():
+        while self._live_processes() and all(is_secondary_failure(end) for end in self.exits if end.abnormal):
+            if others is not None and others.knows_cause():
                 break
             left = until - time.monotonic()
             if left <= 0:
                 break
             self._wait(left, heed_signals=False)
-        abnormal = [end for end in self.ends if end.abnormal]
+        abnormal = [end for end in self.exits if end.abnormal]
         if abnormal and all(end.signal == signal.SIGABRT for end in abnormal):
             # So an accelerator's collectives end a rank that has waited for too long, and soon all that have.
-            self._give_up(watchdog.waited_for(self.part.world))
+            self._mark_hung(watchdog.blame_for_timeout(self.part.world))
         self.kill()
         # Ranks that had not got as far as to handle a signal which was passed on to them, nor to do a step.
-        early = [end for end in self.ends if end.signal in self.forwarded]
-        self.ends[:] = [end for end in self.ends if end not in early]
-        ends = [end for end in self.ends if end.abnormal]
+        early = [end for end in self.exits if end.signal in self.forwarded]
+        self.exits[:] = [end for end in self.exits if end not in early]
+        ends = [end for end in self.exits if end.abnormal]
         if early and not ends:
             return int(ExitCode.STOPPED)
-        elsewhere = others is not None and others.broken()
-        if not ends or (elsewhere and all(is_aftermath(end) for end in ends)):
+        elsewhere = others is not None and others.must_abort()
+        if not ends or (elsewhere and all(is_secondary_failure(end) for end in ends)):
             # A node was lost, or the leader ended the attempt: that has been said. If one rank is done, all had saved.
             done = any(process.status == 0 or self._is_done(process.rank) for process in self.processes)
             return int(ExitCode.DONE if done else ExitCode.FAILED)
-        end = first_cause(ends)
+        end = find_root_cause(ends)
         killed = end.signal == signal.SIGKILL and end.host is None
         # What other groups of this machine have lost is no sign that this rank took too much. In a container the
         # machine's own count may not be there to be read.
-        ours = killed and group_kills() > self.kills[0][2]
-        starved = ours or (killed and out_of_memory_kills() > self.kills[0][1])
+        ours = killed and cgroup_oom_kills() > self.oom_kills[0][2]
+        starved = ours or (killed and out_of_memory_kills() > self.oom_kills[0][1])
         if ours and (less := self._after_kernel_kill(end.rank)) is not None:
             code = int(ExitCode.OUT_OF_MEMORY)
             cause = {"exit_code": code, "type": "OutOfMemory", "message": less, "reason": less, "step": None}
-            changed = End(end.rank, end.pid, None, code, cause)
-            self.ends[self.ends.index(end)] = end = changed
+            changed = WorkerExit(end.rank, end.pid, None, code, cause)
+            self.exits[self.exits.index(end)] = end = changed
             starved = False
         self.cause, details = end, end.details()
         if starved:
             details["reason"] += "; the kernel has killed something for want of memory meanwhile"
-        if end.signal is not None and end.host is None and (beat := self._last_beat(end.rank)) is not None:
+        if end.signal is not None and end.host is None and (beat := self._last_progress(end.rank)) is not None:
             details["doing"] = f"{beat.phase} of step {beat.step}"  # a signal leaves the rank itself no time to say so
-        self.job.on_event(Kind.WORKER_DIED, {"attempt": self.number, **details})
+        self.job.on_event(EventKind.WORKER_DIED, {"attempt": self.number, **details})
         return int(ExitCode.FAILED if end.exit_code is None else end.exit_code)
 
     def _is_done(self, rank: int) -> bool:
         """Whether a rank had said that the run is done, though it was killed before it had left."""
-        beat = self._last_beat(rank)
+        beat = self._last_progress(rank)
         return beat is not None and beat.done
 
-    def _last_beat(self, rank: int) -> progress_page.Beat | None:
+    def _last_progress(self, rank: int) -> progress_page.RankProgress | None:
         """What a rank's pulse has said last in this attempt, if anything."""
         try:
-            content = b"" if self.job.shared is None else progress_page.file_of(self.job.shared, rank).read_bytes()
+            content = (
+                b"" if self.job.shared is None else progress_page.progress_page_path(self.job.shared, rank).read_bytes()
+            )
         except OSError:
             content = b""
-        return progress_page.read(content, rank, self.number, time.monotonic_ns())
+        return progress_page.read_progress(content, rank, self.number, time.monotonic_ns())
 
     def _after_kernel_kill(self, rank: int) -> str | None:
         """What the job says of a rank that the kernel has killed for want of memory, by what its pulse said last."""
-        beat = self._last_beat(rank)
+        beat = self._last_progress(rank)
         return None if beat is None else self.job.after_kernel_kill(rank, beat.largest, beat.steps)
 
-    def _kill_the_unwilling(self) -> int:
+    def _kill_after_grace(self) -> int:
         """Kill the workers that have not stopped in time; their logs get the stacks they were killed in."""
-        unwilling = self._living()
+        unwilling = self._live_processes()
         self._dump_stacks(unwilling)
         self.kill()
-        impatient = self.signals.asked.count(signal.SIGINT) >= 2
+        impatient = self.signals.all_signals.count(signal.SIGINT) >= 2
         why = "at a second SIGINT" if impatient else f"{self.job.grace_s:g} s after the stop signal"
         for process in unwilling:
             details = {"rank": process.rank, "pid": process.pid, "signal": "SIGKILL"}
             reason = f"killed by the agent: still running {why}"
-            self.job.on_event(Kind.WORKER_DIED, {"attempt": self.number, **details, "reason": reason})
+            self.job.on_event(EventKind.WORKER_DIED, {"attempt": self.number, **details, "reason": reason})
         return int(ExitCode.FAILED)
 
     def kill(self) -> None:
         """SIGKILL every worker that still lives and reap it; nothing to do where all have ended."""
-        for process in self._living():
+        for process in self._live_processes():
             process.killed = True
             kill_group(process.pid)
         until = time.monotonic() + DEATH_S
-        while self._living() and time.monotonic() < until:
+        while self._live_processes() and time.monotonic() < until:
             self._wait(until - time.monotonic(), heed_signals=False)
-        if self._living():
-            names = ", ".join(f"rank {process.rank} (pid {process.pid})" for process in self._living())
+        if self._live_processes():
+            names = ", ".join(f"rank {process.rank} (pid {process.pid})" for process in self._live_processes())
             raise PhalanxError(
                 f"{names} did not die within {DEATH_S:g} s of SIGKILL, so nothing new was started beside it; "
                 "look for a stuck device or file system (ps shows state D)"

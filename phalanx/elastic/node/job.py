@@ -5,19 +5,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.core.placement import Address, Kept, Placement, StoreAddress
+from phalanx.core.placement import HostPort, InMemoryCheckpoint, Placement, StoreAddress
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.node.watchdog import Blame, Known, Patience, Word
+from phalanx.elastic.node.watchdog import Blame, HangTimeouts, ProgressReport, StepHistory
 
 
-class Others(Protocol):
+class OtherNodes(Protocol):
     """The other nodes of a job, as the agent of one sees them; nothing here waits."""
 
     def descriptors(self) -> Mapping[int, int]:
         """What poll() has to look at, and for what."""
 
-    def tend(self) -> None:
+    def poll_once(self) -> None:
         """Do all that can be done without waiting."""
 
     def begin(self, number: int, port: int | None) -> StoreAddress | None:
@@ -26,29 +26,29 @@ class Others(Protocol):
     def due_s(self) -> float:
         """Seconds until it is to be seen whether one of them is lost, if nothing is heard before."""
 
-    def broken(self) -> bool:
+    def must_abort(self) -> bool:
         """Whether this attempt has to end here because of what happened elsewhere."""
 
-    def explained(self) -> bool:
+    def knows_cause(self) -> bool:
         """Whether it is known why, so that no rank here is waited for that might say it."""
 
-    def tell(self, number: int, word: Word) -> None:
+    def report_progress(self, number: int, report: ProgressReport) -> None:
         """Tell what this node sees of its ranks of an attempt, so that it is known who hangs."""
 
-    def hung(self) -> list[Blame]:
+    def take_hung_ranks(self) -> list[Blame]:
         """Ranks of this attempt, here or elsewhere, that have been found to hang since the last call."""
 
-    def stops(self) -> list[str]:
+    def take_stop_signals(self) -> list[str]:
         """Names of stop signals that other nodes got since the last call."""
 
-    def tell_stop(self, name: str) -> None:
+    def report_stop_signal(self, name: str) -> None:
         """This node got a stop signal."""
 
 
-class Leading(Protocol):
+class LeaderRole(Protocol):
     """What the node that leads does beside its part."""
 
-    def tend(self) -> None:
+    def poll_once(self) -> None:
         """Do all that can be done without waiting."""
 
     def hear(self, node: int, message: Message) -> None:
@@ -65,7 +65,7 @@ class Leading(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class NodeRanks:
     """The part of a job's ranks that one node has."""
 
     node: int
@@ -73,7 +73,7 @@ class Part:
     world: int  # ranks of the whole job
     interface: str | None  # the network interface that leads to the other nodes, where it is known
     nodes: int = 1  # that have ranks
-    partner: Address | None = None  # where the agent of the next one of them is
+    partner: HostPort | None = None  # where the agent of the next one of them is
     epoch: int | None = None  # in which its attempt was ordered
 
 
@@ -102,27 +102,27 @@ def _no_event(kind: str, details: dict[str, Any]) -> None:
 
 
 @dataclass
-class Job:
+class NodeJob:
     """What an agent runs: `world` ranks of `worker` on this node, started anew up to `max_restarts` times in a row.
 
     `progress` says how far the run has come for good (the last committed step, or that of the newest checkpoint); when
-    it has grown since the failure before, the count of restarts begins again. Ranks that fail `same_crash` times in the
-    same step at the same place are not started again. `kept` says what an attempt goes on from that is in shared
-    memory; it is asked when no rank lives. `after_out_of_memory` says whether, after a rank ran out of
-    memory, another attempt asks for less than the one before: then it is made, whatever the count.
-    `after_kernel_kill` is told of a rank that the kernel has killed for want of memory, of the sequences of its largest
-    micro-batch and of the steps that it had done in its attempt; it returns what to say where that is why it ran out of
-    memory, and has it ask for less if that can be. None: it is a death like any other.
+    it has grown since the failure before, the count of restarts begins again. Ranks that fail `max_identical_failures`
+    times in the same step at the same place are not started again. `find_in_memory_state` says what an attempt goes on
+    from that is in shared memory; it is asked when no rank lives. `after_out_of_memory` says whether, after a rank ran
+    out of memory, another attempt asks for less than the one before: then it is made, whatever the count.
+    `after_kernel_kill` is told of a rank that the kernel has killed for want of memory, of the sequences of its
+    largest micro-batch and of the steps that it had done in its attempt; it returns what to say where that is why it
+    ran out of memory, and has it ask for less if that can be. None: it is a death like any other.
 
     `devices` has one name per rank (none given: all on the CPU). `paths` says where logs and causes of death go (None:
-    standard error, and no causes), `logs` whether ranks have logs or write to where their agent does. `held`: signals
-    that wait until a rank unblocks them, as one that trains does once it can heed them. `on_event(kind, details)` gets
-    the events; details always hold `attempt`. `on_idle` is called about every 0.1 s. `grace_s`: seconds that workers
-    get, after a stop signal, to finish their step and save, before they are killed. `part` and `others` belong to a job
-    on several nodes. `shared`: a folder in this node's shared memory, which outlives the ranks, where they may keep
-    their state if it `keeps` that; there their pulses are, by which ranks are ended for which nothing has changed for
-    longer than `patience` (None: for ever); `known` is what attempts of this job before
-    have shown of their steps.
+    standard error, and no causes), `logs` whether ranks have logs or write to where their agent does.
+    `blocked_signals`: signals that wait until a rank unblocks them, as one that trains does once it can heed them.
+    `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle` is called about every 0.1 s.
+    `grace_s`: seconds that workers get, after a stop signal, to finish their step and save, before they are killed.
+    `part` and `others` belong to a job on several nodes. `shared`: a folder in this node's shared memory, which
+    outlives the ranks, where they may keep their state if `keeps_state` says so; there their pulses are, by which ranks
+    are ended for which nothing has changed for longer than `hang_timeouts` (None: for ever); `step_history` is what
+    attempts of this job before have shown of their steps.
     """
 
     world: int
@@ -137,16 +137,16 @@ class Job:
     progress: Callable[[], int] = _none
     after_out_of_memory: Callable[[], bool] = _no
     after_kernel_kill: Callable[[int, int, int], str | None] = _not_less
-    part: Part | None = None
-    others: Others | None = None
+    part: NodeRanks | None = None
+    others: OtherNodes | None = None
     shared: Path | None = None
-    keeps: bool = True
-    patience: Patience | None = None
-    known: Known = field(default_factory=Known)
-    kept: Callable[[], Kept | None] = _nothing_kept
-    same_crash: int = 3
+    keeps_state: bool = True
+    hang_timeouts: HangTimeouts | None = None
+    step_history: StepHistory = field(default_factory=StepHistory)
+    find_in_memory_state: Callable[[], InMemoryCheckpoint | None] = _nothing_kept
+    max_identical_failures: int = 3
     logs: bool = True
-    held: Collection[int] = ()
+    blocked_signals: Collection[int] = ()
 
     def __post_init__(self) -> None:
         self.devices = list(self.devices) or ["cpu"] * self.world

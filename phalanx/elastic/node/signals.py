@@ -6,15 +6,15 @@ import socket
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
-from phalanx.system.fork import STOP_SIGNALS, heeded
+from phalanx.system.fork import STOP_SIGNALS, active_stop_signals
 
 
-class StopAsked(BaseException):
+class StopRequested(BaseException):
     """A stop signal came; its text is the signal's name. No error, so nothing that handles errors may catch it."""
 
 
 @contextlib.contextmanager
-def stoppable() -> Iterator[None]:
+def raise_on_stop_signal() -> Iterator[None]:
     """Raise StopAsked at a stop signal, once: more of them do not disturb the clearing away.
 
     Must be entered in the main thread; signal handlers are as before afterwards.
@@ -23,9 +23,9 @@ def stoppable() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         for each in before:
             signal.signal(each, signal.SIG_IGN)
-        raise StopAsked(signal.Signals(number).name)
+        raise StopRequested(signal.Signals(number).name)
 
-    before = {number: signal.getsignal(number) for number in heeded()}
+    before = {number: signal.getsignal(number) for number in active_stop_signals()}
     for number in before:
         signal.signal(number, stop)
     try:
@@ -35,18 +35,18 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Signals:
+class StopSignals:
     """Stop signals as bytes on a socket that poll() sees, instead of interruptions at any line."""
 
     def __init__(self) -> None:
-        self.asked: list[signal.Signals] = []  # stop signals so far, over all attempts
+        self.all_signals: list[signal.Signals] = []  # stop signals so far, over all attempts
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
 
-    def __enter__(self) -> "Signals":
+    def __enter__(self) -> "StopSignals":
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, _noted) for number in heeded()}
+        self._old_handlers = {number: signal.signal(number, _noted) for number in active_stop_signals()}
         return self
 
     def __exit__(
@@ -68,7 +68,7 @@ class Signals:
         except BlockingIOError:
             return []
         new = [signal.Signals(number) for number in received if number in STOP_SIGNALS]
-        self.asked += new
+        self.all_signals += new
         return new
 
 

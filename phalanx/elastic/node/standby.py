@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.core.placement import ExitCode, Kept, KeptFile, Placement, StoreAddress
-from phalanx.elastic.node.job import Job
+from phalanx.core.placement import ExitCode, InMemoryCheckpoint, Placement, StateFileLocation, StoreAddress
+from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.worker import run_worker
-from phalanx.recovery.replica_client import receive, send
+from phalanx.recovery.replica_client import receive_frame, send_frame
 from phalanx.system.fork import fork, kill_group
 
 LATER_S = 2.0  # after an attempt has begun: its own ranks come first
@@ -25,29 +25,29 @@ Worker = Callable[[Placement], int]
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _StandbyProcess:
     worker: Worker
     pid: int
     pidfd: int
-    told: socket.socket
+    channel: socket.socket
 
-    def ended(self) -> bool:
+    def is_over(self) -> bool:
         return os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-class Early:
+class StandbyPool:
     """Those that wait, as their agent sees them."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_StandbyProcess] = []
         self._missing, self._not_before = 0, 0.0
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: NodeJob) -> None:
         """A job's ranks have been forked: as many may be needed again. Who waits for anything else is killed."""
         self.close()
         self._missing, self._not_before = job.world, time.monotonic() + LATER_S
 
-    def tend(self, job: Job) -> None:
+    def poll_once(self, job: NodeJob) -> None:
         """Fork one of those that are missing, if it is time and there is room; who has ended is not replaced."""
         if self._missing and time.monotonic() >= self._not_before:
             self._missing -= 1
@@ -58,21 +58,23 @@ class Early:
             ours.settimeout(TOLD_S)
             with theirs:
                 try:
-                    pid, pidfd = fork(lambda: _wait(theirs, job), [theirs.fileno()], held=job.held)
+                    pid, pidfd = fork(
+                        lambda: _wait(theirs, job), [theirs.fileno()], blocked_signals=job.blocked_signals
+                    )
                 except OSError:
                     ours.close()
                     return
-            self._waiting.append(_Waiting(job.worker, pid, pidfd, ours))
+            self._waiting.append(_StandbyProcess(job.worker, pid, pidfd, ours))
 
-    def take(self, job: Job, placement: Placement, interface: str | None) -> tuple[int, int] | None:
+    def take(self, job: NodeJob, placement: Placement, interface: str | None) -> tuple[int, int] | None:
         """Have one of them be a rank of a job; (pid, pidfd). None where nobody waits for that."""
         while self._waiting:
             each = self._waiting.pop(0)
-            if each.worker is job.worker and not each.ended():
+            if each.worker is job.worker and not each.is_over():
                 listen_fd = None if placement.store is None else placement.store.listen_fd
-                with each.told, contextlib.suppress(OSError):  # it has just died, or does not take it: a dead rank
-                    socket.send_fds(each.told, [b"s"], [] if listen_fd is None else [listen_fd])
-                    send(each.told, {"placement": asdict(placement), "interface": interface})
+                with each.channel, contextlib.suppress(OSError):  # it has just died, or does not take it: a dead rank
+                    socket.send_fds(each.channel, [b"s"], [] if listen_fd is None else [listen_fd])
+                    send_frame(each.channel, {"placement": asdict(placement), "interface": interface})
                 return each.pid, each.pidfd
             _end(each)
         return None
@@ -84,19 +86,19 @@ class Early:
         self._missing = 0
 
 
-def _end(each: _Waiting) -> None:
+def _end(each: _StandbyProcess) -> None:
     kill_group(each.pid)
     os.waitpid(each.pid, 0)
     os.close(each.pidfd)
-    each.told.close()
+    each.channel.close()
 
 
-def _wait(told: socket.socket, job: Job) -> int:
+def _wait(told: socket.socket, job: NodeJob) -> int:
     """In a child: be told which rank it is, and be that."""
     with told:
         _, descriptors, _, _ = socket.recv_fds(told, 1, 1)
         try:
-            message = receive(told)
+            message = receive_frame(told)
         except OSError:  # its agent could not tell it; who is not needed is killed
             return int(ExitCode.FAILED)
     placement = _placement_of(message["placement"])
@@ -111,10 +113,14 @@ def _wait(told: socket.socket, job: Job) -> int:
 def _placement_of(tree: dict[str, Any]) -> Placement:
     """Read what `asdict` makes of a placement and JSON of that."""
     store, kept, partner = tree["store"], tree["kept"], tree["partner"]
-    files = tuple(KeptFile(**{**each, "address": _address(each["address"])}) for each in kept["files"]) if kept else ()
+    files = (
+        tuple(StateFileLocation(**{**each, "address": _address(each["address"])}) for each in kept["files"])
+        if kept
+        else ()
+    )
     told = {
         "store": None if store is None else StoreAddress(**store),
-        "kept": None if kept is None else Kept(kept["step"], files),
+        "kept": None if kept is None else InMemoryCheckpoint(kept["step"], files),
         "partner": _address(partner),
     }
     return Placement(**{**tree, **told})

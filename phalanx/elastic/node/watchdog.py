@@ -1,9 +1,9 @@
 """Whether ranks hang: judged by their pulses, from outside, by an agent that never waits for them.
 
 A rank hangs when nothing has changed with it for longer than a patience that follows from the steps it has done. Ranks
-that merely wait for others are no cause: who is named is the one that the others wait for. `judge` decides, from plain
-numbers; `Watchdog` reads those of a node. Of several nodes the leader judges what all have said (`hang_detection.py`).
-No torch here.
+that merely wait for others are no cause: who is named is the one that the others wait for. `find_hang` decides, from
+plain numbers; `Watchdog` reads those of a node. Of several nodes the leader judges what all have said
+(`hang_detection.py`). No torch here.
 """
 
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.core import progress_page
-from phalanx.core.progress_page import PHASES, STEP_PHASES, Beat
+from phalanx.core.progress_page import PHASES, STEP_PHASES, RankProgress
 from phalanx.system.exit_causes import DEADLOCK, HANG
 
 FACTOR = 10  # so many times the longest of the last steps is how long nothing may change in a step
@@ -27,7 +27,7 @@ SLOW_DISK = ("starting", "restore", "checkpoint", "profile", "ending")  # where 
 
 
 @dataclass(frozen=True)
-class Patience:
+class HangTimeouts:
     """For how long nothing may change. `floor_s`: in a step, at least; `other_s`: in everything else, and in the first
     steps; `fixed_s`: in a step, where a user has said so. `before_s`: the longest step of attempts before with the same
     ranks, their first ones too; None: there was none that got so far."""
@@ -42,8 +42,8 @@ class Patience:
         """With a rank that is stopped, whatever it does, and with which all looking begins."""
         return self.fixed_s or self.floor_s
 
-    def of(self, beat: Beat, signs: "Signs | None" = None) -> float:
-        if signs is not None and signs.stopped:
+    def timeout_for(self, beat: RankProgress, status: "ProcessStatus | None" = None) -> float:
+        if status is not None and status.stopped:
             return self.least_s
         if beat.phase not in STEP_PHASES or (beat.steps < WARM_STEPS and self.before_s is None):
             return max(self.other_s, self.least_s)
@@ -53,28 +53,28 @@ class Patience:
         return self.fixed_s or max(self.floor_s, FACTOR * beat.longest_s)
 
 
-def patience_of(hang_s: str | float, timeout_s: float, compiled: bool) -> Patience | None:
-    """By `resilience.hang_s`, `comm.timeout_s` and whether anything is compiled; None: nobody is judged."""
+def make_hang_timeouts(hang_s: str | float, timeout_s: float, compiled: bool) -> HangTimeouts | None:
+    """By `resilience.hang_timeout_s`, `comm.timeout_s` and whether anything is compiled; None: nobody is judged."""
     if hang_s == "off":
         return None
     fixed_s = None if isinstance(hang_s, str) else hang_s
-    return Patience(COMPILE_FLOOR_S if compiled else FLOOR_S, timeout_s, fixed_s)
+    return HangTimeouts(COMPILE_FLOOR_S if compiled else FLOOR_S, timeout_s, fixed_s)
 
 
 @dataclass
-class Known:
+class StepHistory:
     """What attempts of the same ranks have shown on a node: the longest of their steps."""
 
     longest_s: float | None = None
 
-    def see(self, beats: Sequence[Beat]) -> None:
+    def update(self, beats: Sequence[RankProgress]) -> None:
         """Look at an attempt that goes on. What does not get through its first steps shows nothing."""
         seen = [beat.longest_s for beat in beats if beat.steps >= WARM_STEPS]
         self.longest_s = max([*seen, self.longest_s or 0.0]) if seen else self.longest_s
 
 
 @dataclass(frozen=True)
-class Signs:
+class ProcessStatus:
     """What the kernel says of a rank's process: it is stopped by a signal; somebody debugs it; it reads or writes
     files, or waits for a disk."""
 
@@ -83,52 +83,54 @@ class Signs:
     on_disk: bool = False
 
 
-NO_SIGNS = Signs()
+NO_SIGNS = ProcessStatus()
 
 
 @dataclass(frozen=True)
-class Word:
-    """What an agent sees of its ranks that have not ended; no `signs` while none is about to be judged."""
+class ProgressReport:
+    """What an agent sees of its ranks that have not ended; no `statuses` while none is about to be judged."""
 
-    beats: tuple[Beat, ...]
-    signs: Mapping[int, Signs]
-    patience: Patience
+    beats: tuple[RankProgress, ...]
+    statuses: Mapping[int, ProcessStatus]
+    timeouts: HangTimeouts
 
-    def judged(self) -> "Hang | None":
+    def find_hang(self) -> "Hang | None":
         """Whether ranks hang, where there are no others than these."""
-        return judge(self.beats, self.signs, len(self.beats), self.patience)
+        return find_hang(self.beats, self.statuses, len(self.beats), self.timeouts)
 
 
 @dataclass(frozen=True)
 class Hang:
     """Ranks that hang, and those that wait for them. Without `late`, all wait for one another."""
 
-    late: tuple[Beat, ...]
-    waiting: tuple[Beat, ...]
+    late: tuple[RankProgress, ...]
+    waiting: tuple[RankProgress, ...]
     stopped: frozenset[int] = frozenset()
 
-    def blamed(self) -> list["Blame"]:
+    def assign_blame(self) -> list["Blame"]:
         """What is said of each rank that is taken to have failed; of ranks that wait for one another, of one."""
         kind = HANG if self.late else DEADLOCK
         blamed = self.late or self.waiting[:1]
-        return [Blame(beat.rank, kind, self.reason(beat), position(beat)[0] or None) for beat in blamed]
+        return [Blame(beat.rank, kind, self.reason(beat), progress_order(beat)[0] or None) for beat in blamed]
 
-    def reason(self, beat: Beat) -> str:
+    def reason(self, beat: RankProgress) -> str:
         """A sentence on why `beat`'s rank is taken to hang."""
-        where = place(beat)
+        where = describe_position(beat)
         if not self.late:
-            on_device = beat.waits_for == "device" or beat.behind is not None
+            on_device = beat.waits_for == "device" or beat.device_behind is not None
             kernel = "a kernel of one of their devices does not end, " if on_device else ""
             return (
-                f"it has waited for {beat.still_s:.0f} s in {where}, as all ranks have, and none is behind: the "
+                f"it has waited for {beat.idle_s:.0f} s in {where}, as all ranks have, and none is behind: the "
                 f"network between them broke, {kernel}or they wait in different collectives; the stacks are in the logs"
             )
         how = ", stopped by a signal" if beat.rank in self.stopped else ""
         others = ""
         if self.waiting:
-            names = numbers([other.rank for other in self.waiting])
-            others = f", while {names} wait{'s' if len(self.waiting) == 1 else ''} in {place(self.waiting[0])}"
-        return f"nothing has changed for {beat.still_s:.0f} s in {where}{how}{others}; the stacks are in the logs"
+            names = format_ranks([other.rank for other in self.waiting])
+            others = (
+                f", while {names} wait{'s' if len(self.waiting) == 1 else ''} in {describe_position(self.waiting[0])}"
+            )
+        return f"nothing has changed for {beat.idle_s:.0f} s in {where}{how}{others}; the stacks are in the logs"
 
 
 @dataclass(frozen=True)
@@ -141,19 +143,19 @@ class Blame:
     step: int | None
 
 
-def place(beat: Beat) -> str:
+def describe_position(beat: RankProgress) -> str:
     """Where a rank is, in words; where its device is, if that is behind and it waits for it."""
-    if beat.behind is not None:
-        step, phase, micro_batch = beat.behind
-        there = replace(beat, step=step, phase=phase, micro_batch=micro_batch, waits_for="", behind=None)
-        return f"{place(there)} on its device"
+    if beat.device_behind is not None:
+        step, phase, micro_batch = beat.device_behind
+        there = replace(beat, step=step, phase=phase, micro_batch=micro_batch, waits_for="", device_behind=None)
+        return f"{describe_position(there)} on its device"
     of_step = f" of step {beat.step}" if beat.step else ""
     many = f", micro-batch {beat.micro_batch + 1}," if beat.micro_batch else ""
     waits = f" ({beat.waits_for})" if beat.waits_for else ""
     return f"{beat.phase}{many}{of_step}{waits}"
 
 
-def numbers(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0 and 2`, `ranks 0, 1, 2 and 61 others`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -162,49 +164,53 @@ def numbers(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def position(beat: Beat) -> tuple[int, int, int]:
+def progress_order(beat: RankProgress) -> tuple[int, int, int]:
     """How far a rank has come: (step, micro-batch, phase), in the order in which ranks go through them. It has come no
     further than its device."""
-    step, phase, micro_batch = beat.behind or (beat.step, beat.phase, beat.micro_batch)
+    step, phase, micro_batch = beat.device_behind or (beat.step, beat.phase, beat.micro_batch)
     if phase in ("forward", "backward"):
         return step, micro_batch, PHASES.index(phase)
     ahead = PHASES.index(phase) >= PHASES.index("exchange")
     return step, 1 << 40 if ahead else -1, PHASES.index(phase)
 
 
-def judge(beats: Sequence[Beat], signs: Mapping[int, Signs], world: int, patience: Patience) -> Hang | None:
+def find_hang(
+    beats: Sequence[RankProgress], statuses: Mapping[int, ProcessStatus], world: int, timeouts: HangTimeouts
+) -> Hang | None:
     """Whether ranks hang, and which. `beats` are those of all `world` ranks, or of some, where no others are known.
 
-    A rank that does not wait hangs when nothing has changed with it for longer than `patience`; of several, those that
+    A rank that does not wait hangs when nothing has changed with it for longer than `timeouts`; of several, those that
     are behind the others are at fault. Ranks that wait are only judged when all do: one that is alone waits for its
     device. Where somebody debugs a rank nobody is judged.
     """
-    if any(sign.traced for sign in signs.values()):
+    if any(sign.traced for sign in statuses.values()):
         return None
     still = [
-        beat for beat in beats if beat.still_s > patience.of(beat, signs.get(beat.rank)) and not _on_disk(beat, signs)
+        beat
+        for beat in beats
+        if beat.idle_s > timeouts.timeout_for(beat, statuses.get(beat.rank)) and not _on_disk(beat, statuses)
     ]
-    stopped = frozenset(beat.rank for beat in still if signs.get(beat.rank, NO_SIGNS).stopped)
-    stuck = [beat for beat in still if not beat.waits or beat.rank in stopped]
+    stopped = frozenset(beat.rank for beat in still if statuses.get(beat.rank, NO_SIGNS).stopped)
+    stuck = [beat for beat in still if not beat.is_waiting or beat.rank in stopped]
     if stopped:  # whatever others do, they do not go on by themselves
         stuck = [beat for beat in stuck if beat.rank in stopped]
     if stuck:
-        behind = min(position(beat) for beat in stuck)
-        late = [beat for beat in stuck if position(beat) == behind or beat.rank in stopped]
+        behind = min(progress_order(beat) for beat in stuck)
+        late = [beat for beat in stuck if progress_order(beat) == behind or beat.rank in stopped]
         return _hang(late, beats, stopped)
     if not still or len(still) < len(beats) or len(beats) < world:
         return None  # who waits, waits for somebody that works, or that is not known here
-    behind = min(position(beat) for beat in still)
-    late = [beat for beat in still if position(beat) == behind]
+    behind = min(progress_order(beat) for beat in still)
+    late = [beat for beat in still if progress_order(beat) == behind]
     return _hang(late if len(late) < len(still) or world == 1 else [], beats, stopped)
 
 
-def _on_disk(beat: Beat, signs: Mapping[int, Signs]) -> bool:
-    sign = signs.get(beat.rank, NO_SIGNS)
+def _on_disk(beat: RankProgress, statuses: Mapping[int, ProcessStatus]) -> bool:
+    sign = statuses.get(beat.rank, NO_SIGNS)
     return beat.phase in SLOW_DISK and sign.on_disk and not sign.stopped
 
 
-def _hang(late: Sequence[Beat], beats: Sequence[Beat], stopped: frozenset[int]) -> Hang:
+def _hang(late: Sequence[RankProgress], beats: Sequence[RankProgress], stopped: frozenset[int]) -> Hang:
     names = {beat.rank for beat in late}
     return Hang(tuple(late), tuple(beat for beat in beats if beat.rank not in names), stopped)
 
@@ -213,72 +219,74 @@ def _hang(late: Sequence[Beat], beats: Sequence[Beat], stopped: frozenset[int]) 
 
 
 class Watchdog:
-    """Looks at the pulses of this node's ranks of one attempt. `pids` by rank; `known`: what attempts before have
-    shown, and this one does."""
+    """Looks at the pulses of this node's ranks of one attempt. `pids` by rank; `step_history`: what attempts before
+    have shown, and this one does."""
 
     def __init__(
         self,
         folder: Path | None,
         attempt: int,
         pids: Mapping[int, int],
-        patience: Patience | None,
-        known: Known | None = None,
+        timeouts: HangTimeouts | None,
+        step_history: StepHistory | None = None,
     ) -> None:
         self._folder, self._attempt, self._pids = folder, attempt, dict(pids)
-        self._known = known or Known()
-        self._patience = None
-        if folder is not None and patience is not None:
-            self._patience = replace(patience, before_s=self._known.longest_s)
+        self._step_history = step_history or StepHistory()
+        self._timeouts = None
+        if folder is not None and timeouts is not None:
+            self._timeouts = replace(timeouts, before_s=self._step_history.longest_s)
         self._begun = self._looked = time.monotonic()
         self._calm_until = self._next = 0.0
         self._moved: dict[int, tuple[int, float]] = {}  # bytes read and written, and when that was first seen
 
-    def beats(self, gone: Sequence[int] = ()) -> list[Beat]:
+    def read_progress(self, gone: Sequence[int] = ()) -> list[RankProgress]:
         """The pulses of this node's ranks but for those that are `gone`; one that has none yet is about to start."""
         now, now_ns, found = time.monotonic(), time.monotonic_ns(), []
         for rank in self._pids:
             if rank in gone or self._folder is None:
                 continue
-            beat = progress_page.read(_content(progress_page.file_of(self._folder, rank)), rank, self._attempt, now_ns)
-            found.append(beat or Beat(rank, 0, "starting", 0, "", now - self._begun, 0, 0.0))
+            beat = progress_page.read_progress(
+                _content(progress_page.progress_page_path(self._folder, rank)), rank, self._attempt, now_ns
+            )
+            found.append(beat or RankProgress(rank, 0, "starting", 0, "", now - self._begun, 0, 0.0))
         return found
 
-    def waited_for(self, world: int) -> list["Blame"]:
+    def blame_for_timeout(self, world: int) -> list["Blame"]:
         """Who is to blame for a collective that took longer than it may, of `world` ranks."""
-        if self._patience is None:
+        if self._timeouts is None:
             return []
         # Half of it: whoever waited came to it at some time after the one that hangs.
-        patience = replace(self._patience, fixed_s=self._patience.other_s / 2, other_s=self._patience.other_s / 2)
-        hang = judge(self.beats(), {}, world, patience)
-        return [] if hang is None else hang.blamed()
+        patience = replace(self._timeouts, fixed_s=self._timeouts.other_s / 2, other_s=self._timeouts.other_s / 2)
+        hang = find_hang(self.read_progress(), {}, world, patience)
+        return [] if hang is None else hang.assign_blame()
 
-    def look(self, gone: Sequence[int] = (), every_s: float = LOOK_S) -> "Word | None":
+    def make_report(self, gone: Sequence[int] = (), every_s: float = LOOK_S) -> "ProgressReport | None":
         """What is to be judged now, if it is time to; ranks that are `gone` have ended."""
         now = time.monotonic()
-        if self._patience is None or now < self._next:
+        if self._timeouts is None or now < self._next:
             return None
         if now > self._looked + OVERSLEPT_S:
             self._calm_until = now + CALM_S
         self._looked, self._next = now, now + every_s
         if now < self._calm_until:
             return None
-        beats, patience = self.beats(gone), self._patience
-        self._known.see(beats)
-        near = any(beat.still_s > patience.least_s / 2 for beat in beats)
-        signs = {beat.rank: self._signs(beat.rank, now, patience) for beat in beats} if near else {}
-        return Word(tuple(beats), signs, patience)
+        beats, patience = self.read_progress(gone), self._timeouts
+        self._step_history.update(beats)
+        near = any(beat.idle_s > patience.least_s / 2 for beat in beats)
+        signs = {beat.rank: self._read_status(beat.rank, now, patience) for beat in beats} if near else {}
+        return ProgressReport(tuple(beats), signs, patience)
 
-    def _signs(self, rank: int, now: float, patience: Patience) -> Signs:
+    def _read_status(self, rank: int, now: float, timeouts: HangTimeouts) -> ProcessStatus:
         root = Path(f"/proc/{self._pids[rank]}")
         states = [_content(task / "stat").rpartition(b")")[2].split()[:1] for task in _tasks(root)]
         traced = b"TracerPid:\t0\n" not in (status := _content(root / "status")) and b"TracerPid:" in status
         moved = sum(int(line.split()[1]) for line in _content(root / "io").splitlines()[:2])  # rchar, wchar
-        before, since = self._moved.get(rank, (moved, -patience.other_s))
+        before, since = self._moved.get(rank, (moved, -timeouts.other_s))
         if moved != before:
             since = now
         self._moved[rank] = moved, since
-        on_disk = [b"D"] in states or now < since + patience.other_s / 2
-        return Signs(stopped=[b"T"] in states[:1], traced=traced or [b"t"] in states, on_disk=on_disk)
+        on_disk = [b"D"] in states or now < since + timeouts.other_s / 2
+        return ProcessStatus(stopped=[b"T"] in states[:1], traced=traced or [b"t"] in states, on_disk=on_disk)
 
 
 def _tasks(root: Path) -> list[Path]:

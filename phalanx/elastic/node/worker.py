@@ -19,7 +19,7 @@ from phalanx.core.errors import PhalanxError
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.system.exit_causes import describe
+from phalanx.system.exit_causes import describe_exception
 
 STACKS_SIGNAL = signal.SIGUSR2  # a worker that gets it writes the stacks of its threads to its log
 
@@ -44,7 +44,7 @@ def run_worker(
         faulthandler.enable(file=2, all_threads=True)
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
         if placement.shared is not None:
-            _record_flights(paths.flights(placement.attempt), _pipes(Path(placement.shared)))
+            _record_flights(paths.flight_records(placement.attempt), _pipes(Path(placement.shared)))
     # Without this gloo asks the resolver for the host's own name, maybe in vain.
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -58,9 +58,9 @@ def run_worker(
     except SystemExit as error:
         return _code_of(error)
     except BaseException as error:
-        cause = describe(error) | {"rank": placement.rank, "attempt": placement.attempt}
+        cause = describe_exception(error) | {"rank": placement.rank, "attempt": placement.attempt}
         if paths is not None:
-            _write_cause(paths.cause(placement.attempt, placement.rank), cause)
+            _write_cause(paths.exit_cause(placement.attempt, placement.rank), cause)
         sys.stderr.write(cause["reason"] + "\n" if isinstance(error, PhalanxError) else cause["traceback"])
         return int(cause["exit_code"])
 

@@ -14,61 +14,63 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.core.errors import CheckpointError
-from phalanx.core.placement import Address
+from phalanx.core.placement import HostPort
 from phalanx.recovery import state_file
-from phalanx.recovery.replica_client import FarFile, receive, receive_into, send
-from phalanx.recovery.state_file import StateFile, Who
+from phalanx.recovery.replica_client import RemoteStateFile, receive_frame, receive_into, send_frame
+from phalanx.recovery.state_file import StateFile, StateFileOwner
 
 PART_BYTES = 4 << 20  # after which it is noted how far a copy is
 
-Reach = Callable[[Address], socket.socket]
+Reach = Callable[[HostPort], socket.socket]
 
 
-class Copy:
+class StateFileFetch:
     """A copy that is being made. `made` is set when there is a file for it, called `name`, or there is no room for one
-    (None); `over` when that is `whole` or will not be."""
+    (None); `finished` when that is `whole` or will not be."""
 
     def __init__(self) -> None:
-        self.made, self.over = threading.Event(), threading.Event()
+        self.started, self.finished = threading.Event(), threading.Event()
         self.name: str | None = None
         self.whole = False
         self.bytes = 0  # that have come
 
 
-class Fetches:
+class StateFileFetcher:
     """Copies of files into a `folder`; `reach` connects with the process of another node."""
 
     def __init__(self, folder: Path, reach: Reach) -> None:
         self._folder, self._reach = folder, reach
-        self._copies: dict[tuple[str, int], Copy] = {}
-        self._held = threading.Lock()
+        self._copies: dict[tuple[str, int], StateFileFetch] = {}
+        self._lock = threading.Lock()
 
-    def of(self, name: str, address: Address, step: int, slots: int) -> Copy:
+    def fetch(self, name: str, address: HostPort, step: int, slots: int) -> StateFileFetch:
         """That of a file at an address, with a step that it holds; begun now, with so many slots, if it was not."""
-        with self._held:
+        with self._lock:
             copy = self._copies.get((name, step))
             if copy is None:
-                copy = self._copies[name, step] = Copy()
+                copy = self._copies[name, step] = StateFileFetch()
                 threading.Thread(target=self._make, args=(copy, name, address, step, slots), daemon=True).start()
             return copy
 
-    def _make(self, copy: Copy, name: str, address: Address, step: int, slots: int) -> None:
+    def _make(self, copy: StateFileFetch, name: str, address: HostPort, step: int, slots: int) -> None:
         path: Path | None = None
         inode = 0
         try:
             with self._reach(address) as there:
-                far = FarFile(name, functools.partial(_read, there, name))
-                facts, slot = far.facts, far.facts.steps.get(step)
+                far = RemoteStateFile(name, functools.partial(_read, there, name))
+                facts, slot = far.metadata, far.metadata.steps.get(step)
                 if slot is None:
                     raise CheckpointError(f"the state file {name} does not hold step {step} any more")
                 index, header = far.index(), far.raw_header(slot)
-                who = Who(facts.generation, facts.rank, facts.world, facts.run, facts.part, facts.parts)
-                _ask(there, name, facts.at(slot), facts.slot_bytes)  # the link is not idle while room is made for it
-                made = state_file.create(self._folder, who, index, facts.slot_bytes, slots, at_once=False)
-                path, inode = made.facts.path, os.stat(made.facts.path).st_ino
-                made.forget(facts.way)
+                who = StateFileOwner(facts.generation, facts.rank, facts.world, facts.run, facts.part, facts.parts)
+                _ask(
+                    there, name, facts.slot_offset(slot), facts.slot_bytes
+                )  # the link is not idle while room is made for it
+                made = state_file.create_state_file(self._folder, who, index, facts.slot_bytes, slots, at_once=False)
+                path, inode = made.metadata.path, os.stat(made.metadata.path).st_ino
+                made.invalidate_all(facts.way)
                 copy.name = path.name
-                copy.made.set()
+                copy.started.set()
                 self._fill(copy, there, made)
                 made.commit(0, step, header)
                 copy.whole = True
@@ -77,15 +79,15 @@ class Fetches:
                 if path is not None and os.stat(path).st_ino == inode:
                     path.unlink()
         finally:
-            copy.made.set()
-            copy.over.set()
+            copy.started.set()
+            copy.finished.set()
 
-    def _fill(self, copy: Copy, there: socket.socket, made: StateFile) -> None:
+    def _fill(self, copy: StateFileFetch, there: socket.socket, made: StateFile) -> None:
         """Take a slot that was asked for into the first of a file, in one stream."""
-        count = made.facts.slot_bytes
+        count = made.metadata.slot_bytes
         _heed(there)
         for begin in range(0, count, PART_BYTES):
-            with made.read(made.at(0) + begin, min(PART_BYTES, count - begin)) as part:
+            with made.read_bytes(made.slot_offset(0) + begin, min(PART_BYTES, count - begin)) as part:
                 receive_into(there, part)
             copy.bytes = begin + PART_BYTES
 
@@ -101,11 +103,11 @@ def _read(there: socket.socket, name: str, at: int, count: int) -> bytearray:
 
 def _ask(there: socket.socket, name: str, at: int, count: int) -> None:
     """Ask for bytes of a file."""
-    send(there, {"read": name, "at": at, "bytes": count})
+    send_frame(there, {"read": name, "at": at, "bytes": count})
 
 
 def _heed(there: socket.socket) -> None:
     """Hear the answer; the bytes come next. Raises CheckpointError where there is no such file."""
-    answer = receive(there)
+    answer = receive_frame(there)
     if "error" in answer:
         raise CheckpointError(str(answer["error"]))

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.core.errors import CheckpointError
-from phalanx.core.placement import Address
-from phalanx.elastic.membership.channel import call, watch
+from phalanx.core.placement import HostPort
+from phalanx.elastic.membership.channel import connect_and_greet, enable_keepalive
 from phalanx.elastic.membership.store_relay import CALL_S
-from phalanx.elastic.replicas.fetch import Copy, Fetches
+from phalanx.elastic.replicas.fetch import StateFileFetch, StateFileFetcher
 from phalanx.recovery import inventory, state_file
 from phalanx.recovery.inventory import REPLICAS
-from phalanx.recovery.replica_client import SOCKET, Message, receive, receive_into, send
-from phalanx.recovery.shared_memory import too_large
-from phalanx.recovery.state_file import Facts, StateFile, Who
+from phalanx.recovery.replica_client import SOCKET, Message, receive_frame, receive_into, send_frame
+from phalanx.recovery.shared_memory import describe_shortage
+from phalanx.recovery.state_file import StateFile, StateFileMetadata, StateFileOwner
 from phalanx.system import memory as host_memory
 from phalanx.system.fork import fork, kill_group
 
@@ -37,29 +37,32 @@ COPIES = b"c"  # what comes is no connection, but says what is to be copied
 SIGN_S = 1.0  # how often a rank that waits for a copy hears that it gets on
 
 
-class Replay(Protocol):
+class ReplicaUpdaterProtocol(Protocol):
     """Makes a rank's updates again in its replica, of the gradients that were written to `gradients`."""
 
     gradients: memoryview
 
-    def run(self, file: StateFile, old: int, told: Mapping[str, Any]) -> None: ...
+    def apply_update(self, file: StateFile, old: int, message: Mapping[str, Any]) -> None: ...
 
 
 # What makes the updates of a rank again, of what it has said of itself; None where that cannot be.
-ReplayOf = Callable[[Mapping[str, Any]], Replay | None]
+MakeReplicaUpdater = Callable[[Mapping[str, Any]], ReplicaUpdaterProtocol | None]
 
 
-def never(form: Mapping[str, Any]) -> None:
+def never_update(form: Mapping[str, Any]) -> None:
     """Where nothing knows how to update."""
     return None
 
 
-class ReplicaKeeper:
-    """That process, as its agent sees it. `folder`: the run's in this node's shared memory; `run`: what the run is
-    known by; `secret`: that by which nodes of the job know each other; `replay_of`: what makes updates again."""
+class ReplicaServer:
+    """That process, as its agent sees it. `folder`: the run's in this node's shared memory; `run_id`: what the run is
+    known by; `secret`: that by which nodes of the job know each other; `make_replica_updater`: what makes updates
+    again."""
 
-    def __init__(self, folder: Path, run: bytes, secret: str, replay_of: ReplayOf = never) -> None:
-        self.run = run
+    def __init__(
+        self, folder: Path, run_id: bytes, secret: str, make_replica_updater: MakeReplicaUpdater = never_update
+    ) -> None:
+        self.run_id = run_id
         self._ours, theirs = socket.socketpair()
         path = folder / SOCKET
         path.unlink(missing_ok=True)
@@ -68,26 +71,28 @@ class ReplicaKeeper:
             os.chmod(path, 0o600)
             listener.listen(socket.SOMAXCONN)
             keep = [theirs.fileno(), listener.fileno()]
-            self.pid, self._pidfd = fork(lambda: _live(theirs, listener, folder, run, secret, replay_of), keep=keep)
+            self.pid, self._pidfd = fork(
+                lambda: _live(theirs, listener, folder, run_id, secret, make_replica_updater), keep=keep
+            )
         self._ours.setblocking(False)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         return not poll.poll(0)
 
-    def take(self, connection: socket.socket, writes: bool) -> None:
+    def hand_over(self, connection: socket.socket, writes: bool) -> None:
         """Give it a connection to another node, which may have replicas written or only read. Raises OSError when it
         has died."""
         socket.send_fds(self._ours, [WRITES if writes else READS], [connection.fileno()])
 
-    def fetch(self, name: str, address: Address, step: int, slots: int) -> None:
+    def fetch(self, name: str, address: HostPort, step: int, slots: int) -> None:
         """Have it copy a state file of another node, with a step, to one of so many slots, for a rank that will ask for
         it."""
         with contextlib.suppress(OSError):  # it has died: so does the rank that asks
             self._ours.sendall(COPIES)
-            send(self._ours, {"fetch": name, "of": list(address), "step": step, "slots": slots})
+            send_frame(self._ours, {"fetch": name, "of": list(address), "step": step, "slots": slots})
 
     def kill(self) -> None:
         """Have it end; `stop` waits until it has."""
@@ -101,9 +106,14 @@ class ReplicaKeeper:
 
 
 def _live(
-    handed: socket.socket, listener: socket.socket, folder: Path, run: bytes, secret: str, replay_of: ReplayOf
+    handed: socket.socket,
+    listener: socket.socket,
+    folder: Path,
+    run: bytes,
+    secret: str,
+    make_replica_updater: MakeReplicaUpdater,
 ) -> int:
-    fetches = Fetches(folder, lambda address: call(address, secret, {"role": ROLE}, CALL_S))
+    fetches = StateFileFetcher(folder, lambda address: connect_and_greet(address, secret, {"role": ROLE}, CALL_S))
 
     def let_in() -> None:
         while True:
@@ -116,18 +126,18 @@ def _live(
         if not data:
             return 0
         if data == COPIES:
-            _copy(fetches, receive(handed))
+            _copy(fetches, receive_frame(handed))
             continue
         connection = socket.socket(fileno=descriptors[0])
         connection.setblocking(True)
-        watch(connection)
-        _in_thread(_Node(connection, folder, run, data == WRITES, replay_of).serve)
+        enable_keepalive(connection)
+        _in_thread(_Node(connection, folder, run, data == WRITES, make_replica_updater).serve)
 
 
-def _copy(fetches: Fetches, message: Message) -> Copy:
+def _copy(fetches: StateFileFetcher, message: Message) -> StateFileFetch:
     """The copy that a message speaks of."""
     host, port = message["of"]
-    return fetches.of(str(message["fetch"]), (str(host), int(port)), int(message["step"]), int(message["slots"]))
+    return fetches.fetch(str(message["fetch"]), (str(host), int(port)), int(message["step"]), int(message["slots"]))
 
 
 def _in_thread(function: Callable[[], None]) -> None:
@@ -140,10 +150,10 @@ def _in_thread(function: Callable[[], None]) -> None:
 class _Rank:
     """What a rank of this node asks for."""
 
-    def __init__(self, connection: socket.socket, folder: Path, secret: str, fetches: Fetches) -> None:
+    def __init__(self, connection: socket.socket, folder: Path, secret: str, fetches: StateFileFetcher) -> None:
         self._connection, self._folder, self._secret = connection, folder, secret
         self._fetches = fetches
-        self._copy: Copy | None = None
+        self._copy: StateFileFetch | None = None
         self._file: StateFile | None = None
         self._bytes = 0  # that are sent of a slot
         self._partner: socket.socket | None = None
@@ -151,58 +161,58 @@ class _Rank:
         self._newest: int | None = None  # of those that it has
         self._gradients: memoryview | None = None  # the rank's, where the partner makes updates again
         self._unchecked: int | None = None  # a step that the partner has made and nobody has compared
-        self._readers: dict[Address, socket.socket] = {}
+        self._readers: dict[HostPort, socket.socket] = {}
 
     def serve(self) -> None:
         with self._connection, contextlib.suppress(OSError):  # until the rank is gone
             while True:
-                message = receive(self._connection)
+                message = receive_frame(self._connection)
                 try:
                     self._do(message)
                 except Exception as error:  # what a partner answers may be anything
                     what = "read from" if {"read", "check"} & message.keys() else "replicated to"
                     text = f"state could not be {what} another node ({error}); it or its process for that was lost"
-                    send(self._connection, {"error": text})
+                    send_frame(self._connection, {"error": text})
 
     def _do(self, message: Message) -> None:
         if "read" in message:
             self._pass_on(message)
         elif "check" in message:
             there = self._reader(message)
-            send(there, {name: message[name] for name in ("check", "step")})
-            send(self._connection, receive(there))
+            send_frame(there, {name: message[name] for name in ("check", "step")})
+            send_frame(self._connection, receive_frame(there))
         elif "fetch" in message:
             self._copy = _copy(self._fetches, message)
-            self._copy.made.wait()
-            send(self._connection, {"file": self._copy.name})
+            self._copy.started.wait()
+            send_frame(self._connection, {"file": self._copy.name})
         elif "fetched" in message:
             self._await()
         elif "replicate" in message:
-            send(self._connection, self._begin(message))
+            send_frame(self._connection, self._begin(message))
         elif "step" in message:
             self._send_step(int(message["step"]), message.get("told"))
-            send(self._connection, {"kept": message["step"]})
+            send_frame(self._connection, {"kept": message["step"]})
             self._check()
         elif "gradients" in message:
             self._gradients = _gradients(self._connection, int(message["gradients"]))
         elif "forget" in message or "leave" in message:
             self._there.clear()
             self._newest = None
-            send(self._connection, self._ask_partner(message))
+            send_frame(self._connection, self._ask_partner(message))
 
     def _reader(self, message: Message) -> socket.socket:
         """The connection with the node that a message speaks of."""
         host, port = message["of"]
         address = (str(host), int(port))
         if address not in self._readers:
-            self._readers[address] = call(address, self._secret, {"role": ROLE}, CALL_S)
+            self._readers[address] = connect_and_greet(address, self._secret, {"role": ROLE}, CALL_S)
         return self._readers[address]
 
     def _pass_on(self, message: Message) -> None:
         there = self._reader(message)
-        send(there, {name: message[name] for name in ("read", "at", "bytes")})
-        answer = receive(there)
-        send(self._connection, answer)
+        send_frame(there, {name: message[name] for name in ("read", "at", "bytes")})
+        answer = receive_frame(there)
+        send_frame(self._connection, answer)
         buffer, left = memoryview(bytearray(CHUNK_BYTES)), 0 if "error" in answer else int(message["bytes"])
         while left:
             part = receive_into(there, buffer[: min(left, CHUNK_BYTES)])
@@ -213,23 +223,23 @@ class _Rank:
         """Say whether the copy that was asked for is whole, when it is over; and before, whenever it has got on."""
         assert self._copy is not None
         copy, before = self._copy, -1
-        while not copy.over.wait(SIGN_S):
+        while not copy.finished.wait(SIGN_S):
             if copy.bytes > before:  # else whoever waits loses patience
                 before = copy.bytes
-                send(self._connection, {"bytes": before})
-        send(self._connection, {"whole": copy.whole})
+                send_frame(self._connection, {"bytes": before})
+        send_frame(self._connection, {"whole": copy.whole})
 
     def _begin(self, message: Message) -> Message:
         host, port = message["to"]
         self._file = file = StateFile(self._folder / str(message["replicate"]))
-        facts = file.facts
+        facts = file.metadata
         hello = {"role": ROLE, "attempt": int(message["attempt"])}
-        self._partner = call((str(host), int(port)), self._secret, hello, CALL_S)
+        self._partner = connect_and_greet((str(host), int(port)), self._secret, hello, CALL_S)
         who = [facts.generation, facts.rank, facts.world, facts.part, facts.parts]
         bare = message["bare"] is True
         self._bytes = 0 if bare else facts.slot_bytes
         form = {
-            "who": who, "way": facts.way, "index": state_file.NOTHING if bare else file.index(),
+            "who": who, "way": facts.way, "index": state_file.EMPTY_INDEX if bare else file.index(),
             "slot_bytes": self._bytes, "asked": message["asked"] is True, "newest": message.get("newest"),
             **(message.get("rule") or {}),
         }  # fmt: skip
@@ -240,12 +250,12 @@ class _Rank:
     def _ask_partner(self, message: Message) -> Message:
         if self._partner is None:
             raise ConnectionError("there is no partner")
-        send(self._partner, message)
+        send_frame(self._partner, message)
         return self._hear_partner()
 
     def _hear_partner(self) -> Message:
         assert self._partner is not None
-        answer = receive(self._partner)
+        answer = receive_frame(self._partner)
         if "error" in answer:
             raise ConnectionError(str(answer["error"]))
         return answer
@@ -264,7 +274,7 @@ class _Rank:
         if step is None or self._partner is None:
             return
         with self._mapped() as view:
-            begin = self._facts(view).at(self._facts(view).steps[step])
+            begin = self._facts(view).slot_offset(self._facts(view).steps[step])
             with view[begin : begin + self._bytes] as data:
                 total = zlib.crc32(data)
         self._ask_partner({"sum": total})
@@ -272,7 +282,7 @@ class _Rank:
     @contextlib.contextmanager
     def _mapped(self) -> Iterator[memoryview]:
         assert self._file is not None
-        path = self._file.facts.path
+        path = self._file.metadata.path
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             # Not the private view, as what is read there may be older than what the rank has written since.
@@ -281,9 +291,9 @@ class _Rank:
         finally:
             os.close(descriptor)
 
-    def _facts(self, view: memoryview) -> Facts:
+    def _facts(self, view: memoryview) -> StateFileMetadata:
         assert self._file is not None
-        return state_file.facts_from(self._file.facts.path, bytes(view[: state_file.PAGE]))
+        return state_file.parse_metadata(self._file.metadata.path, bytes(view[: state_file.PAGE]))
 
     def _send_slot(self, step: int, view: memoryview, told: Message | None) -> None:
         assert self._partner is not None
@@ -291,16 +301,16 @@ class _Rank:
         slot = facts.steps.get(step)
         if slot is None:
             raise CheckpointError(f"{facts.path} does not hold step {step} any more")
-        header = state_file.raw_header(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES])
+        header = state_file.unframe_header(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES])
         if told is not None and self._gradients is not None:
-            send(self._partner, {"replay": told, "header": header.decode()})
+            send_frame(self._partner, {"replay": told, "header": header.decode()})
             self._partner.sendall(self._gradients)
             if self._hear_partner() != {"kept": step}:
                 raise ConnectionError("it has not made the update that it was told of")
             self._unchecked = step
             return
-        send(self._partner, {"write": step, "header": header.decode()})
-        total, begin = 0, facts.at(slot)
+        send_frame(self._partner, {"write": step, "header": header.decode()})
+        total, begin = 0, facts.slot_offset(slot)
         for at in range(begin, begin + self._bytes, CHUNK_BYTES):
             with view[at : min(at + CHUNK_BYTES, begin + self._bytes)] as part:
                 self._partner.sendall(part)
@@ -327,34 +337,42 @@ class _Node:
     """What another node asks for: to read, or to keep what its rank has."""
 
     def __init__(
-        self, connection: socket.socket, folder: Path, run: bytes, writes: bool, replay_of: ReplayOf = never
+        self,
+        connection: socket.socket,
+        folder: Path,
+        run: bytes,
+        writes: bool,
+        make_replica_updater: MakeReplicaUpdater = never_update,
     ) -> None:
         self._connection, self._folder, self._run, self._writes = connection, folder, run, writes
-        self._replay_of = replay_of
-        self._replay: Replay | None = None
+        self._make_replica_updater = make_replica_updater
+        self._replay: ReplicaUpdaterProtocol | None = None
         self._replica: StateFile | None = None
 
     def serve(self) -> None:
         with self._connection, contextlib.suppress(OSError):  # until the other side is gone
             while True:
-                message = receive(self._connection)
+                message = receive_frame(self._connection)
                 try:
                     if "read" in message:
                         self._read(str(message["read"]), int(message["at"]), int(message["bytes"]))
                     elif "check" in message:
                         path = self._there(str(message["check"])).path
-                        send(self._connection, {"problem": state_file.void_if_damaged(path, int(message["step"]))})
+                        send_frame(
+                            self._connection,
+                            {"problem": state_file.invalidate_damaged_step(path, int(message["step"]))},
+                        )
                     elif self._writes:
                         self._keep(message)
                 except Exception as error:  # what comes may be anything, and ends no more than this connection
-                    send(self._connection, {"error": str(error)})
+                    send_frame(self._connection, {"error": str(error)})
                     return
 
-    def _there(self, name: str) -> Facts:
+    def _there(self, name: str) -> StateFileMetadata:
         """A state file of the run. Raises CheckpointError where there is none of that name."""
-        paths = [*inventory.files_in(self._folder), *inventory.files_in(self._folder / REPLICAS)]
+        paths = [*inventory.list_state_files(self._folder), *inventory.list_state_files(self._folder / REPLICAS)]
         found = [path for path in paths if str(path.relative_to(self._folder)) == name]
-        facts = state_file.facts_of(found[0]) if found else None
+        facts = state_file.read_metadata(found[0]) if found else None
         if facts is None or facts.run != self._run:
             raise CheckpointError(f"there is no state file {name} any more")
         return facts
@@ -365,7 +383,7 @@ class _Node:
             raise CheckpointError(f"the state file {name} is shorter than was asked for")
         descriptor = os.open(facts.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            send(self._connection, {"bytes": count})
+            send_frame(self._connection, {"bytes": count})
             while count:
                 sent = os.sendfile(self._connection.fileno(), descriptor, at, count)
                 if not sent:
@@ -378,15 +396,15 @@ class _Node:
         if "keep" in message:
             answer = self._make(message["keep"])
             if self._replica is not None and "rule" in message["keep"]:
-                self._replay = self._replay_of(message["keep"])
-            send(self._connection, answer | {"replays": self._replay is not None})
+                self._replay = self._make_replica_updater(message["keep"])
+            send_frame(self._connection, answer | {"replays": self._replay is not None})
         elif "forget" in message and self._replica is not None:
-            self._replica.forget(int(message["forget"]))
-            send(self._connection, {"forgotten": True})
+            self._replica.invalidate_all(int(message["forget"]))
+            send_frame(self._connection, {"forgotten": True})
         elif "leave" in message and self._replica is not None:
-            self._replica.facts.path.unlink(missing_ok=True)
+            self._replica.metadata.path.unlink(missing_ok=True)
             self._replica = None
-            send(self._connection, {"left": True})
+            send_frame(self._connection, {"left": True})
         elif "replay" in message and self._replica is not None and self._replay is not None:
             self._make_again(self._replica, self._replay, dict(message["replay"]), str(message["header"]).encode())
         elif "write" in message and self._replica is not None:
@@ -394,66 +412,66 @@ class _Node:
 
     def _make(self, form: Message) -> Message:
         generation, rank, world, part, parts = (int(each) for each in form["who"])
-        who = Who(generation, rank, world, self._run, part, parts)
+        who = StateFileOwner(generation, rank, world, self._run, part, parts)
         index, slot_bytes, folder = dict(form["index"]), int(form["slot_bytes"]), self._folder / REPLICAS
-        before = state_file.facts_of(folder / state_file.name_of(who.generation, who.rank))
-        if before is not None and before.layout == state_file.digest(index) and before.run == self._run:
+        before = state_file.read_metadata(folder / state_file.state_file_name(who.generation, who.rank))
+        if before is not None and before.layout == state_file.digest_json(index) and before.run == self._run:
             self._replica = StateFile(before.path, writable=True, at_once=False)
             if before.way != int(form["way"]):
-                self._replica.forget(int(form["way"]))
+                self._replica.invalidate_all(int(form["way"]))
                 return {"steps": []}
             newest = form.get("newest")
             for step, slot in before.steps.items():
                 if newest is not None and step > int(newest):
-                    self._replica.void(slot)
+                    self._replica.invalidate(slot)
             return {"steps": sorted(step for step in before.steps if newest is None or step <= int(newest))}
-        found, need = os.statvfs(self._folder), state_file.file_bytes(index, slot_bytes)
+        found, need = os.statvfs(self._folder), state_file.state_file_bytes(index, slot_bytes)
         gradients = slot_bytes // 3 if "rule" in form else 0  # of AdamW's state
         free = found.f_bavail * found.f_frsize
-        short = too_large(
+        short = describe_shortage(
             "a replica of the state of another node's rank",
             need + gradients,
             free,
-            host_memory.free(),
+            host_memory.free_bytes(),
             form["asked"] is True,
         )
         if short is None:
             try:
                 # Room is taken now; a rank waits for the answer, and not for each page to be mapped.
-                self._replica = state_file.create(folder, who, index, slot_bytes, at_once=False)
-                self._replica.forget(int(form["way"]))
+                self._replica = state_file.create_state_file(folder, who, index, slot_bytes, at_once=False)
+                self._replica.invalidate_all(int(form["way"]))
             except OSError as error:
                 short = f"{folder} does not take {need} bytes for a replica ({error.strerror})"
         return {"short": short} if short is not None else {"steps": []}
 
     def _write(self, file: StateFile, step: int, header: bytes) -> None:
         # The older of the two, or one that holds nothing.
-        slot = min((0, 1), key=file.word)
-        file.void(slot)
-        with file.read(file.at(slot), file.facts.slot_bytes) as data:
+        slot = min((0, 1), key=file.slot_step)
+        file.invalidate(slot)
+        with file.read_bytes(file.slot_offset(slot), file.metadata.slot_bytes) as data:
             receive_into(self._connection, data)
-            told = receive(self._connection)["sum"]
+            told = receive_frame(self._connection)["sum"]
             file.commit(slot, step, header)
-            send(self._connection, {"kept": step})
+            send_frame(self._connection, {"kept": step})
             # Behind the answer, since a rank waits for that.
             if zlib.crc32(data) != told:
-                file.void(slot)
+                file.invalidate(slot)
                 raise CheckpointError(f"the replica of step {step} was damaged on its way")
 
-    def _make_again(self, file: StateFile, replay: Replay, told: Message, header: bytes) -> None:
-        step = int(told["step"])
-        old = 0 if file.word(0) == step - 1 else 1
-        if file.word(old) != step - 1:
+    def _make_again(self, file: StateFile, replay: ReplicaUpdaterProtocol, update: Message, header: bytes) -> None:
+        step = int(update["step"])
+        old = 0 if file.slot_step(0) == step - 1 else 1
+        if file.slot_step(old) != step - 1:
             raise CheckpointError(f"there is no replica of step {step - 1}")
         receive_into(self._connection, replay.gradients)
-        file.void(1 - old)
-        replay.run(file, old, told)
+        file.invalidate(1 - old)
+        replay.apply_update(file, old, update)
         file.commit(1 - old, step, header)
-        send(self._connection, {"kept": step})
+        send_frame(self._connection, {"kept": step})
         # Behind the answer, since a rank waits for that.
-        wanted = receive(self._connection)["sum"]
-        with file.read(file.at(1 - old), file.facts.slot_bytes) as data:
+        wanted = receive_frame(self._connection)["sum"]
+        with file.read_bytes(file.slot_offset(1 - old), file.metadata.slot_bytes) as data:
             if zlib.crc32(data) != wanted:
-                file.void(1 - old)
+                file.invalidate(1 - old)
                 raise CheckpointError(f"the update of step {step}, made again, came to something else")
-        send(self._connection, {"same": True})
+        send_frame(self._connection, {"same": True})

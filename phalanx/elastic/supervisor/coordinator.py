@@ -11,87 +11,105 @@ from dataclasses import astuple
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.handshake import crowd, objection, taken
-from phalanx.elastic.membership.member_list import member_of, roster_to_message
+from phalanx.elastic.membership.handshake import explain_flood, explain_taken_rank, find_mismatch
+from phalanx.elastic.membership.member_list import member_list_to_message, parse_member
 from phalanx.elastic.membership.membership import MEET_S
-from phalanx.elastic.node.node_agent import Peer
-from phalanx.elastic.supervisor.decide import AFTERMATH, decide
-from phalanx.elastic.supervisor.failover import beginning_state, budget_of, node_of, succeeding_state, taken_up
-from phalanx.elastic.supervisor.hang_detection import Gathering
-from phalanx.elastic.supervisor.node_requests import BY_HEALTH, Request, Wanted, newest_of
-from phalanx.elastic.supervisor.state import (
-    Action,
-    Asked,
-    Cause,
-    Drained,
-    Drop,
-    End,
-    Ended,
-    Event,
-    Finish,
-    Holds,
-    Joined,
-    Lost,
-    Note,
-    Offer,
-    Phase,
-    Prepare,
-    Prepared,
-    Progress,
-    Ready,
-    Refused,
-    Start,
-    State,
-    Time,
-    Unfit,
+from phalanx.elastic.node.node_agent import NodeAgent
+from phalanx.elastic.supervisor.decide import SECONDARY_FAILURE, decide
+from phalanx.elastic.supervisor.failover import (
+    describe_restart_budget,
+    make_failover_state,
+    make_initial_state,
+    make_node_state,
+    renew_offer,
 )
-from phalanx.recovery.catalog import Held, choice_to_message, held_of
-from phalanx.system.async_call import Errand
-from phalanx.system.exit_causes import End as RankEnd
-from phalanx.system.exit_causes import first_cause, is_aftermath, is_damage, sameness, suspicion
+from phalanx.elastic.supervisor.hang_detection import JobHangDetector
+from phalanx.elastic.supervisor.node_requests import BY_HEALTH, NodeRequest, NodeRequestKind, find_newest_request
+from phalanx.elastic.supervisor.state import (
+    DivisionPrepared,
+    DivisionRejected,
+    DropNode,
+    EndAttempt,
+    FailureCause,
+    FinishJob,
+    JobPhase,
+    JobState,
+    NodeDrainChanged,
+    NodeInventoryReported,
+    NodeJoined,
+    NodeLost,
+    NodeReady,
+    NodeUnfit,
+    PrepareDivision,
+    RanksEnded,
+    SendOffer,
+    StartAttempt,
+    StepsCommitted,
+    StopSignalReceived,
+    SupervisorAction,
+    SupervisorEvent,
+    Tick,
+    WriteEvent,
+)
+from phalanx.recovery.catalog import StateFileInfo, inventory_from_message, restore_point_to_message
+from phalanx.system.async_call import AsyncCall
+from phalanx.system.exit_causes import WorkerExit as RankEnd
+from phalanx.system.exit_causes import (
+    find_root_cause,
+    fingerprint_failure,
+    is_secondary_failure,
+    is_state_damage,
+    root_cause_priority,
+)
 
 PREPARE_S = 3600.0  # what resolving another division gets: token files may have to be made anew
 DEATH_ANSWER_S = 2.0  # heartbeats: what a holder of a place gets to be found dead when somebody claims it
 Plan = Sequence[tuple[int, int]]
 
 
-class Leader:
+class Coordinator:
     """`prepare(division, plan, devices)` resolves the recipe for other ranks, in a child, and returns what is offered;
-    `notice(kind, details)` is for the records and the console; `safe()` gives steps that have become safe, and
-    `asked()` what users ask of nodes; `hello` is what this node would say of itself. `unfit`: why this one, the first
-    to lead, hands the lead to another one and leaves, as soon as all can hear of it."""
+    `notice(kind, details)` is for the records and the console; `take_committed_steps()` gives steps that have become
+    safe, and `take_node_requests()` what users ask of nodes; `hello` is what this node would say of itself.
+    `unfit_reason`: why this one, the first to lead, hands the lead to another one and leaves, as soon as all can hear
+    of it."""
 
     def __init__(
         self,
-        peer: Peer,
-        state: State,
+        agent: NodeAgent,
+        state: JobState,
         hello: Message,
         prepare: Callable[[int, Plan, list[list[Any]]], Message],
         notice: Callable[[str, dict[str, Any]], None],
-        safe: Callable[[], list[int]],
-        asked: Callable[[], list[Request]],
-        unfit: str | None = None,
+        take_committed_steps: Callable[[], list[int]],
+        take_node_requests: Callable[[], list[NodeRequest]],
+        unfit_reason: str | None = None,
     ) -> None:
-        self.peer, self.circle, self.state, self.hello = peer, peer.circle, state, hello
-        self._prepare, self.notice, self._safe, self._asked = prepare, notice, safe, asked
-        self._requests: dict[str, Request] = {}  # by node as it was named; of nodes that are not there, too
-        self._preparing: tuple[Errand, int] | None = None
+        self.agent, self.membership, self.state, self.hello = agent, agent.membership, state, hello
+        self._prepare, self.notice, self._take_committed_steps, self._take_node_requests = (
+            prepare,
+            notice,
+            take_committed_steps,
+            take_node_requests,
+        )
+        self._requests: dict[str, NodeRequest] = {}  # by node as it was named; of nodes that are not there, too
+        self._preparing: tuple[AsyncCall, int] | None = None
         self._ends: dict[int, list[RankEnd]] = {}  # of this attempt, by node
         self._why: dict[str, str] = {}  # why members were lost, by token
-        self._pulses = Gathering()
+        self._hang_detector = JobHangDetector()
         self._interrupts = 0
         self._crowded = False
-        self._unfit, self._meets_until = unfit, time.monotonic() + MEET_S
+        self._unfit_reason, self._meets_until = unfit_reason, time.monotonic() + MEET_S
         self._incident: dict[str, Any] | None = None
         # A new leader knows the roster before its own, and learns in its first turn who is gone.
-        known = self.circle.before or self.circle.roster
+        known = self.membership.previous_member_list or self.membership.member_list
         self._members = {member.node: member for member in known.members}
-        if self.circle.before is not None:
+        if self.membership.previous_member_list is not None:
             self._begin_incident()
-            for node, vote in self.circle.votes.items():
+            for node, vote in self.membership.votes.items():
                 self._hear_vote(node, vote)
         self._claimants: list[tuple[Channel, Message, float]] = []
         self._welcome: dict[str, tuple[int, Channel]] = {}  # by token, with their numbers, until they are members
@@ -101,41 +119,43 @@ class Leader:
         found = {channel.fileno(): select.POLLIN for channel, _, _ in self._claimants if channel.lost is None}
         return found if self._preparing is None else found | {self._preparing[0].fileno(): select.POLLIN}
 
-    def tend(self) -> None:
+    def poll_once(self) -> None:
         """Do all that can be done without waiting."""
-        if self._unfit is not None:
+        if self._unfit_reason is not None:
             # Whoever has no connection to it yet would not see it leave, and would wait for its first sign of life.
-            if self.circle.met or time.monotonic() > self._meets_until:
-                self.event(Unfit(time.monotonic(), self.circle.me.node, self._unfit, int(ExitCode.UNHEALTHY)))
+            if self.membership.is_fully_connected or time.monotonic() > self._meets_until:
+                self.handle_event(
+                    NodeUnfit(time.monotonic(), self.membership.me.node, self._unfit_reason, int(ExitCode.UNHEALTHY))
+                )
             return
-        for member, why in self.circle.losses:
+        for member, why in self.membership.losses:
             self._why[member.token] = why
             self._begin_incident()
             self._end_without(member.node)
-        self.circle.losses.clear()
-        adopted = bool(self.circle.adopted)
-        self.circle.adopted.clear()
+        self.membership.losses.clear()
+        adopted = bool(self.membership.adopted)
+        self.membership.adopted.clear()
         if adopted:
             self._compare()
-        for step in self._safe():
-            self.event(Progress(time.monotonic(), step))
+        for step in self._take_committed_steps():
+            self.handle_event(StepsCommitted(time.monotonic(), step))
         self._see_requests()
         self._see_preparation()
         self._see_claimants()
         self._see_hangs()
-        if self.circle.settled:
-            self.event(Time(time.monotonic()))
+        if self.membership.is_stable:
+            self.handle_event(Tick(time.monotonic()))
 
     def _end_without(self, node: int) -> None:
         """A node is lost, and its ranks with it: those of the others end while it is agreed on who is left. What then
         becomes of the job is decided when that is known."""
-        runs = self.state.phase == Phase.RUNNING or self.state.planned is not None
+        runs = self.state.phase == JobPhase.RUNNING or self.state.pause_reason is not None
         if runs and node in self.state.seats and node not in self.state.codes:
             self._tell_to_end(self.state.attempt, known=True)
 
     def _tell_to_end(self, attempt: int, known: bool) -> None:
         """Have an attempt end everywhere; `known`: why, so that nobody waits for a rank that might say it."""
-        self.circle.tell_all({"end": attempt, "known": known})
+        self.membership.broadcast({"end": attempt, "known": known})
 
     def close(self, over: tuple[int, str] | None) -> None:
         if self._preparing is not None:
@@ -144,29 +164,29 @@ class Leader:
         welcome = (channel for _, channel in self._welcome.values())
         for channel in [*(claimant[0] for claimant in self._claimants), *welcome]:
             if over is not None:  # or it would wait in vain for whoever leads now
-                channel.farewell({"finish": over[0], "text": over[1]}, "the job is over", patience_s=0.05)
+                channel.send_and_close({"finish": over[0], "text": over[1]}, "the job is over", timeout_s=0.05)
             channel.close("this node has left")
 
     def _see_requests(self) -> None:
         """Nodes that are not to be used any more, or are to be used again; whoever asks names a node or its host."""
-        self._requests |= {request.node: request for request in self._asked()}
+        self._requests |= {request.node: request for request in self._take_node_requests()}
         for member in list(self._members.values()) if self._requests else ():
-            request = newest_of(self._requests.values(), member.node, member.host)
+            request = find_newest_request(self._requests.values(), member.node, member.host)
             if request is not None:
-                drained = request.wanted != Wanted.RETURN
+                drained = request.wanted != NodeRequestKind.RETURN
                 done = "is to be left" if drained else "may be used again"
                 why = f"node {member.node} ({member.host}) {done}" + (f" ({request.reason})" * bool(request.reason))
                 gently = request.by.startswith(BY_HEALTH)
-                self.event(Drained(time.monotonic(), member.node, drained, why, gently))
+                self.handle_event(NodeDrainChanged(time.monotonic(), member.node, drained, why, gently))
 
     def _see_hangs(self) -> None:
         """Say which ranks of the attempt hang; their agents end them, and those of the others see where theirs are."""
-        if self.state.phase == Phase.RUNNING:
+        if self.state.phase == JobPhase.RUNNING:
             awaited = [node for node in self.state.seats if node not in self.state.codes]
-            hang = self._pulses.judge(self.state.attempt, awaited)
+            hang = self._hang_detector.find_hang(self.state.attempt, awaited)
             if hang is not None:
-                rows = [astuple(blame) for blame in hang.blamed()]
-                self.circle.tell_all({"hung": self.state.attempt, "ranks": rows})
+                rows = [astuple(blame) for blame in hang.assign_blame()]
+                self.membership.broadcast({"hung": self.state.attempt, "ranks": rows})
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
@@ -174,57 +194,65 @@ class Leader:
         """Take what a member says."""
         now = time.monotonic()
         if "held" in message:
-            self.event(Holds(now, node, held_of(message["held"])))
+            self.handle_event(NodeInventoryReported(now, node, inventory_from_message(message["held"])))
         if "ended" in message:
             self._hear_end(node, message["ended"], now)
         elif "ready" in message:
-            self.event(Ready(now, node, int(message["ready"])))
+            self.handle_event(NodeReady(now, node, int(message["ready"])))
         elif "unfit" in message:
-            self.event(Unfit(now, node, str(message["unfit"]), int(message["code"])))
+            self.handle_event(NodeUnfit(now, node, str(message["unfit"]), int(message["code"])))
         elif "pulses" in message:
-            self._pulses.hear(node, message["pulses"])
+            self._hang_detector.add_report(node, message["pulses"])
         elif "strangers" in message and not self._crowded:
             self._crowded = True  # one line says it, wherever else they call
-            said = crowd(str(message["strangers"]), node)
-            self.notice(Kind.WARNING, {"attempt": max(self.state.attempt, 1), "message": said})
+            said = explain_flood(str(message["strangers"]), node)
+            self.notice(EventKind.WARNING, {"attempt": max(self.state.attempt, 1), "message": said})
         elif "stop" in message:
             again = {"again": True} if message.get("again") else {}
-            self.notice(Kind.SIGNALLED, {"attempt": max(self.state.attempt, 1), "signal": message["stop"], **again})
+            self.notice(
+                EventKind.STOP_REQUESTED, {"attempt": max(self.state.attempt, 1), "signal": message["stop"], **again}
+            )
             # Who was asked passes it on to its own ranks, but those of an attempt that has begun since know of nothing.
-            self.circle.tell_all({"signal": str(message["stop"])}, but=None if again else node)
+            self.membership.broadcast({"signal": str(message["stop"])}, but=None if again else node)
             self._interrupts += message["stop"] == "SIGINT"
             if self._interrupts >= 2:  # whoever sits there has no patience any more
                 self._tell_to_end(self.state.attempt, known=True)
-            self.event(Asked(now, str(message["stop"])))
+            self.handle_event(StopSignalReceived(now, str(message["stop"])))
 
     def _hear_end(self, node: int, told: Message, now: float) -> None:
         if not told or int(told["attempt"]) != self.state.attempt or node in self._ends:
             return
         member = self._members[node]
-        host = None if node == self.circle.me.node else member.host
+        host = None if node == self.membership.me.node else member.host
         ends = [_end(end, host) for end in told["ends"]]
         self._ends[node] = ends
         abnormal = [end for end in ends if end.abnormal]
         cause = None
         if abnormal:
-            first = first_cause(abnormal)
+            first = find_root_cause(abnormal)
             code = 1 if first.exit_code is None else first.exit_code
             if told["code"] == ExitCode.STOPPED:  # it was asked to stop, and could not heed that yet
                 code = int(ExitCode.STOPPED)
-            cause = Cause(suspicion(first), code, sameness(first), bool(told.get("lowered")), is_damage(first))
+            cause = FailureCause(
+                root_cause_priority(first),
+                code,
+                fingerprint_failure(first),
+                bool(told.get("lowered")),
+                is_state_damage(first),
+            )
             self._begin_incident()
-        self.event(Ended(now, node, int(told["attempt"]), int(told["code"]), cause))
+        self.handle_event(RanksEnded(now, node, int(told["attempt"]), int(told["code"]), cause))
 
     def _hear_vote(self, node: int, vote: Message) -> None:
         """Take what a voter said of its ranks; one that the last order to start has not reached has none."""
-        self.event(Holds(time.monotonic(), node, held_of(vote["held"])))
+        self.handle_event(NodeInventoryReported(time.monotonic(), node, inventory_from_message(vote["held"])))
         last = vote["last"]
         if not last or int(last["attempt"]) != self.state.attempt:
             last = {"attempt": self.state.attempt, "code": 1, "ends": []}
         self._hear_end(node, last, time.monotonic())
 
     def _begin_incident(self) -> None:
-        if self._incident is None and self.state.phase in (Phase.RUNNING, Phase.ENDING):
+        if self._incident is None and self.state.phase in (JobPhase.RUNNING, JobPhase.ENDING):
             self._incident = {"began": time.time(), "what": [], "phases": {}}
 
     def _mark(self, phase: str) -> None:
@@ -232,71 +260,73 @@ class Leader:
         if self._incident is not None:
             self._incident["phases"][phase] = round(time.time() - self._incident["began"], 3)
 
-    def event(self, event: Event) -> None:
+    def handle_event(self, event: SupervisorEvent) -> None:
         """Decide, and do what was decided."""
         before = self.state
         self.state, actions = decide(self.state, event)
-        running = (Phase.RUNNING, Phase.ENDING)
+        running = (JobPhase.RUNNING, JobPhase.ENDING)
         if before.phase in running and (self.state.phase not in running or self.state.attempt > before.attempt):
-            gone = isinstance(event, Lost) and event.node in before.seats and event.node not in before.codes
+            gone = isinstance(event, NodeLost) and event.node in before.seats and event.node not in before.codes
             self._report_deaths(before, gone)
         for action in actions:
             self._perform(action)
 
-    def _report_deaths(self, before: State, gone: bool) -> None:
+    def _report_deaths(self, before: JobState, gone: bool) -> None:
         """Say which rank's end brought an attempt down, now that all are known; `gone`: with the last of them its
         node."""
         ends = [end for each in self._ends.values() for end in each if end.abnormal]
-        lost = gone or bool(self.state.gone) or bool(before.gone)
-        if not ends or (lost and all(is_aftermath(end) for end in ends)):
+        lost = gone or bool(self.state.lost_with_ranks) or bool(before.lost_with_ranks)
+        if not ends or (lost and all(is_secondary_failure(end) for end in ends)):
             return
-        details = first_cause(ends).details()
-        self.notice(Kind.WORKER_DIED, {"attempt": before.attempt, **details})
+        details = find_root_cause(ends).details()
+        self.notice(EventKind.WORKER_DIED, {"attempt": before.attempt, **details})
         if self._incident is not None:
-            where = details.get("host", self.circle.me.host)
+            where = details.get("host", self.membership.me.host)
             self._incident["what"].append(f"rank {details['rank']} on {where}: {details['reason']}")
 
     # --------------------------------------------------------------------------------------------------------- members
 
     def _compare(self) -> None:
         """Tell the supervisor who has gone and who has come with the new roster."""
-        now, roster = time.monotonic(), self.circle.roster
-        before, self._members = self._members, {member.node: member for member in roster.members}
+        now, member_list = time.monotonic(), self.membership.member_list
+        before, self._members = self._members, {member.node: member for member in member_list.members}
         for node, member in before.items():
             if self._members.get(node) != member:
                 why = self._why.pop(member.token, "it has left")
                 details = {"node": node, "host": member.host, "reason": why}
-                self.notice(Kind.NODE_LOST, {"attempt": max(self.state.attempt, 1), **details})
+                self.notice(EventKind.NODE_LOST, {"attempt": max(self.state.attempt, 1), **details})
                 self._mark("agreed")
                 if self._incident is not None:
                     self._incident["what"].append(f"node {node} ({member.host}) was lost: {why}")
-                self.event(Lost(now, node, why))
+                self.handle_event(NodeLost(now, node, why))
         for node, member in self._members.items():
             if before.get(node) != member:
                 details = {"node": node, "host": member.host, "ranks": len(member.devices)}
-                self.notice(Kind.NODE_JOINED, {"attempt": max(self.state.attempt, 1), **details})
+                self.notice(EventKind.NODE_JOINED, {"attempt": max(self.state.attempt, 1), **details})
                 _, channel = self._welcome.pop(member.token, (node, None))
                 if channel is not None:
-                    channel.farewell({"roster": roster_to_message(roster)}, "it is a member now", patience_s=0.05)
-                self.event(Joined(now, node_of(member)))
+                    channel.send_and_close(
+                        {"roster": member_list_to_message(member_list)}, "it is a member now", timeout_s=0.05
+                    )
+                self.handle_event(NodeJoined(now, make_node_state(member)))
 
     def greet(self, channel: Channel, hello: Message) -> None:
         """Take a caller who is no member: a node that comes, or comes again."""
-        wrong = objection(hello, self.hello, to_node_0=False)
+        wrong = find_mismatch(hello, self.hello, to_node_0=False)
         try:
-            member = member_of({**hello, **hello["at"]})
+            member = parse_member({**hello, **hello["at"]})
         except (KeyError, TypeError, ValueError):
-            wrong, member = wrong or "a node sent a greeting that makes no sense", self.circle.me
+            wrong, member = wrong or "a node sent a greeting that makes no sense", self.membership.me
         if wrong is not None:
-            self.notice(Kind.WARNING, {"attempt": max(self.state.attempt, 1), "message": wrong})
-            channel.farewell({"refused": wrong}, wrong, patience_s=0.05)
-        elif self.circle.roster.member(member.node) is None and not self._is_welcome(member.node):
+            self.notice(EventKind.WARNING, {"attempt": max(self.state.attempt, 1), "message": wrong})
+            channel.send_and_close({"refused": wrong}, wrong, timeout_s=0.05)
+        elif self.membership.member_list.member(member.node) is None and not self._is_welcome(member.node):
             self._welcome[member.token] = member.node, channel
-            self.circle.admit(member)
+            self.membership.admit(member)
         else:  # it may be that node, started again, and the one that is known may be gone without a word
             # Who has just become a member has longer until its first sign of life, and may have died before that.
-            heard_at = max(time.monotonic(), self.circle.heard_at.get(member.node, 0.0))
-            until = heard_at + DEATH_ANSWER_S * self.circle.heartbeat_s
+            heard_at = max(time.monotonic(), self.membership.heard_at.get(member.node, 0.0))
+            until = heard_at + DEATH_ANSWER_S * self.membership.heartbeat_s
             self._claimants.append((channel, hello, until))
 
     def _is_welcome(self, node: int) -> bool:
@@ -306,70 +336,70 @@ class Leader:
     def _see_claimants(self) -> None:
         waiting, self._claimants = self._claimants, []
         for channel, hello, until in waiting:
-            holder = self.circle.roster.member(hello["node"])
+            holder = self.membership.member_list.member(hello["node"])
             if holder is None:
                 self.greet(channel, hello)
             elif time.monotonic() < until:
                 self._claimants.append((channel, hello, until))
             else:
-                why = taken(holder.node, f"a process on {holder.host}", hello)
-                self.notice(Kind.WARNING, {"attempt": max(self.state.attempt, 1), "message": why})
-                channel.farewell({"refused": why}, "its place is taken", patience_s=0.05)
+                why = explain_taken_rank(holder.node, f"a process on {holder.host}", hello)
+                self.notice(EventKind.WARNING, {"attempt": max(self.state.attempt, 1), "message": why})
+                channel.send_and_close({"refused": why}, "its place is taken", timeout_s=0.05)
 
     # --------------------------------------------------------------------------------------------------------- actions
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: SupervisorAction) -> None:
         match action:
-            case End(saving=True):
-                self.circle.tell_all({"pause": action.attempt})
-            case End():
-                real = any(cause.suspicion < AFTERMATH for cause in self.state.causes)
-                self._tell_to_end(action.attempt, known=real or bool(self.state.gone))
-            case Prepare():
+            case EndAttempt(save_first=True):
+                self.membership.broadcast({"pause": action.attempt})
+            case EndAttempt():
+                real = any(cause.priority < SECONDARY_FAILURE for cause in self.state.causes)
+                self._tell_to_end(action.attempt, known=real or bool(self.state.lost_with_ranks))
+            case PrepareDivision():
                 self._begin_preparing(action)
-            case Offer():
+            case SendOffer():
                 self.offer(action)
-            case Start():
+            case StartAttempt():
                 self._start(action)
-            case Drop():
-                if action.node == self.circle.me.node:
+            case DropNode():
+                if action.node == self.membership.me.node:
                     self._leave(action.code, action.why)
                 else:
-                    self.circle.tell(action.node, {"dropped": action.why, "code": action.code})
-                    self.circle.drop(action.node, action.why)
-            case Note():
+                    self.membership.send(action.node, {"dropped": action.why, "code": action.code})
+                    self.membership.drop(action.node, action.why)
+            case WriteEvent():
                 self.notice(action.kind, {"attempt": max(self.state.attempt, 1), **action.details})
-            case Finish():
+            case FinishJob():
                 self._finish(action.code, action.why)
 
     def _finish(self, code: int, why: str) -> None:
         if code == ExitCode.FAILED:
-            self.notice(Kind.GAVE_UP, {"attempt": max(self.state.attempt, 1), "reason": why})
-        self.peer.over = code, why
+            self.notice(EventKind.GAVE_UP, {"attempt": max(self.state.attempt, 1), "reason": why})
+        self.agent.over = code, why
 
     def _leave(self, code: int, why: str) -> None:
         """This node cannot take part any more: the others go on under another leader, if there are any."""
-        if len(self.circle.living()) == 1:
+        if len(self.membership.live_nodes()) == 1:
             self._finish(code, why)
         else:
-            host, number = self.circle.me.host, self.circle.me.node
+            host, number = self.membership.me.host, self.membership.me.node
             said = f"node {number} ({host}), which led, leaves the others, as it cannot take part any more: {why}"
-            self.notice(Kind.WARNING, {"attempt": max(self.state.attempt, 1), "message": said})
-            self.peer.over = code, why
-            self.circle.leave(why)
+            self.notice(EventKind.WARNING, {"attempt": max(self.state.attempt, 1), "message": said})
+            self.agent.over = code, why
+            self.membership.leave(why)
 
-    def _begin_preparing(self, action: Prepare) -> None:
+    def _begin_preparing(self, action: PrepareDivision) -> None:
         if self._preparing is not None:
             self._preparing[0].cancel()
         devices = [[list(device) for device in self._members[node].devices[:ranks]] for node, ranks in action.plan]
-        errand = Errand(self._prepare, action.division, list(action.plan), devices, timeout_s=PREPARE_S)
+        errand = AsyncCall(self._prepare, action.division, list(action.plan), devices, timeout_s=PREPARE_S)
         self._preparing = errand, action.division
 
     def _see_preparation(self) -> None:
         if self._preparing is None:
             return
         errand, division = self._preparing
-        if self.state.phase != Phase.PREPARING:  # another one is gone on with: nobody may be offered this
+        if self.state.phase != JobPhase.PREPARING:  # another one is gone on with: nobody may be offered this
             errand.cancel()
             self._preparing = None
             return
@@ -378,39 +408,39 @@ class Leader:
             result = errand.result()
         except (PhalanxError, RuntimeError) as error:
             self._preparing = None
-            self.event(Refused(now, division, str(error)))
+            self.handle_event(DivisionRejected(now, division, str(error)))
             return
         if result is not None:
             self._preparing = None
-            self.peer.offer = result[0]
-            self.event(Prepared(now, division))
+            self.agent.offer = result[0]
+            self.handle_event(DivisionPrepared(now, division))
 
-    def offer(self, action: Offer) -> None:
+    def offer(self, action: SendOffer) -> None:
         """Tell all other members what a division needs, or the one that has come."""
-        offer = self.peer.offer
+        offer = self.agent.offer
         if offer is None or int(offer["division"]) != action.division:
             return
-        for node in self.circle.roster.nodes if action.node is None else [action.node]:
-            if node != self.circle.me.node:
-                self.circle.tell(node, {"offer": offer})
+        for node in self.membership.member_list.nodes if action.node is None else [action.node]:
+            if node != self.membership.me.node:
+                self.membership.send(node, {"offer": offer})
 
-    def _start(self, action: Start) -> None:
+    def _start(self, action: StartAttempt) -> None:
         ranks = [slot.ranks for slot in self.state.slots]
         self._ends = {}
         order = {
-            "attempt": action.attempt, "epoch": self.circle.roster.epoch,
+            "attempt": action.attempt, "epoch": self.membership.member_list.epoch,
             "division": action.division, "seats": list(action.seats), "ranks": ranks,
-            "step": action.step, "kept": None if action.kept is None else choice_to_message(action.kept),
-            "budget": budget_of(self.state), "slots": 2 if self.state.policy.replicate_every == 1 else 3,
+            "step": action.step, "kept": None if action.kept is None else restore_point_to_message(action.kept),
+            "budget": describe_restart_budget(self.state), "slots": 2 if self.state.policy.replicate_every == 1 else 3,
         }  # fmt: skip
         if self._incident is not None:
             self._end_incident(action)
-        self.circle.tell_all({"start": order})
+        self.membership.broadcast({"start": order})
 
-    def _end_incident(self, action: Start) -> None:
+    def _end_incident(self, action: StartAttempt) -> None:
         assert self._incident is not None
         what = "; ".join(dict.fromkeys(self._incident["what"])) or "the attempt failed"
-        before = self.peer.start
+        before = self.agent.start
         done = "all ranks start again"
         if before is not None and before["division"] != action.division:
             world = sum(slot.ranks for slot in self.state.slots)
@@ -418,44 +448,44 @@ class Leader:
         elif before is not None and list(action.seats) != before["seats"]:
             pairs = [(old, new) for old, new in zip(before["seats"], action.seats, strict=True) if old != new]
             done = ", ".join(f"node {new} takes the ranks of node {old}" for old, new in pairs)
-        if action.again:
-            steps = "step is" if action.again == 1 else "steps are"
+        if action.replayed_steps:
+            steps = "step is" if action.replayed_steps == 1 else "steps are"
             done += (
-                f"; {action.again} committed {steps} walked again, from step {action.step}, as the state is kept on a "
-                f"second node every {self.state.policy.replicate_every} steps"
+                f"; {action.replayed_steps} committed {steps} walked again, from step {action.step}, as the state is "
+                f"kept on a second node every {self.state.policy.replicate_every} steps"
             )
         self._mark("ordered")
         details = {"attempt": action.attempt, "what": what, "done": done}
         details |= {name: self._incident[name] for name in ("began", "phases")}
         self._incident = None
-        self.notice(Kind.INCIDENT, details)
+        self.notice(EventKind.INCIDENT, details)
 
 
-def take_lead(
-    peer: Peer,
+def become_coordinator(
+    agent: NodeAgent,
     hello: Message,
     attempt: int,
     committed: int,
     prepare: Callable[[int, Plan, list[list[Any]]], Message],
     notice: Callable[[str, dict[str, Any]], None],
-    safe: Callable[[], list[int]] = list,
-    asked: Callable[[], list[Request]] = list,
-    held: Mapping[int, tuple[Held, ...]] | None = None,
-    unfit: str | None = None,
-) -> Leader:
+    take_committed_steps: Callable[[], list[int]] = list,
+    take_node_requests: Callable[[], list[NodeRequest]] = list,
+    held: Mapping[int, tuple[StateFileInfo, ...]] | None = None,
+    unfit_reason: str | None = None,
+) -> Coordinator:
     """Lead from now on: a job that begins with `attempt` from the step `committed`, or from a newer one that nodes have
-    `held` in their memories since a job before; or what its leader has left. `unfit`: why this node, the first one,
-    only hands the lead to another one and leaves."""
-    circle, offered = peer.circle, peer.offer
+    `held` in their memories since a job before; or what its leader has left. `unfit_reason`: why this node, the first
+    one, only hands the lead to another one and leaves."""
+    membership, offered = agent.membership, agent.offer
     assert offered is not None, "who was offered nothing has not been let in"
-    if circle.before is None:
-        state = beginning_state(offered, circle.roster, attempt, committed, held or {})
-        return Leader(peer, state, hello, prepare, notice, safe, asked, unfit)
-    peer.offer = taken_up(offered, peer.start, circle.votes)
-    state = succeeding_state(peer.offer, peer.start, circle.before, circle.votes, attempt)
-    leader = Leader(peer, state, hello, prepare, notice, safe, asked)
-    if peer.offer is not offered:
-        leader.offer(Offer(state.division))
+    if membership.previous_member_list is None:
+        state = make_initial_state(offered, membership.member_list, attempt, committed, held or {})
+        return Coordinator(agent, state, hello, prepare, notice, take_committed_steps, take_node_requests, unfit_reason)
+    agent.offer = renew_offer(offered, agent.start, membership.votes)
+    state = make_failover_state(agent.offer, agent.start, membership.previous_member_list, membership.votes, attempt)
+    leader = Coordinator(agent, state, hello, prepare, notice, take_committed_steps, take_node_requests)
+    if agent.offer is not offered:
+        leader.offer(SendOffer(state.division))
     return leader
 
 

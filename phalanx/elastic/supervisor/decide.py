@@ -8,133 +8,135 @@ is; with fewer or more nodes the ranks are divided anew, which is prepared and a
 from collections.abc import Iterable
 from dataclasses import replace
 
-from phalanx.core.events import Kind
+from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
 from phalanx.elastic.supervisor.state import (
-    Action,
-    Asked,
-    Cause,
-    Drained,
-    Drop,
-    End,
-    Ended,
-    Event,
-    Finish,
-    Holds,
-    Joined,
-    Lost,
+    DivisionPrepared,
+    DivisionRejected,
+    DropNode,
+    EndAttempt,
+    FailureCause,
+    FinishJob,
+    JobPhase,
+    JobState,
     Node,
-    Note,
-    Offer,
-    Phase,
-    Prepare,
-    Prepared,
-    Progress,
-    Ready,
-    Refused,
-    Slot,
-    Start,
-    State,
-    Time,
-    Unfit,
+    NodeDrainChanged,
+    NodeInventoryReported,
+    NodeJoined,
+    NodeLost,
+    NodeReady,
+    NodeSlot,
+    NodeUnfit,
+    PrepareDivision,
+    RanksEnded,
+    SendOffer,
+    StartAttempt,
+    StepsCommitted,
+    StopSignalReceived,
+    SupervisorAction,
+    SupervisorEvent,
+    Tick,
+    WriteEvent,
 )
-from phalanx.recovery.catalog import Choice, choose, missing
+from phalanx.recovery.catalog import RestorePoint, choose_restore_point, find_missing_ranks
 from phalanx.system.exit_causes import FROM_ELSE
 
 COLLECT_S = 15.0  # what a node gets to end its ranks; its agent kills them in less
 READY_S = 3600.0  # what one gets to have what a division needs: token files may have to be made anew
 PAUSE_S = (0.0, 0.5, 2.0, 10.0, 30.0)  # before the first, second, ... attempt in a row that follows no progress
-AFTERMATH = 2  # causes of that suspicion or more are consequences of others (exit_causes.py)
+SECONDARY_FAILURE = 2  # causes of that suspicion or more are consequences of others (exit_causes.py)
 
-Decision = tuple[State, list[Action]]
+Decision = tuple[JobState, list[SupervisorAction]]
 
 
-def decide(state: State, event: Event) -> Decision:
+def decide(state: JobState, event: SupervisorEvent) -> Decision:
     """What an event makes of a state, and what is to be done."""
-    if state.phase == Phase.OVER:
+    if state.phase == JobPhase.OVER:
         return state, []
     match event:
-        case Ended():
-            return _ended(state, event)
-        case Lost():
-            return _lost(state, event)
-        case Joined():
+        case RanksEnded():
+            return _on_ranks_ended(state, event)
+        case NodeLost():
+            return _on_node_lost(state, event)
+        case NodeJoined():
             others = tuple(node for node in state.nodes if node.node != event.node.node)
             # At once, also while another division is prepared: it may have to lead before that is there.
             misfit = _misfit(state, event.node)
-            return replace(state, nodes=(*others, event.node)), [*misfit, Offer(state.division, event.node.node)]
-        case Ready():
-            return _ready(state, event)
-        case Holds():
+            return replace(state, nodes=(*others, event.node)), [*misfit, SendOffer(state.division, event.node.node)]
+        case NodeReady():
+            return _on_node_ready(state, event)
+        case NodeInventoryReported():
             # Who comes while ranks run has state of a time before: if they go back and take another way, it is stale.
-            if state.phase == Phase.RUNNING and event.node not in state.seats:
+            if state.phase == JobPhase.RUNNING and event.node not in state.seats:
                 return state, []
             return replace(
                 state, nodes=tuple(replace(n, held=event.held) if n.node == event.node else n for n in state.nodes)
             ), []
-        case Unfit():
-            return state, [Drop(event.node, event.why, event.code)]
-        case Prepared():
-            return _prepared(state, event)
-        case Refused():
-            if state.phase != Phase.PREPARING or event.division != state.division + 1:
+        case NodeUnfit():
+            return state, [DropNode(event.node, event.why, event.code)]
+        case DivisionPrepared():
+            return _on_division_prepared(state, event)
+        case DivisionRejected():
+            if state.phase != JobPhase.PREPARING or event.division != state.division + 1:
                 return state, []
-            said: list[Action] = [Note(Kind.WARNING, {"message": f"the run was not divided anew: {event.why}"})]
-            state = replace(state, refused=state.refused | {state.plan}, phase=Phase.IDLE, plan=())
+            said: list[SupervisorAction] = [
+                WriteEvent(EventKind.WARNING, {"message": f"the run was not divided anew: {event.why}"})
+            ]
+            state = replace(state, refused=state.refused | {state.plan}, phase=JobPhase.IDLE, plan=())
             return _and(said, _regroup(state, event.now))
-        case Progress():
+        case StepsCommitted():
             return replace(state, committed=max(state.committed, event.step)), []
-        case Asked():
-            state = replace(state, asked=state.asked or event.signal)
-            if state.phase in (Phase.RUNNING, Phase.ENDING):
+        case StopSignalReceived():
+            state = replace(state, stop_signal=state.stop_signal or event.signal)
+            if state.phase in (JobPhase.RUNNING, JobPhase.ENDING):
                 return state, []  # the ranks hear of it too, and end
-            return _finish(state, ExitCode.STOPPED, f"stopped by {state.asked}")
-        case Drained():
-            return _drained(state, event)
-        case Time():
-            return _time(state, event.now)
+            return _finish(state, ExitCode.STOPPED, f"stopped by {state.stop_signal}")
+        case NodeDrainChanged():
+            return _on_drain_changed(state, event)
+        case Tick():
+            return _on_tick(state, event.now)
 
 
-def _ended(state: State, event: Ended) -> Decision:
-    current = state.phase in (Phase.RUNNING, Phase.ENDING) and event.attempt == state.attempt
+def _on_ranks_ended(state: JobState, event: RanksEnded) -> Decision:
+    current = state.phase in (JobPhase.RUNNING, JobPhase.ENDING) and event.attempt == state.attempt
     if not current or event.node not in state.seats or event.node in state.codes:
         return state, []
     causes = state.causes if event.cause is None else (*state.causes, event.cause)
     state = replace(state, codes={**state.codes, event.node: event.code}, causes=causes)
-    ends: list[Action] = []
+    ends: list[SupervisorAction] = []
     if event.code not in (ExitCode.DONE, ExitCode.STOPPED):
         state, ends = _broken(state, event.now)
     elif event.cause is not None:  # asked to save before it could heed that, a rank has died: the others wait for it
-        state, ends = replace(state, phase=Phase.ENDING, since=event.now), [End(state.attempt)]
+        state, ends = replace(state, phase=JobPhase.ENDING, since=event.now), [EndAttempt(state.attempt)]
     return _and(ends, _if_over(state, event.now))
 
 
-def _broken(state: State, now: float) -> Decision:
+def _broken(state: JobState, now: float) -> Decision:
     """An attempt has failed: have it end everywhere at once, also where it was only asked to save, which nobody can any
     more. Once."""
-    ends_already = state.planned is None or any(cause.code == ExitCode.STOPPED for cause in state.causes)
-    if state.phase == Phase.ENDING and ends_already:
+    ends_already = state.pause_reason is None or any(cause.code == ExitCode.STOPPED for cause in state.causes)
+    if state.phase == JobPhase.ENDING and ends_already:
         return state, []
-    return replace(state, phase=Phase.ENDING, since=now, planned=None), [End(state.attempt)]
+    return replace(state, phase=JobPhase.ENDING, since=now, pause_reason=None), [EndAttempt(state.attempt)]
 
 
-def _lost(state: State, event: Lost) -> Decision:
+def _on_node_lost(state: JobState, event: NodeLost) -> Decision:
     lost = state.node(event.node)
     if lost is None:
         return state, []
     state = replace(state, nodes=tuple(node for node in state.nodes if node.node != event.node))
     seated = event.node in state.seats
-    if state.phase in (Phase.RUNNING, Phase.ENDING) and seated and event.node not in state.codes:
-        state, ends = _broken(replace(state, gone=(*state.gone, event.node)), event.now)
+    if state.phase in (JobPhase.RUNNING, JobPhase.ENDING) and seated and event.node not in state.codes:
+        state, ends = _broken(replace(state, lost_with_ranks=(*state.lost_with_ranks, event.node)), event.now)
         return _and(ends, _if_over(state, event.now))
-    if state.phase in (Phase.RUNNING, Phase.ENDING):
+    if state.phase in (JobPhase.RUNNING, JobPhase.ENDING):
         return _if_over(state, event.now)
-    if (state.phase == Phase.READYING and seated) or _is_prepared_for(state, event.node):
-        return _regroup(replace(state, phase=Phase.IDLE, plan=()), event.now)
+    if (state.phase == JobPhase.READYING and seated) or _is_prepared_for(state, event.node):
+        return _regroup(replace(state, phase=JobPhase.IDLE, plan=()), event.now)
     return state, []
 
 
-def _misfit(state: State, node: Node) -> list[Action]:
+def _misfit(state: JobState, node: Node) -> list[SupervisorAction]:
     """What to say of a node that comes back and cannot take its own seat again."""
     pairs = zip(state.seats, state.slots, strict=True)
     slot = next((slot for seat, slot in pairs if seat == node.node and not _fits(node, slot)), None)
@@ -142,135 +144,137 @@ def _misfit(state: State, node: Node) -> list[Action]:
         return []
     has, had = (f"{each.ranks} rank{'s' if each.ranks != 1 else ''} on {each.model}" for each in (node, slot))
     text = f"node {node.node} ({node.host}) has come back with {has}, and had {had}: it cannot take these again"
-    return [Note(Kind.WARNING, {"message": text})]
+    return [WriteEvent(EventKind.WARNING, {"message": text})]
 
 
-def _is_prepared_for(state: State, node: int) -> bool:
+def _is_prepared_for(state: JobState, node: int) -> bool:
     """Whether a division is being prepared in which a node has a seat."""
-    return state.phase == Phase.PREPARING and any(planned == node for planned, _ in state.plan)
+    return state.phase == JobPhase.PREPARING and any(planned == node for planned, _ in state.plan)
 
 
-def _ready(state: State, event: Ready) -> Decision:
+def _on_node_ready(state: JobState, event: NodeReady) -> Decision:
     known = state.node(event.node)
     if known is None:
         return state, []
     ready = replace(known, ready=event.division)
     state = replace(state, nodes=tuple(ready if node is known else node for node in state.nodes))
-    if state.phase == Phase.READYING:
+    if state.phase == JobPhase.READYING:
         return _start_if_ready(state, event.now)
-    if state.phase == Phase.IDLE:
+    if state.phase == JobPhase.IDLE:
         return _regroup(state, event.now)
-    if state.phase == Phase.RUNNING and event.division == state.division and _grown(state):
+    if state.phase == JobPhase.RUNNING and event.division == state.division and _plan_growth(state):
         return _pause(state, event.now, f"node {event.node} is there again")
     return state, []
 
 
-def _prepared(state: State, event: Prepared) -> Decision:
-    if state.phase != Phase.PREPARING or event.division != state.division + 1:
+def _on_division_prepared(state: JobState, event: DivisionPrepared) -> Decision:
+    if state.phase != JobPhase.PREPARING or event.division != state.division + 1:
         return state, []
     models = {node.node: node.model for node in state.nodes}
-    slots = tuple(Slot(ranks, models[node]) for node, ranks in state.plan)
+    slots = tuple(NodeSlot(ranks, models[node]) for node, ranks in state.plan)
     seats = tuple(node for node, _ in state.plan)
     state = replace(state, division=event.division, slots=slots, seats=seats, plan=())
-    return _and([Offer(event.division)], _ready_to_start(state, event.now))
+    return _and([SendOffer(event.division)], _ready_to_start(state, event.now))
 
 
-def _drained(state: State, event: Drained) -> Decision:
+def _on_drain_changed(state: JobState, event: NodeDrainChanged) -> Decision:
     known = state.node(event.node)
     if known is None or known.drained == event.drained:
         return state, []
     seated = event.node in state.seats
-    if event.drained and event.gently and seated and not _has_stand_in(state, event.node):
+    if event.drained and event.only_if_spare and seated and not _has_stand_in(state, event.node):
         return state, []
     changed = replace(known, drained=event.drained)
     state = replace(state, nodes=tuple(changed if node is known else node for node in state.nodes))
-    if state.phase == Phase.RUNNING and ((event.drained and seated) or (not event.drained and _grown(state))):
+    if state.phase == JobPhase.RUNNING and ((event.drained and seated) or (not event.drained and _plan_growth(state))):
         return _pause(state, event.now, event.why)
-    to_be_left = event.drained and ((state.phase == Phase.READYING and seated) or _is_prepared_for(state, event.node))
-    if state.phase == Phase.IDLE or to_be_left:
-        return _regroup(replace(state, phase=Phase.IDLE, plan=()), event.now)
+    to_be_left = event.drained and (
+        (state.phase == JobPhase.READYING and seated) or _is_prepared_for(state, event.node)
+    )
+    if state.phase == JobPhase.IDLE or to_be_left:
+        return _regroup(replace(state, phase=JobPhase.IDLE, plan=()), event.now)
     return state, []
 
 
-def _has_stand_in(state: State, without: int) -> bool:
+def _has_stand_in(state: JobState, without: int) -> bool:
     """Whether spares can take all seats that are free, one node's among them."""
     usable = [node for node in state.nodes if not node.drained and node.node != without]
     kept = _kept_seats(state, usable)
     return "replace" in state.policy.on_lost_node and _filled(state, kept, usable) is not None
 
 
-def _time(state: State, now: float) -> Decision:
-    if state.phase == Phase.READYING and now > state.since + READY_S and (late := _unready(state)):
+def _on_tick(state: JobState, now: float) -> Decision:
+    if state.phase == JobPhase.READYING and now > state.since + READY_S and (late := _unready(state)):
         why = f"it was not ready within {READY_S:g} s for what the run needs next"
-        return replace(state, since=now), [Drop(node, why, int(ExitCode.FAILED)) for node in late]
-    if state.phase == Phase.READYING:
+        return replace(state, since=now), [DropNode(node, why, int(ExitCode.FAILED)) for node in late]
+    if state.phase == JobPhase.READYING:
         return _start_if_ready(state, now)
-    if state.phase == Phase.RUNNING and (plan := _grown(state)):
+    if state.phase == JobPhase.RUNNING and (plan := _plan_growth(state)):
         ready = {node.node for node in state.nodes if node.ready == state.division}
         if all(node in ready for node, _ in plan):  # one came while this attempt was being prepared
             return _pause(state, now, "there are more nodes than have ranks")
-    if state.phase == Phase.ENDING and not _awaited(state):
+    if state.phase == JobPhase.ENDING and not _awaited(state):
         return _if_over(state, now)  # a leader that has just taken over
-    if state.phase == Phase.ENDING and now > state.since + COLLECT_S and state.planned is None:
+    if state.phase == JobPhase.ENDING and now > state.since + COLLECT_S and state.pause_reason is None:
         why = f"it did not end its ranks within {COLLECT_S:g} s"
-        return replace(state, since=now), [Drop(node, why, int(ExitCode.FAILED)) for node in _awaited(state)]
-    if state.phase == Phase.IDLE and (state.wait_until is None or now > state.wait_until):
+        return replace(state, since=now), [DropNode(node, why, int(ExitCode.FAILED)) for node in _awaited(state)]
+    if state.phase == JobPhase.IDLE and (state.wait_until is None or now > state.wait_until):
         return _regroup(state, now)  # it has been waited for long enough, or a new leader has found nothing running
     return state, []
 
 
-def _pause(state: State, now: float, why: str) -> Decision:
+def _pause(state: JobState, now: float, why: str) -> Decision:
     """End an attempt that has not failed, so that the ranks can be divided anew; nothing is lost, as they save."""
-    ending = replace(state, phase=Phase.ENDING, since=now, planned=why)
-    said = Note(Kind.WARNING, {"message": f"{why}: the ranks are asked to save, and are divided anew"})
-    return ending, [said, End(state.attempt, saving=True)]
+    ending = replace(state, phase=JobPhase.ENDING, since=now, pause_reason=why)
+    said = WriteEvent(EventKind.WARNING, {"message": f"{why}: the ranks are asked to save, and are divided anew"})
+    return ending, [said, EndAttempt(state.attempt, save_first=True)]
 
 
-def _awaited(state: State) -> list[int]:
+def _awaited(state: JobState) -> list[int]:
     """Nodes that have ranks of the attempt and have not said how they ended."""
-    return [node for node in state.seats if node not in state.codes and node not in state.gone]
+    return [node for node in state.seats if node not in state.codes and node not in state.lost_with_ranks]
 
 
-def _if_over(state: State, now: float) -> Decision:
+def _if_over(state: JobState, now: float) -> Decision:
     """Go on once the attempt has ended everywhere."""
     if _awaited(state):
         return state, []
-    codes, lost = set(state.codes.values()), bool(state.gone)
-    first = min(state.causes, key=lambda cause: cause.suspicion, default=None)
-    if first is not None and lost and first.suspicion >= AFTERMATH:
+    codes, lost = set(state.codes.values()), bool(state.lost_with_ranks)
+    first = min(state.causes, key=lambda cause: cause.priority, default=None)
+    if first is not None and lost and first.priority >= SECONDARY_FAILURE:
         first = None
     peaceful = codes <= {ExitCode.DONE, ExitCode.STOPPED} and not lost
-    planned, state = state.planned, replace(state, phase=Phase.IDLE, planned=None)
+    planned, state = state.pause_reason, replace(state, phase=JobPhase.IDLE, pause_reason=None)
     # A rank that is done knows that the last step is saved for all of them: nodes that are lost then are not missed,
     # nor ranks that were ended for it before they had left.
     if ExitCode.DONE in codes and first is None:
         return _finish(state, ExitCode.DONE, "the run is done")
-    if state.asked or (peaceful and not planned):
+    if state.stop_signal or (peaceful and not planned):
         killed = ExitCode.FAILED if codes - {ExitCode.DONE, ExitCode.STOPPED} else ExitCode.STOPPED
         code = ExitCode.STOPPED if peaceful else killed if first is None else first.code
-        return _finish(state, code, f"stopped by {state.asked or 'a signal to a rank'}")
+        return _finish(state, code, f"stopped by {state.stop_signal or 'a signal to a rank'}")
     if planned and (first is None or first.code == ExitCode.STOPPED):
-        return _regroup(replace(state, again=planned), now)
+        return _regroup(replace(state, retry_reason=planned), now)
     if not lost and first is not None and first.code == ExitCode.CONFIG:
-        return _finish(state, first.code, first.what)
+        return _finish(state, first.code, first.fingerprint)
     if first is not None and first.code == ExitCode.OUT_OF_MEMORY:
-        if not first.lowered:
+        if not first.memory_reduced:
             return _finish(state, first.code, "out of memory, and nothing that could be made smaller")
-        return _regroup(replace(state, start_at=now, again="with smaller micro-batches"), now)
-    if first is not None and first.damaged and not lost:
-        return _regroup(replace(state, start_at=now, again=FROM_ELSE), now)
+        return _regroup(replace(state, start_at=now, retry_reason="with smaller micro-batches"), now)
+    if first is not None and first.state_damaged and not lost:
+        return _regroup(replace(state, start_at=now, retry_reason=FROM_ELSE), now)
     return _failed(state, first, now)
 
 
-def _failed(state: State, first: Cause | None, now: float) -> Decision:
+def _failed(state: JobState, first: FailureCause | None, now: float) -> Decision:
     """After a failure that is worth another attempt, while there is a budget for it."""
-    kept = _kept(state)
+    kept = _find_in_memory_step(state)
     safe = state.committed if kept is None else kept.step
     grown = safe > state.reached
     failures = 1 if grown else state.failures + 1
     crash = ("", 0)
-    if first is not None and not state.gone:
-        crash = (first.what, state.crash[1] + 1 if first.what == state.crash[0] and not grown else 1)
+    if first is not None and not state.lost_with_ranks:
+        crash = (first.fingerprint, state.crash[1] + 1 if first.fingerprint == state.crash[0] and not grown else 1)
     pause_s = PAUSE_S[min(failures, len(PAUSE_S)) - 1]
     state = replace(state, failures=failures, reached=max(state.reached, safe), crash=crash, start_at=now + pause_s)
     code = int(ExitCode.FAILED if first is None or first.code == ExitCode.STOPPED else first.code)
@@ -283,19 +287,19 @@ def _failed(state: State, first: Cause | None, now: float) -> Decision:
     return _regroup(state, now)
 
 
-def _regroup(state: State, now: float) -> Decision:
+def _regroup(state: JobState, now: float) -> Decision:
     """Find a node for each slot, or other slots; wait or stop where there is neither."""
     usable = [node for node in state.nodes if not node.drained]
     kept = _kept_seats(state, usable)
-    if -1 not in kept and not (state.policy.grow and _grown(state)):
+    if -1 not in kept and not (state.policy.grow and _plan_growth(state)):
         return _ready_to_start(replace(state, seats=kept), now)
     waited = state.wait_until is not None and now > state.wait_until
     for way in state.policy.on_lost_node if -1 in kept else ("shrink",):
         if way == "replace" and -1 in kept and (filled := _filled(state, kept, usable)) is not None:
             return _ready_to_start(replace(state, seats=filled), now)
         if way == "shrink" and (plan := _plan(state, usable)) and plan not in state.refused:
-            return replace(state, phase=Phase.PREPARING, plan=plan, wait_until=None), [
-                Prepare(state.division + 1, plan)
+            return replace(state, phase=JobPhase.PREPARING, plan=plan, wait_until=None), [
+                PrepareDivision(state.division + 1, plan)
             ]
         if way == "wait" and not waited:
             return _wait(state, now)
@@ -304,30 +308,30 @@ def _regroup(state: State, now: float) -> Decision:
     return _finish(state, ExitCode.FAILED, "nodes were lost, and those that are left cannot go on without them")
 
 
-def _ready_to_start(state: State, now: float) -> Decision:
-    return _start_if_ready(replace(state, phase=Phase.READYING, since=now, wait_until=None), now)
+def _ready_to_start(state: JobState, now: float) -> Decision:
+    return _start_if_ready(replace(state, phase=JobPhase.READYING, since=now, wait_until=None), now)
 
 
-def _wait(state: State, now: float) -> Decision:
+def _wait(state: JobState, now: float) -> Decision:
     if state.wait_until is not None:
-        return replace(state, phase=Phase.IDLE), []
+        return replace(state, phase=JobPhase.IDLE), []
     text = f"waiting for a lost node to come back, for {state.policy.wait_s:g} s at most; start the same command there"
-    state = replace(state, phase=Phase.IDLE, wait_until=now + state.policy.wait_s)
-    return state, [Note(Kind.WARNING, {"message": text})]
+    state = replace(state, phase=JobPhase.IDLE, wait_until=now + state.policy.wait_s)
+    return state, [WriteEvent(EventKind.WARNING, {"message": text})]
 
 
-def _fits(node: Node, slot: Slot) -> bool:
+def _fits(node: Node, slot: NodeSlot) -> bool:
     return node.ranks >= slot.ranks and node.model == slot.model
 
 
-def _kept_seats(state: State, usable: Iterable[Node]) -> tuple[int, ...]:
+def _kept_seats(state: JobState, usable: Iterable[Node]) -> tuple[int, ...]:
     """The seats with -1 where a node is missing, or has come back with other devices than its ranks were given."""
     here = {node.node: node for node in usable}
     pairs = zip(state.seats, state.slots, strict=True)
     return tuple(seat if seat in here and _fits(here[seat], slot) else -1 for seat, slot in pairs)
 
 
-def _filled(state: State, kept: tuple[int, ...], usable: Iterable[Node]) -> tuple[int, ...] | None:
+def _filled(state: JobState, kept: tuple[int, ...], usable: Iterable[Node]) -> tuple[int, ...] | None:
     """The seats with spares where a node is missing; None where there are not enough that fit."""
     seated = set(kept)  # there may be thousands
     spare = [node for node in usable if node.node not in seated]
@@ -344,7 +348,7 @@ def _filled(state: State, kept: tuple[int, ...], usable: Iterable[Node]) -> tupl
     return tuple(seats)
 
 
-def _plan(state: State, usable: Iterable[Node]) -> tuple[tuple[int, int], ...]:
+def _plan(state: JobState, usable: Iterable[Node]) -> tuple[tuple[int, int], ...]:
     """Node and ranks of a division over what there is: nodes with a seat first, and whole copies of the model; empty
     where that is too little."""
     order = {node: index for index, node in enumerate(state.seats)}
@@ -362,7 +366,7 @@ def _plan(state: State, usable: Iterable[Node]) -> tuple[tuple[int, int], ...]:
     return tuple(plan)
 
 
-def _grown(state: State) -> tuple[tuple[int, int], ...]:
+def _plan_growth(state: JobState) -> tuple[tuple[int, int], ...]:
     """The plan over more ranks, where fewer nodes have a seat than the run was started for; empty: there is none."""
     if not state.policy.grow or len(state.slots) >= state.policy.nodes:
         return ()
@@ -371,37 +375,48 @@ def _grown(state: State) -> tuple[tuple[int, int], ...]:
     return plan if more and plan not in state.refused else ()
 
 
-def _unready(state: State) -> list[int]:
+def _unready(state: JobState) -> list[int]:
     """Nodes with a seat that do not have yet what the division needs."""
     seats = set(state.seats)
     return [node.node for node in state.nodes if node.node in seats and node.ready != state.division]
 
 
-def _start_if_ready(state: State, now: float) -> Decision:
+def _start_if_ready(state: JobState, now: float) -> Decision:
     if _unready(state) or now < state.start_at or not state.seats:
         return state, []
-    kept = _kept(state)
+    kept = _find_in_memory_step(state)
     attempt = state.attempt + 1
-    why = {} if state.again is None else {"reason": state.again}
-    said: list[Action] = [Note(Kind.RESTARTED, {"attempt": attempt, **why})] if attempt > state.first else []
+    why = {} if state.retry_reason is None else {"reason": state.retry_reason}
+    said: list[SupervisorAction] = (
+        [WriteEvent(EventKind.RESTARTED, {"attempt": attempt, **why})] if attempt > state.first_attempt else []
+    )
     if kept is None and (lost := _lost_state(state)) is not None:
-        said.append(Note(Kind.WARNING, {"attempt": attempt, "message": lost}))
-    again = 0 if kept is None else _walked_again(state, kept)
+        said.append(WriteEvent(EventKind.WARNING, {"attempt": attempt, "message": lost}))
+    again = 0 if kept is None else _count_replayed_steps(state, kept)
     # What else nodes have, such as replicas that stay, is told anew when the attempt ends.
     used = () if kept is None else [each for _, each in kept.files.values()]
     nodes = tuple(replace(node, held=tuple(each for each in node.held if each in used)) for node in state.nodes)
-    state = replace(state, phase=Phase.RUNNING, attempt=attempt, codes={}, causes=(), gone=(), again=None, nodes=nodes)
+    state = replace(
+        state,
+        phase=JobPhase.RUNNING,
+        attempt=attempt,
+        codes={},
+        causes=(),
+        lost_with_ranks=(),
+        retry_reason=None,
+        nodes=nodes,
+    )
     step = state.committed if kept is None else kept.step
-    return state, [*said, Start(attempt, state.division, state.seats, step, kept, again)]
+    return state, [*said, StartAttempt(attempt, state.division, state.seats, step, kept, again)]
 
 
-def _kept(state: State) -> Choice | None:
+def _find_in_memory_step(state: JobState) -> RestorePoint | None:
     """What is in memory and no older than what is on the disk: an attempt begins from that."""
-    choice = choose({node.node: node.held for node in state.nodes})
+    choice = choose_restore_point({node.node: node.held for node in state.nodes})
     return choice if choice is not None and choice.step > 0 and choice.step >= state.committed else None
 
 
-def _walked_again(state: State, kept: Choice) -> int:
+def _count_replayed_steps(state: JobState, kept: RestorePoint) -> int:
     """How many steps behind `kept` all ranks had committed whose own memory is there, where a second node does not have
     each; of a rank that is lost with its node nobody knows whether it had the last of them."""
     if state.policy.replicate_every == 1:
@@ -416,13 +431,13 @@ def _walked_again(state: State, kept: Choice) -> int:
     return max(0, min(min(own, default=0) - kept.step, state.policy.replicate_every - 1))
 
 
-def _lost_state(state: State) -> str | None:
+def _lost_state(state: JobState) -> str | None:
     """Why an attempt cannot begin from memory, where something is left there that is newer than the disk."""
     held = {node.node: node.held for node in state.nodes}
     if not any(step > state.committed for files in held.values() for each in files for step in each.steps):
         return None
     where = f"the newest checkpoint, of step {state.committed}" if state.committed else "the start"
-    ranks = missing(held)
+    ranks = find_missing_ranks(held)
     if not ranks:
         return f"no step is whole in the nodes' memories, so the run goes back to {where}"
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
@@ -432,10 +447,10 @@ def _lost_state(state: State) -> str | None:
     )
 
 
-def _finish(state: State, code: int, why: str) -> Decision:
-    return replace(state, phase=Phase.OVER), [Finish(int(code), why)]
+def _finish(state: JobState, code: int, why: str) -> Decision:
+    return replace(state, phase=JobPhase.OVER), [FinishJob(int(code), why)]
 
 
-def _and(before: list[Action], decision: Decision) -> Decision:
+def _and(before: list[SupervisorAction], decision: Decision) -> Decision:
     state, actions = decision
     return state, [*before, *actions]

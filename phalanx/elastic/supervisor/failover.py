@@ -11,48 +11,50 @@ from types import MappingProxyType
 from typing import Any
 
 from phalanx.elastic.membership.channel import Message
-from phalanx.elastic.membership.member_list import Member, Roster
-from phalanx.elastic.supervisor.state import Node, Phase, Policy, Slot, State
-from phalanx.recovery.catalog import Held
+from phalanx.elastic.membership.member_list import AgentMember, MemberList
+from phalanx.elastic.supervisor.state import JobPhase, JobState, Node, NodeSlot, RecoveryPolicy
+from phalanx.recovery.catalog import StateFileInfo
 
 
-def node_of(member: Member, ready: int = 0, held: tuple[Held, ...] = ()) -> Node:
+def make_node_state(member: AgentMember, ready: int = 0, held: tuple[StateFileInfo, ...] = ()) -> Node:
     """A member as the supervisor knows it."""
     return Node(member.node, member.host, len(member.devices), member.devices[0][1], ready, held=held)
 
 
-def division_of(division: int, plan: Sequence[tuple[int, int]], devices: Iterable[Any], policy: Policy) -> Message:
+def describe_division(
+    division: int, plan: Sequence[tuple[int, int]], devices: Iterable[Any], policy: RecoveryPolicy
+) -> Message:
     """The part of an offer that says how ranks are divided: `plan` has node and ranks, `devices` those of each node."""
     slots = [[ranks, each[0][1]] for (_, ranks), each in zip(plan, devices, strict=True)]
     return {"division": division, "slots": slots, "seats": [node for node, _ in plan], "policy": asdict(policy)}
 
 
-def policy_of(offer: Message) -> Policy:
+def parse_policy(offer: Message) -> RecoveryPolicy:
     told = dict(offer["policy"])
-    return Policy(**{**told, "on_lost_node": tuple(told["on_lost_node"])})
+    return RecoveryPolicy(**{**told, "on_lost_node": tuple(told["on_lost_node"])})
 
 
-def budget_of(state: State) -> Message:
+def describe_restart_budget(state: JobState) -> Message:
     """What a successor has to know of the failures so far."""
     return {
-        "failures": state.failures, "reached": state.reached, "committed": state.committed, "first": state.first,
-        "crash": list(state.crash),
+        "failures": state.failures, "reached": state.reached, "committed": state.committed,
+        "first": state.first_attempt, "crash": list(state.crash),
     }  # fmt: skip
 
 
 NOBODY_YET = MappingProxyType({"since": 0, "attempt": 0})  # was said to be over
 
 
-def still_writing(
+def find_active_writers(
     start: Message | None,
-    before: Roster,
-    following: Roster,
+    before: MemberList,
+    following: MemberList,
     votes: Mapping[int, Message],
-    said: Mapping[str, int],
+    last_epoch_file: Mapping[str, int],
 ) -> dict[str, int]:
     """What the file of an epoch says of the ranks that may still write: the oldest `attempt`, and `since` which epoch
     attempts have been ordered that may. `start` is the last order that the leader of the roster that is `following`
-    has heard, `votes` what it knows yet of those who have voted for it, and `said` what its last file said.
+    has heard, `votes` what it knows yet of those who have voted for it, and `last_epoch_file` what its last file said.
 
     Numbers of attempts alone do not tell: a leader that is cut off may start ranks once more, of which nobody else
     hears, and one that came as a spare may have heard of no attempt at all. So whoever is new in the lead lets nobody
@@ -67,32 +69,32 @@ def still_writing(
     else:
         goes_on = all(following.member(seat) == before.member(seat) is not None for seat in start["seats"])
         found = int(start["epoch"]), int(start["attempt"]) + (0 if goes_on else 1)
-    since, attempt = max(found, (said["since"], said["attempt"]))
+    since, attempt = max(found, (last_epoch_file["since"], last_epoch_file["attempt"]))
     return {"since": since, "attempt": attempt}
 
 
-def beginning_state(
-    offer: Message, roster: Roster, attempt: int, committed: int, held: Mapping[int, tuple[Held, ...]]
-) -> State:
+def make_initial_state(
+    offer: Message, member_list: MemberList, attempt: int, committed: int, held: Mapping[int, tuple[StateFileInfo, ...]]
+) -> JobState:
     """The state of a job whose nodes are all ready for what was offered; `attempt` is its first. Of nodes with a seat
     one may not have come so far, which was not fit: as if it were lost. `held`: what nodes have in their memories of a
     job of the same run before."""
     division = int(offer["division"])
-    return State(
-        policy=policy_of(offer),
-        phase=Phase.READYING if all(roster.member(node) for node in offer["seats"]) else Phase.IDLE,
-        nodes=tuple(node_of(member, division, held.get(member.node, ())) for member in roster.members),
+    return JobState(
+        policy=parse_policy(offer),
+        phase=JobPhase.READYING if all(member_list.member(node) for node in offer["seats"]) else JobPhase.IDLE,
+        nodes=tuple(make_node_state(member, division, held.get(member.node, ())) for member in member_list.members),
         division=division,
-        slots=tuple(Slot(int(ranks), str(model)) for ranks, model in offer["slots"]),
+        slots=tuple(NodeSlot(int(ranks), str(model)) for ranks, model in offer["slots"]),
         seats=tuple(offer["seats"]),
         attempt=attempt - 1,
-        first=attempt,
+        first_attempt=attempt,
         committed=committed,
         reached=committed,
     )
 
 
-def taken_up(offer: Message, start: Message | None, votes: Mapping[int, Message]) -> Message:
+def renew_offer(offer: Message, start: Message | None, votes: Mapping[int, Message]) -> Message:
     """What a new leader offers: what it was offered itself, `start` being the last order to start that it has heard. A
     leader that was lost while it offered another division has told that to some alone: then the same once more, under
     a number that nobody has heard, since numbers are what nodes tell divisions by."""
@@ -106,9 +108,9 @@ def taken_up(offer: Message, start: Message | None, votes: Mapping[int, Message]
     }
 
 
-def succeeding_state(
-    offer: Message, start: Message | None, before: Roster, votes: Mapping[int, Message], attempt: int
-) -> State:
+def make_failover_state(
+    offer: Message, start: Message | None, before: MemberList, votes: Mapping[int, Message], attempt: int
+) -> JobState:
     """The state as a new leader finds it, before it is told who is lost: `before` is the roster of the old one, `start`
     the last order to start (None: there was none), `attempt` the first of the job."""
     ready = {node: int(vote["ready"]) for node, vote in votes.items()}
@@ -116,17 +118,17 @@ def succeeding_state(
     current = start is not None and start["division"] == offer["division"]
     budget: Message = {} if start is None else start["budget"]
     seats = start["seats"] if start is not None and current else offer["seats"]
-    return State(
-        policy=policy_of(offer),
-        phase=Phase.ENDING if current else Phase.IDLE,
-        nodes=tuple(node_of(member, ready.get(member.node, 0)) for member in before.members),
+    return JobState(
+        policy=parse_policy(offer),
+        phase=JobPhase.ENDING if current else JobPhase.IDLE,
+        nodes=tuple(make_node_state(member, ready.get(member.node, 0)) for member in before.members),
         division=int(offer["division"]),
-        slots=tuple(Slot(int(ranks), str(model)) for ranks, model in offer["slots"]),
+        slots=tuple(NodeSlot(int(ranks), str(model)) for ranks, model in offer["slots"]),
         seats=tuple(seats),
         # Lost before, and not replaced by an order yet: nobody will say of them any more how their ranks ended.
-        gone=tuple(node for node in seats if before.member(node) is None) if current else (),
+        lost_with_ranks=tuple(node for node in seats if before.member(node) is None) if current else (),
         attempt=last,
-        first=int(budget.get("first", attempt)),
+        first_attempt=int(budget.get("first", attempt)),
         committed=int(budget.get("committed", 0)),
         reached=int(budget.get("reached", 0)),
         failures=int(budget.get("failures", 0)),

@@ -24,7 +24,7 @@ BY_HEALTH = "its health check"  # who asks where no user does: heeded only where
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
-class Wanted(enum.StrEnum):
+class NodeRequestKind(enum.StrEnum):
     """What may be asked of a node."""
 
     DRAIN = "drain"  # to be left at the next occasion
@@ -33,11 +33,11 @@ class Wanted(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Request:
+class NodeRequest:
     """`node` is a host name, or a number of the run's nodes; `time` in seconds since the epoch; `by` for people."""
 
     node: str
-    wanted: Wanted
+    wanted: NodeRequestKind
     reason: str
     time: float
     by: str
@@ -49,15 +49,19 @@ def check_name(node: str) -> None:
         raise ConfigError(f"{node!r} cannot be the name of a node; give a host name, or a node's number in the run")
 
 
-def ask(paths: RunPaths, node: str, wanted: Wanted, reason: str, by: str | None = None) -> Request:
+def write_request(
+    paths: RunPaths, node: str, wanted: NodeRequestKind, reason: str, by: str | None = None
+) -> NodeRequest:
     """Write a request into a run folder, in the name of this user unless `by` says whose it is. Raises ConfigError for
     a bad name, RunError where it cannot be written."""
     check_name(node)
     if not paths.events.exists():
-        raise RunError(f"{paths.shown} holds no run, so no node can be asked for there; name a run folder with --run")
-    symlinks.check(paths)
+        raise RunError(
+            f"{paths.display_name} holds no run, so no node can be asked for there; name a run folder with --run"
+        )
+    symlinks.check_symlinks(paths)
     by = by or f"{_user()} on {socket.gethostname()}"
-    request = Request(node, wanted, reason, time.time(), by)
+    request = NodeRequest(node, wanted, reason, time.time(), by)
     tree = {"version": VERSION, **vars(request)}
     try:
         paths.nodes.mkdir(mode=0o700, exist_ok=True)
@@ -74,7 +78,7 @@ def _user() -> str:
         return f"user {os.getuid()}"
 
 
-def requests(paths: RunPaths) -> list[Request]:
+def read_requests(paths: RunPaths) -> list[NodeRequest]:
     """All requests in a run folder, in order of time; a file that cannot be read asks for nothing."""
     found = []
     for path in sorted(paths.nodes.glob("*.json")):
@@ -82,7 +86,7 @@ def requests(paths: RunPaths) -> list[Request]:
             tree: Any = json.loads(path.read_text(encoding="utf-8"))
             names = ("node", "wanted", "reason", "time", "by")
             node, wanted, reason, when, by = (tree[name] for name in names)
-            request = Request(str(node), Wanted(wanted), str(reason), float(when), str(by))
+            request = NodeRequest(str(node), NodeRequestKind(wanted), str(reason), float(when), str(by))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if path.name == f"{request.node}.json":
@@ -90,13 +94,13 @@ def requests(paths: RunPaths) -> list[Request]:
     return sorted(found, key=lambda request: request.time)
 
 
-def newest_of(asked: Iterable[Request], number: int | str, host: str) -> Request | None:
+def find_newest_request(candidates: Iterable[NodeRequest], number: int | str, host: str) -> NodeRequest | None:
     """The last of these requests that names a node, by its number or its host; None where none does."""
-    named = [request for request in asked if request.node in (str(number), host)]
+    named = [request for request in candidates if request.node in (str(number), host)]
     return max(named, key=lambda request: request.time, default=None)
 
 
-def health_reports(paths: RunPaths) -> dict[str, dict[str, Any]]:
+def read_health_reports(paths: RunPaths) -> dict[str, dict[str, Any]]:
     """The newest results of each host's checks in a run folder, by host."""
     found = {}
     for path in sorted(paths.nodes.glob("*.health")):

@@ -7,10 +7,10 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.recovery.catalog import Choice, Held
+from phalanx.recovery.catalog import RestorePoint, StateFileInfo
 
 
-class Phase(enum.StrEnum):
+class JobPhase(enum.StrEnum):
     IDLE = "idle"  # nodes are missing, and it is waited for them
     PREPARING = "preparing"  # a new division is being resolved
     READYING = "readying"  # nodes with a seat are not all ready, or it is not time yet
@@ -20,7 +20,7 @@ class Phase(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Policy:
+class RecoveryPolicy:
     """`on_lost_node`: of "replace", "shrink" and "wait", what is tried, in that order, before the run stops. `group`:
     ranks that hold one copy of the model together. `nodes`: as many as the run was started for, without spares; with
     fewer than `least` it does not go on. `replicate_every`: of so many steps a second node has one."""
@@ -37,7 +37,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Slot:
+class NodeSlot:
     ranks: int
     model: str  # of the devices that it was divided for
 
@@ -52,43 +52,43 @@ class Node:
     model: str
     ready: int = 0
     drained: bool = False
-    held: tuple[Held, ...] = ()
+    held: tuple[StateFileInfo, ...] = ()
 
 
 @dataclass(frozen=True)
-class Cause:
-    """Why the ranks of a node ended: `what` is the same for the same mistake, whichever rank makes it."""
+class FailureCause:
+    """Why the ranks of a node ended: `fingerprint` is the same for the same mistake, whichever rank makes it."""
 
-    suspicion: int
+    priority: int
     code: int
-    what: str
-    lowered: bool = False  # after want of memory: whether the next attempt asks for less
-    damaged: bool = False  # what was kept in memory, and is void now: the next attempt begins with something else
+    fingerprint: str
+    memory_reduced: bool = False  # after want of memory: whether the next attempt asks for less
+    state_damaged: bool = False  # what was kept in memory, and is void now: the next attempt begins with something else
 
 
 @dataclass(frozen=True)
-class State:
-    policy: Policy
-    phase: Phase = Phase.READYING
+class JobState:
+    policy: RecoveryPolicy
+    phase: JobPhase = JobPhase.READYING
     nodes: tuple[Node, ...] = ()
     division: int = 1
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[NodeSlot, ...] = ()
     seats: tuple[int, ...] = ()  # the node of each slot
     attempt: int = 0  # the last that was started
     codes: Mapping[int, int] = field(default_factory=dict)  # of this attempt, by node
-    causes: tuple[Cause, ...] = ()
-    gone: tuple[int, ...] = ()  # nodes that were lost with ranks of this attempt
+    causes: tuple[FailureCause, ...] = ()
+    lost_with_ranks: tuple[int, ...] = ()  # nodes that were lost with ranks of this attempt
     since: float = 0.0  # when the phase began, of ENDING and READYING
-    planned: str | None = None  # why an attempt is ended that has not failed
+    pause_reason: str | None = None  # why an attempt is ended that has not failed
     plan: tuple[tuple[int, int], ...] = ()  # node and ranks of a division that is prepared
     refused: frozenset[tuple[tuple[int, int], ...]] = frozenset()  # plans that came to nothing
     committed: int = 0  # the newest step that is safe
     reached: int = 0  # that of the last failure
     failures: int = 0  # since then
     crash: tuple[str, int] = ("", 0)  # the last one and how often it came in a row
-    again: str | None = None  # why another attempt is made, where it has not failed
-    first: int = 1  # the first attempt of this start
-    asked: str | None = None  # the first stop signal
+    retry_reason: str | None = None  # why another attempt is made, where it has not failed
+    first_attempt: int = 1  # the first attempt of this start
+    stop_signal: str | None = None  # the first stop signal
     wait_until: float | None = None  # for lost nodes
     start_at: float = 0.0
 
@@ -100,31 +100,31 @@ class State:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RanksEnded:
     """Ranks of an attempt are over on a node."""
 
     now: float
     node: int
     attempt: int
     code: int
-    cause: Cause | None = None
+    cause: FailureCause | None = None
 
 
 @dataclass(frozen=True)
-class Lost:
+class NodeLost:
     now: float
     node: int
     why: str
 
 
 @dataclass(frozen=True)
-class Joined:
+class NodeJoined:
     now: float
     node: Node
 
 
 @dataclass(frozen=True)
-class Ready:
+class NodeReady:
     """A node has what a division needs."""
 
     now: float
@@ -133,16 +133,16 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Holds:
+class NodeInventoryReported:
     """What a node has of the run's state in its memory, now that no rank runs there."""
 
     now: float
     node: int
-    held: tuple[Held, ...]
+    held: tuple[StateFileInfo, ...]
 
 
 @dataclass(frozen=True)
-class Unfit:
+class NodeUnfit:
     """A node cannot take part; `code` is the exit code that says of what kind the reason is."""
 
     now: float
@@ -152,13 +152,13 @@ class Unfit:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class DivisionPrepared:
     now: float
     division: int
 
 
 @dataclass(frozen=True)
-class Refused:
+class DivisionRejected:
     """A division cannot be: too little memory, or shares that the recipe gives rank by rank."""
 
     now: float
@@ -167,13 +167,13 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepsCommitted:
     now: float
     step: int
 
 
 @dataclass(frozen=True)
-class Asked:
+class StopSignalReceived:
     """A stop signal, on any node."""
 
     now: float
@@ -181,38 +181,51 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Drained:
-    """A node is not to be used any more, or (`drained` false) is to be used again. `gently`: only where a spare takes
-    its seat."""
+class NodeDrainChanged:
+    """A node is not to be used any more, or (`drained` false) is to be used again. `only_if_spare`: only where a spare
+    takes its seat."""
 
     now: float
     node: int
     drained: bool
     why: str
-    gently: bool = False
+    only_if_spare: bool = False
 
 
 @dataclass(frozen=True)
-class Time:
+class Tick:
     now: float
 
 
-Event = Ended | Lost | Joined | Ready | Holds | Unfit | Prepared | Refused | Progress | Asked | Drained | Time
+SupervisorEvent = (
+    RanksEnded
+    | NodeLost
+    | NodeJoined
+    | NodeReady
+    | NodeInventoryReported
+    | NodeUnfit
+    | DivisionPrepared
+    | DivisionRejected
+    | StepsCommitted
+    | StopSignalReceived
+    | NodeDrainChanged
+    | Tick
+)
 
 
 # ---------------------------------------------------------------------------------------------------------- actions
 
 
 @dataclass(frozen=True)
-class End:
-    """Have an attempt end everywhere; `saving`: by asking its ranks to finish their step and save."""
+class EndAttempt:
+    """Have an attempt end everywhere; `save_first`: by asking its ranks to finish their step and save."""
 
     attempt: int
-    saving: bool = False
+    save_first: bool = False
 
 
 @dataclass(frozen=True)
-class Prepare:
+class PrepareDivision:
     """Resolve the recipe for another division: `plan` has node and ranks of each slot."""
 
     division: int
@@ -220,7 +233,7 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Offer:
+class SendOffer:
     """Tell all members what a division needs, or the one member that has come."""
 
     division: int
@@ -228,20 +241,20 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Start an attempt with these seats from a step: on the disk, or in memory, where `kept` says. `again`: so many
-    steps behind that, which all ranks that live had committed, are walked again."""
+class StartAttempt:
+    """Start an attempt with these seats from a step: on the disk, or in memory, where `kept` says. `replayed_steps`: so
+    many steps behind that, which all ranks that live had committed, are walked again."""
 
     attempt: int
     division: int
     seats: tuple[int, ...]
     step: int
-    kept: Choice | None = None
-    again: int = 0
+    kept: RestorePoint | None = None
+    replayed_steps: int = 0
 
 
 @dataclass(frozen=True)
-class Drop:
+class DropNode:
     """A member is to leave, with an exit code."""
 
     node: int
@@ -250,7 +263,7 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Note:
+class WriteEvent:
     """Something for the records and the console."""
 
     kind: str
@@ -258,10 +271,10 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Finish:
+class FinishJob:
     code: int
     why: str = ""
 
 
-Action = End | Prepare | Offer | Start | Drop | Note | Finish
-Decision = tuple[State, list[Action]]
+SupervisorAction = EndAttempt | PrepareDivision | SendOffer | StartAttempt | DropNode | WriteEvent | FinishJob
+Decision = tuple[JobState, list[SupervisorAction]]

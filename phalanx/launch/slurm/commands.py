@@ -18,7 +18,7 @@ RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE
 
 
 @dataclass(frozen=True)
-class Partition:
+class SlurmPartition:
     """`limit` as Slurm writes it, such as 1-00:00:00 or infinite; `nodes` counts all that belong to it."""
 
     name: str
@@ -88,11 +88,11 @@ def run_slurm(
     except OSError as error:
         raise RunError(f"`{name}` cannot be run ({error.strerror}); mend the installation of Slurm") from None
     if done.returncode:
-        raise RunError(f"Slurm's {name} has failed: {said(done.stderr or done.stdout, done.returncode)}")
+        raise RunError(f"Slurm's {name} has failed: {clean_output(done.stderr or done.stdout, done.returncode)}")
     return done.stdout
 
 
-def said(text: str, code: int) -> str:
+def clean_output(text: str, code: int) -> str:
     """The words of a Slurm command on one line, without what it says of itself in front of each."""
     lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in text.splitlines() if line.strip()]
     return "; ".join(dict.fromkeys(lines))[:300] or f"exit code {code} without a word"
@@ -101,25 +101,27 @@ def said(text: str, code: int) -> str:
 # ------------------------------------------------------------------------------------------------------------ questions
 
 
-def partitions() -> list[Partition]:
+def partitions() -> list[SlurmPartition]:
     """The partitions that there are, hidden ones too. Raises as `run_slurm`."""
     return read_partitions(run_slurm(["sinfo", "--all", "--noheader", "--format=%P|%a|%D|%l"]))
 
 
-def read_partitions(text: str) -> list[Partition]:
+def read_partitions(text: str) -> list[SlurmPartition]:
     """What `sinfo --format=%P|%a|%D|%l` has printed: a line for each kind of state that a partition's nodes are in."""
-    found: dict[str, Partition] = {}
+    found: dict[str, SlurmPartition] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) != 4 or not fields[2].isdecimal():
             continue
         name = fields[0].removesuffix("*")
         before = found[name].nodes if name in found else 0
-        found[name] = Partition(name, fields[0].endswith("*"), fields[1] == "up", before + int(fields[2]), fields[3])
+        found[name] = SlurmPartition(
+            name, fields[0].endswith("*"), fields[1] == "up", before + int(fields[2]), fields[3]
+        )
     return list(found.values())
 
 
-def job_of(number: str) -> SlurmJob | None:
+def query_job(number: str) -> SlurmJob | None:
     """A job, or None where Slurm knows it no more. Raises as `run_slurm`."""
     try:
         return read_job(run_slurm(["scontrol", "show", "job", "--oneliner", number]))
@@ -160,10 +162,10 @@ def _fields(line: str) -> dict[str, str]:
     return found
 
 
-def seconds_of(text: str) -> int | None:
+def parse_time_limit(text: str) -> int | None:
     """A time limit in seconds, in any form that Slurm takes; None for none (`infinite`), or what is no time.
 
-    >>> [seconds_of(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-12:30", "1-12:30:15", "soon")]
+    >>> [parse_time_limit(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-12:30", "1-12:30:15", "soon")]
     [5400, 90, 7200, 129600, 131400, 131415, None]
     """
     match = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,6}))?(?::(\d{1,6}))?", text.strip())

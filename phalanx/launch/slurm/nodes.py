@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from phalanx.elastic.supervisor.node_requests import Wanted
+from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.launch.slurm.commands import run_slurm
 
-STATES = {Wanted.DRAIN: "drain", Wanted.REPLACE: "fail", Wanted.RETURN: "resume"}
+STATES = {NodeRequestKind.DRAIN: "drain", NodeRequestKind.REPLACE: "fail", NodeRequestKind.RETURN: "resume"}
 # SageMaker HyperPod replaces a node whose state is `fail` with exactly this reason; elsewhere it is for the admin.
 REPLACE_REASON = "Action:Replace"
 REASON_MOST = 200  # characters
@@ -23,14 +23,14 @@ class SlurmNode:
     reason: str
 
 
-def set_state(node: str, wanted: Wanted, reason: str | None, run: Run = run_slurm) -> None:
+def set_state(node: str, wanted: NodeRequestKind, reason: str | None, run: Run = run_slurm) -> None:
     """Drain a node (its running jobs go on), hand it in for replacement, or give it back to Slurm.
 
     Takes an operator's rights. Raises ConfigError without Slurm, RunError with its words where it refuses.
     """
     command = ["scontrol", "update", f"nodename={node}", f"state={STATES[wanted]}"]
-    default = {Wanted.DRAIN: "drained by phalanx", Wanted.REPLACE: REPLACE_REASON}.get(wanted)
-    if (why := reason or default) is not None and wanted != Wanted.RETURN:
+    default = {NodeRequestKind.DRAIN: "drained by phalanx", NodeRequestKind.REPLACE: REPLACE_REASON}.get(wanted)
+    if (why := reason or default) is not None and wanted != NodeRequestKind.RETURN:
         command.append(f"reason={one_line(why)}")
     run(command)
 
@@ -42,7 +42,7 @@ def one_line(text: str) -> str:
     ].strip()
 
 
-def nodes(run: Run = run_slurm) -> list[SlurmNode]:
+def list_slurm_nodes(run: Run = run_slurm) -> list[SlurmNode]:
     """All nodes that Slurm has, each once. Raises as `run_slurm`."""
     found = {}
     for line in run(["sinfo", "--noheader", "--Node", "--format=%N|%T|%E"]).splitlines():

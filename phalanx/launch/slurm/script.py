@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx.config.slurm import SlurmSection
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
-from phalanx.launch.slurm.commands import seconds_of
+from phalanx.launch.slurm.commands import parse_time_limit
 
 LEAD_S, LEAD_SHARE = 300, 5  # how long before a job's end it is told; of a short limit one part of so many
 MOST_LEAD_S = 65535  # Slurm takes no more
@@ -22,7 +22,7 @@ SETTLE_S = 30  # what srun gets to end once the run is over; a lost node keeps i
 
 
 @dataclass(frozen=True)
-class Asked:
+class SlurmScriptOptions:
     """What a job is made of. `parts` are partitions (None: Slurm's own choice) with numbers of nodes; `python` is what
     runs on the nodes, `folder` where."""
 
@@ -35,22 +35,22 @@ class Asked:
     until_done: bool = False
 
 
-def script_of(asked: Asked) -> str:
+def render_script(options: SlurmScriptOptions) -> str:
     """The script. Raises ConfigError for what no script can hold."""
-    check_path(asked.run.root, "the run folder")
-    check_path(asked.folder, "the working folder")
+    check_path(options.run.root, "the run folder")
+    check_path(options.folder, "the working folder")
     return "\n".join(
         [
             "#!/bin/bash",
-            *_headers(asked),
+            *_headers(options),
             "# Written by `phalanx launch`; `sbatch` with this file goes on with the run, unless that was cancelled.",
-            f"run={shlex.quote(str(asked.run.root))}",
+            f"run={shlex.quote(str(options.run.root))}",
             "",
-            *_on_node(asked),
+            *_on_node(options),
             "",
-            *_step(asked),
+            *_step(options),
             "",
-            *_ending(asked),
+            *_ending(options),
             "",
         ]
     )
@@ -63,7 +63,7 @@ def check_path(path: Path, what: str) -> None:
             raise ConfigError(f"{what} {str(path)!r} has {name} in its name, which Slurm does not take; rename it")
 
 
-def parts_of(partitions: Sequence[str], nodes: int) -> list[tuple[str | None, int]]:
+def parse_partition_counts(partitions: Sequence[str], nodes: int) -> list[tuple[str | None, int]]:
     """Partitions with their numbers of nodes, from names such as `a100:2`. Raises ConfigError."""
     if not partitions:
         return [(None, nodes)]
@@ -83,9 +83,9 @@ def parts_of(partitions: Sequence[str], nodes: int) -> list[tuple[str | None, in
     return parts
 
 
-def lead_of(section: SlurmSection) -> int:
+def resolve_save_lead(section: SlurmSection) -> int:
     """How long before a job's end its run is told to save, seconds. Raises ConfigError."""
-    limit_s = None if section.time is None else seconds_of(section.time)
+    limit_s = None if section.time is None else parse_time_limit(section.time)
     if section.time is not None and not limit_s:
         raise ConfigError(
             f"the time limit {section.time} is none that Slurm knows; write minutes, H:MM:SS or D-HH:MM:SS, such as "
@@ -113,21 +113,21 @@ def option(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _headers(asked: Asked) -> list[str]:
-    slurm = asked.slurm
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", asked.name)[:60]
-    pattern = asked.run.job_log("%j")  # the one place where a % is not itself
+def _headers(options: SlurmScriptOptions) -> list[str]:
+    slurm = options.slurm
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.name)[:60]
+    pattern = options.run.job_log("%j")  # the one place where a % is not itself
     log = str(pattern.parent).replace("%", "%%") + f"/{pattern.name}"
     whole = [f"--job-name=phalanx-{name}", f"--output={log}", "--open-mode=append", "--requeue"]
     each = [f"--{key}={value}" for key in ("account", "qos", "time") if (value := getattr(slurm, key)) is not None]
-    each += ["--no-kill", "--ntasks-per-node=1", f"--signal=USR1@{lead_of(slurm)}"]
+    each += ["--no-kill", "--ntasks-per-node=1", f"--signal=USR1@{resolve_save_lead(slurm)}"]
     each += ["--exclusive"] if slurm.exclusive else []
     for key, value in (("gpus-per-node", slurm.gpus_per_node), ("cpus-per-task", slurm.cpus_per_task)):
         each += [] if value is None else [f"--{key}={value}"]
     each += [] if slurm.exclude is None else [f"--exclude={slurm.exclude}"]
     each += slurm.extra
     lines = [f"#SBATCH {option(word)}" for word in whole]
-    for number, (partition, nodes) in enumerate(asked.parts):
+    for number, (partition, nodes) in enumerate(options.parts):
         lines += ["#SBATCH hetjob"] if number else []
         own = [f"--nodes={nodes}", *([] if partition is None else [f"--partition={partition}"])]
         lines += [f"#SBATCH {option(word)}" for word in [*own, *each]]
@@ -137,35 +137,35 @@ def _headers(asked: Asked) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ what nodes run
 
 
-def _contained(asked: Asked) -> str:
-    if asked.slurm.container is None:
+def _contained(options: SlurmScriptOptions) -> str:
+    if options.slurm.container is None:
         return ""
-    if asked.slurm.container_by != "auto":
-        return asked.slurm.container_by
-    return "apptainer" if asked.slurm.container.endswith(".sif") else "pyxis"
+    if options.slurm.container_by != "auto":
+        return options.slurm.container_by
+    return "apptainer" if options.slurm.container.endswith(".sif") else "pyxis"
 
 
-def _mounts(asked: Asked) -> list[str]:
-    own = dict.fromkeys([str(asked.run.root), str(asked.folder)])
-    return [*own, *asked.slurm.mounts]
+def _mounts(options: SlurmScriptOptions) -> list[str]:
+    own = dict.fromkeys([str(options.run.root), str(options.folder)])
+    return [*own, *options.slurm.mounts]
 
 
-def _on_node(asked: Asked) -> list[str]:
-    folder, python = shlex.quote(str(asked.folder)), shlex.quote(asked.python)
+def _on_node(options: SlurmScriptOptions) -> list[str]:
+    folder, python = shlex.quote(str(options.folder)), shlex.quote(options.python)
     keep = f'{python} -m phalanx keep "$run"'
     fails = 'sleep 1; scancel "$SLURM_JOB_ID.$SLURM_STEP_ID" 2>/dev/null; exit 2'
     mend = "use a file system that all nodes share"
     lines = [
         "on_node() {",
         f'  cd -- {folder} || {{ echo "error: node $HOSTNAME has no folder "{folder}"; {mend}" >&2; {fails}; }}',
-        *(f"  module load {shlex.quote(module)}" for module in asked.slurm.modules),
-        *(f"  {line}" for line in asked.slurm.setup),
+        *(f"  module load {shlex.quote(module)}" for module in options.slurm.modules),
+        *(f"  {line}" for line in options.slurm.setup),
     ]
-    if _contained(asked) == "apptainer":
-        assert asked.slurm.container is not None
-        words = ["apptainer", "exec", *(["--nv"] if asked.slurm.gpus_per_node is not None else [])]
-        words += [word for mount in _mounts(asked) for word in ("--bind", mount)]
-        words += ["--pwd", str(asked.folder), asked.slurm.container]
+    if _contained(options) == "apptainer":
+        assert options.slurm.container is not None
+        words = ["apptainer", "exec", *(["--nv"] if options.slurm.gpus_per_node is not None else [])]
+        words += [word for mount in _mounts(options) for word in ("--bind", mount)]
+        words += ["--pwd", str(options.folder), options.slurm.container]
         return [*lines, f"  exec {shlex.join(words)} {keep}", "}"]
     missing = f'"error: node $HOSTNAME cannot run Phalanx by "{python}"; {mend} for the environment, or slurm.python"'
     return [
@@ -179,16 +179,16 @@ def _on_node(asked: Asked) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- step and ending
 
 
-def _step(asked: Asked) -> list[str]:
-    nodes = sum(count for _, count in asked.parts)
+def _step(options: SlurmScriptOptions) -> list[str]:
+    nodes = sum(count for _, count in options.parts)
     words = ["--no-kill", "--kill-on-bad-exit=0", "--ntasks-per-node=1", "--cpu-bind=none"]
-    words += [f"--nodes={nodes}"] if len(asked.parts) == 1 else [f"--het-group=0-{len(asked.parts) - 1}"]
-    words += [] if asked.slurm.cpus_per_task is None else [f"--cpus-per-task={asked.slurm.cpus_per_task}"]
-    if _contained(asked) == "pyxis":
-        mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in _mounts(asked))
-        words += [f"--container-image={asked.slurm.container}", f"--container-mounts={mounts}"]
-        words += [f"--container-workdir={asked.folder}"]
-    over = f'"$run"/{RunPaths(Path()).over("NAME")}'.replace(
+    words += [f"--nodes={nodes}"] if len(options.parts) == 1 else [f"--het-group=0-{len(options.parts) - 1}"]
+    words += [] if options.slurm.cpus_per_task is None else [f"--cpus-per-task={options.slurm.cpus_per_task}"]
+    if _contained(options) == "pyxis":
+        mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in _mounts(options))
+        words += [f"--container-image={options.slurm.container}", f"--container-mounts={mounts}"]
+        words += [f"--container-workdir={options.folder}"]
+    over = f'"$run"/{RunPaths(Path()).start_outcome("NAME")}'.replace(
         "NAME", '"$SLURM_JOB_ID-$((${SLURM_RESTART_COUNT:-0} + 1))"'
     )
     return [
@@ -204,9 +204,9 @@ def _step(asked: Asked) -> list[str]:
     ]
 
 
-def _ending(asked: Asked) -> list[str]:
+def _ending(options: SlurmScriptOptions) -> list[str]:
     lines = ['read -r code next rest 2>/dev/null < "$over"  # what the nodes say of the run is nearer to the truth']
-    if asked.until_done:
+    if options.until_done:
         script, jobs = RunPaths(Path()).launch_script, RunPaths(Path()).jobs
         lines += [
             'if [ "$next" = again ]; then',

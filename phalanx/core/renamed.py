@@ -1,0 +1,159 @@
+"""Names that users' recipes, tasks, models and records have from version 0.1, and what they are called now.
+
+Old recipe keys, import paths and commands work for one release, and each says once what to write instead. Event kinds
+of run folders are read by their new names without a word: nobody can change a record.
+"""
+
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+KEYS = {
+    "parallel.data": "parallel.engine",
+    "parallel.reduce": "parallel.grad_reduce",
+    "parallel.sequence": "parallel.sequence_parallel",
+    "parallel.stages": "parallel.layers_per_stage",
+    "balance.work": "balance.batch",
+    "balance.state": "balance.optimizer_state",
+    "optim.rule": "optim.name",
+    "optim.slots": "optim.double_buffer",
+    "memory.horizon": "memory.offload_prefetch_blocks",
+    "train.loss_scale_steps": "train.loss_scale_growth_interval",
+    "resilience.memory": "resilience.in_memory_checkpoints",
+    "resilience.replicate": "resilience.replicate_every",
+    "resilience.heartbeat_s": "resilience.heartbeat_timeout_s",
+    "resilience.hang_s": "resilience.hang_timeout_s",
+    "resilience.same_crash": "resilience.max_identical_failures",
+    "resilience.grow": "resilience.rejoin_nodes",
+}
+# (new key, old value) -> new value.
+VALUES: dict[tuple[str, Any], Any] = {
+    ("task.kind", "own"): "custom",
+    ("optim.double_buffer", 1): False,
+    ("optim.double_buffer", 2): True,
+}
+EVENTS = {
+    "resolved": "auto_resolved",
+    "planned": "layout_chosen",
+    "compared": "prediction_checked",
+    "shared": "work_split",
+    "reshared": "work_rebalanced",
+    "ordered": "comm_schedule_changed",
+    "slow": "straggler",
+    "signalled": "stop_requested",
+}
+# Modules that users' programs, tasks and models import, and names in them that have changed.
+MODULES: dict[str, tuple[str, dict[str, str]]] = {
+    "phalanx.axes": ("phalanx.layout.mesh_axes", {"Axes": "MeshAxes"}),
+    "phalanx.balance": ("phalanx.layout.balance", {}),
+    "phalanx.cluster.placement": ("phalanx.system.torchrun_env", {}),
+    "phalanx.errors": ("phalanx.core.errors", {}),
+    "phalanx.models.draws": ("phalanx.models.counter_rng", {"Draws": "CounterRNG"}),
+    "phalanx.models.export": ("phalanx.models.hf_export", {}),
+    "phalanx.models.hf": ("phalanx.models.hf_mapping", {}),
+    "phalanx.models.megatron": ("phalanx.compat.megatron.weights", {}),
+    "phalanx.models.megatron_args": ("phalanx.compat.megatron.args", {"Told": "MegatronOverrides"}),
+    "phalanx.models.spec": ("phalanx.layout.model_shape", {}),
+    "phalanx.models.weights": ("phalanx.models.hf_weights", {}),
+    "phalanx.parallel.transform": ("phalanx.parallel.hf_transform", {}),
+    "phalanx.recipe": ("phalanx.config.load", {}),
+    "phalanx.records": ("phalanx.core.run_paths", {}),
+    "phalanx.sharded_model": ("phalanx.api.sharded_model", {}),
+    "phalanx.sharding": ("phalanx.api.shard", {}),
+    "phalanx.tasks.own": ("phalanx.tasks.custom", {"OwnTask": "CustomTask"}),
+    "phalanx.train.callback": ("phalanx.trainer.callback", {}),
+    "phalanx.train.clock": ("phalanx.workload.clock", {}),
+    "phalanx.train.sharing": ("phalanx.workload.work_split", {"Sharing": "WorkSplit"}),
+}
+PACKAGES = {"phalanx.cluster", "phalanx.train"}  # that are no more, but for the modules above
+
+
+def rename_keys(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """A recipe's mapping with today's keys and values, and (old, new) of each that was another one.
+
+    Where both the old and the new key are set, both stay: whoever checks the recipe refuses the old one.
+    """
+    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    changed = []
+    for old, new in KEYS.items():
+        section, _, leaf = old.partition(".")
+        node, name = result.get(section), new.partition(".")[2]
+        if isinstance(node, dict) and leaf in node and name not in node:
+            result[section] = {name if key == leaf else key: value for key, value in node.items()}
+            changed.append((old, new))
+    for (key, before), after in VALUES.items():
+        section, _, leaf = key.partition(".")
+        node = result.get(section)
+        if isinstance(node, dict) and type(node.get(leaf)) is type(before) and node[leaf] == before:
+            node[leaf] = after
+            if key not in KEYS.values():
+                changed.append((f"{key}={before}", f"{key}={after}"))
+    return result, changed
+
+
+def rename_words(words: Sequence[str]) -> list[str]:
+    """Words "section.key=value" with today's keys."""
+    split = [word.partition("=") for word in words]
+    return ["".join((KEYS.get(key, key), equals, value)) for key, equals, value in split]
+
+
+def rename_event(event: dict[str, Any]) -> dict[str, Any]:
+    """A line of an old run's events by today's names; its keys of recipes, too."""
+    kind = event.get("kind")
+    if isinstance(kind, str) and kind in EVENTS:
+        event = {**event, "kind": EVENTS[kind]}
+    if isinstance(key := event.get("key"), str) and key in KEYS:
+        value = event.get("value")
+        event = {**event, "key": KEYS[key], "value": VALUES.get((KEYS[key], value), value)}
+    return event
+
+
+class RenamedWarning(FutureWarning):
+    """An old name was used, which the next release no longer knows."""
+
+
+def warn_of(changed: Sequence[tuple[str, str]], where: str) -> None:
+    """Say once what to write in the place of old names."""
+    for old, new in changed:
+        sentence = f"{where}: {old} is called {new} now; the next release reads the new name alone"
+        warnings.warn(sentence, RenamedWarning, stacklevel=3)
+
+
+class _OldPackage(types.ModuleType):
+    """Stands for a package that is no more. Where the package has a function of its name, it is that function, too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return importlib.import_module("phalanx").__getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
+class OldNames(MetaPathFinder, Loader):
+    """Finds modules by their old import paths."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name in MODULES or name in PACKAGES:
+            return ModuleSpec(name, self, is_package=name in PACKAGES)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return (_OldPackage if spec.name in PACKAGES else types.ModuleType)(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ in PACKAGES:
+            return
+        new, names = MODULES[module.__name__]
+        found = importlib.import_module(new)
+        warn_of([(module.__name__, new)], "an import")
+        vars(module).update({key: value for key, value in vars(found).items() if not key.startswith("__")})
+        for old, name in names.items():
+            setattr(module, old, getattr(found, name))
+
+
+def install() -> None:
+    """Have old import paths found, once."""
+    if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
+        sys.meta_path.append(OldNames())
