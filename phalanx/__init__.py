@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 # What is found here though it lives in a module that needs torch, which is imported when it is asked for.
 _ELSEWHERE = {
     "Callback": "phalanx.trainer.callback",
-    "plan": "phalanx.planner.from_python",
+    "plan": "phalanx.launch.from_python",
     "train": "phalanx.launch.from_python",
     "shard": "phalanx.api.shard",
     "init": "phalanx.api.fsdp.init",

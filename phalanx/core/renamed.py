@@ -156,4 +156,4 @@ class OldNames(MetaPathFinder, Loader):
 def install() -> None:
     """Have old import paths found, once."""
     if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
-        sys.meta_path.append(OldNames())
+        sys.meta_path.insert(0, OldNames())  # before a folder that an older version has left behind

@@ -1,4 +1,4 @@
-"""`phalanx.train`: a run from a Python program."""
+"""`phalanx.train` and `phalanx.plan`: a run, and the layout of a run, from a Python program."""
 
 import os
 from collections.abc import Sequence
@@ -6,8 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.config import load
+from phalanx.core.errors import ConfigError
+from phalanx.core.renamed import rename_words
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import local
+from phalanx.models import hf_config
+from phalanx.planner import advice, parse_cluster
+from phalanx.planner.advice import PlanQuery
+from phalanx.planner.recipe_keys import free_layout
+from phalanx.planner.search import Plan
 
 if TYPE_CHECKING:
     from phalanx.trainer.callback import Callback
@@ -32,3 +39,29 @@ def train(
     """
     config = load.load_recipe(Path(recipe), overrides)
     return local.train(config, RunPaths(Path(run_dir)), ranks, os.environ, callbacks=callbacks)
+
+
+def plan(recipe: Path | str, cluster: str, *overrides: str) -> Plan:
+    """Find the fastest layout of a recipe on a cluster. Nothing is started, and no torch is imported.
+
+    `recipe` is a YAML file. `cluster` is written as for `phalanx plan --cluster`: "4x(8xA100-80GB), 200Gb/s".
+    `overrides` are texts such as "train.global_batch=512"; those about the layout are held fixed. Of the result,
+    `estimate.step_s` is the time of a step in seconds, `estimate.tokens_per_s` the throughput, and `choice` the layout.
+
+    Raises ConfigError for a mistake in either, and where no layout fits the devices.
+    """
+    words = rename_words(overrides)
+    config = free_layout(load.load_recipe(Path(recipe), words), words)
+    there = parse_cluster.parse_cluster(cluster).merge_alike_groups()
+    folder = config.model.from_hf
+    shapes = None if folder is None else hf_config.spec_from_config(hf_config.read_config(Path(folder)), folder)
+    query = PlanQuery(config, shapes, tuple(words))
+    found = query.search(there)
+    if not found.plans and found.shortfall is None:
+        raise ConfigError(advice.explain_no_layout(query, there))
+    if not found.plans:
+        there_text = parse_cluster.format_cluster(there)
+        raise ConfigError(
+            f"no layout of this recipe fits the memory of {there_text}; `phalanx plan` says what would help"
+        )
+    return found.best
