@@ -22,6 +22,7 @@ from phalanx.comm.abortable_gloo import FIRST_USER_TAG, USER_TAGS
 from phalanx.comm.collective_thread import CollectiveThread, P2PWork
 from phalanx.comm.topology import this_host
 from phalanx.comm.two_level import CollectiveSteps, Combine, Finish, TwoLevelCollectives, even_cuts
+from phalanx.core import renamed
 from phalanx.system import accelerator
 
 NAME = "phalanx"
@@ -502,3 +503,6 @@ def _user_tag(tag: int) -> int:
     if not 0 <= tag < USER_TAGS:
         raise ValueError(f"a message's tag is {tag}; the backend {NAME} has those from 0 to {USER_TAGS - 1}")
     return FIRST_USER_TAG + tag
+
+
+__getattr__ = renamed.old_names(__name__)

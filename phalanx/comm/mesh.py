@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.comm.collectives import Traffic, all_reduce
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.topology import Topology, this_host
+from phalanx.core import renamed
 from phalanx.core.errors import CollectiveError, RunError
 from phalanx.core.placement import Placement, StoreAddress
 from phalanx.layout.mesh_axes import ALONE, MeshAxes
@@ -467,3 +468,6 @@ def make_subgroup(rank_lists: list[list[int]]) -> dist.ProcessGroup:
             mine = group
     assert mine is not None, (dist.get_rank(), rank_lists)
     return mine
+
+
+__getattr__ = renamed.old_names(__name__)

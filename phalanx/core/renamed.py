@@ -8,7 +8,7 @@ import importlib
 import sys
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -69,6 +69,16 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "phalanx.train.callback": ("phalanx.trainer.callback", {}),
     "phalanx.train.clock": ("phalanx.workload.clock", {}),
     "phalanx.train.sharing": ("phalanx.workload.work_split", {"Sharing": "WorkSplit"}),
+}
+# Names in modules that stay where they were.
+NAMES: dict[str, dict[str, str]] = {
+    "phalanx.comm.backend": {"counters": "read_counters"},
+    "phalanx.comm.mesh": {"alone": "single_rank_mesh", "beside": "attach_mesh"},
+    "phalanx.models.layers": {"IGNORED": "IGNORE_INDEX"},
+    "phalanx.models.llama": {"initial": "llama_init_rule"},
+    "phalanx.models.model": {"Start": "InitRule", "draw": "draw_init_slice", "plain_start": "default_init_rule"},
+    "phalanx.tasks.language": {"IGNORED": "IGNORE_INDEX", "LanguageModel": "CausalLMTask"},
+    "phalanx.tasks.padding": {"padded": "pad_rows", "width_of": "row_width"},
 }
 PACKAGES = {"phalanx.cluster", "phalanx.train"}  # that are no more, but for the modules above
 
@@ -151,6 +161,18 @@ class OldNames(MetaPathFinder, Loader):
         vars(module).update({key: value for key, value in vars(found).items() if not key.startswith("__")})
         for old, name in names.items():
             setattr(module, old, getattr(found, name))
+
+
+def old_names(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module some of whose names have changed."""
+
+    def find(name: str) -> Any:
+        if name not in NAMES[module]:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn_of([(f"{module}.{name}", f"{module}.{NAMES[module][name]}")], "an import")
+        return getattr(sys.modules[module], NAMES[module][name])
+
+    return find
 
 
 def install() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.core import renamed
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.rope import rope_frequencies
@@ -255,3 +256,6 @@ def cross_entropy_sum(
     frozen = not head_weight.requires_grad
     with_grad = torch.is_grad_enabled() and wanted
     return _CrossEntropySum.apply(hidden, head_weight, labels, equal, chunk_fn, with_grad, frozen, bias)
+
+
+__getattr__ = renamed.old_names(__name__)

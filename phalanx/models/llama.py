@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.core import renamed
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.attention import attention
 from phalanx.models.counter_rng import CounterRNG
@@ -275,3 +276,6 @@ def init_slice(
     Raises ValueError where a class of one's own names a start that there is not.
     """
     return draw_init_slice(model_class.initial(name, spec), seed, name, start, stop, device, dtype)
+
+
+__getattr__ = renamed.old_names(__name__)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from phalanx.core import renamed
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.counter_rng import derive_key, normal
 
@@ -134,3 +135,6 @@ def draw_init_slice(
             return torch.zeros(last - first, device=device, dtype=dtype)
         case other:
             raise ValueError(f'{name} starts as {other!r}, which is none of ("normal", std), ("ones",), ("zeros",)')
+
+
+__getattr__ = renamed.old_names(__name__)

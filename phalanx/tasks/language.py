@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from phalanx.core import renamed
 from phalanx.tasks.task import Batch, SampleLike, Task
 
 if TYPE_CHECKING:
@@ -75,3 +76,6 @@ class CausalLMTask(Task):
     def nominal_weight(self, global_batch: int) -> int:
         """Every label of a global batch of full sequences, learnt or not."""
         return global_batch * self.seq_len
+
+
+__getattr__ = renamed.old_names(__name__)

@@ -7,6 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from phalanx.core import renamed
+
 WIDTHS = 64  # rows are padded to a multiple of it, so that shapes stay few
 
 
@@ -22,3 +24,6 @@ def row_width(rows: Sequence[NDArray[np.int64]], max_width: int, step: int = WID
     """The length of the longest row, up to a multiple of `step` but no more than `max_width`."""
     longest = max((len(row) for row in rows), default=1)
     return max(longest, min(-(-longest // step) * step, max_width))
+
+
+__getattr__ = renamed.old_names(__name__)

@@ -15,7 +15,7 @@ from phalanx.config.schema import Config, iter_knobs
 from phalanx.core import renamed
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import EventKind, read_events
-from phalanx.core.renamed import EVENTS, KEYS, MODULES, VALUES, RenamedWarning
+from phalanx.core.renamed import EVENTS, KEYS, MODULES, NAMES, VALUES, RenamedWarning
 from tests.helpers import ROOT
 
 RECIPE = {
@@ -118,6 +118,15 @@ def test_an_old_import_path_is_another_name_of_the_new_one(old: str, monkeypatch
     assert public and all(getattr(found, name) is getattr(today, name) for name in public)
 
 
+@pytest.mark.parametrize(("module", "old"), [(module, old) for module, names in NAMES.items() for old in names])
+def test_an_old_name_in_a_module_that_stays(module: str, old: str) -> None:
+    found = importlib.import_module(module)
+    with pytest.warns(RenamedWarning, match=rf"an import: {module}.{old} is called {module}.{NAMES[module][old]} now"):
+        assert getattr(found, old) is getattr(found, NAMES[module][old])
+    with pytest.raises(AttributeError, match="has no attribute 'nothing_of_the_kind'"):
+        found.nothing_of_the_kind  # noqa: B018
+
+
 def test_the_function_stays_where_a_package_had_its_name() -> None:
     script = (
         "import warnings, phalanx\n"
@@ -158,6 +167,7 @@ def test_the_page_lists_what_the_table_has() -> None:
     changed = {
         (f"{old}.{before}", f"{new}.{now}") for old, (new, names) in MODULES.items() for before, now in names.items()
     }
+    changed |= {(f"{module}.{old}", f"{module}.{new}") for module, names in NAMES.items() for old, new in names.items()}
     modules = {(old, new) for old, (new, _) in MODULES.items()}
     commands = {("phalanx nodes return", "phalanx nodes uncordon")}
     assert listed == {
