@@ -4,14 +4,13 @@ import base64
 import functools
 import gzip
 import html
+import importlib.resources
 import json
 import statistics
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from plotly.offline import get_plotlyjs
 
 from phalanx.core.errors import RunError
 from phalanx.core.events import EventKind
@@ -63,7 +62,7 @@ def write_report(paths: RunPaths) -> Path:
         records=_records(run),
         footer=f"Made {_moment(time.time())} from the records of the run, which can be read without this page.",
         payload=to_script(drawing),
-        plotly=_drawing_code() if drawing["charts"] else "",
+        bokeh=_drawing_code() if drawing["charts"] else "",
     )
     try:  # what is not ASCII is escaped, so that the file means the same under any locale and any server's charset
         write_atomic(paths.report, text.encode("ascii", "xmlcharrefreplace").decode())
@@ -77,8 +76,9 @@ def write_report(paths: RunPaths) -> Path:
 
 @functools.cache
 def _drawing_code() -> str:
-    """What draws the curves, packed, so that a page is less than half as large; it unpacks it."""
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+    """What draws the curves, BokehJS, compressed, so that a page is half as large; its script unpacks it."""
+    code = importlib.resources.files("bokeh") / "server" / "static" / "js" / "bokeh.min.js"
+    return base64.b64encode(gzip.compress(code.read_bytes(), mtime=0)).decode()
 
 
 def report_payload(run: RunHistory) -> Record:
@@ -210,7 +210,7 @@ def _marks(run: RunHistory) -> list[Record]:
             continue
         shape, crosses = SHAPES[event["kind"]]
         step = event["step"] if isinstance(event.get("step"), int) else after_step
-        text = html.escape(event_text.describe_event(event, after_step))  # plotly reads some HTML in hover texts
+        text = event_text.describe_event(event, after_step)
         marks.append({"step": step or 0, "t": round(moment - run.began, 3), "text": text, "class": shape})
         marks[-1]["crosses"] = crosses
     if len(marks) > EVENTS:
@@ -329,7 +329,7 @@ def _card(chart: Record) -> str:
     wide = " wide" if chart.get("wide") else ""
     note = f" &middot; {html.escape(chart['note'])}" if chart.get("note") else ""
     unit = f"<span>{html.escape(chart['unit'])}{note}</span>"
-    head = f"<h3>{html.escape(chart['title'])}{unit}</h3>"
+    head = f'<div class="head"><h3>{html.escape(chart["title"])}{unit}</h3></div>'
     return f'<section class="card{wide}">{head}<div class="plot" id="plot-{chart["id"]}"></div></section>'
 
 
