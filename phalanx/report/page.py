@@ -6,7 +6,7 @@ Everything here is ASCII, and a content policy in the page forbids any request, 
 
 import re
 
-from phalanx.report.page_script import SCRIPT
+from phalanx.report.page_script import PAGE_SCRIPT
 
 
 def render_page(**parts: str) -> str:
@@ -19,7 +19,7 @@ _STYLE = """
   --back: #f4f5f7; --card: #ffffff; --ink: #171a21; --soft: #667085; --line: #e3e6eb; --grid: #eef0f3;
   --blue: #2f6fde; --orange: #d9730d; --teal: #0f8f7f; --violet: #7a5af8; --red: #d92d20; --green: #12905a;
   --amber: #b7791f; --grey: #98a2b3; }
-@media (prefers-color-scheme: dark) { :root {
+@media screen and (prefers-color-scheme: dark) { :root {
   --back: #0e1116; --card: #161b22; --ink: #e6e9ef; --soft: #8b95a5; --line: #272e38; --grid: #212832;
   --blue: #6ea8fe; --orange: #f5a55a; --teal: #4cc9b0; --violet: #a78bfa; --red: #ff6b61; --green: #4cc38a;
   --amber: #e3b341; --grey: #6b7686; } }
@@ -104,8 +104,9 @@ footer { margin-top: 22px; color: var(--soft); font-size: 12.5px; }
   .timed :is(td, th):is(:nth-child(2), :nth-child(3)) { display: none; } .hint { margin-left: 0; }
   td, th { padding: 6px 4px; font-size: 12px; } .inside td:not(:first-child, :nth-child(2)) { white-space: nowrap; }
   :is(td, th):first-child { padding-left: 12px; } .events td:last-child { min-width: 0; } }
-@media print { .switch, .hint, .tip { display: none; } .card, .incidents li { break-inside: avoid; }
-  .below .card { break-inside: auto; } .scroll, pre { max-height: none; } }
+main.paper { width: 800px; padding: 0; } .paper .grid { grid-template-columns: 1fr 1fr; }
+@media print { body { background: none; } .switch, .hint, .tip { display: none; } .scroll, pre { max-height: none; }
+  .grid .card, .incidents li { break-inside: avoid; } }
 """
 
 _PAGE = (
@@ -137,7 +138,7 @@ _PAGE = (
 <script type="application/json" id="data">@@payload@@</script>
 <script type="text/plain" id="bokeh">@@bokeh@@</script>
 <script>"""
-    + SCRIPT
+    + PAGE_SCRIPT
     + """</script>
 </body>
 </html>

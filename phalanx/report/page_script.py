@@ -1,230 +1,14 @@
-"""The script of a report's page: it draws the charts of the payload with BokehJS, which the page holds compressed.
+"""The script of a report's page: it draws the charts and says what is at the pointer. The page holds BokehJS compressed.
 
-The axes of all charts share one range in x. The box of values, the vertical line through all charts and the legends are
-elements of the page, not of Bokeh, so that text of a run is never read as markup and follows the page's colours.
+The box of values, the vertical line through all charts and the legends are elements of the page, not of Bokeh, so that
+text of a run is never read as markup, and they follow the page's colours.
 """
 
-SCRIPT = r"""
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const units = data.duration > 172800 ? [86400, "d"] : data.duration > 7200 ? [3600, "h"]
-  : data.duration > 180 ? [60, "min"] : [1, "s"];
-// each kind has a height of its own, so that what happens at the same step is seen side by side
-const shapes = {
-  died: { symbol: "x", width: 3.4, size: 9, color: "red", height: 0.97, word: "worker died", mark: "\u2717" },
-  restarted: { symbol: "circle", width: 1.6, color: "amber", height: 0.89, word: "restarted", mark: "\u25cb" },
-  resumed: { symbol: "triangle", turn: -90, color: "violet", height: 0.81, word: "resumed", mark: "\u25b6" },
-  stopped: { symbol: "square", color: "amber", height: 0.73, word: "stopped", mark: "\u25a0" },
-  failed: { symbol: "x", width: 1.6, color: "red", height: 0.08, word: "checkpoint failed or refused", mark: "\u00d7" },
-  skipped: { symbol: "diamond", width: 1.6, size: 11, color: "amber", height: 0.15, word: "step skipped", mark: "\u25c7" },
-  saved: { symbol: "dash", turn: 90, width: 1.6, color: "green", height: 0.012, word: "checkpoint saved",
-    mark: "\u2758" },
-};
-const NEAR = 8;  // pixels between the pointer and what it is at
-let mode = "step";
-const hidden = new Set();  // names of curves that were switched off in a legend, by chart
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-const place = (columns) => (mode === "step" ? columns.step : columns.t.map((t) => (t === null ? null : t / units[0])));
-const holder = (chart) => document.getElementById("plot-" + chart.id);
+from phalanx.report.chart_script import CHART_SCRIPT
 
-function make(tag, name, ...inside) {
-  const element = document.createElement(tag);
-  element.className = name;
-  element.append(...inside);
-  return element;
-}
-
-// ---- numbers as people read them
-
-function short(value, digits = 4) {
-  const size = Math.abs(value);
-  if (size >= 1e4) {
-    const power = Math.min(4, Math.floor(Math.log10(size * (1 + 0.5 * 10 ** -digits)) / 3));
-    return Number((value / 1e3 ** power).toPrecision(digits)) + ["", "k", "M", "G", "T"][power];
-  }
-  if (size > 0 && size < 1e-3) return value.toExponential(digits - 1).replace(/\.?0*e/, "e").replace("e-", "e\u2212");
-  return String(Number(value.toPrecision(digits)));
-}
-const read = (chart, value) => (chart.percent ? (100 * value).toFixed(1) + "%" : short(value));
-
-function ticks(values, percent) {
-  const top = Math.max(...values.map(Math.abs)), gap = Math.abs(values[1] - values[0]) || top;
-  if (percent) return values.map((value) => (100 * value).toFixed(gap < 0.0099 ? 1 : 0) + "%");
-  const digits = Math.max(1, 1 + Math.round(Math.log10(top / gap)));  // so many tell neighbours apart
-  if (top >= 1e4 || top < 1e-2) return values.map((value) => short(Math.abs(value) < gap / 2 ? 0 : value, digits + 1));
-  const places = Math.max(0, -Math.floor(Math.log10(gap * 1.0001)));
-  return values.map((value) => (Math.abs(value) < gap / 2 ? "0" : value.toFixed(places)));
-}
-
-// ticks at 1, 2 and 5 of each power of ten, or where there are many powers at some of these only
-function logTicks(low, high, _, wanted) {
-  const from = Math.floor(Math.log10(low)), powers = Math.ceil(Math.log10(high)) - from;
-  const every = Math.max(1, Math.ceil(powers / (wanted + 2)));
-  const major = [], minor = [];
-  for (let power = from; power <= from + powers; power++) {
-    for (let factor = 1; factor < 10; factor++) {
-      const labelled = powers <= 2 ? [1, 2, 5].includes(factor) : factor === 1 && (power - from) % every === 0;
-      (labelled ? major : minor).push(Number(factor + "e" + power));
-    }
-  }
-  const seen = (value) => value >= low && value <= high;
-  return { major: major.filter(seen), minor: every > 1 ? [] : minor.filter(seen) };
-}
-
-// ---- what is drawn, from the columns of the payload
-
-// x, y and step of one column; a gap where an attempt ends, unless steps simply go on in the next one
-// (a stacked area has no gaps: it goes down to zero and comes up again)
-function points(columns, name, always, area) {
-  const xs = place(columns), out = { x: [], y: [], step: [] };
-  columns[name].forEach((y, i) => {
-    const changed = i > 0 && columns.attempt[i] !== columns.attempt[i - 1];
-    if (changed && (always || mode === "time")) {
-      const hair = 1e-5 * (xs[i] - xs[i - 1]), gap = area ? 0 : NaN;
-      out.x.push(xs[i - 1] + hair, xs[i] - hair); out.y.push(gap, gap); out.step.push(null, null);
-    }
-    out.x.push(xs[i] ?? NaN); out.y.push(y ?? NaN); out.step.push(columns.step[i]);
-  });
-  return out;
-}
-
-function curve(spec, lost) {
-  const area = spec.style === "area", thin = spec.style === "faint";
-  const from = points(lost ? data.lost : data.kept, spec.column, lost, area);
-  return { ...from, name: spec.name, lost, area, tone: spec.color, alpha: lost ? 0.4 : thin ? 0.55 : 1,
-    width: area ? 1 : spec.style === "bold" ? 2.4 : thin ? 1.1 : 1.6, dash: lost && !area ? [2, 3] : [],
-    dots: from.x.length < 8 ? 6 : 0 };
-}
-
-function heldOut(set, number) {
-  return { name: set.name, x: place(set).map((x) => x ?? NaN), y: set.loss.map((y) => y ?? NaN), step: set.step,
-    lost: false, tone: ["orange", "violet", "teal", "green", "red"][number % 5], alpha: 1, width: 1, dash: [5, 4],
-    dots: 8 };
-}
-
-// all curves of a chart, of areas also between which heights
-function curves(chart) {
-  const all = chart.traces.map((spec) => curve(spec, false));
-  if (data.lost.step.length) {
-    const shown = (spec) => spec.column !== "smooth" && (mode === "time" || spec.style !== "area");
-    all.unshift(...chart.traces.filter(shown).map((spec) => curve(spec, true)));
-  }
-  if (chart.id === "loss") all.push(...data.heldOut.map(heldOut));
-  if (chart.id === "scores") all.push(...data.scores.map(heldOut));
-  const heights = {};
-  for (const each of all) {
-    each.off = hidden.has(chart.id + " " + each.name);
-    each.top = each.y;
-    if (!each.area || each.off) continue;
-    each.base = heights[each.lost] ?? each.y.map(() => 0);
-    each.top = heights[each.lost] = each.base.map((base, i) => base + (each.y[i] || 0));
-  }
-  return all;
-}
-
-function span() {
-  const all = [data.kept, data.lost, ...data.heldOut].flatMap(place).filter((x) => x !== null);
-  if (mode === "time") all.push(...data.events.map((event) => event.t / units[0]));
-  const low = all.reduce((a, b) => Math.min(a, b), Infinity), high = all.reduce((a, b) => Math.max(a, b), -Infinity);
-  const edge = Math.max((high - low) * 0.012, high === low ? 1 : 0);
-  return { start: low - edge, end: high + edge };
-}
-
-function heights(chart, drawn) {
-  const all = drawn.filter((each) => !each.off).flatMap((each) => each.top)
-    .filter((y) => isFinite(y) && (!chart.log || y > 0));
-  if (chart.top) return { start: 0, end: chart.top };
-  if (!all.length) return { start: chart.log ? 0.1 : 0, end: 1 };
-  let low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b));
-  if (chart.log) {
-    const edge = Math.max((high / low) ** 0.05, 1.05);
-    return { start: low / edge, end: high * edge };
-  }
-  if (chart.zero) low = Math.min(low, 0);
-  const edge = 0.05 * (high - low) || 0.1 * Math.abs(high) || 1;
-  return { start: chart.zero && low === 0 ? 0 : low - edge, end: high + edge };
-}
-
-// ---- Bokeh's models
-
-function plot(chart, x_range) {
-  const M = Bokeh.Models, drawn = curves(chart), font = getComputedStyle(document.body).fontFamily;
-  const text = (size) => ({ text_color: color("soft"), text_font: font, text_font_size: size, text_font_style: "normal" });
-  const prefixed = (prefix, values) => Object.fromEntries(Object.entries(values).map(([key, v]) => [prefix + key, v]));
-  const look = { ...prefixed("major_label_", text("11.5px")), ...prefixed("axis_label_", text("12px")),
-    axis_line_color: null, major_tick_line_color: null, minor_tick_line_color: null, axis_label_standoff: 4 };
-  const formatter = (percent) => {
-    const made = new M.BasicTickFormatter();
-    made.doFormat = (values) => ticks(values, percent);  // Bokeh's own for this takes eval, which the page forbids
-    return made;
-  };
-  const narrow = holder(chart).clientWidth < 420;
-  const y_range = new M.Range1d(heights(chart, drawn)), marks = new M.Range1d({ start: 0, end: 1 });
-  marks.change.connect(() => marks.setv({ start: 0, end: 1 }));  // a zoom leaves the marks at their heights
-  const figure = new M.Plot({ x_range, y_range, x_scale: new M.LinearScale(),
-    y_scale: chart.log ? new M.LogScale() : new M.LinearScale(),
-    extra_y_ranges: { marks }, extra_y_scales: { marks: new M.LinearScale() }, output_backend: "svg",
-    sizing_mode: "stretch_both", toolbar_location: null, background_fill_color: null, border_fill_color: null,
-    outline_line_color: null, min_border_left: 46, min_border_right: 12, min_border_top: 8, lod_threshold: null });
-
-  const x_ticks = new M.BasicTicker({ desired_num_ticks: narrow ? 5 : 8, min_interval: mode === "step" ? 1 : 0,
-    mantissas: [1, 2, 5] });
-  const y_ticks = chart.log ? new M.LogTicker() : new M.BasicTicker({ desired_num_ticks: 4, mantissas: [1, 2, 5] });
-  if (chart.log) y_ticks.get_ticks_no_defaults = logTicks;
-  figure.add_layout(new M.LinearAxis({ ...look, ticker: x_ticks, formatter: formatter(false),
-    axis_line_color: color("line"), major_tick_line_color: color("line"), major_tick_in: 0, major_tick_out: 4,
-    axis_label: mode === "step" ? "step" : "time since the start, " + units[1] }), "below");
-  const Axis = chart.log ? M.LogAxis : M.LinearAxis;
-  figure.add_layout(new Axis({ ...look, ticker: y_ticks, formatter: formatter(chart.percent),
-    ...(chart.log ? { minor_tick_line_color: color("line"), minor_tick_out: 4, minor_tick_in: 0 } : {}) }), "left");
-  figure.add_layout(new M.Grid({ dimension: 1, ticker: y_ticks, grid_line_color: color("grid"), level: "image" }));
-
-  const add = (glyph, columns, given = {}) =>
-    figure.add_glyph(glyph, new M.ColumnDataSource({ data: columns }), { nonselection_glyph: null, ...given });
-  const x = { field: "x" }, y = { field: "y" }, under = { level: "underlay" };
-  const again = [...new Set(mode === "step" ? data.lost.attempt : [])].map((attempt) =>
-    data.lost.step.filter((_, i) => data.lost.attempt[i] === attempt));
-  add(new M.VStrip({ x0: { field: "from" }, x1: { field: "to" }, line_color: null, fill_color: color("violet"),
-    fill_alpha: 0.09 }), { from: again.map((steps) => steps[0]), to: again.map((steps) => steps.at(-1)) }, under);
-  for (const [kind, shape] of Object.entries(shapes)) {
-    const events = data.events.filter((event) => event.class === kind);
-    const crossing = events.filter((event) => event.crosses);
-    const at = (found) => place({ step: found.map((event) => event.step), t: found.map((event) => event.t) });
-    const tone = color(shape.color);
-    if (crossing.length) {
-      add(new M.VSpan({ x, line_color: tone, line_width: 1.2, line_dash: kind === "died" ? [] : [2, 3] }),
-        { x: at(crossing) }, under);
-    }
-    if (events.length) {
-      add(new M.Scatter({ x, y, marker: shape.symbol, size: shape.size ?? 8, angle: (shape.turn ?? 0) * Math.PI / 180,
-        line_color: tone, line_width: shape.width ?? 0, fill_color: shape.width ? null : tone }),
-        { x: at(events), y: events.map(() => shape.height) }, { y_range_name: "marks", level: "annotation" });
-    }
-  }
-  for (const each of drawn.filter((one) => !one.off)) {
-    const columns = { x: each.x, y: chart.log ? each.top.map((value) => (value > 0 ? value : NaN)) : each.top };
-    if (each.area) {
-      add(new M.VArea({ x, y1: { field: "base" }, y2: y, fill_color: color(each.tone), fill_alpha: each.lost ? 0.1 : 0.35 }),
-        { ...columns, base: each.base });
-    }
-    add(new M.Line({ x, y, line_color: color(each.tone), line_alpha: each.alpha, line_width: each.width,
-      line_dash: each.dash, line_join: "round" }), columns);
-    if (each.dots) {
-      add(new M.Scatter({ x, y, size: each.dots, fill_color: color(each.tone), fill_alpha: each.alpha,
-        line_color: color("card"), line_width: each.dots > 6 ? 1.5 : 0 }), columns);
-    }
-  }
-  const box = new M.BoxZoomTool({ dimensions: "auto" });
-  box.event_type = "pan";  // a double click goes back to the whole, not by one step
-  Object.assign(box.overlay, { fill_color: color("blue"), fill_alpha: 0.12, line_color: color("blue"), line_width: 1,
-    line_dash: [] });
-  figure.add_tools(box);
-  figure.toolbar.active_drag = box;
-  return { chart, figure, drawn, y_range };
-}
-
-// ---- the page
-
+PAGE_SCRIPT = (
+    CHART_SCRIPT
+    + r"""
 let shown = [], views = null, drawing = Promise.resolve();
 
 function draw(whole = true) {
@@ -238,7 +22,8 @@ function draw(whole = true) {
     old?.clear();
     shown = made.map((each) => ({ ...each, view: views.get(each.figure) }));
     for (const { view } of shown) {  // a finger that goes up or down scrolls the page
-      view.canvas.touch_action.replace(".bk-events { touch-action: pan-y pinch-zoom; }");
+      view.canvas?.touch_action?.replace(`.bk-events { touch-action: pan-y pinch-zoom; }
+        .bk-events:focus:not(:focus-visible) { outline: none; }`);
     }
     leave();
   });
@@ -273,21 +58,27 @@ function point(at, event) {
   const nearest = (each, x) => each.y.reduce((best, y, i) => (isFinite(y) && each.step[i] !== null && seen(each.x[i])
     && (best < 0 || Math.abs(each.x[i] - x) < Math.abs(each.x[best] - x)) ? i : best), -1);
   const on = drawn.filter((each) => !each.off), x = scale.invert(px);
+  const far = (each, i) => Math.abs(scale.compute(each.x[i]) - px) + (each.lost && mode === "step" ? NEAR : 0);
   const first = on.map((each) => [each, nearest(each, x)]).filter(([, i]) => i >= 0)
-    .sort(([a, i], [b, j]) => Math.abs(a.x[i] - x) - Math.abs(b.x[j] - x))[0];
-  if (!first) return;
-  const centre = first[0].x[first[1]], step = first[0].step[first[1]];
-  const near = (other) => Math.abs(scale.compute(other) - scale.compute(centre)) <= NEAR;
-  const title = "step " + step.toLocaleString("en") + (mode === "time" ? `, after ${short(centre)} ${units[1]}` : "");
-  tip.replaceChildren(make("b", "", title));
+    .sort((one, other) => far(...one) - far(...other))[0];
+  const spots = place({ step: data.events.map((one) => one.step), t: data.events.map((one) => one.t) });
+  const off = (spot) => Math.abs(scale.compute(spot) - px);
+  const mark = spots.filter(seen).reduce((best, spot) => (off(spot) < off(best ?? Infinity) ? spot : best), null);
+  // between two attempts there is no step, but what happened there
+  const alone = mark !== null && off(mark) <= NEAR && (!first || far(...first) > 2 * NEAR);
+  if (!first && !alone) return;
+  const centre = alone ? mark : first[0].x[first[1]], step = alone ? null : first[0].step[first[1]];
+  const near = (other, pixels) => Math.abs(scale.compute(other) - scale.compute(centre)) <= pixels;
+  const title = alone && mode === "time" ? [] : ["step " + (step ?? centre).toLocaleString("en")];
+  if (mode === "time") title.push(`after ${short(centre)} ${units[1]}`);
+  tip.replaceChildren(make("b", "", title.join(", ")));
   for (const each of on.sort((a, b) => a.lost - b.lost)) {
     const i = nearest(each, centre);
-    if (i < 0 || !near(each.x[i])) continue;
+    if (i < 0 || !near(each.x[i], each.dots ? NEAR : NEAR / 3)) continue;
     const name = each.name + (each.lost ? ", lost" : "") + (each.step[i] === step ? "" : ` (step ${each.step[i]})`);
     tip.append(make("div", "", key(each), make("span", "", name), make("em", "", read(chart, each.y[i]))));
   }
-  const spots = place({ step: data.events.map((one) => one.step), t: data.events.map((one) => one.t) });
-  for (const one of data.events.filter((_, i) => seen(spots[i]) && near(spots[i]))) {
+  for (const one of data.events.filter((_, i) => seen(spots[i]) && near(spots[i], NEAR))) {
     const sign = make("i", "", shapes[one.class].mark);
     sign.style.color = `var(--${shapes[one.class].color})`;
     tip.append(make("div", "told", sign, make("span", "", one.text)));
@@ -314,7 +105,8 @@ function listen(chart) {
 }
 
 function key(each) {
-  const kind = each.area ? " area" : each.dots > 6 ? " dashed" : each.width > 2 ? " bold" : each.alpha < 1 ? " faint" : "";
+  const kind = each.area ? " area" : each.dots > 6 ? " dashed" : each.width > 2 ? " bold" : each.alpha < 1 ? " faint"
+    : "";
   const sign = make("i", "key" + kind);
   sign.style.setProperty("--tone", `var(--${each.tone})`);
   return sign;
@@ -328,10 +120,10 @@ function keys(chart) {
   for (const each of all) {
     const button = make("button", "", key(each), each.name), name = chart.id + " " + each.name;
     button.type = "button";
-    button.setAttribute("aria-pressed", "true");
+    button.ariaPressed = "true";
     button.addEventListener("click", () => {
       if (!hidden.delete(name)) hidden.add(name);
-      button.setAttribute("aria-pressed", String(!hidden.has(name)));
+      button.ariaPressed = String(!hidden.has(name));
       draw(false);
     });
     list.append(button);
@@ -363,14 +155,14 @@ async function library() {
 async function show() {
   try {
     await library();
+    Bokeh.logger.set_level("warn");
+    await draw();
   } catch (error) {
     document.querySelector(".hint").textContent = "curves need a browser of 2023 or later (" + error.message + ")";
     return;
   }
-  Bokeh.logger.set_level("warn");
   legend();
   data.charts.forEach((chart) => { keys(chart); listen(chart); });
-  await draw();
 }
 
 if (data.charts.length) {
@@ -381,9 +173,14 @@ if (data.charts.length) {
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(false));
   addEventListener("scroll", leave, { passive: true });
-  // on paper the charts are as wide as on the screen, and the browser makes the page fit
-  const main = document.querySelector("main");
-  addEventListener("beforeprint", () => { leave(); main.style.width = main.offsetWidth + "px"; });
-  addEventListener("afterprint", () => { main.style.width = ""; });
+  // a browser prints as soon as this returns, so the charts are drawn for the width of paper at once
+  const resize = (paper) => {
+    document.querySelector("main").classList.toggle("paper", paper);
+    leave();
+    for (const { view } of shown) { view.after_resize(); view.repaint(); }
+  };
+  addEventListener("beforeprint", () => resize(true));
+  addEventListener("afterprint", () => resize(false));
 }
 """
+)
