@@ -9,6 +9,19 @@ from typing import NamedTuple
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
+# Bokeh draws inside shadow roots, which a dump of the page leaves out, so the curves are counted in the page.
+COUNT = """<script>
+const roots = (node) => [node, ...[...node.querySelectorAll("*")].filter((each) => each.shadowRoot)
+  .flatMap((each) => roots(each.shadowRoot))];
+const paths = (plot) => roots(plot)
+  .flatMap((root) => [...root.querySelectorAll("path[fill=none][stroke-linejoin=round]")]);
+setInterval(() => {
+  for (const plot of document.querySelectorAll(".plot")) {
+    plot.dataset.curves = paths(plot).filter((path) => path.getAttribute("d").includes("L")).length;
+  }
+}, 200);
+</script>"""
+
 
 class Seen(NamedTuple):
     """A page after its scripts have run: its elements, and what stands in the browser's console."""
@@ -21,11 +34,13 @@ def look(path: Path, width: int = 1300) -> Seen:
     """Open a file in the browser, in a window so many pixels wide, without any network."""
     assert BROWSER, "there is no browser"
     with tempfile.TemporaryDirectory(prefix="phalanx-browser-", ignore_cleanup_errors=True) as profile:
+        page = Path(profile, path.name)
+        page.write_text(path.read_text(encoding="utf-8").replace("</body>", COUNT + "</body>"), encoding="utf-8")
         options = [
             "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", f"--window-size={width},2400",
             "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=30000", "--enable-logging=stderr",
         ]  # fmt: skip
-        command = [BROWSER, *options, "--dump-dom", path.resolve().as_uri()]
+        command = [BROWSER, *options, "--dump-dom", page.as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return Seen(done.stdout, re.findall(r"CONSOLE[:(]\d+\)?\] (.*)", done.stderr))
@@ -33,7 +48,5 @@ def look(path: Path, width: int = 1300) -> Seen:
 
 def curves(seen: Seen) -> dict[str, int]:
     """How many curves each chart of a report shows; lines in a legend are not counted."""
-    charts = re.split(r'class="plot[^"]*" id="plot-', seen.page)[1:]
-    return {
-        chart.partition('"')[0]: len(re.findall(r'<path class="js-line"[^>]* d="M[^"]*L', chart)) for chart in charts
-    }
+    found = re.findall(r'class="plot" id="plot-(\w+)" data-curves="(\d+)"', seen.page)
+    return {chart: int(number) for chart, number in found}

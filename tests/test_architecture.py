@@ -96,7 +96,7 @@ MAY_USE: dict[str, set[str]] = {
     "parallel": {"torch"},
     "planner": {"rich"},
     "recovery": {"numpy"},
-    "report": {"plotly", "rich", "yaml"},
+    "report": {"bokeh", "rich", "yaml"},
     "storage": {"fsspec"},
     "system": {"torch"},
     "tasks": {"torch", "numpy"},

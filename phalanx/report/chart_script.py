@@ -166,9 +166,10 @@ function plot(chart, x_range) {
   const y_range = new M.Range1d(heights(chart, drawn)), marks = new M.Range1d({ start: 0, end: 1 });
   marks.change.connect(() => marks.setv({ start: 0, end: 1 }));  // a zoom leaves the marks at their heights
   const figure = new M.Plot({ x_range, y_range, extra_y_ranges: { marks },
-    extra_y_scales: { marks: new M.LinearScale() }, ...(chart.log ? { y_scale: new M.LogScale() } : {}), output_backend: "svg", sizing_mode: "stretch_both",
-    toolbar_location: null, background_fill_color: null, border_fill_color: null, outline_line_color: null,
-    min_border_left: 46, min_border_right: 12, min_border_top: 8, lod_threshold: null });
+    extra_y_scales: { marks: new M.LinearScale() }, ...(chart.log ? { y_scale: new M.LogScale() } : {}),
+    output_backend: "svg", sizing_mode: "stretch_both", toolbar_location: null, lod_threshold: null,
+    background_fill_color: null, border_fill_color: null, outline_line_color: null,
+    min_border_left: 46, min_border_right: 12, min_border_top: 8 });
   const x_ticks = new M.BasicTicker({ desired_num_ticks: narrow ? 5 : 8, min_interval: mode === "step" ? 1 : 0,
     mantissas: [1, 2, 5] });
   const y_ticks = chart.log ? new M.LogTicker() : new M.BasicTicker({ desired_num_ticks: 4, mantissas: [1, 2, 5] });

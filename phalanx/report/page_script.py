@@ -1,4 +1,4 @@
-"""The script of a report's page: it draws the charts and says what is at the pointer. The page holds BokehJS compressed.
+"""The script of a report's page: it draws the charts and says what is at the pointer. BokehJS is in the page.
 
 The box of values, the vertical line through all charts and the legends are elements of the page, not of Bokeh, so that
 text of a run is never read as markup, and they follow the page's colours.
@@ -14,6 +14,7 @@ let shown = [], views = null, drawing = Promise.resolve();
 function draw(whole = true) {
   drawing = drawing.then(async () => {
     const { Document } = Bokeh.require("document");
+    Bokeh.documents.length = 0;
     const kept = shown.length && !whole ? shown[0].figure.x_range : null;
     const x_range = new Bokeh.Models.Range1d(kept ? { start: kept.start, end: kept.end } : span());
     const old = views, page = new Document(), made = data.charts.map((chart) => plot(chart, x_range));

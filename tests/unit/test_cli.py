@@ -64,7 +64,7 @@ for arguments in json.loads(sys.argv[1]):
             code = "it returned"
         except SystemExit as leaving:
             code = leaving.code
-    heavy = sorted({"torch", "transformers", "tokenizers", "plotly", "numpy", "safetensors"} & set(sys.modules))
+    heavy = sorted({"torch", "transformers", "tokenizers", "bokeh", "numpy", "safetensors"} & set(sys.modules))
     found.append([code, out.getvalue(), heavy])
 print(json.dumps(found))
 """
