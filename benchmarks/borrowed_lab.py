@@ -237,24 +237,31 @@ def _rows(whole: float, waiting: float, ours: float, ratio: float, why: str) -> 
 
 def draw(found: dict[str, Any], file: Path) -> None:
     """Speeds of all ways beside each other, and what each node holds of what it may."""
-    from plotly import graph_objects
-    from plotly.subplots import make_subplots
+    from bokeh.embed import file_html
+    from bokeh.layouts import row
+    from bokeh.plotting import figure
+    from bokeh.resources import INLINE
 
-    figure = make_subplots(1, 2, subplot_titles=("tokens a second", "memory of each node under the plan, GiB"))
     # Colours that are told apart with weak colour vision as well (Okabe and Ito, 2008).
     colours = ("#0072B2", "#D55E00", "#E69F00", "#009E73")
+    size: dict[str, Any] = {"height": 500, "sizing_mode": "stretch_width", "toolbar_location": None}
     names, rates = list(found["rates"]), list(found["rates"].values())
     text = ["killed" if not each else f"{each:,.0f}" for each in rates]
-    figure.add_bar(x=names, y=rates, marker_color=colours, text=text, textposition="outside", cliponaxis=False,
-                   showlegend=False, row=1, col=1)  # fmt: skip
+    speeds = figure(
+        title="Three borrowed machines: tokens a second", x_range=names, y_range=(0, 1.1 * max(rates)), **size
+    )
+    speeds.vbar(names, top=rates, width=0.8, color=list(colours))
+    speeds.text(names, rates, text=text, text_align="center", text_baseline="bottom", y_offset=-3)
+    speeds.xaxis.major_label_orientation = 0.4
     nodes = [f"node {node}, {share} sequences" for node, share in zip(found["order"], found["shares"], strict=True)]
     held = [found["peaks"].get(rank, 0) / GIB for rank in range(len(nodes))]
     limits = [found["limits"][node] / GIB for node in found["order"]]
-    figure.add_bar(x=nodes, y=held, name="held", marker_color=colours[0], row=1, col=2)
-    figure.add_scatter(x=nodes, y=limits, name="limit", mode="markers", row=1, col=2,
-                       marker={"symbol": "line-ew", "size": 60, "line": {"width": 3, "color": colours[1]}})  # fmt: skip
-    figure.update_layout(template="plotly_white", title="Three borrowed machines", height=500)
-    graph_objects.Figure(figure).write_html(file)
+    top = 1.25 * max(*held, *limits)  # with room for the legend
+    memory = figure(title="memory of each node under the plan, GiB", x_range=nodes, y_range=(0, top), **size)
+    memory.vbar(nodes, top=held, width=0.8, color=colours[0], legend_label="held")
+    memory.scatter(nodes, limits, marker="dash", size=60, line_width=3, color=colours[1], legend_label="limit")
+    page = file_html(row(speeds, memory, sizing_mode="stretch_width"), INLINE, "Three borrowed machines")
+    file.write_text(page, encoding="utf-8")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ something else. `--html` draws all six.
 import functools
 import inspect
 import json
+import math
 import os
 import signal
 import sys
@@ -225,28 +226,34 @@ def apart(curve: list[float], other: list[float]) -> float:
 
 def draw(curves: dict[str, list[float]], file: Path) -> None:
     """All curves in one picture, and below it how far each is from the first."""
-    from plotly import graph_objects
-    from plotly.subplots import make_subplots
+    from bokeh.embed import file_html
+    from bokeh.layouts import column
+    from bokeh.plotting import figure
+    from bokeh.resources import INLINE
 
-    titles = ("loss", "relative difference to one rank")
-    figure = make_subplots(
-        2, 1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08, subplot_titles=titles
+    title = "One recipe, five clusters, a plain loop and a control"
+    size: dict[str, Any] = {"sizing_mode": "stretch_width", "min_border_left": 80, "tools": "box_zoom,reset,save"}
+    losses = figure(title=f"{title}: loss", height=480, **size)
+    beside = figure(
+        title="relative difference to one rank", height=320, y_axis_type="log", x_range=losses.x_range, **size
     )
+    beside.xaxis.axis_label = "step"
     # One colour for each way, told apart with weak colour vision as well (Okabe and Ito, 2008).
     colours = ("#000000", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#D55E00")
     first = next(iter(curves.values()))
     for (name, curve), colour in zip(curves.items(), colours, strict=True):
         steps = list(range(1, len(curve) + 1))
-        line = {"color": colour, "width": 2, "dash": "dash" if name == WRONG else "solid"}
-        figure.add_scatter(x=steps, y=curve, name=name, line=line, row=1, col=1)
-        differences = [abs(one - two) / abs(two) or None for one, two in zip(curve, first, strict=True)]
-        figure.add_scatter(x=steps, y=differences, showlegend=False, name=name, line=line, row=2, col=1)
-    figure.update_yaxes(type="log", exponentformat="power", row=2, col=1)
-    figure.update_xaxes(title="step", row=2, col=1)
-    figure.update_layout(
-        template="plotly_white", title="One recipe, five clusters, a plain loop and a control", height=800
-    )
-    graph_objects.Figure(figure).write_html(file)
+        line: dict[str, Any] = {
+            "line_color": colour,
+            "line_width": 2,
+            "line_dash": "dashed" if name == WRONG else "solid",
+        }
+        losses.line(steps, curve, legend_label=name, **line)
+        differences = [abs(one - two) / abs(two) or math.nan for one, two in zip(curve, first, strict=True)]
+        beside.line(steps, differences, **line)
+    losses.legend.click_policy = "hide"
+    page = file_html(column(losses, beside, sizing_mode="stretch_width"), INLINE, title)
+    file.write_text(page, encoding="utf-8")
 
 
 def main() -> None:

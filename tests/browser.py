@@ -47,6 +47,6 @@ def look(path: Path, width: int = 1300) -> Seen:
 
 
 def curves(seen: Seen) -> dict[str, int]:
-    """How many curves each chart of a report shows; lines in a legend are not counted."""
+    """How many curves each chart of a report shows; single points are not counted."""
     found = re.findall(r'class="plot" id="plot-(\w+)" data-curves="(\d+)"', seen.page)
     return {chart: int(number) for chart, number in found}

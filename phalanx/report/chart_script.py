@@ -178,7 +178,7 @@ function plot(chart, x_range) {
     axis_line_color: color("soft"), major_tick_line_color: color("soft"), major_tick_in: 0, major_tick_out: 4,
     axis_label: mode === "step" ? "step" : "time since the start, " + units[1] }), "below");
   const Axis = chart.log ? M.LogAxis : M.LinearAxis;
-  figure.add_layout(new Axis({ ...look, ticker: y_ticks, 
+  figure.add_layout(new Axis({ ...look, ticker: y_ticks,
     formatter: formatter(chart.percent ? percents : chart.log ? (all) => all.map((one) => short(one)) : ticks),
     ...(chart.log ? { minor_tick_line_color: color("soft"), minor_tick_out: 4, minor_tick_in: 0 } : {}) }), "left");
   figure.add_layout(new M.Grid({ dimension: 1, ticker: y_ticks, grid_line_color: color("soft"),
