@@ -239,6 +239,7 @@ def draw(found: dict[str, Any], file: Path) -> None:
     """Speeds of all ways beside each other, and what each node holds of what it may."""
     from bokeh.embed import file_html
     from bokeh.layouts import row
+    from bokeh.models import FactorRange, Range1d
     from bokeh.plotting import figure
     from bokeh.resources import INLINE
 
@@ -248,7 +249,10 @@ def draw(found: dict[str, Any], file: Path) -> None:
     names, rates = list(found["rates"]), list(found["rates"].values())
     text = ["killed" if not each else f"{each:,.0f}" for each in rates]
     speeds = figure(
-        title="Three borrowed machines: tokens a second", x_range=names, y_range=(0, 1.1 * max(rates)), **size
+        title="Three borrowed machines: tokens a second",
+        x_range=FactorRange(factors=names),
+        y_range=Range1d(start=0, end=1.1 * max(rates)),
+        **size,
     )
     speeds.vbar(names, top=rates, width=0.8, color=list(colours))
     speeds.text(names, rates, text=text, text_align="center", text_baseline="bottom", y_offset=-3)
@@ -257,7 +261,12 @@ def draw(found: dict[str, Any], file: Path) -> None:
     held = [found["peaks"].get(rank, 0) / GIB for rank in range(len(nodes))]
     limits = [found["limits"][node] / GIB for node in found["order"]]
     top = 1.25 * max(*held, *limits)  # with room for the legend
-    memory = figure(title="memory of each node under the plan, GiB", x_range=nodes, y_range=(0, top), **size)
+    memory = figure(
+        title="memory of each node under the plan, GiB",
+        x_range=FactorRange(factors=nodes),
+        y_range=Range1d(start=0, end=top),
+        **size,
+    )
     memory.vbar(nodes, top=held, width=0.8, color=colours[0], legend_label="held")
     memory.scatter(nodes, limits, marker="dash", size=60, line_width=3, color=colours[1], legend_label="limit")
     page = file_html(row(speeds, memory, sizing_mode="stretch_width"), INLINE, "Three borrowed machines")

@@ -30,12 +30,13 @@ class Seen(NamedTuple):
     console: list[str]
 
 
-def look(path: Path, width: int = 1300) -> Seen:
-    """Open a file in the browser, in a window so many pixels wide, without any network."""
+def look(path: Path, width: int = 1300, script: str = "") -> Seen:
+    """Open a file in the browser, in a window so many pixels wide, without any network; `script` runs in the page."""
     assert BROWSER, "there is no browser"
     with tempfile.TemporaryDirectory(prefix="phalanx-browser-", ignore_cleanup_errors=True) as profile:
         page = Path(profile, path.name)
-        page.write_text(path.read_text(encoding="utf-8").replace("</body>", COUNT + "</body>"), encoding="utf-8")
+        added = f"{COUNT}<script>{script}</script></body>"
+        page.write_text(path.read_text(encoding="utf-8").replace("</body>", added), encoding="utf-8")
         options = [
             "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", f"--window-size={width},2400",
             "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=30000", "--enable-logging=stderr",

@@ -21,6 +21,7 @@ const shapes = {
     mark: "\u2758" },
 };
 const NEAR = 8;  // pixels between the pointer and what it is at
+const TOLD = 6;  // of more events at one place, the nearest are told
 let mode = "step";
 const hidden = new Set();  // names of curves that were switched off in a legend, by chart
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
@@ -58,6 +59,12 @@ function ticks(values) {
 
 function percents(values) {
   return ticks(values.map((value) => 100 * value)).map((text) => text + "%");
+}
+
+function powers(values) {
+  const wide = values.some((value) => value >= 1e4 || value < 1e-3);
+  const power = (value) => value.toExponential(0).replace("e+", "e").replace("e-", "e\u2212");
+  return values.map(wide ? power : (value) => short(value));
 }
 
 // ticks at 1, 2 and 5 of each power of ten, or where there are many powers at some of these only
@@ -179,7 +186,7 @@ function plot(chart, x_range) {
     axis_label: mode === "step" ? "step" : "time since the start, " + units[1] }), "below");
   const Axis = chart.log ? M.LogAxis : M.LinearAxis;
   figure.add_layout(new Axis({ ...look, ticker: y_ticks,
-    formatter: formatter(chart.percent ? percents : chart.log ? (all) => all.map((one) => short(one)) : ticks),
+    formatter: formatter(chart.percent ? percents : chart.log ? powers : ticks),
     ...(chart.log ? { minor_tick_line_color: color("soft"), minor_tick_out: 4, minor_tick_in: 0 } : {}) }), "left");
   figure.add_layout(new M.Grid({ dimension: 1, ticker: y_ticks, grid_line_color: color("soft"),
     grid_line_alpha: 0.16, level: "image" }));
@@ -197,8 +204,8 @@ function plot(chart, x_range) {
     const at = (found) => place({ step: found.map((event) => event.step), t: found.map((event) => event.t) });
     const tone = color(shape.color);
     if (crossing.length) {
-      add(new M.VSpan({ x, line_color: tone, line_width: 1.2, line_dash: kind === "died" ? [] : [2, 3] }),
-        { x: at(crossing) }, under);
+      add(new M.VSpan({ x, line_color: tone, line_width: 1.2, line_dash: kind === "died" ? [] : [2, 3],
+        line_alpha: Math.max(0.25, Math.min(1, 40 / crossing.length)) }), { x: at(crossing) }, under);
     }
     if (events.length) {
       add(new M.Scatter({ x, y, marker: shape.symbol, size: shape.size ?? 8, angle: (shape.turn ?? 0) * Math.PI / 180,

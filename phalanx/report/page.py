@@ -66,8 +66,8 @@ h3 span, summary span { margin-left: 8px; color: var(--soft); font-weight: 400; 
 .head { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 16px; margin-bottom: 6px; }
 .head h3 { margin: 0; }
 .keys { display: flex; flex-wrap: wrap; gap: 0 12px; }
-.keys button { border: 0; padding: 0; font: inherit; font-size: 12.5px; color: var(--ink); background: none;
-  cursor: pointer; } .keys button[aria-pressed=false] { opacity: .4; }
+.keys button { border: 0; padding: 0; font: inherit; font-size: 12.5px; text-align: left; color: var(--ink);
+  background: none; cursor: pointer; } .keys button[aria-pressed=false] { opacity: .4; }
 .key { display: inline-block; width: 18px; margin-right: 6px; vertical-align: 3px; border-top: 2px solid var(--tone); }
 .key.faint { border-top-width: 1px; opacity: .6; } .key.dashed { border-top-style: dashed; }
 .key.bold { border-top-width: 3px; }

@@ -79,11 +79,14 @@ function point(at, event) {
     const name = each.name + (each.lost ? ", lost" : "") + (each.step[i] === step ? "" : ` (step ${each.step[i]})`);
     tip.append(make("div", "", key(each), make("span", "", name), make("em", "", read(chart, each.y[i]))));
   }
-  for (const one of data.events.filter((_, i) => seen(spots[i]) && near(spots[i], NEAR))) {
+  const told = data.events.map((one, i) => [one, spots[i]]).filter(([, spot]) => seen(spot) && near(spot, NEAR))
+    .sort(([, spot], [, other]) => Math.abs(spot - centre) - Math.abs(other - centre));
+  for (const [one] of told.slice(0, TOLD)) {
     const sign = make("i", "", shapes[one.class].mark);
     sign.style.color = `var(--${shapes[one.class].color})`;
     tip.append(make("div", "told", sign, make("span", "", one.text)));
   }
+  if (told.length > TOLD) tip.append(make("div", "told", make("i", ""), `and ${told.length - TOLD} more`));
   for (const other of shown) {
     const rule = make("div", "rule"), { bbox: inside, x_scale } = other.view.frame;
     rule.style.cssText = `left: ${x_scale.compute(centre)}px; top: ${inside.top}px; height: ${inside.height}px`;

@@ -146,6 +146,47 @@ def test_every_chart_has_its_curves_in_a_browser_that_complains_of_nothing(tmp_p
     assert browser.curves(seen) == {"loss": 3, "speed": 2, "time": 3, "memory": 1, "lr": 2, "norm": 2}
 
 
+# What a reader does once the charts are there: points into the chart of losses.
+POINT = """
+const wait = setInterval(() => {
+  const plot = document.getElementById("plot-loss");
+  if (!Number(plot.dataset.curves)) return;
+  clearInterval(wait);
+  %s
+  setTimeout(() => {
+    const { left, top, width } = plot.getBoundingClientRect();
+    plot.dispatchEvent(new PointerEvent("pointermove", { clientX: left + 46 + %f * (width - 58), clientY: top + 100 }));
+  }, 2000);
+}, 100);
+"""
+
+
+@pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium")
+def test_one_box_tells_all_values_of_a_step_and_what_happened_there(tmp_path: Path) -> None:
+    path = report.write_report(make_run(tmp_path))
+
+    def told(before: str, place: float) -> str:
+        seen = browser.look(path, script=POINT % (before, place))
+        assert seen.console == []
+        assert seen.page.count('class="rule"') == 6  # the step is marked in every chart
+        return re.sub(r"<[^>]*>", "|", seen.page.partition('<div class="tip"')[2].partition("<script")[0])
+
+    at_death = told("", 0.577)  # of steps 1 to 20
+    for words in (
+        "|step 12|",
+        "|train|",
+        "|train, smoothed|",
+        "|train, lost|",
+        "|4.88|",
+        "|rank 1 (pid 77) was killed by",
+    ):
+        assert words in at_death
+    assert "resumed" not in at_death
+    by_time = told("document.querySelector('[data-mode=time]').click();", 0.1045)  # of 120 seconds
+    assert "|step 12, after 12 s|" in by_time and "|train, lost|" in by_time and "|train|" not in by_time
+    assert "|starting again: attempt 2|" in by_time
+
+
 def test_text_of_a_run_cannot_become_markup(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "<script>alert(1)<")
     evil = "</script><script>alert(2)</script><img src=x onerror=alert(3)> @@bokeh@@ é漢"
