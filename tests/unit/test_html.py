@@ -184,7 +184,7 @@ def test_one_box_tells_all_values_of_a_step_and_what_happened_there(tmp_path: Pa
     assert "resumed" not in at_death
     by_time = told("document.querySelector('[data-mode=time]').click();", 0.1045)  # of 120 seconds
     assert "|step 12, after 12 s|" in by_time and "|train, lost|" in by_time and "|train|" not in by_time
-    assert "|starting again: attempt 2|" in by_time
+    assert "|rank 1 (pid 77) was killed by" in by_time
 
 
 def test_text_of_a_run_cannot_become_markup(tmp_path: Path) -> None:
