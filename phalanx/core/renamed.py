@@ -47,13 +47,17 @@ EVENTS = {
     "slow": "straggler",
     "signalled": "stop_requested",
 }
-# Modules that users' programs, tasks and models import, and names in them that have changed.
+# Modules that users' programs, tasks and models import, and names in them that have changed; with dots where the name
+# is in another module now.
 MODULES: dict[str, tuple[str, dict[str, str]]] = {
-    "phalanx.axes": ("phalanx.layout.mesh_axes", {"Axes": "MeshAxes"}),
+    "phalanx.axes": ("phalanx.layout.mesh_axes", {"Axes": "MeshAxes", "Place": "MeshCoordinates"}),
     "phalanx.balance": ("phalanx.layout.balance", {}),
     "phalanx.cluster.placement": ("phalanx.system.torchrun_env", {}),
     "phalanx.errors": ("phalanx.core.errors", {}),
-    "phalanx.models.draws": ("phalanx.models.counter_rng", {"Draws": "CounterRNG"}),
+    "phalanx.models.draws": (
+        "phalanx.models.counter_rng",
+        {"Draws": "CounterRNG", "key": "derive_key", "bits": "random_bits", "keep": "dropout_mask"},
+    ),
     "phalanx.models.export": ("phalanx.models.hf_export", {}),
     "phalanx.models.hf": ("phalanx.models.hf_mapping", {}),
     "phalanx.models.megatron": ("phalanx.compat.megatron.weights", {}),
@@ -61,12 +65,16 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "phalanx.models.spec": ("phalanx.layout.model_shape", {}),
     "phalanx.models.weights": ("phalanx.models.hf_weights", {}),
     "phalanx.parallel.transform": ("phalanx.parallel.hf_transform", {}),
-    "phalanx.recipe": ("phalanx.config.load", {}),
-    "phalanx.records": ("phalanx.core.run_paths", {}),
-    "phalanx.sharded_model": ("phalanx.api.sharded_model", {}),
+    "phalanx.placement": ("phalanx.core.placement", {}),
+    "phalanx.recipe": ("phalanx.config.load", {"load": "load_recipe", "load_saved": "load_saved_recipe"}),
+    "phalanx.records": (
+        "phalanx.core.run_paths",
+        {"StepRecord": "phalanx.core.records.StepRecord", "read_steps": "phalanx.core.records.read_steps"},
+    ),
+    "phalanx.sharded_model": ("phalanx.api.sharded_model", {"Step": "ShardedStep"}),
     "phalanx.sharding": ("phalanx.api.shard", {}),
     "phalanx.tasks.own": ("phalanx.tasks.custom", {"OwnTask": "CustomTask"}),
-    "phalanx.train.callback": ("phalanx.trainer.callback", {}),
+    "phalanx.train.callback": ("phalanx.trainer.callback", {"Request": "CallbackRequest"}),
     "phalanx.train.clock": ("phalanx.workload.clock", {}),
     "phalanx.train.sharing": ("phalanx.workload.work_split", {"Sharing": "WorkSplit"}),
 }
@@ -74,6 +82,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
 NAMES: dict[str, dict[str, str]] = {
     "phalanx.comm.backend": {"counters": "read_counters"},
     "phalanx.comm.mesh": {"alone": "single_rank_mesh", "beside": "attach_mesh"},
+    "phalanx.launch": {"train": "phalanx.launch.local.train"},
     "phalanx.models.layers": {"IGNORED": "IGNORE_INDEX"},
     "phalanx.models.llama": {"initial": "llama_init_rule"},
     "phalanx.models.model": {"Start": "InitRule", "draw": "draw_init_slice", "plain_start": "default_init_rule"},
@@ -112,14 +121,29 @@ def rename_words(words: Sequence[str]) -> list[str]:
     return ["".join((KEYS.get(key, key), equals, value)) for key, equals, value in split]
 
 
+def rename_dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's mapping of whole keys, such as those of a plan, with today's keys and values."""
+    return {KEYS.get(key, key): _rename_value(KEYS.get(key, key), value) for key, value in keys.items()}
+
+
+def _rename_value(key: str, value: Any) -> Any:
+    """The value of a key of today, by today's name if it was another one."""
+    for (of, before), after in VALUES.items():
+        if of == key and type(value) is type(before) and value == before:
+            return after
+    return value
+
+
 def rename_event(event: dict[str, Any]) -> dict[str, Any]:
     """A line of an old run's events by today's names; its keys of recipes, too."""
     kind = event.get("kind")
     if isinstance(kind, str) and kind in EVENTS:
         event = {**event, "kind": EVENTS[kind]}
-    if isinstance(key := event.get("key"), str) and key in KEYS:
-        value = event.get("value")
-        event = {**event, "key": KEYS[key], "value": VALUES.get((KEYS[key], value), value)}
+    if isinstance(key := event.get("key"), str) and "value" in event:
+        [(key, value)] = rename_dotted({key: event["value"]}).items()
+        event = {**event, "key": key, "value": value}
+    if isinstance(keys := event.get("keys"), Mapping):
+        event = {**event, "keys": rename_dotted(keys)}
     return event
 
 
@@ -159,20 +183,31 @@ class OldNames(MetaPathFinder, Loader):
         found = importlib.import_module(new)
         warn_of([(module.__name__, new)], "an import")
         vars(module).update({key: value for key, value in vars(found).items() if not key.startswith("__")})
-        for old, name in names.items():
-            setattr(module, old, getattr(found, name))
+        setattr(module, "__getattr__", _finder_of(module.__name__, new, names))  # noqa: B010
 
 
 def old_names(module: str) -> Callable[[str], Any]:
     """The `__getattr__` of a module some of whose names have changed."""
+    return _finder_of(module, module, NAMES[module])
+
+
+def _finder_of(module: str, today: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of `module`, whose `names` of before are found in the module `today`, or where they say."""
 
     def find(name: str) -> Any:
-        if name not in NAMES[module]:
+        if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warn_of([(f"{module}.{name}", f"{module}.{NAMES[module][name]}")], "an import")
-        return getattr(sys.modules[module], NAMES[module][name])
+        path = full_path(today, names[name])
+        warn_of([(f"{module}.{name}", path)], "an import")
+        where, _, called = path.rpartition(".")
+        return getattr(importlib.import_module(where), called)
 
     return find
+
+
+def full_path(module: str, name: str) -> str:
+    """Where a name is that has changed: in `module`, if it does not say where itself."""
+    return name if "." in name else f"{module}.{name}"
 
 
 def install() -> None:

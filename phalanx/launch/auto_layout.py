@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.config import load
 from phalanx.config.schema import Config, get_knob
 from phalanx.core.errors import ConfigError
+from phalanx.core.renamed import rename_dotted
 from phalanx.core.run_paths import RunPaths
 from phalanx.health.devices import DeviceInfo
 from phalanx.layout import hardware
@@ -106,12 +107,14 @@ def _read_measured(file: str | None, paths: RunPaths) -> Hardware | None:
 
 
 def _read_last_record(paths: RunPaths) -> LayoutRecord | None:
-    """The record of the last start; None where there is none that can be read."""
+    """The record of the last start, one of an older version by today's keys; None where none can be read."""
     try:
         told = json.loads(paths.plan.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return told if isinstance(told, dict) else None
+    if not isinstance(told, dict) or not isinstance(told.get("keys"), dict):
+        return None
+    return {**told, "keys": rename_dotted(told["keys"])}
 
 
 def layout_event(record: LayoutRecord) -> LayoutRecord:

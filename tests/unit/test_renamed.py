@@ -95,14 +95,28 @@ def test_events_of_old_runs_are_read_by_new_names(tmp_path: Path) -> None:
     lines = [
         {"kind": "reshared", "step": 3},
         {"kind": "resolved", "key": "optim.slots", "value": 2},
+        {"kind": "resolved", "key": "parallel.stages", "value": [3, 1]},
+        {"kind": "resolved", "key": "task.kind", "value": "own"},
+        {"kind": "planned", "keys": {"parallel.reduce": "auto", "parallel.tensor": 2, "optim.slots": 1}},
         {"kind": "health"},
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": ')
     assert list(read_events(tmp_path / "events.jsonl")) == [
         {"kind": "work_rebalanced", "step": 3},
         {"kind": "auto_resolved", "key": "optim.double_buffer", "value": True},
+        {"kind": "auto_resolved", "key": "parallel.layers_per_stage", "value": [3, 1]},
+        {"kind": "auto_resolved", "key": "task.kind", "value": "custom"},
+        {
+            "kind": "layout_chosen",
+            "keys": {"parallel.grad_reduce": "auto", "parallel.tensor": 2, "optim.double_buffer": False},
+        },
         {"kind": "health"},
     ]
+
+
+def find(path: str) -> object:
+    where, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(where), name)
 
 
 @pytest.mark.parametrize("old", MODULES)
@@ -113,7 +127,11 @@ def test_an_old_import_path_is_another_name_of_the_new_one(old: str, monkeypatch
         found = importlib.import_module(old)
     today = importlib.import_module(new)
     for before, now in names.items():
-        assert getattr(found, before) is getattr(today, now)
+        path = renamed.full_path(new, now)
+        with pytest.warns(RenamedWarning, match=rf"an import: {old}\.{before} is called {path} now"):
+            assert getattr(found, before) is find(path)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing_of_the_kind'"):
+        found.nothing_of_the_kind  # noqa: B018
     public = [name for name in vars(today) if not name.startswith("_")]
     assert public and all(getattr(found, name) is getattr(today, name) for name in public)
 
@@ -121,8 +139,9 @@ def test_an_old_import_path_is_another_name_of_the_new_one(old: str, monkeypatch
 @pytest.mark.parametrize(("module", "old"), [(module, old) for module, names in NAMES.items() for old in names])
 def test_an_old_name_in_a_module_that_stays(module: str, old: str) -> None:
     found = importlib.import_module(module)
-    with pytest.warns(RenamedWarning, match=rf"an import: {module}.{old} is called {module}.{NAMES[module][old]} now"):
-        assert getattr(found, old) is getattr(found, NAMES[module][old])
+    path = renamed.full_path(module, NAMES[module][old])
+    with pytest.warns(RenamedWarning, match=rf"an import: {module}.{old} is called {path} now"):
+        assert getattr(found, old) is find(path)
     with pytest.raises(AttributeError, match="has no attribute 'nothing_of_the_kind'"):
         found.nothing_of_the_kind  # noqa: B018
 
@@ -165,9 +184,15 @@ def test_the_page_lists_what_the_table_has() -> None:
     page = (ROOT / "docs" / "renamed.md").read_text()
     listed = {(old, new) for old, new in re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", page, re.MULTILINE)}
     changed = {
-        (f"{old}.{before}", f"{new}.{now}") for old, (new, names) in MODULES.items() for before, now in names.items()
+        (f"{old}.{before}", renamed.full_path(new, now))
+        for old, (new, names) in MODULES.items()
+        for before, now in names.items()
     }
-    changed |= {(f"{module}.{old}", f"{module}.{new}") for module, names in NAMES.items() for old, new in names.items()}
+    changed |= {
+        (f"{module}.{old}", renamed.full_path(module, new))
+        for module, names in NAMES.items()
+        for old, new in names.items()
+    }
     modules = {(old, new) for old, (new, _) in MODULES.items()}
     commands = {("phalanx nodes return", "phalanx nodes uncordon")}
     assert listed == {
