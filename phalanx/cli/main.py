@@ -496,6 +496,9 @@ def main() -> None:
             traceback.print_exc()
         _complain(str(error))
         sys.exit(error.exit_code)
+    except RenamedWarning as error:  # whoever runs Python with -W error wants old names to fail
+        _complain(str(error))
+        sys.exit(ExitCode.CONFIG)
     except Exception as error:
         if debug:
             traceback.print_exc()

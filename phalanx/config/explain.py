@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from phalanx.config.load import RESOLVED_ANEW, RESOLVED_FOR_DEVICES, suggest_key
 from phalanx.config.schema import iter_knobs
 from phalanx.core.errors import ConfigError
+from phalanx.core.renamed import KEYS, warn_of
 
 LEAST_SHARE = 0.7  # of a line, that names and defaults may take before what keys mean goes below them
 EXACT = 2**53  # a limit that only keeps numbers exact
@@ -22,6 +23,9 @@ def explain_key(key: str, width: int) -> str:
     key that there is not.
     """
     known = dict(iter_knobs())
+    if key in KEYS:
+        warn_of([(key, KEYS[key])], "the command line")
+        key = KEYS[key]
     if key in known:
         return _in_full(key, known[key], width)
     listed = {name: info for name, info in known.items() if not key or name.startswith(f"{key}.")}
@@ -60,7 +64,7 @@ def _auto(key: str) -> str:
     if key in ("balance.batch", "data.workers"):
         return "stays auto in the run folder, since it is found all the time"
     if key == "balance.optimizer_state":
-        return "gets its value at the first start, and anew for other ranks; an event of kind resolved names it"
+        return "gets its value at the first start, and anew for other ranks; an event of kind auto_resolved names it"
     if key in RESOLVED_ANEW:
         return "gets its value at each start; config.yaml of the run folder names it"
     kept = " unless the run goes on with other devices" if key in RESOLVED_FOR_DEVICES else ""

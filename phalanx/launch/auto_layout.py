@@ -55,7 +55,7 @@ def resolve_layout(
     # A file of what was measured informs a plan; it is no wish to leave the model whole.
     freed = load.update_config(config, free | {"balance.hardware": None, "parallel.layout": "given"})
     resolved, _ = load.resolve_autos(freed, device=kind, world=len(devices), bf16=all(bf16), differ=len(bf16) > 1)
-    asked = (resolved, written, present, _read_measured(config.balance.hardware, paths), _read_last_record(paths))
+    asked = (resolved, written, present, _read_measured(config.balance.hardware, paths), read_last_record(paths))
     told = fork_call(_choose, *asked, timeout_s=None, meanwhile=meanwhile)
     keys = dict(told["keys"])
     if keys["parallel.tensor"] * keys["parallel.pipeline"] > 1:
@@ -106,7 +106,7 @@ def _read_measured(file: str | None, paths: RunPaths) -> Hardware | None:
     )
 
 
-def _read_last_record(paths: RunPaths) -> LayoutRecord | None:
+def read_last_record(paths: RunPaths) -> LayoutRecord | None:
     """The record of the last start, one of an older version by today's keys; None where none can be read."""
     try:
         told = json.loads(paths.plan.read_text(encoding="utf-8"))

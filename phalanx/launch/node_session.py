@@ -21,6 +21,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.events import EventKind, write_event
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode
+from phalanx.core.renamed import rename_keys
 from phalanx.core.run_paths import BASE_WEIGHTS, RunPaths
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.rendezvous import refresh_listing
@@ -68,6 +69,12 @@ def render_shared_config(requested: Config, prepared: PreparedRun) -> str:
     planned = requested.parallel.layout == "auto"  # by node 0, for all of them
     own = {key: "auto" for key in of_nodes if not planned and load.get_knob(requested, key) == "auto"}
     return load.to_yaml(load.update_config(prepared.config, own))
+
+
+def read_offered_config(offer: Message) -> Config:
+    """What a leader offers, which may be of the release before. Raises ConfigError where it is none of a recipe."""
+    where = "node 0's configuration"
+    return load.build_config(rename_keys(load.parse_yaml(offer["config"], where))[0], where)
 
 
 def make_offer(
@@ -142,7 +149,7 @@ class NodeSession(NodeParticipant):
         from phalanx.workload import local_copies
         from phalanx.workload.workload import find_model_shape
 
-        config = load.build_config(yaml.safe_load(offer["config"]), "node 0's configuration")
+        config = read_offered_config(offer)
         offer_checks.check_offer(self.requested_config, config)
         offer_checks.check_faults(self.requested_faults, faults.faults_from_message(offer["faults"]))
         if failover.parse_policy(offer) != make_policy(config, self.context.nodes):

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import load
+from phalanx.config import explain, load
 from phalanx.config.schema import Config, iter_knobs
 from phalanx.core import renamed
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import EventKind, read_events
+from phalanx.core.placement import ExitCode
 from phalanx.core.renamed import EVENTS, KEYS, MODULES, NAMES, VALUES, RenamedWarning
+from phalanx.core.run_paths import RunPaths
+from phalanx.launch import auto_layout, node_session
 from tests.helpers import ROOT
 
 RECIPE = {
@@ -169,6 +172,42 @@ def test_a_command_says_its_warning_in_a_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "warning: old.yaml: memory.horizon is called memory.offload_prefetch_blocks now" in done.stderr
     assert "renamed.py" not in done.stderr and "offload_prefetch_blocks: 3" in done.stdout
+
+
+def test_an_old_key_is_explained_by_its_new_name() -> None:
+    with pytest.warns(RenamedWarning, match=r"the command line: balance\.work is called balance\.batch now"):
+        assert explain.explain_key("balance.work", 120) == explain.explain_key("balance.batch", 120)
+
+
+def test_python_can_be_asked_to_refuse_old_names(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(json.dumps(RECIPE))
+    command = [sys.executable, "-W", "error", "-m", "phalanx", "config", "show", "old.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == ExitCode.CONFIG
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: old.yaml: parallel.data is called parallel.engine now"), line
+
+
+def test_a_plan_of_before_is_taken_again_by_new_keys(tmp_path: Path) -> None:
+    keys = {"parallel.tensor": 2, "parallel.sequence": True, "parallel.reduce": "auto", "optim.slots": 1}
+    (tmp_path / "plan.json").write_text(json.dumps({"version": 1, "for": {}, "keys": keys}))
+    found = auto_layout.read_last_record(RunPaths(tmp_path))
+    assert found == {
+        "version": 1,
+        "for": {},
+        "keys": {
+            "parallel.tensor": 2,
+            "parallel.sequence_parallel": True,
+            "parallel.grad_reduce": "auto",
+            "optim.double_buffer": False,
+        },
+    }
+    (tmp_path / "plan.json").write_text('{"version": 1, "for": {}}')
+    assert auto_layout.read_last_record(RunPaths(tmp_path)) is None
+
+
+def test_an_offer_of_a_node_of_the_release_before_is_read() -> None:
+    assert node_session.read_offered_config({"config": json.dumps(RECIPE)}) == as_today()
 
 
 def test_the_old_command_for_a_node_still_works(tmp_path: Path) -> None:
