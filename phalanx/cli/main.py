@@ -491,14 +491,11 @@ def main() -> None:
         help.unify_placeholders(command)
         help.check_options(command, ours)
         command(args=arguments, prog_name="phalanx", obj=shared_secret.take_from_environment())
-    except PhalanxError as error:
+    except (PhalanxError, RenamedWarning) as error:
         if debug:
             traceback.print_exc()
         _complain(str(error))
         sys.exit(error.exit_code)
-    except RenamedWarning as error:  # whoever runs Python with -W error wants old names to fail
-        _complain(str(error))
-        sys.exit(ExitCode.CONFIG)
     except Exception as error:
         if debug:
             traceback.print_exc()

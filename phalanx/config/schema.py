@@ -250,8 +250,8 @@ class ParallelSection(Section):
 
     @property
     def resolve_sharding(self) -> tuple[int, Literal["per_step", "per_micro_batch"]]:
-        """`zero` and `reduce`, where nobody has looked at memories with as little sharded as possible; of fsdp2 what it
-        amounts to."""
+        """`zero` and `grad_reduce`, where nobody has looked at memories with as little sharded as possible; of fsdp2
+        what it amounts to."""
         zero = 3 if self.engine == "fsdp2" else 1 if self.zero == "auto" else self.zero
         if self.grad_reduce != "auto":
             return zero, self.grad_reduce

@@ -13,6 +13,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from phalanx.core.placement import ExitCode
+
 KEYS = {
     "parallel.data": "parallel.engine",
     "parallel.reduce": "parallel.grad_reduce",
@@ -149,6 +151,8 @@ def rename_event(event: dict[str, Any]) -> dict[str, Any]:
 
 class RenamedWarning(FutureWarning):
     """An old name was used, which the next release no longer knows."""
+
+    exit_code = ExitCode.CONFIG  # of a command, where Python is to fail for warnings
 
 
 def warn_of(changed: Sequence[tuple[str, str]], where: str) -> None:

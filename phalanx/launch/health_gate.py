@@ -137,7 +137,7 @@ class HealthWatch:
         self._until = 0.0
 
     def request_check(self, attempt: int, after: str) -> None:
-        """Look at the node when `tend` is called, LATER_S from now: the ranks that start again come first."""
+        """Look at the node when `poll_once` is called, LATER_S from now: the ranks that start again come first."""
         self._asked = self._asked or (attempt, after)
         self._not_before = time.monotonic() + LATER_S
 

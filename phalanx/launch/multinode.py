@@ -149,7 +149,7 @@ def has_new_leader(paths: RunPaths, options: RendezvousOptions) -> bool:
 
 
 def watch_for_takeover(paths: RunPaths, poll_once: Callable[[], None], before: int) -> Callable[[], None]:
-    """A function that does as `tend`, and raises RunError once others have begun another epoch than `before`."""
+    """A function that does as `poll_once`, and raises RunError once others have begun another epoch than `before`."""
     look_at = time.monotonic() + LOOK_S
 
     def look() -> None:
@@ -295,7 +295,7 @@ def offer_to_all(first: RendezvousHost, what: Callable[[int], dict[str, Any]], p
 
 
 def gather(first: RendezvousHost, options: RendezvousOptions, poll_once: Callable[[], None]) -> None:
-    """Wait until all nodes are there; `tend` hears them. Raises as `RendezvousHost.have_all_nodes`."""
+    """Wait until all nodes are there; `poll_once` hears them. Raises as `RendezvousHost.have_all_nodes`."""
     said: list[int] = []
     while not first.have_all_nodes():
         if first.missing() != said:

@@ -41,7 +41,7 @@ class Scenario:
     which outlives processes; of each `copied`th one (0: of none) the next node has a copy, which outlives nodes. After
     each `checkpoint_steps` (0: never) a checkpoint holds training up for
     `checkpoint_s`. A lost node is back after `repair_s`. A straggler has `slow` of its speed for `slow_for_s`; with
-    `shared` the others take its work. A stall stops all for `stall_s`; one longer than `hang_timeout_s` counts as a
+    `shared` the others take its work. A stall stops all for `stall_s`; one longer than `hang_s` counts as a
     failure of processes.
     """
 

@@ -169,7 +169,7 @@ def _records(paths: RunPaths) -> list[str]:
 def check_before_commit(paths: RunPaths, pushed: FileVersions) -> None:
     """What has to be true before a checkpoint may be committed: this run still has the URL, and its records are there.
 
-    Raises RunError where another process has taken the run over, else as `storage` does.
+    Raises RunError where another process has taken the run over, else as `files` does.
     """
     _check_lease(paths)
     push_records(paths, pushed)

@@ -103,7 +103,7 @@ class TrainingLoop:
             job.paths,
             self.records,
             self.in_memory_store,
-            self.step_hooks.wrap_with_heartbeat,
+            self.step_hooks.wrap_with_progress_touch,
         )
         if self.in_memory_store is not None:
             self.in_memory_store.set_metadata(self.checkpoint_header, self.collect_measurements)

@@ -102,9 +102,9 @@ def restore_state(
     paths: RunPaths,
     records: RecordWriter,
     in_memory_store: SharedMemoryStore | None,
-    wrap_with_heartbeat: Callable[[Any], Any],
+    wrap_with_progress_touch: Callable[[Any], Any],
 ) -> ResumePoint:
-    """Fill model and state, in `in_memory_store` where they are kept; `wrap_with_heartbeat` wraps what takes long.
+    """Fill model and state, in `in_memory_store` where they are kept; `wrap_with_progress_touch` wraps what takes long.
     Collective.
 
     Raises RunError where there are checkpoints and none can be used.
@@ -114,7 +114,7 @@ def restore_state(
     source = _source(placement, mesh, group, components, paths, records, replicas)
     if in_memory_store is not None:
         in_memory_store.to_global = components.model_part.to_whole_pieces
-    fill = wrap_with_heartbeat(components.starting_weights)
+    fill = wrap_with_progress_touch(components.starting_weights)
     materialize(components.model, components.engine, fill if source is None else make_frozen_fill(fill))
     # Ranks of before may have written its unimportant parts at different moments; and for other ranks it may be far.
     header = group.broadcast_object((EMPTY_HEADER if source is None else source.header) if mesh.rank == 0 else None)
@@ -123,7 +123,7 @@ def restore_state(
     if source is not None:
         if in_memory_store is None or not in_memory_store.has_state:
             with torch.no_grad():
-                components.engine.load(components.model_part.make_reader(wrap_with_heartbeat(source.read_into)))
+                components.engine.load(components.model_part.make_reader(wrap_with_progress_touch(source.read_into)))
         where = {"checkpoint": source.path.name} if isinstance(source, Checkpoint) else {"memory": True}
         records.write_event(EventKind.RESUMED, {"step": start.step, **where})
         moved = describe_node_change(config.comm.compress, header.get("nodes"), mesh.topology)

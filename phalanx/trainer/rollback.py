@@ -60,7 +60,7 @@ def roll_back(loop: TrainingLoop, request: RollbackRequest) -> int:
     loop.saver.remove_after(step)
     with torch.no_grad():
         loop.components.engine.load(
-            loop.components.model_part.make_reader(loop.step_hooks.wrap_with_heartbeat(checkpoint.read_into))
+            loop.components.model_part.make_reader(loop.step_hooks.wrap_with_progress_touch(checkpoint.read_into))
         )
     header: dict[str, Any] = checkpoint.header
     checkpoint.close()

@@ -37,7 +37,7 @@ class StepHooks:
             each.traffic.progress_page = each.bookkeeping.progress_page = self.progress_page
         return self
 
-    def wrap_with_heartbeat(self, function: Call) -> Call:
+    def wrap_with_progress_touch(self, function: Call) -> Call:
         """`function`, every call of which says that this rank gets on."""
 
         @functools.wraps(function)

@@ -85,7 +85,7 @@ class Channel:
 
     def check_alive(self) -> None:
         """Ask the other side's process whether it lives, where that is due; who does not answer in time is lost. Must
-        follow `heard`, since an answer may lie there."""
+        follow `receive`, since an answer may lie there."""
         quiet_s = time.monotonic() - self._quiet_since
         if not self._asked and quiet_s > ASK_S:
             self._asked, self._quiet_since = True, time.monotonic()

@@ -1,9 +1,8 @@
 """Node 0 of a job on several nodes at their meeting, as its agent sees the others: who is there, who fits and is ready.
 
-Nothing here waits: `tend` takes what has come and sends what there is to say. Nodes say hello once per connection, get
-the configuration (`offer`), and say that they are ready. When all are, they enter the circle (`membership.py`), where
-node
-0 is one of them, and the meeting is over.
+Nothing here waits: `poll_once` takes what has come and sends what there is to say. Nodes say hello once per connection,
+get the configuration (`offer`), and say that they are ready. When all are, they enter the membership (`membership.py`),
+where node 0 is one of them, and the meeting is over.
 """
 
 import math

@@ -55,8 +55,8 @@ class OfferChanged(Exception):
 
 
 class NodeAgent:
-    """`make(offer, tend)` makes the job that this node runs of what was offered; it calls `tend` all the time.
-    `make_replica_updater`: what makes updates of other nodes' ranks again, in their replicas."""
+    """`make(offer, poll_once)` makes the job that this node runs of what was offered; it calls `poll_once` all the
+    time. `make_replica_updater`: what makes updates of other nodes' ranks again, in their replicas."""
 
     def __init__(
         self,
