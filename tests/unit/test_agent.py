@@ -413,7 +413,7 @@ waiting = standby.StandbyPool()
 def fill(job):
     waiting.begin(job)
     for _ in range(job.world + 1):
-        waiting.tend(job)
+        waiting.poll_once(job)
     return [each.pid for each in waiting._waiting]
 def lives(pids):
     return [os.path.exists(f"/proc/{pid}") for pid in pids]
