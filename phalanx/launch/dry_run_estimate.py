@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.autotune.run_size import (
+    ADAPTERS,
     MODES,
     STATE_MEMORY_SHARE,
     RunSizes,
@@ -23,7 +24,7 @@ from phalanx.autotune.run_size import (
 from phalanx.config.load import resolve_autos, update_config
 from phalanx.config.schema import Config, build_model_spec
 from phalanx.data.tokenizer import predict_vocab_size
-from phalanx.layout.model_shape import ModelSpec, flops_per_token, parameter_shapes
+from phalanx.layout.model_shape import ModelSpec, adapter_count, flops_per_token, parameter_shapes
 from phalanx.models import hf_config
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.constants import DEFAULT_CONSTANTS
@@ -90,7 +91,7 @@ def _is_plain(config: Config, ranks: int) -> bool:
     return (
         config.task.kind == "language"
         and config.model.code is None
-        and config.model.lora is None
+        and (config.model.lora is None or config.model.lora.adapter is None)
         and not storage.is_url(config.data.tokenizer)
         and config.parallel.axes.model_parallel_size == 1
         and parallel.engine == engine
@@ -111,7 +112,9 @@ def _has_formula(config: Config, spec: ModelSpec) -> bool:
 def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSizes:
     shapes = parameter_shapes(spec)
     parts = count_by_part({name: math.prod(shape) for name, shape in shapes.items()})
-    whole = sum(parts.values())
+    whole, adapters = sum(parts.values()), adapter_count(spec)
+    trained, frozen = (adapters, whole) if adapters else (whole, 0)
+    parts |= {ADAPTERS: adapters} if adapters else {}
     cluster = ClusterSpec((NodeGroup(1, ranks, KIND),))
     work, choice = work_of(config, spec, cluster), choice_of(config, cluster)
     passes = {
@@ -120,8 +123,8 @@ def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSi
     once, each = passes[activation_mode_to_assume(config)]
     micro_batch = micro_batch_to_assume(config, ranks)
     if ranks == 1:
-        memory = single_engine_bytes(whole, 0, whole * MOMENTS * work.master_bytes, work.width, work.master_bytes)
-        committed = whole * (1 + MOMENTS) * work.master_bytes
+        memory = single_engine_bytes(trained, frozen, trained * MOMENTS * work.master_bytes, work.width, work.master_bytes)
+        committed = trained * (1 + MOMENTS) * work.master_bytes
     else:
         memory, committed = _sharded(work, choice, ranks)
     needs = {}
@@ -135,7 +138,7 @@ def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSi
     return RunSizes(
         shape=describe_shape(spec),
         parts=parts,
-        trained=whole,
+        trained=trained,
         zero=None if ranks == 1 else choice.zero,
         zero_needs=needs,
         micro_batch=micro_batch,
@@ -174,5 +177,5 @@ def _sharded(work: StepWork, choice: LayoutChoice, ranks: int) -> tuple[dict[str
 
 
 def _head_gradient_bytes(work: StepWork) -> int:
-    """The gradient of the head, which the loss makes in the master's type before it is narrowed."""
-    return work.vocabulary * work.hidden * (work.master_bytes + work.width)
+    """The gradient of the head, which the loss makes in the master's type before it is narrowed; a frozen head has none."""
+    return work.vocabulary * work.hidden * (work.master_bytes + work.width) if work.trained >= 1.0 else 0

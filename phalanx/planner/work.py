@@ -12,7 +12,8 @@ class StepWork:
 
     `precision` is the type of matrix products; `master_bytes` and `state_bytes` are kept for each trained parameter
     (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes` at most from node to node
-    where that is compressed. `trained` is the share of parameters that are trained (adapters: a few hundredths).
+    where that is compressed. With `adapter_targets` (names of LORA_TARGETS) only their adapters of `adapter_rank` are
+    trained, whose inputs are dropped with `adapter_dropout`.
     `positions` are rows of a learnt table of positions. `biases`: matrices add one and norms have two vectors, as in
     GPT-2.
     With `attention_dropout` scores are written to memory, whatever a layout has for attention.
@@ -44,7 +45,9 @@ class StepWork:
     reduce_bytes: int = 4
     gather_bytes: int = 2
     far_bytes: float | None = None
-    trained: float = 1.0
+    adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
+    adapter_dropout: bool = False
     window: int = 0  # 0: none
     full_layers: int = 0
     both_ways: bool = False
@@ -88,9 +91,29 @@ class StepWork:
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
     @cached_property
+    def adapter_widths(self) -> dict[str, tuple[int, int]]:
+        """(columns, rows) of each matrix with an adapter: A is rank x columns, B rows x rank (Hu et al. 2021)."""
+        hidden, queries, keys, ffn = self.hidden, self.query_channels, self.key_channels, self.ffn
+        widths = {
+            "q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden),
+            "gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden),
+        }  # fmt: skip
+        return {name: widths[name] for name in self.adapter_targets}
+
+    @cached_property
+    def adapter_parameters(self) -> int:
+        """Parameters of a block's adapters."""
+        return self.adapter_rank * sum(map(sum, self.adapter_widths.values()))
+
+    @cached_property
+    def trained(self) -> float:
+        """The share of parameters that are trained; adapters: a few hundredths."""
+        return self.layers * self.adapter_parameters / self.parameters() if self.adapter_targets else 1.0
+
+    @cached_property
     def block_parameters(self) -> int:
-        """Parameters of a block: its matrices, its two norms, and biases where there are any."""
-        small = 2 * self.hidden
+        """Parameters of a block: its matrices, its two norms, its adapters, and biases where there are any."""
+        small = 2 * self.hidden + self.adapter_parameters
         if self.biases:
             small += 2 * self.hidden + self.query_channels + 2 * self.key_channels + 2 * self.hidden
             small += (2 if self.gated else 1) * self.ffn
@@ -116,9 +139,10 @@ class StepWork:
         return self.global_batch * self.seq_len
 
     def flops_per_token(self) -> float:
-        """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, and 6 for
-        those trained beside them), and 12 channels seq_len a layer for attention, all counted (Chowdhery et al. 2022,
+        """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, beside 6
+        for adapters), and 12 channels seq_len a layer for attention, all counted (Chowdhery et al. 2022,
         appendix B). This is what MFU is measured by."""
         multiplying = self.layers * self.matrix_parameters + self.vocabulary * self.hidden
-        each = 6.0 if self.trained >= 1.0 else 4.0 + 6.0 * self.trained
-        return each * multiplying + 12.0 * self.query_channels * self.seq_len * self.layers
+        products = 4.0 * multiplying + 6.0 * self.layers * self.adapter_parameters
+        products = products if self.adapter_targets else 6.0 * multiplying
+        return products + 12.0 * self.query_channels * self.seq_len * self.layers
