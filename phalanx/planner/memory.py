@@ -267,8 +267,8 @@ def estimate_device_memory(
     elif choice.virtual > 1 and choice.pipeline > 1:
         more = 1.0 + (choice.pipeline - 1) / (choice.pipeline * choice.virtual)
         under_way = min(float(micro_batches), choice.pipeline * more)
-    # The input of the block in use is among what is there again.
-    blocks = min(work.horizon, layers) if choice.offload else layers
+    # Those of the last blocks stay, and with adapters the first one's, to which there is no gradient.
+    blocks = min(work.horizon + (trained < 1.0), layers) if choice.offload else layers
     parts["activations"] = sequences * under_way * blocks * kept
     again *= sequences
     if last and choice.engine == "sharded":
@@ -277,7 +277,7 @@ def estimate_device_memory(
         normalised = work.width if trained >= 1.0 else 0
         edge = sequences * work.seq_len * work.hidden * (4 + normalised + work.width + residual)
         parts["logits"] = loss_bytes(work, kind, choice.tensor, sequences)
-        again += sequences * gradients_of_block(work, choice)
+        again += sequences * (gradients_of_block(work, choice) + (min(1, layers - blocks) * kept))  # one comes back
         again = edge + max(0.0, again - edge - parts["logits"])
     parts["activations"] += again
     if last and choice.engine != "sharded":

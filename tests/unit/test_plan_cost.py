@@ -76,7 +76,10 @@ def test_frozen_parameters_get_no_gradient_of_their_own() -> None:
     attention = 12 * 512 * 256 * 4
     multiplying = 4 * 12 * 512**2 + 1024 * 512
     assert SMALL.flops_per_token() == 6 * multiplying + attention
-    assert replace(SMALL, trained=0.01).flops_per_token() == pytest.approx(4.06 * multiplying + attention)
+    adapters = 4 * 8 * ((512 + 512) + (2048 + 512))  # q and down
+    adapted = replace(SMALL, adapter_rank=8, adapter_targets=("q", "down"))
+    assert adapted.flops_per_token() == pytest.approx(4 * multiplying + 6 * adapters + attention)
+    assert adapted.parameters() == SMALL.parameters() + adapters == pytest.approx(adapters / adapted.trained)
 
 
 # -------------------------------------------------------------------------------------------------------------- compute
@@ -121,7 +124,7 @@ def test_a_block_by_hand() -> None:
     assert again.backward_s == pytest.approx(flash.backward_s + flash.forward_s)
     halved = compute_cost.block_pass(SMALL, PLAIN, LayoutChoice(tensor=2), 2, FULL)
     assert halved.forward_s == pytest.approx(flash.forward_s / 2)
-    frozen = compute_cost.block_pass(replace(SMALL, trained=0.01), PLAIN, LayoutChoice(), 2, FULL)
+    frozen = compute_cost.block_pass(replace(SMALL, adapter_rank=8, adapter_targets=("q",)), PLAIN, LayoutChoice(), 2, FULL)
     assert frozen.backward_s == pytest.approx(flash.backward_s - products)
 
 
