@@ -65,8 +65,8 @@ class MicroBatchFit:
 
 def choose_probe_depths(workload: Workload, config: Config) -> Sequence[int | None]:
     """The layers of the models to try: one and two, or those that the model has. What moves to the host is seen only
-    of a layer beyond those whose inputs stay. Under adapters one more: there is no gradient to the first one's input, so
-    that its pass is unlike the others', and its input stays."""
+    of a layer beyond those whose inputs stay. Under adapters one more: there is no gradient to the first one's input,
+    so that its pass is unlike the others', and its input stays."""
     if workload.spec is None:
         return (None,)
     stay = config.memory.offload_prefetch_blocks if config.memory.activations == "offload" else 0

@@ -1,4 +1,5 @@
-"""A dry run without torch, for what the planner has a model of: plain recipes of the Llama family. Others are walked.
+"""A dry run without torch, for what the planner has a model of: plain recipes of the Llama family, also with adapters.
+Others are walked.
 
 `phalanx.autotune.dry_run` walks a pass with fake tensors, and takes as long as torch takes to be imported, and longer.
 Here the same sizes come from formulas: exact ones, but for activations and for shares of the state, which are those of
@@ -106,7 +107,14 @@ def _has_formula(config: Config, spec: ModelSpec) -> bool:
     """Whether the planner's model of a pass holds for the model."""
     windowed = spec.sliding_window is not None and spec.sliding_window < config.data.seq_len
     nothing_moves = config.memory.activations == "offload" and spec.layers <= config.memory.offload_prefetch_blocks
-    return spec.architecture != "bert" and spec.dropout == 0.0 and not windowed and not nothing_moves
+    plain = spec.architecture != "bert" and spec.dropout == 0.0 and not windowed and not nothing_moves
+    if spec.lora is None or not plain:
+        return plain
+    # The first block keeps little where nothing in its attention is trained. And where the feed-forward part is narrow,
+    # a pass is at its height in attention, of which the planner has no transients.
+    return bool({"q", "k", "v"} & set(spec.lora.targets)) and spec.intermediate >= max(
+        2.5 * spec.hidden, 1.5 * spec.heads * spec.head_dim
+    )
 
 
 def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSizes:
@@ -123,8 +131,9 @@ def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSi
     once, each = passes[activation_mode_to_assume(config)]
     micro_batch = micro_batch_to_assume(config, ranks)
     if ranks == 1:
-        memory = single_engine_bytes(trained, frozen, trained * MOMENTS * work.master_bytes, work.width, work.master_bytes)
-        committed = trained * (1 + MOMENTS) * work.master_bytes
+        master = work.master_bytes
+        memory = single_engine_bytes(trained, frozen, trained * MOMENTS * master, work.width, master)
+        committed = trained * (1 + MOMENTS) * master
     else:
         memory, committed = _sharded(work, choice, ranks)
     needs = {}
@@ -177,5 +186,6 @@ def _sharded(work: StepWork, choice: LayoutChoice, ranks: int) -> tuple[dict[str
 
 
 def _head_gradient_bytes(work: StepWork) -> int:
-    """The gradient of the head, which the loss makes in the master's type before it is narrowed; a frozen head has none."""
-    return work.vocabulary * work.hidden * (work.master_bytes + work.width) if work.trained >= 1.0 else 0
+    """The gradient of the head, which the loss makes in the master's type before it is narrowed, unless it is
+    frozen."""
+    return work.vocabulary * work.hidden * (work.master_bytes + work.width) if work.lora is None else 0

@@ -10,7 +10,7 @@ from phalanx.planner import compute_cost
 from phalanx.planner.constants import CostConstants
 from phalanx.planner.device_catalog import DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
-from phalanx.planner.work import StepWork
+from phalanx.planner.work import StepWork, adapter_widths, count_adapter_parameters, trained_share
 from phalanx.recovery.budget import NO_COPIES, StateCopies, choose_copies, list_copy_options
 
 STATE = ("master weights", "optimizer state")
@@ -102,7 +102,7 @@ def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) 
     spread = tensor if choice.sequence else 1
     # Two norms: their inputs, in fp32, where the norm is this project's own, and once more normalised for the gradient
     # of its weight, if it is trained.
-    normalised = width if work.trained >= 1.0 else 0
+    normalised = width if work.lora is None else 0
     norm = 4 + normalised if choice.engine == "sharded" else width
     to_norms, to_down = input_bytes(work)
     outside = 2 * norm * hidden + to_norms + (2 * hidden if work.dropout else 0)
@@ -121,6 +121,9 @@ def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) 
     everything = work.seq_len * (outside / spread + (inside + scores) / tensor) + bands
     if choice.recompute == "none":
         return everything, 0.0
+    of_input = work.seq_len * width * hidden / spread
+    # In fp32 the block's input is what its first norm keeps.
+    again = everything - (of_input if width >= 4 and choice.engine == "sharded" else 0.0)
     if choice.recompute == "selective":
         if work.attention_dropout and choice.engine == "sharded":
             # Scores are products, which are kept, and a dry run shows nearly all that is made of them kept as well.
@@ -131,12 +134,12 @@ def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) 
             work.query_channels + 2 * work.key_channels + work.query_channels + (2 if work.gated else 1) * work.ffn
         )
         # Products with A, and those with B that sum over more than an eighth of their columns (parallel.activations).
-        rank = work.adapter_rank
-        results += width * sum(rank + (rows if 8 * rank >= rows else 0) for _, rows in work.adapter_widths.values())
+        rank = work.lora.rank if work.lora is not None else 0
+        results += width * sum(rank + (rows if 8 * rank >= rows else 0) for _, rows in adapter_widths(work).values())
         kept = work.seq_len * (3 * width * hidden / spread + results / tensor)
         # What was kept is handed out once: only the block's input is there beside what is made of it.
-        return kept, everything - kept + work.seq_len * width * hidden / spread
-    return work.seq_len * width * hidden / spread, everything
+        return kept, again - kept + of_input
+    return of_input, again
 
 
 def input_bytes(work: StepWork) -> tuple[float, float]:
@@ -147,28 +150,38 @@ def input_bytes(work: StepWork) -> tuple[float, float]:
     its input takes the weight alone. Its adapter keeps what it takes, with dropout a copy of its own and which elements
     are left (a byte each), and what A makes of it, `rank` elements for B.
     """
-    width, targets = work.width, work.adapter_widths
-    if not targets:
+    width, lora, targets = work.width, work.lora, adapter_widths(work)
+    if lora is None:
         return 2 * width * work.hidden, width * work.ffn
-    kept = width * work.adapter_rank * len(targets)
-    if work.adapter_dropout:
+    kept = width * lora.rank * len(targets)
+    if lora.dropout:
         return kept + (width + 1) * sum(columns for columns, _ in targets.values()), 0
     kept += width * work.hidden * sum(any(name in targets for name in group) for group in READ_NORMS)
     return kept, width * work.ffn if "down" in targets else 0
 
 
 def gradients_of_block(work: StepWork, choice: LayoutChoice) -> float:
-    """What the backward pass of a block holds of one sequence at its height beside what was kept: the gradients to its
-    output and within its feed-forward part."""
-    inner = (2 if work.gated else 1) * work.ffn / choice.tensor
-    if work.trained < 1.0 and ("down" not in work.adapter_targets or work.adapter_dropout):
+    """What a block holds of one sequence at its height beside what it keeps. In its backward pass the gradients to its
+    output and within its feed-forward part: that to what `down` takes takes the place of this where that was kept.
+
+    With dropout of adapters it may be higher while the last elements are drawn, in the forward pass or when it is run
+    again: DRAW_BYTES for each, and what is there beside what will be kept, before the dropped copy and its mask are:
+    what `down` takes, what the norm gave, the matrix's own product, and the residuals, which in fp32 are what norms
+    keep, but for the gradient where the block is run again. (`up` is as wide as its product, which is kept.)
+    """
+    inner, width = (2 if work.gated else 1) * work.ffn / choice.tensor, work.width
+    lora = work.lora
+    if lora is not None and ("down" not in lora.targets or lora.dropout):
         inner += work.ffn
-    whole = work.width * work.seq_len * (work.hidden / (choice.tensor if choice.sequence else 1) + inner)
-    if not ("down" in work.adapter_targets and work.adapter_dropout):
-        return whole
-    residuals = 4 if work.width < 4 else 2
-    draws = (DRAW_BYTES - 1) * work.ffn - work.width * work.adapter_rank + residuals * work.width * work.hidden
-    return max(whole, work.seq_len * draws)
+    height = width * (work.hidden / (choice.tensor if choice.sequence else 1) + inner)
+    if lora is not None and lora.dropout:
+        drawn, others = DRAW_BYTES - (width + 1), 3 if width < 4 else 1 + (choice.recompute != "none")
+        there = width * (others * work.hidden - lora.rank)
+        if "down" in lora.targets:
+            height = max(height, (drawn + width) * work.ffn + width * work.hidden + there)
+        elif "up" in lora.targets:
+            height = max(height, drawn * work.hidden + there)
+    return work.seq_len * height
 
 
 def loss_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) -> float:
@@ -181,7 +194,7 @@ def loss_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) 
         enough = min(CHUNK_TOKENS, CHUNK_MOST_BYTES / (4 * columns))
         chunk = max(1.0, enough, CHUNK_LEAST_BYTES / (4 * columns))
     chunks = max(1.0, -(-tokens // chunk))
-    gradient = columns * work.hidden * 4 if work.trained >= 1.0 else 0.0
+    gradient = columns * work.hidden * 4 if work.lora is None else 0.0
     # With several, the gradient to the logits of the one before is still there.
     logits = work.width + 4 + (4 if work.width < 4 else 0) + (work.width if chunks > 1 else 0)
     return tokens / chunks * columns * logits + gradient + tokens * work.hidden * work.width
@@ -199,7 +212,7 @@ def estimate_device_memory(
     own = whole * own_share
     parts: dict[str, float] = {}
     zero = choice.zero if copies > 1 else min(choice.zero, 1)
-    trained = work.trained
+    trained = trained_share(work)
     if zero == 3:
         if choice.engine == "sharded" and not work.tied:
             units = sum(sorted((block, block, embedding, head))[-UNITS_AT_ONCE:])
@@ -236,7 +249,7 @@ def estimate_device_memory(
     accumulates = micro_batches > 1
     gradient = work.reduce_bytes if choice.engine != "sharded" else work.master_bytes
     # Of a block, of the embedding and of the head what is trained.
-    learns = (block, embedding, head) if trained >= 1.0 else (float(work.adapter_parameters), 0.0, 0.0)
+    learns = (block, embedding, head) if work.lora is None else (float(count_adapter_parameters(work)), 0.0, 0.0)
     largest = max(learns) if zero == 3 else learns[0]
     if choice.engine == "fsdp":
         sums = own * trained * work.master_bytes + largest * (work.reduce_bytes + width)
@@ -268,13 +281,13 @@ def estimate_device_memory(
         more = 1.0 + (choice.pipeline - 1) / (choice.pipeline * choice.virtual)
         under_way = min(float(micro_batches), choice.pipeline * more)
     # Those of the last blocks stay, and with adapters the first one's, to which there is no gradient.
-    blocks = min(work.horizon + (trained < 1.0), layers) if choice.offload else layers
+    blocks = min(work.horizon + (work.lora is not None), layers) if choice.offload else layers
     parts["activations"] = sequences * under_way * blocks * kept
     again *= sequences
     if last and choice.engine == "sharded":
         # The last norm and its input, and the loss; in a block's backward pass these are over.
         residual = work.width if work.width < 4 else 0  # else it is what the norm keeps
-        normalised = work.width if trained >= 1.0 else 0
+        normalised = work.width if work.lora is None else 0
         edge = sequences * work.seq_len * work.hidden * (4 + normalised + work.width + residual)
         parts["logits"] = loss_bytes(work, kind, choice.tensor, sequences)
         again += sequences * (gradients_of_block(work, choice) + (min(1, layers - blocks) * kept))  # one comes back
