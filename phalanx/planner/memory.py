@@ -10,7 +10,7 @@ from phalanx.planner import compute_cost
 from phalanx.planner.constants import CostConstants
 from phalanx.planner.device_catalog import DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
-from phalanx.planner.work import StepWork, adapter_widths, count_adapter_parameters, trained_share
+from phalanx.planner.work import StepWork, adapter_widths, count_adapter_parameters, find_trained_share
 from phalanx.recovery.budget import NO_COPIES, StateCopies, choose_copies, list_copy_options
 
 STATE = ("master weights", "optimizer state")
@@ -212,7 +212,7 @@ def estimate_device_memory(
     own = whole * own_share
     parts: dict[str, float] = {}
     zero = choice.zero if copies > 1 else min(choice.zero, 1)
-    trained = trained_share(work)
+    trained = find_trained_share(work)
     if zero == 3:
         if choice.engine == "sharded" and not work.tied:
             units = sum(sorted((block, block, embedding, head))[-UNITS_AT_ONCE:])

@@ -128,7 +128,7 @@ class StepWork:
 
 
 def adapter_widths(work: StepWork) -> dict[str, tuple[int, int]]:
-    """(columns, rows) of each matrix of a block with an adapter: A is rank x columns, B rows x rank (Hu et al. 2021)."""
+    """(columns, rows) of each of a block's matrices with an adapter: A is rank x columns, B rows x rank (Hu 2021)."""
     if work.lora is None:
         return {}
     hidden, queries, keys, ffn = work.hidden, work.query_channels, work.key_channels, work.ffn
@@ -144,6 +144,6 @@ def count_adapter_parameters(work: StepWork) -> int:
     return work.lora.rank * sum(map(sum, adapter_widths(work).values())) if work.lora is not None else 0
 
 
-def trained_share(work: StepWork) -> float:
+def find_trained_share(work: StepWork) -> float:
     """The share of parameters that are trained; with adapters a few hundredths."""
     return work.layers * count_adapter_parameters(work) / work.parameters() if work.lora is not None else 1.0

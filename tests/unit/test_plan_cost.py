@@ -21,7 +21,7 @@ from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind, find_kind, 
 from phalanx.planner.layout_choice import EngineName, LayoutChoice, PipelineSchedule
 from phalanx.planner.link_cost import RingPlacement
 from phalanx.planner.memory import DeviceMemory
-from phalanx.planner.work import StepWork, trained_share
+from phalanx.planner.work import StepWork, find_trained_share
 
 # Everything is reached in full, nothing is waited for: what is left can be summed by hand.
 FULL = CostConstants(
@@ -79,7 +79,9 @@ def test_frozen_parameters_get_no_gradient_of_their_own() -> None:
     adapters = 4 * 8 * ((512 + 512) + (2048 + 512))  # q and down
     adapted = replace(SMALL, lora=LoraSpec(rank=8, alpha=16.0, targets=("q", "down")))
     assert adapted.flops_per_token() == pytest.approx(4 * multiplying + 6 * adapters + attention)
-    assert adapted.parameters() == SMALL.parameters() + adapters == pytest.approx(adapters / trained_share(adapted))
+    assert (
+        adapted.parameters() == SMALL.parameters() + adapters == pytest.approx(adapters / find_trained_share(adapted))
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- compute
