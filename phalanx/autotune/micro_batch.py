@@ -65,12 +65,12 @@ class MicroBatchFit:
 
 def choose_probe_depths(workload: Workload, config: Config) -> Sequence[int | None]:
     """The layers of the models to try: one and two, or those that the model has. What moves to the host is seen only
-    of a layer beyond those whose inputs stay."""
+    of a layer beyond those whose inputs stay. Under adapters one more: there is no gradient to the first one's input,
+    so that its pass is unlike the others', and its input stays."""
     if workload.spec is None:
         return (None,)
-    first = 1
-    if config.memory.activations == "offload":
-        first = max(1, min(config.memory.offload_prefetch_blocks + 1, workload.spec.layers - 1))
+    stay = config.memory.offload_prefetch_blocks if config.memory.activations == "offload" else 0
+    first = max(1, min(stay + (1 if workload.spec.lora is None else 2), workload.spec.layers - 1))
     return (first, first + 1)
 
 

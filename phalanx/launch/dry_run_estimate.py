@@ -1,4 +1,5 @@
-"""A dry run without torch, for what the planner has a model of: plain recipes of the Llama family. Others are walked.
+"""A dry run without torch, for what the planner has a model of: plain recipes of the Llama family, also with adapters.
+Others are walked.
 
 `phalanx.autotune.dry_run` walks a pass with fake tensors, and takes as long as torch takes to be imported, and longer.
 Here the same sizes come from formulas: exact ones, but for activations and for shares of the state, which are those of
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.autotune.run_size import (
+    ADAPTERS,
     MODES,
     STATE_MEMORY_SHARE,
     RunSizes,
@@ -23,7 +25,7 @@ from phalanx.autotune.run_size import (
 from phalanx.config.load import resolve_autos, update_config
 from phalanx.config.schema import Config, build_model_spec
 from phalanx.data.tokenizer import predict_vocab_size
-from phalanx.layout.model_shape import ModelSpec, flops_per_token, parameter_shapes
+from phalanx.layout.model_shape import ModelSpec, adapter_count, flops_per_token, parameter_shapes
 from phalanx.models import hf_config
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.constants import DEFAULT_CONSTANTS
@@ -90,7 +92,7 @@ def _is_plain(config: Config, ranks: int) -> bool:
     return (
         config.task.kind == "language"
         and config.model.code is None
-        and config.model.lora is None
+        and (config.model.lora is None or config.model.lora.adapter is None)
         and not storage.is_url(config.data.tokenizer)
         and config.parallel.axes.model_parallel_size == 1
         and parallel.engine == engine
@@ -105,13 +107,22 @@ def _has_formula(config: Config, spec: ModelSpec) -> bool:
     """Whether the planner's model of a pass holds for the model."""
     windowed = spec.sliding_window is not None and spec.sliding_window < config.data.seq_len
     nothing_moves = config.memory.activations == "offload" and spec.layers <= config.memory.offload_prefetch_blocks
-    return spec.architecture != "bert" and spec.dropout == 0.0 and not windowed and not nothing_moves
+    plain = spec.architecture != "bert" and spec.dropout == 0.0 and not windowed and not nothing_moves
+    if spec.lora is None or not plain:
+        return plain
+    # The first block keeps little where nothing in its attention is trained. And where the feed-forward part is narrow,
+    # a pass is at its height in attention, of which the planner has no transients.
+    return bool({"q", "k", "v"} & set(spec.lora.targets)) and spec.intermediate >= max(
+        2.5 * spec.hidden, 1.5 * spec.heads * spec.head_dim
+    )
 
 
 def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSizes:
     shapes = parameter_shapes(spec)
     parts = count_by_part({name: math.prod(shape) for name, shape in shapes.items()})
-    whole = sum(parts.values())
+    whole, adapters = sum(parts.values()), adapter_count(spec)
+    trained, frozen = (adapters, whole) if adapters else (whole, 0)
+    parts |= {ADAPTERS: adapters} if adapters else {}
     cluster = ClusterSpec((NodeGroup(1, ranks, KIND),))
     work, choice = work_of(config, spec, cluster), choice_of(config, cluster)
     passes = {
@@ -120,8 +131,9 @@ def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSi
     once, each = passes[activation_mode_to_assume(config)]
     micro_batch = micro_batch_to_assume(config, ranks)
     if ranks == 1:
-        memory = single_engine_bytes(whole, 0, whole * MOMENTS * work.master_bytes, work.width, work.master_bytes)
-        committed = whole * (1 + MOMENTS) * work.master_bytes
+        master = work.master_bytes
+        memory = single_engine_bytes(trained, frozen, trained * MOMENTS * master, work.width, master)
+        committed = trained * (1 + MOMENTS) * master
     else:
         memory, committed = _sharded(work, choice, ranks)
     needs = {}
@@ -135,7 +147,7 @@ def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSi
     return RunSizes(
         shape=describe_shape(spec),
         parts=parts,
-        trained=whole,
+        trained=trained,
         zero=None if ranks == 1 else choice.zero,
         zero_needs=needs,
         micro_batch=micro_batch,
@@ -174,5 +186,6 @@ def _sharded(work: StepWork, choice: LayoutChoice, ranks: int) -> tuple[dict[str
 
 
 def _head_gradient_bytes(work: StepWork) -> int:
-    """The gradient of the head, which the loss makes in the master's type before it is narrowed."""
-    return work.vocabulary * work.hidden * (work.master_bytes + work.width)
+    """The gradient of the head, which the loss makes in the master's type before it is narrowed, unless it is
+    frozen."""
+    return work.vocabulary * work.hidden * (work.master_bytes + work.width) if work.lora is None else 0

@@ -28,7 +28,7 @@ from phalanx.report.event_text import format_bytes, format_seconds
 VERSION = 1
 # What the ranks of a run find out by themselves, and what follows from their number.
 RESOLVED_BY_RUN = ("parallel.engine", "parallel.layers_per_stage", "balance.batch", "balance.optimizer_state")
-RESOLVED_LATER = ("vocabulary", "trained")
+RESOLVED_LATER = ("vocabulary", "lora")
 ALIKE = 5e-4  # relative difference of two steps below which neither is the faster
 FROM_DATA_SHEETS, FROM_MEASUREMENTS = "data-sheets", "measurements"
 

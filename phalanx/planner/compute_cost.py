@@ -115,7 +115,7 @@ def block_pass(
     for columns, depth in products:
         forward += matmul_s(tokens, columns, depth, kind, kept, constants)
         backward += matmul_s(tokens, depth, columns, kind, kept, constants)  # of the input
-        if work.trained >= 1.0:
+        if work.lora is None:
             backward += matmul_s(depth, columns, tokens, kind, kept, constants)  # of the weight
     moving = work.width / (kind.memory_bytes_per_s * constants.memory_share)
     # Forward: two norms (2 passes each), two residuals with what is added (3 each), and their dropout's mask.
@@ -168,7 +168,7 @@ def embedding_pass(
     """Looking tokens up, and adding their gradients into a table that is cleared: only data is moved."""
     moving = constants.traffic * work.width / (kind.memory_bytes_per_s * constants.memory_share)
     passes = sequences * work.seq_len * work.hidden * (5.0 if work.positions or work.dropout else 2.0)
-    table = work.embedding_parameters / choice.tensor if work.trained >= 1.0 else 0.0
+    table = work.embedding_parameters / choice.tensor if work.lora is None else 0.0
     calls = (4 * constants.launch_s, 4 * constants.launch_s) if not kind.on_host else (0.0, 0.0)
     return PassTime(passes * moving, (1.5 * passes + table) * moving, *calls)
 
@@ -185,7 +185,7 @@ def head_pass(
     tokens, columns = sequences * work.seq_len, work.vocabulary / choice.tensor
     product = matmul_s(tokens, columns, work.hidden, kind, dtype, constants)
     backward = matmul_s(tokens, work.hidden, columns, kind, dtype, constants)
-    if work.trained >= 1.0:
+    if work.lora is None:
         backward += matmul_s(work.hidden, columns, tokens, kind, dtype, constants)
     moving = constants.traffic / (kind.memory_bytes_per_s * constants.memory_share)
     forward = product + tokens * columns * LOGITS_MOVED[0] * moving

@@ -12,7 +12,7 @@ from phalanx.planner.constants import CostConstants
 from phalanx.planner.device_catalog import DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.link_cost import RingPlacement
-from phalanx.planner.work import StepWork
+from phalanx.planner.work import StepWork, find_trained_share
 
 # Over what an update on a CPU writes to another place, so that the step before stays whole: the old is read, and the
 # new place fetched before it is written.
@@ -34,7 +34,7 @@ def update_s(work: StepWork, kind: DeviceKind, own: float, constants: CostConsta
     """Seconds of AdamW on `own` parameters: it only moves data. Gradient, master weight and moments are read, the
     latter two written, the weight to compute with written; and the gradient is read for its norm and cleared."""
     moved = 3.0 * work.reduce_bytes + 2.0 * (work.master_bytes + work.state_bytes) + work.gather_bytes
-    return work.trained * own * moved / (kind.memory_bytes_per_s * constants.memory_share * kind.update)
+    return find_trained_share(work) * own * moved / (kind.memory_bytes_per_s * constants.memory_share * kind.update)
 
 
 def commit_s(kind: DeviceKind, state_bytes: float, window_s: float, constants: CostConstants) -> float:
@@ -62,7 +62,7 @@ def estimate_comm_time(
     _, backward = passes_s
     units = layers + 1  # blocks, and the edges as one
     fewer = (1.0 - least) / (1.0 - 1.0 / shard.ranks) if shard.ranks > 1 else 1.0
-    trained = parameters * work.trained
+    trained = parameters * find_trained_share(work)
 
     def sharded(elements: float, each_bytes: float, ring: RingPlacement, operations: int) -> float:
         """Seconds of a tensor that travels in so many operations."""

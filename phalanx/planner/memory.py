@@ -10,7 +10,7 @@ from phalanx.planner import compute_cost
 from phalanx.planner.constants import CostConstants
 from phalanx.planner.device_catalog import DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
-from phalanx.planner.work import StepWork
+from phalanx.planner.work import StepWork, adapter_widths, count_adapter_parameters, find_trained_share
 from phalanx.recovery.budget import NO_COPIES, StateCopies, choose_copies, list_copy_options
 
 STATE = ("master weights", "optimizer state")
@@ -27,6 +27,9 @@ CHECKPOINT_COPY = "a checkpoint's copy"  # beyond what is held in a step
 # another node's ranks.
 IN_MEMORY_STEPS, REPLICAS = "kept steps", "replicas of other ranks"
 IN_SHARES = (*STATE, IN_MEMORY_STEPS, REPLICAS)  # what a device holds more of, the more of the state is its own
+READ_NORMS = (("q", "k", "v"), ("gate", "up"))  # matrices that read what one norm gives
+# Of an element of what is dropped, while random bits are made: three words of 8 bytes for two, and their halves apart.
+DRAW_BYTES = 20
 LOGIT_BYTES = 6  # of an element of whole logits of two bytes: themselves, their logarithms, and the gradient
 
 
@@ -88,7 +91,7 @@ def rope_bytes(work: StepWork, sequences: float) -> float:
 def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) -> tuple[float, float]:
     """(bytes that a block keeps of one sequence until its backward pass, bytes while it is computed again).
 
-    `bands`: `band_bytes`, and `rope_bytes` where it has such.
+    `bands`: `band_bytes`, and `rope_bytes` where it has such. Inputs of matrices: `input_bytes`.
 
     Korthikanti et al. 2022, equation 1 and 2: tokens x hidden (10 + 24 / t) bytes and 5 heads seq_len^2 / t of
     attention that writes its scores, here counted tensor by tensor so that it holds for other widths, for gated
@@ -97,13 +100,17 @@ def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) 
     """
     width, tensor, hidden = work.width, choice.tensor, work.hidden
     spread = tensor if choice.sequence else 1
-    gates = 4 if work.gated else 2
-    # Two norms: their inputs (in fp32, where the norm is this project's own, and once more normalised) and outputs.
-    norms = 2 * (4 + 2 * width) if choice.engine == "sharded" else 4 * width
-    outside = norms * hidden + (2 * hidden if work.dropout else 0)
-    inside = width * (work.query_channels + 2 * work.key_channels + work.query_channels + gates * work.ffn)
+    # Two norms: their inputs, in fp32, where the norm is this project's own, and once more normalised for the gradient
+    # of its weight, if it is trained.
+    normalised = width if work.lora is None else 0
+    norm = 4 + normalised if choice.engine == "sharded" else width
+    to_norms, to_down = input_bytes(work)
+    outside = 2 * norm * hidden + to_norms + (2 * hidden if work.dropout else 0)
+    # Queries, keys, values, attention's result; of the feed-forward part what its activation takes and gives, the other
+    # factor, and what `down` takes.
+    inside = width * (2 * work.query_channels + 2 * work.key_channels + (3 if work.gated else 1) * work.ffn) + to_down
     if work.qk_norm and choice.engine == "sharded":
-        inside += (4 + width) * (work.query_channels + work.key_channels)
+        inside += (4 + normalised) * (work.query_channels + work.key_channels)
     dropped = work.dropout or work.attention_dropout
     scores = work.heads * work.seq_len * (2 * width - 2 + 3 if dropped else width)
     if work.attention_dropout and choice.engine == "sharded":
@@ -114,6 +121,9 @@ def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) 
     everything = work.seq_len * (outside / spread + (inside + scores) / tensor) + bands
     if choice.recompute == "none":
         return everything, 0.0
+    of_input = work.seq_len * width * hidden / spread
+    # In fp32 the block's input is what its first norm keeps.
+    again = everything - (of_input if width >= 4 and choice.engine == "sharded" else 0.0)
     if choice.recompute == "selective":
         if work.attention_dropout and choice.engine == "sharded":
             # Scores are products, which are kept, and a dry run shows nearly all that is made of them kept as well.
@@ -123,15 +133,55 @@ def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) 
         results = width * (
             work.query_channels + 2 * work.key_channels + work.query_channels + (2 if work.gated else 1) * work.ffn
         )
-        return work.seq_len * (3 * width * hidden / spread + results / tensor), work.seq_len * inside / tensor + bands
-    return work.seq_len * width * hidden / spread, everything
+        # Products with A, and those with B that sum over more than an eighth of their columns (parallel.activations).
+        rank = work.lora.rank if work.lora is not None else 0
+        results += width * sum(rank + (rows if 8 * rank >= rows else 0) for _, rows in adapter_widths(work).values())
+        kept = work.seq_len * (3 * width * hidden / spread + results / tensor)
+        # What was kept is handed out once: only the block's input is there beside what is made of it.
+        return kept, again - kept + of_input
+    return of_input, again
+
+
+def input_bytes(work: StepWork) -> tuple[float, float]:
+    """What a block keeps of one token for the gradients of its matrices: (of what norms give, and adapters make of
+    inputs; of what the last matrix takes). What `o` takes is attention's result, which is kept anyway.
+
+    A trained matrix needs its input, that of a norm's several matrices once. A frozen one needs none: the gradient to
+    its input takes the weight alone. Its adapter keeps what it takes, with dropout a copy of its own and which elements
+    are left (a byte each), and what A makes of it, `rank` elements for B.
+    """
+    width, lora, targets = work.width, work.lora, adapter_widths(work)
+    if lora is None:
+        return 2 * width * work.hidden, width * work.ffn
+    kept = width * lora.rank * len(targets)
+    if lora.dropout:
+        return kept + (width + 1) * sum(columns for columns, _ in targets.values()), 0
+    kept += width * work.hidden * sum(any(name in targets for name in group) for group in READ_NORMS)
+    return kept, width * work.ffn if "down" in targets else 0
 
 
 def gradients_of_block(work: StepWork, choice: LayoutChoice) -> float:
-    """What the backward pass of a block holds of one sequence at its height beside what was kept: the gradients to its
-    output and within its feed-forward part."""
-    inner = (2 if work.gated else 1) * work.ffn / choice.tensor
-    return work.width * work.seq_len * (work.hidden / (choice.tensor if choice.sequence else 1) + inner)
+    """What a block holds of one sequence at its height beside what it keeps. In its backward pass the gradients to its
+    output and within its feed-forward part: that to what `down` takes takes the place of this where that was kept.
+
+    With dropout of adapters it may be higher while the last elements are drawn, in the forward pass or when it is run
+    again: DRAW_BYTES for each, and what is there beside what will be kept, before the dropped copy and its mask are:
+    what `down` takes, what the norm gave, the matrix's own product, and the residuals, which in fp32 are what norms
+    keep, but for the gradient where the block is run again. (`up` is as wide as its product, which is kept.)
+    """
+    inner, width = (2 if work.gated else 1) * work.ffn / choice.tensor, work.width
+    lora = work.lora
+    if lora is not None and ("down" not in lora.targets or lora.dropout):
+        inner += work.ffn
+    height = width * (work.hidden / (choice.tensor if choice.sequence else 1) + inner)
+    if lora is not None and lora.dropout:
+        drawn, others = DRAW_BYTES - (width + 1), 3 if width < 4 else 1 + (choice.recompute != "none")
+        there = width * (others * work.hidden - lora.rank)
+        if "down" in lora.targets:
+            height = max(height, (drawn + width) * work.ffn + width * work.hidden + there)
+        elif "up" in lora.targets:
+            height = max(height, drawn * work.hidden + there)
+    return work.seq_len * height
 
 
 def loss_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) -> float:
@@ -144,7 +194,7 @@ def loss_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) 
         enough = min(CHUNK_TOKENS, CHUNK_MOST_BYTES / (4 * columns))
         chunk = max(1.0, enough, CHUNK_LEAST_BYTES / (4 * columns))
     chunks = max(1.0, -(-tokens // chunk))
-    gradient = columns * work.hidden * 4 if work.trained >= 1.0 else 0.0
+    gradient = columns * work.hidden * 4 if work.lora is None else 0.0
     # With several, the gradient to the logits of the one before is still there.
     logits = work.width + 4 + (4 if work.width < 4 else 0) + (work.width if chunks > 1 else 0)
     return tokens / chunks * columns * logits + gradient + tokens * work.hidden * work.width
@@ -162,7 +212,7 @@ def estimate_device_memory(
     own = whole * own_share
     parts: dict[str, float] = {}
     zero = choice.zero if copies > 1 else min(choice.zero, 1)
-    trained = work.trained
+    trained = find_trained_share(work)
     if zero == 3:
         if choice.engine == "sharded" and not work.tied:
             units = sum(sorted((block, block, embedding, head))[-UNITS_AT_ONCE:])
@@ -198,23 +248,26 @@ def estimate_device_memory(
     alone = copies * choice.tensor * choice.pipeline == 1 and work.far_bytes is None  # the engine of a single rank
     accumulates = micro_batches > 1
     gradient = work.reduce_bytes if choice.engine != "sharded" else work.master_bytes
-    largest = max(block, embedding, head) if zero == 3 else block
+    # Of a block, of the embedding and of the head what is trained.
+    learns = (block, embedding, head) if work.lora is None else (float(count_adapter_parameters(work)), 0.0, 0.0)
+    largest = max(learns) if zero == 3 else learns[0]
     if choice.engine == "fsdp":
-        sums = own * work.master_bytes + largest * (work.reduce_bytes + width)
+        sums = own * trained * work.master_bytes + largest * (work.reduce_bytes + width)
     elif zero <= 1 or choice.engine == "megatron":
-        sums = whole * gradient
+        sums = whole * trained * gradient
         if choice.engine == "sharded" and alone and width != work.master_bytes:
-            sums += whole * width  # those of one micro-batch beside their sum
+            sums += whole * trained * width  # those of one micro-batch beside their sum
     elif choice.reduce == "per_step" and accumulates:
-        sums = (own + whole) * gradient
+        sums = (own + whole) * trained * gradient
     else:
-        buckets = largest if zero == 3 else min(layers, IN_FLIGHT) * block + embedding + head
-        sums = (own + buckets) * gradient
-    parts["gradients"] = sums * trained
+        buckets = largest if zero == 3 else min(layers, IN_FLIGHT) * learns[0] + learns[1] + learns[2]
+        sums = (own * trained + buckets) * gradient
+    parts["gradients"] = sums
     several = copies * choice.tensor * choice.pipeline > 1
     if several and choice.engine == "sharded" and work.gather_bytes > width:  # each makes its own type of what it gets
-        gathered = 1.0 if zero == 3 else trained
-        parts["weights on their way"] = 2 * max(block, embedding, head) * gathered * work.gather_bytes
+        # What is trained travels apart from what is frozen, which is only gathered with zero 3.
+        gathered = (max(learns[0], block - learns[0]), embedding, head) if zero == 3 else learns
+        parts["weights on their way"] = 2 * max(gathered) * work.gather_bytes
     beside = band_bytes(work, kind, choice.tensor, sequences)
     if choice.engine == "sharded" and not work.both_ways:
         beside += rope_bytes(work, sequences)
@@ -227,15 +280,17 @@ def estimate_device_memory(
     elif choice.virtual > 1 and choice.pipeline > 1:
         more = 1.0 + (choice.pipeline - 1) / (choice.pipeline * choice.virtual)
         under_way = min(float(micro_batches), choice.pipeline * more)
-    # The input of the block in use is among what is there again.
-    blocks = min(work.horizon, layers) if choice.offload else layers
+    # Those of the last blocks stay, and with adapters the first one's, to which there is no gradient.
+    blocks = min(work.horizon + (work.lora is not None), layers) if choice.offload else layers
     parts["activations"] = sequences * under_way * blocks * kept
     again *= sequences
     if last and choice.engine == "sharded":
         # The last norm and its input, and the loss; in a block's backward pass these are over.
-        edge = sequences * work.seq_len * work.hidden * (4 + 3 * work.width)
+        residual = work.width if work.width < 4 else 0  # else it is what the norm keeps
+        normalised = work.width if work.lora is None else 0
+        edge = sequences * work.seq_len * work.hidden * (4 + normalised + work.width + residual)
         parts["logits"] = loss_bytes(work, kind, choice.tensor, sequences)
-        again += sequences * gradients_of_block(work, choice)
+        again += sequences * (gradients_of_block(work, choice) + (min(1, layers - blocks) * kept))  # one comes back
         again = edge + max(0.0, again - edge - parts["logits"])
     parts["activations"] += again
     if last and choice.engine != "sharded":

@@ -8,7 +8,7 @@ from phalanx.config.model import LoraTarget
 from phalanx.config.schema import Config, build_model_spec
 from phalanx.config.validation import find_problems_for_world, is_custom_task
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import ModelSpec, adapter_count, parameter_count
+from phalanx.layout.model_shape import ModelSpec
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.search import Plan, SearchSpace, list_degrees
@@ -105,7 +105,6 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
     precision, mixed = precision_of(config, cluster)
     rule, options = config.optim.name, config.optim.options
     state = STATE_BYTES[rule] + sum(more for name, more in MORE_STATE.items() if options.get(name))
-    whole = parameter_count(spec)
     doubled = 2 if precision == "fp64" else 1  # then masters, moments and gradients are, too
     return StepWork(
         layers=spec.layers,
@@ -129,7 +128,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         reduce_bytes=4 * doubled,
         gather_bytes=4 if mixed else WIDTH[precision],
         far_bytes=COMPRESSED_BYTES[config.comm.compress],
-        trained=1.0 if spec.lora is None else adapter_count(spec) / (whole + adapter_count(spec)),
+        lora=spec.lora,
         window=spec.sliding_window or 0,
         full_layers=sum(layer < spec.layers for layer in spec.full_attention_layers),
         both_ways=spec.bidirectional,

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from phalanx.layout.model_shape import LoraSpec
+
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp64": 8}  # bytes of an element that is kept; fp8 only multiplies
 
 
@@ -12,7 +14,7 @@ class StepWork:
 
     `precision` is the type of matrix products; `master_bytes` and `state_bytes` are kept for each trained parameter
     (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes` at most from node to node
-    where that is compressed. `trained` is the share of parameters that are trained (adapters: a few hundredths).
+    where that is compressed. With `lora` its adapters alone are trained.
     `positions` are rows of a learnt table of positions. `biases`: matrices add one and norms have two vectors, as in
     GPT-2.
     With `attention_dropout` scores are written to memory, whatever a layout has for attention.
@@ -44,7 +46,7 @@ class StepWork:
     reduce_bytes: int = 4
     gather_bytes: int = 2
     far_bytes: float | None = None
-    trained: float = 1.0
+    lora: LoraSpec | None = None
     window: int = 0  # 0: none
     full_layers: int = 0
     both_ways: bool = False
@@ -89,8 +91,8 @@ class StepWork:
 
     @cached_property
     def block_parameters(self) -> int:
-        """Parameters of a block: its matrices, its two norms, and biases where there are any."""
-        small = 2 * self.hidden
+        """Parameters of a block: its matrices, its two norms, its adapters, and biases where there are any."""
+        small = 2 * self.hidden + count_adapter_parameters(self)
         if self.biases:
             small += 2 * self.hidden + self.query_channels + 2 * self.key_channels + 2 * self.hidden
             small += (2 if self.gated else 1) * self.ffn
@@ -116,9 +118,32 @@ class StepWork:
         return self.global_batch * self.seq_len
 
     def flops_per_token(self) -> float:
-        """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, and 6 for
-        those trained beside them), and 12 channels seq_len a layer for attention, all counted (Chowdhery et al. 2022,
+        """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, beside 6
+        for adapters), and 12 channels seq_len a layer for attention, all counted (Chowdhery et al. 2022,
         appendix B). This is what MFU is measured by."""
         multiplying = self.layers * self.matrix_parameters + self.vocabulary * self.hidden
-        each = 6.0 if self.trained >= 1.0 else 4.0 + 6.0 * self.trained
-        return each * multiplying + 12.0 * self.query_channels * self.seq_len * self.layers
+        products = 4.0 * multiplying + 6.0 * self.layers * count_adapter_parameters(self)
+        products = products if self.lora is not None else 6.0 * multiplying
+        return products + 12.0 * self.query_channels * self.seq_len * self.layers
+
+
+def adapter_widths(work: StepWork) -> dict[str, tuple[int, int]]:
+    """(columns, rows) of each of a block's matrices with an adapter: A is rank x columns, B rows x rank (Hu 2021)."""
+    if work.lora is None:
+        return {}
+    hidden, queries, keys, ffn = work.hidden, work.query_channels, work.key_channels, work.ffn
+    widths = {
+        "q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden),
+        "gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden),
+    }  # fmt: skip
+    return {name: widths[name] for name in work.lora.targets}
+
+
+def count_adapter_parameters(work: StepWork) -> int:
+    """Parameters of a block's adapters."""
+    return work.lora.rank * sum(map(sum, adapter_widths(work).values())) if work.lora is not None else 0
+
+
+def find_trained_share(work: StepWork) -> float:
+    """The share of parameters that are trained; with adapters a few hundredths."""
+    return work.layers * count_adapter_parameters(work) / work.parameters() if work.lora is not None else 1.0

@@ -23,12 +23,13 @@ NEAR, NEAR_ACTIVATIONS = 0.02, 0.06  # of each total, and of each mode's activat
 # The preset whose folder stands in for the one that a recipe names.
 FOLDERS = {"continue-from-hf": "llama-3-8b", "llama-3.2-1b-chat": "llama-3.2-1b", "mistral-7b-chat": "mistral-7b-v0.3"}
 FOLDERS |= {"qwen3-1.7b-chat": "qwen3-1.7b"}
+ADAPTED = {"llama-3.2-3b-lora": "llama-3.2-3b", "mistral-7b-lora": "mistral-7b-v0.3", "qwen3-8b-lora": "qwen3-8b"}
 
 
 def shipped(name: str, place: Path, *overrides: str) -> Config:
     """A shipped recipe, whose Hugging Face folder is there."""
-    if name in FOLDERS:
-        (place / "config.json").write_text(json.dumps(config_from_spec(PRESETS[FOLDERS[name]], torch.bfloat16)))
+    if preset := (FOLDERS | ADAPTED).get(name):
+        (place / "config.json").write_text(json.dumps(config_from_spec(PRESETS[preset], torch.bfloat16)))
         overrides = (f"model.from_hf={place}", *overrides)
     return load.load_recipe(ROOT / "recipes" / f"{name}.yaml", list(overrides))
 
@@ -87,6 +88,45 @@ def test_so_is_a_changed_one(ranks: int, overrides: list[str], tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
+    ("name", "ranks", "targets", "rank", "dropout", "overrides"),
+    [
+        # At their height in the loss; in a backward pass; while dropout is drawn for `down`, for `up`.
+        ("llama-3.2-3b-lora", 8, "auto", 64, 0.1, ["activations=none", "zero=3", "dtype=mixed"]),
+        ("qwen3-8b-lora", 8, "[q,k,v,o]", 8, 0, ["activations=none"]),
+        ("mistral-7b-lora", 2, "[q,v,gate]", 256, 0.1, ["activations=selective", "zero=2"]),
+        ("mistral-7b-lora", 1, "auto", 8, 0.1, ["activations=full", "dtype=fp32"]),
+        ("mistral-7b-lora", 2, "[q,v,up]", 64, 0.1, ["activations=offload", "zero=1", "micro_batch=2"]),
+    ],
+)  # fmt: skip
+def test_so_are_adapters(
+    name: str, ranks: int, targets: str, rank: int, dropout: float, overrides: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    sections = {"activations": "memory", "zero": "parallel", "dtype": "train", "micro_batch": "train"}
+    values = [f"{sections[value.partition('=')[0]]}.{value}" for value in overrides]
+    lora = {"targets": targets, "rank": rank, "alpha": 16, "dropout": dropout}
+    config = shipped(name, tmp_path, *values, *(f"model.lora.{key}={value}" for key, value in lora.items()))
+    monkeypatch.setattr(walk, "MODES", (sizes_of_run.activation_mode_to_assume(config),))
+    same(config, ranks)
+
+
+@pytest.mark.parametrize("mode", ["full", "offload"])
+def test_a_walk_of_few_layers_under_adapters_tells_what_many_take(mode: str, tmp_path: Path) -> None:
+    """At the height of a backward pass, which the first layer has no whole one of."""
+    config = shipped("mistral-7b-lora", tmp_path, f"memory.activations={mode}")
+    config, workload, _ = walk._make_workload(load.resolve_autos(config, device="accelerator", world=1)[0])
+    once, ends, block = walk.compute_activation_bytes(config, workload)
+    for batch in (1, 3):
+        direct = walk._measure_peak_with_fakes(config, workload, 6, batch)
+        assert once + batch * (ends + 6 * block) == pytest.approx(direct, rel=0.001)
+
+
+@pytest.mark.parametrize("override", ["model.lora.targets=[gate,down]", "model.lora.adapter=folder"])
+def test_adapters_of_the_feed_forward_part_alone_or_of_a_folder_are_walked(override: str, tmp_path: Path) -> None:
+    assert estimate_by_formula(shipped("mistral-7b-lora", tmp_path, override), 1) is None
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         ["parallel.pipeline=2"], ["optim.name=adamw8bit"], ["train.dtype=fp64"], ["model.dropout=0.1"],
@@ -130,7 +170,9 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("demo", 1), ("qwen3-1.7b", 8), ("mistral-7b-chat", 1)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("demo", 1), ("qwen3-1.7b", 8), ("mistral-7b-chat", 1), ("qwen3-8b-lora", 8)]
+)
 def test_the_command_imports_no_torch(name: str, ranks: int, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(load.to_yaml(shipped(name, tmp_path)))
     command = [sys.executable, "-c", SCRIPT, "train", "recipe.yaml", "--ranks", str(ranks), "--dry-run"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ConfigError
 from phalanx.engine import sharding_spec
 from phalanx.layout import comm_schedule, pipeline_stages
-from phalanx.layout.model_shape import PRESETS, flops_per_token, parameter_count
+from phalanx.layout.model_shape import PRESETS, LoraSpec, flops_per_token, parameter_count
 from phalanx.layout.pipeline_stages import STAGES_PER_RANK, divide_layers, simulate_schedule, step_s
 from phalanx.parallel.pipeline_schedules import build_actions
 from phalanx.planner import compute_cost, exchange_cost, link_cost, parse_cluster
@@ -21,7 +21,7 @@ from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind, find_kind, 
 from phalanx.planner.layout_choice import EngineName, LayoutChoice, PipelineSchedule
 from phalanx.planner.link_cost import RingPlacement
 from phalanx.planner.memory import DeviceMemory
-from phalanx.planner.work import StepWork
+from phalanx.planner.work import StepWork, find_trained_share
 
 # Everything is reached in full, nothing is waited for: what is left can be summed by hand.
 FULL = CostConstants(
@@ -76,7 +76,12 @@ def test_frozen_parameters_get_no_gradient_of_their_own() -> None:
     attention = 12 * 512 * 256 * 4
     multiplying = 4 * 12 * 512**2 + 1024 * 512
     assert SMALL.flops_per_token() == 6 * multiplying + attention
-    assert replace(SMALL, trained=0.01).flops_per_token() == pytest.approx(4.06 * multiplying + attention)
+    adapters = 4 * 8 * ((512 + 512) + (2048 + 512))  # q and down
+    adapted = replace(SMALL, lora=LoraSpec(rank=8, alpha=16.0, targets=("q", "down")))
+    assert adapted.flops_per_token() == pytest.approx(4 * multiplying + 6 * adapters + attention)
+    assert (
+        adapted.parameters() == SMALL.parameters() + adapters == pytest.approx(adapters / find_trained_share(adapted))
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- compute
@@ -121,7 +126,8 @@ def test_a_block_by_hand() -> None:
     assert again.backward_s == pytest.approx(flash.backward_s + flash.forward_s)
     halved = compute_cost.block_pass(SMALL, PLAIN, LayoutChoice(tensor=2), 2, FULL)
     assert halved.forward_s == pytest.approx(flash.forward_s / 2)
-    frozen = compute_cost.block_pass(replace(SMALL, trained=0.01), PLAIN, LayoutChoice(), 2, FULL)
+    adapted = replace(SMALL, lora=LoraSpec(rank=8, alpha=16.0, targets=("q",)))
+    frozen = compute_cost.block_pass(adapted, PLAIN, LayoutChoice(), 2, FULL)
     assert frozen.backward_s == pytest.approx(flash.backward_s - products)
 
 
