@@ -13,15 +13,14 @@ import typer
 from phalanx.cli.data import Overrides
 from phalanx.config import load
 from phalanx.config.resilience import ResilienceSection
-from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import read_steps
 from phalanx.core.renamed import rename_words
 from phalanx.core.run_paths import RunPaths
+from phalanx.launch.auto_layout import read_folder_spec
 from phalanx.layout import hardware
-from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import hf_config
 from phalanx.planner import (
     advice,
@@ -272,18 +271,8 @@ def _find_plan(
     if keep is not None:
         config = load.update_config(config, large_jobs.keys_for(keep, config.resilience))
     constants = DEFAULT_CONSTANTS if known is None else measured_cluster.constants_from_hardware(known)
-    question = PlanQuery(config, _folder_spec(config), tuple(overrides), constants, failures=failures)
+    question = PlanQuery(config, read_folder_spec(config), tuple(overrides), constants, failures=failures)
     return question, cluster, question.search(cluster)
-
-
-def _folder_spec(config: Config) -> ModelSpec | None:
-    """The shapes of a Hugging Face folder."""
-    folder = config.model.from_hf
-    if folder is None:
-        return None
-    if storage.is_url(folder):
-        raise ConfigError(f"model.from_hf {folder} is a URL; fetch its config.json into a folder, and name that")
-    return hf_config.spec_from_config(hf_config.read_config(Path(folder).expanduser()), folder)
 
 
 def _job(

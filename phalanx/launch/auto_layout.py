@@ -15,10 +15,12 @@ from phalanx.health.devices import DeviceInfo
 from phalanx.layout import hardware
 from phalanx.layout.hardware import Hardware
 from phalanx.layout.model_shape import ModelSpec
+from phalanx.models import hf_config
 from phalanx.planner import choose_layout
 from phalanx.planner.choose_layout import LayoutRequest
 from phalanx.planner.present_cluster import NodeDevice
 from phalanx.planner.recipe_keys import AUTO_LAYOUT
+from phalanx.storage import files as storage
 from phalanx.system.fork import fork_call
 
 LayoutRecord = dict[str, Any]
@@ -133,3 +135,13 @@ def render_plan_json(record: LayoutRecord) -> str:
     """What the run folder's plan.json holds of it."""
     kept = {key: value for key, value in record.items() if key != "again"}
     return json.dumps(kept, indent=1, allow_nan=False) + "\n"
+
+
+def read_folder_spec(config: Config) -> ModelSpec | None:
+    """The shapes of the folder that `model.from_hf` names, or None. Raises ConfigError for a URL or no such folder."""
+    folder = config.model.from_hf
+    if folder is None:
+        return None
+    if storage.is_url(folder):
+        raise ConfigError(f"model.from_hf {folder} is a URL; fetch its config.json into a folder, and name that")
+    return hf_config.spec_from_config(hf_config.read_config(Path(folder).expanduser()), folder)

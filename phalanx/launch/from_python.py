@@ -10,7 +10,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.renamed import rename_words
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import local
-from phalanx.models import hf_config
+from phalanx.launch.auto_layout import read_folder_spec
 from phalanx.planner import advice, parse_cluster
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.recipe_keys import free_layout
@@ -53,9 +53,7 @@ def plan(recipe: Path | str, cluster: str, *overrides: str) -> Plan:
     words = rename_words(overrides)
     config = free_layout(load.load_recipe(Path(recipe), words), words)
     there = parse_cluster.parse_cluster(cluster).merge_alike_groups()
-    folder = config.model.from_hf
-    shapes = None if folder is None else hf_config.spec_from_config(hf_config.read_config(Path(folder)), folder)
-    query = PlanQuery(config, shapes, tuple(words))
+    query = PlanQuery(config, read_folder_spec(config), tuple(words))
     found = query.search(there)
     if not found.plans and found.shortfall is None:
         raise ConfigError(advice.explain_no_layout(query, there))

@@ -610,3 +610,15 @@ def test_unlike_nodes_are_scaled_in_their_mix() -> None:
     assert nodes(8) == {"A100-80GB": 1}
     assert nodes(24) == {"A100-80GB": 2, "V100-32GB": 1}
     assert nodes(480) == {"A100-80GB": 40, "V100-32GB": 20}
+
+
+def test_from_python_the_plan_is_that_of_the_command() -> None:
+    import phalanx
+
+    found = phalanx.plan(LLAMA, "2x(4xA100-80GB), 100Gb/s", "train.global_batch=64", "optim.double_buffer=false")
+    assert found.devices == 8 and found.choice.slots == 1
+    question = PlanQuery(free_layout(load.load_recipe(LLAMA, ["train.global_batch=64"]), []), None, ())
+    best = question.search(parse_cluster.parse_cluster("2x(4xA100-80GB), 100Gb/s")).best
+    assert found.estimate.step_s == pytest.approx(best.estimate.step_s, rel=0.05)
+    with pytest.raises(ConfigError, match="is a URL; fetch its config.json"):
+        phalanx.plan(LLAMA, "8xA100-80GB", "model.preset=null", "model.from_hf=s3://bucket/model")
