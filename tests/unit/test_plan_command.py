@@ -620,5 +620,5 @@ def test_from_python_the_plan_is_that_of_the_command() -> None:
     question = PlanQuery(free_layout(load.load_recipe(LLAMA, ["train.global_batch=64"]), []), None, ())
     best = question.search(parse_cluster.parse_cluster("2x(4xA100-80GB), 100Gb/s")).best
     assert found.estimate.step_s == pytest.approx(best.estimate.step_s, rel=0.05)
-    with pytest.raises(ConfigError, match="is a URL; fetch its config.json"):
+    with pytest.raises(ConfigError, match=r"is a URL; fetch its config\.json"):
         phalanx.plan(LLAMA, "8xA100-80GB", "model.preset=null", "model.from_hf=s3://bucket/model")
