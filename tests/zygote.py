@@ -19,12 +19,10 @@ from typing import Any
 
 from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
-from phalanx.core.placement import InMemoryCheckpoint, Placement
+from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node.agent import NodeJob, preload, run_local_job
 from phalanx.elastic.node.worker import STACKS_SIGNAL
-from phalanx.recovery.inventory import find_resume_checkpoint
-from phalanx.recovery.state_file import compute_run_id
 from phalanx.system.fork import die_with
 
 WARM = (
@@ -93,24 +91,25 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
     worker = partial(run_case, function=request["function"], kwargs=request["kwargs"], folder=str(folder))
 
-    def find_in_memory_state() -> InMemoryCheckpoint | None:
-        run_paths = RunPaths(Path(request["kwargs"]["run"]))
-        steps = [int(path.name.removeprefix("step-")) for path in (run_paths.root / "checkpoints").glob("step-*")]
-        return find_resume_checkpoint(Path(request["shared"]), compute_run_id(run_paths.events), max(steps, default=0))
-
     shared = request.get("shared")
+    if shared is not None:  # what is kept there is that of a run
+        paths = RunPaths(Path(request["kwargs"]["run"]))
+
+    def find_newest_checkpoint() -> int:
+        steps = (path.name.removeprefix("step-") for path in (paths.root / "checkpoints").glob("step-*"))
+        return max((int(step) for step in steps if step.isdecimal()), default=0)
+
     job = NodeJob(
         world=world,
         worker=worker,
         paths=paths,
-        max_restarts=request["restarts"],
         on_event=lambda kind, details: events.append({"kind": kind, **details}),
         on_idle=watch_the_clock,
-        first_attempt=request["kwargs"].get("first_attempt", 1),
-        **({} if shared is None else {"shared": Path(shared), "find_in_memory_state": find_in_memory_state}),
+        shared=None if shared is None else Path(shared),
     )
+    first_attempt = request["kwargs"].get("first_attempt", 1)
     try:
-        code = run_local_job(job)
+        code = run_local_job(job, request["restarts"], first_attempt=first_attempt, progress=find_newest_checkpoint)
     except Exception as error:
         return {"error": f"{error}\n{logs(paths, events, world)}"}
     if code != 0:

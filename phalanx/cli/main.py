@@ -172,7 +172,7 @@ def train(
 
     Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
     """
-    from phalanx.launch import local, multinode, preflight, rendezvous_options
+    from phalanx.launch import preflight, prepare, rendezvous_options, run
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
@@ -192,16 +192,14 @@ def train(
     if dry_run:
         laid = None
         if wanted.parallel.layout == "auto":
-            wanted, ranks, laid = local.choose_local_layout(wanted, RunPaths(Path(place)), ranks, on_cpu=shrink)
+            wanted, ranks, laid = prepare.choose_local_layout(wanted, RunPaths(Path(place)), ranks, on_cpu=shrink)
         _dry_run(wanted, ranks or 1, as_json, laid)
         return
     paths = _run_paths(place, wanted)
     permissions.restrict_permissions(paths.root, wanted.storage.private)
     if meeting is None:
         meeting = rendezvous_options.rendezvous_from_slurm(paths, os.environ, spares)
-    if meeting is not None:
-        raise typer.Exit(multinode.train_on_nodes(wanted, paths, ranks, meeting, on_cpu=shrink, planned=planned))
-    raise typer.Exit(local.train(wanted, paths, ranks, os.environ, on_cpu=shrink, planned=planned))
+    raise typer.Exit(run.train(wanted, paths, ranks, os.environ, meeting, on_cpu=shrink, planned=planned))
 
 
 def _dry_run(wanted: schema.Config, ranks: int, as_json: bool, laid: dict[str, Any] | None) -> None:

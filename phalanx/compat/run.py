@@ -105,11 +105,10 @@ def run_script(
         world=world,
         worker=worker,
         devices=[device_of(devices, rank, world) for rank in range(world)],
-        max_restarts=max_restarts,
         on_event=_report_event,
         grace_s=GRACE_S,
     )
-    return agent.run_local_job(job)
+    return agent.run_local_job(job, max_restarts)
 
 
 def _found() -> list[str]:

@@ -4,7 +4,6 @@ The parts come one after another: what failed, that the ranks start again, and t
 torch here.
 """
 
-import platform
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,34 +57,3 @@ def _since(began: float, when: Any) -> float:
     node; where the two cannot both be right, to now."""
     now = time.time()
     return (when if isinstance(when, float) and began <= when <= now else now) - began
-
-
-class IncidentConsole:
-    """A console of a run on one node, which passes on what it is told; and what the incidents are made of, by what the
-    agent says (`on_agent_event`) and the steps that are done."""
-
-    def __init__(self, console: Any, write: Callable[[Details], None]) -> None:
-        self._console = console
-        self.incidents = IncidentTracker(write)
-        self._failed: Details | None = None
-
-    def on_agent_event(self, kind: str, details: Details) -> None:
-        """Take what the agent says."""
-        if kind == EventKind.WORKER_DIED:
-            what = f"rank {details['rank']} on {platform.node()}: {details['reason']}"
-            self._failed = {"what": what, "began": time.time()}
-        elif kind == EventKind.RESTARTED and self._failed is not None:
-            how = f", {details['reason']}" if details.get("reason") else ""
-            done = f"all ranks start again{how}"
-            self.incidents.begin({"attempt": details["attempt"], "done": done, **self._failed})
-            self._failed = None
-
-    def on_step(self, record: Details) -> None:
-        self.incidents.on_step(record)
-        self._console.on_step(record)
-
-    def on_event(self, event: Details) -> None:
-        self._console.on_event(event)
-
-    def tick(self) -> None:
-        self._console.tick()

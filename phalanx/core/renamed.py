@@ -84,7 +84,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
 NAMES: dict[str, dict[str, str]] = {
     "phalanx.comm.backend": {"counters": "read_counters"},
     "phalanx.comm.mesh": {"alone": "single_rank_mesh", "beside": "attach_mesh"},
-    "phalanx.launch": {"train": "phalanx.launch.local.train"},
+    "phalanx.launch": {"train": "phalanx.launch.run.train"},
     "phalanx.models.layers": {"IGNORED": "IGNORE_INDEX"},
     "phalanx.models.llama": {"initial": "llama_init_rule"},
     "phalanx.models.model": {"Start": "InitRule", "draw": "draw_init_slice", "plain_start": "default_init_rule"},

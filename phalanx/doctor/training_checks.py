@@ -18,7 +18,7 @@ from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.doctor.isolation import append_log_tail
 from phalanx.doctor.results import CheckResult, CheckState
-from phalanx.launch import local
+from phalanx.launch import run
 
 STEPS, CHECKPOINT_STEP, KILL_STEP, HANG_STEP = 8, 4, 7, 4  # all of them; that of a checkpoint; those of faults
 TOLERANCE = 1e-4  # of a loss, relative: what other kernels and another order of sums explain in fp32
@@ -157,7 +157,7 @@ def _train(
     """Train in a folder of that name, as `phalanx train` does. Raises RunError where it has not come to its end."""
     paths = RunPaths(place.folder / name)
     planned = faults.parse_faults([] if fault is None else [fault])
-    code = local.train(_recipe(place, changes), paths, ranks, {}, on_cpu=on_cpu or place.on_cpu, planned=planned)
+    code = run.train(_recipe(place, changes), paths, ranks, {}, on_cpu=on_cpu or place.on_cpu, planned=planned)
     events = list(read_events(paths.events))
     if code != ExitCode.DONE:
         died = [f"rank {event['rank']} {event['reason']}" for event in events if event["kind"] == EventKind.WORKER_DIED]

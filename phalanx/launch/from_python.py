@@ -9,7 +9,7 @@ from phalanx.config import load
 from phalanx.core.errors import ConfigError
 from phalanx.core.renamed import rename_words
 from phalanx.core.run_paths import RunPaths
-from phalanx.launch import local
+from phalanx.launch import run
 from phalanx.launch.auto_layout import read_folder_spec
 from phalanx.planner import advice, parse_cluster
 from phalanx.planner.advice import PlanQuery
@@ -38,7 +38,7 @@ def train(
     PhalanxError for what a user can correct.
     """
     config = load.load_recipe(Path(recipe), overrides)
-    return local.train(config, RunPaths(Path(run_dir)), ranks, os.environ, callbacks=callbacks)
+    return run.train(config, RunPaths(Path(run_dir)), ranks, os.environ, callbacks=callbacks)
 
 
 def plan(recipe: Path | str, cluster: str, *overrides: str) -> Plan:

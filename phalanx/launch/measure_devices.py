@@ -25,8 +25,8 @@ from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coo
 from phalanx.elastic.supervisor.failover import describe_division
 from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.health.devices import DeviceInfo, assign_devices, preload_and_find_devices
-from phalanx.launch import local, multinode, node_session, offer_checks
-from phalanx.launch.local import PreparedRun
+from phalanx.launch import multinode, node_session, offer_checks, prepare
+from phalanx.launch.prepare import PreparedRun
 from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.layout import balance, hardware
 from phalanx.layout.hardware import Hardware
@@ -123,7 +123,7 @@ def _prepare(
     """Resolve the recipe; on node 0 of several with all others there and ready."""
     here = len(devices)
     if meeting is None:
-        return local.prepare_run(wanted, paths, devices, here, here, writes=False), None
+        return prepare.prepare_run(wanted, paths, devices, here, here, writes=False), None
     said = multinode.make_training_hello(wanted, devices, meeting, COMMAND)
     first = held.enter_context(multinode.host_rendezvous(meeting, said))
     poll_once = multinode.raise_on_remote_stop(first)
@@ -131,7 +131,7 @@ def _prepare(
     rows = [each["devices"] for each in first.hellos()]
     elsewhere = [DeviceInfo(*row) for each in rows[1:] for row in each]
     world = here + len(elsewhere)
-    prepared = local.prepare_run(
+    prepared = prepare.prepare_run(
         wanted, paths, devices, world, here, writes=False, elsewhere=elsewhere, meanwhile=poll_once
     )
     plan = [(node, len(each)) for node, each in enumerate(rows)]
@@ -157,7 +157,7 @@ def _measuring_callbacks(
     def make(offer: Message, poll_once: Callable[[], None]) -> NodeJob:
         config = load.build_config(load.parse_yaml(offer["config"], "node 0's configuration"), "node 0's configuration")
         offer_checks.check_offer(wanted, config)
-        answer = local.resolve_on_node(config, devices, int(offer["world"]), poll_once)
+        answer = prepare.resolve_on_node(config, devices, int(offer["world"]), poll_once)
         what = "the resolved configuration"
         here = local_copies.use_local_copies(load.build_config(load.parse_yaml(answer["config"], what), what))
         return _job(TrainingJob(here, find_model_shape(here, paths), paths, *token_folders(answer)), devices, paths)

@@ -1,11 +1,11 @@
-"""Starting a run on several nodes that no scheduler ties together: one command on each, which meet by themselves.
+"""How the nodes of a job meet that no scheduler ties together: one command on each, whatever these run.
 
-Node 0 resolves the recipe, prepares its data and tells the others what came of it; each of them checks that it sees the
-same run folder and the same data before the first step. The rules of meeting are in `elastic/`.
+The rules of meeting are in `elastic/membership/`. A job on one node meets nobody (`SoloMeeting`).
 """
 
 import contextlib
 import functools
+import math
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,6 @@ from typing import Any
 
 import phalanx
 from phalanx.config.schema import Config
-from phalanx.core import faults
 from phalanx.core.errors import ConfigError, PhalanxError, RunError, Unhealthy
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode
@@ -31,42 +30,13 @@ from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor.coordinator import Coordinator
-from phalanx.health.devices import DeviceInfo, assign_devices, preload_and_find_devices
-from phalanx.launch import health_gate, local, node_session, outcome
-from phalanx.launch.node_participant import NodeContext
-from phalanx.launch.remote_run_dir import mirror_while_running
+from phalanx.health.devices import DeviceInfo
 from phalanx.launch.rendezvous_options import RendezvousOptions
-from phalanx.recovery import shared_memory
-from phalanx.recovery.catalog import inventory_from_message
 from phalanx.report import event_text
-from phalanx.report.terminal import open_terminal
 
 TAKEOVER_S = 10.0  # what the nodes that are left get to agree on another leader
 IDLE_S = 0.1  # after which others are heard, whatever comes
 LOOK_S = 1.0  # between two looks whether they have
-
-
-def train_on_nodes(
-    wanted: Config,
-    paths: RunPaths,
-    ranks: int | None,
-    options: RendezvousOptions,
-    on_cpu: bool = False,
-    planned: Sequence[Fault] = (),
-) -> int:
-    """Train as one of several nodes. Returns the exit code, as `launch.train` does; raises PhalanxError for what a user
-    can mend, on whichever node it was found."""
-    try:
-        with raise_on_stop_signal():
-            found, accelerators = preload_and_find_devices(on_cpu)
-        devices = assign_devices(found, accelerators, ranks)
-        for folder in shared_memory.remove_stale_folders(but=paths):
-            options.notify_user(f"removed {folder}, which a run had left behind more than a day ago")
-        lead = functools.partial(_lead, wanted, paths, devices, options, planned)
-        return lead_or_follow(paths, options, lead, lambda: _follow(wanted, paths, devices, options, planned))
-    except StopRequested as asked:
-        open_terminal().print(outcome.describe_early_stop(paths, str(asked)))
-        return ExitCode.STOPPED
 
 
 def lead_or_follow(
@@ -128,6 +98,53 @@ def poll_until(others: RendezvousHost | RendezvousClient, until: Callable[[], bo
 # -------------------------------------------------------------------------------------------------------------- node 0
 
 
+class SoloMeeting:
+    """What a `RendezvousHost` is to node 0, where there is no other node."""
+
+    secret = ""
+    stop_signal: str | None = None
+
+    def __init__(self, hello: Message) -> None:
+        self._hello = hello
+        self.replaced_by_spares: dict[int, str] = {}
+
+    def hellos(self) -> list[Message]:
+        return [self._hello]
+
+    def answers_by_node(self) -> dict[int, Message]:
+        return {}
+
+    def missing(self) -> list[int]:
+        return []
+
+    def have_all_nodes(self) -> bool:
+        return True
+
+    def are_all_ready(self) -> bool:
+        return True
+
+    def offer(self, what: Callable[[int], Message]) -> None:
+        pass
+
+    def poll_once(self) -> None:
+        pass
+
+    def descriptors(self) -> dict[int, int]:
+        return {}
+
+    def due_s(self) -> float:
+        return math.inf
+
+    def yield_to_spare(self, why: str, alone: bool) -> str:
+        raise Unhealthy(why)
+
+    def finish(self, code: int, text: str) -> None:
+        pass
+
+
+Meeting = RendezvousHost | SoloMeeting
+
+
 def is_run_active(paths: RunPaths, options: RendezvousOptions) -> bool:
     """Whether the run goes on already, led by another node, which this one then comes back to."""
     if options.point.folder is None:
@@ -165,89 +182,7 @@ def watch_for_takeover(paths: RunPaths, poll_once: Callable[[], None], before: i
     return look
 
 
-def _lead(
-    wanted: Config,
-    paths: RunPaths,
-    devices: Sequence[DeviceInfo],
-    options: RendezvousOptions,
-    planned: Sequence[Fault],
-    before: int,
-) -> int:
-    """Be node 0: bring all together, prepare the run, and then be one of the members. `before`: the run's epoch."""
-    from phalanx.trainer import run_folder
-
-    said = make_training_hello(wanted, devices, options, planned=planned)
-    with contextlib.ExitStack() as held:
-        with raise_on_stop_signal():
-            held.enter_context(run_folder.hold_run_folder(paths))
-            held.enter_context(mirror_while_running(paths))
-            # Before all have met: what nobody holds then belongs to no node.
-            shared = held.enter_context(
-                shared_memory.hold_folder(
-                    paths, options.node, wanted=wanted.resilience.in_memory_checkpoints is not False
-                )
-            )
-            where = NodeContext(options.node, options.nodes, options.point.folder)
-            run = node_session.NodeSession(paths, devices, where, said, options.notify_user, wanted, shared, planned)
-            held.callback(run.settle_memory)
-            replaces = "replace" in wanted.resilience.on_lost_node
-            first = held.enter_context(host_rendezvous(options, said, spares=options.spares if replaces else 0))
-            poll_once = raise_on_remote_stop(first)
-            gather(first, options, watch_for_takeover(paths, poll_once, before))
-            if (done := local.exit_code_if_complete(wanted, paths)) is not None:
-                first.finish(done, "the run is complete already")
-                run.code = done
-                return done
-            try:
-                noticed = health_gate.check_node_if_enabled(wanted, paths, devices)
-            except Unhealthy as error:
-                noticed, run.unfit_reason = None, first.yield_to_spare(str(error), alone=paths.url is not None)
-            hellos = first.hellos()
-            rows_of = [each["devices"] for each in hellos[: options.nodes]]  # spares have no part yet
-            by_node = [[DeviceInfo(*row) for row in rows] for rows in rows_of]
-            everywhere = [device for devices_there in by_node for device in devices_there]
-            elsewhere, world = everywhere[len(devices) :], len(everywhere)
-            faults.check_faults(planned, world, wanted.train.steps, local=paths.url is None, nodes=options.total)
-            prepared = local.prepare_run(
-                wanted,
-                paths,
-                devices,
-                world,
-                len(devices),
-                writes=True,
-                elsewhere=elsewhere,
-                meanwhile=poll_once,
-                nodes=by_node,
-            )
-            prepared = local.add_faults(prepared, planned)
-            plan = [(node, len(rows)) for node, rows in enumerate(rows_of)]
-            told = node_session.make_offer(wanted, prepared, paths, 1, plan, rows_of, options.nodes)
-            until_all_meet = held.enter_context(contextlib.ExitStack())
-            until_all_meet.callback(paths.node0_marker.unlink, missing_ok=True)
-            offer_to_all(first, lambda node: told, poll_once)
-            run.clean_memory(paths, poll_once)
-            peer = NodeAgent(first.secret, run.make_job, run.make_coordinator, _replay_of)
-            peer.adopt_job(told, run.job_for(prepared.job, len(devices), world))
-            run.inventories = {0: inventory_from_message(peer.list_inventory())}
-            run.inventories |= {
-                node: inventory_from_message(each.get("held", [])) for node, each in first.answers_by_node().items()
-            }
-            hosts = [each["host"] for each in hellos]
-            there = {"hosts": hosts[: options.nodes], "spares": hosts[options.nodes :]}
-            left_out = [(node, why) for node, why in first.replaced_by_spares.items() if node]  # this one leaves later
-            lost = [{"node": node, "host": hosts[node], "reason": why} for node, why in left_out]
-            run.begin(local.describe_start(prepared, everywhere, world) | there, prepared, noticed, lost)
-            epoch = (
-                1 if run.claim is None else epoch_files.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
-            )
-
-        enter = functools.partial(
-            start_membership, first, peer, run.claim, wanted.resilience.heartbeat_timeout_s, epoch, until_all_meet
-        )
-        return run.run_to_end(peer, enter)
-
-
-def _replay_of(form: Mapping[str, Any]) -> Any:
+def make_replica_updater(form: Mapping[str, Any]) -> Any:
     """What makes updates of other nodes' ranks again; in the process that keeps their replicas, which was forked with
     all that this imports."""
     from phalanx.checkpoint.memory.replica_update import make_replayer
@@ -256,7 +191,7 @@ def _replay_of(form: Mapping[str, Any]) -> Any:
 
 
 def start_membership(
-    first: RendezvousHost,
+    first: Meeting,
     agent: NodeAgent,
     claim: Claim | None,
     heartbeat_s: float,
@@ -266,6 +201,9 @@ def start_membership(
     """Have all who have met enter the circle, node 0 with them; by what holds `until_all_meet` they go on, and come
     back, without this node too, so it stays. Raises RunError, and StopAsked once one of them was asked to stop."""
     raise_on_remote_stop(first)()  # a node that was asked to stop has left by now, and all shall stop
+    if isinstance(first, SoloMeeting):
+        agent.join_alone(first.hellos()[0]["devices"])
+        return
     at = first.bind_address()
     member_list = first.make_member_list(epoch, at)
     me = member_list.member(0)
@@ -276,7 +214,7 @@ def start_membership(
         until_all_meet.pop_all()
 
 
-def raise_on_remote_stop(first: RendezvousHost) -> Callable[[], None]:
+def raise_on_remote_stop(first: Meeting) -> Callable[[], None]:
     """A function that hears the other nodes; it raises StopAsked once one of them was asked to stop."""
 
     def poll_once() -> None:
@@ -287,14 +225,14 @@ def raise_on_remote_stop(first: RendezvousHost) -> Callable[[], None]:
     return poll_once
 
 
-def offer_to_all(first: RendezvousHost, what: Callable[[int], dict[str, Any]], poll_once: Callable[[], None]) -> None:
+def offer_to_all(first: Meeting, what: Callable[[int], dict[str, Any]], poll_once: Callable[[], None]) -> None:
     """Tell each node `what(node)` says, and wait until all are ready. Raises as `RendezvousHost.are_all_ready`."""
     first.offer(what)
     while not first.are_all_ready():
         _look(first, poll_once)
 
 
-def gather(first: RendezvousHost, options: RendezvousOptions, poll_once: Callable[[], None]) -> None:
+def gather(first: Meeting, options: RendezvousOptions, poll_once: Callable[[], None]) -> None:
     """Wait until all nodes are there; `poll_once` hears them. Raises as `RendezvousHost.have_all_nodes`."""
     said: list[int] = []
     while not first.have_all_nodes():
@@ -305,7 +243,7 @@ def gather(first: RendezvousHost, options: RendezvousOptions, poll_once: Callabl
         _look(first, poll_once)
 
 
-def _look(first: RendezvousHost, poll_once: Callable[[], None]) -> None:
+def _look(first: Meeting, poll_once: Callable[[], None]) -> None:
     poll = select.poll()
     for descriptor, events in first.descriptors().items():
         poll.register(descriptor, events)
@@ -355,23 +293,6 @@ class _Changed(Exception):
     """Node 0 has gone, or has ended the job, while this node was preparing its part."""
 
 
-def _follow(
-    wanted: Config, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions, planned: Sequence[Fault]
-) -> int:
-    said = make_training_hello(wanted, devices, options, planned=planned)
-    with shared_memory.hold_folder(
-        paths, options.node, wanted=wanted.resilience.in_memory_checkpoints is not False
-    ) as shared:
-        where = NodeContext(options.node, options.nodes, options.point.folder)
-        run = node_session.NodeSession(paths, devices, where, said, options.notify_user, wanted, shared, planned)
-        works = AgentHooks(run.make_job, run.make_coordinator, run.claim, wanted.resilience.heartbeat_timeout_s)
-        try:
-            peer = join_job(said, options, works, functools.partial(epoch_files.read_leader_address, paths))
-            return peer if isinstance(peer, int) else run.run_to_end(peer)
-        finally:
-            run.settle_memory()
-
-
 @dataclass(frozen=True)
 class AgentHooks:
     """What a node does as a member of a job, as `NodeAgent` and its circle want it."""
@@ -418,7 +339,7 @@ def _take_part(node: RendezvousClient, options: RendezvousOptions, hooks: AgentH
         if settled():
             raise _Changed
 
-    peer = NodeAgent(node.secret, hooks.make_job, hooks.make_coordinator, _replay_of)
+    peer = NodeAgent(node.secret, hooks.make_job, hooks.make_coordinator, make_replica_updater)
     try:
         with raise_on_stop_signal(), contextlib.suppress(_Changed):
             options.notify_user("reached node 0, which prepares the run when all are there")

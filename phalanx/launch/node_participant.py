@@ -31,7 +31,7 @@ from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coo
 from phalanx.elastic.supervisor.node_requests import NodeRequest
 from phalanx.health.devices import DeviceInfo
 from phalanx.launch import health_gate
-from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, TryAgain
+from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder, TryAgain
 from phalanx.recovery.catalog import StateFileInfo
 from phalanx.report import event_text
 
@@ -42,11 +42,12 @@ Tend = Callable[[], None]
 
 @dataclass(frozen=True)
 class NodeContext:
-    """This node's number, how many train, and the folder where they meet, if it is one."""
+    """This node's number, how many train, the folder where they meet, if it is one, and whether there is no other."""
 
     node: int
     nodes: int
     rendezvous_folder: Path | None
+    alone: bool = False
 
 
 @dataclass
@@ -58,7 +59,7 @@ class NodeParticipant(abc.ABC):
     context: NodeContext
     hello: Message
     notify_user: Callable[[str], None]
-    recorder: EventRecorder | None = field(default=None, init=False)
+    recorder: EventRecorder | LocalRecorder | None = field(default=None, init=False)
     first_attempt: int = field(default=0, init=False)
     committed: int = field(default=0, init=False)
     inventories: Mapping[int, tuple[StateFileInfo, ...]] = field(
@@ -154,7 +155,10 @@ class NodeParticipant(abc.ABC):
     # --------------------------------------------------------------------------------------------------------- leading
 
     def start_recording(
-        self, recorder: EventRecorder, event: dict[str, Any], later: Sequence[tuple[str, dict[str, Any]]]
+        self,
+        recorder: EventRecorder | LocalRecorder,
+        event: dict[str, Any],
+        later: Sequence[tuple[str, dict[str, Any]]],
     ) -> None:
         """Be the first to lead, whose `event` of the start is written already, and note what was found `later`."""
         self.recorder = recorder

@@ -31,10 +31,10 @@ from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.health.devices import DeviceInfo
-from phalanx.launch import health_gate, local, offer_checks, outcome
-from phalanx.launch.local import PreparedRun
+from phalanx.launch import health_gate, offer_checks, outcome, prepare
 from phalanx.launch.node_participant import CHECK_S, NodeParticipant, Tend, check_shared_folder, ensure_run_sign
-from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles
+from phalanx.launch.prepare import PreparedRun
+from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder
 from phalanx.launch.remote_run_dir import fetch_records
 from phalanx.layout import hardware
 from phalanx.recovery import inventory, shared_memory, state_file
@@ -90,7 +90,7 @@ def make_offer(
     """What all nodes are told of a division."""
     return {
         "config": render_shared_config(requested, prepared),
-        "sign": ensure_run_sign(paths, first) if paths.url is None else None,
+        "sign": ensure_run_sign(paths, first) if paths.url is None and nodes > 1 else None,
         "data": json.loads(paths.data.read_text(encoding="utf-8")),
         "weights": prepared.weights,
         "world": sum(ranks for _, ranks in plan),
@@ -114,11 +114,20 @@ class NodeSession(NodeParticipant):
     adopted_old_memory: bool = False  # whether what this machine had kept as another node was looked for
     run_id: bytes = b""  # by which its state files are told from others; asked for early, as later its folder may hang
     limits: Callable[[], bool] = field(init=False)
+    led: NodeAgent | None = None  # this node's agent, once it leads
+    warnings: list[str] = field(default_factory=list)  # of this node, which whoever leads writes down
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.memory.reason is not None:
-            self.notify_user(f"{self.memory.reason}, so no step is kept in memory on any node")
+        reason, wanted = self.memory.reason, self.requested_config.resilience.in_memory_checkpoints
+        if reason is not None and wanted is True:
+            raise ConfigError(
+                f"resilience.in_memory_checkpoints is true, but {reason}; set it to auto or false, or fix that"
+            )
+        if reason is not None:
+            self.warnings.append(
+                f"{reason}, so no step is kept in memory: a failure costs the steps since the newest checkpoint"
+            )
         self.records = self.paths
         self.limits = hardware.watch_limits(self.paths)
 
@@ -169,7 +178,7 @@ class NodeSession(NodeParticipant):
         )
         if noticed is not None:
             self.notify_user(event_text.describe_event({"kind": EventKind.HEALTH, **noticed}))
-        answer = local.resolve_on_node(config, self.devices[:mine], int(offer["world"]), poll_once)
+        answer = prepare.resolve_on_node(config, self.devices[:mine], int(offer["world"]), poll_once)
         check_data(answer, {**offer["data"], WEIGHTS: offer["weights"]})
         here = local_copies.use_local_copies(
             load.build_config(yaml.safe_load(answer["config"]), "the resolved configuration")
@@ -182,16 +191,16 @@ class NodeSession(NodeParticipant):
         """`ranks` of a trainer's Run on this node."""
         return NodeJob(
             world=ranks,
-            worker=functools.partial(local.worker, training),
+            worker=functools.partial(prepare.worker, training),
             paths=training.paths,
             devices=[device.name for device in self.devices[:ranks]],
             on_event=functools.partial(self._note, world),
             on_idle=self._idle,
             grace_s=training.config.comm.timeout_s,
             blocked_signals=STOP_SIGNALS,
-            hang_timeouts=local.hang_limits(training.config),
+            hang_timeouts=prepare.hang_limits(training.config),
             after_out_of_memory=self._limit_has_fallen,
-            after_kernel_kill=local.reduce_memory_of(training),
+            after_kernel_kill=prepare.reduce_memory_of(training),
             shared=self.shared,
             keeps_state=self.memory.state,
         )
@@ -256,7 +265,7 @@ class NodeSession(NodeParticipant):
     ) -> None:
         """Be the first to lead: from now on the run is recorded and shown. `lost`: nodes that are not fit."""
         if prepared.config.report.tensorboard:
-            local.preload_tensorboard()
+            prepare.preload_tensorboard()
         self.planned_faults = prepared.job.faults
         self.first_attempt, self.committed = prepared.attempt, outcome.newest_checkpoint_step(self.paths)
         # Here and not by the recorder, some time later: by the first event of all the run is known.
@@ -264,10 +273,13 @@ class NodeSession(NodeParticipant):
         later = [] if prepared.layout_event is None else [(EventKind.LAYOUT_CHOSEN, prepared.layout_event)]
         later += [] if noticed is None else [(EventKind.HEALTH, noticed)]
         later += [(EventKind.NODE_LOST, each) for each in lost]
-        recorder = EventRecorder(self.paths, prepared.config.train.steps, prepared.unit)
+        make = LocalRecorder if self.context.alone else EventRecorder
+        recorder = make(self.paths, prepared.config.train.steps, prepared.unit)
         self.start_recording(recorder, event, later)
         for message in prepared.warnings:
             recorder.show(EventKind.WARNING, {"message": message})
+        for message in self.warnings:
+            recorder.record(EventKind.WARNING, {"attempt": prepared.attempt, "message": message})
 
     def take_over_recording(self, offer: Message, hold: HoldLeaderFiles) -> EventRecorder:
         self.first_attempt = int(offer["attempt"])
@@ -276,6 +288,7 @@ class NodeSession(NodeParticipant):
 
     def make_coordinator(self, agent: NodeAgent) -> Coordinator:
         """Lead from now on."""
+        self.led = agent
         if self.paths.url is not None and agent.membership.previous_member_list is not None:
             agent.over = (
                 int(ExitCode.FAILED),
@@ -289,7 +302,7 @@ class NodeSession(NodeParticipant):
         mine = [device for node, device in rows if node == self.context.node] or list(self.devices)
         elsewhere = [device for node, device in rows if node != self.context.node]
         by_node = [[DeviceInfo(*row) for row in each] for each in devices]
-        prepared = local.prepare_run(
+        prepared = prepare.prepare_run(
             self.requested_config,
             self.paths,
             mine,
@@ -300,13 +313,20 @@ class NodeSession(NodeParticipant):
             nodes=by_node,
         )
         prepared = dataclasses.replace(prepared, job=dataclasses.replace(prepared.job, faults=self.planned_faults))
-        facts = local.describe_start(prepared, [device for _, device in rows], len(rows))
+        facts = prepare.describe_start(prepared, [device for _, device in rows], len(rows))
         write_event(self.paths.events, EventKind.RUN_STARTED, prepared.attempt, **facts)
         if prepared.layout_event is not None:
             write_event(self.paths.events, EventKind.LAYOUT_CHOSEN, prepared.attempt, **prepared.layout_event)
         return make_offer(
             self.requested_config, prepared, self.paths, division, plan, devices, self.context.nodes, first=False
         )
+
+    def take_committed_steps(self) -> list[int]:
+        """The same; between attempts of a run on one node the disk itself is asked, which nobody else waits for."""
+        steps = super().take_committed_steps()
+        if self.led is not None and self.led.membership.is_solo and not self.led.is_running:
+            steps.append(outcome.newest_checkpoint_step(self.paths))
+        return steps
 
     def finish(self, agent: NodeAgent, code: int) -> int:
         if code == ExitCode.DONE and agent.offer is not None and agent.start is not None:

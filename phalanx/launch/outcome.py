@@ -76,8 +76,8 @@ def resolve_exit_code(paths: RunPaths, code: int, first_attempt: int) -> tuple[i
 
 def write_finish_event(paths: RunPaths, step: int, attempt: int) -> None:
     """Write that a run of several nodes is done with `step`, where rank 0 was lost before it had written that."""
-    said = [event.get("step") for event in read_events(paths.events) if event.get("kind") == EventKind.FINISHED]
-    if not any(type(each) is int and each >= step for each in said):
+    said = [event for event in read_events(paths.events) if event.get("kind") == EventKind.FINISHED]
+    if not any(event.get("attempt") == attempt or event.get("step") == step for event in said):
         with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
             write_event(paths.events, EventKind.FINISHED, attempt, step=step)
 

@@ -86,7 +86,7 @@ class EventRecorder:
 
     def record(self, kind: str, details: dict[str, Any]) -> None:
         """Have an event written and shown; details hold `attempt`. An incident is once a new step is done, if steps are
-        told of; what is said `again`, only where its attempt has none of that kind."""
+        told of; with `unless_written`, only where its attempt has none of that kind."""
         self._count += 1
         event = {"number": self._count, "kind": str(kind), "time": time.time(), **details}
         self._unwritten[self._count] = line = json.dumps(event).encode() + b"\n"
@@ -171,12 +171,53 @@ class EventRecorder:
             self._out.clear()
 
 
+class LocalRecorder:
+    """The same in this very process, for a run on one node: nobody waits for a sign of life of its agent."""
+
+    def __init__(self, paths: RunPaths, steps: int, unit: str) -> None:
+        self._steps: list[int] = []
+        self._asked: list[NodeRequest] = []
+        self._view = _RecorderView(Console(steps, paths.name, unit=unit), paths, self._take, replaces=False)
+        self._follower = Follower(paths, self._view)
+        self._due = 0.0
+
+    def _take(self, told: Any) -> None:
+        if isinstance(told, int):
+            self._steps.append(told)
+        elif "wanted" in told:
+            self._asked.append(NodeRequest(**told))
+
+    def record(self, kind: str, details: dict[str, Any]) -> None:
+        self._view.record(0, str(kind), {"time": time.time(), **details})
+
+    def show(self, kind: str, details: dict[str, Any]) -> None:
+        self._view.console.on_event({"kind": kind, **details})
+
+    def take_committed_steps(self) -> list[int]:
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + POLL_S
+            self._view.look(None)
+            self._follower.poll()
+        steps, self._steps = self._steps, []
+        return steps
+
+    def take_node_requests(self) -> list[NodeRequest]:
+        asked, self._asked = self._asked, []
+        return asked
+
+    def close(self) -> None:
+        self._view.finish(self._follower)
+
+    def abandon(self) -> None:
+        self._view.console.close()
+
+
 class _RecorderView:
     """The console, and what has to be known of the records that go to it. It `replaces` that of a process that was
     killed, which may have written what is told once more."""
 
-    def __init__(self, console: Console, paths: RunPaths, told: int, replaces: bool) -> None:
-        self.console, self._paths, self._replies = console, paths, told
+    def __init__(self, console: Console, paths: RunPaths, reply: Callable[[Any], None], replaces: bool) -> None:
+        self.console, self._paths, self._tell_agent = console, paths, reply
         self.incidents = IncidentTracker(self._end_incident)
         self._open: list[int] = []  # numbers of what was told of an incident that is not over
         self._late: list[tuple[int, dict[str, Any]]] = []  # incidents that may be over by now, with their numbers
@@ -197,8 +238,7 @@ class _RecorderView:
         self.console.on_event(event)
 
     def _reply(self, what: Any) -> None:
-        with contextlib.suppress(OSError):  # the agent is gone, and this process soon
-            os.write(self._replies, json.dumps(what).encode() + b"\n")
+        self._tell_agent(what)
 
     def look(self, again: TryAgain | None) -> None:
         """Tell the agent of what is asked of nodes; and hold what is free by now."""
@@ -215,6 +255,13 @@ class _RecorderView:
     def tick(self) -> None:
         self.console.tick()
 
+    def finish(self, follower: Follower) -> None:
+        """Show and write the last of it."""
+        follower.poll()
+        self.incidents.end({})
+        follower.poll(final=True)
+        self.console.close()
+
     def record(self, number: int, kind: str, details: dict[str, Any]) -> None:
         if kind == EventKind.INCIDENT:
             del details["time"]  # that of its end is written
@@ -223,7 +270,7 @@ class _RecorderView:
             else:
                 self._begin_incident(number, details)
             return
-        if details.pop("again", False) and any(
+        if details.pop("unless_written", False) and any(
             _is_one(event, kind, details) for event in read_events(self._paths.events)
         ):
             pass  # whoever led before has written it
@@ -296,7 +343,11 @@ def _recorder_main(
     hold: HoldLeaderFiles,
     stream: TextIO | None,
 ) -> int:
-    shown = _RecorderView(Console(steps, paths.name, stream, unit), paths, replies, replaces)
+    def reply(what: Any) -> None:
+        with contextlib.suppress(OSError):  # the agent is gone, and this process soon
+            os.write(replies, json.dumps(what).encode() + b"\n")
+
+    shown = _RecorderView(Console(steps, paths.name, stream, unit), paths, reply, replaces)
     follower = Follower(paths, shown)
     with hold() as again, open(events, "rb", buffering=0) as pipe:
         received = b""
@@ -312,8 +363,5 @@ def _recorder_main(
                 shown.catch_up()
             shown.look(again)
             follower.poll()
-        follower.poll()
-        shown.incidents.end({})
-        follower.poll(final=True)
-        shown.console.close()
+        shown.finish(follower)
     return 0

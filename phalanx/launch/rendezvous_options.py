@@ -36,7 +36,11 @@ class RendezvousOptions:
         """Tell whoever sits at this node."""
         if not self.quiet:
             terminal = open_terminal(sys.stderr if self.to_stderr else None)
-            terminal.print(Text(f"node {self.node} of {self.total}: {text}"), soft_wrap=True)
+            named = f"node {self.node} of {self.total}: " if self.total > 1 else ""
+            terminal.print(Text(f"{named}{text}"), soft_wrap=True)
+
+
+ONE_NODE = RendezvousOptions(1, 0, RendezvousPoint("this node"), TIMEOUT_S)
 
 
 def parse_rendezvous_options(

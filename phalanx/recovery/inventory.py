@@ -147,17 +147,6 @@ def find_committed_step(folder: Path, run: bytes) -> int:
     return max(0, kept.step) if kept is not None else 0
 
 
-def find_resume_checkpoint(folder: Path, run: bytes, on_disk: float) -> InMemoryCheckpoint | None:
-    """What a run goes on from, if that is in shared memory: the newest common step, unless the disk has a newer one.
-    Whatever else lies there is removed. Raises RunError where ranks of before still live."""
-    wait_for_writers(folder)
-    kept = find_newest_checkpoint(read_state_files(folder, run))
-    if kept is not None and (kept.step <= 0 or kept.step < on_disk):
-        kept = None
-    remove_unused_files(folder, {file.path for file in kept.files} if kept is not None else set())
-    return kept
-
-
 def remove_rolled_back(folder: Path, run: bytes, rolled_back: Iterable[int]) -> list[Path]:
     """Remove the state files of a run in a folder, replicas too, that were not there when training went back:
     `rolled_back` has the attempt of each time. What they hold belongs to a way that was given up; returns

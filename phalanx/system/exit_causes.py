@@ -66,6 +66,8 @@ class WorkerExit:
     exit_code: int | None
     cause: dict[str, Any] | None = None
     host: str | None = None  # where it ran, if that was another node
+    doing: str | None = None  # what it was last known to do, if a signal ended it
+    starved: bool = False  # whether the kernel has killed something for want of memory meanwhile
 
     @property
     def abnormal(self) -> bool:
@@ -77,7 +79,7 @@ class WorkerExit:
         if self.signal is not None:
             how = {"signal": signal_name(self.signal)}
         if self.signal is not None:
-            reason = f"killed by {signal_name(self.signal)}"
+            reason = f"killed by {signal_name(self.signal)}" if self.cause is None else self.cause["reason"]
         elif self.cause is None:
             reason = f"ended with exit code {self.exit_code} and no exception; its log may say why"
         else:
@@ -85,8 +87,9 @@ class WorkerExit:
             how["type"] = self.cause["type"]
         if self.cause is not None and self.cause["step"] is not None:
             how["step"] = self.cause["step"]
-        if self.host is not None:
-            how["host"] = self.host
+        if self.starved:
+            reason += "; the kernel has killed something for want of memory meanwhile"
+        how |= {name: value for name, value in (("doing", self.doing), ("host", self.host)) if value is not None}
         return {"rank": self.rank, "pid": self.pid, **how, "reason": reason}
 
 
@@ -124,35 +127,23 @@ def is_state_damage(end: WorkerExit | None) -> bool:
     return end is not None and end.cause is not None and end.cause["type"] == "DamagedState"
 
 
-def locate_failure(end: WorkerExit | None) -> tuple[int | None, str, str] | None:
-    """Where a rank failed by itself: the step, the class of its exception and the last line of its code that the
-    traceback names; whichever rank it was, the same mistake has the same place. None: it did not fail by itself."""
-    if end is None or end.signal is not None or end.cause is None or root_cause_priority(end) != 1:
-        return None
-    if end.cause["type"] in _OF_OTHERS:
-        return None
-    lines = [line.strip() for line in str(end.cause.get("traceback", "")).splitlines()]
-    files = [line for line in lines if line.startswith("File ")]
-    return end.cause["step"], str(end.cause["type"]), files[-1] if files else ""
-
-
-def is_deterministic(places: Sequence[tuple[int | None, str, str] | None], times: int) -> bool:
-    """Whether the last `times` attempts, of whose ends these are the places, failed at the same one."""
-    last = places[-times:]
-    return len(last) == times and last[0] is not None and all(place == last[0] for place in last)
-
-
 def find_root_cause(ends: Sequence[WorkerExit]) -> WorkerExit:
     """The end that brought down the others, out of a non-empty sequence in order of detection."""
     return min(ends, key=root_cause_priority)
 
 
 def fingerprint_failure(end: WorkerExit) -> str:
-    """What is the same whenever the same mistake ends a rank: class, step and words of the exception, or the signal of
-    a crash. Empty for a kill from outside, which says nothing of what comes next."""
+    """What is the same whenever the same mistake ends a rank, whichever it is: the class of its exception, the step and
+    the last line of code that its traceback names; or the signal of a crash.
+
+    Empty for what says nothing of the next attempt: a kill from outside, an exit code alone, a lost peer, and whatever
+    speaks of something outside the program.
+    """
     if end.signal is not None:
-        return "" if end.signal in (signal.SIGKILL, signal.SIGTERM) else f"killed by {signal_name(end.signal)}"
-    if end.cause is None:
-        return f"exit code {end.exit_code}"
-    step = end.cause["step"]
-    return end.cause["reason"] + (f" in step {step}" if step is not None else "")
+        return "" if end.signal in (signal.SIGKILL, signal.SIGTERM) else f"death by {signal_name(end.signal)}"
+    if end.cause is None or root_cause_priority(end) != 1 or end.cause["type"] in _OF_OTHERS:
+        return ""
+    step, lines = end.cause["step"], [line.strip() for line in str(end.cause.get("traceback", "")).splitlines()]
+    where = "before the first step" if step is None else f"in step {step}"
+    files = [line for line in lines if line.startswith("File ")]
+    return f"{end.cause['type']} {where}" + (f" ({files[-1]})" if files else "")

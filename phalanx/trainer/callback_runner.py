@@ -68,7 +68,7 @@ class NamedCallback:
 
 
 def collect_callbacks(config: "Config", paths: RunPaths, given: Sequence[Callback]) -> list[NamedCallback]:
-    """The recipe's callback, then those `given` to `launch.local.train`. Raises ConfigError for one that cannot be
+    """The recipe's callback, then those `given` to `launch.run.train`. Raises ConfigError for one that cannot be
     made."""
     found = []
     if (made := load_callback_class(config, paths)) is not None:

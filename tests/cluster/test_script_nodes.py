@@ -130,7 +130,7 @@ def test_a_mistake_that_comes_again_ends_the_script_with_what_its_rank_said(tmp_
     assert [code for code, _ in ended] == [ExitCode.UNHEALTHY, 1, 1], ended
     assert "this node smokes; node 0 brings all together, and a spare takes its place" in ended[0][1]
     assert re.findall(r"^attempt (\d)$", ended[1][1], re.M) == ["0", "1", "2"]
-    assert "the same has happened 3 times in a row (ValueError: there is no such file: train.txt)" in ended[1][1]
+    assert "3 attempts have failed in a row with ValueError before the first step (File " in ended[1][1]
     assert ended[1][1].count("Traceback") == 3, "the script's own words are where its output is"
 
 

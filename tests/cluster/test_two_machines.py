@@ -19,7 +19,7 @@ from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.health.devices import DeviceInfo
-from phalanx.launch import local, node_session
+from phalanx.launch import node_session, prepare
 from phalanx.layout import hardware
 from tests.cluster import networks
 from tests.cluster.networks import Networks
@@ -190,7 +190,7 @@ def resolved(placement: Placement, folder: str, bf16: list[bool]) -> list[Any]:
     wanted = load.load_recipe(Path("recipe.yaml"), ["train.dtype=auto"])
     paths = RunPaths(Path(f"resolved-{len(bf16)}"))
     paths.root.mkdir()
-    config = local.prepare_run(wanted, paths, [here], 1 + len(bf16), 1, writes=True, elsewhere=elsewhere).config
+    config = prepare.prepare_run(wanted, paths, [here], 1 + len(bf16), 1, writes=True, elsewhere=elsewhere).config
     return [config.train.dtype, config.parallel.engine]
 
 
@@ -214,7 +214,7 @@ def known_by(placement: Placement, folder: str, seeds: list[int]) -> list[Any]:
         shape = LlamaConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                             num_attention_heads=2)  # fmt: skip
         LlamaForCausalLM(shape).save_pretrained("hf")
-        answers.append(local.resolve_text(text, ["cpu"], 2, 1, False))
+        answers.append(prepare.resolve_text(text, ["cpu"], 2, 1, False))
     return answers
 
 

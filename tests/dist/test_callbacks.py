@@ -168,11 +168,11 @@ def from_python(placement: Placement, folder: str) -> list[Any]:
     import os
 
     from phalanx.config import load
-    from phalanx.launch import local
+    from phalanx.launch import run
 
     os.chdir(folder)
     config = load.load_recipe(Path("recipe.yaml"), ["train.steps=4"])
-    code = local.train(config, RunPaths(Path("ours")), 2, {}, on_cpu=True, callbacks=[Ours()])
+    code = run.train(config, RunPaths(Path("ours")), 2, {}, on_cpu=True, callbacks=[Ours()])
     fail = ["callback.code=callback.py", "callback.options={fail: 1}"]
     train = ["train", "recipe.yaml", "--ranks", "2"]
     commands = [

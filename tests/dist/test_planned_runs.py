@@ -14,7 +14,7 @@ from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.health.devices import DeviceInfo
-from phalanx.launch import local
+from phalanx.launch import started_rank
 from phalanx.layout import hardware
 from tests.dist import command
 from tests.dist.command import call
@@ -128,4 +128,4 @@ def test_ranks_that_something_else_started_cannot_choose(tmp_path: Path) -> None
     )
     one = Placement(rank=1, world=2, local_rank=1, local_world=2, node=0, device="cpu", store=None)
     with pytest.raises(ConfigError, match="knows its own only; start them by `phalanx train` itself"):
-        local._join(config, RunPaths(tmp_path), one, DeviceInfo("cpu", "cpu", True), (), ())
+        started_rank.run_started_rank(config, RunPaths(tmp_path), one, DeviceInfo("cpu", "cpu", True), (), ())

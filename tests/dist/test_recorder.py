@@ -47,10 +47,10 @@ def said_again(placement: Placement, folder: str) -> list[list[Any]]:
     )
     recorder = EventRecorder(paths, 10, "tokens")
     for attempt in (1, 2):
-        recorder.record(EventKind.STOP_REQUESTED, {"attempt": attempt, "signal": "SIGINT", "again": True})
+        recorder.record(EventKind.STOP_REQUESTED, {"attempt": attempt, "signal": "SIGINT", "unless_written": True})
     recorder.record(EventKind.STOP_REQUESTED, {"attempt": 2, "signal": "SIGHUP"})
     recorder.close()
-    return [[event["attempt"], event["signal"], "again" in event] for event in read_lines(paths.events)]
+    return [[event["attempt"], event["signal"], "unless_written" in event] for event in read_lines(paths.events)]
 
 
 def test_what_is_said_again_is_written_once_an_attempt(tmp_path: Path) -> None:

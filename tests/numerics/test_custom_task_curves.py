@@ -246,11 +246,11 @@ def test_a_sample_that_cannot_be_read_ends_the_run_with_its_number(tmp_path: Pat
 
 
 def launched(placement: Placement, folder: str) -> tuple[int, int, str]:
-    from phalanx.launch import local
+    from phalanx.launch import run
 
     paths = RunPaths(Path(folder) / "run")
     train: dict[str, Any] = {"steps": 30, "global_batch": 4, "micro_batch": 2, "eval_sequences": 0}
     tree = {"task": {"code": f"{folder}/task.py"}, "train": train, "report": {"tensorboard": False}}
-    code = local.train(load.build_config(tree, "the test's recipe"), paths, 2, {})
+    code = run.train(load.build_config(tree, "the test's recipe"), paths, 2, {})
     logs = "".join(path.read_text() for path in sorted((paths.root / "logs").rglob("*.log")))
     return code, len(runs.events(paths.root, "attempt_started")), logs

@@ -267,8 +267,7 @@ def main() -> None:
         worker=globals()[sys.argv[1]],
         paths=RunPaths(FOLDER / "run"),
         on_event=tell,
-        progress=lambda: max((int(path.name) for path in FOLDER.glob("steps/*")), default=0),
-        **options,
+        **{name: options.pop(name) for name in ("grace_s", "devices", "logs") if name in options},
     )
     if job.worker in (starves, starves_behind_a_step, eats):
         job.shared = FOLDER
@@ -281,7 +280,9 @@ def main() -> None:
         files = StateFileLocation(0, "/dev/shm/\udcff", "ab"), StateFileLocation(1, "r-1", "ab", ("10.0.0.1", 5))
         job.find_in_memory_state = lambda: InMemoryCheckpoint(7, files)
     before = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])
-    code = run_local_job(job)
+    code = run_local_job(
+        job, **options, progress=lambda: max((int(path.name) for path in FOLDER.glob("steps/*")), default=0)
+    )
     after = (len(os.listdir("/proc/self/fd")), [signal.getsignal(number) for number in (1, 2, 10, 15)])
     assert before == after, "run() left descriptors or signal handlers behind"
     with contextlib.suppress(ChildProcessError):

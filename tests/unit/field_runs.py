@@ -110,7 +110,7 @@ def configured(changes: dict[str, Any], folder: Path) -> load.Config:
 def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path) -> Seen:
     """One run as `phalanx train` makes it, in this process, and everything that can be seen of it afterwards."""
     from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
-    from phalanx.launch import local
+    from phalanx.launch import prepare
     from phalanx.system import accelerator
     from phalanx.trainer import run_folder
     from phalanx.trainer.loop import TrainingJob
@@ -125,7 +125,7 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
     job = TrainingJob(config, find_model_shape(config, paths), paths, *token_folders(answer))
     # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
     with mock.patch.object(accelerator, "set_arithmetic") as set_arithmetic:  # it is the whole process's
-        code = local.worker(job, dataclasses.replace(placement, threads=1))
+        code = prepare.worker(job, dataclasses.replace(placement, threads=1))
     steps, events = read_steps(paths.metrics), list(read_lines(paths.events))
     newest = Checkpoint(step_folder(paths.checkpoints, list_steps(paths.checkpoints)[0]))
     return {

@@ -20,17 +20,14 @@ from benchmarks.throttle import throttle
 from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node import attempt as attempts
-from phalanx.elastic.node.attempt import JobAttempt
+from phalanx.elastic.node.agent import run_local_job
 from phalanx.elastic.node.job import NodeJob
-from phalanx.elastic.node.signals import StopSignals
-from phalanx.elastic.node.standby import StandbyPool
 from phalanx.system.exit_causes import (
     WorkerExit,
     describe_exception,
     find_root_cause,
-    is_deterministic,
+    fingerprint_failure,
     is_secondary_failure,
-    locate_failure,
 )
 from tests.helpers import ROOT, is_alive, wait_until
 from tests.unit import agent_jobs
@@ -67,7 +64,8 @@ def wait_for(folder: Path, name: str, world: int) -> list[int]:
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
-    return [event["kind"] for event in events]
+    """What an agent has told, but for the sum of it (`incident`)."""
+    return [event["kind"] for event in events if event["kind"] != "incident"]
 
 
 def log(folder: Path, attempt: int, rank: int) -> str:
@@ -190,11 +188,8 @@ def test_where_there_is_no_room_for_a_rank_it_is_said_and_none_is_left(
 
     monkeypatch.setattr(attempts, "fork", fork)
     job = NodeJob(2, agent_jobs.fine, RunPaths(tmp_path))
-    with StopSignals() as signals:
-        attempt = JobAttempt(job, 1, signals, StandbyPool())
-        with pytest.raises(PhalanxError, match=r"rank 1 was not started.*\(Resource temporarily unavailable\)"):
-            attempt.start()
-        attempt.kill()
+    with pytest.raises(PhalanxError, match=r"rank 1 was not started.*\(Resource temporarily unavailable\)"):
+        run_local_job(job)
     started[0].wait()  # it was reaped already
     assert not is_alive(started[0].pid)
 
@@ -590,7 +585,7 @@ def test_the_same_crash_is_not_tried_for_ever(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert re.fullmatch(
         r"2 attempts have failed in a row with KeyError in step 17 \(File .*agent_jobs.py\", line \d+, in raises\), so "
-        r"it would come again; mend that first",
+        r"the next one would too; fix that first",
         events[-1]["reason"],
     )
 
@@ -603,28 +598,21 @@ OWN = WorkerExit(2, 3, None, 1, cause(ValueError("bad weights")))
 KILLED = WorkerExit(3, 4, signal.SIGKILL, None)
 
 
-@pytest.mark.parametrize("end", [None, LOST, ABORT, KILLED, WorkerExit(0, 1, None, 3, None)])
-def test_who_did_not_fail_by_himself_has_no_place(end: WorkerExit | None) -> None:
-    assert locate_failure(end) is None
+@pytest.mark.parametrize("end", [LOST, KILLED, UNKEPT])
+def test_who_did_not_fail_by_himself_has_no_fingerprint(end: WorkerExit) -> None:
+    assert fingerprint_failure(end) == ""
 
 
-def test_a_place_is_step_class_and_line_whichever_rank_it_was() -> None:
+def test_a_fingerprint_is_step_class_and_line_whichever_rank_it_was() -> None:
     error = cause(ValueError("one message"))
-    place = locate_failure(replace(OWN, cause=error | {"step": 4}))
-    assert place is not None
-    assert place[:2] == (4, "ValueError")
-    assert locate_failure(replace(OWN, rank=0, cause=error | {"step": 4, "message": "another"})) == place
-    assert locate_failure(replace(OWN, cause=error | {"step": 5})) != place
-    assert locate_failure(replace(OWN, cause=error | {"type": "CollectiveError"})) is None  # the network may be mended
-
-
-PLACES = st.none() | st.tuples(st.none() | st.integers(1, 2), st.sampled_from(["A", "B"]), st.just("here"))
-
-
-@given(st.lists(PLACES, max_size=6), st.integers(1, 3))
-def test_the_same_place_so_many_times_in_a_row(places: list[Any], times: int) -> None:
-    last = places[-times:]
-    assert is_deterministic(places, times) == (len(last) == times and last == [last[0]] * times and last[0] is not None)
+    error["traceback"] = 'Traceback:\n  File "a.py", line 3, in forward\nValueError: one message'
+    known = fingerprint_failure(replace(OWN, cause=error | {"step": 4}))
+    assert known == 'ValueError in step 4 (File "a.py", line 3, in forward)'
+    assert fingerprint_failure(replace(OWN, rank=0, cause=error | {"step": 4, "message": "another"})) == known
+    assert fingerprint_failure(replace(OWN, cause=error | {"step": 5})) != known
+    assert fingerprint_failure(replace(OWN, cause=error | {"type": "CollectiveError"})) == ""  # the network may recover
+    assert fingerprint_failure(replace(OWN, cause=None, exit_code=3)) == ""  # which mistake it was, nobody knows
+    assert fingerprint_failure(ABORT) == "death by SIGABRT"
 
 
 @pytest.mark.parametrize("aftermath", [ABORT, UNKEPT])

@@ -132,7 +132,7 @@ def test_a_node_that_returns_is_taken_in_by_saving_first() -> None:
     state, done = walk(state, RanksEnded(3, 0, 1, ExitCode.STOPPED))
     assert done == [PrepareDivision(2, ((0, 1), (1, 1)))]
     state, done = walk(state, DivisionPrepared(4, 2), NodeReady(5, 0, 2), NodeReady(5, 1, 2))
-    assert done[-1] == StartAttempt(2, 2, (0, 1), 0)
+    assert done[-1] == StartAttempt(2, 2, (0, 1), 0, reason="node 1 is there again")
     assert state.failures == 0
 
 
@@ -151,8 +151,8 @@ def test_what_cannot_shrink_waits_and_then_stops() -> None:
     _back, done = walk(state, NodeJoined(6.9, node(1, ready=0)), NodeReady(6.95, 1, 1))
     assert done[-1] == StartAttempt(2, 1, (0, 1), 0)
     _, done = walk(state, Tick(7.1))
-    assert kinds(done) == ["FinishJob"]
-    assert done[0] == FinishJob(1, "nodes were lost, and those that are left cannot go on without them")
+    assert kinds(done) == ["WriteEvent", "FinishJob"]
+    assert done[1] == FinishJob(1, "nodes were lost, and those that are left cannot go on without them")
 
 
 def test_fewer_nodes_than_the_least_do_not_go_on() -> None:
@@ -197,8 +197,19 @@ def test_the_same_crash_is_not_tried_for_ever_though_checkpoints_are_saved_in_be
             state, RanksEnded(now, 0, attempt, 1, BUG), RanksEnded(now, 1, attempt, 1, LOST_PEER), Tick(now + 50)
         )
     assert done[-1] == FinishJob(
-        1, f"the same has happened 3 times in a row ({BUG.fingerprint}), so it would happen again"
+        1, f"3 attempts have failed in a row with {BUG.fingerprint}, so the next one would too; fix that first"
     )
+
+
+@pytest.mark.parametrize(("further", "ends"), [(1, True), (2, True), (3, False)])
+def test_a_mistake_that_lets_few_steps_through_each_time_is_the_same(further: int, ends: bool) -> None:
+    """One that comes again after many steps may be rare, and is tried again."""
+    state, done = begun(nodes=1, max_restarts=9), []
+    for attempt in range(1, 4):
+        now = attempt * 100.0
+        committed = StepsCommitted(now, attempt * further)
+        state, done = walk(state, committed, RanksEnded(now, 0, attempt, 1, BUG), Tick(now + 60))
+    assert isinstance(done[-1], FinishJob) == ends
 
 
 def test_kills_from_outside_end_by_the_budget_alone_and_progress_renews_it() -> None:
@@ -208,7 +219,7 @@ def test_kills_from_outside_end_by_the_budget_alone_and_progress_renews_it() -> 
         if attempt == 2:
             state, _ = walk(state, StepsCommitted(now, 8))
         state, done = walk(state, RanksEnded(now, 0, attempt, 1, KILLED), Tick(now + 60))
-    assert done[-1] == FinishJob(1, "3 attempts in a row have saved nothing new")
+    assert done[-1] == FinishJob(1, "3 attempts in a row have not come beyond step 8; their logs say why")
 
 
 def test_later_restarts_are_put_off() -> None:
@@ -286,9 +297,11 @@ def test_a_rank_that_dies_of_being_asked_to_stop_as_it_begins_is_not_waited_for(
     )
     assert done[-1] == EndAttempt(1)
     state, done = walk(state, RanksEnded(3, 0, 1, 1, LOST_PEER))
-    assert (done[-1], state.failures) == (StartAttempt(2, 1, (2, 1), 0), 0)
+    assert (done[-1], state.failures) == (StartAttempt(2, 1, (2, 1), 0, reason="drained"), 0)
     state, _ = walk(begun(max_restarts=0), RanksEnded(2, 1, 1, ExitCode.STOPPED, died))  # and nobody has asked
-    assert walk(state, RanksEnded(3, 0, 1, 1))[1][-1] == FinishJob(1, "the attempt has saved nothing new")
+    assert walk(state, RanksEnded(3, 0, 1, 1))[1][-1] == FinishJob(
+        1, "the attempt has not come beyond step 0; their logs say why"
+    )
 
 
 def test_a_node_that_does_not_end_its_ranks_is_dropped() -> None:
@@ -314,7 +327,7 @@ def test_a_drained_node_gives_its_seat_away_after_saving() -> None:
     state, done = walk(begun(spares=1), NodeDrainChanged(1, 0, True, "node 0 is drained"))
     assert done[-1] == EndAttempt(1, save_first=True)
     _, done = walk(state, RanksEnded(2, 0, 1, ExitCode.STOPPED), RanksEnded(2, 1, 1, ExitCode.STOPPED))
-    assert done[-1] == StartAttempt(2, 1, (2, 1), 0)
+    assert done[-1] == StartAttempt(2, 1, (2, 1), 0, reason="node 0 is drained")
 
 
 def test_a_node_whose_health_asks_for_it_leaves_only_where_a_spare_takes_its_place() -> None:

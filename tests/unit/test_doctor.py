@@ -30,7 +30,7 @@ from phalanx.doctor.results import (
 )
 from phalanx.health.devices import DeviceInfo
 from phalanx.health.findings import Finding, Severity
-from phalanx.launch import local
+from phalanx.launch import run
 from phalanx.recovery import shared_memory
 from phalanx.report.doctor import DoctorConsole
 from phalanx.system.fork import fork_call
@@ -232,7 +232,7 @@ def broken(placement: Placement, folder: str, kind: str, names: list[str]) -> An
     from phalanx.doctor import collective_checks, device_checks, run_checks
     from phalanx.system import accelerator
 
-    train = local.train
+    train = run.train
 
     def flipped(*arguments: Any, planned: Any, **options: Any) -> int:
         bit = Fault("bit-flip", step=2, rank=1, bit=25)
@@ -258,11 +258,11 @@ def broken(placement: Placement, folder: str, kind: str, names: list[str]) -> An
     elif kind == "torch":
         run_checks._library = os.abort  # type: ignore[assignment]
     elif kind == "numbers":
-        local.train = flipped  # type: ignore[assignment]
+        run.train = flipped  # type: ignore[assignment]
     elif kind == "faults":
-        local.train = untouched  # type: ignore[assignment]
+        run.train = untouched  # type: ignore[assignment]
     elif kind == "run":
-        local.train = lambda *arguments, **options: 1  # type: ignore[assignment]
+        run.train = lambda *arguments, **options: 1  # type: ignore[assignment]
     elif kind == "devices":
         collective_checks.all_reduce = one_more
         kernel = device_checks.attention

@@ -543,7 +543,7 @@ def with_few_files(placement: Placement) -> list[Any]:
     import resource
 
     from phalanx.core.errors import Unhealthy
-    from phalanx.launch import local
+    from phalanx.launch import run
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096))
     found: list[Any] = []
@@ -552,7 +552,7 @@ def with_few_files(placement: Placement) -> list[Any]:
         for health in ("quick", "off"):
             try:
                 config = configured({"resilience.health": health}, Path(folder))
-                found.append(local.train(config, RunPaths(Path(folder) / "run"), 1, {}))
+                found.append(run.train(config, RunPaths(Path(folder) / "run"), 1, {}))
             except Unhealthy as error:
                 found.append(str(error))
     return found
@@ -562,7 +562,7 @@ def away(placement: Placement) -> list[str]:
     """Runs at a URL of a store that does not answer."""
     from phalanx.cli import main
     from phalanx.core.errors import StorageError
-    from phalanx.launch import local
+    from phalanx.launch import run
     from tests.stores import register
 
     register().dead = True
@@ -572,7 +572,7 @@ def away(placement: Placement) -> list[str]:
         for seconds in (0.2, 0.4):
             config = configured({"resilience.storage_timeout_s": seconds}, Path(folder))
             try:
-                local.train(config, main._run_paths(f"faulty://{folder}/run", config), 1, {})
+                run.train(config, main._run_paths(f"faulty://{folder}/run", config), 1, {})
             except StorageError as error:
                 said.append(str(error))
     return said
@@ -699,16 +699,14 @@ def silent(heartbeat_s: float) -> list[int]:
 
 def keep_in_memory(placement: Placement) -> list[list[bool]]:
     """What a run says of its state in shared memory, by the value of the key."""
-    from phalanx.launch import local
+    from phalanx.launch import run
 
     found = []
     for wanted in ("auto", True, False):
         with tempfile.TemporaryDirectory() as folder:
             write_text(Path(folder))
             paths = RunPaths(Path(folder) / "run")
-            assert (
-                local.train(configured({"resilience.in_memory_checkpoints": wanted}, Path(folder)), paths, 1, {}) == 0
-            )
+            assert run.train(configured({"resilience.in_memory_checkpoints": wanted}, Path(folder)), paths, 1, {}) == 0
             events = [
                 event for event in read_lines(paths.events) if event.get("key") == "resilience.in_memory_checkpoints"
             ]
@@ -717,7 +715,7 @@ def keep_in_memory(placement: Placement) -> list[list[bool]]:
 
 
 def fail_again(placement: Placement, changes: list[dict[str, Any]]) -> list[list[int]]:
-    from phalanx.launch import local
+    from phalanx.launch import run
 
     found = []
     for each in changes:
@@ -727,7 +725,7 @@ def fail_again(placement: Placement, changes: list[dict[str, Any]]) -> list[list
             paths.root.mkdir()
             paths.tensorboard.write_text("in the way")
             changed = configured(each | {"report.tensorboard": True}, Path(folder))
-            assert local.train(changed, paths, 1, {}) == 1
+            assert run.train(changed, paths, 1, {}) == 1
             starts = [event for event in read_lines(paths.events) if event["kind"] == EventKind.ATTEMPT_STARTED]
             found.append([event["attempt"] for event in starts])
     return found
@@ -737,11 +735,11 @@ def _hang(base: Seen, seen: Seen) -> None:
     """Ten seconds without any change, after steps of one."""
     from phalanx.core.progress_page import RankProgress
     from phalanx.elastic.node.watchdog import find_hang
-    from phalanx.launch import local
+    from phalanx.launch import prepare
 
     found = {}
     for hang_s in (7, "auto", "off"):
-        patience = local.hang_limits(configured({"resilience.hang_timeout_s": hang_s}, Path()))
+        patience = prepare.hang_limits(configured({"resilience.hang_timeout_s": hang_s}, Path()))
         beat = RankProgress(0, 9, "forward", 0, "", idle_s=10.0, steps=8, longest_s=0.1)
         found[hang_s] = None if patience is None else find_hang([beat], {}, 1, patience) is not None
     assert found == {7: True, "auto": False, "off": None}

@@ -10,7 +10,7 @@ from phalanx.core.errors import RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.membership.rendezvous import RendezvousPoint
-from phalanx.launch import multinode, rendezvous_options
+from phalanx.launch import multinode, rendezvous_options, run
 from tests.helpers import ROOT
 
 
@@ -27,22 +27,22 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
             assert epoch_files.claim(paths, 2, {"attempt": 2, "leader": 1}) is None
         return len(looks) > 1
 
-    def lead(wanted: Any, paths: RunPaths, devices: Any, meeting: Any, planned: Any, before: int) -> int:
+    def lead(start: Any, before: int) -> int:
         led.append(before)
         multinode.watch_for_takeover(paths, lambda: None, before)()
         raise AssertionError("it waits for the others")
 
     monkeypatch.setattr(multinode, "LOOK_S", -1.0)
-    monkeypatch.setattr(multinode, "preload_and_find_devices", lambda on_cpu: (None, None))
-    monkeypatch.setattr(multinode, "assign_devices", lambda *found: [])
+    monkeypatch.setattr(run, "preload_and_find_devices", lambda on_cpu: (None, None))
+    monkeypatch.setattr(run, "assign_devices", lambda *found: [])
     monkeypatch.setattr(multinode, "is_run_active", goes_on)
-    monkeypatch.setattr(multinode, "_lead", lead)
-    monkeypatch.setattr(multinode, "_follow", lambda *told: 42)
+    monkeypatch.setattr(run.TrainingStart, "lead", lead)
+    monkeypatch.setattr(run.TrainingStart, "follow", lambda start: 42)
     meeting, wanted = (
         rendezvous_options.RendezvousOptions(2, 0, RendezvousPoint("here", folder=tmp_path), 60.0),
         load.load_recipe(ROOT / "recipes/demo.yaml"),
     )
-    assert multinode.train_on_nodes(wanted, paths, 1, meeting) == 42
+    assert run.train(wanted, paths, 1, {}, meeting) == 42
     assert led == [1]
 
 

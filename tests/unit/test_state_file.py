@@ -150,14 +150,15 @@ def test_what_is_not_gone_on_from_is_removed(tmp_path: Path) -> None:
     made(tmp_path, 3, run=state_file.digest_json("another run in the same folder"))
     (tmp_path / "lock").touch()
     assert inventory.find_committed_step(tmp_path, RUN) == 5
-    kept = inventory.find_resume_checkpoint(tmp_path, RUN, on_disk=5)
+    kept = inventory.find_newest_checkpoint(inventory.read_state_files(tmp_path, RUN))
     assert kept is not None
     assert kept.step == 5
+    inventory.remove_unused_files(tmp_path, {file.path for file in kept.files})
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "lock", "ranks", "state-000001-00000", "state-000001-00001"
+        "lock", "state-000001-00000", "state-000001-00001"
     ]  # fmt: skip
-    assert inventory.find_resume_checkpoint(tmp_path, RUN, on_disk=6) is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "ranks"]
+    inventory.remove_unused_files(tmp_path, ())
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_a_run_is_known_by_how_its_records_begin(tmp_path: Path) -> None:

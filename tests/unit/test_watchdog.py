@@ -392,7 +392,8 @@ def run_job(worker: str, world: int, folder: Path) -> tuple[int, list[dict[str, 
 def test_a_rank_that_hangs_is_named_and_all_are_started_again(tmp_path: Path) -> None:
     code, events = run_job("hangs", 3, tmp_path)
     assert code == 0
-    assert [event["kind"] for event in events] == ["attempt_started", "worker_died", "restarted", "attempt_started"]
+    kinds = ["attempt_started", "worker_died", "restarted", "incident", "attempt_started"]
+    assert [event["kind"] for event in events] == kinds
     assert (events[1]["rank"], events[1]["type"], events[1]["step"]) == (1, "Hang", 4)
     assert "in forward of step 4, while ranks 0 and 2 wait in exchange of step 4 (reduce)" in events[1]["reason"]
     for rank in range(3):

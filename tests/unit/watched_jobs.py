@@ -123,10 +123,10 @@ def main() -> None:
 
     code = run_local_job(
         NodeJob(
-            int(sys.argv[2]), worker, RunPaths(FOLDER / "run"), max_restarts=1, on_event=tell, shared=shared,
-            hang_timeouts=PATIENCE,
-        )
-    )  # fmt: skip
+            int(sys.argv[2]), worker, RunPaths(FOLDER / "run"), on_event=tell, shared=shared, hang_timeouts=PATIENCE
+        ),
+        max_restarts=1,
+    )
     print(json.dumps({"code": code}), flush=True)
 
 

@@ -9,6 +9,7 @@ training process to 1.7 s.
 import contextlib
 import hashlib
 import hmac
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -61,8 +62,9 @@ class HeartbeatSocket:
         self.socket = bound
         self._secret = hashlib.sha256(b"beats|" + secret.encode(errors="surrogateescape")).digest()
 
-    def fileno(self) -> int:
-        return self.socket.fileno()
+    def descriptors(self) -> dict[int, int]:
+        """What poll() has to look at, and for what."""
+        return {self.socket.fileno(): select.POLLIN}
 
     def send(self, heartbeat: Heartbeat, address: tuple[str, int]) -> None:
         """Send one; what the network does not take now is lost, as any packet may be."""

@@ -84,7 +84,7 @@ class HeartbeatSenderProcess:
         ours.setblocking(False)
         agent = os.getpid()
         try:
-            keep = [theirs.fileno(), self._heartbeats.fileno()]
+            keep = [theirs.fileno(), self._heartbeats.socket.fileno()]
             self._child = fork(lambda: self._child_main(theirs, agent), keep, session=True)
         except OSError:  # no room for another process now
             self._again_at = time.monotonic() + AGAIN_S

@@ -30,6 +30,7 @@ from phalanx.elastic.membership.member_list import (
     parse_member_list,
 )
 from phalanx.elastic.membership.messages import NONSENSE, find_message_problem
+from phalanx.elastic.membership.solo import NoNetwork
 from phalanx.system.async_call import AsyncCall
 
 OVERSLEPT_S = 0.3  # between two turns: who was silent meanwhile may have spoken to nobody, and gets that time back
@@ -71,8 +72,8 @@ class Membership:
         self,
         me: AgentMember,
         member_list: MemberList,
-        listener: ConnectionListener,
-        heartbeats: HeartbeatSocket,
+        listener: ConnectionListener | NoNetwork,
+        heartbeats: HeartbeatSocket | NoNetwork,
         heartbeat_sender: HeartbeatSender,
         heartbeat_s: float,
         claim: Claim | None,
@@ -109,6 +110,11 @@ class Membership:
         return self.member_list.leader == self.me.node
 
     @property
+    def is_solo(self) -> bool:
+        """Whether this is the one node of its job, which nobody can join."""
+        return isinstance(self.listener, NoNetwork)
+
+    @property
     def is_stable(self) -> bool:
         """Whether all members are there, as far as known, and no other roster is being made."""
         return not self.lost and not self._joining and self._claiming is None and self.fenced is None
@@ -137,7 +143,7 @@ class Membership:
         found = {channel.fileno(): channel.awaits for channel in channels if channel.lost is None}
         if self._claiming is not None:
             found[self._claiming[0].fileno()] = select.POLLIN
-        return found | self.listener.descriptors() | {self._heartbeats.fileno(): select.POLLIN}
+        return found | self.listener.descriptors() | self._heartbeats.descriptors()
 
     def send(self, node: int, message: Message) -> None:
         """Tell a member something, as soon as it can be reached; a lost one hears nothing."""

@@ -138,6 +138,8 @@ class _End(_Part):
     exit_code: Code | None
     cause: _Cause | None = None
     host: Name | None = None
+    doing: Name | None = None
+    starved: bool = False
 
 
 class _Ended(_Part):

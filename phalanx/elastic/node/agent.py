@@ -1,32 +1,27 @@
-"""The agent of one node: a warm parent that forks the ranks, watches them, kills them and forks again.
+"""The agent of a node: a warm parent that forks the ranks, watches them, kills them and forks again.
 
 Starting Python and importing torch costs seconds, a fork of a process that has done so costs milliseconds; so the agent
 imports what the workers need (`preload`) and starts nothing itself: it has one thread, never touches an accelerator and
 never computes. Workers do not try to survive a broken process group: when one ends abnormally all are killed and the
-next attempt starts at once, of processes that were forked before (`standby.py`). `run_local_job` is the agent of a job
-on one node; of several each runs its part (`node_agent.py`). No torch here; the caller says what to preload and what a
+next attempt starts at once, of processes that were forked before (`standby.py`). `run_local_job` runs a job on this
+node alone, as a member of a cluster of one (`node_agent.py`). No torch here; the caller says what to preload and what a
 worker runs.
 """
 
-import contextlib
 import gc
 import importlib
-import itertools
 import os
-import select
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from phalanx.core.events import EventKind
-from phalanx.core.placement import ExitCode
-from phalanx.elastic.node.attempt import IDLE_S, JobAttempt
+from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.node.node_agent import NodeAgent, run_agent
 from phalanx.elastic.node.signals import StopSignals
-from phalanx.elastic.node.standby import StandbyPool
-from phalanx.elastic.supervisor.decide import PAUSE_S
-from phalanx.system.exit_causes import FROM_ELSE, is_deterministic, is_state_damage, locate_failure
-
-NEVER_RETRIED = (ExitCode.CONFIG, ExitCode.OUT_OF_MEMORY, ExitCode.STOPPED)
+from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
+from phalanx.elastic.supervisor.failover import describe_division
+from phalanx.elastic.supervisor.state import RecoveryPolicy
+from phalanx.recovery.catalog import inventory_from_message
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -60,84 +55,49 @@ def preload(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
-def run_local_job(job: NodeJob) -> int:
-    """Run a job to its end and return its exit code.
+def run_local_job(
+    job: NodeJob,
+    max_restarts: int = 0,
+    max_identical_failures: int = 3,
+    first_attempt: int = 1,
+    progress: Callable[[], int] = lambda: 0,
+) -> int:
+    """Run a job on this node alone to its end and return its exit code.
 
-    DONE when all ranks are done; STOPPED when they stopped for a signal; otherwise the code of the first real cause
-    (FAILED for a death by signal). A configuration error is never retried, nor an exhausted memory unless
-    `after_out_of_memory` says that it is worth it, nor is anything once a stop was asked for; kept state that was
-    damaged is passed over by another attempt, which is not counted. SIGTERM and SIGUSR1 are
-    passed on to the workers, a first SIGINT and a SIGHUP that is not ignored as SIGTERM; a second SIGINT, or `grace_s`
-    gone by, kills them. Must be called from the main thread; signal handlers are as before when it returns. However it
-    ends, by an exception of a callback too, no worker is left.
+    What follows a rank's death is decided as on several nodes (`supervisor/decide.py`), by a policy of `max_restarts`
+    and `max_identical_failures`; `progress` says how far the job has come for good. DONE when all ranks are done;
+    STOPPED when they stopped for a signal; otherwise the code of the first real cause (FAILED for a death by signal).
+    SIGTERM and SIGUSR1 are passed on to the workers, a first SIGINT and a SIGHUP that is not ignored as SIGTERM; a
+    second SIGINT, or `grace_s` gone by, kills them. Must be called from the main thread; signal handlers are as before
+    when it returns. However it ends, by an exception of a callback too, no worker is left.
 
     Raises:
         RunError: logs cannot be written.
         PhalanxError: a killed worker does not die.
     """
-    failures, reached = 0, job.progress()
-    places: list[tuple[int | None, str, str] | None] = []  # where attempts failed
-    with StopSignals() as signals, contextlib.closing(StandbyPool()) as early:
-        for number in itertools.count(job.first_attempt):
-            attempt = JobAttempt(job, number, signals, early)
-            try:
-                attempt.start()
-                code = attempt.watch()
-            finally:
-                attempt.kill()
-            for late in signals.take():
-                job.on_event(EventKind.STOP_REQUESTED, {"attempt": number, "signal": late.name})
-            asked = signals.all_signals
-            if code == ExitCode.OUT_OF_MEMORY and not asked and job.after_out_of_memory():
-                job.on_event(EventKind.RESTARTED, {"attempt": number + 1, "reason": "with smaller micro-batches"})
-                continue
-            if is_state_damage(attempt.cause) and not asked:
-                job.on_event(EventKind.RESTARTED, {"attempt": number + 1, "reason": FROM_ELSE})
-                continue
-            if code == ExitCode.DONE or code in NEVER_RETRIED or asked:
-                return code
-            places.append(locate_failure(attempt.cause))
-            if is_deterministic(places, job.max_identical_failures):
-                job.on_event(
-                    EventKind.GAVE_UP, {"attempt": number, "reason": _same(places[-1], job.max_identical_failures)}
-                )
-                return code
-            before, reached = reached, max(reached, job.progress())
-            failures = 1 if reached > before else failures + 1
-            if failures > job.max_restarts:
-                if job.max_restarts:  # else nobody expects another one
-                    job.on_event(EventKind.GAVE_UP, {"attempt": number, "reason": _no_further(failures, reached)})
-                return code
-            _pause(job, signals, PAUSE_S[min(failures, len(PAUSE_S)) - 1])
-            for late in signals.take():
-                job.on_event(EventKind.STOP_REQUESTED, {"attempt": number, "signal": late.name})
-            if signals.all_signals:
-                return code
-            job.on_event(EventKind.RESTARTED, {"attempt": number + 1})
-    raise AssertionError("unreachable")
+    devices = [[name, name.partition(":")[0], False] for name in job.devices]
+    policy = RecoveryPolicy(1, max_restarts, on_lost_node=(), same_crash=max_identical_failures)
+    agent = NodeAgent("", _never_make, lambda agent: lead(agent))
+    offer = describe_division(1, [(0, job.world)], [devices], policy)
+    agent.adopt_job({**offer, "attempt": first_attempt}, job)
+    agent.join_alone(devices)
+    held = {0: inventory_from_message(agent.list_inventory())}
+
+    def lead(agent: NodeAgent) -> Coordinator:
+        return become_coordinator(
+            agent, {}, first_attempt, progress(), _never_prepare, job.on_event, lambda: [progress()], held=held
+        )
+
+    with StopSignals() as signals:
+        try:
+            return run_agent(agent, job.grace_s, signals)
+        finally:
+            agent.close()
 
 
-def _pause(job: NodeJob, signals: StopSignals, seconds: float) -> None:
-    """Wait before another attempt, but for no signal."""
-    poll, until = select.poll(), time.monotonic() + seconds
-    poll.register(signals, select.POLLIN)
-    while (left := until - time.monotonic()) > 0 and not poll.poll(min(left, IDLE_S) * 1000):
-        job.on_idle()
+def _never_make(offer: Message, poll_once: Callable[[], None]) -> NodeJob:
+    raise AssertionError("a job on one node is not divided again")
 
 
-def _no_further(failures: int, reached: int) -> str:
-    """Why there is no other attempt after so many in a row that were in vain."""
-    return (
-        f"{failures} attempts in a row have not come beyond step {reached}; their logs say why, and "
-        "resilience.max_restarts allows more"
-    )
-
-
-def _same(place: tuple[int | None, str, str] | None, times: int) -> str:
-    """Why there is no other attempt after so many failures at one place."""
-    assert place is not None
-    step, kind, line = place
-    where = f"in step {step}" if step is not None else "before the first step"
-    return (
-        f"{times} attempts have failed in a row with {kind} {where} ({line}), so it would come again; mend that first"
-    )
+def _never_prepare(division: int, plan: Plan, devices: list[list[Any]]) -> Message:
+    raise AssertionError("a job on one node is not divided again")

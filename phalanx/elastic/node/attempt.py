@@ -8,7 +8,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.core import progress_page
@@ -16,7 +16,7 @@ from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement, StoreAddress
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.node.job import NodeJob, NodeRanks
+from phalanx.elastic.node.job import NodeJob, NodeRanks, OtherNodes
 from phalanx.elastic.node.signals import StopSignals
 from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, Watchdog
@@ -45,11 +45,13 @@ class _Process:
 
 @dataclass
 class JobAttempt:
-    """`number` counts from 1 over all nodes; `signals` are those that this agent gets; `early`: who waits to be ranks,
-    of it and later of the next one."""
+    """`number` counts from 1 over all nodes; `part` says which of its ranks are the job's, and `others` what the rest
+    does; `signals` are those that this agent gets; `standby`: who waits to be ranks, now and in the next attempt."""
 
     job: NodeJob
+    part: NodeRanks
     number: int
+    others: OtherNodes
     signals: StopSignals
     standby: StandbyPool
     processes: list[_Process] = field(default_factory=list)
@@ -57,31 +59,26 @@ class JobAttempt:
     forwarded: set[int] = field(default_factory=set)
     deadline: float | None = None  # of the grace period
     next_idle: float = 0.0
-    cause: WorkerExit | None = None  # what ended it, if that was no signal from outside and no other node
     # When looked, and the kernel's kills for want of memory, on this machine and in this control group.
     oom_kills: deque[tuple[float, int, int]] = field(default_factory=deque)
-    part: NodeRanks = field(init=False)
 
     def __post_init__(self) -> None:
-        self.part = self.job.part or NodeRanks(0, 0, self.job.world, "lo")
         self._count_kills()
 
     def start(self) -> None:
         """Bind the socket where the ranks meet, fork them, close it here. Not on node 0, they meet at a relay's."""
-        part, others = self.part, self.job.others
+        part = self.part
         if self.job.paths is not None:
             self._make_logs(self.job.paths)
         if part.first_rank > 0:
-            assert others is not None
-            store = others.begin(self.number, None)
+            store = self.others.begin(self.number, None)
             self._fork_all([store] * self.job.world)
             return
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))  # a new port each time: nobody can meet a dead attempt's addresses
             listener.listen(socket.SOMAXCONN)
             host, port = listener.getsockname()
-            if others is not None:
-                others.begin(self.number, port)
+            self.others.begin(self.number, port)
             if part.world == 1:
                 self._fork_all([None])
             else:
@@ -144,7 +141,6 @@ class JobAttempt:
 
     def watch(self) -> int:
         """Wait until all have ended, or until the first abnormal end, and return the exit code."""
-        others = self.job.others
         pids = {process.rank: process.pid for process in self.processes}
         watchdog = Watchdog(self.job.shared, self.number, pids, self.job.hang_timeouts, self.job.step_history)
         while self._live_processes():
@@ -153,9 +149,8 @@ class JobAttempt:
             self._look_for_hangs(watchdog)
             for number in self.signals.take():
                 self._forward_signal(number)
-                if others is not None:
-                    others.report_stop_signal(number.name)
-            for name in others.take_stop_signals() if others is not None else ():
+                self.others.report_stop_signal(number.name)
+            for name in self.others.take_stop_signals():
                 self._forward_signal(signal.Signals[name])
             if self._is_broken():
                 break
@@ -179,19 +174,13 @@ class JobAttempt:
             self.oom_kills.popleft()
 
     def _look_for_hangs(self, watchdog: Watchdog) -> None:
-        """Judge this node's ranks; of several nodes the leader judges, who hears what is seen here."""
-        gone, others = [process.rank for process in self.processes if process.status is not None], self.job.others
-        blamed: Sequence[Blame] = ()
-        if others is None:
-            word = watchdog.make_report(gone)
-            hang = None if word is None else word.find_hang()
-            blamed = () if hang is None else hang.assign_blame()
-        else:
-            word = watchdog.make_report(gone, REPORT_S)
-            if word is not None:
-                others.report_progress(self.number, word)
-            blamed = others.take_hung_ranks()
-        if blamed:
+        """Tell the leader, who judges, what is seen of this node's ranks."""
+        report = watchdog.make_report(
+            [process.rank for process in self.processes if process.status is not None], REPORT_S
+        )
+        if report is not None:
+            self.others.report_progress(self.number, report)
+        if blamed := self.others.take_hung_ranks():
             self._mark_hung(blamed)
 
     def _mark_hung(self, blamed: Sequence[Blame]) -> None:
@@ -215,8 +204,7 @@ class JobAttempt:
         time.sleep(STACKS_S)
 
     def _is_broken(self) -> bool:
-        abnormal = any(end.abnormal for end in self.exits)
-        return abnormal or (self.job.others is not None and self.job.others.must_abort())
+        return any(end.abnormal for end in self.exits) or self.others.must_abort()
 
     def _live_processes(self) -> list[_Process]:
         return [process for process in self.processes if process.status is None]
@@ -225,17 +213,14 @@ class JobAttempt:
         """Sleep until a worker ends, a signal or another node's word comes or the time is up; reap every worker that
         has ended, and hear every word."""
         poll = select.poll()
-        for descriptor, events in self.job.others.descriptors().items() if self.job.others is not None else ():
+        for descriptor, events in self.others.descriptors().items():
             poll.register(descriptor, events)
         if heed_signals:
             poll.register(self.signals, select.POLLIN)
         for process in self._live_processes():
             poll.register(process.pidfd, select.POLLIN)
-        others = self.job.others
-        due_s = IDLE_S if others is None else min(IDLE_S, others.due_s())  # other nodes wait for a sign of life, too
-        poll.poll(min(seconds, due_s) * 1000)
-        if others is not None:
-            others.poll_once()
+        poll.poll(min(seconds, IDLE_S, self.others.due_s()) * 1000)  # other nodes wait for a sign of life, too
+        self.others.poll_once()
         for process in self._live_processes():
             if os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 self._reap(process)
@@ -281,9 +266,9 @@ class JobAttempt:
 
     def _handle_failure(self, watchdog: Watchdog) -> int:
         """After an abnormal end, here or elsewhere: find its cause, kill the others, report."""
-        until, others = time.monotonic() + SETTLE_S, self.job.others
+        until = time.monotonic() + SETTLE_S
         while self._live_processes() and all(is_secondary_failure(end) for end in self.exits if end.abnormal):
-            if others is not None and others.knows_cause():
+            if self.others.knows_cause():
                 break
             left = until - time.monotonic()
             if left <= 0:
@@ -300,8 +285,7 @@ class JobAttempt:
         ends = [end for end in self.exits if end.abnormal]
         if early and not ends:
             return int(ExitCode.STOPPED)
-        elsewhere = others is not None and others.must_abort()
-        if not ends or (elsewhere and all(is_secondary_failure(end) for end in ends)):
+        if not ends or (self.others.must_abort() and all(is_secondary_failure(end) for end in ends)):
             # A node was lost, or the leader ended the attempt: that has been said. If one rank is done, all had saved.
             done = any(process.status == 0 or self._is_done(process.rank) for process in self.processes)
             return int(ExitCode.DONE if done else ExitCode.FAILED)
@@ -314,15 +298,14 @@ class JobAttempt:
         if ours and (less := self._after_kernel_kill(end.rank)) is not None:
             code = int(ExitCode.OUT_OF_MEMORY)
             cause = {"exit_code": code, "type": "OutOfMemory", "message": less, "reason": less, "step": None}
-            changed = WorkerExit(end.rank, end.pid, None, code, cause)
-            self.exits[self.exits.index(end)] = end = changed
-            starved = False
-        self.cause, details = end, end.details()
-        if starved:
-            details["reason"] += "; the kernel has killed something for want of memory meanwhile"
-        if end.signal is not None and end.host is None and (beat := self._last_progress(end.rank)) is not None:
-            details["doing"] = f"{beat.phase} of step {beat.step}"  # a signal leaves the rank itself no time to say so
-        self.job.on_event(EventKind.WORKER_DIED, {"attempt": self.number, **details})
+            explained, starved = WorkerExit(end.rank, end.pid, None, code, cause), False
+        else:
+            explained = end
+        if explained.signal is not None and (beat := self._last_progress(end.rank)) is not None:
+            # A signal leaves the rank itself no time to say so.
+            explained = replace(explained, doing=f"{beat.phase} of step {beat.step}")
+        self.exits[self.exits.index(end)] = end = replace(explained, starved=starved)
+        self.job.on_event(EventKind.WORKER_DIED, {"attempt": self.number, **end.details()})
         return int(ExitCode.FAILED if end.exit_code is None else end.exit_code)
 
     def _is_done(self, rank: int) -> bool:
@@ -352,10 +335,10 @@ class JobAttempt:
         self.kill()
         impatient = self.signals.all_signals.count(signal.SIGINT) >= 2
         why = "at a second SIGINT" if impatient else f"{self.job.grace_s:g} s after the stop signal"
+        reason = f"killed by the agent: still running {why}"
+        cause = {"exit_code": int(ExitCode.FAILED), "type": "StillRunning", "message": reason, "reason": reason}
         for process in unwilling:
-            details = {"rank": process.rank, "pid": process.pid, "signal": "SIGKILL"}
-            reason = f"killed by the agent: still running {why}"
-            self.job.on_event(EventKind.WORKER_DIED, {"attempt": self.number, **details, "reason": reason})
+            self.exits.append(WorkerExit(process.rank, process.pid, signal.SIGKILL, None, cause | {"step": None}))
         return int(ExitCode.FAILED)
 
     def kill(self) -> None:

@@ -81,10 +81,6 @@ def _nothing() -> None:
     return None
 
 
-def _none() -> int:
-    return 0
-
-
 def _no() -> bool:
     return False
 
@@ -103,12 +99,10 @@ def _no_event(kind: str, details: dict[str, Any]) -> None:
 
 @dataclass
 class NodeJob:
-    """What an agent runs: `world` ranks of `worker` on this node, started anew up to `max_restarts` times in a row.
+    """What an agent runs: `world` ranks of `worker` on this node.
 
-    `progress` says how far the run has come for good (the last committed step, or that of the newest checkpoint); when
-    it has grown since the failure before, the count of restarts begins again. Ranks that fail `max_identical_failures`
-    times in the same step at the same place are not started again. `find_in_memory_state` says what an attempt goes on
-    from that is in shared memory; it is asked when no rank lives. `after_out_of_memory` says whether, after a rank ran
+    `find_in_memory_state` says what an attempt goes on from that is in shared memory; it is asked when no rank lives.
+    `after_out_of_memory` says whether, after a rank ran
     out of memory, another attempt asks for less than the one before: then it is made, whatever the count.
     `after_kernel_kill` is told of a rank that the kernel has killed for want of memory, of the sequences of its
     largest micro-batch and of the steps that it had done in its attempt; it returns what to say where that is why it
@@ -119,7 +113,7 @@ class NodeJob:
     `blocked_signals`: signals that wait until a rank unblocks them, as one that trains does once it can heed them.
     `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle` is called about every 0.1 s.
     `grace_s`: seconds that workers get, after a stop signal, to finish their step and save, before they are killed.
-    `part` and `others` belong to a job on several nodes. `shared`: a folder in this node's shared memory, which
+    `shared`: a folder in this node's shared memory, which
     outlives the ranks, where they may keep their state if `keeps_state` says so; there their pulses are, by which ranks
     are ended for which nothing has changed for longer than `hang_timeouts` (None: for ever); `step_history` is what
     attempts of this job before have shown of their steps.
@@ -129,26 +123,19 @@ class NodeJob:
     worker: Callable[[Placement], int]
     paths: RunPaths | None = None
     devices: Sequence[str] = ()
-    max_restarts: int = 0
     on_event: Callable[[str, dict[str, Any]], None] = _no_event
     on_idle: Callable[[], None] = _nothing
-    first_attempt: int = 1
     grace_s: float = 60.0
-    progress: Callable[[], int] = _none
     after_out_of_memory: Callable[[], bool] = _no
     after_kernel_kill: Callable[[int, int, int], str | None] = _not_less
-    part: NodeRanks | None = None
-    others: OtherNodes | None = None
     shared: Path | None = None
     keeps_state: bool = True
     hang_timeouts: HangTimeouts | None = None
     step_history: StepHistory = field(default_factory=StepHistory)
     find_in_memory_state: Callable[[], InMemoryCheckpoint | None] = _nothing_kept
-    max_identical_failures: int = 3
     logs: bool = True
     blocked_signals: Collection[int] = ()
 
     def __post_init__(self) -> None:
         self.devices = list(self.devices) or ["cpu"] * self.world
         assert len(self.devices) == self.world >= 1, f"{self.world} ranks need as many devices, not {self.devices}"
-        assert (self.part is None) == (self.others is None), "a part of a job has other parts"

@@ -12,7 +12,7 @@ import math
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
 from phalanx.elastic.membership.membership import Claim, Membership
 from phalanx.elastic.membership.messages import NONSENSE
+from phalanx.elastic.membership.solo import NoNetwork, make_solo_member
 from phalanx.elastic.membership.store_relay import CALL_S, Relay, hand_over, start_client_relay, start_host_relay
 from phalanx.elastic.node.attempt import IDLE_S, JobAttempt
 from phalanx.elastic.node.job import LeaderRole, NodeJob, NodeRanks
@@ -110,9 +111,23 @@ class NodeAgent:
             self.describe_writers,
         )
 
+    def join_alone(self, devices: Sequence[Sequence[object]]) -> None:
+        """Be the one member of a job on this node alone, which has a rank for each row of `devices` (name, model,
+        bf16)."""
+        me, member_list = make_solo_member(devices)
+        network = NoNetwork()
+        self.membership = Membership(
+            me, member_list, network, network, network, math.inf, None, self.make_vote, self.describe_writers
+        )
+
     @property
     def is_leader(self) -> bool:
         return self._leading is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether ranks run here."""
+        return self._running > 0
 
     def adopt_job(self, offer: Message, job: NodeJob) -> None:
         """What was offered before, and made."""
@@ -184,6 +199,8 @@ class NodeAgent:
         self._open_replica_server()
         if self._job is not None and self._job.shared is not None:
             self._in_memory_state = self._kept(self._job.shared)  # first of all: it may have to come from another node
+        if len(self.start["seats"]) == 1:
+            return None
         if port is not None:
             self._relay = start_host_relay(port)
             self._tend_store_calls()
@@ -314,6 +331,8 @@ class NodeAgent:
     def _open_replica_server(self) -> ReplicaServer | None:
         """The process for state of other nodes, started again where it has died; None where nothing is kept."""
         job = self._job
+        if self.membership.is_solo:
+            return None
         if self._replica_server is not None and not self._replica_server.is_alive:
             self._end_replica_server()
         if job is None or job.shared is None or not job.keeps_state or job.paths is None:
@@ -443,27 +462,25 @@ class NodeAgent:
             return None
         return int(self.start["attempt"]), seat
 
-    def make_job(self, assignment: NodeAssignment) -> NodeJob:
-        """What this node runs in an attempt."""
+    def make_attempt(self, number: int, assignment: NodeAssignment, signals: StopSignals) -> JobAttempt:
+        """What this node runs of an attempt."""
         assert self._job is not None and self.start is not None
         seats = self.start["seats"]
         next_one = self.membership.member_list.member(int(seats[(assignment.slot + 1) % len(seats)]))
         partner = None if next_one is None or len(seats) == 1 else (next_one.address, next_one.port)
         world = sum(self.start["ranks"])
-        part = NodeRanks(
-            assignment.slot, assignment.first_rank, world, self._interface(), len(seats), partner, self.start["epoch"]
-        )
-        return dataclasses.replace(
+        epoch = None if self.membership.is_solo else self.start["epoch"]
+        part = NodeRanks(assignment.slot, assignment.first_rank, world, self._interface(), len(seats), partner, epoch)
+        job = dataclasses.replace(
             self._job,
             world=assignment.ranks,
             devices=list(self._job.devices)[: assignment.ranks],
-            part=part,
-            others=self,
             find_in_memory_state=self._job.find_in_memory_state
             if self._job.shared is None
             else lambda: self._in_memory_state,
             on_event=functools.partial(self._note, self._job.on_event),
         )
+        return JobAttempt(job, part, number, self, signals, self.standby)
 
     def _note(self, on_event: Callable[[str, dict[str, Any]], None], kind: str, details: dict[str, Any]) -> None:
         """Pass an event of this node's ranks on; the leader says itself what concerns all."""
@@ -493,7 +510,7 @@ def run_agent(agent: NodeAgent, grace_s: float, signals: StopSignals) -> int:
     """Run this node's part to the job's end and return its exit code; the words are in `agent.over`, or in
     `agent.membership.fenced` where this node had to leave the others.
 
-    Ends workers and passes signals on as `agent.run_local_job` does. Raises as that does where this node is to blame.
+    Ends workers and passes signals on as `run_local_job` says, and raises as that does where this node is to blame.
     """
     deadline = math.inf
 
@@ -519,13 +536,12 @@ def run_agent(agent: NodeAgent, grace_s: float, signals: StopSignals) -> int:
 
 
 def _attempt(agent: NodeAgent, number: int, assignment: NodeAssignment, signals: StopSignals) -> None:
-    job = agent.make_job(assignment)
-    attempt = JobAttempt(job, number, signals, agent.standby)
+    attempt = agent.make_attempt(number, assignment, signals)
     code, ends, lowered = int(ExitCode.FAILED), attempt.exits, False
     try:
         attempt.start()
         code = attempt.watch()
-        lowered = code == ExitCode.OUT_OF_MEMORY and job.after_out_of_memory()
+        lowered = code == ExitCode.OUT_OF_MEMORY and attempt.job.after_out_of_memory()
     finally:
         attempt.kill()
         agent.end()

@@ -137,8 +137,7 @@ class Coordinator:
         self.membership.adopted.clear()
         if adopted:
             self._compare()
-        for step in self._take_committed_steps():
-            self.handle_event(StepsCommitted(time.monotonic(), step))
+        self._see_commits()
         self._see_requests()
         self._see_preparation()
         self._see_claimants()
@@ -166,6 +165,10 @@ class Coordinator:
             if over is not None:  # or it would wait in vain for whoever leads now
                 channel.send_and_close({"finish": over[0], "text": over[1]}, "the job is over", timeout_s=0.05)
             channel.close("this node has left")
+
+    def _see_commits(self) -> None:
+        for step in self._take_committed_steps():
+            self.handle_event(StepsCommitted(time.monotonic(), step))
 
     def _see_requests(self) -> None:
         """Nodes that are not to be used any more, or are to be used again; whoever asks names a node or its host."""
@@ -196,6 +199,7 @@ class Coordinator:
         if "held" in message:
             self.handle_event(NodeInventoryReported(now, node, inventory_from_message(message["held"])))
         if "ended" in message:
+            self._see_commits()  # what has become safe since the last turn counts
             self._hear_end(node, message["ended"], now)
         elif "ready" in message:
             self.handle_event(NodeReady(now, node, int(message["ready"])))
@@ -208,7 +212,7 @@ class Coordinator:
             said = explain_flood(str(message["strangers"]), node)
             self.notice(EventKind.WARNING, {"attempt": max(self.state.attempt, 1), "message": said})
         elif "stop" in message:
-            again = {"again": True} if message.get("again") else {}
+            again = {"unless_written": True} if message.get("again") else {}
             self.notice(
                 EventKind.STOP_REQUESTED, {"attempt": max(self.state.attempt, 1), "signal": message["stop"], **again}
             )
@@ -370,17 +374,13 @@ class Coordinator:
             case WriteEvent():
                 self.notice(action.kind, {"attempt": max(self.state.attempt, 1), **action.details})
             case FinishJob():
-                self._finish(action.code, action.why)
-
-    def _finish(self, code: int, why: str) -> None:
-        if code == ExitCode.FAILED:
-            self.notice(EventKind.GAVE_UP, {"attempt": max(self.state.attempt, 1), "reason": why})
-        self.agent.over = code, why
+                self.agent.over = action.code, action.why
 
     def _leave(self, code: int, why: str) -> None:
         """This node cannot take part any more: the others go on under another leader, if there are any."""
         if len(self.membership.live_nodes()) == 1:
-            self._finish(code, why)
+            self.notice(EventKind.GAVE_UP, {"attempt": max(self.state.attempt, 1), "reason": why})
+            self.agent.over = code, why
         else:
             host, number = self.membership.me.host, self.membership.me.node
             said = f"node {number} ({host}), which led, leaves the others, as it cannot take part any more: {why}"
@@ -448,6 +448,8 @@ class Coordinator:
         elif before is not None and list(action.seats) != before["seats"]:
             pairs = [(old, new) for old, new in zip(before["seats"], action.seats, strict=True) if old != new]
             done = ", ".join(f"node {new} takes the ranks of node {old}" for old, new in pairs)
+        if action.reason is not None:
+            done += f", {action.reason}"
         if action.replayed_steps:
             steps = "step is" if action.replayed_steps == 1 else "steps are"
             done += (
@@ -494,4 +496,4 @@ def _nodes(seats: Sequence[int]) -> str:
 
 
 def _end(tree: Message, host: str | None) -> RankEnd:
-    return RankEnd(tree["rank"], tree["pid"], tree["signal"], tree["exit_code"], tree["cause"], host)
+    return RankEnd(**{**tree, "host": host})

@@ -44,6 +44,7 @@ from phalanx.system.exit_causes import FROM_ELSE
 COLLECT_S = 15.0  # what a node gets to end its ranks; its agent kills them in less
 READY_S = 3600.0  # what one gets to have what a division needs: token files may have to be made anew
 PAUSE_S = (0.0, 0.5, 2.0, 10.0, 30.0)  # before the first, second, ... attempt in a row that follows no progress
+NEAR_STEPS = 2  # further than the last time: a mistake that lets so few through each time is still the same
 SECONDARY_FAILURE = 2  # causes of that suspicion or more are consequences of others (exit_causes.py)
 
 Decision = tuple[JobState, list[SupervisorAction]]
@@ -274,16 +275,19 @@ def _failed(state: JobState, first: FailureCause | None, now: float) -> Decision
     failures = 1 if grown else state.failures + 1
     crash = ("", 0)
     if first is not None and not state.lost_with_ranks:
-        crash = (first.fingerprint, state.crash[1] + 1 if first.fingerprint == state.crash[0] and not grown else 1)
+        again = first.fingerprint == state.crash[0] and safe <= state.reached + NEAR_STEPS
+        crash = (first.fingerprint, state.crash[1] + 1 if again else 1)
     pause_s = PAUSE_S[min(failures, len(PAUSE_S)) - 1]
     state = replace(state, failures=failures, reached=max(state.reached, safe), crash=crash, start_at=now + pause_s)
     code = int(ExitCode.FAILED if first is None or first.code == ExitCode.STOPPED else first.code)
     if crash[1] >= state.policy.same_crash and crash[0]:
-        why = f"the same has happened {crash[1]} times in a row ({crash[0]}), so it would happen again"
-        return _finish(state, code, why)
+        why = f"{crash[1]} attempts have failed in a row with {crash[0]}, so the next one would too; fix that first"
+        return _give_up(state, code, why)
     if failures > state.policy.max_restarts:
         many = f"{failures} attempts in a row have" if failures > 1 else "the attempt has"
-        return _finish(state, code, f"{many} saved nothing new")
+        why = f"{many} not come beyond step {state.reached}; their logs say why"
+        # Where no other attempt is allowed, nobody expects one.
+        return _give_up(state, code, why) if state.policy.max_restarts else _finish(state, code, why)
     return _regroup(state, now)
 
 
@@ -305,7 +309,7 @@ def _regroup(state: JobState, now: float) -> Decision:
             return _wait(state, now)
     if -1 not in kept:
         return _ready_to_start(replace(state, seats=kept), now)
-    return _finish(state, ExitCode.FAILED, "nodes were lost, and those that are left cannot go on without them")
+    return _give_up(state, ExitCode.FAILED, "nodes were lost, and those that are left cannot go on without them")
 
 
 def _ready_to_start(state: JobState, now: float) -> Decision:
@@ -386,7 +390,8 @@ def _start_if_ready(state: JobState, now: float) -> Decision:
         return state, []
     kept = _find_in_memory_step(state)
     attempt = state.attempt + 1
-    why = {} if state.retry_reason is None else {"reason": state.retry_reason}
+    reason = state.retry_reason
+    why = {} if reason is None else {"reason": reason}
     said: list[SupervisorAction] = (
         [WriteEvent(EventKind.RESTARTED, {"attempt": attempt, **why})] if attempt > state.first_attempt else []
     )
@@ -407,7 +412,7 @@ def _start_if_ready(state: JobState, now: float) -> Decision:
         nodes=nodes,
     )
     step = state.committed if kept is None else kept.step
-    return state, [*said, StartAttempt(attempt, state.division, state.seats, step, kept, again)]
+    return state, [*said, StartAttempt(attempt, state.division, state.seats, step, kept, again, reason)]
 
 
 def _find_in_memory_step(state: JobState) -> RestorePoint | None:
@@ -445,6 +450,11 @@ def _lost_state(state: JobState) -> str | None:
         f"the state of {which} was lost with its node and no other one holds a whole replica of it, so the run goes "
         f"back to {where}"
     )
+
+
+def _give_up(state: JobState, code: int, why: str) -> Decision:
+    """End a job that somebody may have expected to go on."""
+    return _and([WriteEvent(EventKind.GAVE_UP, {"reason": why})], _finish(state, code, why))
 
 
 def _finish(state: JobState, code: int, why: str) -> Decision:

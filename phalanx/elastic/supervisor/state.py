@@ -243,7 +243,8 @@ class SendOffer:
 @dataclass(frozen=True)
 class StartAttempt:
     """Start an attempt with these seats from a step: on the disk, or in memory, where `kept` says. `replayed_steps`: so
-    many steps behind that, which all ranks that live had committed, are walked again."""
+    many steps behind that, which all ranks that live had committed, are walked again. `reason`: why another attempt is
+    made, where the one before has not failed."""
 
     attempt: int
     division: int
@@ -251,6 +252,7 @@ class StartAttempt:
     step: int
     kept: RestorePoint | None = None
     replayed_steps: int = 0
+    reason: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,198 @@
+"""Training from a command to its end, on any number of nodes: one node is a cluster of one.
+
+Node 0 resolves the recipe, prepares its data and tells the others what came of it; each of them checks that it sees the
+same run folder and the same data before the first step. How nodes meet is in `multinode.py`; what a node does from then
+on is in `node_session.py` and `elastic/`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config.schema import Config
+from phalanx.core import faults
+from phalanx.core.errors import Unhealthy
+from phalanx.core.faults import Fault
+from phalanx.core.placement import ExitCode
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership import epoch_files
+from phalanx.elastic.node.node_agent import NodeAgent
+from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
+from phalanx.health.devices import DeviceInfo, assign_devices, preload_and_find_devices
+from phalanx.launch import health_gate, multinode, node_session, outcome, preflight, prepare, started_rank
+from phalanx.launch.node_participant import NodeContext
+from phalanx.launch.remote_run_dir import mirror_while_running
+from phalanx.launch.rendezvous_options import ONE_NODE, RendezvousOptions
+from phalanx.recovery import shared_memory
+from phalanx.recovery.catalog import inventory_from_message
+from phalanx.report.terminal import open_terminal
+from phalanx.system.torchrun_env import from_environment
+
+if TYPE_CHECKING:
+    from phalanx.trainer.callback import Callback
+
+
+def train(
+    wanted: Config,
+    paths: RunPaths,
+    ranks: int | None,
+    environment: Mapping[str, str],
+    options: RendezvousOptions | None = None,
+    on_cpu: bool = False,
+    planned: Sequence[Fault] = (),
+    callbacks: Sequence["Callback"] = (),
+) -> int:
+    """Train `wanted` in a run folder: with `ranks` local ranks (None: one for each device) on this node, or on the
+    nodes that `options` names, of which this is one; or as the rank that torchrun's or Slurm's variables describe.
+
+    `on_cpu` leaves accelerators alone; `planned` is what shall go wrong. `callbacks` are called beside the recipe's, in
+    the process of rank 0: what they change there is not seen here. Returns the exit code, also of a stop signal that
+    comes before there are ranks; raises PhalanxError for what a user can mend, on whichever node it was found.
+    """
+    try:
+        with raise_on_stop_signal():
+            alone = options is None and from_environment(environment, ()) is None
+            if alone and not paths.config.exists():  # of a larger job one rank looks
+                preflight.check_first_records(wanted)
+            found, accelerators = preload_and_find_devices(on_cpu)
+        given = None if ranks is not None or options is not None else from_environment(environment, accelerators)
+        if given is not None:
+            return started_rank.run_started_rank(wanted, paths, given, found[given.device], planned, tuple(callbacks))
+        there = options or ONE_NODE
+        run = TrainingStart(wanted, paths, assign_devices(found, accelerators, ranks), there, planned, tuple(callbacks))
+        if there.total == 1:
+            return run.lead(epoch_files.read_epoch_number(paths))
+        return multinode.lead_or_follow(paths, there, run.lead, run.follow)
+    except StopRequested as asked:
+        open_terminal().print(outcome.describe_early_stop(paths, str(asked)))
+        return ExitCode.STOPPED
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingStart:
+    """What the command of this node says."""
+
+    wanted: Config
+    paths: RunPaths
+    devices: Sequence[DeviceInfo]
+    options: RendezvousOptions
+    planned: Sequence[Fault]
+    callbacks: tuple["Callback", ...]
+
+    @property
+    def hello(self) -> dict[str, Any]:
+        return multinode.make_training_hello(self.wanted, self.devices, self.options, planned=self.planned)
+
+    @contextlib.contextmanager
+    def _session(self, hello: dict[str, Any]) -> Any:
+        """This node's part, with its folder in shared memory, which it holds."""
+        node = self.options
+        swept = shared_memory.remove_stale_folders(but=self.paths)
+        wanted = self.wanted.resilience.in_memory_checkpoints is not False
+        with shared_memory.hold_folder(self.paths, node.node, wanted=wanted) as shared:
+            run = node_session.NodeSession(
+                self.paths,
+                self.devices,
+                NodeContext(node.node, node.nodes, node.point.folder, alone=node.total == 1),
+                hello,
+                self.options.notify_user,
+                self.wanted,
+                shared,
+                self.planned,
+            )
+            run.warnings += [f"removed {each}, which a run had left behind more than a day ago" for each in swept]
+            try:
+                yield run
+            finally:
+                run.settle_memory()
+
+    def follow(self) -> int:
+        """Take part in a run that node 0, or whoever leads by now, resolves."""
+        hello = self.hello
+        with self._session(hello) as run:
+            for message in run.warnings:
+                self.options.notify_user(message)
+            hooks = multinode.AgentHooks(
+                run.make_job, run.make_coordinator, run.claim, self.wanted.resilience.heartbeat_timeout_s
+            )
+            where = functools.partial(epoch_files.read_leader_address, self.paths)
+            agent = multinode.join_job(hello, self.options, hooks, where)
+            return agent if isinstance(agent, int) else int(run.run_to_end(agent))
+
+    def lead(self, before: int) -> int:
+        """Be node 0: bring all together, prepare the run, and then be one of the members. `before`: the run's epoch."""
+        from phalanx.trainer import run_folder
+
+        wanted, paths, options, said = self.wanted, self.paths, self.options, self.hello
+        with contextlib.ExitStack() as held:
+            with raise_on_stop_signal():
+                held.enter_context(run_folder.hold_run_folder(paths))
+                held.enter_context(mirror_while_running(paths))
+                # Before all have met: what nobody holds then belongs to no node.
+                run = held.enter_context(self._session(said))
+                replaces = "replace" in wanted.resilience.on_lost_node
+                first: multinode.Meeting = multinode.SoloMeeting(said)
+                if options.total > 1:
+                    spares = options.spares if replaces else 0
+                    first = held.enter_context(multinode.host_rendezvous(options, said, spares))
+                poll_once = multinode.raise_on_remote_stop(first)
+                multinode.gather(first, options, multinode.watch_for_takeover(paths, poll_once, before))
+                if (done := prepare.exit_code_if_complete(wanted, paths)) is not None:
+                    first.finish(done, "the run is complete already")
+                    run.code = done
+                    return done
+                try:
+                    noticed = health_gate.check_node_if_enabled(wanted, paths, self.devices)
+                except Unhealthy as error:
+                    noticed, run.unfit_reason = None, first.yield_to_spare(str(error), alone=paths.url is not None)
+                hellos = first.hellos()
+                rows_of = [each["devices"] for each in hellos[: options.nodes]]  # spares have no part yet
+                by_node = [[DeviceInfo(*row) for row in rows] for rows in rows_of]
+                everywhere = [device for devices_there in by_node for device in devices_there]
+                mine, world = len(self.devices), len(everywhere)
+                faults.check_faults(self.planned, world, wanted.train.steps, paths.url is None, options.total)
+                prepared = prepare.prepare_run(
+                    wanted,
+                    paths,
+                    self.devices,
+                    world,
+                    mine,
+                    writes=True,
+                    elsewhere=everywhere[mine:],
+                    meanwhile=poll_once,
+                    nodes=by_node,
+                )
+                prepared = prepare.add_faults(prepared, self.planned)
+                job = dataclasses.replace(prepared.job, callbacks=self.callbacks)
+                plan = [(node, len(rows)) for node, rows in enumerate(rows_of)]
+                told = node_session.make_offer(wanted, prepared, paths, 1, plan, rows_of, options.nodes)
+                until_all_meet = held.enter_context(contextlib.ExitStack())
+                until_all_meet.callback(paths.node0_marker.unlink, missing_ok=True)
+                multinode.offer_to_all(first, lambda node: told, poll_once)
+                run.clean_memory(paths, poll_once)
+                agent = NodeAgent(first.secret, run.make_job, run.make_coordinator, multinode.make_replica_updater)
+                agent.adopt_job(told, run.job_for(job, mine, world))
+                run.inventories = {0: inventory_from_message(agent.list_inventory())}
+                run.inventories |= {
+                    node: inventory_from_message(each.get("held", [])) for node, each in first.answers_by_node().items()
+                }
+                hosts = [each["host"] for each in hellos]
+                there = {"hosts": hosts[: options.nodes], "spares": hosts[options.nodes :]}
+                left_out = [(node, why) for node, why in first.replaced_by_spares.items() if node]  # 0 leaves later
+                lost = [{"node": node, "host": hosts[node], "reason": why} for node, why in left_out]
+                run.begin(prepare.describe_start(prepared, everywhere, world) | there, prepared, noticed, lost)
+                epoch = 1
+                if run.claim is not None and options.total > 1:
+                    epoch = epoch_files.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
+            enter = functools.partial(
+                multinode.start_membership,
+                first,
+                agent,
+                run.claim,
+                wanted.resilience.heartbeat_timeout_s,
+                epoch,
+                until_all_meet,
+            )
+            return int(run.run_to_end(agent, enter))
