@@ -321,7 +321,6 @@ LARGE_FILES = {
     "phalanx.data.prepare": 504,
     "phalanx.data.read_chunks": 463,
     "phalanx.elastic.membership.membership": 518,
-    "phalanx.elastic.node.node_agent": 560,
     "phalanx.elastic.replicas.server": 477,
     "phalanx.elastic.supervisor.coordinator": 499,
     "phalanx.elastic.supervisor.decide": 466,

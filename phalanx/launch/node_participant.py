@@ -24,8 +24,9 @@ from phalanx.elastic.membership import epoch_files, rendezvous
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.membership import Claim
 from phalanx.elastic.membership.rendezvous import refresh_listing
+from phalanx.elastic.node.agent import run_agent
 from phalanx.elastic.node.job import NodeJob
-from phalanx.elastic.node.node_agent import NodeAgent, run_agent
+from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.signals import StopSignals
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.node_requests import NodeRequest

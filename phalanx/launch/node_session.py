@@ -324,7 +324,7 @@ class NodeSession(NodeParticipant):
     def take_committed_steps(self) -> list[int]:
         """The same; between attempts of a run on one node the disk itself is asked, which nobody else waits for."""
         steps = super().take_committed_steps()
-        if self.led is not None and self.led.membership.is_solo and not self.led.is_running:
+        if self.led is not None and self.led.membership.is_solo and self.led.running is None:
             steps.append(outcome.newest_checkpoint_step(self.paths))
         return steps
 

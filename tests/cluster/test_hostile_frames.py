@@ -29,6 +29,7 @@ from phalanx.elastic.membership.heartbeat import HeartbeatSocket
 from phalanx.elastic.membership.listener import ConnectionListener, bind
 from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
 from phalanx.elastic.membership.membership import Membership
+from phalanx.elastic.node import agent
 from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.watchdog import Blame, HangTimeouts, ProcessStatus, ProgressReport
@@ -171,9 +172,9 @@ class Agents:
     def turn(self) -> None:
         for peer in self.peers:
             peer.poll_once()
-            peer.prepare_offer(lambda: False)
+            agent.prepare_offer(peer, lambda: False)
             if (order := peer.take_start_order()) is not None:
-                peer.make_job(order[1])
+                agent.make_attempt(peer, *order, Any)  # type: ignore[arg-type]
 
     def tell(self, mad: int, to: int, text: str) -> None:
         """Have the agent `to` hear a frame of a member, and all whatever comes of it."""

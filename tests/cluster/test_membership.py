@@ -247,7 +247,7 @@ def ready_unheard(placement: Placement, folder: str) -> list[Any]:
         peer = NodeAgent(SECRET, nothing, nothing)
         peer.membership = there.circles[2]
         there.until(lambda: 2 in there.circles[1].votes)
-        peer._division = 2
+        peer.division = 2
         peer.report_ready()
         there.busy = set()
         there.until(lambda: bool(there.circles[2].adopted), [there.circles[1], there.circles[2]])

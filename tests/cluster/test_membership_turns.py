@@ -191,7 +191,11 @@ def test_poll_looks_at_all_that_may_speak_and_at_nothing_when_it_is_over(there: 
     circle = there.circles[0]
     channels = [link.channel for link in circle._links.values() if link.channel is not None]
     looked = set(circle.descriptors())
-    wanted = {circle._heartbeats.fileno(), *circle.listener.descriptors(), *(channel.fileno() for channel in channels)}
+    wanted = {
+        *circle._heartbeats.descriptors(),
+        *circle.listener.descriptors(),
+        *(channel.fileno() for channel in channels),
+    }
     assert len(channels) == 2 and len(wanted) == 4 and looked == wanted
     gone = channels[0].fileno()
     there.circles[1 if circle._links[1].channel is channels[0] else 2].close()

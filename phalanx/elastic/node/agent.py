@@ -8,16 +8,28 @@ node alone, as a member of a cluster of one (`node_agent.py`). No torch here; th
 worker runs.
 """
 
+import dataclasses
 import gc
 import importlib
+import math
 import os
+import select
+import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.core.errors import PhalanxError
+from phalanx.core.events import EventKind
+from phalanx.core.placement import ExitCode
+from phalanx.elastic.membership import rendezvous
 from phalanx.elastic.membership.channel import Message
-from phalanx.elastic.node.job import NodeJob
-from phalanx.elastic.node.node_agent import NodeAgent, run_agent
+from phalanx.elastic.membership.membership import Membership
+from phalanx.elastic.node.attempt import IDLE_S, JobAttempt
+from phalanx.elastic.node.job import NodeJob, NodeRanks
+from phalanx.elastic.node.node_agent import AttemptLink, NodeAgent
 from phalanx.elastic.node.signals import StopSignals
+from phalanx.elastic.supervisor.assignment import NodeAssignment
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division
 from phalanx.elastic.supervisor.state import RecoveryPolicy
@@ -101,3 +113,128 @@ def _never_make(offer: Message, poll_once: Callable[[], None]) -> NodeJob:
 
 def _never_prepare(division: int, plan: Plan, devices: list[list[Any]]) -> Message:
     raise AssertionError("a job on one node is not divided again")
+
+
+# ----------------------------------------------------------------------------------------------------------- the loop
+
+LEAVE_S = 5.0  # what the leader gets, after a second SIGINT on another node, to say how the job ended
+
+
+class OfferChanged(Exception):
+    """What a node was preparing is not wanted any more."""
+
+
+def run_agent(agent: NodeAgent, grace_s: float, signals: StopSignals) -> int:
+    """Run this node's part to the job's end and return its exit code; the words are in `agent.over`, or in
+    `agent.membership.fenced` where this node had to leave the others.
+
+    Ends workers and passes signals on as `run_local_job` says, and raises as that does where this node is to blame.
+    """
+    deadline = math.inf
+
+    def enough() -> bool:
+        nonlocal deadline
+        for asked in signals.take():
+            agent.membership.send_reliably({"stop": asked.name})
+        if signals.all_signals:
+            patience_s = LEAVE_S if signals.all_signals.count(signal.SIGINT) >= 2 else grace_s
+            deadline = min(deadline, time.monotonic() + patience_s)
+        return time.monotonic() > deadline
+
+    agent.poll_once()
+    while True:
+        _wait(agent, signals)
+        late = enough()
+        if agent.over is not None:
+            return agent.over[0]
+        if agent.membership.fenced is not None or late:  # whom the others do without knows no better
+            return int(ExitCode.STOPPED if agent.membership.fenced is None else ExitCode.FAILED)
+        prepare_offer(agent, enough)
+        if (order := agent.take_start_order()) is not None:
+            _attempt(agent, *order, signals)
+
+
+def _attempt(agent: NodeAgent, number: int, assignment: NodeAssignment, signals: StopSignals) -> None:
+    attempt = make_attempt(agent, number, assignment, signals)
+    code, ends, lowered = int(ExitCode.FAILED), attempt.exits, False
+    try:
+        attempt.start()
+        code = attempt.watch()
+        lowered = code == ExitCode.OUT_OF_MEMORY and attempt.job.after_out_of_memory()
+    finally:
+        attempt.kill()
+        agent.end_attempt()
+        agent.report_end(number, code, ends, lowered)
+    agent.poll_once()  # before anything else is done: the others may be waiting for what comes of it
+    if code not in (ExitCode.DONE, ExitCode.STOPPED) and not agent.must_leave:
+        agent.memory.open(agent.job)  # for the next attempt, while the others end theirs
+
+
+def _wait(agent: NodeAgent, signals: StopSignals) -> None:
+    poll = select.poll()
+    poll.register(signals, select.POLLIN)
+    for descriptor, events in agent.descriptors().items():
+        poll.register(descriptor, events)
+    ready = agent.has_start_order or agent.membership.has_messages
+    poll.poll(0 if ready else min(IDLE_S, agent.membership.due_s()) * 1000)
+    agent.poll_once()
+
+
+def prepare_offer(agent: NodeAgent, must_leave: Callable[[], bool]) -> None:
+    """Make the job of a new offer, if there is one, and say that this node is ready. `must_leave` passes stop signals
+    on, and says whether this node leaves now whatever becomes of the job."""
+    while agent.offer is not None and int(agent.offer["division"]) != agent.division:
+        offer = agent.offer
+
+        def poll_once(offer: Message = offer) -> None:
+            agent.poll_once()
+            if must_leave() or agent.must_leave or agent.offer is not offer:
+                raise OfferChanged
+
+        try:
+            job = agent.make_job(offer, poll_once)
+        except OfferChanged:
+            if must_leave() or agent.must_leave:
+                return
+            continue
+        except PhalanxError as error:
+            leader = agent.membership.member_list.leader
+            agent.membership.send(leader, {"unfit": str(error), "code": int(error.exit_code)})
+            agent.offer = None
+            return
+        agent.job, agent.division = job, int(offer["division"])
+        agent.report_ready()
+
+
+def make_attempt(agent: NodeAgent, number: int, assignment: NodeAssignment, signals: StopSignals) -> JobAttempt:
+    """What this node runs of an attempt."""
+    job, start, members = agent.job, agent.start, agent.membership.member_list
+    assert job is not None and start is not None
+    seats = start["seats"]
+    next_one = members.member(int(seats[(assignment.slot + 1) % len(seats)]))
+    partner = None if next_one is None or len(seats) == 1 else (next_one.address, next_one.port)
+    world, epoch = sum(start["ranks"]), None if agent.membership.is_solo else start["epoch"]
+    interface = _find_interface(agent.membership)
+    part = NodeRanks(assignment.slot, assignment.first_rank, world, interface, len(seats), partner, epoch)
+    link, tell = AttemptLink(agent, number), job.on_event
+
+    def note(kind: str, details: dict[str, Any]) -> None:
+        """Pass an event of this node's ranks on; the leader says itself what concerns all."""
+        if not agent.is_leader or kind not in (EventKind.WORKER_DIED, EventKind.STOP_REQUESTED):
+            tell(kind, details)
+
+    mine = dataclasses.replace(
+        job,
+        world=assignment.ranks,
+        devices=list(job.devices)[: assignment.ranks],
+        find_in_memory_state=job.find_in_memory_state if job.shared is None else lambda: link.in_memory_state,
+        on_event=note,
+    )
+    return JobAttempt(mine, part, number, link, signals, agent.standby)
+
+
+def _find_interface(membership: Membership) -> str | None:
+    """The network interface that leads to the other nodes."""
+    if rendezvous.is_loopback(membership.me.address):
+        return "lo"
+    return next((name for name, address in rendezvous.interfaces() if address == membership.me.address), None)
