@@ -163,11 +163,11 @@ def _measuring_callbacks(
         here = local_copies.use_local_copies(load.build_config(load.parse_yaml(answer["config"], what), what))
         return _job(TrainingJob(here, find_model_shape(here, paths), paths, *token_folders(answer)), devices, paths)
 
-    def prepare(division: int, plan: Plan, devices: list[list[Any]]) -> Message:
+    def refuse_division(division: int, plan: Plan, devices: list[list[Any]]) -> Message:
         raise ConfigError("devices are measured together, or not at all")
 
     def lead(peer: NodeAgent) -> Coordinator:
-        return become_coordinator(peer, hello, 1, 0, prepare, _EventPrinter(as_json).note)
+        return become_coordinator(peer, hello, 1, 0, refuse_division, _EventPrinter(as_json).note)
 
     return multinode.AgentHooks(make, lead, None, HEARTBEAT_S)
 

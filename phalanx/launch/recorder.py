@@ -172,11 +172,11 @@ class EventRecorder:
 
 
 class LocalRecorder:
-    """The same in this very process, for a run on one node: nobody waits for a sign of life of its agent."""
+    """The same in this very process, for a run on one node: nobody waits for a sign of life of its agent, and nothing can
+    be asked of its node, as there is no other one to go on with."""
 
     def __init__(self, paths: RunPaths, steps: int, unit: str) -> None:
         self._steps: list[int] = []
-        self._asked: list[NodeRequest] = []
         self._view = _RecorderView(Console(steps, paths.name, unit=unit), paths, self._take, replaces=False)
         self._follower = Follower(paths, self._view)
         self._due = 0.0
@@ -184,8 +184,6 @@ class LocalRecorder:
     def _take(self, told: Any) -> None:
         if isinstance(told, int):
             self._steps.append(told)
-        elif "wanted" in told:
-            self._asked.append(NodeRequest(**told))
 
     def record(self, kind: str, details: dict[str, Any]) -> None:
         self._view.record(0, str(kind), {"time": time.time(), **details})
@@ -196,14 +194,12 @@ class LocalRecorder:
     def take_committed_steps(self) -> list[int]:
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + POLL_S
-            self._view.look(None)
             self._follower.poll()
         steps, self._steps = self._steps, []
         return steps
 
     def take_node_requests(self) -> list[NodeRequest]:
-        asked, self._asked = self._asked, []
-        return asked
+        return []
 
     def close(self) -> None:
         self._view.finish(self._follower)

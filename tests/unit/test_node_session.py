@@ -17,10 +17,12 @@ from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.supervisor import node_requests
 from phalanx.health.devices import DeviceInfo
 from phalanx.launch import outcome
 from phalanx.launch.node_participant import NodeContext
 from phalanx.launch.node_session import NodeSession, make_policy
+from phalanx.launch.recorder import LocalRecorder
 from phalanx.recovery.shared_memory import LOCK, TOUCHED_S, hold_folder, remove_stale_folders
 from phalanx.report import event_text
 from phalanx.trainer import run_folder
@@ -94,3 +96,17 @@ def test_nothing_that_a_leader_offers_beside_the_recipe_is_imported(
 def _with_code(text: str, code: str) -> str:
     tree = load.parse_yaml(text, "an offer")
     return load.to_yaml(load.build_config(tree | {"model": tree["model"] | {"code": code}}, "an offer"))
+
+
+def test_the_recorder_of_a_run_on_one_node_passes_steps_on_and_no_requests(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    write_event(paths.events, EventKind.RUN_STARTED, 1, hosts=["here"], steps=9)
+    recorder = LocalRecorder(paths, 9, "tokens")
+    node_requests.write_request(paths, "0", node_requests.NodeRequestKind.DRAIN, "hot")
+    write_event(paths.events, EventKind.CHECKPOINT_SAVED, 1, step=4, bytes=1, seconds=0.1)
+    assert recorder.take_committed_steps() == [4]
+    assert recorder.take_committed_steps() == []
+    assert recorder.take_node_requests() == []  # a run on one node has nowhere else to go
+    recorder.record(EventKind.WARNING, {"attempt": 1, "message": "written at once"})
+    assert list(read_lines(paths.events))[-1]["message"] == "written at once"
+    recorder.close()
