@@ -172,8 +172,8 @@ class EventRecorder:
 
 
 class LocalRecorder:
-    """The same in this very process, for a run on one node: nobody waits for a sign of life of its agent, and nothing can
-    be asked of its node, as there is no other one to go on with."""
+    """The same in this very process, for a run on one node: nobody waits for a sign of life of its agent, and nothing
+    can be asked of its node, as there is no other one to go on with."""
 
     def __init__(self, paths: RunPaths, steps: int, unit: str) -> None:
         self._steps: list[int] = []
