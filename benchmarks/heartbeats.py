@@ -32,7 +32,7 @@ if __name__ == "__main__":  # first of all: whoever forks agents must have no th
             "torch._dynamo",
             "phalanx.cli.main",
             "phalanx.trainer.train_rank",
-            "phalanx.launch.multinode",
+            "phalanx.launch.run",
         )
     )
 

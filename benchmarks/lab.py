@@ -29,7 +29,7 @@ from phalanx.elastic.node import agent
 from phalanx.system.fork import fork, kill_group
 
 PRELOAD = ("numpy", "torch", "torch._dynamo", "phalanx.cli.main", "phalanx.trainer.train_rank",
-           "phalanx.trainer.resolve", "phalanx.autotune.measure", "phalanx.launch.multinode",
+           "phalanx.trainer.resolve", "phalanx.autotune.measure", "phalanx.launch.run",
            "phalanx.launch.measure_devices")  # fmt: skip
 LOOK_S, WATCH_S = 0.005, 0.05  # between two looks at processes: while ranks are awaited, and later
 PATIENCE_S = 900.0

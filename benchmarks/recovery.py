@@ -38,7 +38,7 @@ if __name__ == "__main__":  # first of all: whoever forks ranks must have no thr
             "torch._dynamo",
             "phalanx.cli.main",
             "phalanx.trainer.train_rank",
-            "phalanx.launch.multinode",
+            "phalanx.launch.run",
         )
     )
 
