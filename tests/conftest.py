@@ -69,6 +69,15 @@ def zygote() -> Iterator[None]:
     stop_zygote()
 
 
+@pytest.fixture(autouse=True)
+def umask_restored() -> Iterator[None]:
+    """A command that a test calls in this process leaves no umask behind (a run in pytest's folders is its user's)."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture
 def hang_ups_count() -> Iterator[None]:
     """A hang-up ends what a test starts, even where the tests themselves were started by nohup."""

@@ -16,7 +16,7 @@ from phalanx.doctor.results import CheckResult, CheckState, DoctorCheck, result_
 from phalanx.system.exit_causes import describe_exception
 from phalanx.system.fork import fork_call
 
-LOG_BYTES, RANK_LOG_BYTES = 4000, 1500  # of the end of what a check printed, which go into the report
+LOG_BYTES, RANK_LOG_BYTES = 8000, 1500  # of the end of what a check printed, which go into the report
 _END = re.compile(r"was killed by \S+|ended with exit code \d+")
 
 

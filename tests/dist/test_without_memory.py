@@ -39,7 +39,9 @@ def test_a_run_goes_on_without_shared_memory(tmp_path: Path) -> None:
     code, _, err, made = train(tmp_path, "/proc")
     assert code == 0, err
     warnings = [event["message"] for event in runs.events(tmp_path / "run", EventKind.WARNING)]
-    assert any("shared memory cannot be used (/proc:" in each and "no step is kept there" in each for each in warnings)
+    assert any(
+        "shared memory cannot be used (/proc:" in each and "no step is kept in memory" in each for each in warnings
+    )
     decided = [
         event
         for event in runs.events(tmp_path / "run", EventKind.AUTO_RESOLVED)

@@ -98,18 +98,14 @@ def beside_steps(placement: Placement) -> int:
 
 
 def asks_the_recorder(placement: Placement) -> int:
-    """A rank whose NCCL would listen at a pipe."""
+    """A rank that hangs, whose NCCL would listen at a pipe (`main` holds its end)."""
     mine = stepping(placement)
     if placement.attempt > 1:
         return 0
-    assert placement.shared is not None
-    pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + f"{placement.rank}.pipe"
-    os.mkfifo(pipe)
-    (FOLDER / "records").write_text(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+    told = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+    (FOLDER / "records").write_text("\n".join(os.environ[name] for name in told))
     mine.enter_phase("forward", 4)
-    with open(pipe, "rb", buffering=0) as reader:
-        (FOLDER / "asked").write_bytes(reader.read(2))
-        time.sleep(60)
+    time.sleep(60)
     return 1
 
 
@@ -117,6 +113,10 @@ def main() -> None:
     worker: Any = globals()[sys.argv[1]]
     shared = FOLDER / "shared"
     shared.mkdir(mode=0o700)
+
+    pipe = shared / "flight-0.pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # here, as a rank that is about to be killed may not get to it
 
     def tell(kind: str, details: dict[str, Any]) -> None:
         print(json.dumps({"kind": kind, **details}), flush=True)
@@ -127,7 +127,7 @@ def main() -> None:
         ),
         max_restarts=1,
     )
-    print(json.dumps({"code": code}), flush=True)
+    print(json.dumps({"code": code, "asked": os.read(reader, 10).decode()}), flush=True)
 
 
 if __name__ == "__main__":
