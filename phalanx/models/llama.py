@@ -1,4 +1,5 @@
-"""Llama and its relatives Mistral, Qwen2 and Qwen3 in plain PyTorch; a model of one's own begins as a subclass.
+"""Decoders of Llama's kind in plain PyTorch, as the options of their families say; a model of one's own begins as a
+subclass.
 
 The model knows nothing of ranks; it lists its units in order of use. Source: Touvron et al., "LLaMA", 2023, "The Llama
 3 Herd of Models", 2024; Jiang et al., "Mistral 7B", 2023 (sliding window); "Qwen2 Technical Report", 2024 (biases);
@@ -6,7 +7,7 @@ The model knows nothing of ranks; it lists its units in order of use. Source: To
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,42 +18,10 @@ from phalanx.core import renamed
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.attention import attention
 from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.families.catalog import family_of
+from phalanx.models.families.decoder import HF_NAMES
 from phalanx.models.layers import Embedding, Linear, RMSNorm, apply_rope, cross_entropy_sum, rope_table
-from phalanx.models.model import Architecture, InitRule, Model, draw_init_slice
-
-# Our name -> the name in a Hugging Face folder; {i} is the layer.
-HF_NAMES: dict[str, str] = {
-    "embed.weight": "model.embed_tokens.weight",
-    "layers.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
-    "layers.{i}.attention.q.weight": "model.layers.{i}.self_attn.q_proj.weight",
-    "layers.{i}.attention.q.bias": "model.layers.{i}.self_attn.q_proj.bias",
-    "layers.{i}.attention.k.weight": "model.layers.{i}.self_attn.k_proj.weight",
-    "layers.{i}.attention.k.bias": "model.layers.{i}.self_attn.k_proj.bias",
-    "layers.{i}.attention.v.weight": "model.layers.{i}.self_attn.v_proj.weight",
-    "layers.{i}.attention.v.bias": "model.layers.{i}.self_attn.v_proj.bias",
-    "layers.{i}.attention.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
-    "layers.{i}.attention.k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
-    "layers.{i}.attention.o.weight": "model.layers.{i}.self_attn.o_proj.weight",
-    "layers.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-    "layers.{i}.mlp.gate.weight": "model.layers.{i}.mlp.gate_proj.weight",
-    "layers.{i}.mlp.up.weight": "model.layers.{i}.mlp.up_proj.weight",
-    "layers.{i}.mlp.down.weight": "model.layers.{i}.mlp.down_proj.weight",
-    "head.norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-
-# How the matrix of a module, of a block or outside of them, is cut over ranks (layout/tensor_shards.py).
-TENSOR_PLAN: dict[str, str] = {
-    "embed": "vocabulary",
-    "attention.q": "column",
-    "attention.k": "column_kv",
-    "attention.v": "column_kv",
-    "attention.o": "row",
-    "mlp.gate": "column",
-    "mlp.up": "column",
-    "mlp.down": "row",
-    "head": "vocabulary",
-}
+from phalanx.models.model import Architecture, InitRule, Model, StagedArchitecture, draw_init_slice
 
 
 class Attention(nn.Module):
@@ -62,12 +31,13 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.window = spec.window_of(layer)
+        options = family_of(spec).options
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q = Linear(spec.hidden, queries, bias=spec.qkv_bias)
-        self.k = Linear(spec.hidden, keys, bias=spec.qkv_bias)
-        self.v = Linear(spec.hidden, keys, bias=spec.qkv_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.q = Linear(spec.hidden, queries, bias=options.qkv_bias)
+        self.k = Linear(spec.hidden, keys, bias=options.qkv_bias)
+        self.v = Linear(spec.hidden, keys, bias=options.qkv_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if options.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if options.qk_norm else nn.Identity()
         self.o = Linear(queries, spec.hidden, bias=False)
 
     def forward(
@@ -177,7 +147,7 @@ def llama_init_rule(name: str, spec: ModelSpec) -> InitRule:
     return ("normal", spec.init_std)
 
 
-class Llama(Architecture):
+class Llama(StagedArchitecture):
     """A model of the shape `spec`; parameters hold no useful values until they are drawn or read.
 
     Build it under `torch.device("meta")` to spend no memory. `embed.weight`, `layers.{i}...`, `head...` are its
@@ -203,20 +173,6 @@ class Llama(Architecture):
 
     def losses(self) -> list[Any]:
         return [module for name, module in self.named_children() if name == "head"]
-
-    def keep_stages(self, stages: Sequence[range]) -> None:
-        """Let go of all layers but these, of the embedding unless the first is among them, and of the head unless the
-        last is; a tied head keeps the embedding. What is left is named as in the whole model."""
-        numbers = [number for number in range(self.spec.layers) if any(number in stage for stage in stages)]
-        kept = nn.ModuleList()
-        for number in numbers:
-            kept.add_module(str(number), self.layers[number])
-        self.layers = kept
-        has_head = self.spec.layers - 1 in numbers
-        if 0 not in numbers and not (has_head and self.spec.tie_embeddings):
-            del self.embed
-        if not has_head:
-            del self.head
 
     def forward(
         self,

@@ -25,8 +25,10 @@ from phalanx.comm.mesh import Mesh, split_axis
 from phalanx.layout.tensor_shards import TensorShard, find_cut_kind, plan_tensor_shards
 from phalanx.models import layers
 from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.families.catalog import family_of
 from phalanx.models.layers import IGNORE_INDEX, Embedding, Linear, RMSNorm
-from phalanx.models.llama import TENSOR_PLAN, Head, Llama
+from phalanx.models.llama import Head
+from phalanx.models.model import StagedArchitecture
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
 
 
@@ -241,15 +243,16 @@ def make_tensor_context(mesh: Mesh, kv_heads: int, sequence: bool) -> TensorPara
     return TensorParallelContext(TensorParallelPeers(axis, mesh.traffic), sequence, sharers)
 
 
-def apply_tensor_parallel(model: Llama, cut: TensorParallelContext) -> dict[str, TensorShard]:
-    """Cut a model of the LLaMA family, in place; returns which slices it has from now on.
+def apply_tensor_parallel(model: StagedArchitecture, cut: TensorParallelContext) -> dict[str, TensorShard]:
+    """Cut a model by its family's tensor plan, in place; returns which slices it has from now on.
 
     It may be on meta, or hold the values that it is cut from. To be called before anything else is applied to it.
     """
     spec, peers = model.spec, cut.peers
+    plan = family_of(spec).tensor_plan
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    held = plan_tensor_shards(shapes, TENSOR_PLAN, spec.kv_heads, peers.size, peers.rank)
-    replace_modules(model, TENSOR_PLAN, held, cut)
+    held = plan_tensor_shards(shapes, plan, spec.kv_heads, peers.size, peers.rank)
+    replace_modules(model, plan, held, cut)
     _split_norms(model, cut)
     for head in model.losses():  # some stages of a pipeline have none
         assert isinstance(head, Head)

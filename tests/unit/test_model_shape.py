@@ -6,18 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.layout.model_shape import (
+from phalanx.layout.model_shape import EncoderSpec, LoraSpec, ModelSpec, RopeScaling
+from phalanx.models.families.catalog import (
     PRESETS,
-    LoraSpec,
-    ModelSpec,
-    RopeScaling,
+    find_shape_problems,
     flops_per_token,
     parameter_count,
     parameter_shapes,
 )
-from phalanx.layout.model_shape_checks import find_shape_problems
 from phalanx.models.llama import Llama
 
+NO_SEGMENTS = EncoderSpec(segment_kinds=0)
 PUBLISHED = {
     "llama-1-7b": 6_738_415_616,
     "llama-1-13b": 13_015_864_320,
@@ -111,10 +110,10 @@ def test_rope_scaling_only_from_3_1_on() -> None:
         ({"rope_scaling": RopeScaling(rule="yarn", factor=2.0), "rope_theta": 1.0}, "rope_theta"),
         ({"rope_scaling": RopeScaling(rule="dynamic", factor=2.0), "head_dim": 2}, "head_dim"),
         ({"kv_heads": 3}, "model.kv_heads"),
-        ({"attention_dropout": 0.1}, "only model.architecture bert"),
-        ({"architecture": "bert", "objective": "masked", "segment_kinds": 2, "tie_embeddings": True}, "share nothing"),
-        ({"architecture": "bert", "kv_heads": 4, "segment_kinds": 2}, "model.tie_embeddings"),
-        ({"architecture": "bert", "kv_heads": 4, "tie_embeddings": True}, "table of segments"),
+        ({"encoder": EncoderSpec(attention_dropout=0.1)}, "only model.architecture bert"),
+        ({"architecture": "bert", "encoder": EncoderSpec(), "tie_embeddings": True}, "share nothing"),
+        ({"architecture": "bert", "kv_heads": 4, "encoder": EncoderSpec()}, "model.tie_embeddings"),
+        ({"architecture": "bert", "kv_heads": 4, "tie_embeddings": True, "encoder": NO_SEGMENTS}, "table of segments"),
         ({"hidden": 2**56}, "model.hidden"),
         ({"vocab_size": 2**60}, "model.vocab_size"),
         ({"lora": LoraSpec(rank=2**60, alpha=1.0, targets=("q",))}, "model.lora.rank"),
