@@ -472,6 +472,38 @@ def test_a_module_says_what_it_is(module: str) -> None:
         assert ast.get_docstring(tree_of(module)), f"{module} has no docstring"
 
 
+def _family_names() -> tuple[set[str], set[str]]:
+    """Names of families, of their config.json's model_type and of Hugging Face's classes; and of our own classes."""
+    from phalanx.models.families.catalog import FAMILIES
+
+    texts = {name for each in FAMILIES.values() for name in (each.name, each.hf.model_type, *each.hf.classes)}
+    return texts, {each.network.partition(":")[2] for each in FAMILIES.values()}
+
+
+def _constants(node: ast.AST) -> set[object]:
+    return {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_families_of_models_know_architectures_by_name(module: str) -> None:
+    """A comparison, a table or a `match` by the name of an architecture belongs into its ModelFamily."""
+    if module.startswith("phalanx.models.families."):
+        return
+    names, classes = _family_names()
+    for node in ast.walk(tree_of(module)):
+        where = f"{module}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Compare | ast.MatchValue):
+            assert not names & _constants(node), f"{where} compares with {names & _constants(node)}"
+            compared = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            assert not classes & compared, f"{where} compares with {classes & compared}"
+        if isinstance(node, ast.Dict):
+            keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            assert not names & keys, f"{where} has a table by {names & keys}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+            assert not classes & asked, f"{where} asks for {classes & asked}"
+
+
 def test_only_one_file_knows_what_kind_of_device_there_is() -> None:
     guilty = [name for name, path in MODULES.items() if "cuda" in path.read_text(encoding="utf-8").lower()]
     assert guilty in ([], ["phalanx.system.accelerator"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.families.bert import HF_NAMES, encoder_of
-from phalanx.models.layers import IGNORE_INDEX, Embedding, cross_entropy_sum
+from phalanx.models.layers import Embedding, cross_entropy_sum, sum_logit_losses
 from phalanx.models.model import Architecture
 
 DROPOUT_SITES_PER_BLOCK = 3  # of dropout in a block: attention's probabilities, and the outputs of its two halves
@@ -158,7 +158,7 @@ class BertPretrainingHead(nn.Module):
         if follows is None:
             return loss, None
         assert next_labels is not None, "a head for pairs needs to know which of them follow one another"
-        return loss, _loss_sum(follows, next_labels)
+        return loss, sum_logit_losses(follows, next_labels)
 
 
 class BertLabelHead(nn.Module):
@@ -177,13 +177,7 @@ class BertLabelHead(nn.Module):
         if draws is not None:
             x = draws.dropout(x, self.site, self.dropout)
         logits = self.classifier(x if self.pooler is None else x[:, 0])
-        return logits if labels is None else _loss_sum(logits, labels)
-
-
-def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of cross-entropies over the labels that count, in float32 or better; exactly 0 where none does."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        return logits if labels is None else sum_logit_losses(logits, labels)
 
 
 class Bert(Architecture):

@@ -5,6 +5,7 @@ No layer has a buffer: nothing can be lost or garbled when a model built on the 
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,32 +79,42 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, the root mean square in float32 or better, whatever dtype `x` has.
+    """x / rms(x) * weight over the last dim, the root mean square in float32 or better, whatever dtype `x` has; with
+    `unit_offset` by 1 + weight, and rounded once.
 
-    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; rounding as in Hugging Face's Llama.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; rounding as in Hugging Face's Llama, and
+    with `unit_offset` as in its Gemma.
     """
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, unit_offset: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(width) if unit_offset else torch.ones(width))
+        self.eps, self.unit_offset = eps, unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., width) -> the same shape and dtype."""
+        return self.normalize(x, self.weight)
+
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `forward`, with another weight."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
+        if self.unit_offset:
+            return (wide * scale * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+        return weight * (wide * scale).to(x.dtype)
 
 
 # Rotary frequencies are computed operation by operation as transformers does it, on the CPU and in float32 on every
 # device: one unit in the last place of a frequency is an angle error of 5e-4 at position 8192.
 
 
-def rope_frequencies(spec: ModelSpec, length: int) -> tuple[Tensor, float]:
+def rope_frequencies(spec: ModelSpec, length: int, windowed: bool = False) -> tuple[Tensor, float]:
     """Angle per position of each pair of channels, float32 (head_dim / 2), and the factor of cosines and sines.
 
-    `length` is that of the sequence, which only the `dynamic` rule looks at.
+    `length` is that of the sequence, which only the `dynamic` rule looks at. `windowed`: of a layer with a window.
     """
+    if windowed and spec.attention.window_rope_theta is not None:
+        spec = replace(spec, rope_theta=spec.attention.window_rope_theta, rope_scaling=None)
     rule = spec.rope_scaling
     exponents = torch.arange(0, spec.head_dim, 2, device="cpu").float() / spec.head_dim
     base = spec.rope_theta
@@ -168,13 +179,13 @@ def yarn_attention_factor(rule: RopeScaling) -> float:
     return sharpening(1.0)
 
 
-def rope_table(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rope_table(spec: ModelSpec, positions: Tensor, windowed: bool = False) -> tuple[Tensor, Tensor]:
     """(cos, sin) of the rotary angles at `positions` int64 (...), float32 (..., head_dim / 2) each.
 
     The last dim of `positions` is a row of tokens: its length is what the `dynamic` rule goes by. Source: Su et al.,
     "RoFormer", 2021; half-split channel order as in Hugging Face's Llama.
     """
-    frequencies, scale = rope_frequencies(spec, positions.shape[-1])
+    frequencies, scale = rope_frequencies(spec, positions.shape[-1], windowed)
     angles = positions[..., None].float() * frequencies.to(positions.device, non_blocking=True)
     return angles.cos() * scale, angles.sin() * scale
 
@@ -193,10 +204,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def reference_cross_entropy_sum(
     hidden: Tensor, head_weight: Tensor, labels: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """What `cross_entropy_sum` means, in one line of PyTorch that holds all the logits."""
-    logits = F.linear(hidden, head_weight, bias)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    """What `cross_entropy_sum` means, with all the logits at once."""
+    return sum_logit_losses(F.linear(hidden, head_weight, bias), labels)
+
+
+def sum_logit_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of cross-entropies of logits (..., C) over the labels (...) that count, in float32 or better; exactly 0 where
+    none does."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def default_chunk(vocab_size: int, device: torch.device) -> int:

@@ -21,6 +21,7 @@ from phalanx.comm.mesh import Axis, split_axis
 from phalanx.core.errors import ConfigError
 from phalanx.layout.tensor_shards import TensorShard, plan_tensor_shards
 from phalanx.models.families.catalog import TRANSFORM_PLANS
+from phalanx.models.layers import RMSNorm
 from phalanx.parallel import dropout
 from phalanx.parallel.tensor import (
     TENSOR_PARALLEL_MODULES,
@@ -79,8 +80,9 @@ def transform(
         arrive.receive_rest(model)
     for name, module in list(model.named_modules()):
         if name.endswith((".q_norm", ".k_norm")):  # each rank sees its own heads
-            weight, eps = module.get_parameter("weight"), float(vars(module)["variance_epsilon"])
-            model.set_submodule(name, PartialRMSNorm(weight.shape[0], eps, weight, cut))
+            ours = RMSNorm(0, float(vars(module)["variance_epsilon"]))
+            ours.weight = module.get_parameter("weight")
+            model.set_submodule(name, PartialRMSNorm(ours, cut))
         if "num_key_value_groups" in vars(module):
             vars(module)["num_key_value_groups"] = numbers.heads // axis.size // max(1, numbers.kv_heads // axis.size)
     for parameter in model.parameters():  # not buffers: rotary frequencies keep their digits

@@ -129,16 +129,13 @@ class VocabParallelHead(Linear):
 class PartialRMSNorm(RMSNorm):
     """A norm of which each rank sees some of the heads, or of the positions."""
 
-    def __init__(self, width: int, eps: float, weight: nn.Parameter, cut: TensorParallelContext) -> None:
-        super().__init__(width, eps)
-        self.weight = weight
-        self.cut = cut
+    def __init__(self, old: RMSNorm, cut: TensorParallelContext) -> None:
+        super().__init__(old.weight.shape[0], old.eps, old.unit_offset)
+        self.weight, self.cut = old.weight, cut
 
     def forward(self, x: Tensor) -> Tensor:
         """As RMSNorm's."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.cut.partial(self.weight) * (wide * scale).to(x.dtype)
+        return self.normalize(x, self.cut.partial(self.weight))
 
 
 TENSOR_PARALLEL_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead)
@@ -327,7 +324,7 @@ def _split_norms(model: nn.Module, cut: TensorParallelContext) -> None:
     for name, old in list(model.named_modules()):
         # Those of queries and keys see a rank's heads; the others, with `sequence`, its positions.
         if isinstance(old, RMSNorm) and (cut.sequence or name.endswith((".q_norm", ".k_norm"))):
-            model.set_submodule(name, PartialRMSNorm(old.weight.shape[0], old.eps, old.weight, cut))
+            model.set_submodule(name, PartialRMSNorm(old, cut))
 
 
 def _enter(cut: TensorParallelContext, module: nn.Module, args: Any, kwargs: Any) -> Any:
