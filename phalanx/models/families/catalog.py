@@ -7,10 +7,11 @@ from dataclasses import replace
 from phalanx.layout.model_shape import MAX_ELEMENTS, MAX_LAYERS, ROPE_RULES, ModelSpec, RopeScaling, Shapes
 from phalanx.models.families.bert import BERT
 from phalanx.models.families.family import ModelFamily, count_adapter_elements, count_elements
+from phalanx.models.families.gemma3 import GEMMA3
 from phalanx.models.families.llama import LLAMA, MISTRAL
 from phalanx.models.families.qwen import QWEN2, QWEN3
 
-FAMILIES: dict[str, ModelFamily] = {each.name: each for each in (LLAMA, MISTRAL, QWEN2, QWEN3, BERT)}
+FAMILIES: dict[str, ModelFamily] = {each.name: each for each in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, BERT)}
 PRESETS: dict[str, ModelSpec] = {name: spec for each in FAMILIES.values() for name, spec in each.presets.items()}
 DEFAULT_FAMILY = LLAMA
 
