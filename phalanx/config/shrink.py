@@ -31,8 +31,9 @@ def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
     kv_heads = min(spec.kv_heads, 2 if groups > 1 else 4)
     heads = kv_heads * min(groups, MOST_GROUPS)
     head_dim = min(spec.head_dim, HEAD_DIM)
-    ratio = spec.hidden / (spec.heads * spec.head_dim)  # not 1 in Qwen3
-    hidden = heads * max(2, 2 * round(head_dim * ratio / 2))
+    ratio = spec.hidden / (spec.heads * spec.head_dim)  # not 1 in Qwen3 and Gemma 3
+    each = max(2, 2 * round(head_dim * ratio / 2))
+    hidden = heads * (each if each != head_dim or ratio == 1 else head_dim + (2 if ratio > 1 or head_dim == 2 else -2))
     layers = min(spec.layers, LAYERS)
     return replace(
         spec,

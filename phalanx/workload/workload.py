@@ -113,13 +113,15 @@ def _find_family(config: "Config", paths: RunPaths | None) -> ModelFamily:
     return next((each for each in FAMILIES.values() if kind in each.tasks), DEFAULT_FAMILY)
 
 
-def resolve_model_class(config: "Config", paths: RunPaths | None = None) -> type[Architecture]:
+def resolve_model_class(
+    config: "Config", paths: RunPaths | None = None, spec: ModelSpec | None = None
+) -> type[Architecture]:
     """The model's class: the built-in one, or that of `model.code`, of which the run folder keeps a copy.
 
     Raises ConfigError for a file that is none of a model.
     """
     if config.model.code is None:
-        return load_family_class(_find_family(config, paths).name)
+        return load_family_class(_find_family(config, paths).name if spec is None else spec.architecture)
     kept = paths is not None and paths.model_code.is_file()
     return load_model_class(paths.model_code if paths is not None and kept else config.model.code)
 
@@ -138,7 +140,7 @@ class TextWorkload:
     def __init__(self, config: "Config", spec: ModelSpec, paths: RunPaths | None = None) -> None:
         self.spec: ModelSpec | None = spec
         self.positions = config.data.seq_len
-        self._config, self._spec, self._code = config, spec, resolve_model_class(config, paths)
+        self._config, self._spec, self._code = config, spec, resolve_model_class(config, paths, spec)
         self._shapes: dict[str, tuple[int, ...]] | None = None  # of the whole model, once it was made
 
     def model(self, layers: int | None = None) -> Model:

@@ -48,6 +48,12 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    # Of the larger ones the published number less that of the vision tower and its projection.
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
     "bert-tiny": 4_416_698,
     "bert-mini": 11_201_594,
     "bert-small": 28_795_194,
@@ -69,8 +75,8 @@ def test_presets_are_possible_and_have_the_published_size(name: str) -> None:
     spec = PRESETS[name]
     assert find_shape_problems(spec) == []
     assert parameter_count(spec) == PUBLISHED[name]
-    # The heads fill the width, but for Qwen3's.
-    assert spec.heads * spec.head_dim == spec.hidden or (spec.architecture, spec.head_dim) == ("qwen3", 128)
+    # The heads fill the width, but for Qwen3's and Gemma 3's.
+    assert spec.heads * spec.head_dim == spec.hidden or spec.architecture in ("qwen3", "gemma3")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +100,9 @@ def test_rope_scaling_only_from_3_1_on() -> None:
         "llama-3.2-1b": 32.0,
         "llama-3.2-3b": 32.0,
         "llama-3.3-70b": 8.0,
+        "gemma-3-4b": 8.0,
+        "gemma-3-12b": 8.0,
+        "gemma-3-27b": 8.0,
     }
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import AttentionSpec, ModelSpec
+from phalanx.layout.model_shape import AttentionSpec, ModelSpec, RopeScaling
 from phalanx.models.families.decoder import (
     ACCEPTED,
     HF_NAMES,
@@ -28,6 +28,39 @@ _WINDOW, _THETA, _WINDOW_THETA = 1024, 1e6, 1e4
 
 def _full_layers(layers: int, pattern: int = _PATTERN) -> tuple[int, ...]:
     return tuple(range(pattern - 1, layers, pattern))
+
+
+# Shapes as the config.json of the repository of that name says them, of the larger ones its text_config.
+_GEMMA_3_1B = ModelSpec(
+    architecture="gemma3",
+    vocab_size=262144,
+    hidden=1152,
+    layers=26,
+    heads=4,
+    kv_heads=1,
+    head_dim=256,
+    intermediate=6912,
+    max_seq_len=32768,
+    rope_theta=_THETA,
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    sliding_window=512,
+    full_attention_layers=_full_layers(26),
+    attention=AttentionSpec(window_rope_theta=_WINDOW_THETA),
+)
+_GEMMA_3_4B = replace(
+    _GEMMA_3_1B,
+    vocab_size=262208,
+    hidden=2560,
+    layers=34,
+    heads=8,
+    kv_heads=4,
+    intermediate=10240,
+    max_seq_len=131072,
+    rope_scaling=RopeScaling(rule="linear", factor=8.0),
+    sliding_window=_WINDOW,
+    full_attention_layers=_full_layers(34),
+)
 
 
 def _start(spec: ModelSpec) -> ModelSpec:
@@ -115,7 +148,33 @@ GEMMA3 = make_decoder_family(
     "gemma3",
     "Gemma 3",
     "Gemma3ForCausalLM",
-    {},
+    {
+        "gemma-3-270m": replace(
+            _GEMMA_3_1B, hidden=640, layers=18, intermediate=2048, full_attention_layers=_full_layers(18)
+        ),
+        "gemma-3-1b": _GEMMA_3_1B,
+        "gemma-3-4b": _GEMMA_3_4B,
+        "gemma-3-12b": replace(
+            _GEMMA_3_4B,
+            hidden=3840,
+            layers=48,
+            heads=16,
+            kv_heads=8,
+            intermediate=15360,
+            full_attention_layers=_full_layers(48),
+        ),
+        "gemma-3-27b": replace(
+            _GEMMA_3_4B,
+            hidden=5376,
+            layers=62,
+            heads=32,
+            kv_heads=16,
+            head_dim=128,
+            intermediate=21504,
+            full_attention_layers=_full_layers(62),
+            attention=AttentionSpec(window_rope_theta=_WINDOW_THETA, query_scalar=168.0),
+        ),
+    },
     model_type="gemma3_text",
     options=BlockOptions(
         qk_norm=True, post_norms=True, unit_offset=True, scaled_embedding=True, activation="gelu_tanh"
