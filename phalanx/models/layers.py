@@ -5,7 +5,7 @@ No layer has a buffer: nothing can be lost or garbled when a model built on the 
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -230,26 +230,53 @@ def chunk_bytes(vocab_size: int, device: torch.device, dtype: torch.dtype) -> in
     return default_chunk(vocab_size, device) * vocab_size * (2 * dtype.itemsize + wide.itemsize)
 
 
+@dataclass(frozen=True)
+class VocabShard:
+    """Rows of a head from `first` on, where other ranks hold the others; `all_gather` stacks what all of them have."""
+
+    first: int
+    all_gather: Callable[[Tensor], Tensor]
+
+
 def _chunk(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, with_grad: bool, bias: Tensor | None = None
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    with_grad: bool,
+    bias: Tensor | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Loss sum of a few tokens and, if asked, its gradient to their logits in the dtype of `hidden`.
 
     A row whose label is ignored adds nothing to the loss; its gradient is meaningless, and the caller masks it where
-    that is cheap (in the width of the model instead of the vocabulary).
+    that is cheap (in the width of the model instead of the vocabulary). Of a `shard` of the vocabulary the loss is the
+    same on all ranks, the gradient that to a rank's own logits; three numbers for each token and rank are gathered.
     """
     valid = labels != IGNORE_INDEX
-    targets = torch.where(valid, labels, 0)[:, None]
-    logits = F.linear(hidden, head_weight, bias)
-    log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    loss = -torch.where(valid, log_p.gather(1, targets)[:, 0], 0.0).sum()
-    if not with_grad:
+    at = labels if shard is None else labels - shard.first
+    here = valid if shard is None else valid & (at >= 0) & (at < head_weight.shape[0])
+    targets = torch.where(here, at, 0)[:, None]
+    logits, wide = F.linear(hidden, head_weight, bias), torch.promote_types(hidden.dtype, torch.float32)
+    if shard is None:
+        log_p = torch.log_softmax(logits, -1, dtype=wide)
+        loss = -torch.where(valid, log_p.gather(1, targets)[:, 0], 0.0).sum()
+        if with_grad and torch.compiler.is_compiling():  # a comparison fuses with the exponential; a scatter would not
+            hit = torch.arange(log_p.shape[1], device=log_p.device) == targets
+            return loss, (log_p.exp() - hit.to(log_p.dtype)).to(hidden.dtype)
+        p = log_p.exp_() if with_grad else None
+    else:
+        logits = logits.to(wide)
+        picked = torch.where(here, logits.gather(1, targets)[:, 0], 0.0)
+        greatest = logits.amax(1)
+        powers = logits.sub_(greatest[:, None]).exp_()
+        told = shard.all_gather(torch.stack((greatest, powers.sum(1), picked)))
+        most = told[:, 0].amax(0)
+        total = (told[:, 1] * (told[:, 0] - most).exp()).sum(0)
+        loss = torch.where(valid, most + total.log() - told[:, 2].sum(0), 0.0).sum()
+        p = powers.mul_(((greatest - most).exp() / total)[:, None]) if with_grad else None
+    if p is None:
         return loss, None
-    if torch.compiler.is_compiling():  # a comparison fuses with the exponential; a scatter would not
-        hit = torch.arange(log_p.shape[1], device=log_p.device) == targets
-        return loss, (log_p.exp() - hit.to(log_p.dtype)).to(hidden.dtype)
-    grad = log_p.exp_().scatter_add_(1, targets, log_p.new_full(targets.shape, -1.0))
-    return loss, grad.to(hidden.dtype)
+    return loss, p.scatter_add_(1, targets, -here[:, None].to(p.dtype)).to(hidden.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -26,7 +26,7 @@ from phalanx.layout.tensor_shards import TensorShard, find_cut_kind, plan_tensor
 from phalanx.models import layers
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.families.catalog import family_of
-from phalanx.models.layers import IGNORE_INDEX, Embedding, Linear, RMSNorm
+from phalanx.models.layers import Embedding, Linear, RMSNorm
 from phalanx.models.llama import Head
 from phalanx.models.model import StagedArchitecture
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
@@ -182,44 +182,16 @@ def gather_logits(logits: Tensor, peers: TensorParallelPeers, whole: int) -> Ten
     return out
 
 
-def _chunk(
-    peers: TensorParallelPeers,
-    first: int,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    with_grad: bool,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """As `layers._chunk`, where `weight` is the rows of the vocabulary from `first` on: the loss is the same on all
-    ranks, the gradient that to a rank's own logits. One gathering of three numbers for each token and rank."""
-    logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
-    at, valid = labels - first, labels != IGNORE_INDEX
-    mine = valid & (at >= 0) & (at < weight.shape[0])
-    targets = torch.where(mine, at, 0)[:, None]
-    picked = torch.where(mine, logits.gather(1, targets)[:, 0], 0.0)
-    greatest = logits.amax(1)
-    powers = logits.sub_(greatest[:, None]).exp_()
-    told = peers.all_gather(torch.stack((greatest, powers.sum(1), picked)))
-    most = told[:, 0].amax(0)
-    total = (told[:, 1] * (told[:, 0] - most).exp()).sum(0)
-    loss = torch.where(valid, most + total.log() - told[:, 2].sum(0), 0.0).sum()
-    if not with_grad:
-        return loss, None
-    grad = powers.mul_(((greatest - most).exp() / total)[:, None])
-    return loss, grad.scatter_add_(1, targets, -mine[:, None].to(grad.dtype)).to(hidden.dtype)
-
-
 def make_vocab_parallel_cross_entropy(peers: TensorParallelPeers, whole: int) -> Callable[..., Tensor]:
     """`layers.cross_entropy_sum` for a rank's rows of a vocabulary of `whole` rows. The gradient to `hidden` is a part
     of a sum over the ranks, that to the weight all of it."""
-    first = whole * peers.rank // peers.size
+    shard = layers.VocabShard(whole * peers.rank // peers.size, peers.all_gather)
     widest = -(-whole // peers.size)  # all ranks must cut the tokens alike
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
         chunk = layers.default_chunk(widest, hidden.device)
         return layers.cross_entropy_sum(
-            hidden, weight, labels, bias, chunk=chunk, chunk_fn=functools.partial(_chunk, peers, first)
+            hidden, weight, labels, bias, chunk=chunk, chunk_fn=functools.partial(layers._chunk, shard=shard)
         )
 
     return loss
