@@ -143,10 +143,12 @@ ALSO_TORCH_FREE = (
 )
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 # What a package may import of another only in part: what decides in a run decides in a simulated one, and its words are
-# the same; and the interface of the engines, not the engines.
+# the same; the interface of the engines, not the engines; and what is known of models without torch.
 IN_PART = {
     ("planner", "elastic"): {"phalanx.elastic.supervisor.state", "phalanx.elastic.supervisor.decide"},
     ("planner", "report"): {"phalanx.report.event_text"},
+    ("planner", "models"): {"phalanx.models.families.catalog"},
+    ("config", "models"): {"phalanx.models.families.catalog", "phalanx.models.families.family"},
     ("parallel", "engine"): {"phalanx.engine.interface"},
     ("checkpoint", "engine"): {"phalanx.engine.interface"},
 }

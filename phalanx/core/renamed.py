@@ -64,6 +64,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "phalanx.models.hf": ("phalanx.models.hf_config", {"hf_name": "phalanx.models.user_model.hf_name"}),
     "phalanx.models.megatron": ("phalanx.compat.megatron.weights", {}),
     "phalanx.models.megatron_args": ("phalanx.compat.megatron.args", {"Told": "MegatronOverrides"}),
+    "phalanx.models.rope": ("phalanx.models.layers", {}),
     "phalanx.models.spec": (
         "phalanx.layout.model_shape",
         {
