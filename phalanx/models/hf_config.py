@@ -42,7 +42,9 @@ def spec_from_config(config: dict[str, Any], where: str, own: Mapping[str, Any] 
     if family is None:
         raise ConfigError(_describe_unknown(config, where, own))
     check_accepted(config, {name: values for name, values in family.hf.accepted.items() if name not in own}, where)
-    spec = family.hf.read(family, {**family.hf.defaults, **config}, where)
+    full, fields = {**family.hf.defaults, **config}, dict[str, Any](architecture=family.name)
+    fields |= {name: read(full, key, where, default) for name, (key, read, default) in family.hf.keys.items()}
+    spec = ModelSpec(**fields | family.hf.read(full, fields, where))
     if found := find_shape_problems(spec):
         raise ConfigError(f"{where} describes an impossible model: {' '.join(found)}")
     return spec
@@ -100,8 +102,17 @@ def config_from_spec(
         raise ConfigError(
             f"The dtype {dtype} cannot be written for Hugging Face; use one of: {', '.join(DTYPE_NAMES)}."
         )
-    family = family_of(spec)
-    written = family.hf.write(family, spec, dtype_name, original or {})
+    family, original = family_of(spec), original or {}
+    objective = spec.encoder.objective if spec.encoder else "language"
+    written = {
+        **{key: value for key, value in original.items() if key not in family.hf.forgotten},
+        "architectures": [theirs for theirs, ours in family.hf.classes.items() if ours == objective],
+        "model_type": family.hf.model_type,
+        **{key: getattr(spec, name) for name, (key, _, _) in family.hf.keys.items()},
+        **family.hf.write(spec, original),
+        "torch_dtype": dtype_name,
+        "dtype": dtype_name,
+    }
     ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
     written |= {name: value for name, value in ids.items() if name in written and value is not None}
     return {**written, **({BASE_KEY: spec.architecture} if "architectures" in own else {}), **own}

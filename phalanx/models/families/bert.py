@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.layout.model_shape import MASKED_FRACTION, EncoderSpec, ModelSpec, Shapes
 from phalanx.models.families.family import (
+    KEYS,
     BlockOptions,
     HuggingFaceMapping,
     ModelFamily,
@@ -49,19 +50,9 @@ HF_NAMES: dict[str, str] = {
     "head.bias": "cls.predictions.bias",
 } | {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in _PARTS.items() for kind in ("weight", "bias")}
 _BERT_BASE = ModelSpec(
-    architecture="bert",
-    vocab_size=30522,
-    hidden=768,
-    layers=12,
-    heads=12,
-    kv_heads=12,
-    head_dim=64,
-    intermediate=3072,
-    max_seq_len=512,
-    norm_eps=1e-12,
-    tie_embeddings=True,
-    encoder=EncoderSpec(),
-)
+    architecture="bert", vocab_size=30522, hidden=768, layers=12, heads=12, kv_heads=12, head_dim=64, intermediate=3072,
+    max_seq_len=512, norm_eps=1e-12, tie_embeddings=True, encoder=EncoderSpec(),
+)  # fmt: skip
 _BERT_LARGE = replace(_BERT_BASE, hidden=1024, layers=24, heads=16, kv_heads=16, intermediate=4096)
 
 
@@ -70,7 +61,7 @@ def encoder_of(spec: ModelSpec) -> EncoderSpec:
     return spec.encoder or EncoderSpec()
 
 
-def _find_shapes(spec: ModelSpec) -> Shapes:
+def _find_shapes(spec: ModelSpec, options: BlockOptions) -> Shapes:
     width, encoder = spec.hidden, encoder_of(spec)
 
     def dense(name: str, out: int, inner: int) -> Shapes:
@@ -109,10 +100,9 @@ def _count_flops(spec: ModelSpec, seq_len: int, shapes: Shapes) -> tuple[int, in
     """Nothing is causal. A head works on a part of the positions: on MASKED_FRACTION of them where masked tokens are
     predicted, and on one where there is a pooler."""
     objective = encoder_of(spec).objective
-    first = _find_shapes(replace(spec, layers=1))
-    blocks = spec.layers * sum(math.prod(shape) for name, shape in first.items() if name.startswith("layers."))
+    blocks = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))
     flops = 6.0 * blocks + 12.0 * spec.hidden * spec.layers * seq_len
-    for name, shape in first.items():
+    for name, shape in shapes.items():
         if name.startswith("head.") and len(shape) == 2:
             pooled = name.startswith(("head.pooler", "head.next")) or objective == "classes"
             each = MASKED_FRACTION if name.startswith("head.transform") else 1.0
@@ -176,50 +166,26 @@ def labels_of(config: Mapping[str, Any]) -> list[str] | None:
     return [str(names[str(number)]) for number in range(len(names))]
 
 
-def _read_config(family: ModelFamily, config: dict[str, Any], where: str) -> ModelSpec:
+def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
     """The shape of a BERT, without a head: that depends on what it is to be trained for."""
-    heads = read_count(config, "num_attention_heads", where)
-    hidden = read_count(config, "hidden_size", where)
-    return ModelSpec(
-        architecture=family.name,
-        vocab_size=read_count(config, "vocab_size", where),
-        hidden=hidden,
-        layers=read_count(config, "num_hidden_layers", where),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // max(1, heads),
-        intermediate=read_count(config, "intermediate_size", where),
-        max_seq_len=read_count(config, "max_position_embeddings", where),
-        norm_eps=read_number(config, "layer_norm_eps", where, 1e-12),
-        tie_embeddings=True,
-        init_std=read_number(config, "initializer_range", where, 0.02),
-        encoder=EncoderSpec(segment_kinds=read_count(config, "type_vocab_size", where)),
-    )
+    return {
+        "kv_heads": fields["heads"],
+        "head_dim": fields["hidden"] // max(1, fields["heads"]),
+        "tie_embeddings": True,
+        "encoder": EncoderSpec(segment_kinds=read_count(config, "type_vocab_size", where)),
+    }
 
 
-def _write_config(family: ModelFamily, spec: ModelSpec, dtype_name: str, original: dict[str, Any]) -> dict[str, Any]:
+def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
     encoder = encoder_of(spec)
-    written = {
-        **{key: value for key, value in original.items() if key not in ("id2label", "label2id", "num_labels")},
-        "architectures": [next(theirs for theirs, ours in _CLASSES.items() if ours == encoder.objective)],
-        "model_type": family.hf.model_type,
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "intermediate_size": spec.intermediate,
-        "max_position_embeddings": spec.max_seq_len,
+    written: dict[str, Any] = {
         "type_vocab_size": encoder.segment_kinds,
-        "layer_norm_eps": spec.norm_eps,
-        "initializer_range": spec.init_std,
         "hidden_act": "gelu",
         "hidden_dropout_prob": spec.dropout,
         "attention_probs_dropout_prob": encoder.attention_dropout,
         "position_embedding_type": "absolute",
         "pad_token_id": original.get("pad_token_id", 0),
         "tie_word_embeddings": True,
-        "torch_dtype": dtype_name,
-        "dtype": dtype_name,
     }
     if encoder.labels:
         written["id2label"] = {str(number): label for number, label in enumerate(encoder.labels)}
@@ -261,8 +227,11 @@ BERT = ModelFamily(
             "BertForMultipleChoice",
         ),
         names=HF_NAMES,
-        read=_read_config,
-        write=_write_config,
+        keys=KEYS | {"norm_eps": ("layer_norm_eps", read_number, 1e-12)},
+        read=_read,
+        write=_write,
+        forgotten=("id2label", "label2id", "num_labels"),
+        cut_by_transform=False,
         accepted={
             "hidden_act": ("gelu", None),
             "position_embedding_type": ("absolute", None),

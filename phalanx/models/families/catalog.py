@@ -64,7 +64,8 @@ def default_intermediate(hidden: int) -> int:
 
 def parameter_shapes(spec: ModelSpec) -> Shapes:
     """Shape of every parameter, in order of use in the forward pass; a tied head has no entry of its own."""
-    return FAMILIES.get(spec.architecture, DEFAULT_FAMILY).shapes(spec)
+    family = FAMILIES.get(spec.architecture, DEFAULT_FAMILY)
+    return family.shapes(spec, family.options)
 
 
 def parameter_count(spec: ModelSpec, embedding: bool = True, shapes: Shapes | None = None) -> int:
@@ -157,9 +158,15 @@ def find_shape_problems(spec: ModelSpec) -> list[str]:
         found.append(f"model.layers is {spec.layers}, more than any model has ({MAX_LAYERS}); lower it.")
     if not not_positive:
         found += _head_problems(spec) + _size_problems(spec)
-    found += FAMILIES.get(spec.architecture, DEFAULT_FAMILY).find_problems(spec)
-    dropped = {"dropout": spec.dropout, "attention_dropout": spec.encoder.attention_dropout if spec.encoder else 0.0}
-    for name, p in dropped.items():
+    family, attention_dropout = FAMILIES.get(spec.architecture, DEFAULT_FAMILY), 0.0
+    found += family.find_problems(spec)
+    if spec.encoder is not None:
+        attention_dropout = spec.encoder.attention_dropout
+    if attention_dropout and family.writes_text:
+        found.append(
+            f"model.attention_dropout is {attention_dropout}, which only model.architecture bert has; take it out."
+        )
+    for name, p in (("dropout", spec.dropout), ("attention_dropout", attention_dropout)):
         if not 0.0 <= p < 1.0:
             found.append(f"model.{name} is {p}, but it is a probability below 1; set it to 0 or more, below 1.")
     if not (spec.init_std >= 0 and math.isfinite(spec.init_std)):

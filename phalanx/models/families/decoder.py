@@ -4,16 +4,14 @@ A decoder's network is `models/llama.py`, which computes what the family's Block
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import MAX_LAYERS, ROPE_RULES, ModelSpec, RopeScaling, Shapes
 from phalanx.models.families.family import (
-    NONE,
+    KEYS,
     BlockOptions,
-    HuggingFaceMapping,
-    ModelFamily,
     count_adapter_elements,
     count_elements,
     read_count,
@@ -65,60 +63,10 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0, None),
 }
 LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # transformers' words, and if there is a window
-# (family's name, config.json with its defaults, number of layers, its name in errors) -> fields of a ModelSpec.
-ReadFields = Callable[[str, dict[str, Any], int, str], dict[str, Any]]
-WriteKeys = Callable[[ModelSpec], dict[str, Any]]
-
-
-def make_decoder_family(
-    name: str,
-    title: str,
-    hf_class: str,
-    presets: Mapping[str, ModelSpec],
-    *,
-    options: BlockOptions | None = None,
-    find_problems: Callable[[ModelSpec], list[str]] | None = None,
-    read_fields: ReadFields | None = None,
-    write_keys: WriteKeys | None = None,
-    defaults: Mapping[str, Any] = NONE,
-    accepted: Mapping[str, tuple[Any, ...]] | None = None,
-    names: Mapping[str, str] | None = None,
-    model_type: str | None = None,
-    cut_by_transform: bool = True,
-    **hooks: Any,
-) -> ModelFamily:
-    """The record of a family of decoders. What only its config.json has is read by `read_fields`, which are fields of
-    its ModelSpec beside those that all decoders have, and written by `write_keys`."""
-    options = options or BlockOptions()
-
-    def read(family: ModelFamily, config: dict[str, Any], where: str) -> ModelSpec:
-        return _read_config(family.name, config, where, read_fields or _read_nothing)
-
-    def write(family: ModelFamily, spec: ModelSpec, dtype_name: str, original: dict[str, Any]) -> dict[str, Any]:
-        return _write_config(family, spec, dtype_name, original) | (write_keys(spec) if write_keys else {})
-
-    return ModelFamily(
-        name=name,
-        title=title,
-        network="phalanx.models.llama:Llama",
-        options=options,
-        tensor_plan=TENSOR_PLAN,
-        presets=presets,
-        shapes=lambda spec: decoder_shapes(spec, options),
-        flops=decoder_flops,
-        find_problems=lambda spec: _find_problems(spec) + (find_problems(spec) if find_problems else []),
-        hf=HuggingFaceMapping(
-            model_type=model_type or name,
-            classes={hf_class: "language"},
-            names=names or HF_NAMES,
-            read=read,
-            write=write,
-            defaults=defaults,
-            accepted=ACCEPTED if accepted is None else accepted,
-            cut_by_transform=cut_by_transform,
-        ),
-        **hooks,
-    )
+DECODER_KEYS = KEYS | {
+    "norm_eps": ("rms_norm_eps", read_number, 1e-6),
+    "tie_embeddings": ("tie_word_embeddings", read_flag, False),
+}
 
 
 def decoder_shapes(spec: ModelSpec, options: BlockOptions) -> Shapes:
@@ -164,44 +112,18 @@ def decoder_flops(spec: ModelSpec, seq_len: int, shapes: Shapes) -> tuple[int, i
     return weights + per_pair * spec.layers * seq_len, weights + per_pair * seen // seq_len
 
 
-def _find_problems(spec: ModelSpec) -> list[str]:
-    if spec.encoder is None or not spec.encoder.attention_dropout:
-        return []
-    return [
-        f"model.attention_dropout is {spec.encoder.attention_dropout}, which only model.architecture bert has; take it "
-        "out."
-    ]
-
-
 # ------------------------------------------------------------------------------------------------------ config.json, in
 
 
-def _read_nothing(name: str, config: dict[str, Any], layers: int, where: str) -> dict[str, Any]:
-    return {}
-
-
-def _read_config(name: str, config: dict[str, Any], where: str, read_fields: ReadFields) -> ModelSpec:
-    hidden = read_count(config, "hidden_size", where)
-    heads = read_count(config, "num_attention_heads", where)
-    layers = read_count(config, "num_hidden_layers", where)
-    own = read_fields(name, config, layers, where)
-    if "rope_theta" not in own:
-        own["rope_theta"], own["rope_scaling"] = read_rope(config, where)
-    return ModelSpec(
-        architecture=name,
-        vocab_size=read_count(config, "vocab_size", where),
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=read_count(config, "num_key_value_heads", where, heads),
-        head_dim=read_count(config, "head_dim", where, hidden // max(1, heads)),
-        intermediate=read_count(config, "intermediate_size", where),
-        max_seq_len=read_count(config, "max_position_embeddings", where, 2048),
-        norm_eps=read_number(config, "rms_norm_eps", where, 1e-6),
-        tie_embeddings=read_flag(config, "tie_word_embeddings", where, False),
-        init_std=read_number(config, "initializer_range", where, 0.02),
-        **own,
-    )
+def read_decoder(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """As HuggingFaceMapping.read, what all decoders have; but for the window, of which `read_window` tells."""
+    theta, scaling = read_rope(config, where)
+    return {
+        "kv_heads": read_count(config, "num_key_value_heads", where, fields["heads"]),
+        "head_dim": read_count(config, "head_dim", where, fields["hidden"] // max(1, fields["heads"])),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
 
 
 def read_layer_types(config: dict[str, Any], layers: int, where: str) -> list[bool] | None:
@@ -219,10 +141,11 @@ def read_layer_types(config: dict[str, Any], layers: int, where: str) -> list[bo
 
 
 def read_window(
-    name: str, config: dict[str, Any], layers: int, where: str, window: int | None, first: int | None
+    config: dict[str, Any], fields: dict[str, Any], where: str, window: int | None, first: int | None
 ) -> dict[str, Any]:
     """Fields of a window of a family where layers have one from `first` on, or as layer_types says; None: all of them,
     and layer_types may only agree."""
+    layers, name = fields["layers"], fields["architecture"]
     slides = [window is not None and layer >= (first or 0) for layer in range(layers if layers <= MAX_LAYERS else 0)]
     told = read_layer_types(config, layers, where)
     if told is not None:
@@ -304,24 +227,13 @@ def read_rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling
 # ----------------------------------------------------------------------------------------------------- config.json, out
 
 
-def _write_config(family: ModelFamily, spec: ModelSpec, dtype_name: str, original: dict[str, Any]) -> dict[str, Any]:
+def write_decoder(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
+    """As HuggingFaceMapping.write, what all decoders have."""
     rule = write_rope(spec.rope_scaling)
     return {
-        **original,
-        "architectures": [*family.hf.classes],
-        "model_type": family.hf.model_type,
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
-        "intermediate_size": spec.intermediate,
-        "max_position_embeddings": spec.max_seq_len,
-        "rms_norm_eps": spec.norm_eps,
-        "tie_word_embeddings": spec.tie_embeddings,
-        "initializer_range": spec.init_std,
-        "hidden_act": {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[family.options.activation],
+        "hidden_act": "silu",
         # transformers 4 reads the first two keys, 5 the third; both agree.
         "rope_theta": spec.rope_theta,
         "rope_scaling": None if spec.rope_scaling is None else rule,
@@ -329,8 +241,6 @@ def _write_config(family: ModelFamily, spec: ModelSpec, dtype_name: str, origina
         # Explicit nulls: transformers would otherwise put in the ids of its own default vocabulary.
         "bos_token_id": original.get("bos_token_id"),
         "eos_token_id": original.get("eos_token_id"),
-        "torch_dtype": dtype_name,
-        "dtype": dtype_name,
     }
 
 

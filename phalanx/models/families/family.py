@@ -48,22 +48,26 @@ class TaskChoice:
 class HuggingFaceMapping:
     """How a family is written in Hugging Face folders.
 
-    `classes`: what config.json may call its architecture -> what the head is for. `names`: our name of a parameter ->
-    theirs; {i} is the layer. `defaults`: what transformers takes for a key that is not there. `accepted`: keys that
-    would change the mathematics in a way that is not built here, and their values that do not. `read`: a config.json
-    with its defaults, and its name in errors -> the shape. `write`: a shape, the name of a dtype and the config.json
-    that the weights came from -> the config.json. `cut_by_transform`: phalanx.transform cuts transformers' own class.
+    `classes`: what config.json may call its architecture -> what the head is for (EncoderSpec.objective, or language).
+    `names`: our name of a parameter -> theirs; {i} is the layer. `keys`: a number of a ModelSpec -> its key of
+    config.json, how that is read, and what is taken where it says nothing. `read`: a config.json with its `defaults`
+    (transformers' own), the fields of a ModelSpec that are read so far, and its name in errors -> more fields; `write`:
+    a shape and the config.json that the weights came from -> more keys, but for `forgotten` ones of the latter.
+    `accepted`: keys that would change the mathematics in a way that is not built here, and their values that do not.
+    `cut_by_transform`: phalanx.transform cuts transformers' own class.
     """
 
     model_type: str
     classes: Mapping[str, str]
     names: Mapping[str, str]
-    read: Callable[["ModelFamily", dict[str, Any], str], ModelSpec]
-    write: Callable[["ModelFamily", ModelSpec, str, dict[str, Any]], dict[str, Any]]
+    keys: Mapping[str, tuple[str, Callable[..., Any], Any]]
+    read: Callable[[dict[str, Any], dict[str, Any], str], dict[str, Any]]
+    write: Callable[[ModelSpec, dict[str, Any]], dict[str, Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     headless: tuple[str, ...] = ()  # more classes of `architectures` that are read as a start, without their head
-    cut_by_transform: bool = False
+    forgotten: tuple[str, ...] = ()
+    cut_by_transform: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +85,9 @@ class ModelFamily:
     title: str
     network: str
     hf: HuggingFaceMapping
-    shapes: Callable[[ModelSpec], Shapes]
+    shapes: Callable[[ModelSpec, BlockOptions], Shapes]
     flops: Callable[[ModelSpec, int, Shapes], tuple[int, int]]
-    find_problems: Callable[[ModelSpec], list[str]]
+    find_problems: Callable[[ModelSpec], list[str]] = lambda spec: []
     options: BlockOptions = BlockOptions()
     tasks: tuple[str, ...] = ("language",)
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
@@ -149,3 +153,15 @@ def read_flag(config: ConfigJson, name: str, where: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{where} sets {json.dumps(value)} as {name}, which is neither true nor false; choose one.")
     return value
+
+
+# Of HuggingFaceMapping.keys, those that all families have.
+KEYS: dict[str, tuple[str, Callable[..., Any], Any]] = {
+    "vocab_size": ("vocab_size", read_count, None),
+    "hidden": ("hidden_size", read_count, None),
+    "layers": ("num_hidden_layers", read_count, None),
+    "heads": ("num_attention_heads", read_count, None),
+    "intermediate": ("intermediate_size", read_count, None),
+    "max_seq_len": ("max_position_embeddings", read_count, 2048),
+    "init_std": ("initializer_range", read_number, 0.02),
+}

@@ -13,14 +13,16 @@ from phalanx.layout.model_shape import AttentionSpec, ModelSpec, RopeScaling
 from phalanx.models.families.decoder import (
     ACCEPTED,
     HF_NAMES,
-    make_decoder_family,
+    read_decoder,
     read_layer_types,
     read_rope,
     window_fields,
+    write_decoder,
     write_layer_types,
     write_rope,
 )
 from phalanx.models.families.family import BlockOptions, TaskChoice, read_count, read_number
+from phalanx.models.families.llama import LLAMA
 
 _PATTERN = 6  # five layers with a window, then one that sees everything
 _WINDOW, _THETA, _WINDOW_THETA = 1024, 1e6, 1e4
@@ -32,35 +34,14 @@ def _full_layers(layers: int, pattern: int = _PATTERN) -> tuple[int, ...]:
 
 # Shapes as the config.json of the repository of that name says them, of the larger ones its text_config.
 _GEMMA_3_1B = ModelSpec(
-    architecture="gemma3",
-    vocab_size=262144,
-    hidden=1152,
-    layers=26,
-    heads=4,
-    kv_heads=1,
-    head_dim=256,
-    intermediate=6912,
-    max_seq_len=32768,
-    rope_theta=_THETA,
-    norm_eps=1e-6,
-    tie_embeddings=True,
-    sliding_window=512,
-    full_attention_layers=_full_layers(26),
-    attention=AttentionSpec(window_rope_theta=_WINDOW_THETA),
-)
+    architecture="gemma3", vocab_size=262144, hidden=1152, layers=26, heads=4, kv_heads=1, head_dim=256,
+    intermediate=6912, max_seq_len=32768, rope_theta=_THETA, norm_eps=1e-6, tie_embeddings=True, sliding_window=512,
+    full_attention_layers=_full_layers(26), attention=AttentionSpec(window_rope_theta=_WINDOW_THETA),
+)  # fmt: skip
 _GEMMA_3_4B = replace(
-    _GEMMA_3_1B,
-    vocab_size=262208,
-    hidden=2560,
-    layers=34,
-    heads=8,
-    kv_heads=4,
-    intermediate=10240,
-    max_seq_len=131072,
-    rope_scaling=RopeScaling(rule="linear", factor=8.0),
-    sliding_window=_WINDOW,
-    full_attention_layers=_full_layers(34),
-)
+    _GEMMA_3_1B, vocab_size=262208, hidden=2560, layers=34, heads=8, kv_heads=4, intermediate=10240, max_seq_len=131072,
+    rope_scaling=RopeScaling(rule="linear", factor=8.0), sliding_window=_WINDOW, full_attention_layers=_full_layers(34),
+)  # fmt: skip
 
 
 def _start(spec: ModelSpec) -> ModelSpec:
@@ -91,7 +72,8 @@ def _find_problems(spec: ModelSpec) -> list[str]:
     ]
 
 
-def _read_fields(name: str, config: dict[str, Any], layers: int, where: str) -> dict[str, Any]:
+def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
+    layers = fields["layers"]
     window = None if config.get("sliding_window") is None else read_count(config, "sliding_window", where)
     slides = read_layer_types(config, layers, where)
     if slides is None:
@@ -104,7 +86,7 @@ def _read_fields(name: str, config: dict[str, Any], layers: int, where: str) -> 
     full = {"rope_theta": config.get("rope_theta"), **(rules.get("full_attention") or {}), **(stretched or {})}
     near = {"rope_theta": config.get("rope_local_base_freq"), **(rules.get("sliding_attention") or {})}
     plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
-    theta, scaling = read_rope({**plain, "rope_parameters": full, "rope_theta": _THETA}, where)
+    found = read_decoder({**plain, "rope_parameters": full, "rope_theta": _THETA}, fields, where)
     near_theta, near_scaling = read_rope({**plain, "rope_parameters": near, "rope_theta": _WINDOW_THETA}, where)
     if near_scaling is not None:
         raise ConfigError(
@@ -116,19 +98,20 @@ def _read_fields(name: str, config: dict[str, Any], layers: int, where: str) -> 
         raise ConfigError(
             f"{where} sets query_pre_attn_scalar to {scalar}, which no model has; give it a positive one."
         )
-    same = scalar == read_count(config, "head_dim", where)
+    same = scalar == found["head_dim"]
     attention = AttentionSpec(window_rope_theta=near_theta, query_scalar=None if same else float(scalar))
-    return window_fields(window, slides) | {"rope_theta": theta, "rope_scaling": scaling, "attention": attention}
+    return found | window_fields(window, slides) | {"attention": attention}
 
 
-def _write_keys(spec: ModelSpec) -> dict[str, Any]:
+def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
     near, scalar = spec.attention.window_rope_theta, spec.attention.query_scalar or spec.head_dim
     rule = write_rope(spec.rope_scaling)
     regular = [
         each for each in range(1, spec.layers + 2) if _full_layers(spec.layers, each) == spec.full_attention_layers
     ]
-    return {
+    return write_decoder(spec, original) | {
         "attention_bias": False,
+        "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "sliding_window": spec.sliding_window,
@@ -144,11 +127,46 @@ def _write_keys(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-GEMMA3 = make_decoder_family(
-    "gemma3",
-    "Gemma 3",
-    "Gemma3ForCausalLM",
-    {
+GEMMA3 = replace(
+    LLAMA,
+    name="gemma3",
+    title="Gemma 3",
+    options=BlockOptions(
+        qk_norm=True, post_norms=True, unit_offset=True, scaled_embedding=True, activation="gelu_tanh"
+    ),
+    find_problems=_find_problems,
+    start=_start,
+    complete=_complete,
+    hf=replace(
+        LLAMA.hf,
+        model_type="gemma3_text",
+        classes={"Gemma3ForCausalLM": "language"},
+        names=HF_NAMES
+        | {
+            "layers.{i}.attention_post_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+            "layers.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
+            "layers.{i}.mlp_post_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
+        },
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "tie_word_embeddings": True,
+        },
+        accepted=ACCEPTED
+        | {
+            "hidden_act": ("gelu_pytorch_tanh", None),
+            "hidden_activation": ("gelu_pytorch_tanh", None),
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+        },
+        read=_read,
+        write=_write,
+        cut_by_transform=False,
+    ),
+    presets={
         "gemma-3-270m": replace(
             _GEMMA_3_1B, hidden=640, layers=18, intermediate=2048, full_attention_layers=_full_layers(18)
         ),
@@ -175,35 +193,4 @@ GEMMA3 = make_decoder_family(
             attention=AttentionSpec(window_rope_theta=_WINDOW_THETA, query_scalar=168.0),
         ),
     },
-    model_type="gemma3_text",
-    options=BlockOptions(
-        qk_norm=True, post_norms=True, unit_offset=True, scaled_embedding=True, activation="gelu_tanh"
-    ),
-    names=HF_NAMES
-    | {
-        "layers.{i}.attention_post_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
-        "layers.{i}.mlp_post_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
-    },
-    defaults={
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
-        "tie_word_embeddings": True,
-    },
-    accepted=ACCEPTED
-    | {
-        "hidden_act": ("gelu_pytorch_tanh", None),
-        "hidden_activation": ("gelu_pytorch_tanh", None),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
-    },
-    read_fields=_read_fields,
-    write_keys=_write_keys,
-    find_problems=_find_problems,
-    start=_start,
-    complete=_complete,
-    cut_by_transform=False,
 )
