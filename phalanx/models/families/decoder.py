@@ -112,6 +112,16 @@ def decoder_flops(spec: ModelSpec, seq_len: int, shapes: Shapes) -> tuple[int, i
     return weights + per_pair * spec.layers * seq_len, weights + per_pair * seen // seq_len
 
 
+def find_width_problems(spec: ModelSpec, title: str) -> list[str]:
+    """What transformers refuses in some families, `title` among them."""
+    if spec.heads < 1 or spec.hidden % spec.heads == 0:
+        return []
+    return [
+        f"model.hidden is {spec.hidden} and model.heads is {spec.heads}, a shape that Hugging Face's {title} refuses "
+        "and no export could be loaded; set model.hidden to a multiple of model.heads."
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------ config.json, in
 
 

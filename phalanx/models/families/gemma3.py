@@ -13,6 +13,7 @@ from phalanx.layout.model_shape import AttentionSpec, ModelSpec, RopeScaling
 from phalanx.models.families.decoder import (
     ACCEPTED,
     HF_NAMES,
+    find_width_problems,
     read_decoder,
     read_layer_types,
     read_rope,
@@ -61,15 +62,6 @@ def _complete(spec: ModelSpec, given: Mapping[str, Any], task: TaskChoice) -> Mo
     if spec.attention.window_rope_theta is None:
         spec = replace(spec, attention=replace(spec.attention, window_rope_theta=_WINDOW_THETA))
     return spec
-
-
-def _find_problems(spec: ModelSpec) -> list[str]:
-    if spec.heads < 1 or spec.hidden % spec.heads == 0:
-        return []
-    return [
-        f"model.hidden is {spec.hidden} and model.heads is {spec.heads}, a shape that Hugging Face's Gemma 3 refuses "
-        "and no export could be loaded; set model.hidden to a multiple of model.heads."
-    ]
 
 
 def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -134,7 +126,7 @@ GEMMA3 = replace(
     options=BlockOptions(
         qk_norm=True, post_norms=True, unit_offset=True, scaled_embedding=True, activation="gelu_tanh"
     ),
-    find_problems=_find_problems,
+    find_problems=lambda spec: find_width_problems(spec, "Gemma 3"),
     start=_start,
     complete=_complete,
     hf=replace(

@@ -14,6 +14,7 @@ from phalanx.models.families.decoder import (
     TENSOR_PLAN,
     decoder_flops,
     decoder_shapes,
+    find_width_problems,
     read_decoder,
     read_window,
     write_decoder,
@@ -47,16 +48,11 @@ _MISTRAL_7B = replace(
 
 
 def _find_llama_problems(spec: ModelSpec) -> list[str]:
-    found = []
+    found = find_width_problems(spec, "Llama")
     if spec.sliding_window is not None and spec.sliding_window >= 1:
         found.append(
             f"model.sliding_window is {spec.sliding_window}, which model.architecture llama has no place for, so that "
             "no export could say it; set model.architecture to mistral, which is the same model with a window."
-        )
-    if spec.heads > 0 and spec.hidden % spec.heads:
-        found.append(
-            f"model.hidden is {spec.hidden} and model.heads is {spec.heads}, a shape that Hugging Face's Llama refuses "
-            "and no export could be loaded; set model.hidden to a multiple of model.heads."
         )
     return found
 
