@@ -85,7 +85,7 @@ def find_model_shape(config: "Config", paths: RunPaths | None = None) -> ModelSp
 
 def read_model_shape(config: "Config", paths: RunPaths | None = None) -> ModelSpec:
     """The shapes of a resolved configuration; a run begun from a Hugging Face folder kept that folder's config."""
-    from phalanx.config.schema import build_model_spec  # needs pydantic; the loop itself does not
+    from phalanx.config.model_spec import build_model_spec
 
     if not config.model.from_hf:
         return build_model_spec(config)
