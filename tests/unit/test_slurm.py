@@ -64,7 +64,7 @@ def test_a_job_is_read() -> None:
     found = slurm.read_job(JOB)
     assert found is not None
     assert (found.id, found.state, found.nodes) == ("7", "RUNNING", "n[1-2]")
-    assert (found.restarts, found.reason, found.over, found.waits) == (2, "", False, False)
+    assert (found.restarts, found.code, found.reason, found.over, found.waits) == (2, 0, "", False, False)
     mixed = slurm.read_job(MIXED)
     assert mixed is not None and mixed.nodes == "a[1-2],b1"
     assert slurm.read_job("slurm_load_jobs error: Invalid job id specified") is None

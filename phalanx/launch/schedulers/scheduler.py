@@ -50,6 +50,7 @@ class Job:
     restarts: int = 0
     time_limit: str = ""
     end_time: str = ""
+    code: int | None = None  # what its script left with
 
     @property
     def waits(self) -> bool:

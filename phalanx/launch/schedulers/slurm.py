@@ -134,7 +134,7 @@ def read_job(text: str) -> Job | None:
         return None
     first = lines[0]
     nodes = ",".join(part["NodeList"] for part in lines if part.get("NodeList", "(null)") not in ("(null)", ""))
-    restarts = first.get("Restarts", "0")
+    restarts, code = first.get("Restarts", "0"), first.get("ExitCode", "").partition(":")[0]
     return Job(
         id=first.get("JobId", ""),
         state=first["JobState"],
@@ -144,6 +144,7 @@ def read_job(text: str) -> Job | None:
         restarts=int(restarts) if restarts.isdecimal() else 0,
         time_limit=first.get("TimeLimit", ""),
         end_time="" if first.get("EndTime") in (None, "Unknown") else first["EndTime"],
+        code=int(code) if code.isdecimal() else None,
     )
 
 
