@@ -55,8 +55,11 @@ def launch(
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="On this machine, in the background, without Slurm.")] = False,
     scheduler_name: Annotated[
-        str, typer.Option("--scheduler", metavar="NAME", help=f"What runs the job: {', '.join(SCHEDULERS)}.")
-    ] = DEFAULT,
+        str | None,
+        typer.Option(
+            "--scheduler", metavar="NAME", help=f"What runs the job: {' or '.join(SCHEDULERS)}. Default: {DEFAULT}."
+        ),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Show the run until it ends; leave with its exit code.")] = False,
     until_done: Annotated[
         bool, typer.Option("--until-done", help="Start again after time limits, preemption and failures, until done.")
@@ -79,7 +82,9 @@ def launch(
         raise ConfigError("--dry-run submits nothing that --wait could wait for; leave one of them out")
     overrides, options = _split(words or [])
     wanted = load.load_recipe(recipe_path, overrides)
-    name = LOCAL if local else scheduler_name
+    if local and scheduler_name not in (None, LOCAL):
+        raise ConfigError(f"--local is --scheduler {LOCAL}, not {scheduler_name}; leave one of them out")
+    name = LOCAL if local else scheduler_name or DEFAULT
     scheduler = find_scheduler(name)
     wish = LaunchOptions(node_count, spares, ranks, until_done, max_jobs or MAX_STARTS)
     given = {"partition": partition or None, "account": account, "time": time_limit, "gpus_per_node": gpus_per_node,

@@ -23,7 +23,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.launch import launched_run
 from phalanx.launch.schedulers.registry import SCHEDULERS
-from phalanx.launch.schedulers.scheduler import Job, JobTask, LaunchOptions, QueuePhase, SchedulerNode
+from phalanx.launch.schedulers.scheduler import Job, JobTask, LaunchOptions, QueuePhase, Scheduler, SchedulerNode
 from tests.dist import command
 from tests.helpers import ROOT, wait_until
 
@@ -42,7 +42,7 @@ class ToyTask:
         return f"{self.job}-{self.start_count}"
 
 
-class ToyScheduler:
+class ToyScheduler(Scheduler):
     TITLE = "Toy"
     SECTION: str | None = None
     QUEUES = True
@@ -66,18 +66,12 @@ class ToyScheduler:
         over = (QUEUE / f"{number}.over").exists()
         return Job(number, "ENDED" if over else "GOING", QueuePhase.OVER if over else QueuePhase.RUNS, nodes="here")
 
-    def find_log(self, paths: RunPaths, number: str) -> Path:
-        return paths.job_log("toy", number)
-
     def stop(self, number: str) -> None:
         subprocess.run(["pkill", "-TERM", "-P", (QUEUE / number).read_text()], check=True)
 
     def cancel(self, number: str) -> None:
         os.killpg(int((QUEUE / number).read_text()), signal.SIGKILL)
         (QUEUE / f"{number}.over").write_text("killed")
-
-    def requeue(self, number: str) -> None:
-        raise ConfigError("Toy puts nothing back")
 
     def list_nodes(self) -> list[SchedulerNode]:
         return [SchedulerNode("here", "idle", "")]
@@ -87,12 +81,6 @@ class ToyScheduler:
 
     def read_task(self, environment: Mapping[str, str]) -> JobTask | None:
         return ToyTask(environment["TOY_JOB"]) if "TOY_JOB" in environment else None
-
-    def is_script_alive(self, task: JobTask) -> bool:
-        return True
-
-    def cancel_task(self, environment: Mapping[str, str]) -> None:
-        return None
 
 
 def run_command(words: list[str]) -> None:

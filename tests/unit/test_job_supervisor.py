@@ -1,6 +1,7 @@
 """Whether another start of a launched run follows: pure, and never for ever."""
 
 import fcntl
+import json
 import os
 import platform
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path, PosixPath
 
 import pytest
@@ -67,6 +68,11 @@ def test_what_was_launched_is_read_back(tmp_path: Path) -> None:
     assert launched_run.read_launch_spec(paths) is None
     launched_run.write_launch_spec(paths, LAUNCHED)
     assert launched_run.read_launch_spec(paths) == LAUNCHED
+    spec = {**asdict(LAUNCHED), "slurm": True}  # as 0.1 wrote it
+    del spec["scheduler"]
+    for slurm_too, name in ((True, "slurm"), (False, "background")):
+        paths.launched.write_text(json.dumps({**spec, "slurm": slurm_too}))
+        assert launched_run.scheduler_name_of(paths) == name
     paths.launched.write_text('{"nodes": 1}')
     assert launched_run.read_launch_spec(paths) is None
 

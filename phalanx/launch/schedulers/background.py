@@ -4,7 +4,6 @@ import contextlib
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,91 +13,52 @@ from pathlib import Path
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.supervisor.node_requests import NodeRequestKind
-from phalanx.launch.schedulers.scheduler import Job, JobTask, LaunchOptions, SchedulerNode
+from phalanx.launch.schedulers.scheduler import LaunchOptions, Scheduler
 from phalanx.storage import mirror
 from phalanx.system import locks, torchrun_env
 
 STARTS_S = 30.0  # what a process in the background gets to take its lock
-TITLE = "this machine"
-SECTION: str | None = None
-QUEUES = False
 
 
-def make_script(config: Config, paths: RunPaths, options: LaunchOptions) -> str | None:
-    return None
+class Background(Scheduler):
+    """No queue: its one process is found by the lock of the run, as any that trains on this machine is."""
 
+    TITLE = "this machine"
+    SECTION: str | None = None
+    QUEUES = False
 
-def check_cluster(config: Config, options: LaunchOptions) -> None:
-    """Raises ConfigError for more nodes than this one."""
-    if options.nodes + options.spares > 1:
-        raise ConfigError(
-            "--local is this machine alone; leave --nodes and --spares out, or give `phalanx train --nodes ...` on "
-            "each node"
-        )
+    def check_cluster(self, config: Config, options: LaunchOptions) -> None:
+        """Raises ConfigError for more nodes than this one."""
+        if options.nodes + options.spares > 1:
+            raise ConfigError(
+                "--local is this machine alone; leave --nodes and --spares out, or give `phalanx train --nodes ...` "
+                "on each node"
+            )
 
-
-def submit(paths: RunPaths, environment: Mapping[str, str]) -> str:
-    """Start the run as a process of this machine that outlives this command; returns its number."""
-    log = find_log(paths, "")
-    with open(log, "ab") as out:
-        started = subprocess.Popen(
-            [sys.executable, "-m", "phalanx", "keep", str(paths.root.resolve())],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            env=torchrun_env.strip_job_variables(environment),
-        )
-    until = time.monotonic() + STARTS_S
-    while started.poll() is None and time.monotonic() < until:
-        if find_lock_holder(paths.job_supervisor) is not None:
+    def submit(self, paths: RunPaths, environment: Mapping[str, str]) -> str:
+        """Start the run as a process of this machine that outlives this command; returns its number."""
+        log = self.find_log(paths, "")
+        with open(log, "ab") as out:
+            started = subprocess.Popen(
+                [sys.executable, "-m", "phalanx", "keep", str(paths.root.resolve())],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                env=torchrun_env.strip_job_variables(environment),
+            )
+        until = time.monotonic() + STARTS_S
+        while started.poll() is None and time.monotonic() < until:
+            if find_lock_holder(paths.job_supervisor) is not None:
+                return str(started.pid)
+            time.sleep(0.02)
+        if started.poll() is None:
             return str(started.pid)
-        time.sleep(0.02)
-    if started.poll() is None:
-        return str(started.pid)
-    words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    raise RunError(f"the run has not started: {words[-1] if words else f'exit code {started.returncode}'}")
+        words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise RunError(f"the run has not started: {words[-1] if words else f'exit code {started.returncode}'}")
 
-
-def query_job(number: str) -> Job | None:
-    return None
-
-
-def find_log(paths: RunPaths, number: str) -> Path:
-    return paths.node_log(0).with_name("keeper.log")
-
-
-def stop(number: str) -> None:
-    os.kill(int(number), signal.SIGTERM)
-
-
-def cancel(number: str) -> None:
-    os.kill(int(number), signal.SIGKILL)
-
-
-def requeue(number: str) -> None:
-    raise ConfigError("this machine has no queue; launch the run again")
-
-
-def list_nodes() -> list[SchedulerNode]:
-    raise ConfigError("this machine has no scheduler that lists nodes")
-
-
-def set_node_state(node: str, wanted: NodeRequestKind, reason: str | None) -> str:
-    raise ConfigError("this machine has no scheduler that takes nodes out of use")
-
-
-def read_task(environment: Mapping[str, str]) -> JobTask | None:
-    return None
-
-
-def is_script_alive(task: JobTask) -> bool:
-    return True
-
-
-def cancel_task(environment: Mapping[str, str]) -> None:
-    return None
+    def find_log(self, paths: RunPaths, number: str) -> Path:
+        return paths.node_log(0).with_name("keeper.log")
 
 
 # ------------------------------------------------------------------------------------------------ processes and locks

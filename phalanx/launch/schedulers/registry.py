@@ -1,10 +1,11 @@
 """The schedulers by name: a new one is a module and a row here."""
 
 from phalanx.core.errors import ConfigError
-from phalanx.launch.schedulers import background, slurm
+from phalanx.launch.schedulers import slurm
+from phalanx.launch.schedulers.background import Background
 from phalanx.launch.schedulers.scheduler import Scheduler
 
-SCHEDULERS: dict[str, Scheduler] = {"slurm": slurm, "background": background}
+SCHEDULERS: dict[str, Scheduler] = {"slurm": slurm, "background": Background()}
 DEFAULT, LOCAL = next(iter(SCHEDULERS)), "background"
 
 
