@@ -326,8 +326,6 @@ LARGE_FILES = {
     "phalanx.engine.bucket": 405,
     "phalanx.engine.sharded": 545,
     "phalanx.generate.text": 410,
-    "phalanx.launch.job_supervisor": 456,
-    "phalanx.launch.jobs": 495,
     "phalanx.layout.balance": 410,
     "phalanx.layout.hardware": 456,
     "phalanx.layout.rebalance": 413,
@@ -506,6 +504,33 @@ def test_only_the_families_of_models_know_architectures_by_name(module: str) -> 
 def test_only_one_file_knows_what_kind_of_device_there_is() -> None:
     guilty = [name for name, path in MODULES.items() if "cuda" in path.read_text(encoding="utf-8").lower()]
     assert guilty in ([], ["phalanx.system.accelerator"])
+
+
+# Besides the schedulers themselves: the recipe's keys, Slurm's variables of a process that srun has started, and the
+# commands that face Slurm's daemons and administrators.
+KNOWS_SLURM = (
+    "phalanx.launch.schedulers",
+    "phalanx.config.operations",
+    "phalanx.config.schema",
+    "phalanx.system.slurm_env",
+    "phalanx.system.torchrun_env",
+    "phalanx.cli.health",
+    "phalanx.doctor",
+    "phalanx.compat.run",
+    "phalanx.launch.rendezvous_options",
+)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(KNOWS_SLURM)])
+def test_no_scheduler_is_known_by_name(module: str) -> None:
+    """Sentences may speak of Slurm, code may not: it asks the scheduler that the run folder names."""
+    guilty = []
+    for node in ast.walk(tree_of(module)):
+        said = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname", "module")]
+        words = [name for name in names if isinstance(name, str)] + ([said] if re.fullmatch(r"[\w.-]+", said) else [])
+        guilty += [(node, word) for word in words if "slurm" in word.lower() and word != "Slurm"]
+    assert [ast.unparse(node) for node, _ in guilty] == []
 
 
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}

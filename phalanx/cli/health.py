@@ -15,7 +15,7 @@ from phalanx.core.placement import ExitCode
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health import checks, dcgm
 from phalanx.health.findings import Severity, at_least, is_usable, unique_sentences, verdict
-from phalanx.launch.slurm import nodes
+from phalanx.launch.schedulers import slurm
 from phalanx.report import health as shown
 from phalanx.report.terminal import open_terminal
 
@@ -135,7 +135,7 @@ def _for_slurm(role: AsSlurm, expect: Path | None, out: Path | None, since: floa
         sys.stderr.write(f"{reason}\n")
         if role != "healthcheck":
             return ExitCode.UNHEALTHY
-        nodes.set_state(_slurm_node_name(), NodeRequestKind.DRAIN, reason)
+        slurm.set_node_state(_slurm_node_name(), NodeRequestKind.DRAIN, reason)
     except PhalanxError as error:
         sys.stderr.write(f"phalanx health: {error}\n")
     except Exception as error:

@@ -16,6 +16,7 @@ from phalanx.cli import help
 from phalanx.config import load
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths, redact_url
+from phalanx.launch.schedulers.registry import DEFAULT, LOCAL, SCHEDULERS, find_scheduler
 from phalanx.storage import files as storage
 from phalanx.storage import mirror, permissions
 
@@ -53,6 +54,12 @@ def launch(
         str | None, typer.Option(metavar="PATH", help="The run folder. Default: runs/ and the recipe's name.")
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="On this machine, in the background, without Slurm.")] = False,
+    scheduler_name: Annotated[
+        str | None,
+        typer.Option(
+            "--scheduler", metavar="NAME", help=f"What runs the job: {' or '.join(SCHEDULERS)}. Default: {DEFAULT}."
+        ),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Show the run until it ends; leave with its exit code.")] = False,
     until_done: Annotated[
         bool, typer.Option("--until-done", help="Start again after time limits, preemption and failures, until done.")
@@ -67,7 +74,7 @@ def launch(
     The keys of the recipe's section slurm say the same for good; an option comes before them.
     """
     from phalanx.launch import jobs
-    from phalanx.launch.slurm import script as slurm_script
+    from phalanx.launch.schedulers.scheduler import MAX_STARTS, LaunchOptions
 
     if max_jobs is not None and not until_done:
         raise ConfigError("--max-jobs bounds how often --until-done starts again; give that too, or leave it out")
@@ -75,28 +82,33 @@ def launch(
         raise ConfigError("--dry-run submits nothing that --wait could wait for; leave one of them out")
     overrides, options = _split(words or [])
     wanted = load.load_recipe(recipe_path, overrides)
-    given = {
-        "slurm.partition": partition or None,
-        "slurm.account": account,
-        "slurm.time": time_limit,
-        "slurm.gpus_per_node": gpus_per_node,
-        "slurm.extra": [*wanted.slurm.extra, *options] if options else None,
-    }
-    wanted = load.update_config(wanted, {key: value for key, value in given.items() if value is not None})
+    if local and scheduler_name not in (None, LOCAL):
+        raise ConfigError(f"--local is --scheduler {LOCAL}, not {scheduler_name}; leave one of them out")
+    name = LOCAL if local else scheduler_name or DEFAULT
+    scheduler = find_scheduler(name)
+    wish = LaunchOptions(node_count, spares, ranks, until_done, max_jobs or MAX_STARTS)
+    given = {"partition": partition or None, "account": account, "time": time_limit, "gpus_per_node": gpus_per_node,
+             "extra": options or None}  # fmt: skip
+    if scheduler.SECTION is None:
+        _check_no_options(name, given)
+    else:
+        if options:
+            given["extra"] = [*getattr(wanted, scheduler.SECTION).extra, *options]
+        keys = {f"{scheduler.SECTION}.{key}": value for key, value in given.items() if value is not None}
+        wanted = load.update_config(wanted, keys)
     paths = RunPaths(_run_folder(run_dir, recipe_path))
-    wish = jobs.LaunchOptions(node_count, spares, ranks, until_done, max_jobs or jobs.MAX_STARTS)
     if not dry_run:
         permissions.restrict_permissions(paths.root, wanted.storage.private)
-    if local:
-        _check_local(node_count + spares, given, dry_run)
-        pid = jobs.start_in_background(wanted, paths, wish, os.environ)
-        typer.echo(f"{paths.display_name} is going on as process {pid}{_next_commands_hint(paths, wait)}")
-    elif dry_run:
-        typer.echo(slurm_script.render_script(jobs.make_job_spec(wanted, paths, wish)), nl=False)
+    if dry_run:
+        script = scheduler.make_script(wanted, paths, wish)
+        if script is None:
+            raise ConfigError(
+                f"--dry-run shows the script of a Slurm job, and {_flag(name)} makes none; leave one of them out"
+            )
+        typer.echo(script, nl=False)
         return
-    else:
-        number = jobs.submit_to_slurm(wanted, paths, wish, os.environ)
-        typer.echo(f"{paths.display_name} is job {number} of Slurm{_next_commands_hint(paths, wait)}")
+    told = jobs.submit_run(name, wanted, paths, wish, os.environ)
+    typer.echo(f"{paths.display_name} is {told}{_next_commands_hint(paths, wait)}")
     if wait:
         raise typer.Exit(jobs.wait_for_end(paths, wanted))
 
@@ -120,19 +132,17 @@ def _run_folder(run_dir: str | None, recipe_path: Path) -> Path:
     return Path(run_dir)
 
 
-def _check_local(nodes: int, given: Mapping[str, object], dry_run: bool) -> None:
-    if nodes > 1:
-        raise ConfigError(
-            "--local is this machine alone; leave --nodes and --spares out, or give `phalanx train --nodes ...` on "
-            "each node"
-        )
-    named = {"slurm.partition": "--partition", "slurm.account": "--account", "slurm.time": "--time",
-             "slurm.gpus_per_node": "--gpus-per-node", "slurm.extra": "options of sbatch"}  # fmt: skip
-    for key, name in named.items():
+def _flag(name: str) -> str:
+    return "--local" if name == LOCAL else f"--scheduler {name}"
+
+
+def _check_no_options(name: str, given: Mapping[str, object]) -> None:
+    """Raises ConfigError for options of a job where the scheduler takes none."""
+    named = {"partition": "--partition", "account": "--account", "time": "--time",
+             "gpus_per_node": "--gpus-per-node", "extra": "options of sbatch"}  # fmt: skip
+    for key, option in named.items():
         if given[key] is not None:
-            raise ConfigError(f"{name} means nothing without Slurm; leave it out, or leave --local out")
-    if dry_run:
-        raise ConfigError("--dry-run shows the script of a Slurm job, and --local makes none; leave one of them out")
+            raise ConfigError(f"{option} means nothing without Slurm; leave it out, or leave {_flag(name)} out")
 
 
 def _next_commands_hint(paths: RunPaths, wait: bool) -> str:
@@ -148,7 +158,8 @@ def keep(run: Annotated[Path, typer.Argument()]) -> None:
         code = job_supervisor.supervise(run, os.environ)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
-        job_supervisor.cancel_step(os.environ)
+        for scheduler in SCHEDULERS.values():  # the run folder, which names it, may be what is not seen here
+            scheduler.cancel_task(os.environ)
         code = error.exit_code
     raise typer.Exit(code)
 
@@ -181,7 +192,7 @@ def status(
 
 def _render_status(run: str | None, as_json: bool) -> str:
     from phalanx.elastic.supervisor import node_states
-    from phalanx.launch import jobs
+    from phalanx.launch import launched_run
     from phalanx.report import status as run_status
     from phalanx.report.terminal import open_terminal
 
@@ -192,7 +203,7 @@ def _render_status(run: str | None, as_json: bool) -> str:
         try:
             with mirror.open_records(folder) as paths:
                 nodes = node_states.list_nodes(paths) if paths.events.exists() else []
-                found.append(run_status.read_status(paths, now, jobs.describe_scheduler_state(paths), nodes))
+                found.append(run_status.read_status(paths, now, launched_run.describe_scheduler_state(paths), nodes))
         except PermissionError as error:
             if run is not None:
                 raise
@@ -256,7 +267,7 @@ def _fetch(paths: RunPaths, file: Path) -> None:
 
 
 def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool) -> None:
-    from phalanx.launch import jobs
+    from phalanx.launch import launched_run
     from phalanx.report import logs as found
 
     looked = -mirror.PUSH_S
@@ -266,7 +277,7 @@ def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool
         if paths.url is not None:
             time.sleep(max(0.0, looked + mirror.PUSH_S - time.monotonic()))  # more often nothing is copied there
             mirror.list_logs(paths)
-        leads = None if rank is not None or node is not None else jobs.find_leading_node(paths)
+        leads = None if rank is not None or node is not None else launched_run.find_leading_node(paths)
         file = found.find_log(paths, rank, leads or node)  # of node 0 there may be others as well
         if paths.url is not None:
             mirror.refresh_file(paths, file)
@@ -277,7 +288,7 @@ def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool
         text = found.read_tail(file := log())
         typer.echo(text or f"{file} is empty; {found.ELSEWHERE}\n", nl=False, err=not text)
         return
-    goes_on = jobs.RunningPoller(paths)
+    goes_on = launched_run.RunningPoller(paths)
     with contextlib.suppress(KeyboardInterrupt):
         if found.has_no_output(paths) and goes_on():
             typer.echo(f"{paths.display_name} has said nothing yet; waiting until it does", err=True)

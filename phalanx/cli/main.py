@@ -198,7 +198,7 @@ def train(
     paths = _run_paths(place, wanted)
     permissions.restrict_permissions(paths.root, wanted.storage.private)
     if meeting is None:
-        meeting = rendezvous_options.rendezvous_from_slurm(paths, os.environ, spares)
+        meeting = rendezvous_options.rendezvous_from_allocation(paths, os.environ, spares)
     raise typer.Exit(run.train(wanted, paths, ranks, os.environ, meeting, on_cpu=shrink, planned=planned))
 
 
@@ -387,7 +387,7 @@ def run(
         raise ConfigError(f"--run-dir {redact_url(run_dir)} is a URL; of a script, name a folder that all nodes share")
     paths = RunPaths(Path(run_dir if run_dir is not None else f"runs/{Path(script).stem}"))
     if meeting is None:
-        meeting = rendezvous_options.rendezvous_from_slurm(paths, os.environ, spares)
+        meeting = rendezvous_options.rendezvous_from_allocation(paths, os.environ, spares)
     if meeting is not None:
         permissions.restrict_permissions(paths.root)
         meeting = replace(meeting, to_stderr=True)

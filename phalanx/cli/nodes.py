@@ -12,7 +12,7 @@ from phalanx.core.renamed import warn_of
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor import node_requests, node_states
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
-from phalanx.launch.slurm import nodes
+from phalanx.launch.schedulers.registry import DEFAULT, SCHEDULERS, find_scheduler
 from phalanx.report import health as shown
 from phalanx.report.terminal import open_terminal
 from phalanx.storage import files as storage
@@ -24,6 +24,9 @@ RunOption = Annotated[
     str | None, typer.Option("--run", metavar="RUN", help="The run folder that is meant. Default: Slurm's nodes.")
 ]
 Node = Annotated[str, typer.Argument(metavar="NODE", help="A host name; with --run also a node's number in the run.")]
+SchedulerOption = Annotated[
+    str, typer.Option("--scheduler", metavar="NAME", help=f"Whose nodes, without --run: {', '.join(SCHEDULERS)}.")
+]
 Reason = Annotated[str | None, typer.Option(help="Why, for the people who read it.")]
 
 
@@ -32,22 +35,23 @@ def nodes_command(
     context: typer.Context,
     run: RunOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    scheduler: SchedulerOption = DEFAULT,
 ) -> None:
     """List the nodes of a run, or of Slurm: their state, health, and what is asked of them."""
     if context.invoked_subcommand is not None:
         if run is not None or as_json:
             raise ConfigError(f"write the options behind the command: phalanx nodes {context.invoked_subcommand} NODE")
         return
-    rows = _slurm_node_rows() if run is None else _run_node_rows(run)
+    rows = _scheduler_node_rows(scheduler) if run is None else _run_node_rows(run)
     if as_json:
         open_terminal().out(json.dumps(rows, indent=1), highlight=False)
     else:
         open_terminal().print(shown.render_node_table(rows))
 
 
-def _slurm_node_rows() -> list[dict[str, str]]:
+def _scheduler_node_rows(scheduler: str) -> list[dict[str, str]]:
     try:
-        found = nodes.list_slurm_nodes()
+        found = find_scheduler(scheduler).list_nodes()
     except ConfigError as error:
         raise ConfigError(f"{error}; without Slurm, name a run: phalanx nodes --run RUN") from None
     return [{"node": node.name, "state": node.state, "health": "", "why": node.reason} for node in found]
@@ -70,28 +74,30 @@ def _request_paths(run: str) -> RunPaths:
 
 
 @nodes_app.command("drain")
-def drain(node: Node, run: RunOption = None, reason: Reason = None) -> None:
+def drain(node: Node, run: RunOption = None, reason: Reason = None, scheduler: SchedulerOption = DEFAULT) -> None:
     """Have a node left out: by a run at its next occasion, or by Slurm for new jobs."""
-    _request(node, NodeRequestKind.DRAIN, run, reason)
+    _request(node, NodeRequestKind.DRAIN, run, reason, scheduler)
 
 
 @nodes_app.command("replace")
-def replace(node: Node, run: RunOption = None, reason: Reason = None) -> None:
+def replace(node: Node, run: RunOption = None, reason: Reason = None, scheduler: SchedulerOption = DEFAULT) -> None:
     """Have a node left out and another one taken: by a run that has a spare, or by whoever mends Slurm's nodes."""
-    _request(node, NodeRequestKind.REPLACE, run, reason)
+    _request(node, NodeRequestKind.REPLACE, run, reason, scheduler)
 
 
 @nodes_app.command("uncordon")
-def uncordon(node: Node, run: RunOption = None, reason: Reason = None) -> None:
+def uncordon(node: Node, run: RunOption = None, reason: Reason = None, scheduler: SchedulerOption = DEFAULT) -> None:
     """Have a node used again."""
-    _request(node, NodeRequestKind.RETURN, run, reason)
+    _request(node, NodeRequestKind.RETURN, run, reason, scheduler)
 
 
 @nodes_app.command("return", hidden=True)
-def uncordon_by_its_old_name(node: Node, run: RunOption = None, reason: Reason = None) -> None:
+def uncordon_by_its_old_name(
+    node: Node, run: RunOption = None, reason: Reason = None, scheduler: SchedulerOption = DEFAULT
+) -> None:
     """Have a node used again: the name that `phalanx nodes uncordon` had."""
     warn_of([("nodes return", "nodes uncordon")], "the command line")
-    uncordon(node, run, reason)
+    uncordon(node, run, reason, scheduler)
 
 
 def _resolve_host(paths: RunPaths, node: str) -> str:
@@ -102,7 +108,7 @@ def _resolve_host(paths: RunPaths, node: str) -> str:
     return named[0] if named and sum(host == named[0] for _, host in rows) == 1 else node
 
 
-def _request(node: str, wanted: NodeRequestKind, run: str | None, reason: str | None) -> None:
+def _request(node: str, wanted: NodeRequestKind, run: str | None, reason: str | None, scheduler: str) -> None:
     node_requests.check_name(node)
     if run is not None:
         paths = _request_paths(run)
@@ -117,7 +123,8 @@ def _request(node: str, wanted: NodeRequestKind, run: str | None, reason: str | 
         open_terminal().print(f"{wanted} of node {node} is asked for in {paths.nodes}{said}", soft_wrap=True)
         return
     try:
-        nodes.set_state(node, wanted, reason)
+        found = find_scheduler(scheduler)
+        word = found.set_node_state(node, wanted, reason)
     except ConfigError as error:
         raise ConfigError(f"{error}; without Slurm, name the run that is to leave the node: --run RUN") from None
     except RunError as error:
@@ -125,4 +132,4 @@ def _request(node: str, wanted: NodeRequestKind, run: str | None, reason: str | 
             f"{error}; this takes an operator's rights: ask an admin, leave the node out of your own jobs (--exclude), "
             "or name a run (--run RUN)"
         ) from None
-    open_terminal().print(f"Slurm has node {node} as: {nodes.STATES[wanted]}")
+    open_terminal().print(f"{found.TITLE} has node {node} as: {word}")

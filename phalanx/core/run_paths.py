@@ -194,12 +194,12 @@ class RunPaths:
 
     @property
     def launch_script(self) -> Path:
-        """The job that Slurm was given."""
+        """The job that the scheduler was given."""
         return self.launch / "job.sh"
 
     @property
     def jobs(self) -> Path:
-        """Numbers of the jobs that Slurm was given for this run, the newest last."""
+        """Numbers of the jobs that the scheduler was given for this run, the newest last."""
         return self.launch / "jobs"
 
     @property
@@ -225,9 +225,9 @@ class RunPaths:
         """What the agent of a node of a launched run says."""
         return self.root / "logs" / f"node-{node}.log"
 
-    def job_log(self, number: str) -> Path:
-        """What Slurm and the script of a job say."""
-        return self.root / "logs" / f"slurm-{number}.log"
+    def job_log(self, scheduler: str, number: str) -> Path:
+        """What the scheduler and the script of a job say."""
+        return self.root / "logs" / f"{scheduler}-{number}.log"
 
     def epoch(self, number: int) -> Path:
         """On several nodes: who leads them since then."""

@@ -15,7 +15,7 @@ from phalanx.health import checks
 from phalanx.health import host as host_health
 from phalanx.health.devices import DeviceInfo
 from phalanx.health.findings import Severity
-from phalanx.launch.slurm import commands as slurm
+from phalanx.launch.schedulers import slurm
 
 SENT_BYTES = 2**20  # over loopback and back
 LOOPBACK_S = 5.0

@@ -1,6 +1,8 @@
 """Between a start and the planner: the layout of a run that leaves it to `parallel.layout: auto`, and what is expected
-of the layout of any run. No torch here but where a Hugging Face folder is asked for its shapes, in a child."""
+of the layout of any run, which its first steps are held against. No torch here but where a Hugging Face folder is asked
+for its shapes, in a child."""
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 from phalanx.config import load, resolve
 from phalanx.config.schema import Config, get_knob
 from phalanx.core.errors import ConfigError
+from phalanx.core.events import EventKind, write_event
 from phalanx.core.renamed import rename_dotted
 from phalanx.core.run_paths import RunPaths
 from phalanx.health.devices import DeviceInfo
@@ -16,7 +19,7 @@ from phalanx.layout import hardware
 from phalanx.layout.hardware import Hardware
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import hf_config
-from phalanx.planner import choose_layout
+from phalanx.planner import choose_layout, comparison, present_cluster
 from phalanx.planner.choose_layout import LayoutRequest
 from phalanx.planner.present_cluster import NodeDevice
 from phalanx.planner.recipe_keys import AUTO_LAYOUT
@@ -145,3 +148,60 @@ def read_folder_spec(config: Config) -> ModelSpec | None:
     if storage.is_url(folder):
         raise ConfigError(f"model.from_hf {folder} is a URL; fetch its config.json into a folder, and name that")
     return hf_config.spec_from_config(hf_config.read_config(Path(folder).expanduser()), folder)
+
+
+class PredictionCheck:
+    """Compares some steps of an attempt with what was expected of them; a sink of rank 0's records.
+
+    Reads what was expected in the run folder's plan.json, and writes one event in an attempt.
+
+    Where the attempt has measured its devices since plan.json was written, the same layout is foretold once more for
+    these. `say` is told of the event.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec | None,
+        paths: RunPaths,
+        attempt: int,
+        say: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._config, self._spec, self._paths, self._attempt, self._say = config, spec, paths, attempt, say
+        self._steps: list[dict[str, Any]] = []
+        self._expected: tuple[dict[str, Any], str] | None = None
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        if len(self._steps) >= comparison.ENOUGH:
+            return
+        if not self._steps:  # before any step of it is known
+            self._expected = self._read_prediction()
+        self._steps.append(record)
+        if self._expected is None or len(self._steps) < comparison.ENOUGH:
+            return
+        expected, basis = self._expected
+        beside = self._config.parallel.engine == "sharded"
+        found = comparison.compare_steps(expected, self._steps, beside, basis)
+        if found is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk stops no training
+            event = write_event(self._paths.events, EventKind.PREDICTION_CHECKED, self._attempt, **found)
+            if self._say is not None:
+                self._say(event)
+
+    def on_event(self, event: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _read_prediction(self) -> tuple[dict[str, Any], str] | None:
+        """What is expected of a step, and what that rests on; None where nobody has said."""
+        try:
+            told = json.loads(self._paths.plan.read_text(encoding="utf-8"))
+            expected, basis = dict(told["expected"]), str(told["basis"])
+            nodes = present_cluster.parse_node_devices(told["for"]["nodes"])
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            return None
+        again = predict_layout(self._config, self._paths, nodes, self._spec)
+        if again is not None and again["basis"] != basis:
+            return again["expected"], again["basis"]
+        return expected, basis

@@ -29,7 +29,7 @@ from phalanx.health.devices import (
     distinct_models,
     preload_and_find_devices,
 )
-from phalanx.launch import auto_layout, prediction_check
+from phalanx.launch import auto_layout
 from phalanx.layout import hardware
 from phalanx.report.terminal import open_terminal
 from phalanx.storage import files as storage
@@ -225,7 +225,7 @@ def make_sinks(job: Any, attempt: int, say: Callable[[dict[str, Any]], None] | N
         from phalanx.workload.wandb_sink import WandbSink
 
         sinks.append(WandbSink(job.paths, job.config, attempt))
-    sinks.append(prediction_check.PredictionCheck(job.config, job.spec, job.paths, attempt, say))
+    sinks.append(auto_layout.PredictionCheck(job.config, job.spec, job.paths, attempt, say))
     return sinks
 
 

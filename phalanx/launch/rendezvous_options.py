@@ -77,7 +77,7 @@ def parse_rendezvous_options(
     return RendezvousOptions(nodes, node, place, timeout_s or TIMEOUT_S, spares=spares or 0)
 
 
-def rendezvous_from_slurm(
+def rendezvous_from_allocation(
     paths: RunPaths, environment: Mapping[str, str], spares: int | None = None
 ) -> RendezvousOptions | None:
     """The meeting of a Slurm step that has one task on each of several nodes and was started with --auto-resume=1:

@@ -45,8 +45,12 @@ def find_log(paths: RunPaths, rank: int | None, node: int | None) -> Path:
 
 
 def _job_logs(paths: RunPaths) -> list[Path]:
-    found = paths.node_log(0).parent.glob(paths.job_log("*").name)
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    found = paths.node_log(0).parent.glob(paths.job_log("*", "*").name)
+    return sorted(
+        (path for path in found if not path.name.startswith("node-")),
+        key=lambda path: path.stat().st_mtime,
+        reverse=True,
+    )
 
 
 def _describe_logs(paths: RunPaths) -> str:

@@ -236,9 +236,9 @@ def _progress(facts: Facts) -> RenderableType:
 
 def describe_scheduler(scheduler: Facts) -> str:
     """What is known of the job or process, on one line."""
-    if scheduler["by"] != "slurm":
+    if scheduler["by"] == "process":
         return f"process {scheduler['id']} on {scheduler['nodes']}"
-    parts = [f"{scheduler['id']} of Slurm, {scheduler['state']}"]
+    parts = [f"{scheduler['id']} of {scheduler['by'].capitalize()}, {scheduler['state']}"]
     if scheduler.get("reason") and scheduler["state"] not in ("RUNNING", "COMPLETED"):
         parts.append(f" ({scheduler['reason']})")
     parts.append(f" on {scheduler['nodes']}" if scheduler.get("nodes") else "")

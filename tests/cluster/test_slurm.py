@@ -21,7 +21,8 @@ from phalanx.core.json_lines import read_last_line, read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.launch.slurm import commands as slurm
+from phalanx.launch.schedulers import slurm
+from phalanx.launch.schedulers.scheduler import Job
 from tests.cluster import slurm_cluster
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.dist import command
@@ -51,7 +52,7 @@ def phalanx(cluster: SlurmCluster, place: Path, *words: str) -> subprocess.Compl
     return cluster.run(*PHALANX, *words, folder=place, check=False, timeout_s=240)
 
 
-def job(cluster: SlurmCluster, number: str = "1") -> slurm.SlurmJob:
+def job(cluster: SlurmCluster, number: str = "1") -> Job:
     found = slurm.read_job(cluster.run("scontrol", "show", "job", "-o", number).stdout)
     assert found is not None
     return found

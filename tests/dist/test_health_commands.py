@@ -18,7 +18,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor import node_requests, node_states
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health.findings import Severity
-from phalanx.launch.slurm import nodes
+from phalanx.launch.schedulers import slurm
 from phalanx.storage import mirror
 from tests.dist.command import phalanx, refused, sentence, write_place
 from tests.helpers import run_ranks
@@ -243,14 +243,15 @@ def _nodes(placement: Placement, folder: str, path: str, commands: list[list[str
     return call(placement, folder, commands)
 
 
-def test_a_reason_fits_on_a_line() -> None:
+def test_a_reason_fits_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[list[str]] = []
 
     def run(command: Any) -> str:
         said.append(list(command))
         return ""
 
-    nodes.set_state("n1", NodeRequestKind.DRAIN, "a\n\tb\0" + "c" * 500, run)
+    monkeypatch.setattr(slurm, "run_slurm", run)
+    slurm.set_node_state("n1", NodeRequestKind.DRAIN, "a\n\tb\0" + "c" * 500)
     assert said[0][-1] == "reason=a b" + "c" * 197
 
 

@@ -14,7 +14,8 @@ from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_last_line, read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
-from phalanx.launch import job_supervisor
+from phalanx.launch import launched_run
+from phalanx.launch.schedulers import background
 from tests.dist import command
 from tests.helpers import ROOT, is_alive, wait_until
 
@@ -43,7 +44,7 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
     words = ["launch", "recipe.yaml", "train.steps=100000", "checkpoint.every=3", "--local", "--run-dir", "run"]
     started = phalanx(place, *words)
     assert (started.returncode, "run is going on as process " in started.stdout) == (0, True), started.stderr
-    held = job_supervisor.find_lock_holder(paths.job_supervisor)
+    held = background.find_lock_holder(paths.job_supervisor)
     assert held is not None and f"process {held[0]};" in started.stdout
     try:
         wait_until(lambda: _step(paths) > 4, timeout_s=180)
@@ -51,7 +52,7 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
         assert refused == (
             f"the run run is going on already, as process {held[0]} on {held[1]}; `phalanx cancel run` ends that one"
         )
-        trains = job_supervisor.find_lock_holder(paths.lock)
+        trains = background.find_lock_holder(paths.lock)
         assert trains is not None and trains[0] != held[0]
         os.kill(trains[0], signal.SIGKILL)  # the agent, and with it its ranks
         wait_until(lambda: _count(paths, EventKind.RESUMED) == 1, timeout_s=180)
@@ -69,8 +70,8 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
         if is_alive(held[0]):
             os.kill(held[0], signal.SIGKILL)
     assert _count(paths, EventKind.STOPPED) == 1
-    over = job_supervisor.read_start_outcomes(paths)[-1]
-    assert (over.code, over.next_action) == (ExitCode.STOPPED, job_supervisor.END)
+    over = launched_run.read_start_outcomes(paths)[-1]
+    assert (over.code, over.next_action) == (ExitCode.STOPPED, launched_run.END)
     assert "is not going on, so there is nothing to cancel" in command.refused(place, "cancel", "run")
 
 
@@ -106,8 +107,8 @@ def test_a_mistake_is_not_tried_again(place: Path) -> None:
     began = time.monotonic()
     done = phalanx(place, *words)
     assert done.returncode == ExitCode.CONFIG, done.stderr
-    assert [over.next_action for over in job_supervisor.read_start_outcomes(RunPaths(place / "run"))] == [
-        job_supervisor.END
+    assert [over.next_action for over in launched_run.read_start_outcomes(RunPaths(place / "run"))] == [
+        launched_run.END
     ], time.monotonic() - began
 
 

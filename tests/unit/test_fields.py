@@ -25,8 +25,8 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.data import prepare, read_chunks
-from phalanx.launch import jobs
-from phalanx.launch.slurm import script as slurm_script
+from phalanx.launch.schedulers import slurm_script
+from phalanx.launch.schedulers.scheduler import LaunchOptions
 from phalanx.models.families.catalog import PRESETS
 from tests.dist import command
 from tests.dist.test_replicas import replicates
@@ -829,7 +829,7 @@ def _script(option: str, value: Any, *lines: str, **beside: Any) -> Callable[[Se
 
 def _script_of(section: dict[str, Any]) -> str:
     config = configured({f"slurm.{key}": value for key, value in section.items()}, Path())
-    asked = jobs.make_job_spec(config, RunPaths(Path("/runs/run")), jobs.LaunchOptions(nodes=3))
+    asked = slurm_script.make_job_spec(config, RunPaths(Path("/runs/run")), LaunchOptions(nodes=3))
     return slurm_script.render_script(asked)
 
 

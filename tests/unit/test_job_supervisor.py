@@ -1,6 +1,7 @@
 """Whether another start of a launched run follows: pure, and never for ever."""
 
 import fcntl
+import json
 import os
 import platform
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path, PosixPath
 
 import pytest
@@ -21,15 +22,20 @@ from phalanx.core.events import EventKind, write_event
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
-from phalanx.launch import job_supervisor, jobs
-from phalanx.launch.job_supervisor import END, RESTART, STALLED, LaunchSpec, StartOutcome, decide_restart
-from phalanx.launch.slurm.commands import SlurmJob
+from phalanx.launch import job_supervisor, jobs, launched_run
+from phalanx.launch.launched_run import END, RESTART, STALLED, LaunchSpec, StartOutcome, decide_restart
+from phalanx.launch.schedulers import background, slurm
+from phalanx.launch.schedulers.scheduler import Job
 from phalanx.system.slurm_env import SlurmStep
 from phalanx.trainer import run_folder
 from tests.helpers import free_port, wait_until
 
-LAUNCHED = LaunchSpec(True, 2, 0, None, True, 100, 0.0, "here")
+LAUNCHED = LaunchSpec("slurm", 2, 0, None, True, 100, 0.0, "here")
 TRIED = (ExitCode.FAILED, ExitCode.STOPPED)
+
+
+def slurm_job(number: str, state: str) -> Job:
+    return Job(number, state, slurm.find_phase(state))
 
 
 def test_what_is_not_worth_another_start_ends() -> None:
@@ -59,11 +65,16 @@ def test_starts_end_where_nothing_is_won(won: list[int], code: ExitCode) -> None
 def test_what_was_launched_is_read_back(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
-    assert job_supervisor.read_launch_spec(paths) is None
-    job_supervisor.write_launch_spec(paths, LAUNCHED)
-    assert job_supervisor.read_launch_spec(paths) == LAUNCHED
+    assert launched_run.read_launch_spec(paths) is None
+    launched_run.write_launch_spec(paths, LAUNCHED)
+    assert launched_run.read_launch_spec(paths) == LAUNCHED
+    spec = {**asdict(LAUNCHED), "slurm": True}  # as 0.1 wrote it
+    del spec["scheduler"]
+    for slurm_too, name in ((True, "slurm"), (False, "background")):
+        paths.launched.write_text(json.dumps({**spec, "slurm": slurm_too}))
+        assert launched_run.scheduler_name_of(paths) == name
     paths.launched.write_text('{"nodes": 1}')
-    assert job_supervisor.read_launch_spec(paths) is None
+    assert launched_run.read_launch_spec(paths) is None
 
 
 def test_what_another_version_has_launched_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +94,13 @@ def test_what_is_shown_is_the_log_of_the_node_that_leads(tmp_path: Path) -> None
     paths.node_log(0).parent.mkdir()
     epoch_files.claim(paths, 1, {"leader": 0})
     epoch_files.claim(paths, 2, {"leader": 1})
-    assert jobs.find_leading_node(paths) == 0  # of a run that was never launched there are no such logs
-    job_supervisor.write_launch_spec(paths, LAUNCHED)
-    assert jobs.find_leading_node(paths) == 0
+    assert launched_run.find_leading_node(paths) == 0  # of a run that was never launched there are no such logs
+    launched_run.write_launch_spec(paths, LAUNCHED)
+    assert launched_run.find_leading_node(paths) == 0
     paths.node_log(1).touch()
-    assert jobs.find_leading_node(paths) == 1
-    job_supervisor.write_launch_spec(paths, replace(LAUNCHED, nodes=1))  # later, on one node
-    assert jobs.find_leading_node(paths) == 0
+    assert launched_run.find_leading_node(paths) == 1
+    launched_run.write_launch_spec(paths, replace(LAUNCHED, nodes=1))  # later, on one node
+    assert launched_run.find_leading_node(paths) == 0
 
 
 def test_a_start_after_a_cancellation_says_why_it_does_nothing(tmp_path: Path) -> None:
@@ -152,7 +163,7 @@ def test_a_run_on_several_nodes_is_not_ended_at_once_by_the_death_of_one(
     write_event(paths.events, EventKind.RUN_STARTED, 1, hosts=["n1", "n2"][:hosts])
     leads = subprocess.Popen([sys.executable, "-c", LEADS, str(paths.lock), str(heeds)])
     try:
-        wait_until(lambda: jobs.find_local_process(paths) is not None)
+        wait_until(lambda: background.find_local_process(paths) is not None)
         if code is None:
             with pytest.raises(RunError, match="was asked to end it on all nodes and has not within 2 s"):
                 jobs.cancel_run(paths, now=True)
@@ -180,9 +191,9 @@ def test_waiting_for_a_job_outlives_a_controller_that_does_not_answer(
     paths, silent = RunPaths(tmp_path), RunError("Slurm has not answered `scontrol` for 30 s")
     paths.launch.mkdir()
     paths.start_outcome("7-1").write_text("0 end 5 0\n")
-    answers = [silent, SlurmJob("7", "RUNNING"), silent, SlurmJob("7", "COMPLETED")]
+    answers = [silent, slurm_job("7", "RUNNING"), silent, slurm_job("7", "COMPLETED")]
 
-    def newest_job(of: RunPaths) -> SlurmJob:
+    def newest_job(of: RunPaths) -> Job:
         answer = answers.pop(0)
         if isinstance(answer, RunError):
             raise answer
@@ -196,8 +207,8 @@ def test_waiting_for_a_job_outlives_a_controller_that_does_not_answer(
 
 def test_slurm_is_not_asked_at_each_look_whether_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[RunPaths] = []
-    monkeypatch.setattr(jobs, "is_running", lambda paths: not asked.append(paths))
-    goes_on = jobs.RunningPoller(RunPaths(tmp_path))
+    monkeypatch.setattr(launched_run, "is_running", lambda paths: not asked.append(paths))
+    goes_on = launched_run.RunningPoller(RunPaths(tmp_path))
     assert [goes_on() for _ in range(20)] == [True] * 20
     assert len(asked) == 1
 
@@ -208,7 +219,7 @@ def test_each_node_is_told_what_to_run(tmp_path: Path) -> None:
     assert words[words.index("--node-rank") + 1] == "1"
     assert words[words.index("--rendezvous") + 1] == f"file://{tmp_path}/my%20run/launch/meet"
     assert "--spares" not in words and "--ranks" not in words
-    alone = job_supervisor.train_command(paths, LaunchSpec(False, 1, 0, 3, False, 1, 0.0, "here"), 0)
+    alone = job_supervisor.train_command(paths, LaunchSpec("background", 1, 0, 3, False, 1, 0.0, "here"), 0)
     assert alone[-2:] == ["--ranks", "3"] and "--nodes" not in alone
 
 
@@ -269,11 +280,11 @@ def test_slurm_is_asked_again_to_end_a_job_whose_script_is_gone(
 
     for name, value in (("NODE0_OUTCOME_WAIT_S", 0.0), ("AGAIN_S", 0.0)):
         monkeypatch.setattr(job_supervisor, name, value)
-    monkeypatch.setattr(job_supervisor.slurm, "requeue", requeue)
-    monkeypatch.setattr(job_supervisor.slurm, "query_job", lambda job: SlurmJob(job, "RUNNING"))
+    monkeypatch.setattr(slurm, "requeue", requeue)
+    monkeypatch.setattr(slurm, "query_job", lambda job: slurm_job(job, "RUNNING"))
     stop = job_supervisor._StopHandler()
     stop.asked = signal.SIGTERM  # which has ended the training
-    job_supervisor._end_orphaned_job(paths, step, int(ExitCode.STOPPED), RESTART, stop)
+    job_supervisor._end_orphaned_job(paths, slurm, step, int(ExitCode.STOPPED), RESTART, stop)
     assert asked == ["7", "7"]
     assert "--- job 7 was not ended: Slurm's scontrol has failed: Unable to contact" in paths.node_log(1).read_text()
 
@@ -294,8 +305,8 @@ def test_who_has_failed_and_is_asked_to_stop_waits_no_longer_for_others_who_woul
         ("QUIET_S", 60.0 if asked else 1.5),
     ):
         monkeypatch.setattr(job_supervisor, name, value)
-    monkeypatch.setattr(job_supervisor.slurm, "cancel", calls.append)
-    monkeypatch.setattr(job_supervisor.slurm, "query_job", lambda job: SlurmJob(job, "RUNNING"))
+    monkeypatch.setattr(slurm, "cancel", calls.append)
+    monkeypatch.setattr(slurm, "query_job", lambda job: slurm_job(job, "RUNNING"))
     stop = job_supervisor._StopHandler()
     stop.asked = signal.SIGTERM
     if asked:
@@ -303,7 +314,7 @@ def test_who_has_failed_and_is_asked_to_stop_waits_no_longer_for_others_who_woul
     if grows:
         threading.Timer(0.5, lambda: paths.events.write_text("{}\n")).start()
     began = time.monotonic()
-    job_supervisor._end_orphaned_job(paths, step, int(ExitCode.FAILED), END, stop)
+    job_supervisor._end_orphaned_job(paths, slurm, step, int(ExitCode.FAILED), END, stop)
     assert calls == ([] if ended is False else ["7"])
     assert (time.monotonic() - began >= 1.5) is (ended is None)
 
@@ -340,23 +351,23 @@ def test_slurm_is_not_asked_on_and_on_for_what_it_does_already(
         asked.append(f"requeue {job}")
         raise RunError("Slurm's scontrol has failed: Job is pending execution")
 
-    def job_of(job: str) -> SlurmJob | None:
+    def job_of(job: str) -> Job | None:
         if "at once" in happens:
-            return SlurmJob(job, happens.split()[-1])
+            return slurm_job(job, happens.split()[-1])
         if not asked:
-            return SlurmJob(job, "RUNNING")
+            return slurm_job(job, "RUNNING")
         if "cancelled" in happens:
             paths.cancelled.touch()
         if "a signal" in happens:
             threading.Timer(0.2, stop, (signal.SIGTERM, None)).start()
-        return None if happens == "forgotten" else SlurmJob(job, happens if happens.isupper() else "RUNNING")
+        return None if happens == "forgotten" else slurm_job(job, happens if happens.isupper() else "RUNNING")
 
     monkeypatch.setattr(job_supervisor, "AGAIN_S", 60.0 if "a signal" in happens else 0.0)
-    monkeypatch.setattr(job_supervisor.slurm, "requeue", requeue)
-    monkeypatch.setattr(job_supervisor.slurm, "cancel", lambda job: asked.append(f"cancel {job}"))
-    monkeypatch.setattr(job_supervisor.slurm, "query_job", job_of)
+    monkeypatch.setattr(slurm, "requeue", requeue)
+    monkeypatch.setattr(slurm, "cancel", lambda job: asked.append(f"cancel {job}"))
+    monkeypatch.setattr(slurm, "query_job", job_of)
     began = time.monotonic()
-    job_supervisor._end_job(paths, step, RESTART, stop)
+    job_supervisor._end_job(paths, slurm, step, RESTART, stop)
     assert asked == calls
     assert time.monotonic() - began < 30
 
@@ -379,9 +390,9 @@ def test_of_a_job_that_was_over_before_it_could_be_cancelled_that_is_said(
         if not heard:
             raise RunError("Slurm's scancel has failed: Job/step already completing or completed")
 
-    monkeypatch.setattr(jobs, "newest_job", lambda paths: SlurmJob("7", left.pop(0) if len(left) > 1 else left[0]))
-    monkeypatch.setattr(jobs.slurm, "stop", refuse)
-    monkeypatch.setattr(jobs.slurm, "cancel", refuse)
+    monkeypatch.setattr(jobs, "newest_job", lambda paths: slurm_job("7", left.pop(0) if len(left) > 1 else left[0]))
+    monkeypatch.setattr(slurm, "stop", refuse)
+    monkeypatch.setattr(slurm, "cancel", refuse)
     assert jobs.cancel_run(RunPaths(tmp_path), now=False) == said
 
 
@@ -389,12 +400,12 @@ def test_who_looks_whether_a_run_goes_on_is_in_nobodys_way(tmp_path: Path) -> No
     """`phalanx launch --local` looks every 20 ms whether the process that it has started holds the run."""
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
-    for lock, held in ((paths.job_supervisor, job_supervisor._hold_lock), (paths.lock, run_folder.hold_run_folder)):
+    for lock, held in ((paths.job_supervisor, background.hold_lock), (paths.lock, run_folder.hold_run_folder)):
         looks = os.open(lock, os.O_RDWR | os.O_CREAT)
         fcntl.flock(looks, fcntl.LOCK_SH)
         threading.Timer(0.1, os.close, [looks]).start()
         with held(paths):
-            assert job_supervisor.find_lock_holder(lock) == (os.getpid(), platform.node())
+            assert background.find_lock_holder(lock) == (os.getpid(), platform.node())
             with pytest.raises(RunError, match=f"process {os.getpid()}"), held(paths):
                 pass
 
@@ -402,14 +413,14 @@ def test_who_looks_whether_a_run_goes_on_is_in_nobodys_way(tmp_path: Path) -> No
 def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
-    assert job_supervisor.find_lock_holder(paths.job_supervisor) is None
-    with job_supervisor._hold_lock(paths):
-        assert job_supervisor.find_lock_holder(paths.job_supervisor) == (os.getpid(), platform.node())
-    assert job_supervisor.find_lock_holder(paths.job_supervisor) is None
+    assert background.find_lock_holder(paths.job_supervisor) is None
+    with background.hold_lock(paths):
+        assert background.find_lock_holder(paths.job_supervisor) == (os.getpid(), platform.node())
+    assert background.find_lock_holder(paths.job_supervisor) is None
 
 
 def test_the_end_of_a_start_that_another_launch_forgets_is_passed_over(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir(parents=True)
     (paths.launch / "over-1.json").symlink_to(tmp_path / "gone")  # seen, and not there any more
-    assert job_supervisor.read_start_outcomes(paths) == []
+    assert launched_run.read_start_outcomes(paths) == []

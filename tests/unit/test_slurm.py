@@ -17,9 +17,8 @@ from phalanx.config.operations import SlurmSection
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import rendezvous_options, script_nodes
-from phalanx.launch.slurm import commands as slurm
-from phalanx.launch.slurm import script as slurm_script
-from phalanx.launch.slurm.script import SlurmScriptOptions
+from phalanx.launch.schedulers import slurm, slurm_script
+from phalanx.launch.schedulers.slurm_script import SlurmScriptOptions
 from phalanx.system.slurm_env import AUTO_RESUME, SlurmStep, read_slurm_step
 from tests.dist import command
 
@@ -54,7 +53,7 @@ def test_partitions_are_read() -> None:
     found = {each.name: each for each in slurm.read_partitions(SINFO)}
     assert list(found) == ["main", "one", "shut"]
     assert (found["main"].default, found["main"].nodes, found["main"].up) == (True, 3, True)
-    assert (found["shut"].default, found["shut"].up, slurm.parse_time_limit(found["shut"].limit)) == (
+    assert (found["shut"].default, found["shut"].up, slurm_script.parse_time_limit(found["shut"].limit)) == (
         False,
         False,
         None,
@@ -64,7 +63,7 @@ def test_partitions_are_read() -> None:
 def test_a_job_is_read() -> None:
     found = slurm.read_job(JOB)
     assert found is not None
-    assert (found.id, found.state, found.nodes, found.batch_host) == ("7", "RUNNING", "n[1-2]", "n1")
+    assert (found.id, found.state, found.nodes) == ("7", "RUNNING", "n[1-2]")
     assert (found.restarts, found.code, found.reason, found.over, found.waits) == (2, 0, "", False, False)
     mixed = slurm.read_job(MIXED)
     assert mixed is not None and mixed.nodes == "a[1-2],b1"
@@ -79,11 +78,11 @@ def test_a_job_is_read() -> None:
 @given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
 def test_a_time_means_the_same_in_every_form(days: int, hours: int, minutes: int, seconds: int) -> None:
     whole = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    assert slurm.parse_time_limit(f"{days}-{hours}:{minutes:02d}:{seconds:02d}") == whole
-    assert slurm.parse_time_limit(f"{days * 24 + hours}:{minutes:02d}:{seconds:02d}") == whole
-    assert slurm.parse_time_limit(f"{whole // 60}:{seconds}") == whole
-    assert slurm.parse_time_limit(f"{whole // 60}") == whole - seconds
-    assert slurm.parse_time_limit(f"{days}-{hours}") == whole - minutes * 60 - seconds
+    assert slurm_script.parse_time_limit(f"{days}-{hours}:{minutes:02d}:{seconds:02d}") == whole
+    assert slurm_script.parse_time_limit(f"{days * 24 + hours}:{minutes:02d}:{seconds:02d}") == whole
+    assert slurm_script.parse_time_limit(f"{whole // 60}:{seconds}") == whole
+    assert slurm_script.parse_time_limit(f"{whole // 60}") == whole - seconds
+    assert slurm_script.parse_time_limit(f"{days}-{hours}") == whole - minutes * 60 - seconds
 
 
 def test_a_hidden_partition_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,18 +260,18 @@ def test_with_auto_resume_the_nodes_of_a_step_meet_in_the_run_folder_and_some_ma
     paths, step = RunPaths(tmp_path), STEP | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3"}
     resumed = step | {AUTO_RESUME: "1"}
     for environment in ({}, step, step | {AUTO_RESUME: "0"}, {AUTO_RESUME: "1"}):
-        assert rendezvous_options.rendezvous_from_slurm(paths, environment) is None
-    meeting = rendezvous_options.rendezvous_from_slurm(paths, resumed)
+        assert rendezvous_options.rendezvous_from_allocation(paths, environment) is None
+    meeting = rendezvous_options.rendezvous_from_allocation(paths, resumed)
     assert meeting is not None
     assert (meeting.nodes, meeting.spares, meeting.node, meeting.total) == (3, 0, 1, 3)
     assert (
         rendezvous_options.parse_rendezvous_options(None, None, None, None, resumed, 1) is None
     )  # --spares needs no --nodes here
-    meeting = rendezvous_options.rendezvous_from_slurm(paths, resumed, 1)
+    meeting = rendezvous_options.rendezvous_from_allocation(paths, resumed, 1)
     assert meeting is not None
     assert (meeting.nodes, meeting.spares, meeting.node, meeting.total) == (2, 1, 1, 3)
     with pytest.raises(ConfigError, match="--spares 3 of the 3 nodes of this Slurm step leaves none that trains"):
-        rendezvous_options.rendezvous_from_slurm(paths, resumed, 3)
+        rendezvous_options.rendezvous_from_allocation(paths, resumed, 3)
     with pytest.raises(ConfigError, match="--spares belongs to a run on several nodes"):
         rendezvous_options.parse_rendezvous_options(None, None, None, None, step, 1)
 

@@ -7,14 +7,16 @@ the job. So srun's exit code is only believed where the nodes have said nothing 
 
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.config.operations import SlurmSection
+from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
-from phalanx.launch.slurm.commands import parse_time_limit
+from phalanx.launch.schedulers.scheduler import LaunchOptions
 
 LEAD_S, LEAD_SHARE = 300, 5  # how long before a job's end it is told; of a short limit one part of so many
 MOST_LEAD_S = 65535  # Slurm takes no more
@@ -33,6 +35,28 @@ class SlurmScriptOptions:
     slurm: SlurmSection
     python: str
     until_done: bool = False
+
+
+def make_job_spec(config: Config, paths: RunPaths, options: LaunchOptions) -> SlurmScriptOptions:
+    """What a job is made of. Raises ConfigError for what could not run, before anything is submitted."""
+    parts = parse_partition_counts(config.slurm.partition, options.nodes + options.spares)
+    for option in config.slurm.extra:
+        if not option.startswith("-"):
+            raise ConfigError(
+                f"{option} is no option of sbatch; write an option and its value as one word, such as --constraint=a100"
+            )
+    for key in ("mounts", "container_by"):
+        section = config.slurm
+        if section.container is None and getattr(section, key) != type(section).model_fields[key].get_default():
+            raise ConfigError(
+                f"slurm.{key} is about a container, and slurm.container names none; set that, or remove slurm.{key}"
+            )
+    python = config.slurm.python
+    if python == "auto":
+        python = sys.executable if config.slurm.container is None else "python3"
+    return SlurmScriptOptions(
+        paths.name, RunPaths(paths.root.resolve()), Path.cwd(), parts, config.slurm, python, options.until_done
+    )
 
 
 def render_script(options: SlurmScriptOptions) -> str:
@@ -103,6 +127,26 @@ def resolve_save_lead(section: SlurmSection) -> int:
     return section.lead_s
 
 
+def parse_time_limit(text: str) -> int | None:
+    """A time limit in seconds, in any form that Slurm takes; None for none (`infinite`), or what is no time.
+
+    >>> [parse_time_limit(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-12:30", "1-12:30:15", "soon")]
+    [5400, 90, 7200, 129600, 131400, 131415, None]
+    """
+    match = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,6}))?(?::(\d{1,6}))?", text.strip())
+    if match is None:
+        return None
+    days, parts = match[1], [int(part) for part in match.groups()[1:] if part is not None]
+    if days is not None:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if len(parts) == 1:
+        return parts[0] * 60
+    if len(parts) == 2:
+        return parts[0] * 60 + parts[1]
+    return (parts[0] * 60 + parts[1]) * 60 + parts[2]
+
+
 # --------------------------------------------------------------------------------------------------------------- header
 
 
@@ -116,7 +160,7 @@ def option(text: str) -> str:
 def _headers(options: SlurmScriptOptions) -> list[str]:
     slurm = options.slurm
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.name)[:60]
-    pattern = options.run.job_log("%j")  # the one place where a % is not itself
+    pattern = options.run.job_log("slurm", "%j")  # the one place where a % is not itself
     log = str(pattern.parent).replace("%", "%%") + f"/{pattern.name}"
     whole = [f"--job-name=phalanx-{name}", f"--output={log}", "--open-mode=append", "--requeue"]
     each = [f"--{key}={value}" for key in ("account", "qos", "time") if (value := getattr(slurm, key)) is not None]

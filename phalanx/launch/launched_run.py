@@ -1,0 +1,192 @@
+"""A launched run as its folder tells of it: what was asked for, how its starts ended, its job now."""
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import PhalanxError
+from phalanx.core.json_lines import write_atomic
+from phalanx.core.placement import ExitCode
+from phalanx.core.run_paths import RunPaths
+from phalanx.launch.schedulers.background import find_local_process, find_lock_holder
+from phalanx.launch.schedulers.registry import DEFAULT, LOCAL, SCHEDULERS, find_scheduler
+from phalanx.launch.schedulers.scheduler import Job, Scheduler
+from phalanx.recovery import fencing
+from phalanx.storage import mirror
+
+STALLED = 3  # starts in a row without a new checkpoint, after which no further one is made
+ASK_S = 2.0  # between two questions to a scheduler
+RESTART, END = "again", "end"
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What `phalanx launch` wants to be done; `nodes` are those that train, `spares` those that wait beside them."""
+
+    scheduler: str
+    nodes: int
+    spares: int
+    ranks: int | None
+    until_done: bool
+    max_starts: int
+    submitted: float  # seconds since the epoch
+    host: str
+
+
+def write_launch_spec(paths: RunPaths, spec: LaunchSpec) -> None:
+    write_atomic(paths.launched, json.dumps(asdict(spec), indent=2) + "\n")
+
+
+def read_launch_spec(paths: RunPaths) -> LaunchSpec | None:
+    """How the run was launched; None where it was not, or by another version."""
+    try:
+        tree = json.loads(paths.launched.read_text(encoding="utf-8"))
+        if "scheduler" not in tree:  # as 0.1 wrote it: one key of a scheduler's name, true or false
+            tree["scheduler"] = next((name for name in SCHEDULERS if tree.get(name)), LOCAL)
+        return LaunchSpec(**{field.name: tree[field.name] for field in fields(LaunchSpec)})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True)
+class StartOutcome:
+    """How one start of a launched run ended: by `code`, with `next_action` another one or not, at the saved `step`, as
+    `node` says."""
+
+    code: int
+    next_action: str
+    step: int
+    node: int = 0
+
+
+def read_start_outcome(path: Path) -> StartOutcome | None:
+    try:
+        words = path.read_text(encoding="utf-8").split()
+        return StartOutcome(int(words[0]), words[1], int(words[2]), int(words[3]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def read_start_outcomes(paths: RunPaths) -> list[StartOutcome]:
+    """How the starts before ended, oldest first."""
+    return [over for path in list_outcome_files(paths) if (over := read_start_outcome(path)) is not None]
+
+
+def list_outcome_files(paths: RunPaths) -> list[Path]:
+    """Files of how starts ended, oldest first, but for those that another launch is just removing."""
+    found: list[tuple[float, Path]] = []
+    for path in paths.launch.glob("over-*"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found)]
+
+
+def decide_restart(
+    launched: LaunchSpec, code: int, cancelled: bool, saved: int, before: Sequence[StartOutcome]
+) -> tuple[str, str]:
+    """Whether another start follows one that ended with `code`, having `saved` that step, and why not if so.
+
+    What has been done is done; what was a mistake of the recipe, or too much for the memory, would be so again.
+    """
+    if code in (ExitCode.DONE, ExitCode.CONFIG, ExitCode.OUT_OF_MEMORY) or not launched.until_done:
+        return END, ""
+    if cancelled:
+        return END, "it was cancelled"
+    if len(before) + 1 >= launched.max_starts:
+        return END, f"it was started {len(before) + 1} times, which is all that --max-jobs allows"
+    reached = [over.step for over in before]
+    if len(reached) + 1 >= STALLED and saved <= [0, *reached][-STALLED]:
+        return END, f"{STALLED} starts in a row have not come further than step {saved}"
+    return RESTART, ""
+
+
+# ------------------------------------------------------------------------------------------------------- the job now
+
+
+def scheduler_name_of(paths: RunPaths) -> str:
+    """The scheduler that has the jobs of a run: as the run folder says, or else the default one."""
+    launched = read_launch_spec(paths)
+    return DEFAULT if launched is None else launched.scheduler
+
+
+def scheduler_of(paths: RunPaths) -> Scheduler:
+    """Raises ConfigError for one that there is not."""
+    return find_scheduler(scheduler_name_of(paths))
+
+
+def newest_job(paths: RunPaths) -> Job | None:
+    """The newest job of a run, as its scheduler knows it; None where it has none, or that is
+    forgotten."""
+    numbers = job_numbers(paths)
+    return scheduler_of(paths).query_job(numbers[-1]) if numbers else None
+
+
+def job_numbers(paths: RunPaths) -> list[str]:
+    """Numbers of the jobs that the run was given to, the newest last."""
+    with contextlib.suppress(OSError):
+        return [word for word in paths.jobs.read_text(encoding="utf-8").split() if word[0].isdigit()]
+    return []
+
+
+def find_leading_node(paths: RunPaths) -> int:
+    """The node of a launched run that leads it, and so shows its progress, as the newest file of epochs says: 0 where
+    none says otherwise, or where that node has no log of its own."""
+    launched = read_launch_spec(paths)
+    if launched is None or launched.nodes + launched.spares == 1:
+        return 0
+    node = (fencing.read_newest_epoch(paths) or {}).get("leader")
+    return node if type(node) is int and paths.node_log(node).exists() else 0
+
+
+def is_running(paths: RunPaths) -> bool:
+    """Whether more may yet be heard of a run. Where the scheduler cannot be asked it is taken to go on."""
+    if paths.url is not None:
+        return mirror.read_holder(paths) is not None
+    try:
+        return not has_ended(paths, newest_job(paths)) or find_lock_holder(paths.lock) is not None
+    except PhalanxError:
+        return True
+
+
+class RunningPoller:
+    """`is_running`, to be called again and again: who else has the scheduler to answer wants to be asked too."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths, self._asked_at, self._answer = paths, -ASK_S, True
+
+    def __call__(self) -> bool:
+        if time.monotonic() >= self._asked_at + ASK_S:
+            self._answer = is_running(self._paths)
+            self._asked_at = time.monotonic()
+        return self._answer
+
+
+def describe_scheduler_state(paths: RunPaths) -> dict[str, Any] | None:
+    """What is known of the run beside its records: the job, or the process. Raises nothing: the scheduler
+    may be elsewhere."""
+    numbers = job_numbers(paths)
+    if not numbers:
+        held = find_local_process(paths)
+        return None if held is None else {"by": "process", "id": str(held[0]), "state": "RUNNING", "nodes": held[1]}
+    known: dict[str, Any] = {"by": scheduler_name_of(paths), "id": numbers[-1], "state": "", "nodes": ""}
+    try:
+        job = scheduler_of(paths).query_job(numbers[-1])
+    except PhalanxError as error:
+        return known | {"state": "not known", "reason": str(error)}
+    if job is None:
+        return known | {"state": f"forgotten by {scheduler_of(paths).TITLE}"}
+    return known | {
+        "state": job.state, "reason": job.reason, "nodes": job.nodes, "restarts": job.restarts,
+        "end_time": job.end_time, "time_limit": job.time_limit,
+    }  # fmt: skip
+
+
+def has_ended(paths: RunPaths, job: Job | None) -> bool:
+    """Whether nothing of the run is left: no job, no process of this machine."""
+    if job is not None:
+        return job.over
+    return bool(job_numbers(paths)) or find_lock_holder(paths.job_supervisor) is None

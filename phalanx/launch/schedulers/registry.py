@@ -1,0 +1,16 @@
+"""The schedulers by name: a new one is a module and a row here."""
+
+from phalanx.core.errors import ConfigError
+from phalanx.launch.schedulers import slurm
+from phalanx.launch.schedulers.background import Background
+from phalanx.launch.schedulers.scheduler import Scheduler
+
+SCHEDULERS: dict[str, Scheduler] = {"slurm": slurm, "background": Background()}
+DEFAULT, LOCAL = next(iter(SCHEDULERS)), "background"
+
+
+def find_scheduler(name: str) -> Scheduler:
+    """Raises ConfigError for a name that there is not."""
+    if name not in SCHEDULERS:
+        raise ConfigError(f"there is no scheduler {name}; those that there are: {', '.join(SCHEDULERS)}")
+    return SCHEDULERS[name]

@@ -1,0 +1,151 @@
+"""The scheduler interface: what `phalanx launch`, `status`, `logs`, `cancel` and `nodes` ask of whatever runs a job.
+
+A scheduler is a module with these functions, or a subclass of `Scheduler` with those that it has, and a row of
+SCHEDULERS in `registry.py`. The run folder says by which of them a run was launched. `tests/dist/test_scheduler.py` has
+the smallest one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from phalanx.config.schema import Config
+from phalanx.core.errors import ConfigError
+from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.supervisor.node_requests import NodeRequestKind
+
+MAX_STARTS = 100  # with --until-done, where nobody has said how many
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the command line of `phalanx launch` asks for, beside the recipe."""
+
+    nodes: int
+    spares: int = 0
+    ranks: int | None = None
+    until_done: bool = False
+    max_jobs: int = MAX_STARTS
+
+
+class QueuePhase(StrEnum):
+    """`ENDS`: the scheduler ends what is left of the job, or of what ran before it was put back into the queue."""
+
+    WAITS = "waits"
+    RUNS = "runs"
+    ENDS = "ends"
+    OVER = "over"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a scheduler says of a job: its `state` in the scheduler's own word, and which phase that is. `restarts`
+    counts how often it was requeued."""
+
+    id: str
+    state: str
+    phase: QueuePhase
+    reason: str = ""
+    nodes: str = ""  # a list such as n[1-2]
+    restarts: int = 0
+    time_limit: str = ""
+    end_time: str = ""
+    code: int | None = None  # what its script left with
+
+    @property
+    def waits(self) -> bool:
+        return self.phase == QueuePhase.WAITS
+
+    @property
+    def ends(self) -> bool:
+        return self.phase == QueuePhase.ENDS
+
+    @property
+    def over(self) -> bool:
+        return self.phase == QueuePhase.OVER
+
+
+class JobTask(Protocol):
+    """The part of a job that runs on one node, as its environment says; `start_count` counts from 1, and `name` is
+    JOB-START."""
+
+    @property
+    def job(self) -> str: ...
+    @property
+    def node(self) -> int: ...
+    @property
+    def start_count(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class SchedulerNode:
+    """`reason`: why it was taken out of use, empty where it is not."""
+
+    name: str
+    state: str
+    reason: str
+
+
+class Scheduler(Protocol):
+    """What runs `phalanx keep RUN_FOLDER` once on each node of a job. Its functions raise ConfigError where the
+    scheduler is not there, and RunError, with its own words, where it refuses or does not answer. What a
+    subclass leaves out, it does not do."""
+
+    TITLE: str
+    SECTION: str | None  # of the recipe, with the options of a job; None: it has none
+    QUEUES: bool  # its jobs have numbers, which the run folder keeps; else the lock of the run tells of its process
+
+    def make_script(self, config: Config, paths: RunPaths, options: LaunchOptions) -> str | None:
+        """The script of the job, for --dry-run and for `submit`; None where there is none. Submits nothing."""
+        return None
+
+    def check_cluster(self, config: Config, options: LaunchOptions) -> None:
+        """Raises ConfigError for a job that could never run here."""
+        return None
+
+    def submit(self, paths: RunPaths, environment: Mapping[str, str]) -> str:
+        """Submit the job, whose script (if any) is `paths.launch_script`; returns its number."""
+
+    def query_job(self, number: str) -> Job | None:
+        """The job; None where the scheduler knows it no more."""
+        return None
+
+    def find_log(self, paths: RunPaths, number: str) -> Path:
+        """Where the output of the job itself is: `paths.job_log`, beside that of each node, `paths.node_log`."""
+        return paths.job_log(self.TITLE.lower(), number)
+
+    def stop(self, number: str) -> None:
+        """Send SIGTERM to what runs on the nodes: it saves and leaves."""
+        raise ConfigError(f"{self.TITLE} stops no job")
+
+    def cancel(self, number: str) -> None:
+        """End a job now, or remove it from the queue."""
+        raise ConfigError(f"{self.TITLE} cancels no job")
+
+    def requeue(self, number: str) -> None:
+        """Put a job into the queue again, under its number."""
+        raise ConfigError(f"{self.TITLE} puts no job back into a queue")
+
+    def list_nodes(self) -> list[SchedulerNode]:
+        """All nodes, each once."""
+        raise ConfigError(f"{self.TITLE} lists no nodes")
+
+    def set_node_state(self, node: str, wanted: NodeRequestKind, reason: str | None) -> str:
+        """Drain a node, hand it in for replacement, or give it back; returns the scheduler's word for that."""
+        raise ConfigError(f"{self.TITLE} takes no node out of use")
+
+    def read_task(self, environment: Mapping[str, str]) -> JobTask | None:
+        """Which part of a job this process is; None where it belongs to none."""
+        return None
+
+    def is_script_alive(self, task: JobTask) -> bool:
+        """Whether what has started this task still lives, and so ends the job itself."""
+        return True
+
+    def cancel_task(self, environment: Mapping[str, str]) -> None:
+        """End what this process is a part of, where it is of a job; a node that cannot take part calls it."""
+        return None
