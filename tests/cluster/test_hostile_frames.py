@@ -178,11 +178,11 @@ class Agents:
 
     def tell(self, mad: int, to: int, text: str) -> None:
         """Have the agent `to` hear a frame of a member, and all whatever comes of it."""
-        channel = self.peers[mad].membership._links[to].channel
+        channel = self.peers[mad].membership.links[to].channel
         assert channel is not None
         channel._out += text.encode(errors="surrogatepass") + b"\n"
         channel.receive()
-        there = self.peers[to].membership._links[mad].channel
+        there = self.peers[to].membership.links[mad].channel
         assert there is not None
         select.select([there.fileno()], [], [], PATIENCE_S)
         for _ in range(3):

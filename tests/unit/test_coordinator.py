@@ -84,7 +84,8 @@ def test_of_two_that_come_as_the_same_node_one_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(coordinator, "find_mismatch", lambda *_, **__: None)
     monkeypatch.setattr(coordinator, "DEATH_ANSWER_S", 0.0)
     admitted: list[AgentMember] = []
-    agent.membership.admit, agent.membership.heartbeat_s, agent.membership.heard_at = admitted.append, 1.0, {}
+    agent.membership.admit = admitted.append
+    agent.membership.detector = SimpleNamespace(heartbeat_s=1.0, heard_at={})
     answers: list[tuple[int, dict[str, Any]]] = []
 
     def comes(pid: int) -> None:
@@ -113,11 +114,8 @@ def test_a_node_that_died_before_its_first_sign_of_life_may_be_started_again_at_
     monkeypatch.setattr(coordinator, "find_mismatch", lambda *_, **__: None)
     now, admitted, answers = [100.0], list[AgentMember](), list[Any]()
     monkeypatch.setattr(coordinator.time, "monotonic", lambda: now[0])
-    agent.membership.admit, agent.membership.heartbeat_s, agent.membership.heard_at = (
-        admitted.append,
-        1.0,
-        {1: 100.0 + coordinator.MEET_S},
-    )
+    agent.membership.admit = admitted.append
+    agent.membership.detector = SimpleNamespace(heartbeat_s=1.0, heard_at={1: 100.0 + coordinator.MEET_S})
     channel = SimpleNamespace(lost=None, send_and_close=lambda message, why, timeout_s: answers.append(message))
     at = {"token": f"{71:016x}", "address": "127.0.0.1", "port": 1, "beats": 2}
     made.greet(channel, {"node": 1, "host": "host1", "pid": 71, "devices": [["cpu", "any", True]], "at": at})

@@ -14,11 +14,12 @@ from typing import Any
 
 from phalanx.core.placement import ExitCode, InMemoryCheckpoint, StoreAddress
 from phalanx.elastic.membership.channel import Channel, Message
+from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.heartbeat import HeartbeatSocket
 from phalanx.elastic.membership.heartbeat_sender import HeartbeatSenderProcess
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
-from phalanx.elastic.membership.membership import Claim, Membership
+from phalanx.elastic.membership.membership import Membership
 from phalanx.elastic.membership.messages import NONSENSE
 from phalanx.elastic.membership.solo import NoNetwork, make_solo_member
 from phalanx.elastic.membership.store_relay import CALL_S, Relay, hand_over, start_client_relay, start_host_relay
@@ -129,7 +130,7 @@ class NodeAgent:
 
     def describe_writers(self, following: MemberList) -> dict[str, Any]:
         """What an epoch's file says of the run: whose ranks may still write."""
-        votes, said = self.membership.votes, self._last_epoch_file
+        votes, said = self.membership.election.votes, self._last_epoch_file
         self._last_epoch_file = found = failover.find_active_writers(
             self.start, self.membership.member_list, following, votes, said
         )

@@ -14,9 +14,9 @@ from phalanx.core.errors import PhalanxError
 from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
 from phalanx.elastic.membership.channel import Channel, Message
+from phalanx.elastic.membership.failure_detector import MEET_S
 from phalanx.elastic.membership.handshake import explain_flood, explain_taken_rank, find_mismatch
 from phalanx.elastic.membership.member_list import member_list_to_message, parse_member
-from phalanx.elastic.membership.membership import MEET_S
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.supervisor.decide import SECONDARY_FAILURE, decide
 from phalanx.elastic.supervisor.failover import (
@@ -89,12 +89,8 @@ class Coordinator:
         unfit_reason: str | None = None,
     ) -> None:
         self.agent, self.membership, self.state, self.hello = agent, agent.membership, state, hello
-        self._prepare, self.notice, self._take_committed_steps, self._take_node_requests = (
-            prepare,
-            notice,
-            take_committed_steps,
-            take_node_requests,
-        )
+        self._prepare, self.notice = prepare, notice
+        self._take_committed_steps, self._take_node_requests = take_committed_steps, take_node_requests
         self._requests: dict[str, NodeRequest] = {}  # by node as it was named; of nodes that are not there, too
         self._preparing: tuple[AsyncCall, int] | None = None
         self._ends: dict[int, list[RankEnd]] = {}  # of this attempt, by node
@@ -109,7 +105,7 @@ class Coordinator:
         self._members = {member.node: member for member in known.members}
         if self.membership.previous_member_list is not None:
             self._begin_incident()
-            for node, vote in self.membership.votes.items():
+            for node, vote in self.membership.election.votes.items():
                 self._hear_vote(node, vote)
         self._claimants: list[tuple[Channel, Message, float]] = []
         self._welcome: dict[str, tuple[int, Channel]] = {}  # by token, with their numbers, until they are members
@@ -329,8 +325,8 @@ class Coordinator:
             self.membership.admit(member)
         else:  # it may be that node, started again, and the one that is known may be gone without a word
             # Who has just become a member has longer until its first sign of life, and may have died before that.
-            heard_at = max(time.monotonic(), self.membership.heard_at.get(member.node, 0.0))
-            until = heard_at + DEATH_ANSWER_S * self.membership.heartbeat_s
+            heard_at = max(time.monotonic(), self.membership.detector.heard_at.get(member.node, 0.0))
+            until = heard_at + DEATH_ANSWER_S * self.membership.detector.heartbeat_s
             self._claimants.append((channel, hello, until))
 
     def _is_welcome(self, node: int) -> bool:
@@ -483,8 +479,10 @@ def become_coordinator(
     if membership.previous_member_list is None:
         state = make_initial_state(offered, membership.member_list, attempt, committed, held or {})
         return Coordinator(agent, state, hello, prepare, notice, take_committed_steps, take_node_requests, unfit_reason)
-    agent.offer = renew_offer(offered, agent.start, membership.votes)
-    state = make_failover_state(agent.offer, agent.start, membership.previous_member_list, membership.votes, attempt)
+    agent.offer = renew_offer(offered, agent.start, membership.election.votes)
+    state = make_failover_state(
+        agent.offer, agent.start, membership.previous_member_list, membership.election.votes, attempt
+    )
     leader = Coordinator(agent, state, hello, prepare, notice, take_committed_steps, take_node_requests)
     if agent.offer is not offered:
         leader.offer(SendOffer(state.division))
