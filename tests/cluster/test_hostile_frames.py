@@ -33,8 +33,8 @@ from phalanx.elastic.node import agent
 from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.watchdog import Blame, HangTimeouts, ProcessStatus, ProgressReport
-from phalanx.elastic.replicas import server
-from phalanx.elastic.replicas.fetch import StateFileFetcher
+from phalanx.elastic.replicas import own_ranks, server
+from phalanx.elastic.replicas.own_ranks import StateFileFetcher
 from phalanx.elastic.supervisor import coordinator, hang_detection
 from phalanx.elastic.supervisor.coordinator import become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division, describe_restart_budget
@@ -445,10 +445,10 @@ def test_a_partner_that_answers_nonsense_fails_the_rank_by_a_sentence(
                     tmp_path / "there" / state_file.state_file_name(1, 0),
                     tmp_path / "here" / state_file.state_file_name(1, 0),
                 )
-            monkeypatch.setattr(server, "connect_and_greet", lambda *_: ours)
+            monkeypatch.setattr(own_ranks, "connect_and_greet", lambda *_: ours)
             mine, its = socket.socketpair()
             mine.settimeout(PATIENCE_S)
-            rank = server._Rank(
+            rank = own_ranks.RankRequests(
                 its, tmp_path / "here", SECRET, StateFileFetcher(tmp_path / "here", lambda address: ours)
             )
             serving = threading.Thread(target=rank.serve)

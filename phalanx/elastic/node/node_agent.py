@@ -27,7 +27,8 @@ from phalanx.elastic.node.job import LeaderRole, NodeJob
 from phalanx.elastic.node.replica_host import ReplicaHost
 from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, ProgressReport
-from phalanx.elastic.replicas.server import ROLE, MakeReplicaUpdater, never_update
+from phalanx.elastic.replicas.own_ranks import ROLE
+from phalanx.elastic.replicas.server import MakeReplicaUpdater, never_update
 from phalanx.elastic.supervisor import failover, hang_detection
 from phalanx.elastic.supervisor.assignment import NodeAssignment, find_assignment
 from phalanx.system.exit_causes import WorkerExit
