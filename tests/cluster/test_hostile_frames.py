@@ -35,7 +35,7 @@ from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.watchdog import Blame, HangTimeouts, ProcessStatus, ProgressReport
 from phalanx.elastic.replicas import own_ranks, server
 from phalanx.elastic.replicas.own_ranks import StateFileFetcher
-from phalanx.elastic.supervisor import coordinator, hang_detection
+from phalanx.elastic.supervisor import hang_detection, leader_tasks
 from phalanx.elastic.supervisor.coordinator import become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division, describe_restart_budget
 from phalanx.elastic.supervisor.state import JobState, RecoveryPolicy
@@ -221,7 +221,7 @@ def well(there: list[Agents]) -> Agents:
 @pytest.mark.parametrize("mad", [2, 0])
 def test_a_member_that_has_gone_mad_brings_nobody_down(mad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower and the leader; the others hear each frame and go on, with an exception nowhere."""
-    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
+    monkeypatch.setattr(leader_tasks, "AsyncCall", Errand)
     with agents() as there:
 
         @examples(40)
@@ -242,7 +242,7 @@ def test_a_member_that_has_gone_mad_brings_nobody_down(mad: int, monkeypatch: py
 
 
 def test_who_sends_nonsense_is_named_and_the_others_go_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
+    monkeypatch.setattr(leader_tasks, "AsyncCall", Errand)
     there = Agents()
     there.tell(2, 0, '{"ended": {"attempt": "one"}}')
     there.until(lambda: there.peers[1].membership.member_list.nodes == [0, 1])
@@ -252,7 +252,7 @@ def test_who_sends_nonsense_is_named_and_the_others_go_on_without_it(monkeypatch
 
 
 def test_a_leader_that_orders_more_ranks_than_there_are_devices_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
+    monkeypatch.setattr(leader_tasks, "AsyncCall", Errand)
     there = Agents()
     there.tell(0, 1, json.dumps({"start": {**START, "ranks": [1, 2, 1]}}))
     assert there.peers[1].membership.lost[0] == "it sent what makes no sense (more ranks than this node has devices)"
@@ -261,7 +261,7 @@ def test_a_leader_that_orders_more_ranks_than_there_are_devices_is_lost(monkeypa
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"ready": ' + "9" * 5000 + "}", "\x00\xff", "{}", '{"x": 1}', "null"])
 def test_lines_that_hold_no_message_lose_their_sender(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
+    monkeypatch.setattr(leader_tasks, "AsyncCall", Errand)
     there = Agents()
     there.tell(2, 0, text)
     there.until(lambda: there.peers[1].membership.member_list.nodes == [0, 1])
@@ -336,7 +336,7 @@ HELLO = {
 
 
 def test_a_greeting_that_makes_no_sense_is_refused_by_a_sentence() -> None:
-    from phalanx.elastic.membership.handshake import find_mismatch
+    from phalanx.elastic.membership.admission import find_mismatch
     from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 
     own = {**HELLO, "node": 0}
@@ -350,8 +350,8 @@ def test_a_greeting_that_makes_no_sense_is_refused_by_a_sentence() -> None:
         said: list[Any] = []
         with socket.socket() as listener:
             first = RendezvousHost(3, listener, SECRET, None, own, 60.0, lambda kind, details: said.append(details))
-            channel = SimpleNamespace(send_and_close=lambda message, why: said.append(message), send=said.append)
-            first._greet(channel, read)  # type: ignore[arg-type]
+            channel = SimpleNamespace(send_and_close=lambda message, *_, **__: said.append(message), send=said.append)
+            first._admission.greet(channel, read)  # type: ignore[arg-type]
             first.listener.close("over")
         wrong = find_mismatch(read, own, to_node_0=True)
         assert wrong is None or (wrong.isprintable() and len(wrong) < 20_000)

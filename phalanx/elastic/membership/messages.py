@@ -326,6 +326,12 @@ class _Hello(_Part):
     recipe: dict[Name, Any]
     at: _At | None = None
 
+    @model_validator(mode="after")
+    def _agrees(self) -> "_Hello":
+        if self.devices and self.at is None:  # nodes that only look at each other have none, and are no members
+            raise ValueError("it does not say where it is called")
+        return self
+
 
 def find_message_problem(message: Message) -> str | None:
     """What is wrong with what a node says, in a few words; None for nothing."""
