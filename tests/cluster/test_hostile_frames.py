@@ -36,7 +36,7 @@ from phalanx.elastic.node.watchdog import Blame, HangTimeouts, ProcessStatus, Pr
 from phalanx.elastic.replicas import own_ranks, server
 from phalanx.elastic.replicas.own_ranks import StateFileFetcher
 from phalanx.elastic.supervisor import hang_detection, leader_tasks
-from phalanx.elastic.supervisor.coordinator import become_coordinator
+from phalanx.elastic.supervisor.coordinator import Coordinator, become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division, describe_restart_budget
 from phalanx.elastic.supervisor.state import JobState, RecoveryPolicy
 from phalanx.recovery import inventory, state_file
@@ -160,7 +160,7 @@ class Agents:
     def make(self, offer: Message, poll_once: Any) -> NodeJob:
         raise PhalanxError("there is no room for that here")
 
-    def lead(self, peer: NodeAgent) -> coordinator.Coordinator:
+    def lead(self, peer: NodeAgent) -> Coordinator:
         return become_coordinator(peer, {}, 1, 0, lambda *_: {}, lambda kind, details: self.said.append(details))
 
     def until(self, holds: Any) -> None:
