@@ -345,7 +345,6 @@ LARGE_CLASSES = {
     "phalanx.config.model:ModelSection": (21, 0),
     "phalanx.config.schema:DataSection": (21, 0),
     "phalanx.core.records:StepRecord": (22, 0),
-    "phalanx.elastic.membership.messages:_Message": (29, 0),
     "phalanx.elastic.node.job:NodeJob": (22, 1),
     "phalanx.engine.sharded:ShardedEngine": (41, 36),
     "phalanx.engine.single:SingleEngine": (22, 20),
