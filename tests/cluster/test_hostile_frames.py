@@ -29,13 +29,13 @@ from phalanx.elastic.membership.heartbeat import HeartbeatSocket
 from phalanx.elastic.membership.listener import ConnectionListener, bind
 from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
 from phalanx.elastic.membership.membership import Membership
-from phalanx.elastic.node import agent
+from phalanx.elastic.node import agent, watchdog
 from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.watchdog import Blame, HangTimeouts, ProcessStatus, ProgressReport
 from phalanx.elastic.replicas import own_ranks, server
 from phalanx.elastic.replicas.own_ranks import StateFileFetcher
-from phalanx.elastic.supervisor import hang_detection, leader_tasks
+from phalanx.elastic.supervisor import leader_tasks
 from phalanx.elastic.supervisor.coordinator import Coordinator, become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division, describe_restart_budget
 from phalanx.elastic.supervisor.state import JobState, RecoveryPolicy
@@ -103,7 +103,7 @@ def test_what_nodes_really_say_keeps_to_the_schema() -> None:
     ]
     said: list[Any] = [
         {"ready": 1, "held": inventory_to_message(held)},
-        {"pulses": hang_detection.encode_report(1, word)},
+        {"pulses": watchdog.encode_report(1, word)},
         {"ended": {"attempt": 1, "code": 1, "ends": ends, "lowered": False}},
         {"hung": 1, "ranks": [dataclasses.astuple(Blame(0, "Hang", "why", None))]},
         {"offer": describe_division(1, [(0, 1)], [DEVICES], RecoveryPolicy(nodes=1))},

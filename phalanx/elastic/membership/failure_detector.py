@@ -4,8 +4,7 @@ import math
 import time
 from collections.abc import Collection
 
-from phalanx.elastic.membership.heartbeat import DECLARED_LOST, Heartbeat, HeartbeatSocket
-from phalanx.elastic.membership.heartbeat_sender import HeartbeatSender
+from phalanx.elastic.membership.heartbeat import DECLARED_LOST, Heartbeat, HeartbeatSender, HeartbeatSocket
 from phalanx.elastic.membership.member_list import MemberList, MemberView
 from phalanx.elastic.membership.solo import NoNetwork
 

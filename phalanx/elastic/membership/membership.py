@@ -17,8 +17,7 @@ from typing import Any
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.election import Claim, Election
 from phalanx.elastic.membership.failure_detector import FailureDetector
-from phalanx.elastic.membership.heartbeat import HeartbeatSocket
-from phalanx.elastic.membership.heartbeat_sender import HeartbeatSender
+from phalanx.elastic.membership.heartbeat import HeartbeatSender, HeartbeatSocket
 from phalanx.elastic.membership.links import MemberLinks
 from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.membership.member_list import (

@@ -15,21 +15,21 @@ from typing import Any
 from phalanx.core.placement import ExitCode, InMemoryCheckpoint, StoreAddress
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.election import Claim
-from phalanx.elastic.membership.heartbeat import HeartbeatSocket
-from phalanx.elastic.membership.heartbeat_sender import HeartbeatSenderProcess
+from phalanx.elastic.membership.heartbeat import HeartbeatSenderProcess, HeartbeatSocket
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
 from phalanx.elastic.membership.membership import Membership
 from phalanx.elastic.membership.messages import NONSENSE
 from phalanx.elastic.membership.solo import NoNetwork, make_solo_member
 from phalanx.elastic.membership.store_relay import CALL_S, Relay, hand_over, start_client_relay, start_host_relay
+from phalanx.elastic.node import watchdog
 from phalanx.elastic.node.job import LeaderRole, NodeJob
 from phalanx.elastic.node.replica_host import ReplicaHost
 from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, ProgressReport
 from phalanx.elastic.replicas.own_ranks import ROLE
 from phalanx.elastic.replicas.server import MakeReplicaUpdater, never_update
-from phalanx.elastic.supervisor import failover, hang_detection
+from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.assignment import NodeAssignment, find_assignment
 from phalanx.system.exit_causes import WorkerExit
 
@@ -344,7 +344,7 @@ class AttemptLink:
     def report_progress(self, number: int, report: ProgressReport) -> None:
         """Tell the leader what this node sees of its ranks."""
         membership = self._agent.membership
-        membership.send(membership.member_list.leader, {"pulses": hang_detection.encode_report(number, report)})
+        membership.send(membership.member_list.leader, {"pulses": watchdog.encode_report(number, report)})
 
     def take_hung_ranks(self) -> list[Blame]:
         new, self.hung = self.hung, []

@@ -17,6 +17,7 @@ from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.failure_detector import MEET_S
 from phalanx.elastic.membership.member_list import AgentMember, member_list_to_message, parse_member
 from phalanx.elastic.node.node_agent import NodeAgent
+from phalanx.elastic.node.watchdog import JobHangDetector
 from phalanx.elastic.supervisor.decide import SECONDARY_FAILURE, decide
 from phalanx.elastic.supervisor.failover import (
     describe_restart_budget,
@@ -25,7 +26,6 @@ from phalanx.elastic.supervisor.failover import (
     make_node_state,
     renew_offer,
 )
-from phalanx.elastic.supervisor.hang_detection import JobHangDetector
 from phalanx.elastic.supervisor.leader_tasks import (
     DivisionPreparation,
     OpenIncident,
