@@ -24,11 +24,10 @@ from phalanx.elastic.membership.solo import NoNetwork, make_solo_member
 from phalanx.elastic.membership.store_relay import CALL_S, Relay, hand_over, start_client_relay, start_host_relay
 from phalanx.elastic.node import watchdog
 from phalanx.elastic.node.job import LeaderRole, NodeJob
-from phalanx.elastic.node.replica_host import ReplicaHost
 from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, ProgressReport
 from phalanx.elastic.replicas.own_ranks import ROLE
-from phalanx.elastic.replicas.server import MakeReplicaUpdater, never_update
+from phalanx.elastic.replicas.server import MakeReplicaUpdater, ReplicaHost, never_update
 from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.assignment import NodeAssignment, find_assignment
 from phalanx.system.exit_causes import WorkerExit
@@ -273,7 +272,7 @@ class NodeAgent:
 
 
 class AttemptLink:
-    """The attempt `number` of `agent`, which hears the other nodes (`OtherNodes`)."""
+    """The other nodes of a job, as the attempt `number` of `agent` hears them; nothing here waits."""
 
     def __init__(self, agent: NodeAgent, number: int) -> None:
         self._agent, self.number = agent, number
@@ -289,7 +288,7 @@ class AttemptLink:
         return self._to_relay is not None
 
     def begin(self, number: int, port: int | None) -> StoreAddress | None:
-        """It begins: with rank 0 here, whose store listens at a loopback port, or elsewhere."""
+        """It begins: with rank 0 here, whose store listens at a loopback port, or elsewhere, at what is returned."""
         agent, start, job = self._agent, self._agent.start, self._agent.job
         assert start is not None and number == self.number
         agent.running = self
@@ -336,9 +335,11 @@ class AttemptLink:
         return self._agent.membership.due_s()
 
     def must_abort(self) -> bool:
+        """Whether this attempt has to end here because of what happened elsewhere."""
         return self.ordered_to_end or self._agent.is_leaderless or self._agent.over is not None
 
     def knows_cause(self) -> bool:
+        """Whether it is known why, so that no rank here is waited for that might say it."""
         return self.cause_known or self._agent.is_leaderless or self._agent.over is not None
 
     def report_progress(self, number: int, report: ProgressReport) -> None:
