@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
-from phalanx.config.schema import DataSection
+from phalanx.config.model import DataSection
 from phalanx.data.loader import Loader
 from phalanx.data.packing import PackingOptions, make_rows
 from phalanx.data.prepare import prepare

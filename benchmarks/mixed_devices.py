@@ -171,7 +171,7 @@ def _worker(
 
 
 def _config(size: Size, steps: int, settings: dict[str, Any], world: int) -> Any:
-    from phalanx.config import load
+    from phalanx.config import load, resolve
 
     tree = {
         "model": size.model,
@@ -184,7 +184,7 @@ def _config(size: Size, steps: int, settings: dict[str, Any], world: int) -> Any
         "report": {"tensorboard": False},
     }  # fmt: skip
     wanted = load.update_config(load.build_config(tree, "the benchmark's recipe"), settings)
-    config, _ = load.resolve_autos(wanted, device="cpu", world=world)
+    config, _ = resolve.resolve_autos(wanted, device="cpu", world=world)
     return config
 
 

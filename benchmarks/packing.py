@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Row, at_least, at_most, machine, options, report, result, spread
-from phalanx.config.schema import DataSection
+from phalanx.config.model import DataSection
 from phalanx.data.loader import Loader
 from phalanx.data.packing import PackedRows, PackingOptions
 from phalanx.data.prepare import prepare

@@ -31,7 +31,8 @@ from phalanx.autotune.run_size import (
     max_samples_per_replica,
     micro_batch_to_assume,
 )
-from phalanx.config.load import resolve_autos, update_config
+from phalanx.config.load import update_config
+from phalanx.config.resolve import resolve_autos
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.data.tokenizer import predict_vocab_size

@@ -4,11 +4,11 @@ Every rank tries one block by itself before the model is cut. What follows is ke
 the same ranks: another cut adds up in another order.
 """
 
-from typing import TYPE_CHECKING
-
 from phalanx.autotune.probe_model import open_probe_model
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, single_rank_mesh
+from phalanx.config.load import update_config
+from phalanx.config.schema import Config
 from phalanx.core.errors import is_out_of_memory
 from phalanx.core.events import EventKind
 from phalanx.core.run_paths import RunPaths
@@ -16,9 +16,6 @@ from phalanx.parallel.model_part import plan_stages
 from phalanx.system import accelerator
 from phalanx.workload.sinks import RecordWriter, find_resolved_value
 from phalanx.workload.workload import Workload
-
-if TYPE_CHECKING:
-    from phalanx.config.schema import Config
 
 KEY = "parallel.layers_per_stage"
 # The slowest rank's seconds over the fastest's from which on devices count as unlike: of several kinds, and of one,
@@ -28,8 +25,8 @@ PASSES = 5  # of which the fastest counts
 
 
 def resolve_stage_sizes(
-    config: "Config", workload: Workload, mesh: Mesh, paths: RunPaths, records: RecordWriter
-) -> "Config":
+    config: Config, workload: Workload, mesh: Mesh, paths: RunPaths, records: RecordWriter
+) -> Config:
     """The configuration with the numbers of blocks of all stages, where the recipe has none and devices are unlike.
     Collective, and the same on all ranks."""
     if mesh.pipe is None or config.parallel.layers_per_stage != "auto" or workload.spec is None:
@@ -58,7 +55,7 @@ def resolve_stage_sizes(
         # Also where they are alike: the next start would measure anew, and might find them unlike.
         why += ", nearly alike" if alike else ""
         records.write_event(EventKind.AUTO_RESOLVED, {"key": KEY, "value": numbers, "reason": why, "of": of})
-    return config.model_copy(update={"parallel": parallel.model_copy(update={"stages": numbers})})
+    return update_config(config, {KEY: numbers})
 
 
 def _by_stage(mesh: Mesh, mine: float) -> list[float]:
@@ -70,7 +67,7 @@ def _by_stage(mesh: Mesh, mine: float) -> list[float]:
     return found
 
 
-def _block_s(config: "Config", workload: Workload, mesh: Mesh) -> float:
+def _block_s(config: Config, workload: Workload, mesh: Mesh) -> float:
     """Seconds of one sample's passes through the model with one block, on this rank alone; 1 where that does not fit,
     so that such ranks count as alike."""
     with single_rank_mesh(mesh) as single:

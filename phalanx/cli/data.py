@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.cli import help
-from phalanx.config import load, schema
+from phalanx.config import load, resolve, schema
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import redact_url
 from phalanx.storage import files as storage
@@ -146,7 +146,7 @@ def data_batch(
     done = _prepare_data(wanted, aside=as_json)
     if wanted.model.vocab_size == "auto" and not wanted.model.from_hf and not wanted.model.preset:
         wanted = load.update_config(wanted, {"model.vocab_size": done.vocab_size})
-    wanted, _ = load.resolve_autos(wanted, device="cpu", world=1)
+    wanted, _ = resolve.resolve_autos(wanted, device="cpu", world=1)
     if wanted.task.kind in ("tag", "classify") and wanted.task.labels == "auto":
         wanted = load.update_config(
             wanted, {"task.labels": ["one", "other"]}

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.config.schema import DataSection
+from phalanx.config.model import DataSection
 from phalanx.core.placement import ExitCode
 from phalanx.doctor.results import NAMES, CheckResult, CheckState, parse_check_names
 from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.config.schema import DataSection
+from phalanx.config.model import DataSection
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.renamed import warn_of
 from phalanx.core.run_paths import RunPaths

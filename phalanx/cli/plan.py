@@ -12,7 +12,7 @@ import typer
 
 from phalanx.cli.data import Overrides
 from phalanx.config import load
-from phalanx.config.resilience import ResilienceSection
+from phalanx.config.operations import ResilienceSection
 from phalanx.core.errors import ConfigError
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from phalanx.config.load import RESOLVED_ANEW, RESOLVED_FOR_DEVICES, suggest_key
+from phalanx.config.resolve import RESOLVED_ANEW, RESOLVED_FOR_DEVICES
 from phalanx.config.schema import iter_knobs
+from phalanx.config.sentences import suggest_key
 from phalanx.core.errors import ConfigError
 from phalanx.core.renamed import KEYS, warn_of
 

@@ -1,10 +1,10 @@
-"""The knobs of the built-in models: their shapes, what they start from, and adapters beside them."""
+"""The keys of a model, its task and its data: what is trained, what a sample and its loss are, and on what."""
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, JsonValue
 
-from phalanx.config.fields import Auto, Count, Fraction, Positive, Section, Text, as_list, knob, reject_bool
+from phalanx.config.fields import Auto, Count, Fraction, Positive, Section, Text, as_list, as_sources, knob, reject_bool
 from phalanx.layout.model_shape import MAX_LAYERS
 from phalanx.models.families.catalog import FAMILIES
 
@@ -104,3 +104,89 @@ class ModelSection(Section):
         0.0, "bert: probability that a position does not see another; holds all of attention's scores", trajectory=True
     )
     lora: LoraSection | None = knob(None, "train small adapters beside frozen weights", trajectory=True)
+
+
+class TaskSection(Section):
+    """What a sample and its loss are."""
+
+    kind: Literal["auto", "language", "masked", "tag", "classify", "custom"] = knob(
+        "auto",
+        "language: the next token; of a BERT masked: masked tokens, tag: a label for each word, classify: one for each "
+        "text; custom: what task.code says; auto: custom where that is set, masked for a BERT, else language",
+        trajectory=True,
+    )
+    mask_share: Fraction = knob(0.15, "masked: share of a sequence's tokens that are predicted", trajectory=True)
+    whole_word: bool = knob(False, "masked: all pieces of a word are predicted, or none", trajectory=True)
+    next_sentence: bool = knob(
+        False, "masked: also whether the second of two segments follows the first", trajectory=True
+    )
+    labels: Annotated[list[Text], Field(min_length=1)] | Auto = knob(
+        "auto",
+        "tag and classify: names of the labels, in their order in the model; auto: those of from_hf where they are "
+        "enough, else all that the data has",
+        trajectory=True,
+    )
+    code: Text | None = knob(
+        None, "a Python file whose class Task brings a network, data and a loss of one's own", trajectory=True
+    )
+    options: dict[Text, JsonValue] = knob({}, "arguments of that class", trajectory=True)
+
+
+class SourceSection(Section):
+    """One source of a mixture."""
+
+    path: Annotated[list[Text], Field(min_length=1), BeforeValidator(as_list)] = knob(
+        ..., "files, folders, globs, URLs or hub: ids, as in data.source", trajectory=True
+    )
+    weight: Positive = knob(1.0, "its share of the sequences, relative to the other sources' weights", trajectory=True)
+
+
+class DataSection(Section):
+    """What it is trained on."""
+
+    source: Annotated[list[Text | SourceSection], Field(min_length=1), BeforeValidator(as_sources)] = knob(
+        ["stdlib"],
+        "files, folders, globs, URLs or hub: ids; stdlib: this Python's own library; with path: and weight: a mixture",
+        trajectory=True,
+    )
+    validation: dict[Text, Annotated[list[Text], Field(min_length=1), BeforeValidator(as_list)]] = knob(
+        {}, "further sets to evaluate on, by name; all of their documents are held out", trajectory=True
+    )
+    format: Literal["text", "chat", "prompt", "masked"] = knob(
+        "text",
+        "text: running text; chat: conversations; prompt: prompts and completions; masked: HDF5 shards of sequences "
+        "that are masked already",
+        trajectory=True,
+    )
+    tokenizer: Text = knob(
+        "auto", "a tokenizer folder; train: byte-level BPE on the source; auto: from_hf's, else train", trajectory=True
+    )
+    tokenizer_vocab: Annotated[int, Field(ge=257, le=2**20), BeforeValidator(reject_bool)] = knob(
+        4096, "vocabulary of a trained tokenizer, tokens", trajectory=True
+    )
+    text_key: Text = knob("text", "the key of a JSONL line or Parquet row that holds the text", trajectory=True)
+    messages_key: Text = knob("messages", "the key that holds the messages of a conversation", trajectory=True)
+    prompt_key: Text = knob("prompt", "the key that holds a prompt", trajectory=True)
+    completion_key: Text = knob("completion", "the key that holds its completion", trajectory=True)
+    tokens_key: Text = knob("tokens", "tag: the key that holds the words of a sentence", trajectory=True)
+    tags_key: Text = knob("ner_tags", "tag: the key that holds their tags", trajectory=True)
+    label_key: Text = knob("label", "classify: the key or column that holds the label of a text", trajectory=True)
+    pair_key: Text | None = knob(
+        None, "classify: the key or column that holds a second text; default: there is none", trajectory=True
+    )
+    chat_template: Text | None = knob(
+        None, "a Jinja file, or chatml, to use instead of the tokenizer's", trajectory=True
+    )
+    loss_on: Literal["assistant", "all"] = knob(
+        "assistant", "chat and prompt: which tokens are learnt, the answers or everything", trajectory=True
+    )
+    too_long: Literal["truncate", "drop"] = knob(
+        "truncate", "chat, prompt, tag, classify: what happens to a document longer than seq_len", trajectory=True
+    )
+    isolate_documents: bool = knob(
+        False, "text: no attention across documents, as chat and prompt always have it", trajectory=True
+    )
+    held_out: Fraction = knob(0.02, "share of documents kept for evaluation, chosen by their hash", trajectory=True)
+    seq_len: Count = knob(512, "tokens of one sequence", trajectory=True)
+    cache: Text = knob("~/.cache/phalanx", "folder or URL for token files; safe to delete")
+    workers: Count | Auto = knob("auto", "processes that tokenise; auto: one per core")

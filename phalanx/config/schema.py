@@ -7,10 +7,9 @@ curve: a run folder keeps them for good; all others may differ between two start
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, Field
 
 from phalanx.config.fields import (
     Auto,
@@ -22,112 +21,23 @@ from phalanx.config.fields import (
     Share,
     Steps,
     Text,
-    as_list,
     as_shares,
-    as_sources,
     as_stages,
     as_work,
     knob,
     reject_bool,
+)  # fmt: skip
+from phalanx.config.model import DataSection, ModelSection, TaskSection
+from phalanx.config.operations import (
+    CallbackSection,
+    CheckpointSection,
+    CommSection,
+    ReportSection,
+    ResilienceSection,
+    SlurmSection,
+    StorageSection,
 )
-from phalanx.config.model import LoraSection, ModelSection
-from phalanx.config.report import CallbackSection, ReportSection
-from phalanx.config.resilience import ResilienceSection
-from phalanx.config.slurm import SlurmSection
-from phalanx.core.errors import ConfigError
-from phalanx.layout import model_shape as shapes
-from phalanx.layout import pipeline_stages
 from phalanx.layout.mesh_axes import MeshAxes
-from phalanx.layout.model_shape import EncoderSpec, LoraSpec, ModelSpec, RopeScaling
-from phalanx.models.families import catalog
-from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES, PRESETS, family_of
-from phalanx.models.families.family import ModelFamily, TaskChoice
-
-
-class TaskSection(Section):
-    """What a sample and its loss are."""
-
-    kind: Literal["auto", "language", "masked", "tag", "classify", "custom"] = knob(
-        "auto",
-        "language: the next token; of a BERT masked: masked tokens, tag: a label for each word, classify: one for each "
-        "text; custom: what task.code says; auto: custom where that is set, masked for a BERT, else language",
-        trajectory=True,
-    )
-    mask_share: Fraction = knob(0.15, "masked: share of a sequence's tokens that are predicted", trajectory=True)
-    whole_word: bool = knob(False, "masked: all pieces of a word are predicted, or none", trajectory=True)
-    next_sentence: bool = knob(
-        False, "masked: also whether the second of two segments follows the first", trajectory=True
-    )
-    labels: Annotated[list[Text], Field(min_length=1)] | Auto = knob(
-        "auto",
-        "tag and classify: names of the labels, in their order in the model; auto: those of from_hf where they are "
-        "enough, else all that the data has",
-        trajectory=True,
-    )
-    code: Text | None = knob(
-        None, "a Python file whose class Task brings a network, data and a loss of one's own", trajectory=True
-    )
-    options: dict[Text, JsonValue] = knob({}, "arguments of that class", trajectory=True)
-
-
-class SourceSection(Section):
-    """One source of a mixture."""
-
-    path: Annotated[list[Text], Field(min_length=1), BeforeValidator(as_list)] = knob(
-        ..., "files, folders, globs, URLs or hub: ids, as in data.source", trajectory=True
-    )
-    weight: Positive = knob(1.0, "its share of the sequences, relative to the other sources' weights", trajectory=True)
-
-
-class DataSection(Section):
-    """What it is trained on."""
-
-    source: Annotated[list[Text | SourceSection], Field(min_length=1), BeforeValidator(as_sources)] = knob(
-        ["stdlib"],
-        "files, folders, globs, URLs or hub: ids; stdlib: this Python's own library; with path: and weight: a mixture",
-        trajectory=True,
-    )
-    validation: dict[Text, Annotated[list[Text], Field(min_length=1), BeforeValidator(as_list)]] = knob(
-        {}, "further sets to evaluate on, by name; all of their documents are held out", trajectory=True
-    )
-    format: Literal["text", "chat", "prompt", "masked"] = knob(
-        "text",
-        "text: running text; chat: conversations; prompt: prompts and completions; masked: HDF5 shards of sequences "
-        "that are masked already",
-        trajectory=True,
-    )
-    tokenizer: Text = knob(
-        "auto", "a tokenizer folder; train: byte-level BPE on the source; auto: from_hf's, else train", trajectory=True
-    )
-    tokenizer_vocab: Annotated[int, Field(ge=257, le=2**20), BeforeValidator(reject_bool)] = knob(
-        4096, "vocabulary of a trained tokenizer, tokens", trajectory=True
-    )
-    text_key: Text = knob("text", "the key of a JSONL line or Parquet row that holds the text", trajectory=True)
-    messages_key: Text = knob("messages", "the key that holds the messages of a conversation", trajectory=True)
-    prompt_key: Text = knob("prompt", "the key that holds a prompt", trajectory=True)
-    completion_key: Text = knob("completion", "the key that holds its completion", trajectory=True)
-    tokens_key: Text = knob("tokens", "tag: the key that holds the words of a sentence", trajectory=True)
-    tags_key: Text = knob("ner_tags", "tag: the key that holds their tags", trajectory=True)
-    label_key: Text = knob("label", "classify: the key or column that holds the label of a text", trajectory=True)
-    pair_key: Text | None = knob(
-        None, "classify: the key or column that holds a second text; default: there is none", trajectory=True
-    )
-    chat_template: Text | None = knob(
-        None, "a Jinja file, or chatml, to use instead of the tokenizer's", trajectory=True
-    )
-    loss_on: Literal["assistant", "all"] = knob(
-        "assistant", "chat and prompt: which tokens are learnt, the answers or everything", trajectory=True
-    )
-    too_long: Literal["truncate", "drop"] = knob(
-        "truncate", "chat, prompt, tag, classify: what happens to a document longer than seq_len", trajectory=True
-    )
-    isolate_documents: bool = knob(
-        False, "text: no attention across documents, as chat and prompt always have it", trajectory=True
-    )
-    held_out: Fraction = knob(0.02, "share of documents kept for evaluation, chosen by their hash", trajectory=True)
-    seq_len: Count = knob(512, "tokens of one sequence", trajectory=True)
-    cache: Text = knob("~/.cache/phalanx", "folder or URL for token files; safe to delete")
-    workers: Count | Auto = knob("auto", "processes that tokenise; auto: one per core")
 
 
 class TrainSection(Section):
@@ -300,38 +210,6 @@ class MemorySection(Section):
     )
 
 
-class CommSection(Section):
-    """Collectives."""
-
-    timeout_s: Annotated[float, Field(gt=0, le=604800), BeforeValidator(reject_bool)] = knob(
-        600.0, "seconds after which a collective that does not end is an error; a week at most"
-    )
-    compress: Literal["none", "bf16", "int8"] = knob(
-        "none",
-        "how gradients that cross nodes, and all weights, are rounded, which makes them shorter and the curve another; "
-        "int8: blocks of 64 numbers with a scale; bf16: each by itself",
-        trajectory=True,
-    )
-
-
-class CheckpointSection(Section):
-    """What survives."""
-
-    every: CountOrZero = knob(100, "steps between checkpoints; 0: only at the end and when asked to stop")
-    keep: Count = knob(3, "newest checkpoints kept")
-    best: bool = knob(False, "keep the checkpoint of the evaluation with the least held-out loss beside these")
-
-
-class StorageSection(Section):
-    """Who may read what is written."""
-
-    private: bool = knob(
-        False,
-        "true: the run folder gets mode 0700 and its files 0600, and so does what else the run writes, such as token "
-        "files in data.cache; false: as the umask says",
-    )
-
-
 class Config(Section):
     """A whole run."""
 
@@ -350,123 +228,6 @@ class Config(Section):
     callback: CallbackSection = CallbackSection()
     report: ReportSection = ReportSection()
     slurm: SlurmSection = SlurmSection()
-
-
-SHAPE_FIELDS = (
-    "architecture", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "sliding_window",
-    "max_seq_len", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "init_std",
-)  # fmt: skip
-
-
-def build_model_spec(config: Config, hf_spec: ModelSpec | None = None) -> ModelSpec:
-    """The model's shapes from `config`, or from a Hugging Face folder's `hf_spec`. `model.vocab_size` must be resolved
-    unless a preset or a folder gives it. Raises ConfigError with every impossible shape."""
-    if config.model.preset is not None and config.model.preset not in PRESETS:
-        raise ConfigError(catalog.describe_unknown_preset(config.model.preset))
-    spec = build_requested_spec(config, hf_spec)
-    if found := find_shape_problems(config, spec):
-        raise ConfigError("the model's shapes are impossible: " + "; ".join(found))
-    return spec
-
-
-def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> ModelSpec:
-    """The shapes as they are asked for, possible or not; `vocab_size` stands in where nothing gives one."""
-    model = config.model
-    if hf_spec is not None:
-        spec = hf_spec
-    elif model.preset is not None:
-        spec = PRESETS[model.preset]
-    else:
-        # `find_problems` has asked for these three.
-        assert model.hidden
-        assert model.layers
-        assert model.heads
-        spec = ModelSpec(
-            vocab_size=vocab_size,
-            hidden=model.hidden,
-            layers=model.layers,
-            heads=model.heads,
-            kv_heads=model.heads,
-            head_dim=max(1, model.hidden // model.heads),
-            intermediate=catalog.default_intermediate(model.hidden),
-            max_seq_len=config.data.seq_len,
-        )
-        spec = recipe_family(config).start(spec)
-    given = {name: getattr(model, name) for name in SHAPE_FIELDS if getattr(model, name) is not None}
-    if model.rope_scaling is not None:
-        given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
-    if model.vocab_size != "auto":
-        given["vocab_size"] = model.vocab_size
-    spec = replace(spec, **given, dropout=model.dropout, lora=_lora(model.lora))
-    if spec.encoder is not None or model.attention_dropout:
-        encoder = spec.encoder or EncoderSpec()
-        spec = replace(spec, encoder=replace(encoder, attention_dropout=model.attention_dropout))
-    task = config.task
-    labels = () if task.labels == "auto" else tuple(task.labels)
-    return family_of(spec).complete(spec, given, TaskChoice(task.kind, task.next_sentence, labels))
-
-
-def recipe_family(config: Config) -> ModelFamily:
-    """The family that the recipe alone says the model is of."""
-    preset = PRESETS.get(config.model.preset or "")
-    name = config.model.architecture or (preset.architecture if preset else "")
-    return FAMILIES.get(name, DEFAULT_FAMILY)
-
-
-def is_custom_task(config: Config) -> bool:
-    """Whether the task is of a user's own."""
-    return config.task.code is not None
-
-
-def default_task(config: Config) -> tuple[str, str]:
-    """What `task.kind: auto` stands for, and why."""
-    family = recipe_family(config)
-    why = "task.code is not set" if family.writes_text else f"the model is a {family.title}"
-    return ("custom", "task.code is set") if is_custom_task(config) else (family.tasks[0], why)
-
-
-def _lora(section: LoraSection | None) -> LoraSpec | None:
-    """The adapters that are asked for; None also as long as an `auto` of theirs is not resolved."""
-    if section is None or section.rank == "auto" or section.alpha == "auto" or section.targets == "auto":
-        return None
-    ordered = tuple(name for name in shapes.LORA_TARGETS if name in section.targets)
-    return LoraSpec(rank=section.rank, alpha=section.alpha, targets=ordered, dropout=section.dropout)
-
-
-def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
-    """Why no such model can be, or none for these sequences."""
-    found = [sentence.rstrip(".") for sentence in catalog.find_shape_problems(spec)]
-    family, kind = family_of(spec), config.task.kind
-    writes = family.writes_text
-    if not writes and kind not in ("auto", *family.tasks):
-        kinds = f"{', '.join(family.tasks[:-1])} or {family.tasks[-1]}"
-        found.append(f"a {family.title} does not do task.kind {kind}; set it to {kinds}")
-    able = [each for each in FAMILIES.values() if kind in each.tasks]
-    if writes and able and family not in able:
-        found.append(
-            f"task.kind {kind} needs a {able[0].title}, and the model is a {family.name}; use another model or task"
-        )
-    if not writes and (config.model.lora is not None or config.model.code is not None):
-        key = "model.lora" if config.model.lora is not None else "model.code"
-        found.append(f"{key} is for models that predict the next token, and the model is a {family.title}; remove it")
-    parallel = config.parallel
-    if writes:
-        own_code = config.model.code is not None
-        found += catalog.find_tensor_problems(
-            spec, parallel.tensor, config.data.seq_len, parallel.sequence_parallel is True, own_code
-        )
-    if writes and parallel.pipeline > 1:
-        numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
-        keep, compiled = config.memory.activations, config.train.compile is True
-        found += pipeline_stages.find_stage_problems(
-            spec.layers, parallel.pipeline, parallel.schedule, numbers, activations=keep, compiled=compiled
-        )
-    if config.data.seq_len > spec.max_seq_len:
-        found.append(
-            f"data.seq_len {config.data.seq_len} is longer than the model's {spec.max_seq_len} positions "
-            "(model.max_seq_len); lower it"
-        )
-    return found
 
 
 def iter_knobs(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,8 +5,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from phalanx.config.load import update_config
-from phalanx.config.model import RopeScalingSection
-from phalanx.config.schema import SHAPE_FIELDS, Config, SourceSection, build_model_spec, get_knob, iter_knobs
+from phalanx.config.model import RopeScalingSection, SourceSection
+from phalanx.config.model_spec import SHAPE_FIELDS, build_model_spec
+from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import EncoderSpec, ModelSpec
 

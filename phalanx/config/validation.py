@@ -1,31 +1,17 @@
 """Combinations of knobs that cannot work, as sentences; pure numbers and no files."""
 
 from phalanx.config import optimizers
-from phalanx.config.schema import (
-    SHAPE_FIELDS,
-    Config,
-    SourceSection,
-    TrainSection,
-    build_requested_spec,
-    default_task,
-    find_shape_problems,
-    is_custom_task,
-    recipe_family,
-)
+from phalanx.config.model import SourceSection
+from phalanx.config.model_spec import LABELLED, find_model_problems, find_task_problems, is_custom_task, recipe_family
+from phalanx.config.schema import Config, TrainSection
 from phalanx.core.errors import ConfigError
 from phalanx.layout import balance
-from phalanx.models.families.catalog import PRESETS, describe_unknown_preset
-
-LABELLED = ("tag", "classify")  # task.kind of records with labels
 
 
 def find_problems(config: Config) -> list[str]:
     """Combinations that cannot work, as sentences; pure numbers and no files."""
-    found = []
     train, optim, data = config.train, config.optim, config.data
-    found += _custom_task_problems(config) if is_custom_task(config) else _model_problems(config)
-    found += _task_problems(config)
-    found += _callback_problems(config)
+    found = find_model_problems(config) + find_task_problems(config) + _callback_problems(config)
     if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
         found.append(
             f"train.micro_batch {train.micro_batch} is larger than train.global_batch {train.global_batch}; lower it"
@@ -306,99 +292,3 @@ def _callback_problems(config: Config) -> list[str]:
     if config.callback.options and config.callback.code is None:
         return ["callback.options are arguments of the class Callback of callback.code, which is not set; remove them"]
     return []
-
-
-def _task_problems(config: Config) -> list[str]:
-    task, found = config.task, []
-    if task.kind == "custom" and task.code is None:
-        found.append("task.kind custom needs task.code, the Python file with the class Task; set it")
-    if task.code is not None and task.kind not in ("auto", "custom"):
-        found.append(f"task.code brings a task of its own, but task.kind is {task.kind}; remove one of them")
-    found += _encoder_problems(config)
-    if task.options and task.code is None:
-        found.append("task.options are arguments of the class Task of task.code, which is not set; remove them")
-    return found
-
-
-def _encoder_problems(config: Config) -> list[str]:
-    """Keys that only some tasks of a BERT read."""
-    task, data, found = config.task, config.data, []
-    kind = default_task(config)[0] if task.kind == "auto" else task.kind
-    readers = {
-        "task.mask_share": ("masked",),
-        "task.whole_word": ("masked",),
-        "task.next_sentence": ("masked",),
-        "task.labels": LABELLED,
-        "data.tokens_key": ("tag",),
-        "data.tags_key": ("tag",),
-        "data.label_key": ("classify",),
-        "data.pair_key": ("classify",),
-    }
-    for key, kinds in readers.items():
-        section, name = key.split(".")
-        given = getattr(config, section)
-        if getattr(given, name) != type(given).model_fields[name].default and kind not in kinds:
-            found.append(f"{key} is for task.kind {' and '.join(kinds)}, but it is {kind}; remove it")
-    if kind in ("masked", *LABELLED):
-        if data.format != "text" and (kind, data.format) != ("masked", "masked"):
-            found.append(f"data.format {data.format} is for task.kind language, but it is {kind}; remove it")
-        if data.isolate_documents:
-            found.append(f"data.isolate_documents is for task.kind language, but it is {kind}; remove it")
-        if data.seq_len < 8:
-            found.append(f"data.seq_len is {data.seq_len}, but a sequence of BERT's needs 8 tokens at least; raise it")
-    if data.format == "masked" and kind != "masked":
-        found.append(f"data.format masked is for task.kind masked of a BERT, but it is {kind}; set that, or remove it")
-    if data.format == "masked" and task.whole_word:
-        found.append("task.whole_word chooses what is masked, but with data.format masked that is done; remove it")
-    if kind == "masked" and task.mask_share == 0:
-        found.append("task.mask_share is 0, so nothing would be predicted; set it to 0.15, say")
-    if task.labels != "auto" and len(set(task.labels)) < len(task.labels):
-        found.append("task.labels names a label twice; name each once")
-    return found
-
-
-def _custom_task_problems(config: Config) -> list[str]:
-    """Keys of the built-in models and data, which a task of a user's own does without."""
-    found = []
-    for name, kept in (("model", ()), ("data", ("cache",))):
-        section = getattr(config, name)
-        given = [
-            key
-            for key, info in type(section).model_fields.items()
-            if key not in kept and getattr(section, key) != info.default
-        ]
-        if given:
-            found.append(
-                f"{', '.join(f'{name}.{key}' for key in given)} cannot be set together with task.code, which brings a "
-                f"{'network' if name == 'model' else 'data set'} of its own; remove it, or make it one of task.options"
-            )
-    return found
-
-
-def _model_problems(config: Config) -> list[str]:
-    found, model = [], config.model
-    shape_given = [name for name in SHAPE_FIELDS if getattr(model, name) is not None]
-    if model.preset and model.from_hf:
-        found.append("model.preset and model.from_hf both say what the shapes are; remove one of them")
-    elif model.from_hf and (shape_given or model.vocab_size != "auto"):
-        named = ", ".join(
-            f"model.{name}" for name in [*shape_given, *(["vocab_size"] if model.vocab_size != "auto" else [])]
-        )
-        found.append(f"{named} cannot be set together with model.from_hf, whose folder fixes the shapes; remove it")
-    elif not model.preset and not model.from_hf:
-        missing = [f"model.{name}" for name in ("hidden", "layers", "heads") if getattr(model, name) is None]
-        if missing:
-            found.append(f"{', '.join(missing)} must be set, or model.preset, or model.from_hf")
-        else:
-            # A vocabulary that is not known yet has about as many tokens as one that would be trained.
-            found += find_shape_problems(
-                config, build_requested_spec(config, None, vocab_size=config.data.tokenizer_vocab)
-            )
-    elif model.preset and model.preset not in PRESETS:
-        found.append(describe_unknown_preset(model.preset))
-    elif model.preset:
-        found += find_shape_problems(config, build_requested_spec(config, None))
-    if model.lora is not None and not model.from_hf:
-        why = "model.lora trains adapters beside frozen weights, and weights that were only drawn are worth no adapter"
-        found.append(f"{why}; set model.from_hf to the folder of a trained model, or remove model.lora")
-    return found

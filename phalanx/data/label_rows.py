@@ -23,7 +23,7 @@ from phalanx.data.sources import LINES, TEXT, RecordFormat, file_suffix
 from phalanx.data.wordpiece import SpecialTokens
 
 if TYPE_CHECKING:
-    from phalanx.config.schema import DataSection
+    from phalanx.config.model import DataSection
 
 UNTAGGED = -1  # in the column of labels: no word begins with this piece
 DOCUMENT = "-DOCSTART-"

@@ -60,7 +60,7 @@ from phalanx.data.tokenizer import (
 from phalanx.storage import files as storage
 
 if TYPE_CHECKING:
-    from phalanx.config.schema import DataSection
+    from phalanx.config.model import DataSection
 
 TRAIN = "train"  # the value of `tokenizer` that asks for a new one
 READER_VERSION = 2  # raised with every change of how conversations are read

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from phalanx.config.schema import default_task
+from phalanx.config.model_spec import default_task
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.run_paths import HELD_OUT, redact_url
 from phalanx.data import hdf5_shards, label_rows, quick_check
@@ -47,7 +47,8 @@ from phalanx.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, token
 from phalanx.storage import files as storage
 
 if TYPE_CHECKING:
-    from phalanx.config.schema import Config, DataSection
+    from phalanx.config.model import DataSection
+    from phalanx.config.schema import Config
 
 VERSION = 1
 GROUP_RECORDS = 1024  # records handed to the tokenizer at once

@@ -21,7 +21,7 @@ from phalanx.data.token_files import token_dtype, write_and_sync
 from phalanx.data.wordpiece import SpecialTokens
 
 if TYPE_CHECKING:  # which needs pydantic
-    from phalanx.config.schema import DataSection
+    from phalanx.config.model import DataSection
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257  # the 256 bytes and the end of text

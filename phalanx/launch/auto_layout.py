@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.config.schema import Config, get_knob
 from phalanx.core.errors import ConfigError
 from phalanx.core.renamed import rename_dotted
@@ -56,7 +56,7 @@ def resolve_layout(
     free = {key: value for key, value in AUTO_LAYOUT.items() if key not in written}
     # A file of what was measured informs a plan; it is no wish to leave the model whole.
     freed = load.update_config(config, free | {"balance.hardware": None, "parallel.layout": "given"})
-    resolved, _ = load.resolve_autos(freed, device=kind, world=len(devices), bf16=all(bf16), differ=len(bf16) > 1)
+    resolved, _ = resolve.resolve_autos(freed, device=kind, world=len(devices), bf16=all(bf16), differ=len(bf16) > 1)
     asked = (resolved, written, present, _read_measured(config.balance.hardware, paths), read_last_record(paths))
     told = fork_call(_choose, *asked, timeout_s=None, meanwhile=meanwhile)
     keys = dict(told["keys"])

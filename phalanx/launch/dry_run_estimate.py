@@ -22,8 +22,10 @@ from phalanx.autotune.run_size import (
     micro_batch_to_assume,
     single_engine_bytes,
 )
-from phalanx.config.load import resolve_autos, update_config
-from phalanx.config.schema import Config, build_model_spec
+from phalanx.config.load import update_config
+from phalanx.config.model_spec import build_model_spec
+from phalanx.config.resolve import resolve_autos
+from phalanx.config.schema import Config
 from phalanx.data.tokenizer import predict_vocab_size
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import hf_config

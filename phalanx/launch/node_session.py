@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from phalanx.config import load
-from phalanx.config.schema import Config
+from phalanx.config.schema import Config, get_knob
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import EventKind, write_event
@@ -67,7 +67,7 @@ def render_shared_config(requested: Config, prepared: PreparedRun) -> str:
     itself and ranks agree on, or from the node's compilers."""
     of_nodes = ("train.micro_batch", "train.compile", "parallel.zero", "parallel.grad_reduce", "memory.activations")
     planned = requested.parallel.layout == "auto"  # by node 0, for all of them
-    own = {key: "auto" for key in of_nodes if not planned and load.get_knob(requested, key) == "auto"}
+    own = {key: "auto" for key in of_nodes if not planned and get_knob(requested, key) == "auto"}
     return load.to_yaml(load.update_config(prepared.config, own))
 
 

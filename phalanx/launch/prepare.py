@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.config.schema import Config
 from phalanx.config.validation import find_unused_keys
 from phalanx.core import faults, format_versions
@@ -59,7 +59,7 @@ def exit_code_if_complete(wanted: Config, paths: RunPaths, show: bool = True) ->
     saved, step = run_folder.read_run_config(paths), run_folder.find_final_step(paths)
     if saved is None or step is None:
         return None
-    if step < load.continue_config(wanted, saved, paths.display_name).train.steps:
+    if step < resolve.continue_config(wanted, saved, paths.display_name).train.steps:
         return None
     if show:
         terminal = open_terminal()
@@ -93,12 +93,12 @@ def prepare_run(
     saved = run_folder.read_run_config(paths)
     everywhere = [*devices, *elsewhere]
     same = run_folder.last_devices(paths) in (None, (world, distinct_models(everywhere)))
-    config = load.continue_config(wanted, saved, paths.display_name, same) if saved else wanted
+    config = resolve.continue_config(wanted, saved, paths.display_name, same) if saved else wanted
     nodes, laid = nodes or [devices], None
     if wanted.parallel.layout == "auto":
         config, laid = auto_layout.resolve_layout(wanted, config, paths, nodes, meanwhile)
     kind, bf16 = devices[0].name.partition(":")[0], {device.bf16 for device in everywhere}
-    config, chosen = load.resolve_autos(config, device=kind, world=world, bf16=all(bf16), differ=len(bf16) > 1)
+    config, chosen = resolve.resolve_autos(config, device=kind, world=world, bf16=all(bf16), differ=len(bf16) > 1)
     # Devices of one model are alike; of each model one is asked.
     unlike = list({device.model: device.name for device in devices}.values())
     if writes and config.report.wandb is not None:  # before minutes are spent on data

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.config.schema import Config, build_model_spec
+from phalanx.config.model_spec import build_model_spec
+from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.layout.balance import parse_division
 from phalanx.layout.hardware import MOST, Calibration, Hardware, MeasuredDevice, MeasuredLink

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.config.resilience import ResilienceSection
+from phalanx.config.operations import ResilienceSection
 from phalanx.core.errors import ConfigError
 from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.planner import checkpoint_interval

@@ -5,7 +5,8 @@ from typing import Any, get_args
 
 from phalanx.config import load
 from phalanx.config.model import LoraTarget
-from phalanx.config.schema import Config, build_model_spec, is_custom_task
+from phalanx.config.model_spec import build_model_spec, is_custom_task
+from phalanx.config.schema import Config
 from phalanx.config.validation import find_problems_for_world
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec

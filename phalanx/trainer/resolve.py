@@ -13,9 +13,10 @@ import yaml
 from phalanx.autotune.activations import choose_activation_mode
 from phalanx.autotune.measure import describe_work, read_hardware_file
 from phalanx.autotune.micro_batch import MicroBatchFit, check_state_fits, find_least_zero, largest_micro_batch
-from phalanx.config.load import NOT_COMPILED_ON_CPU, build_config, to_yaml, update_config
-from phalanx.config.schema import Config, build_model_spec
-from phalanx.config.validation import LABELLED
+from phalanx.config.load import build_config, to_yaml, update_config
+from phalanx.config.model_spec import LABELLED, build_model_spec
+from phalanx.config.resolve import NOT_COMPILED_ON_CPU
+from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.run_paths import HELD_OUT
 from phalanx.data.loader import Loader

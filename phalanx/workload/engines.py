@@ -1,9 +1,10 @@
 """Which engine a configuration asks for, and what it is told to shard."""
 
 import functools
-from typing import TYPE_CHECKING
 
 from phalanx.comm.mesh import Mesh
+from phalanx.config.load import update_config
+from phalanx.config.schema import Config
 from phalanx.engine.fsdp2 import Fsdp2Engine
 from phalanx.engine.interface import InMemoryStore
 from phalanx.engine.sharded import ShardedEngine
@@ -11,15 +12,11 @@ from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.engine.single import SingleEngine
 from phalanx.parallel.parallelize import MakeEngine
 
-if TYPE_CHECKING:  # the loop runs where pydantic is not installed
-    from phalanx.config.schema import Config
-
-
 StateWeights = tuple[float, ...] | None
 
 
 def make_engine_factory(
-    config: "Config", weights: StateWeights = None, in_memory_store: InMemoryStore | None = None
+    config: Config, weights: StateWeights = None, in_memory_store: InMemoryStore | None = None
 ) -> MakeEngine:
     """What makes the engine of a resolved configuration; `weights` as for `make_sharding_spec`, `in_memory_store` what
     its state is committed to."""
@@ -30,18 +27,21 @@ def make_engine_factory(
     return functools.partial(others[config.parallel.engine], keeper=in_memory_store)
 
 
-def agree_on_sharding(config: "Config", mesh: Mesh) -> "Config":
+def agree_on_sharding(config: Config, mesh: Mesh) -> Config:
     """The configuration with what all ranks must do alike: of what each has resolved for its own memory, that which
     shards most. Collective."""
     if config.parallel.engine != "sharded":
         return config
     mine = make_sharding_spec(config)
     zero, often = mesh.max([float(mine.zero), float(mine.reduce == "per_micro_batch")])
-    alike = {"zero": int(zero), "reduce": "per_micro_batch" if often else "per_step"}
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=alike)})
+    reduce = "per_micro_batch" if often else "per_step"
+    if (int(zero), reduce) == (mine.zero, mine.reduce):
+        return config
+    early = {"optim.double_buffer": False} if zero == 3 else {}  # with it there is nothing to update early
+    return update_config(config, {"parallel.zero": int(zero), "parallel.grad_reduce": reduce} | early)
 
 
-def make_sharding_spec(config: "Config", weights: StateWeights = None) -> ShardingSpec:
+def make_sharding_spec(config: Config, weights: StateWeights = None) -> ShardingSpec:
     """What the sharded engine is told; where nobody has looked at memories, as little is sharded as possible.
 
     `weights`: how much of the state each rank holds, where balance.optimizer_state says no numbers.

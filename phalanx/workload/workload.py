@@ -84,7 +84,7 @@ def find_model_shape(config: "Config", paths: RunPaths | None = None) -> ModelSp
 
 def read_model_shape(config: "Config", paths: RunPaths | None = None) -> ModelSpec:
     """The shapes of a resolved configuration; a run begun from a Hugging Face folder kept that folder's config."""
-    from phalanx.config.schema import build_model_spec  # needs pydantic; the loop itself does not
+    from phalanx.config.model_spec import build_model_spec
 
     kept = _find_hf_config(config, paths)
     if kept is None:
@@ -103,7 +103,7 @@ def _find_hf_config(config: "Config", paths: RunPaths | None) -> Path | None:
 
 def _find_family(config: "Config", paths: RunPaths | None) -> ModelFamily:
     """That of the Hugging Face folder, if it is here, else what the recipe says."""
-    from phalanx.config.schema import recipe_family  # needs pydantic; the loop itself does not
+    from phalanx.config.model_spec import recipe_family  # needs pydantic; the loop itself does not
 
     file, kind = _find_hf_config(config, paths), config.task.kind
     if file is None:

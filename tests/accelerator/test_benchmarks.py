@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import lora, offload, packing, peers, single_device
 from benchmarks.peers import Case
-from phalanx.config.schema import DataSection
+from phalanx.config.model import DataSection
 from phalanx.core.placement import Placement
 from phalanx.data.prepare import prepare
 from phalanx.data.token_files import TokenFile

@@ -10,8 +10,8 @@ import torch
 
 from phalanx.autotune import activations, link_speed, measure, probe_model
 from phalanx.comm.mesh import join
-from phalanx.config import load
-from phalanx.config.schema import build_model_spec
+from phalanx.config import load, resolve
+from phalanx.config.model_spec import build_model_spec
 from phalanx.core.placement import Placement
 from phalanx.health import burn_in
 from phalanx.system.event_times import EventTimes, record_time, seconds_between
@@ -62,7 +62,7 @@ def multiplied(placement: Placement) -> list[int]:
 def passes(placement: Placement, of: str) -> list[int]:
     """Those of a small model, all of whose work is queued when they begin."""
     tree = runs.RECIPE | {"train": {"dtype": "fp32", "micro_batch": 4}}
-    config, _ = load.resolve_autos(load.build_config(tree, "a recipe"), device="cpu", world=1)
+    config, _ = resolve.resolve_autos(load.build_config(tree, "a recipe"), device="cpu", world=1)
     with (
         join(placement, 20) as mesh,
         probe_model.open_probe_model(config, make_workload(config, build_model_spec(config)), mesh, None) as small,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.links import enter
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
@@ -207,7 +207,7 @@ def known_by(placement: Placement, folder: str, seeds: list[int]) -> list[Any]:
     os.chdir(folder)
     tree = load.load_recipe(Path("recipe.yaml"), ["data.tokenizer=train"]).model_dump(mode="json")
     wanted = load.build_config({**tree, "model": {"from_hf": "hf"}}, "the test's")
-    text = load.to_yaml(load.resolve_autos(wanted, device="cpu", world=2, bf16=True, differ=False)[0])
+    text = load.to_yaml(resolve.resolve_autos(wanted, device="cpu", world=2, bf16=True, differ=False)[0])
     answers = []
     for seed in seeds:
         torch.manual_seed(seed)

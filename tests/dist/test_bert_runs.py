@@ -14,8 +14,9 @@ from transformers import (
     AutoTokenizer,
 )
 
-from phalanx.config.load import build_config, resolve_autos
-from phalanx.config.schema import build_model_spec
+from phalanx.config.load import build_config
+from phalanx.config.model_spec import build_model_spec
+from phalanx.config.resolve import resolve_autos
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import EventKind
 from tests.code_tags import LIBRARY, sentences, write_conll

@@ -43,14 +43,14 @@ def test_a_probe_that_runs_out_of_memory_says_what_to_do(here: Path) -> None:
 def cuts(placement: Placement, folder: str, key: str) -> list[int]:
     """How many micro-batches each rank makes of its share, having found that 1 or 4 sequences fit."""
     from phalanx.comm.mesh import join
-    from phalanx.config import load
+    from phalanx.config import load, resolve
     from phalanx.trainer.resolve import resolve_with_files, token_folders
     from phalanx.workload.build import build_components
     from phalanx.workload.workload import read_model_shape
 
     os.chdir(folder)
     fits = f"train.micro_batch={1 if placement.rank else 4}"
-    config, _ = load.resolve_autos(
+    config, _ = resolve.resolve_autos(
         load.load_recipe(Path("recipe.yaml"), ["train.global_batch=8", fits, key]), device="cpu", world=2
     )
     answer = resolve_with_files(load.to_yaml(config), ["cpu"], 2, 2, None)

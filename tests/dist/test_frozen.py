@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phalanx.comm.mesh import Mesh, join
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.placement import Placement
 from phalanx.engine.fsdp2 import Fsdp2Engine
 from phalanx.engine.interface import Engine
@@ -37,7 +37,7 @@ class Trained:
 
     def __init__(self, mesh: Mesh, engine: str, dtype: str, saved: dict[str, torch.Tensor] | None = None) -> None:
         tree = load.apply_overrides(runs.RECIPE, [f"train.dtype={dtype}", f"parallel.engine={engine}"])
-        config, _ = load.resolve_autos(load.build_config(tree, "the test's recipe"), device="cpu", world=mesh.world)
+        config, _ = resolve.resolve_autos(load.build_config(tree, "the test's recipe"), device="cpu", world=mesh.world)
         spec = read_model_shape(config)
         self.mesh, self.model = mesh, build_on_meta(spec)
         for name, parameter in self.model.named_parameters():

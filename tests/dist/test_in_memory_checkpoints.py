@@ -18,7 +18,7 @@ from phalanx.checkpoint.memory.previous_state import InMemoryCheckpointReader
 from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.cli import main
 from phalanx.comm.mesh import Mesh, join
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.errors import CheckpointError
 from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
@@ -449,4 +449,4 @@ def test_the_agent_is_killed_and_the_same_command_goes_on_from_memory(tmp_path: 
 def test_the_key_may_change_in_a_run() -> None:
     saved = load.build_config({"model": {"hidden": 16, "layers": 1, "heads": 2}}, "here")
     wanted = load.update_config(saved, {"resilience.in_memory_checkpoints": False})
-    assert load.continue_config(wanted, saved, Path("x")).resilience.in_memory_checkpoints is False
+    assert resolve.continue_config(wanted, saved, Path("x")).resilience.in_memory_checkpoints is False

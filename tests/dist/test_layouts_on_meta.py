@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.comm.mesh import join
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.config.schema import Config
 from phalanx.core.placement import Placement
 from phalanx.engine.units import describe_parameters
@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def checked(model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> Config:
     given = {"model": model, "data": {"seq_len": 32}, "parallel": parallel, **sections}
-    config, _ = load.resolve_autos(load.build_config(given, "a recipe"), device="cpu", world=8)
+    config, _ = resolve.resolve_autos(load.build_config(given, "a recipe"), device="cpu", world=8)
     return config
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.records import read_steps
@@ -87,7 +87,7 @@ def test_other_devices_get_another_micro_batch(here: Path) -> None:
 
 def test_an_accelerator_without_bf16_computes_in_fp16() -> None:
     config = load.build_config({"model": {"preset": "llama-3.2-1b"}}, "here")
-    old, reasons = load.resolve_autos(config, device="gpu", world=1, bf16=False)
-    new, _ = load.resolve_autos(config, device="gpu", world=1)
+    old, reasons = resolve.resolve_autos(config, device="gpu", world=1, bf16=False)
+    new, _ = resolve.resolve_autos(config, device="gpu", world=1)
     assert (old.train.dtype, new.train.dtype) == ("fp16", "bf16")
     assert ("train.dtype", "fp16", "a device of kind gpu here has no bf16") in reasons

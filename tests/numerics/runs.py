@@ -20,7 +20,7 @@ from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
 from phalanx.checkpoint.disk.save import CheckpointSaver
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
@@ -81,7 +81,7 @@ def job(run: str | Path, data: str | Path, changes: dict[str, Any], world: int) 
             tree.setdefault(section, {})[leaf] = value
         else:
             tree[section] = value
-    config, _ = load.resolve_autos(load.build_config(tree, "the tests' recipe"), device="cpu", world=world)
+    config, _ = resolve.resolve_autos(load.build_config(tree, "the tests' recipe"), device="cpu", world=world)
     Path(run).mkdir(parents=True, exist_ok=True)
     spec = read_model_shape(config)
     folders = sorted(path for path in Path(data).iterdir() if path.name.startswith("train"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.mesh import join
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.models.counter_rng import CounterRNG
@@ -61,7 +61,7 @@ def job(run: Path, images: str, changes: dict[str, Any], world: int) -> Training
     for key, value in changes.items():
         section, _, leaf = key.partition(".")
         tree.setdefault(section, {})[leaf] = value
-    config, _ = load.resolve_autos(load.build_config(tree, "the tests' recipe"), device="cpu", world=world)
+    config, _ = resolve.resolve_autos(load.build_config(tree, "the tests' recipe"), device="cpu", world=world)
     return TrainingJob(config, None, RunPaths(run), [], {})
 
 
@@ -210,7 +210,7 @@ def learn(placement: Placement, run: str, text: str) -> float:
 
     paths = RunPaths(Path(run) / "run")
     paths.root.mkdir()
-    config, _ = load.resolve_autos(load.build_config(load.parse_yaml(text, "it"), "it"), device="cpu", world=1)
+    config, _ = resolve.resolve_autos(load.build_config(load.parse_yaml(text, "it"), "it"), device="cpu", world=1)
     answer = resolve_with_files(load.to_yaml(config), ["cpu"], 1, 1, None)
     config = load.build_config(load.parse_yaml(answer["config"], "answer"), "answer")
     run_folder.write_start(paths, config, answer["tokenizer"])

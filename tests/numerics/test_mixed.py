@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phalanx.comm import collectives
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine import fsdp2
@@ -119,6 +119,6 @@ def test_ranks_that_resolved_the_type_each_for_itself_are_refused(tokens: Path, 
 def test_auto_is_mixed_where_devices_differ() -> None:
     config = load.build_config({"model": {"hidden": 16, "layers": 1, "heads": 2}}, "the recipe")
     for bf16, differ, expected in ((True, False, "bf16"), (False, False, "fp16"), (False, True, "mixed")):
-        resolved, reasons = load.resolve_autos(config, device="gpu", world=2, bf16=bf16, differ=differ)
+        resolved, reasons = resolve.resolve_autos(config, device="gpu", world=2, bf16=bf16, differ=differ)
         assert resolved.train.dtype == expected
         assert "train.dtype" in [key for key, _, _ in reasons]

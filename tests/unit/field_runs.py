@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
@@ -104,7 +104,7 @@ def configured(changes: dict[str, Any], folder: Path) -> load.Config:
         node[leaf] = value
     text = json.dumps(tree).replace("SOURCE", str(folder / "text.jsonl")).replace("CACHE", str(folder / "cache"))
     made = load.build_config(json.loads(text.replace("FOLDER", str(folder))), "the test's recipe")
-    return load.resolve_autos(made, device="cpu", world=1)[0]
+    return resolve.resolve_autos(made, device="cpu", world=1)[0]
 
 
 def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path) -> Seen:

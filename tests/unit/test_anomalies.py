@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.config.resilience import ResilienceSection
+from phalanx.config.operations import ResilienceSection
 from phalanx.core.errors import Diverged
 from phalanx.core.records import StepRecord
 from phalanx.core.run_paths import RunPaths

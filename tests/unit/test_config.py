@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.schema import Config, build_model_spec, get_knob, iter_knobs
+from phalanx.config.model_spec import build_model_spec
+from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.config.validation import find_problems
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec

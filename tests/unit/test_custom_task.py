@@ -13,7 +13,7 @@ from torch import nn
 
 from phalanx.autotune.dry_run import dry_run
 from phalanx.cli import data
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.errors import CheckpointError, ConfigError, DataError
 from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import append_line
@@ -284,7 +284,7 @@ def test_the_run_keeps_code_and_goes_on_with_no_other(tmp_path: Path) -> None:
     own, config = own_of(SOUND, tmp_path)
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    resolved, _ = load.resolve_autos(config, device="cpu", world=1)
+    resolved, _ = resolve.resolve_autos(config, device="cpu", world=1)
     answer = resolve_with_files(load.to_yaml(resolved), ["cpu"], 1, 1, None)
     assert (answer["tokenizer"], answer["unit"], answer["parameters"]) == (None, "samples", 21)
     run_folder.check_run_data(paths, answer["data"], resuming=False)
@@ -361,7 +361,7 @@ def test_what_needs_language_says_so(tmp_path: Path) -> None:
         data._recipe_for_data(config)
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    resolved, _ = load.resolve_autos(config, device="cpu", world=1)
+    resolved, _ = resolve.resolve_autos(config, device="cpu", world=1)
     run_folder.write_start(paths, resolved, None)
     append_line(paths.metrics, {"step": 1, "attempt": 1})
     with pytest.raises(ConfigError, match=r"which writes no text"), load_generator(paths.root, Sampling()):

@@ -12,7 +12,7 @@ from phalanx.autotune.dry_run import LiveBytes, compute_activation_bytes, dry_ru
 from phalanx.autotune.footprint import find_peak_bytes
 from phalanx.autotune.micro_batch import find_least_zero, in_memory_checkpoint_bytes, state_bytes
 from phalanx.autotune.run_size import STATE_MEMORY_SHARE
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.placement import Placement
 from phalanx.launch.dry_run_estimate import dry_run as command_dry_run
 from phalanx.layout.pipeline_stages import divide_layers
@@ -102,7 +102,7 @@ def test_activations_are_what_a_pass_allocates(mode: str) -> None:
     config = checked(
         MODEL, train={"dtype": "fp32", "compile": False}, memory={"activations": mode, "offload_prefetch_blocks": 1}
     )
-    config, _ = load.resolve_autos(config, device="cpu", world=1)
+    config, _ = resolve.resolve_autos(config, device="cpu", world=1)
     spec = recipe_spec(config)
     once, ends, block = compute_activation_bytes(config, make_workload(config, spec))
     each = ends + block * spec.layers
@@ -112,7 +112,7 @@ def test_activations_are_what_a_pass_allocates(mode: str) -> None:
 
 
 def recipe_spec(config: load.Config) -> Any:
-    from phalanx.config.schema import build_model_spec
+    from phalanx.config.model_spec import build_model_spec
 
     return build_model_spec(config)
 
@@ -240,7 +240,7 @@ def test_it_says_which_zero_is_taken_and_where(monkeypatch: pytest.MonkeyPatch) 
     assert auto.startswith(
         f"parallel.zero is auto: the run takes 1 where each rank has {event_text.format_bytes(needs['1'])} free"
     )
-    config, _ = load.resolve_autos(config, device="cpu", world=4)
+    config, _ = resolve.resolve_autos(config, device="cpu", world=4)
     workload = make_workload(config, recipe_spec(config))
     of_cpus: dict[str, Any] = {"world": 4, "local_world": 4}
     # Steps are kept beside that where ranks compute in the same memory, as those of CPUs do.
@@ -316,7 +316,7 @@ def test_stages_that_hardly_fit_reduce_once_a_step(zero: str | int, monkeypatch:
     """What `parallel.zero: auto` of a pipeline becomes may be combined with it, however little memory there is."""
     config = checked(MODEL, parallel={"pipeline": 2, "zero": zero}, train={"micro_batch": 1, "dtype": "fp32"})
     assert dry_run(config, 4)["assumed"]["zero_needs"] == {}
-    config, _ = load.resolve_autos(config, device="cpu", world=4)
+    config, _ = resolve.resolve_autos(config, device="cpu", world=4)
     workload = make_workload(config, recipe_spec(config))
     monkeypatch.setattr("phalanx.system.accelerator.memory_free", lambda *_: 1.0)
     chosen = {key: value for key, value, _ in _resolve_memory(config, workload, ["cpu"], 4, 4)}

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.autotune import dry_run as walk
 from phalanx.autotune import run_size as sizes_of_run
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.launch.dry_run_estimate import dry_run, estimate_by_formula
@@ -114,7 +114,7 @@ def test_so_are_adapters(
 def test_a_walk_of_few_layers_under_adapters_tells_what_many_take(mode: str, tmp_path: Path) -> None:
     """At the height of a backward pass, which the first layer has no whole one of."""
     config = shipped("mistral-7b-lora", tmp_path, f"memory.activations={mode}")
-    config, workload, _ = walk._make_workload(load.resolve_autos(config, device="accelerator", world=1)[0])
+    config, workload, _ = walk._make_workload(resolve.resolve_autos(config, device="accelerator", world=1)[0])
     once, ends, block = walk.compute_activation_bytes(config, workload)
     for batch in (1, 3):
         direct = walk._measure_peak_with_fakes(config, workload, 6, batch)

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from phalanx.config import load
-from phalanx.config.schema import Config, build_model_spec, iter_knobs
+from phalanx.config.model_spec import build_model_spec
+from phalanx.config.schema import Config, iter_knobs
 from phalanx.core.errors import PhalanxError
 from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.config.schema import DataSection
+from phalanx.config.model import DataSection
 from phalanx.core.errors import ConfigError
 from phalanx.data.inspect import compute_stats, find_token_sets
 from phalanx.data.packing import PackingOptions

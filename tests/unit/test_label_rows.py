@@ -15,7 +15,8 @@ from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_sc
 from sklearn.metrics import f1_score as sklearn_f1
 from torch import nn
 
-from phalanx.config.schema import Config, DataSection
+from phalanx.config.model import DataSection
+from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.data.label_rows import LabelledRows, LabelledSample, LabelRowOptions, order_labels
 from phalanx.data.prepare import PreparedData

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.autotune.micro_batch import state_items
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.config.model import LoraSection
 from phalanx.core.errors import ConfigError
 from phalanx.engine.interface import Precision
@@ -302,21 +302,21 @@ def test_frozen_weights_cost_their_own_bytes_and_no_gradient() -> None:
 
 def test_a_recipe_with_adapters() -> None:
     tree: dict[str, Any] = {"model": {"from_hf": "hf", "lora": {"rank": 8, "targets": "q"}}}
-    config, chosen = load.resolve_autos(load.build_config(tree, "it"), device="cpu", world=1)
+    config, chosen = resolve.resolve_autos(load.build_config(tree, "it"), device="cpu", world=1)
     assert ("model.lora.alpha", 16.0, "no adapter was named") in chosen
     assert config.model.lora == LoraSection(rank=8, alpha=16.0, targets=["q"])
     assert load.build_config(load.parse_yaml(load.to_yaml(config), "again"), "again") == config
     again = load.build_config({"model": {"from_hf": "hf", "lora": {"rank": 8, "alpha": "auto", "targets": "q"}}}, "it")
-    assert load.continue_config(again, config, Path("run")).model == config.model
+    assert resolve.continue_config(again, config, Path("run")).model == config.model
     with pytest.raises(ConfigError, match=r"model.lora.rank is 4 now and was 8"):
-        load.continue_config(
+        resolve.continue_config(
             load.build_config({"model": {"from_hf": "hf", "lora": {"rank": 4}}}, "it"), config, Path("run")
         )
-    open_yet, _ = load.resolve_autos(load.build_config({"model": {"from_hf": "hf", "lora": {"adapter": "a"}}}, "it"),
+    open_yet, _ = resolve.resolve_autos(load.build_config({"model": {"from_hf": "hf", "lora": {"adapter": "a"}}}, "it"),
                                  device="cpu", world=1)  # fmt: skip
     assert open_yet.model.lora == LoraSection(adapter="a")
     own = {"from_hf": "hf", "code": "own.py", "lora": {}}
-    of_own, _ = load.resolve_autos(load.build_config({"model": own}, "it"), device="cpu", world=1)
+    of_own, _ = resolve.resolve_autos(load.build_config({"model": own}, "it"), device="cpu", world=1)
     assert of_own.model.lora == LoraSection(rank=16, alpha=32.0, targets="auto"), "those that the class has"
     for block, targets in ((_Narrow, ["q", "k", "v", "o", "up", "down"]), (Block, list(LORA_TARGETS))):
         model_class = type("Model", (Llama,), {"block": block})

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config.load import build_config, resolve_autos
+from phalanx.config.load import build_config
+from phalanx.config.resolve import resolve_autos
 from phalanx.config.schema import OptimSection
 from phalanx.core.errors import ConfigError
 from phalanx.optim.lr_schedule import learning_rate

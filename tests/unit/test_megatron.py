@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.config.schema import DataSection
+from phalanx.config.model import DataSection
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.placement import Placement
 from phalanx.data import megatron_dataset, read_chunks

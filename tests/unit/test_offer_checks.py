@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.config.schema import Config, iter_knobs
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
@@ -63,7 +63,7 @@ def test_another_recipe_is_refused(change: dict[str, Any]) -> None:
 
 def test_what_a_leader_has_resolved_is_taken() -> None:
     wanted = config()
-    resolved, _ = load.resolve_autos(wanted, device="cpu", world=2)
+    resolved, _ = resolve.resolve_autos(wanted, device="cpu", world=2)
     found = {"train.micro_batch": 3, "model.vocab_size": 999, "data.tokenizer": "train", "optim.double_buffer": False}
     offer_checks.check_offer(wanted, load.update_config(resolved, found))
     hf = changed(wanted, {"model.from_hf": "/hf"})
@@ -127,4 +127,4 @@ def test_every_recipe_that_comes_with_phalanx_takes_what_it_is_resolved_to() -> 
     for path in sorted(Path(__file__).resolve().parents[2].joinpath("recipes").glob("*.yaml")):
         wanted = load.load_recipe(path)
         if wanted.parallel.tensor * wanted.parallel.pipeline == 1:
-            offer_checks.check_offer(wanted, load.resolve_autos(wanted, device="cpu", world=1)[0])
+            offer_checks.check_offer(wanted, resolve.resolve_autos(wanted, device="cpu", world=1)[0])

@@ -13,9 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from phalanx.autotune.activations import OffloadTiming, choose_activation_mode, measure_offload_timing
 from phalanx.autotune.micro_batch import MicroBatchFit, _suggest_lighter_mode
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.config.load import update_config
-from phalanx.config.schema import Config, build_model_spec
+from phalanx.config.model_spec import build_model_spec
+from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama
@@ -36,7 +37,7 @@ MODEL = {
 def configured(mode: str, horizon: int = 2, **sections: Any) -> Config:
     memory = {"activations": mode, "offload_prefetch_blocks": horizon}
     tree = {"model": MODEL, "data": {"seq_len": LENGTH}, "train": {"dtype": "fp32"}, "memory": memory}
-    config, _ = load.resolve_autos(load.build_config(tree | sections, "a recipe"), device="cpu", world=1)
+    config, _ = resolve.resolve_autos(load.build_config(tree | sections, "a recipe"), device="cpu", world=1)
     return config
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.cli.plan import _read_calibration_run
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.errors import ConfigError
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
@@ -129,7 +129,7 @@ def a_run(folder: Path, steps: int = 30) -> RunPaths:
     folder.mkdir()
     shapes = {"hidden": 256, "layers": 8, "heads": 8, "intermediate": 704, "vocab_size": 4096}
     tree = {"model": shapes, "train": {"global_batch": 8, "micro_batch": 4}, "data": {"seq_len": 256}}
-    config, _ = load.resolve_autos(load.build_config(tree, "it"), device="cpu", world=2)
+    config, _ = resolve.resolve_autos(load.build_config(tree, "it"), device="cpu", world=2)
     paths.config.write_text(load.to_yaml(config))
     nodes = ((NodeDevice("cpu", 2**34, 1.0),), (NodeDevice("cpu", 2**34, 1.0),))
     paths.plan.write_text(json.dumps(choose_layout.predict_recipe_layout(LayoutRequest(config, frozenset(), nodes))))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.config.schema import Config, get_knob
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import EventKind
@@ -359,7 +359,7 @@ def hardware_of(
     nodes: tuple[tuple[NodeDevice, ...], ...], slower: float, link: MeasuredLink | None, **learnt: Any
 ) -> Hardware:
     """What a file would say of devices that are so many times slower than their data-sheet."""
-    config, _ = load.resolve_autos(small(), device="cpu", world=sum(map(len, nodes)))
+    config, _ = resolve.resolve_autos(small(), device="cpu", world=sum(map(len, nodes)))
     walked = calibrate.MeasuredRun("truth", config, nodes, None, [])
     there = present_cluster.cluster_from_nodes(nodes)
     before = predict_recipe_step(load.update_config(config, {"train.micro_batch": 4}), there)
@@ -374,7 +374,7 @@ def hardware_of(
 def test_a_run_is_foretold_as_it_went_once_it_was_learnt_from(sizes: tuple[int, ...], micro_batch: int) -> None:
     nodes = tuple((CPU,) * size for size in sizes)
     config = small(train={"micro_batch": micro_batch}, balance={"batch": "even"})
-    config, _ = load.resolve_autos(config, device="cpu", world=sum(sizes))
+    config, _ = resolve.resolve_autos(config, device="cpu", world=sum(sizes))
     config = load.update_config(
         config, {} if sum(sizes) == 1 else {"parallel.zero": 1, "parallel.grad_reduce": "per_step"}
     )
@@ -396,7 +396,7 @@ def test_a_run_is_foretold_as_it_went_once_it_was_learnt_from(sizes: tuple[int, 
 
 
 def test_what_is_not_plausible_is_not_learnt() -> None:
-    config, _ = load.resolve_autos(small(train={"micro_batch": 4, "dtype": "bf16"}), device="gpu", world=1)
+    config, _ = resolve.resolve_autos(small(train={"micro_batch": 4, "dtype": "bf16"}), device="gpu", world=1)
     nodes = ((A100,),)
     thought = predict_recipe_step(config, present_cluster.cluster_from_nodes(nodes)).estimate.step_s
     rows = [record(step, step_s=thought / 100, busy_s=None, update_s=None, shares=[64]) for step in range(1, 31)]
@@ -407,7 +407,7 @@ def test_what_is_not_plausible_is_not_learnt() -> None:
 
 def test_steps_of_other_ranks_and_damaged_records_teach_nothing(tmp_path: Path) -> None:
     """As where the newest start, on fewer ranks, has done no steps; and a line that somebody has been at."""
-    config, _ = load.resolve_autos(small(train={"micro_batch": 4}), device="cpu", world=1)
+    config, _ = resolve.resolve_autos(small(train={"micro_batch": 4}), device="cpu", world=1)
     rows = [record(step) for step in range(1, 31)]
     with pytest.raises(ConfigError, match="has done no steps; those that there are were done by 2"):
         calibrate.calibrate_run(calibrate.MeasuredRun("it", config, ((CPU,),), None, rows))
@@ -420,7 +420,7 @@ def test_steps_of_other_ranks_and_damaged_records_teach_nothing(tmp_path: Path) 
 
 
 def test_a_short_run_teaches_nothing() -> None:
-    config, _ = load.resolve_autos(small(train={"micro_batch": 4}), device="cpu", world=1)
+    config, _ = resolve.resolve_autos(small(train={"micro_batch": 4}), device="cpu", world=1)
     with pytest.raises(ConfigError, match="has 19 steps, and 20 are needed"):
         calibrate.calibrate_run(
             calibrate.MeasuredRun("it", config, ((CPU,),), None, [record(step) for step in range(1, 20)])
@@ -476,7 +476,7 @@ def test_a_run_without_failures_and_checkpoints_says_nothing(tmp_path: Path) -> 
 
 def test_a_config_has_the_keys_that_are_told() -> None:
     told = choose_layout.predict_recipe_layout(
-        asked(load.resolve_autos(small(train={"micro_batch": 2}), device="cpu", world=2)[0], (CPU, CPU))
+        asked(resolve.resolve_autos(small(train={"micro_batch": 2}), device="cpu", world=2)[0], (CPU, CPU))
     )
     assert told["keys"]["train.micro_batch"] == 2
     assert all(key.count(".") == 1 and get_knob(small(), key) is not None for key in told["keys"])
@@ -492,5 +492,5 @@ def test_copies_without_a_sequence_and_shares_of_unlike_stages_are_foretold(
     slow = replace(CPU, cores=0.2, memory_bytes=2**30)
     config = small(train={"global_batch": batch, "micro_batch": 1}, balance={"batch": work})
     config = load.update_config(config, {"parallel.pipeline": pipeline})
-    config, _ = load.resolve_autos(config, device="cpu", world=4)
+    config, _ = resolve.resolve_autos(config, device="cpu", world=4)
     assert choose_layout.predict_recipe_layout(asked(config, (CPU, CPU), (CPU, slow)))["expected"]["step_s"] > 0

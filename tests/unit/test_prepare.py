@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.config.schema import DataSection
+from phalanx.config.model import DataSection
 from phalanx.core.errors import ConfigError, DataError, PhalanxError
 from phalanx.data import encode as encode_module
 from phalanx.data import prepare as prepare_module
@@ -165,7 +165,7 @@ def test_a_cache_with_a_deleted_half_is_made_anew(tmp_path: Path) -> None:
 
 PREPARE_SCRIPT = """
 import os, signal, sys
-from phalanx.config.schema import DataSection
+from phalanx.config.model import (DataSection)
 from phalanx.data import prepare, read_chunks
 read_chunks.CHUNK_BYTES, prepare.SMALL_BYTES = 2000, int(sys.argv[5])
 source, cache, kill_phase, kill_done = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.config.schema import DataSection, SourceSection
+from phalanx.config.model import DataSection, SourceSection
 from phalanx.core.errors import DataError, StorageError
 from phalanx.data import cache as cache_module
 from phalanx.data import prepare as prepare_module
@@ -155,7 +155,7 @@ def test_a_worker_that_dies_is_replaced_and_one_that_dies_again_is_named(
 
 INTERRUPTED = """
 import sys
-from phalanx.config.schema import DataSection
+from phalanx.config.model import (DataSection)
 from phalanx.data import prepare, read_chunks
 read_chunks.CHUNK_BYTES, prepare.SMALL_BYTES = 4000, 0
 def progress(phase, done, total):

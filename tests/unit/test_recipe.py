@@ -10,8 +10,9 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from phalanx.config import load
-from phalanx.config.schema import Config, build_model_spec, get_knob, iter_knobs
+from phalanx.config import load, resolve
+from phalanx.config.model_spec import build_model_spec
+from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.config.validation import find_unused_keys
 from phalanx.core.errors import ConfigError
 from phalanx.models.families.catalog import PRESETS
@@ -212,7 +213,7 @@ def test_what_is_written_is_read_back(optim: dict[str, float], source: list[str]
 
 def test_auto_is_resolved_by_device_and_world() -> None:
     config = load.build_config(tree(train={"steps": 70}), "here")
-    resolved, chosen = load.resolve_autos(config, device="cpu", world=1)
+    resolved, chosen = resolve.resolve_autos(config, device="cpu", world=1)
     assert {key: value for key, value, _ in chosen} == {
         "task.kind": "language",
         "train.dtype": "fp32",
@@ -223,8 +224,8 @@ def test_auto_is_resolved_by_device_and_world() -> None:
     }
     assert all(reason for _, _, reason in chosen)
     assert all(get_knob(resolved, key) == value for key, value, _ in chosen)
-    assert load.resolve_autos(resolved, device="cpu", world=1) == (resolved, [])
-    elsewhere = {key: value for key, value, _ in load.resolve_autos(config, device="gpu", world=8)[1]}
+    assert resolve.resolve_autos(resolved, device="cpu", world=1) == (resolved, [])
+    elsewhere = {key: value for key, value, _ in resolve.resolve_autos(config, device="gpu", world=8)[1]}
     assert elsewhere == {
         "task.kind": "language",
         "train.dtype": "bf16",
@@ -233,21 +234,21 @@ def test_auto_is_resolved_by_device_and_world() -> None:
         "parallel.engine": "sharded",
     }
     none = load.build_config(tree(train={"steps": 0}, optim={"warmup_steps": 5}), "here")
-    assert load.resolve_autos(none, device="cpu", world=1)[0].optim.decay_steps == "auto"  # the next start decides
+    assert resolve.resolve_autos(none, device="cpu", world=1)[0].optim.decay_steps == "auto"  # the next start decides
 
 
 def test_a_list_of_shares_is_one_of_all_ranks() -> None:
     config = load.build_config(tree(balance={"batch": [30, 2]}), "here")
     for world, there in ((3, "are 3"), (1, "is 1")):
         with pytest.raises(ConfigError, match=rf"has a number for each of 2 ranks, but there {there}; give each"):
-            load.resolve_autos(config, device="cpu", world=world)
+            resolve.resolve_autos(config, device="cpu", world=world)
 
 
 def test_all_that_cannot_be_with_so_many_ranks_comes_at_once() -> None:
     lists = {"batch": [30, 2], "optimizer_state": [1, 2]}
     config = load.build_config(tree(balance=lists, parallel={"engine": "single"}), "here")
     with pytest.raises(ConfigError) as caught:
-        load.resolve_autos(config, device="cpu", world=3)
+        resolve.resolve_autos(config, device="cpu", world=3)
     assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == [
         "parallel.engine",
         "balance.batch",
@@ -285,7 +286,7 @@ def test_one_rank_alone_is_not_asked_of_many() -> None:
     with pytest.raises(
         ConfigError, match=r"parallel.engine single trains on one rank, but there are 2; set parallel.engine"
     ):
-        load.resolve_autos(config, device="cpu", world=2)
+        resolve.resolve_autos(config, device="cpu", world=2)
 
 
 def test_what_one_rank_does_not_read_is_told() -> None:
@@ -323,7 +324,7 @@ def test_going_on_keeps_what_auto_was_resolved_to() -> None:
         {"train.micro_batch": 4, "train.dtype": "fp64", "model.vocab_size": 300, "data.tokenizer": "train",
          "optim.decay_steps": 10, "train.compile": False, "parallel.engine": "single"},
     )  # fmt: skip
-    going_on = load.continue_config(wanted, saved, FOLDER)
+    going_on = resolve.continue_config(wanted, saved, FOLDER)
     assert going_on.parallel.engine == "auto"  # the layout is the cluster's business
     assert going_on == load.update_config(saved, {"parallel.engine": "auto"})
 
@@ -417,7 +418,7 @@ def test_what_does_not_shape_the_curve_may_change(key: str) -> None:
     saved = load.build_config(tree(train={"steps": 5, "micro_batch": 1, "compile": False}), "here")
     saved = load.update_config(saved, {"model.layers": 2})
     wanted = load.update_config(saved, {key: FREE[key]} | BESIDE.get(key, {}))
-    going_on = load.continue_config(wanted, saved, FOLDER)
+    going_on = resolve.continue_config(wanted, saved, FOLDER)
     assert get_knob(going_on, key) == FREE[key] != get_knob(saved, key)
 
 
@@ -438,21 +439,21 @@ def test_what_fitted_a_rank_is_looked_for_anew_when_it_holds_another_part(
     asked = tree(train={"steps": 5}, model=model, memory={"activations": "auto"})
     found = {"train.micro_batch": 2, "memory.activations": "full"}
     saved = load.update_config(load.build_config(asked | {"parallel": then}, "then"), found)
-    going_on = load.continue_config(load.build_config(asked | {"parallel": now}, "now"), saved, FOLDER)
+    going_on = resolve.continue_config(load.build_config(asked | {"parallel": now}, "now"), saved, FOLDER)
     assert [get_knob(going_on, key) for key in found] == ([2, "full"] if kept else ["auto", "auto"])
 
 
 def test_a_number_of_processes_may_be_left_to_the_machine_again() -> None:
     wanted = load.build_config(tree(data={"workers": "auto"}), "here")
     saved = load.update_config(wanted, {"data.workers": 7})
-    assert load.continue_config(wanted, saved, FOLDER).data.workers == "auto"
+    assert resolve.continue_config(wanted, saved, FOLDER).data.workers == "auto"
 
 
 def test_work_that_was_divided_by_hand_may_be_left_to_measuring_again() -> None:
     for was in ("even", "measured-once", [3, 5]):
         saved = load.build_config(tree(train={"steps": 5, "global_batch": 8}, balance={"batch": was}), "here")
         wanted = load.update_config(saved, {"balance.batch": "auto"})
-        assert load.continue_config(wanted, saved, FOLDER).balance.batch == "auto"
+        assert resolve.continue_config(wanted, saved, FOLDER).balance.batch == "auto"
 
 
 @pytest.mark.parametrize(
@@ -476,7 +477,7 @@ def test_another_configuration_is_refused_with_its_keys(
     wanted: dict[str, Any], saved: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
-        load.continue_config(load.build_config(tree() | wanted, "a"), load.build_config(tree() | saved, "b"), FOLDER)
+        resolve.continue_config(load.build_config(tree() | wanted, "a"), load.build_config(tree() | saved, "b"), FOLDER)
     assert "the run folder runs/demo holds a run of another configuration" in str(caught.value)
     assert str(caught.value).endswith("Set these back to go on with it, or choose another --run-dir")
 

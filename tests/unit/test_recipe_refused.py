@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import load
+from phalanx.config import load, resolve
 from phalanx.core.errors import ConfigError
 from tests.unit.test_recipe import GOOD, refusal
 
@@ -264,5 +264,5 @@ def test_ranks_that_hold_a_model_together_must_come_out_even(
     shape = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 64}
     config = load.build_config({"model": shape, "data": {"source": "x.txt"}, "parallel": parallel}, "here")
     with pytest.raises(ConfigError) as error:
-        load.resolve_autos(config, device="cpu", world=world)
+        resolve.resolve_autos(config, device="cpu", world=world)
     assert str(error.value).startswith(sentence)

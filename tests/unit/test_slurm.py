@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from phalanx.cli import main
 from phalanx.compat import run as script_run
-from phalanx.config.slurm import SlurmSection
+from phalanx.config.operations import SlurmSection
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import rendezvous_options, script_nodes

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from phalanx.config import optimizers
-from phalanx.config.load import build_config, resolve_autos
+from phalanx.config.load import build_config
+from phalanx.config.resolve import resolve_autos
 from phalanx.config.schema import OptimSection
 from phalanx.core.errors import ConfigError
 from phalanx.optim.make_rule import make_rule

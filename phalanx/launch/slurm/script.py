@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.config.slurm import SlurmSection
+from phalanx.config.operations import SlurmSection
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch.slurm.commands import parse_time_limit
