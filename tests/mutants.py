@@ -45,6 +45,12 @@ TESTS = {
         f"{UNIT}coordinator.py",
         "tests/cluster/test_membership.py",
     ],
+    "elastic/membership/election.py": ["tests/cluster/test_membership_turns.py", "tests/cluster/test_membership.py"],
+    "elastic/membership/failure_detector.py": [
+        "tests/cluster/test_membership_turns.py",
+        "tests/cluster/test_membership.py",
+    ],
+    "elastic/membership/links.py": ["tests/cluster/test_membership_turns.py", "tests/cluster/test_membership.py"],
     "elastic/membership/membership.py": ["tests/cluster/test_membership_turns.py", "tests/cluster/test_membership.py"],
     "elastic/supervisor/assignment.py": [f"{UNIT}assignment.py"],
 }

@@ -191,7 +191,7 @@ def status(
 
 
 def _render_status(run: str | None, as_json: bool) -> str:
-    from phalanx.elastic.supervisor import node_states
+    from phalanx.elastic.supervisor import node_requests
     from phalanx.launch import launched_run
     from phalanx.report import status as run_status
     from phalanx.report.terminal import open_terminal
@@ -202,7 +202,7 @@ def _render_status(run: str | None, as_json: bool) -> str:
     for folder in folders:
         try:
             with mirror.open_records(folder) as paths:
-                nodes = node_states.list_nodes(paths) if paths.events.exists() else []
+                nodes = node_requests.list_nodes(paths) if paths.events.exists() else []
                 found.append(run_status.read_status(paths, now, launched_run.describe_scheduler_state(paths), nodes))
         except PermissionError as error:
             if run is not None:

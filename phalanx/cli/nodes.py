@@ -10,7 +10,7 @@ from phalanx.config.model import DataSection
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.renamed import warn_of
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.supervisor import node_requests, node_states
+from phalanx.elastic.supervisor import node_requests
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.launch.schedulers.registry import DEFAULT, SCHEDULERS, find_scheduler
 from phalanx.report import health as shown
@@ -59,7 +59,7 @@ def _scheduler_node_rows(scheduler: str) -> list[dict[str, str]]:
 
 def _run_node_rows(run: str) -> list[dict[str, str]]:
     with mirror.open_records(run) as paths:
-        return node_states.list_nodes(paths)
+        return node_requests.list_nodes(paths)
 
 
 def _request_paths(run: str) -> RunPaths:
@@ -103,7 +103,7 @@ def uncordon_by_its_old_name(
 def _resolve_host(paths: RunPaths, node: str) -> str:
     """The host that a number means now: in another start, on other machines, it is another one's. Where nodes have one
     host, the number itself."""
-    rows = [row["node"].split() for row in node_states.list_nodes(paths) if row["state"] != node_states.ELSEWHERE]
+    rows = [row["node"].split() for row in node_requests.list_nodes(paths) if row["state"] != node_requests.ELSEWHERE]
     named = [host for number, host in rows if number == node]
     return named[0] if named and sum(host == named[0] for _, host in rows) == 1 else node
 
@@ -114,7 +114,7 @@ def _request(node: str, wanted: NodeRequestKind, run: str | None, reason: str | 
         paths = _request_paths(run)
         node = _resolve_host(paths, node)
         node_requests.write_request(paths, node, wanted, reason or "no reason given")
-        there = [row for row in node_states.list_nodes(paths) if row["state"] != node_states.ELSEWHERE]
+        there = [row for row in node_requests.list_nodes(paths) if row["state"] != node_requests.ELSEWHERE]
         said = ""
         if len(there) == 1:
             said = "; the run is on one node, so it has nowhere else to go and takes no notice"

@@ -64,11 +64,11 @@ def _lead(meeting: RendezvousOptions, own: dict[str, Any], as_json: bool) -> tup
         echo = EchoServer(dict(interfaces()).get(first.interface() or "lo", "127.0.0.1"), secret)
         held.callback(echo.close)
         multinode.offer_to_all(first, lambda node: {"secret": secret}, poll_once)
-        peers = [list(echo.address), *(answer["echo"] for answer in first.answers())]
+        peers = [list(echo.address), *(answer["echo"] for answer in first.answers().values())]
         first.offer(lambda node: {"secret": secret, "peers": peers})
         ways = {0: _probe_peers(0, peers, secret, poll_once)}
         _wait_for_all(first, poll_once)
-        answers = [own, *(answer["result"] for answer in first.answers())]
+        answers = [own, *(answer["result"] for answer in first.answers().values())]
         ways |= {
             node: {int(to): ConnectionProbe(**way) for to, way in answers[node]["ways"].items()}
             for node in range(1, len(peers))
@@ -86,7 +86,7 @@ def _lead(meeting: RendezvousOptions, own: dict[str, Any], as_json: bool) -> tup
 def _wait_for_all(first: RendezvousHost, poll_once: Callable[[], None]) -> None:
     """Until all nodes have said what they found. Raises CollectiveError for nodes that do not, or that leave."""
     until = time.monotonic() + PROBE_TIMEOUT_S
-    while first.missing() or not all("result" in answer for answer in first.answers()):
+    while first.missing() or not all("result" in answer for answer in first.answers().values()):
         poll_once()
         late = ", ".join(map(str, first.missing()))
         if late or time.monotonic() > until:

@@ -14,7 +14,7 @@ from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.rendezvous import refresh_listing
-from phalanx.elastic.supervisor import node_states
+from phalanx.elastic.supervisor import node_requests
 from phalanx.launch.launched_run import (
     ASK_S,
     RESTART,
@@ -264,8 +264,8 @@ def _cancel_at_url(paths: RunPaths, now: bool) -> str:
 
 
 def _on_several_nodes(paths: RunPaths) -> bool:
-    rows = node_states.list_nodes(paths) if paths.events.exists() else []
-    return sum(row["state"] == node_states.HERE for row in rows) > 1
+    rows = node_requests.list_nodes(paths) if paths.events.exists() else []
+    return sum(row["state"] == node_requests.HERE for row in rows) > 1
 
 
 def _end_everywhere(paths: RunPaths, pid: int) -> str:

@@ -20,10 +20,10 @@ from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files, rendezvous, rendezvous_client, shared_secret
+from phalanx.elastic.membership.admission import flat, make_hello
 from phalanx.elastic.membership.channel import Message
-from phalanx.elastic.membership.handshake import flat, make_hello
+from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.listener import ConnectionListener
-from phalanx.elastic.membership.membership import Claim
 from phalanx.elastic.membership.rendezvous_client import RendezvousClient
 from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.job import NodeJob
@@ -111,7 +111,7 @@ class SoloMeeting:
     def hellos(self) -> list[Message]:
         return [self._hello]
 
-    def answers_by_node(self) -> dict[int, Message]:
+    def answers(self) -> dict[int, Message]:
         return {}
 
     def missing(self) -> list[int]:

@@ -22,7 +22,7 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files, rendezvous
 from phalanx.elastic.membership.channel import Message
-from phalanx.elastic.membership.membership import Claim
+from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.rendezvous import refresh_listing
 from phalanx.elastic.node.agent import run_agent
 from phalanx.elastic.node.job import NodeJob

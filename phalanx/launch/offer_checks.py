@@ -14,7 +14,7 @@ from phalanx.config import load
 from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.core.errors import ConfigError
 from phalanx.core.faults import Fault
-from phalanx.elastic.membership.handshake import redact
+from phalanx.elastic.membership.admission import redact
 from phalanx.planner.recipe_keys import CHOICE_FIELDS
 
 SHOWN = 3  # keys that a sentence names

@@ -176,7 +176,7 @@ class TrainingStart:
                 agent.adopt_job(told, run.job_for(job, mine, world))
                 run.inventories = {0: inventory_from_message(agent.list_inventory())}
                 run.inventories |= {
-                    node: inventory_from_message(each.get("held", [])) for node, each in first.answers_by_node().items()
+                    node: inventory_from_message(each.get("held", [])) for node, each in first.answers().items()
                 }
                 hosts = [each["host"] for each in hellos]
                 there = {"hosts": hosts[: options.nodes], "spares": hosts[options.nodes :]}

@@ -22,8 +22,8 @@ from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import channel as channels
 from phalanx.elastic.membership import epoch_files, rendezvous_client
+from phalanx.elastic.membership.admission import make_hello
 from phalanx.elastic.membership.channel import Message
-from phalanx.elastic.membership.handshake import make_hello
 from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.membership.rendezvous_client import RendezvousClient
 from phalanx.elastic.node.agent import run_agent

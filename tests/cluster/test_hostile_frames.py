@@ -29,14 +29,14 @@ from phalanx.elastic.membership.heartbeat import HeartbeatSocket
 from phalanx.elastic.membership.listener import ConnectionListener, bind
 from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
 from phalanx.elastic.membership.membership import Membership
-from phalanx.elastic.node import agent
+from phalanx.elastic.node import agent, watchdog
 from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.watchdog import Blame, HangTimeouts, ProcessStatus, ProgressReport
-from phalanx.elastic.replicas import server
-from phalanx.elastic.replicas.fetch import StateFileFetcher
-from phalanx.elastic.supervisor import coordinator, hang_detection
-from phalanx.elastic.supervisor.coordinator import become_coordinator
+from phalanx.elastic.replicas import own_ranks, server
+from phalanx.elastic.replicas.own_ranks import StateFileFetcher
+from phalanx.elastic.supervisor import leader_tasks
+from phalanx.elastic.supervisor.coordinator import Coordinator, become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division, describe_restart_budget
 from phalanx.elastic.supervisor.state import JobState, RecoveryPolicy
 from phalanx.recovery import inventory, state_file
@@ -103,7 +103,7 @@ def test_what_nodes_really_say_keeps_to_the_schema() -> None:
     ]
     said: list[Any] = [
         {"ready": 1, "held": inventory_to_message(held)},
-        {"pulses": hang_detection.encode_report(1, word)},
+        {"pulses": watchdog.encode_report(1, word)},
         {"ended": {"attempt": 1, "code": 1, "ends": ends, "lowered": False}},
         {"hung": 1, "ranks": [dataclasses.astuple(Blame(0, "Hang", "why", None))]},
         {"offer": describe_division(1, [(0, 1)], [DEVICES], RecoveryPolicy(nodes=1))},
@@ -160,7 +160,7 @@ class Agents:
     def make(self, offer: Message, poll_once: Any) -> NodeJob:
         raise PhalanxError("there is no room for that here")
 
-    def lead(self, peer: NodeAgent) -> coordinator.Coordinator:
+    def lead(self, peer: NodeAgent) -> Coordinator:
         return become_coordinator(peer, {}, 1, 0, lambda *_: {}, lambda kind, details: self.said.append(details))
 
     def until(self, holds: Any) -> None:
@@ -178,11 +178,11 @@ class Agents:
 
     def tell(self, mad: int, to: int, text: str) -> None:
         """Have the agent `to` hear a frame of a member, and all whatever comes of it."""
-        channel = self.peers[mad].membership._links[to].channel
+        channel = self.peers[mad].membership.links[to].channel
         assert channel is not None
         channel._out += text.encode(errors="surrogatepass") + b"\n"
         channel.receive()
-        there = self.peers[to].membership._links[mad].channel
+        there = self.peers[to].membership.links[mad].channel
         assert there is not None
         select.select([there.fileno()], [], [], PATIENCE_S)
         for _ in range(3):
@@ -221,7 +221,7 @@ def well(there: list[Agents]) -> Agents:
 @pytest.mark.parametrize("mad", [2, 0])
 def test_a_member_that_has_gone_mad_brings_nobody_down(mad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower and the leader; the others hear each frame and go on, with an exception nowhere."""
-    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
+    monkeypatch.setattr(leader_tasks, "AsyncCall", Errand)
     with agents() as there:
 
         @examples(40)
@@ -242,7 +242,7 @@ def test_a_member_that_has_gone_mad_brings_nobody_down(mad: int, monkeypatch: py
 
 
 def test_who_sends_nonsense_is_named_and_the_others_go_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
+    monkeypatch.setattr(leader_tasks, "AsyncCall", Errand)
     there = Agents()
     there.tell(2, 0, '{"ended": {"attempt": "one"}}')
     there.until(lambda: there.peers[1].membership.member_list.nodes == [0, 1])
@@ -252,7 +252,7 @@ def test_who_sends_nonsense_is_named_and_the_others_go_on_without_it(monkeypatch
 
 
 def test_a_leader_that_orders_more_ranks_than_there_are_devices_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
+    monkeypatch.setattr(leader_tasks, "AsyncCall", Errand)
     there = Agents()
     there.tell(0, 1, json.dumps({"start": {**START, "ranks": [1, 2, 1]}}))
     assert there.peers[1].membership.lost[0] == "it sent what makes no sense (more ranks than this node has devices)"
@@ -261,7 +261,7 @@ def test_a_leader_that_orders_more_ranks_than_there_are_devices_is_lost(monkeypa
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"ready": ' + "9" * 5000 + "}", "\x00\xff", "{}", '{"x": 1}', "null"])
 def test_lines_that_hold_no_message_lose_their_sender(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
+    monkeypatch.setattr(leader_tasks, "AsyncCall", Errand)
     there = Agents()
     there.tell(2, 0, text)
     there.until(lambda: there.peers[1].membership.member_list.nodes == [0, 1])
@@ -336,7 +336,7 @@ HELLO = {
 
 
 def test_a_greeting_that_makes_no_sense_is_refused_by_a_sentence() -> None:
-    from phalanx.elastic.membership.handshake import find_mismatch
+    from phalanx.elastic.membership.admission import find_mismatch
     from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 
     own = {**HELLO, "node": 0}
@@ -350,8 +350,8 @@ def test_a_greeting_that_makes_no_sense_is_refused_by_a_sentence() -> None:
         said: list[Any] = []
         with socket.socket() as listener:
             first = RendezvousHost(3, listener, SECRET, None, own, 60.0, lambda kind, details: said.append(details))
-            channel = SimpleNamespace(send_and_close=lambda message, why: said.append(message), send=said.append)
-            first._greet(channel, read)  # type: ignore[arg-type]
+            channel = SimpleNamespace(send_and_close=lambda message, *_, **__: said.append(message), send=said.append)
+            first._admission.greet(channel, read)  # type: ignore[arg-type]
             first.listener.close("over")
         wrong = find_mismatch(read, own, to_node_0=True)
         assert wrong is None or (wrong.isprintable() and len(wrong) < 20_000)
@@ -445,10 +445,10 @@ def test_a_partner_that_answers_nonsense_fails_the_rank_by_a_sentence(
                     tmp_path / "there" / state_file.state_file_name(1, 0),
                     tmp_path / "here" / state_file.state_file_name(1, 0),
                 )
-            monkeypatch.setattr(server, "connect_and_greet", lambda *_: ours)
+            monkeypatch.setattr(own_ranks, "connect_and_greet", lambda *_: ours)
             mine, its = socket.socketpair()
             mine.settimeout(PATIENCE_S)
-            rank = server._Rank(
+            rank = own_ranks.RankRequests(
                 its, tmp_path / "here", SECRET, StateFileFetcher(tmp_path / "here", lambda address: ours)
             )
             serving = threading.Thread(target=rank.serve)

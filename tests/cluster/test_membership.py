@@ -13,8 +13,7 @@ import pytest
 
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files
-from phalanx.elastic.membership import membership as circles
+from phalanx.elastic.membership import election, epoch_files
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.heartbeat import HeartbeatSocket
 from phalanx.elastic.membership.listener import ConnectionListener, bind
@@ -60,7 +59,7 @@ class Nodes:
         self.until(lambda: all(self.knows(node) for node in range(count)))
         for node, each in self.circles.items():  # long ago: who does not watch another one has never heard of it
             for other in set(each.member_list.nodes) - set(list_monitored_nodes(node, each.member_list)):
-                each.heard_at[other] = time.monotonic() - 100 * PATIENCE_S
+                each.detector.heard_at[other] = time.monotonic() - 100 * PATIENCE_S
 
     def ballot(self, node: int) -> Message | None:
         return None if node in self.busy else vote(node, self.ready)
@@ -69,7 +68,7 @@ class Nodes:
         return {"attempt": 2}
 
     def knows(self, node: int) -> bool:
-        return all(link.is_up for link in self.circles[node]._links.values()) and len(self.circles[node]._links) > 0
+        return all(link.is_up for link in self.circles[node].links.values()) and len(self.circles[node].links) > 0
 
     def turn(self, only: Sequence[Membership] = ()) -> None:
         for circle in only or self.circles.values():
@@ -162,14 +161,14 @@ def a_head_falls_silent(placement: Placement, folder: str) -> list[Any]:
     with nodes(6, f"{folder}/run") as there:
         silent = there.circles.pop(1)
         three, five = there.circles[3], there.circles[5]
-        three.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+        three.detector.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
         three.poll_once()
         three.poll_once()
-        five.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
-        five.heard_at[3] = time.monotonic()  # the first that node 3 has sent
-        there.until(lambda: 1 in five.lost and (five.fenced is not None or five._links[3].is_up), [three, five])
+        five.detector.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+        five.detector.heard_at[3] = time.monotonic()  # the first that node 3 has sent
+        there.until(lambda: 1 in five.lost and (five.fenced is not None or five.links[3].is_up), [three, five])
         for each in there.circles.values():
-            each.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
+            each.detector.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
         there.until(lambda: all(each.member_list.epoch > 1 or each.fenced for each in there.circles.values()))
         silent.close()
         return [*there.told(), three.member_list.nodes]
@@ -193,7 +192,7 @@ def while_ranks_end(placement: Placement, folder: str) -> list[Any]:
         between = there.told()
         there.busy = set()
         there.until(lambda: all(each.member_list.epoch > 1 for each in there.circles.values()))
-        return [before, between, there.told(), sorted(there.circles[1].votes.items())]
+        return [before, between, there.told(), sorted(there.circles[1].election.votes.items())]
 
 
 def test_an_epoch_is_claimed_while_ranks_end_and_begins_when_all_have(tmp_path: Path) -> None:
@@ -211,7 +210,7 @@ def while_ranks_of_four_end(placement: Placement, folder: str) -> list[Any]:
         with nodes(4, f"{folder}/{dies}") as there:
             there.busy = {1, 3}
             there.lose(0)
-            there.until(lambda: there.circles[1]._voters == {1, 2, 3})
+            there.until(lambda: there.circles[1].election.voters == {1, 2, 3})
             for _ in range(20):
                 there.turn()
             found.append(there.paths.epoch(2).exists())
@@ -219,11 +218,11 @@ def while_ranks_of_four_end(placement: Placement, folder: str) -> list[Any]:
                 there.lose(1)
             else:
                 there.busy = {3}
-                there.until(lambda: 1 in there.circles[1].votes)
+                there.until(lambda: 1 in there.circles[1].election.votes)
                 there.ready = 2
             there.busy = set()
             there.until(lambda: all(each.member_list.epoch > 1 for each in there.circles.values()))
-            found.append([there.told(), next(iter(there.circles.values())).votes.get(1)])
+            found.append([there.told(), next(iter(there.circles.values())).election.votes.get(1)])
     return found
 
 
@@ -246,7 +245,7 @@ def ready_unheard(placement: Placement, folder: str) -> list[Any]:
         there.lose(0)
         peer = NodeAgent(SECRET, nothing, nothing)
         peer.membership = there.circles[2]
-        there.until(lambda: 2 in there.circles[1].votes)
+        there.until(lambda: 2 in there.circles[1].election.votes)
         peer.division = 2
         peer.report_ready()
         there.busy = set()
@@ -321,7 +320,7 @@ def test_only_an_epoch_of_an_election_whose_claimant_all_have_lost_is_passed(tmp
 
 def slow_files(placement: Placement, folder: str) -> list[Any]:
     """Of two and of three nodes the first dies, and the file system takes longer than a majority waits for it."""
-    circles.CLAIM_S, found = 0.1, []
+    election.CLAIM_S, found = 0.1, []
 
     def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] | None:
         time.sleep(1.0)
@@ -330,7 +329,7 @@ def slow_files(placement: Placement, folder: str) -> list[Any]:
     for count in (2, 3):
         with nodes(count, f"{folder}/{count}") as there:
             for each in there.circles.values():
-                each._claim = functools.partial(claim, there.paths)
+                each.election.claim = functools.partial(claim, there.paths)
             there.lose(0)
             there.until(lambda: any(each.lost for each in there.circles.values()))
             there.until(there.decided)
@@ -450,7 +449,7 @@ def after_a_member_wants_to_lead(placement: Placement, folder: str, mad: int) ->
             it = there.circles.pop(mad)
             members = tuple(member for member in it.member_list.members if member.node not in without)
             member_list = member_list_to_message(MemberList(2, mad, members))
-            for link in it._links.values():
+            for link in it.links.values():
                 assert link.channel is not None
                 link.channel.send({"roster": member_list})
                 link.channel.send({"offer": {"division": 7}})

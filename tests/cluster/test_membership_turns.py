@@ -48,7 +48,7 @@ def test_who_calls_as_a_member_has_that_members_token(there: Nodes, node: object
     called = Called(there.circles[0], there, role="peer", node=node, token="00" * 8)
     assert called.channel.lost is not None
     assert there.circles[0].callers == []
-    assert there.circles[0]._links[2].channel is not called.channel
+    assert there.circles[0].links[2].channel is not called.channel
 
 
 def test_a_member_that_is_here_already_or_was_given_up_is_not_taken_in_twice(there: Nodes) -> None:
@@ -57,12 +57,12 @@ def test_a_member_that_is_here_already_or_was_given_up_is_not_taken_in_twice(the
     assert Called(first, there, **hello).channel.lost is not None  # it is here
     first._lose(2, "cut")
     assert Called(first, there, **hello).channel.lost is not None
-    assert 2 not in first._links
+    assert 2 not in first.links
 
 
 def test_a_member_that_calls_itself_takes_the_place_of_a_call_to_it(there: Nodes) -> None:
     last, zero = there.circles[2], there.circles[0].me
-    link = last._links[0]
+    link = last.links[0]
     before, link.channel = link.channel, start_connecting((zero.address, zero.port))
     half, link.handshake = link.channel, object()  # type: ignore[assignment]
     link.waiting = [{"word": 1}]
@@ -90,20 +90,20 @@ def test_a_beat_counts_once_and_only_from_the_very_process_that_is_a_member(ther
 
     def heard(*beats: Heartbeat) -> float:
         """Seconds from when node 1 was heard last, long ago, to when it was with these."""
-        first.heard_at[1] = 0.0
+        first.detector.heard_at[1] = 0.0
         for beat in beats:
-            there.circles[2]._heartbeats.send(beat, (first.me.address, first.me.beats))
+            there.circles[2].detector.heartbeats.send(beat, (first.me.address, first.me.beats))
         marker = Heartbeat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 2 * number + len(sent))
-        there.circles[2]._heartbeats.send(marker, (first.me.address, first.me.beats))
+        there.circles[2].detector.heartbeats.send(marker, (first.me.address, first.me.beats))
         sent.append(marker)
-        first.heard_at[2] = 0.0
+        first.detector.heard_at[2] = 0.0
         until = time.monotonic() + PATIENCE_S
-        while first.heard_at[2] == 0.0 and time.monotonic() < until:
-            first._receive_heartbeats(5.0)
-        return first.heard_at[1]
+        while first.detector.heard_at[2] == 0.0 and time.monotonic() < until:
+            assert not first.detector.receive(5.0)
+        return first.detector.heard_at[1]
 
     sent: list[Heartbeat] = []
-    first._numbers = {}
+    first.detector._numbers = {}
     assert heard(Heartbeat(LIVES, 1, 1, b"another!", number)) == 0.0
     assert heard(Heartbeat(LIVES, 1, 1, token, 0)) == 0.0  # beats are counted from 1
     assert heard(Heartbeat(LIVES, 1, 1, token, 1)) == 5.0
@@ -111,22 +111,21 @@ def test_a_beat_counts_once_and_only_from_the_very_process_that_is_a_member(ther
     assert heard(Heartbeat(LIVES, 1, 1, token, number)) == 0.0  # again, or late
     assert heard(Heartbeat(LIVES, 1, 1, token, number - 1)) == 0.0
     assert heard(Heartbeat(DECLARED_LOST, 1, 0, b"another!", 1)) == 0.0
-    assert first.fenced is None
 
 
 @pytest.mark.parametrize(("ago_ms", "fenced"), [(9_000, True), (10_500, False), (15_000, False), (-1_000, False)])
 def test_who_was_given_up_hears_it_unless_the_answer_is_old(there: Nodes, ago_ms: int, fenced: bool) -> None:
     """Or of a beat that this process has not sent yet: its number was another's."""
     first = there.circles[0]
-    first._heartbeat_sender.next_number = lambda: 20_000  # type: ignore[method-assign]
+    first.detector.sender.next_number = lambda: 20_000  # type: ignore[method-assign]
     beat = Heartbeat(DECLARED_LOST, 2, 0, bytes.fromhex(first.me.token), 20_000 - ago_ms)
-    there.circles[2]._heartbeats.send(beat, (first.me.address, first.me.beats))
+    there.circles[2].detector.heartbeats.send(beat, (first.me.address, first.me.beats))
     marker = Heartbeat(LIVES, 1, 2, bytes.fromhex(there.circles[2].me.token), 10**6)
-    there.circles[2]._heartbeats.send(marker, (first.me.address, first.me.beats))
-    first.heard_at[2], until = 0.0, time.monotonic() + PATIENCE_S
-    while first.heard_at[2] == 0.0 and time.monotonic() < until:
-        first._receive_heartbeats(5.0)
-    assert (first.fenced is not None) == fenced
+    there.circles[2].detector.heartbeats.send(marker, (first.me.address, first.me.beats))
+    first.detector.heard_at[2], until, gone = 0.0, time.monotonic() + PATIENCE_S, False
+    while first.detector.heard_at[2] == 0.0 and time.monotonic() < until:
+        gone |= first.detector.receive(5.0)
+    assert gone == fenced
 
 
 def test_a_node_is_lost_once_and_only_a_member_can_be(there: Nodes) -> None:
@@ -140,35 +139,35 @@ def test_a_node_is_lost_once_and_only_a_member_can_be(there: Nodes) -> None:
 
 def test_who_is_fenced_decides_nothing(there: Nodes) -> None:
     circle, elected = there.circles[1], list[float]()
-    circle._elect = elected.append  # type: ignore[method-assign]
+    circle.election._elect = elected.append  # type: ignore[method-assign]
     circle.lost = {circle.member_list.leader: "silent"}
     circle.fenced = "given up"
-    circle._decide(1.0)
+    circle._agree(1.0)
     assert elected == []
     circle.fenced = None
-    circle._decide(2.0)
+    circle._agree(2.0)
     assert elected == [2.0]
 
 
 def test_who_overslept_gives_the_others_that_time_back(there: Nodes) -> None:
     circle = there.circles[0]
-    circle._turn, circle.heard_at = 10.0, {1: 9.5, 2: 17.0}
-    circle._wake(15.0)
-    assert circle.heard_at == {1: 14.5, 2: 17.0}
-    circle.heard_at[1] = 12.0
-    circle._wake(20.0)
-    assert circle.heard_at == {1: 17.0, 2: 17.0 + 3.0}
-    circle._wake(20.2)  # in time
-    assert circle.heard_at[1] == 17.0
+    circle.detector._turn, circle.detector.heard_at = 10.0, {1: 9.5, 2: 17.0}
+    circle.detector.wake(15.0)
+    assert circle.detector.heard_at == {1: 14.5, 2: 17.0}
+    circle.detector.heard_at[1] = 12.0
+    circle.detector.wake(20.0)
+    assert circle.detector.heard_at == {1: 17.0, 2: 17.0 + 3.0}
+    circle.detector.wake(20.2)  # in time
+    assert circle.detector.heard_at[1] == 17.0
 
 
 def test_how_long_a_silent_member_is_waited_for(there: Nodes) -> None:
     circle, now = there.circles[0], time.monotonic()
     for other in (1, 2):
-        circle.heard_at[other] = now
-    assert not circle.is_silent(1)
-    circle.heard_at[2] = now - 0.75 * PATIENCE_S
-    assert circle.is_silent(2) and not circle.is_silent(0)
+        circle.detector.heard_at[other] = now
+    assert not circle.detector.is_silent(1)
+    circle.detector.heard_at[2] = now - 0.75 * PATIENCE_S
+    assert circle.detector.is_silent(2) and not circle.detector.is_silent(0)
     assert 0.2 * PATIENCE_S < circle.due_s() <= 0.25 * PATIENCE_S
     circle._judge(now)
     assert circle.lost == {}
@@ -181,24 +180,28 @@ def test_how_long_a_silent_member_is_waited_for(there: Nodes) -> None:
 
 def test_who_begins_to_watch_another_gives_it_time_to_be_heard(there: Nodes) -> None:
     circle, now = there.circles[0], time.monotonic()
-    circle._watched, circle.heard_at[1], circle.heard_at[2] = {2}, now - 9 * PATIENCE_S, now + 9 * PATIENCE_S
+    circle.detector._watched, circle.detector.heard_at[1], circle.detector.heard_at[2] = (
+        {2},
+        now - 9 * PATIENCE_S,
+        now + 9 * PATIENCE_S,
+    )
     circle._judge(now)
-    assert circle.heard_at[1] == now + PATIENCE_S
-    assert circle.heard_at[2] == now + 9 * PATIENCE_S
+    assert circle.detector.heard_at[1] == now + PATIENCE_S
+    assert circle.detector.heard_at[2] == now + 9 * PATIENCE_S
 
 
 def test_poll_looks_at_all_that_may_speak_and_at_nothing_when_it_is_over(there: Nodes) -> None:
     circle = there.circles[0]
-    channels = [link.channel for link in circle._links.values() if link.channel is not None]
+    channels = [link.channel for link in circle.links.values() if link.channel is not None]
     looked = set(circle.descriptors())
     wanted = {
-        *circle._heartbeats.descriptors(),
+        *circle.detector.heartbeats.descriptors(),
         *circle.listener.descriptors(),
         *(channel.fileno() for channel in channels),
     }
     assert len(channels) == 2 and len(wanted) == 4 and looked == wanted
     gone = channels[0].fileno()
-    there.circles[1 if circle._links[1].channel is channels[0] else 2].close()
+    there.circles[1 if circle.links[1].channel is channels[0] else 2].close()
     wait_until(lambda: not list(channels[0].receive()) and channels[0].lost is not None)
     assert set(circle.descriptors()) == wanted - {gone}
     circle.leave("asked to")
@@ -215,7 +218,7 @@ def test_a_roster_of_somebody_who_was_not_voted_for_is_not_followed(there: Nodes
         last._follow(1, said)
         assert last.member_list.epoch == 1
     assert list(last.lost) == [1]
-    last._voted, last.lost = (1, True), {}
+    last.election.voted, last.lost = (1, True), {}
     last._take(1, {"roster": member_list_to_message(member_list)})
     assert (
         last.member_list.epoch,

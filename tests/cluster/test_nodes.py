@@ -19,7 +19,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.placement import ExitCode
 from phalanx.elastic.membership import channel as channels
 from phalanx.elastic.membership import rendezvous, rendezvous_client
-from phalanx.elastic.membership.handshake import make_hello
+from phalanx.elastic.membership.admission import make_hello
 from phalanx.elastic.membership.listener import EVERYWHERE, MAX_PENDING, ConnectionListener
 from phalanx.elastic.membership.rendezvous_client import RendezvousClient
 from phalanx.elastic.membership.rendezvous_host import RendezvousHost

@@ -15,7 +15,7 @@ from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.supervisor import node_requests, node_states
+from phalanx.elastic.supervisor import node_requests
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health.findings import Severity
 from phalanx.launch.schedulers import slurm
@@ -168,7 +168,7 @@ def test_what_is_asked_of_nodes_is_written_and_listed(tmp_path: Path) -> None:
     assert {each.node for each in node_requests.read_requests(paths)} == {"n1", "n2", "n9"}
     # Also where it calls the node by its other name.
     node_requests.write_request(paths, "0", NodeRequestKind.DRAIN, "hot again")
-    (row,) = [row for row in node_states.list_nodes(paths) if row["state"] != node_states.ELSEWHERE]
+    (row,) = [row for row in node_requests.list_nodes(paths) if row["state"] != node_requests.ELSEWHERE]
     assert row["node"] == "0 n1" and row["why"].endswith(": hot again")
     newest = node_requests.find_newest_request(node_requests.read_requests(paths), 0, "n1")
     assert newest is not None and newest.wanted == NodeRequestKind.DRAIN

@@ -27,8 +27,8 @@ from phalanx.core.placement import HostPort, InMemoryCheckpoint, Placement, Stat
 from phalanx.elastic.membership.channel import connect_and_greet
 from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.replicas import server
-from phalanx.elastic.replicas.fetch import StateFileFetcher
-from phalanx.elastic.replicas.server import ROLE, ReplicaServer
+from phalanx.elastic.replicas.own_ranks import ROLE, StateFileFetcher
+from phalanx.elastic.replicas.server import ReplicaServer
 from phalanx.recovery import inventory, state_file
 from phalanx.recovery.catalog import StateFileInfo, choose_restore_point
 from phalanx.recovery.replica_client import ReplicaClient, receive_frame, send_frame

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.core.events import EventKind
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
-from phalanx.elastic.supervisor import coordinator
+from phalanx.elastic.supervisor import coordinator, leader_tasks
 from phalanx.elastic.supervisor.coordinator import Coordinator
 from phalanx.elastic.supervisor.state import JobPhase, JobState, Node, NodeLost, NodeSlot, RecoveryPolicy
 from phalanx.system.exit_causes import WorkerExit
@@ -38,7 +38,7 @@ class Errand:
 def leading(monkeypatch: pytest.MonkeyPatch) -> tuple[Coordinator, SimpleNamespace, list[tuple[int, Any]], list[Any]]:
     """The leader of three nodes and a spare that has just come, while a division of two is prepared as node 2 was lost
     before; its agent, what it tells other nodes, and what it says."""
-    monkeypatch.setattr(coordinator, "AsyncCall", Errand)
+    monkeypatch.setattr(leader_tasks, "AsyncCall", Errand)
     Errand.made = []
     told: list[tuple[int, Any]] = []
     said: list[Any] = []
@@ -84,7 +84,8 @@ def test_of_two_that_come_as_the_same_node_one_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(coordinator, "find_mismatch", lambda *_, **__: None)
     monkeypatch.setattr(coordinator, "DEATH_ANSWER_S", 0.0)
     admitted: list[AgentMember] = []
-    agent.membership.admit, agent.membership.heartbeat_s, agent.membership.heard_at = admitted.append, 1.0, {}
+    agent.membership.admit = admitted.append
+    agent.membership.detector = SimpleNamespace(heartbeat_s=1.0, heard_at={})
     answers: list[tuple[int, dict[str, Any]]] = []
 
     def comes(pid: int) -> None:
@@ -96,12 +97,12 @@ def test_of_two_that_come_as_the_same_node_one_is_refused(monkeypatch: pytest.Mo
 
     comes(70)
     comes(71)
-    made._see_claimants()
+    made.admission.poll_once()
     assert ([member.token for member in admitted], answers) == ([f"{70:016x}"], [])
     agent.membership.member_list = agent.membership.member_list.with_members([*MEMBERS, *admitted], 0)
     made._compare()
-    made._see_claimants()
-    made._see_claimants()
+    made.admission.poll_once()
+    made.admission.poll_once()
     assert "roster" in answers[0][1] and answers[1][1]["refused"].startswith("process 71 on host7 says it is node 7")
 
 
@@ -113,21 +114,18 @@ def test_a_node_that_died_before_its_first_sign_of_life_may_be_started_again_at_
     monkeypatch.setattr(coordinator, "find_mismatch", lambda *_, **__: None)
     now, admitted, answers = [100.0], list[AgentMember](), list[Any]()
     monkeypatch.setattr(coordinator.time, "monotonic", lambda: now[0])
-    agent.membership.admit, agent.membership.heartbeat_s, agent.membership.heard_at = (
-        admitted.append,
-        1.0,
-        {1: 100.0 + coordinator.MEET_S},
-    )
+    agent.membership.admit = admitted.append
+    agent.membership.detector = SimpleNamespace(heartbeat_s=1.0, heard_at={1: 100.0 + coordinator.MEET_S})
     channel = SimpleNamespace(lost=None, send_and_close=lambda message, why, timeout_s: answers.append(message))
     at = {"token": f"{71:016x}", "address": "127.0.0.1", "port": 1, "beats": 2}
     made.greet(channel, {"node": 1, "host": "host1", "pid": 71, "devices": [["cpu", "any", True]], "at": at})
     now[0] += coordinator.MEET_S + 1.5  # by then the dead one is lost
-    made._see_claimants()
+    made.admission.poll_once()
     assert (admitted, answers) == ([], [])
     agent.membership.member_list = agent.membership.member_list.with_members(
         [each for each in MEMBERS if each.node != 1], 0
     )
-    made._see_claimants()
+    made.admission.poll_once()
     assert [member.token for member in admitted] == [f"{71:016x}"] and answers == []
 
 
@@ -139,8 +137,8 @@ def test_who_comes_when_the_job_has_just_ended_hears_how(monkeypatch: pytest.Mon
     )
     for over in (None, (0, "the run is done")):
         made, _, _, _ = leading(monkeypatch)
-        made._welcome["7" * 16] = 7, channel
-        made._claimants.append((channel, {"node": 0}, 0.0))
+        made._welcome["7" * 16] = MEMBERS[0], channel
+        made.admission.waiting.append((channel, {"node": 0}, 0.0))
         made.close(over)
     assert heard == [{"finish": 0, "text": "the run is done"}] * 2
 

@@ -18,6 +18,7 @@ from phalanx.elastic.supervisor.state import (
     NodeReady,
     PrepareDivision,
     RanksEnded,
+    RestartBudget,
     StartAttempt,
     StopSignalReceived,
     SupervisorAction,
@@ -48,9 +49,9 @@ def fail(what: str, nodes: int, spares: int) -> list[SupervisorAction]:
     """What is done, over the next minutes, about a death in a run of so many nodes."""
     cause, state = DEATHS[what], begun(nodes, spares)
     if "third time" in what:
-        state = replace(state, crash=(BUG.fingerprint, 2), failures=2)
+        state = replace(state, budget=RestartBudget(crash=(BUG.fingerprint, 2), failures=2))
     if "fourth time" in what:
-        state = replace(state, failures=3)
+        state = replace(state, budget=RestartBudget(failures=3))
     events: list[SupervisorEvent] = [StopSignalReceived(1.0, "SIGTERM")] if "stop signal" in what else []
     lost = FailureCause(3, 1, "")
     if cause is None:

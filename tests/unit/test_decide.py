@@ -31,6 +31,7 @@ from phalanx.elastic.supervisor.state import (
     PrepareDivision,
     RanksEnded,
     RecoveryPolicy,
+    RestartBudget,
     SendOffer,
     StartAttempt,
     StepsCommitted,
@@ -133,7 +134,7 @@ def test_a_node_that_returns_is_taken_in_by_saving_first() -> None:
     assert done == [PrepareDivision(2, ((0, 1), (1, 1)))]
     state, done = walk(state, DivisionPrepared(4, 2), NodeReady(5, 0, 2), NodeReady(5, 1, 2))
     assert done[-1] == StartAttempt(2, 2, (0, 1), 0, reason="node 1 is there again")
-    assert state.failures == 0
+    assert state.budget.failures == 0
 
 
 def test_a_node_that_returns_stays_a_spare_where_growing_is_off() -> None:
@@ -145,7 +146,7 @@ def test_a_node_that_returns_stays_a_spare_where_growing_is_off() -> None:
 def test_what_cannot_shrink_waits_and_then_stops() -> None:
     state, done = walk(begun(wait_s=5.0), NodeLost(1, 1, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER))
     assert done[-1] == PrepareDivision(2, ((0, 1),))
-    assert state.crash == ("", 0)  # that a node is gone is no crash that could be the same once more
+    assert state.budget.crash == ("", 0)  # that a node is gone is no crash that could be the same once more
     state, done = walk(state, DivisionRejected(2, 2, "too little memory"), Tick(6.9))
     assert kinds(done) == ["WriteEvent", "WriteEvent"]
     _back, done = walk(state, NodeJoined(6.9, node(1, ready=0)), NodeReady(6.95, 1, 1))
@@ -272,9 +273,9 @@ def test_what_is_not_retried(code: ExitCode, lowered: bool, expected: str) -> No
 def test_damage_in_memory_is_no_failure_but_where_a_node_was_lost_with_it() -> None:
     damaged = FailureCause(1, 1, "a slot was damaged", state_damaged=True)
     state, done = walk(begun(spares=1), RanksEnded(1, 0, 1, 1, damaged), RanksEnded(1, 1, 1, 1, LOST_PEER))
-    assert (kinds(done)[-1], state.failures) == ("StartAttempt", 0)
+    assert (kinds(done)[-1], state.budget.failures) == ("StartAttempt", 0)
     state, _ = walk(begun(spares=1), RanksEnded(1, 0, 1, 1, damaged), NodeLost(1, 1, "gone"))
-    assert state.failures == 1
+    assert state.budget.failures == 1
 
 
 def test_a_stop_asked_for_ends_the_job_however_it_ends() -> None:
@@ -297,7 +298,7 @@ def test_a_rank_that_dies_of_being_asked_to_stop_as_it_begins_is_not_waited_for(
     )
     assert done[-1] == EndAttempt(1)
     state, done = walk(state, RanksEnded(3, 0, 1, 1, LOST_PEER))
-    assert (done[-1], state.failures) == (StartAttempt(2, 1, (2, 1), 0, reason="drained"), 0)
+    assert (done[-1], state.budget.failures) == (StartAttempt(2, 1, (2, 1), 0, reason="drained"), 0)
     state, _ = walk(begun(max_restarts=0), RanksEnded(2, 1, 1, ExitCode.STOPPED, died))  # and nobody has asked
     assert walk(state, RanksEnded(3, 0, 1, 1))[1][-1] == FinishJob(
         1, "the attempt has not come beyond step 0; their logs say why"
@@ -361,7 +362,7 @@ def test_ranks_that_save_are_ended_at_once_when_one_of_them_dies_or_is_lost() ->
         assert [each.node for each in walk(state, Tick(2.1 + COLLECT_S))[1]] == [0, 2]  # type: ignore[union-attr]
         state, done = walk(state, RanksEnded(3, 0, 1, 1, LOST_PEER), RanksEnded(3, 2, 1, ExitCode.STOPPED))
         assert done[-1] == StartAttempt(2, 1, (0, 3, 2), 0)
-        assert state.failures == 1
+        assert state.budget.failures == 1
 
 
 def test_a_node_that_is_drained_while_a_division_with_it_is_prepared_gets_no_seat_there() -> None:
@@ -416,7 +417,7 @@ def test_it_begins_from_memory_where_all_ranks_are_held_and_that_is_no_older_tha
         6,
         {0: 0, 1: 1},
     )
-    assert (state.reached, state.failures) == (6, 1)  # what is safe in memory is progress
+    assert (state.budget.reached, state.budget.failures) == (6, 1)  # what is safe in memory is progress
     for committed in (6, 7):
         _, done = ended_with({0: (has(1, 0, 6, 7),), 1: (has(1, 1, 6),)}, committed)
         assert done[-1].kept == (start.kept if committed == 6 else None)  # type: ignore[union-attr]
@@ -451,7 +452,9 @@ def test_a_job_begins_from_what_nodes_hold_since_the_one_before() -> None:
     files = {0: (has(4, 0, 6, 7),), 1: (has(4, 1, 6), has(4, 0, 6, 7, replica=True))}
     for committed, expected in ((5, 6), (6, 6), (7, None)):
         nodes = tuple(replace(node(number), held=files[number]) for number in (0, 1))
-        state = replace(begun(), phase=JobPhase.READYING, nodes=nodes, attempt=4, first_attempt=5, committed=committed)
+        state = replace(
+            begun(), phase=JobPhase.READYING, nodes=nodes, attempt=4, budget=RestartBudget(first=5), committed=committed
+        )
         _, done = walk(state, Tick(0))
         assert len(done) == 1, done  # what is older than the disk is no loss to speak of
         (start,) = done

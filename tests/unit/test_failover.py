@@ -37,6 +37,7 @@ from phalanx.elastic.supervisor.state import (
     PrepareDivision,
     RanksEnded,
     RecoveryPolicy,
+    RestartBudget,
     SendOffer,
     StartAttempt,
     SupervisorAction,
@@ -410,7 +411,7 @@ def test_a_job_begins_at_once_where_all_with_a_seat_are_there_and_else_misses_th
     job = Job(2, 1, RecoveryPolicy(nodes=2))
     offer = job.agents[0].offer
     whole = make_initial_state(offer, job.member_list, 4, 7, {})
-    assert (whole.phase, whole.attempt, whole.first_attempt, whole.reached) == (JobPhase.READYING, 3, 4, 7)
+    assert (whole.phase, whole.attempt, whole.budget.first, whole.budget.reached) == (JobPhase.READYING, 3, 4, 7)
     assert decide(whole, Tick(0.0))[0].attempt == 4
     without = job.member_list.with_members([each for each in job.member_list.members if each.node != 1], 0)
     assert make_initial_state(offer, without, 4, 7, {}).phase == JobPhase.IDLE
@@ -420,5 +421,4 @@ def test_of_what_no_order_to_start_has_said_nothing_is_spent_yet() -> None:
     job = Job(2, 1, RecoveryPolicy(nodes=2))
     offer = job.agents[0].offer
     found = make_failover_state(offer, None, job.member_list, {1: {"ready": 0, "attempt": 2}}, 4)
-    assert (found.attempt, found.first_attempt, found.committed, found.reached, found.failures) == (3, 4, 0, 0, 0)
-    assert found.crash == ("", 0)
+    assert (found.attempt, found.committed, found.budget) == (3, 0, RestartBudget(first=4))

@@ -8,9 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.core.placement import Placement
-from phalanx.elastic.membership import heartbeat_sender
-from phalanx.elastic.membership.heartbeat import EVERY_S, LIVES, Heartbeat, HeartbeatSocket
-from phalanx.elastic.membership.heartbeat_sender import Address, HeartbeatSenderProcess
+from phalanx.elastic.membership import heartbeat
+from phalanx.elastic.membership.heartbeat import (
+    EVERY_S,
+    LIVES,
+    Address,
+    Heartbeat,
+    HeartbeatSenderProcess,
+    HeartbeatSocket,
+)
 from phalanx.elastic.membership.member_list import AgentMember
 from phalanx.system.fork import fork
 from tests.helpers import run_ranks, wait_until
@@ -86,7 +92,7 @@ def test_they_go_on_while_the_agent_is_busy() -> None:
 
 
 def until_it_is_stuck(placement: Placement) -> list[int]:
-    heartbeat_sender.STUCK_S = 0.5
+    heartbeat.STUCK_S = 0.5
     mine, ear = speaking()
     try:
         time.sleep(0.6)

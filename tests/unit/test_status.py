@@ -16,7 +16,7 @@ from phalanx.core.errors import RunError
 from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.supervisor import node_requests, node_states
+from phalanx.elastic.supervisor import node_requests
 from phalanx.launch import jobs
 from phalanx.report import html, logs
 from phalanx.report import status as run_status
@@ -81,11 +81,11 @@ def test_goodput_counts_steps_that_stayed_and_time_that_was_the_runs(paths: RunP
 def test_a_run_that_stops_to_be_divided_anew_is_not_over(paths: RunPaths) -> None:
     """For a node that comes or is to be left; a spare that takes its place begins no other start."""
     event(paths, EventKind.STOPPED, 3620, attempt=3, step=6, reason="SIGTERM")
-    assert {row["state"] for row in node_states.list_nodes(paths)} == {node_states.OVER}
+    assert {row["state"] for row in node_requests.list_nodes(paths)} == {node_requests.OVER}
     event(paths, EventKind.RESTARTED, 3622, attempt=4, reason="node 1 is to be left")
     step(paths, 7, 3630, attempt=4)
     event(paths, EventKind.NODE_LOST, 3631, attempt=4, node=1, host="n2", reason="it has left")
-    assert [row["state"] for row in node_states.list_nodes(paths)] == [node_states.HERE, node_states.LOST]
+    assert [row["state"] for row in node_requests.list_nodes(paths)] == [node_requests.HERE, node_requests.LOST]
     facts = run_status.read_status(paths, BEGAN + 3632)
     assert (facts["state"], facts["goodput"]["wall_s"]) == ("running", 30.0)
     assert facts["goodput"]["counted_s"] == 14.0
@@ -95,7 +95,7 @@ def test_a_run_that_has_given_up_is_over(paths: RunPaths) -> None:
     event(paths, EventKind.NODE_LOST, 3620, attempt=3, node=1, host="n2", reason="it has left")
     event(paths, EventKind.GAVE_UP, 3621, attempt=3, reason="those that are left cannot go on without it")
     assert run_status.read_status(paths, BEGAN + 3622)["state"] == "died"
-    assert [row["state"] for row in node_states.list_nodes(paths)] == [node_states.OVER, node_states.LOST]
+    assert [row["state"] for row in node_requests.list_nodes(paths)] == [node_requests.OVER, node_requests.LOST]
 
 
 def test_records_that_are_empty_yet_are_of_no_time(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_records_that_are_empty_yet_are_of_no_time(tmp_path: Path) -> None:
     assert (facts["state"], facts["last_line"]) == ("not finished", None)
     assert "last heard of" not in shown(run_status.render_status(facts, BEGAN))
     event(paths, EventKind.RUN_STARTED, 0, hosts=5, spares="two")  # nor is what makes no sense a reason to fail
-    assert [row["state"] for row in node_states.list_nodes(paths)] == [node_states.HERE]
+    assert [row["state"] for row in node_requests.list_nodes(paths)] == [node_requests.HERE]
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(
@@ -129,7 +129,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(
         Path("runs", name).mkdir(parents=True)
         event(RunPaths(Path("runs", name)), EventKind.RUN_STARTED, 0, world=1)
     monkeypatch.setattr(Path, "exists", may_see)
-    monkeypatch.setattr(node_states, "list_nodes", may_read)
+    monkeypatch.setattr(node_requests, "list_nodes", may_read)
     assert [run["name"] for run in json.loads(cli_jobs._render_status(None, as_json=True))] == ["one", "two"]
     assert capsys.readouterr().err == (
         "runs/private is left out: runs/private/events.jsonl cannot be read (Permission denied)\n"
@@ -181,7 +181,7 @@ def test_nodes_and_their_health_are_on_the_screen(paths: RunPaths) -> None:
     event(paths, EventKind.NODE_LOST, 3620, attempt=3, node=1, host="n2")
     event(paths, EventKind.HEALTH, 3621, attempt=3, host="n2", verdict="watch", findings=[])
     event(paths, EventKind.RUN_STARTED, 3622, attempt=4, world=1)  # divided anew, by who leads
-    rows = node_states.list_nodes(paths)
+    rows = node_requests.list_nodes(paths)
     assert [(row["node"], row["state"], row["health"]) for row in rows] == [
         ("0 n1", "in the run", ""),
         ("1 n2", "lost", "watch"),

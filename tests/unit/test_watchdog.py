@@ -19,6 +19,7 @@ from phalanx.core import progress_page
 from phalanx.core.errors import RunError
 from phalanx.core.progress_page import PHASES, SIZE_BYTES, STEP_PHASES, WAITS, ProgressPage, RankProgress, read_progress
 from phalanx.elastic.membership import messages
+from phalanx.elastic.node import watchdog
 from phalanx.elastic.node.watchdog import (
     FACTOR,
     WARM_STEPS,
@@ -32,7 +33,6 @@ from phalanx.elastic.node.watchdog import (
     progress_order,
 )
 from phalanx.elastic.node.worker import ask_flight_recorder
-from phalanx.elastic.supervisor import hang_detection
 from phalanx.system.exit_causes import HANG
 from tests.helpers import ROOT
 
@@ -228,7 +228,7 @@ def test_the_first_steps_of_another_attempt_are_judged_by_those_of_the_one_befor
 
 def said(attempt: int, *beats: RankProgress, signs: dict[int, ProcessStatus] | None = None) -> Any:
     """What an agent's word is when it has come to the leader."""
-    return json.loads(json.dumps(hang_detection.encode_report(attempt, ProgressReport(beats, signs or {}, PATIENCE))))
+    return json.loads(json.dumps(watchdog.encode_report(attempt, ProgressReport(beats, signs or {}, PATIENCE))))
 
 
 def test_what_an_agent_tells_of_its_ranks_is_heard_as_it_was() -> None:
@@ -237,9 +237,9 @@ def test_what_an_agent_tells_of_its_ranks_is_heard_as_it_was() -> None:
     word = ProgressReport(
         (there, dataclasses.replace(there, rank=3, device_behind=(3, "forward", 1))), {2: ProcessStatus(True)}, PATIENCE
     )
-    told = json.loads(json.dumps(hang_detection.encode_report(4, word)))
+    told = json.loads(json.dumps(watchdog.encode_report(4, word)))
     assert messages.find_message_problem({"pulses": told}) is None
-    assert hang_detection.decode_report(told) == (4, word)
+    assert watchdog.decode_report(told) == (4, word)
     for behind in ([3, "forward"], ["forward", 3, 1], 3):
         told["beats"][1][-1] = behind
         assert messages.find_message_problem({"pulses": told}) is not None
@@ -247,7 +247,7 @@ def test_what_an_agent_tells_of_its_ranks_is_heard_as_it_was() -> None:
 
 def test_of_ranks_of_several_nodes_the_one_behind_is_named() -> None:
     """Node 1 alone would have to take its own rank for the one that hangs."""
-    gathering = hang_detection.JobHangDetector()
+    gathering = watchdog.JobHangDetector()
     gathering.add_report(1, said(3, beat(1, phase="update", idle_s=30.0)))
     assert gathering.find_hang(3, [0, 1]) is None  # node 0 has not spoken
     gathering.add_report(0, said(3, beat(0, phase="forward", idle_s=25.0)))
@@ -260,7 +260,7 @@ def test_of_ranks_of_several_nodes_the_one_behind_is_named() -> None:
 
 
 def test_ranks_of_several_nodes_that_wait_for_one_another_are_found() -> None:
-    gathering = hang_detection.JobHangDetector()
+    gathering = watchdog.JobHangDetector()
     for node in (0, 1):
         gathering.add_report(node, said(1, beat(node, phase="exchange", waits_for="reduce", idle_s=30.0)))
     hang = gathering.find_hang(1, [0, 1])
@@ -269,7 +269,7 @@ def test_ranks_of_several_nodes_that_wait_for_one_another_are_found() -> None:
 
 
 def test_a_rank_that_was_stopped_on_another_node_is_named() -> None:
-    gathering = hang_detection.JobHangDetector()
+    gathering = watchdog.JobHangDetector()
     waiting = {"phase": "exchange", "waits_for": "reduce", "idle_s": 30.0}
     gathering.add_report(0, said(1, beat(0, **waiting)))
     gathering.add_report(1, said(1, beat(1, **waiting), signs={1: ProcessStatus(stopped=True)}))
@@ -285,17 +285,17 @@ def test_of_several_nodes_that_which_knows_of_no_attempt_before_counts() -> None
     ]
     hangs_of = []
     for spare in (False, True):
-        gathering = hang_detection.JobHangDetector()
+        gathering = watchdog.JobHangDetector()
         for node, word in enumerate(words):
             new = dataclasses.replace(word, timeouts=PATIENCE) if spare and node == 1 else word
-            gathering.add_report(node, json.loads(json.dumps(hang_detection.encode_report(2, new))))
+            gathering.add_report(node, json.loads(json.dumps(watchdog.encode_report(2, new))))
         hangs_of.append(gathering.find_hang(2, [0, 1]))
     assert hangs_of[0] is not None and hangs_of[1] is None
 
 
 @pytest.mark.parametrize("why", ["another attempt", "old words", "a node that works"])
 def test_nobody_is_named_by_what_says_nothing_of_now(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathering = hang_detection.JobHangDetector()
+    gathering = watchdog.JobHangDetector()
     gathering.add_report(0, said(2, beat(0, phase="exchange", waits_for="reduce", idle_s=30.0)))
     gathering.add_report(1, said(2, beat(1, idle_s=1.0 if why == "a node that works" else 30.0)))
     if why == "another attempt":
@@ -304,8 +304,8 @@ def test_nobody_is_named_by_what_says_nothing_of_now(why: str, monkeypatch: pyte
         assert gathering.find_hang(3, [0, 1]) is None
         return
     if why == "old words":
-        later = time.monotonic() + 2 * hang_detection.STALE_S
-        monkeypatch.setattr(hang_detection.time, "monotonic", lambda: later)
+        later = time.monotonic() + 2 * watchdog.STALE_S
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: later)
     assert gathering.find_hang(2, [0, 1]) is None
 
 

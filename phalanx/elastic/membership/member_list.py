@@ -63,6 +63,27 @@ def list_monitored_nodes(node: int, member_list: MemberList, lost: Collection[in
     ]
 
 
+class MemberView:
+    """What an agent sees of its job: itself (`me`), the members, and which of them are lost, and why."""
+
+    def __init__(self, me: AgentMember, member_list: MemberList) -> None:
+        self.me, self.member_list = me, member_list
+        self.lost: dict[int, str] = {}
+
+    @property
+    def is_leader(self) -> bool:
+        return self.member_list.leader == self.me.node
+
+    def live_nodes(self) -> list[int]:
+        """Members that are not lost, this one included."""
+        return [node for node in self.member_list.nodes if node not in self.lost]
+
+    def list_watched(self) -> list[AgentMember]:
+        """The members that this one exchanges signs of life with."""
+        watched = set(list_monitored_nodes(self.me.node, self.member_list, self.lost))
+        return [member for member in self.member_list.members if member.node in watched]
+
+
 def classify_quorum(left: int, of: int) -> Quorum:
     """What `left` members are that were `of` before: two parts of one roster are never both a majority."""
     if 2 * left == of:

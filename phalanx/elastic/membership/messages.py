@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from phalanx.elastic.membership.channel import Message
 
@@ -64,6 +64,7 @@ def _is(value: Any, kind: Kind) -> bool:
     return isinstance(value, kind) and not (isinstance(value, float) and math.isnan(value))
 
 
+Signal = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
 Address = Annotated[str, AfterValidator(_address)]
 Number, Seconds = (int, float), (int, float, type(None))
 Device = Annotated[list[Any], _row(str, str, bool)]
@@ -263,42 +264,37 @@ class _Answer(_Part):
     result: _Result | None = None
 
 
-class _Message(_Part):
-    """All that nodes of a job say once they have said who they are; what belongs together is in `_BOTH`."""
-
-    gone: Epoch | None = None
-    roster: _MemberList | None = None
-    follow: Epoch | None = None
-    ballot: _Vote | None = None
-    offer: _Offer | _Examination | None = None
-    start: _Start | None = None
-    end: Count | None = None
-    known: bool | None = None
-    pause: Count | None = None
-    hung: Count | None = None
-    ranks: list[Blame] | None = None
-    signal: Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"] | None = None
-    finish: Code | None = None
-    text: Text | None = None
-    dropped: Text | None = None
-    held: list[_InventoryEntry] | None = None
-    ended: _Ended | None = None
-    ready: Count | None = None
-    unfit: Text | None = None
-    code: Code | None = None
-    pulses: _Pulses | None = None
-    stop: Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"] | None = None
-    again: bool | None = None
-    strangers: Name | None = None
-    answer: _Answer | None = None
-    refused: Text | None = None
-    ping: bool | None = None
-    pong: bool | None = None
-    bye: bool | None = None
+def _record(**fields: Any) -> type[BaseModel]:
+    """A kind of message: its fields, and for those that may be left out what is meant then."""
+    wanted: Any = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()}
+    return create_model("_Record", __base__=_Part, **wanted)
 
 
-_BOTH = {"follow": "ballot", "end": "known", "hung": "ranks", "finish": "text", "dropped": "code", "unfit": "code"}
-_MAY_BE_NONE = ("ballot",)
+# All that nodes of a job say once they have said who they are, by the first field of each record.
+_RECORDS = {
+    "gone": _record(gone=Epoch),
+    "roster": _record(roster=_MemberList),
+    "follow": _record(follow=Epoch, ballot=_Vote | None),
+    "offer": _record(offer=_Offer | _Examination),
+    "start": _record(start=_Start),
+    "end": _record(end=Count, known=bool),
+    "pause": _record(pause=Count),
+    "hung": _record(hung=Count, ranks=list[Blame]),
+    "signal": _record(signal=Signal),
+    "finish": _record(finish=Code, text=Text),
+    "dropped": _record(dropped=Text, code=Code),
+    "ended": _record(held=(list[_InventoryEntry], []), ended=_Ended),
+    "ready": _record(held=(list[_InventoryEntry], []), ready=Count),
+    "unfit": _record(unfit=Text, code=Code),
+    "pulses": _record(pulses=_Pulses),
+    "stop": _record(stop=Signal, again=(bool, False)),
+    "strangers": _record(strangers=Name),
+    "answer": _record(answer=_Answer),
+    "refused": _record(refused=Text),
+    "ping": _record(ping=bool),
+    "pong": _record(pong=bool),
+    "bye": _record(bye=bool),
+}
 
 
 def _device(row: list[Any]) -> list[Any]:
@@ -326,18 +322,17 @@ class _Hello(_Part):
     recipe: dict[Name, Any]
     at: _At | None = None
 
+    @model_validator(mode="after")
+    def _agrees(self) -> "_Hello":
+        if self.devices and self.at is None:  # nodes that only look at each other have none, and are no members
+            raise ValueError("it does not say where it is called")
+        return self
+
 
 def find_message_problem(message: Message) -> str | None:
     """What is wrong with what a node says, in a few words; None for nothing."""
-    if (wrong := _problem(_Message, message)) is not None:
-        return wrong
-    if not message:
-        return "an empty message"
-    for one, other in _BOTH.items():
-        if one in message and other not in message:
-            return f"{one} without {other}"
-    empty = [name for name, value in message.items() if value is None and name not in _MAY_BE_NONE]
-    return f"no value for {empty[0]}" if empty else None
+    record = next((_RECORDS[name] for name in message if name in _RECORDS), None)
+    return "no message that is known" if record is None else _problem(record, message)
 
 
 def find_hello_problem(hello: Message) -> str | None:

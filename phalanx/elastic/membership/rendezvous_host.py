@@ -18,8 +18,8 @@ from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
 from phalanx.elastic.membership import channel as wire
 from phalanx.elastic.membership import rendezvous, shared_secret
+from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.handshake import explain_flood, explain_taken_rank, find_mismatch
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener, bind
 from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
 from phalanx.elastic.membership.messages import NONSENSE, find_message_problem
@@ -35,8 +35,7 @@ class ConnectedNode:
     channel: Channel
     hello: Message
     answer: Message | None = None  # what it said with its being ready
-    claimant: tuple[Channel, Message] | None = None  # who says that he is this node too
-    pinged_at: float = 0.0  # when this one was asked whether it is still there
+    pinged_at: float = math.inf  # when this one was asked whether it is still there, as another claims its number
 
 
 class RendezvousHost:
@@ -58,6 +57,9 @@ class RendezvousHost:
         self._folder, self._address = folder, address
         self.secret = address if isinstance(address, str) else address.secret
         self.listener = ConnectionListener(listener, self.secret, self._refused)
+        self._admission = Admission(
+            self._objection, self._find_holder, self._challenge, self._add_node, notice, wire.LINGER_S
+        )
         self._hellos: dict[int, Message] = {0: hello}  # of all nodes that the job was resolved for
         self._connected: dict[int, ConnectedNode] = {}
         self._offer: Callable[[int], Message] | None = None
@@ -73,9 +75,8 @@ class RendezvousHost:
     def descriptors(self) -> Mapping[int, int]:
         """What poll() has to look at, and for what."""
         channels = [seat.channel for seat in self._connected.values()]
-        channels += [seat.claimant[0] for seat in self._connected.values() if seat.claimant]
         found = {channel.fileno(): channel.awaits for channel in channels if channel.lost is None}
-        return found | self.listener.descriptors()
+        return found | self.listener.descriptors() | self._admission.descriptors()
 
     def due_s(self) -> float:
         """Seconds until the next turn is due, whatever poll() sees; infinite where it is not."""
@@ -83,7 +84,8 @@ class RendezvousHost:
 
     def hellos(self) -> list[Message]:
         """What each node has said of itself, by node. All must be there."""
-        return [self._hello_of(node) for node in range(self.nodes)]
+        told = self._hellos | {node: seat.hello for node, seat in self._connected.items()}
+        return [told[node] for node in range(self.nodes)]
 
     def missing(self) -> list[int]:
         """Nodes that are not there, and are waited for."""
@@ -147,12 +149,8 @@ class RendezvousHost:
             )
         return self.have_all_nodes() and not awaited
 
-    def answers(self) -> list[Message]:
-        """What the other nodes said with their being ready, in order of node."""
-        return list(self.answers_by_node().values())
-
-    def answers_by_node(self) -> dict[int, Message]:
-        """The same, by node."""
+    def answers(self) -> dict[int, Message]:
+        """What the other nodes said with their being ready, by node, in order."""
         return {node: seat.answer for node, seat in sorted(self._connected.items()) if seat.answer is not None}
 
     def interface(self) -> str | None:
@@ -163,7 +161,10 @@ class RendezvousHost:
     def poll_once(self) -> None:
         """Do all that can be done without waiting."""
         for channel, hello in self.listener.accept():
-            self._greet(channel, hello)
+            if hello.get("role") == "first":
+                channel.send_and_close({"ok": True}, "it only asked whether there is a node 0")
+            else:
+                self._admission.greet(channel, hello)
         if self.listener.flooding_host is not None:
             host, self.listener.flooding_host = self.listener.flooding_host, None
             self.notice(EventKind.WARNING, {"message": explain_flood(host, 0)})
@@ -176,8 +177,9 @@ class RendezvousHost:
             seat.channel.check_alive()
             if seat.channel.lost is not None:
                 self._lose(node, seat.channel.lost)
-            elif seat.claimant is not None and time.monotonic() > seat.pinged_at + wire.SILENT_S:
+            elif time.monotonic() > seat.pinged_at + wire.SILENT_S:
                 self._lose(node, "it does not answer")
+        self._admission.poll_once()
 
     def _refused(self, host: str, why: str) -> None:
         mend = (
@@ -190,29 +192,10 @@ class RendezvousHost:
             {"message": f"a caller from {host} was refused: {why}; if it is a node of this job, {mend}"},
         )
 
-    def _greet(self, channel: Channel, hello: Message) -> None:
-        if hello.get("role") == "first":
-            channel.send_and_close({"ok": True}, "it only asked whether there is a node 0")
-        elif (wrong := self._objection(hello)) is not None:
-            self.notice(EventKind.WARNING, {"message": wrong})
-            channel.send_and_close({"refused": wrong}, wrong)
-        elif (seat := self._connected.get(hello["node"])) is None:
-            self._add_node(channel, hello)
-        elif seat.claimant is not None:
-            channel.send_and_close({"refused": _taken(seat.hello, hello)}, "its place is taken")
-        else:  # it may be that node, started again, and the one that is known may be gone without a word
-            seat.claimant, seat.pinged_at = (channel, hello), time.monotonic()
-            seat.channel.send({"ping": True})
-
     def _objection(self, hello: Message) -> str | None:
         """Why a node cannot take part, as a sentence for its user."""
         if (wrong := find_mismatch(hello, self._hellos[0], to_node_0=True)) is not None:
             return wrong
-        try:
-            if hello["devices"]:  # nodes that only look at each other have none, and do not become members
-                parse_member(hello | hello["at"])
-        except (KeyError, TypeError, ValueError):
-            return "a node sent a greeting that makes no sense; use the same version of Phalanx on all nodes"
         node, devices, before = hello["node"], hello["devices"], self._hellos.get(hello["node"])
         if self._offer is not None and before is not None and before["devices"] != devices:
             return (
@@ -220,6 +203,18 @@ class RendezvousHost:
                 f"{_ranks(before['devices'])} there; start it as before, or stop the job and start all nodes anew"
             )
         return None
+
+    def _find_holder(self, node: int) -> str | None:
+        hello = self._connected[node].hello if node in self._connected else None
+        return None if hello is None else f"process {hello['pid']} on {hello['host']}"
+
+    def _challenge(self, node: int) -> float:
+        """Ask the node that has a number whether it is there; it is lost if it does not answer."""
+        seat = self._connected[node]
+        if seat.pinged_at == math.inf:
+            seat.pinged_at = time.monotonic()
+            seat.channel.send({"ping": True})
+        return math.inf
 
     def _add_node(self, channel: Channel, hello: Message) -> None:
         node = hello["node"]
@@ -235,8 +230,6 @@ class RendezvousHost:
         seat = self._connected.pop(node)
         seat.channel.close(why)
         self.notice(EventKind.NODE_LOST, {"node": node, "host": seat.hello["host"], "reason": why})
-        if seat.claimant is not None:
-            self._greet(*seat.claimant)
 
     def _hear(self, node: int, seat: ConnectedNode, message: Message) -> None:
         if "answer" in message and isinstance(message["answer"], dict):
@@ -253,14 +246,9 @@ class RendezvousHost:
             self.stop_signal = self.stop_signal or str(message["stop"])
         elif "ping" in message:
             seat.channel.send({"pong": True})
-        elif "pong" in message and seat.claimant is not None:
-            channel, hello = seat.claimant
-            seat.claimant = None
-            self.notice(EventKind.WARNING, {"message": _taken(seat.hello, hello)})
-            channel.send_and_close({"refused": _taken(seat.hello, hello)}, "its place is taken")
-
-    def _hello_of(self, node: int) -> Message:
-        return self._connected[node].hello if node in self._connected else self._hellos[node]
+        elif "pong" in message:
+            seat.pinged_at = math.inf
+            self._admission.confirm(node)
 
     def _keep_published(self, folder: Path) -> None:
         self._looked = time.monotonic()
@@ -298,6 +286,7 @@ class RendezvousHost:
     def enter(self, member_list: MemberList) -> None:
         """Have all others enter the circle; the meeting is over, and this one's door is for others to tend."""
         self._say_last({"roster": member_list_to_message(member_list)}, "the meeting is over")
+        self._admission.close()
         self._over = True
 
     def finish(self, code: int, text: str) -> None:
@@ -318,7 +307,3 @@ class RendezvousHost:
 def _ranks(devices: list[Any]) -> str:
     models = ", ".join(sorted({str(device[1]) for device in devices}))
     return f"{len(devices)} rank{'s' if len(devices) > 1 else ''} on {models}"
-
-
-def _taken(holder: Message, claimant: Message) -> str:
-    return explain_taken_rank(int(holder["node"]), f"process {holder['pid']} on {holder['host']}", claimant)

@@ -6,8 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.heartbeat import Heartbeat
-from phalanx.elastic.membership.heartbeat_sender import Address
+from phalanx.elastic.membership.heartbeat import Address, Heartbeat
 from phalanx.elastic.membership.member_list import TOKEN_BYTES, AgentMember, MemberList
 
 LOOPBACK = "127.0.0.1"

@@ -16,7 +16,8 @@ from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement, StoreAddress
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.node.job import NodeJob, NodeRanks, OtherNodes
+from phalanx.elastic.node.job import NodeJob, NodeRanks
+from phalanx.elastic.node.node_agent import AttemptLink
 from phalanx.elastic.node.signals import StopSignals
 from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, Watchdog
@@ -51,7 +52,7 @@ class JobAttempt:
     job: NodeJob
     part: NodeRanks
     number: int
-    others: OtherNodes
+    others: AttemptLink
     signals: StopSignals
     standby: StandbyPool
     processes: list[_Process] = field(default_factory=list)

@@ -5,44 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.core.placement import HostPort, InMemoryCheckpoint, Placement, StoreAddress
+from phalanx.core.placement import HostPort, InMemoryCheckpoint, Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.node.watchdog import Blame, HangTimeouts, ProgressReport, StepHistory
-
-
-class OtherNodes(Protocol):
-    """The other nodes of a job, as the agent of one sees them; nothing here waits."""
-
-    def descriptors(self) -> Mapping[int, int]:
-        """What poll() has to look at, and for what."""
-
-    def poll_once(self) -> None:
-        """Do all that can be done without waiting."""
-
-    def begin(self, number: int, port: int | None) -> StoreAddress | None:
-        """An attempt begins. Node 0 gives the loopback port of its store; another node gets the store's address."""
-
-    def due_s(self) -> float:
-        """Seconds until it is to be seen whether one of them is lost, if nothing is heard before."""
-
-    def must_abort(self) -> bool:
-        """Whether this attempt has to end here because of what happened elsewhere."""
-
-    def knows_cause(self) -> bool:
-        """Whether it is known why, so that no rank here is waited for that might say it."""
-
-    def report_progress(self, number: int, report: ProgressReport) -> None:
-        """Tell what this node sees of its ranks of an attempt, so that it is known who hangs."""
-
-    def take_hung_ranks(self) -> list[Blame]:
-        """Ranks of this attempt, here or elsewhere, that have been found to hang since the last call."""
-
-    def take_stop_signals(self) -> list[str]:
-        """Names of stop signals that other nodes got since the last call."""
-
-    def report_stop_signal(self, name: str) -> None:
-        """This node got a stop signal."""
+from phalanx.elastic.node.watchdog import HangTimeouts, StepHistory
 
 
 class LeaderRole(Protocol):

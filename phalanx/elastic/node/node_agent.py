@@ -14,20 +14,21 @@ from typing import Any
 
 from phalanx.core.placement import ExitCode, InMemoryCheckpoint, StoreAddress
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.heartbeat import HeartbeatSocket
-from phalanx.elastic.membership.heartbeat_sender import HeartbeatSenderProcess
+from phalanx.elastic.membership.election import Claim
+from phalanx.elastic.membership.heartbeat import HeartbeatSenderProcess, HeartbeatSocket
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
-from phalanx.elastic.membership.membership import Claim, Membership
+from phalanx.elastic.membership.membership import Membership
 from phalanx.elastic.membership.messages import NONSENSE
 from phalanx.elastic.membership.solo import NoNetwork, make_solo_member
 from phalanx.elastic.membership.store_relay import CALL_S, Relay, hand_over, start_client_relay, start_host_relay
+from phalanx.elastic.node import watchdog
 from phalanx.elastic.node.job import LeaderRole, NodeJob
-from phalanx.elastic.node.replica_host import ReplicaHost
 from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, ProgressReport
-from phalanx.elastic.replicas.server import ROLE, MakeReplicaUpdater, never_update
-from phalanx.elastic.supervisor import failover, hang_detection
+from phalanx.elastic.replicas.own_ranks import ROLE
+from phalanx.elastic.replicas.server import MakeReplicaUpdater, ReplicaHost, never_update
+from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.assignment import NodeAssignment, find_assignment
 from phalanx.system.exit_causes import WorkerExit
 
@@ -129,7 +130,7 @@ class NodeAgent:
 
     def describe_writers(self, following: MemberList) -> dict[str, Any]:
         """What an epoch's file says of the run: whose ranks may still write."""
-        votes, said = self.membership.votes, self._last_epoch_file
+        votes, said = self.membership.election.votes, self._last_epoch_file
         self._last_epoch_file = found = failover.find_active_writers(
             self.start, self.membership.member_list, following, votes, said
         )
@@ -271,7 +272,7 @@ class NodeAgent:
 
 
 class AttemptLink:
-    """The attempt `number` of `agent`, which hears the other nodes (`OtherNodes`)."""
+    """The other nodes of a job, as the attempt `number` of `agent` hears them; nothing here waits."""
 
     def __init__(self, agent: NodeAgent, number: int) -> None:
         self._agent, self.number = agent, number
@@ -287,7 +288,7 @@ class AttemptLink:
         return self._to_relay is not None
 
     def begin(self, number: int, port: int | None) -> StoreAddress | None:
-        """It begins: with rank 0 here, whose store listens at a loopback port, or elsewhere."""
+        """It begins: with rank 0 here, whose store listens at a loopback port, or elsewhere, at what is returned."""
         agent, start, job = self._agent, self._agent.start, self._agent.job
         assert start is not None and number == self.number
         agent.running = self
@@ -334,15 +335,17 @@ class AttemptLink:
         return self._agent.membership.due_s()
 
     def must_abort(self) -> bool:
+        """Whether this attempt has to end here because of what happened elsewhere."""
         return self.ordered_to_end or self._agent.is_leaderless or self._agent.over is not None
 
     def knows_cause(self) -> bool:
+        """Whether it is known why, so that no rank here is waited for that might say it."""
         return self.cause_known or self._agent.is_leaderless or self._agent.over is not None
 
     def report_progress(self, number: int, report: ProgressReport) -> None:
         """Tell the leader what this node sees of its ranks."""
         membership = self._agent.membership
-        membership.send(membership.member_list.leader, {"pulses": hang_detection.encode_report(number, report)})
+        membership.send(membership.member_list.leader, {"pulses": watchdog.encode_report(number, report)})
 
     def take_hung_ranks(self) -> list[Blame]:
         new, self.hung = self.hung, []

@@ -2,18 +2,21 @@
 
 A rank hangs when nothing has changed with it for longer than a patience that follows from the steps it has done. Ranks
 that merely wait for others are no cause: who is named is the one that the others wait for. `find_hang` decides, from
-plain numbers; `Watchdog` reads those of a node. Of several nodes the leader judges what all have said
-(`hang_detection.py`). No torch here.
+plain numbers; `Watchdog` reads those of a node. Whoever is behind, of all ranks of a job, is to blame, and not whoever
+is still on some node: so each agent says what it sees, and the one that leads judges (`JobHangDetector`), once all
+nodes that have ranks have spoken, and lately. No torch here.
 """
 
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from phalanx.core import progress_page
 from phalanx.core.progress_page import PHASES, STEP_PHASES, RankProgress
+from phalanx.elastic.membership.channel import Message
 from phalanx.system.exit_causes import DEADLOCK, HANG
 
 FACTOR = 10  # so many times the longest of the last steps is how long nothing may change in a step
@@ -302,3 +305,60 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+STALE_S = 3.0  # what was said before says nothing of now
+AGAIN_S = 10.0  # what agents get to end an attempt of which ranks were found to hang
+
+
+def encode_report(attempt: int, report: ProgressReport) -> Message:
+    return {
+        "attempt": attempt,
+        "beats": [astuple(beat) for beat in report.beats],
+        "signs": {str(rank): astuple(signs) for rank, signs in report.statuses.items()},
+        "patience": astuple(report.timeouts),
+    }
+
+
+def decode_report(message: Message) -> tuple[int, ProgressReport]:
+    """The attempt that a word is of, and the word."""
+    rows = [[*row[:-1], row[-1] and tuple(row[-1])] for row in message["beats"]]
+    signs = {int(rank): ProcessStatus(*row) for rank, row in message["signs"].items()}
+    return int(message["attempt"]), ProgressReport(
+        tuple(RankProgress(*row) for row in rows), signs, HangTimeouts(*message["patience"])
+    )
+
+
+class JobHangDetector:
+    """The words of all nodes, by the leader; of one attempt at a time."""
+
+    def __init__(self) -> None:
+        self._attempt = 0
+        self._reports: dict[int, tuple[float, ProgressReport]] = {}
+        self._next = 0.0
+
+    def add_report(self, node: int, message: Message) -> None:
+        """Take what an agent says."""
+        attempt, word = decode_report(message)
+        if attempt > self._attempt:
+            self._attempt, self._reports, self._next = attempt, {}, 0.0
+        if attempt == self._attempt:
+            self._reports[node] = time.monotonic(), word
+
+    def find_hang(self, attempt: int, nodes: Collection[int]) -> Hang | None:
+        """Whether ranks of an attempt hang, of which `nodes` still have some."""
+        now = time.monotonic()
+        if attempt != self._attempt or now < self._next or not nodes:
+            return None
+        if any(node not in self._reports or self._reports[node][0] < now - STALE_S for node in nodes):
+            return None
+        words = [self._reports[node][1] for node in nodes]
+        beats = sorted((beat for word in words for beat in word.beats), key=lambda beat: beat.rank)
+        signs = {rank: each for word in words for rank, each in word.statuses.items()}
+        # A node that is new knows of no attempt before: its ranks may have to compile what others have compiled.
+        known = [math.inf if word.timeouts.before_s is None else word.timeouts.before_s for word in words]
+        patience = words[known.index(max(known))].timeouts
+        hang = ProgressReport(tuple(beats), signs, patience).find_hang()
+        if hang is not None:
+            self._next = now + AGAIN_S
+        return hang

@@ -7,22 +7,25 @@ finds them. Threads are fine here: it forks nothing.
 """
 
 import contextlib
-import mmap
 import os
 import select
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.core.errors import CheckpointError
-from phalanx.core.placement import HostPort
-from phalanx.elastic.membership.channel import connect_and_greet, enable_keepalive
+from phalanx.core.events import EventKind
+from phalanx.core.placement import HostPort, InMemoryCheckpoint
+from phalanx.elastic.membership.channel import Channel, connect_and_greet, enable_keepalive
 from phalanx.elastic.membership.store_relay import CALL_S
-from phalanx.elastic.replicas.fetch import StateFileFetch, StateFileFetcher
+from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.replicas.own_ranks import ROLE, RankRequests, StateFileFetcher, fetch_for
+from phalanx.elastic.supervisor.assignment import find_restore_source, list_files_to_fetch, list_reusable_replicas
 from phalanx.recovery import inventory, state_file
+from phalanx.recovery.catalog import inventory_to_message
 from phalanx.recovery.inventory import REPLICAS
 from phalanx.recovery.replica_client import SOCKET, Message, receive_frame, receive_into, send_frame
 from phalanx.recovery.shared_memory import describe_shortage
@@ -30,11 +33,8 @@ from phalanx.recovery.state_file import StateFile, StateFileMetadata, StateFileO
 from phalanx.system import memory as host_memory
 from phalanx.system.fork import fork, kill_group
 
-ROLE = "replicas"  # of a caller at an agent's door
-CHUNK_BYTES = 4 << 20
 WRITES, READS = b"w", b"r"  # how a connection is handed over
 COPIES = b"c"  # what comes is no connection, but says what is to be copied
-SIGN_S = 1.0  # how often a rank that waits for a copy hears that it gets on
 
 
 class ReplicaUpdaterProtocol(Protocol):
@@ -105,6 +105,79 @@ class ReplicaServer:
         self._ours.close()
 
 
+class ReplicaHost:
+    """This node's memory of a run, as its agent has it: its ranks' state files, and the process that keeps replicas of
+    other nodes' state. `serves`: whether other nodes may have replicas here."""
+
+    def __init__(self, secret: str, make_replica_updater: MakeReplicaUpdater) -> None:
+        self.serves = True
+        self._secret, self._make_replica_updater = secret, make_replica_updater
+        self._server: ReplicaServer | None = None
+        self._run = b""  # what the run is known by; asked for when its ranks begin, as later its folder may hang
+
+    def open(self, job: NodeJob | None, forget_run: bool = False) -> ReplicaServer | None:
+        """The process for state of other nodes, started again where it has died; None where nothing is kept.
+        `forget_run`: the run may have got its first records since."""
+        if forget_run:
+            self._run = b""
+        if not self.serves:
+            return None
+        if self._server is not None and not self._server.is_alive:
+            self.close()
+        if job is None or job.shared is None or not job.keeps_state or job.paths is None:
+            return self._server
+        run = self._run_of(job)
+        if self._server is not None and self._server.run_id != run:  # it had no records yet when it was forked
+            self.close()
+        if self._server is None:
+            self._server = ReplicaServer(job.shared, run, self._secret, self._make_replica_updater)
+        return self._server
+
+    def hand_over(self, job: NodeJob | None, channel: Channel, writes: bool) -> None:
+        """Give the process a connection of another node."""
+        server = self.open(job)
+        if server is not None:
+            channel.send({"ok": True})
+            with contextlib.suppress(OSError):  # it has died: the rank that waits for it fails
+                server.hand_over(channel.socket, writes)
+        channel.close("the process for replicas has it")
+
+    def close(self) -> None:
+        """Have nothing more written here, before it is told what there is."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def _run_of(self, job: NodeJob) -> bytes:
+        assert job.paths is not None
+        self._run = self._run or state_file.compute_run_id(job.paths.events)
+        return self._run
+
+    def list_inventory(self, job: NodeJob | None) -> list[dict[str, Any]]:
+        """What there is of the run's state in this node's memory, for the leader."""
+        if job is None or job.shared is None or job.paths is None:
+            return []
+        return inventory_to_message(inventory.read_inventory(job.shared, self._run_of(job)))
+
+    def adopt_restore_source(
+        self, job: NodeJob, start: Message, node: int, address_of: Callable[[int], HostPort]
+    ) -> InMemoryCheckpoint | None:
+        """What an attempt begins with on this `node`, as the order to start says; whatever else lies here is removed,
+        but for replicas of use. What another node has of it, and ranks here will take as it is, is on its way from now
+        on."""
+        assert job.shared is not None
+        for message in inventory.find_damage(job.shared):
+            job.on_event(EventKind.WARNING, {"attempt": int(start["attempt"]), "message": message})
+        kept = find_restore_source(start, node, job.shared, address_of)
+        own = {file.path for file in (kept.files if kept else ()) if file.address is None}
+        reusable = {str(job.shared / name) for name in list_reusable_replicas(start, node)}
+        inventory.remove_unused_files(job.shared, own | reusable)
+        for file in list_files_to_fetch(start, node, kept):
+            if kept is not None and file.address is not None and self._server is not None:
+                self._server.fetch(file.path, file.address, kept.step, int(start["slots"]))
+        return kept
+
+
 def _live(
     handed: socket.socket,
     listener: socket.socket,
@@ -118,7 +191,7 @@ def _live(
     def let_in() -> None:
         while True:
             connection, _ = listener.accept()
-            _in_thread(_Rank(connection, folder, secret, fetches).serve)
+            _in_thread(RankRequests(connection, folder, secret, fetches).serve)
 
     _in_thread(let_in)
     while True:
@@ -126,7 +199,7 @@ def _live(
         if not data:
             return 0
         if data == COPIES:
-            _copy(fetches, receive_frame(handed))
+            fetch_for(fetches, receive_frame(handed))
             continue
         connection = socket.socket(fileno=descriptors[0])
         connection.setblocking(True)
@@ -134,203 +207,8 @@ def _live(
         _in_thread(_Node(connection, folder, run, data == WRITES, make_replica_updater).serve)
 
 
-def _copy(fetches: StateFileFetcher, message: Message) -> StateFileFetch:
-    """The copy that a message speaks of."""
-    host, port = message["of"]
-    return fetches.fetch(str(message["fetch"]), (str(host), int(port)), int(message["step"]), int(message["slots"]))
-
-
 def _in_thread(function: Callable[[], None]) -> None:
     threading.Thread(target=function, daemon=True).start()
-
-
-# ------------------------------------------------------------------------------------------------------- for own ranks
-
-
-class _Rank:
-    """What a rank of this node asks for."""
-
-    def __init__(self, connection: socket.socket, folder: Path, secret: str, fetches: StateFileFetcher) -> None:
-        self._connection, self._folder, self._secret = connection, folder, secret
-        self._fetches = fetches
-        self._copy: StateFileFetch | None = None
-        self._file: StateFile | None = None
-        self._bytes = 0  # that are sent of a slot
-        self._partner: socket.socket | None = None
-        self._there: set[int] = set()  # steps that the partner has had from before
-        self._newest: int | None = None  # of those that it has
-        self._gradients: memoryview | None = None  # the rank's, where the partner makes updates again
-        self._unchecked: int | None = None  # a step that the partner has made and nobody has compared
-        self._readers: dict[HostPort, socket.socket] = {}
-
-    def serve(self) -> None:
-        with self._connection, contextlib.suppress(OSError):  # until the rank is gone
-            while True:
-                message = receive_frame(self._connection)
-                try:
-                    self._do(message)
-                except Exception as error:  # what a partner answers may be anything
-                    what = "read from" if {"read", "check"} & message.keys() else "replicated to"
-                    text = f"state could not be {what} another node ({error}); it or its process for that was lost"
-                    send_frame(self._connection, {"error": text})
-
-    def _do(self, message: Message) -> None:
-        if "read" in message:
-            self._pass_on(message)
-        elif "check" in message:
-            there = self._reader(message)
-            send_frame(there, {name: message[name] for name in ("check", "step")})
-            send_frame(self._connection, receive_frame(there))
-        elif "fetch" in message:
-            self._copy = _copy(self._fetches, message)
-            self._copy.started.wait()
-            send_frame(self._connection, {"file": self._copy.name})
-        elif "fetched" in message:
-            self._await()
-        elif "replicate" in message:
-            send_frame(self._connection, self._begin(message))
-        elif "step" in message:
-            self._send_step(int(message["step"]), message.get("told"))
-            send_frame(self._connection, {"kept": message["step"]})
-            self._check()
-        elif "gradients" in message:
-            self._gradients = _gradients(self._connection, int(message["gradients"]))
-        elif "forget" in message or "leave" in message:
-            self._there.clear()
-            self._newest = None
-            send_frame(self._connection, self._ask_partner(message))
-
-    def _reader(self, message: Message) -> socket.socket:
-        """The connection with the node that a message speaks of."""
-        host, port = message["of"]
-        address = (str(host), int(port))
-        if address not in self._readers:
-            self._readers[address] = connect_and_greet(address, self._secret, {"role": ROLE}, CALL_S)
-        return self._readers[address]
-
-    def _pass_on(self, message: Message) -> None:
-        there = self._reader(message)
-        send_frame(there, {name: message[name] for name in ("read", "at", "bytes")})
-        answer = receive_frame(there)
-        send_frame(self._connection, answer)
-        buffer, left = memoryview(bytearray(CHUNK_BYTES)), 0 if "error" in answer else int(message["bytes"])
-        while left:
-            part = receive_into(there, buffer[: min(left, CHUNK_BYTES)])
-            self._connection.sendall(part)
-            left -= len(part)
-
-    def _await(self) -> None:
-        """Say whether the copy that was asked for is whole, when it is over; and before, whenever it has got on."""
-        assert self._copy is not None
-        copy, before = self._copy, -1
-        while not copy.finished.wait(SIGN_S):
-            if copy.bytes > before:  # else whoever waits loses patience
-                before = copy.bytes
-                send_frame(self._connection, {"bytes": before})
-        send_frame(self._connection, {"whole": copy.whole})
-
-    def _begin(self, message: Message) -> Message:
-        host, port = message["to"]
-        self._file = file = StateFile(self._folder / str(message["replicate"]))
-        facts = file.metadata
-        hello = {"role": ROLE, "attempt": int(message["attempt"])}
-        self._partner = connect_and_greet((str(host), int(port)), self._secret, hello, CALL_S)
-        who = [facts.generation, facts.rank, facts.world, facts.part, facts.parts]
-        bare = message["bare"] is True
-        self._bytes = 0 if bare else facts.slot_bytes
-        form = {
-            "who": who, "way": facts.way, "index": state_file.EMPTY_INDEX if bare else file.index(),
-            "slot_bytes": self._bytes, "asked": message["asked"] is True, "newest": message.get("newest"),
-            **(message.get("rule") or {}),
-        }  # fmt: skip
-        answer = self._ask_partner({"keep": form})
-        self._there = set(answer.get("steps", []))
-        return answer
-
-    def _ask_partner(self, message: Message) -> Message:
-        if self._partner is None:
-            raise ConnectionError("there is no partner")
-        send_frame(self._partner, message)
-        return self._hear_partner()
-
-    def _hear_partner(self) -> Message:
-        assert self._partner is not None
-        answer = receive_frame(self._partner)
-        if "error" in answer:
-            raise ConnectionError(str(answer["error"]))
-        return answer
-
-    def _send_step(self, step: int, told: Message | None) -> None:
-        assert self._file is not None
-        if step not in self._there:  # of processes before, in the same place
-            replays = told is not None and self._gradients is not None and self._newest == step - 1
-            with self._mapped() as view:
-                self._send_slot(step, view, told if replays else None)
-        self._newest = step
-
-    def _check(self) -> None:
-        """Have the partner compare what its update has come to with what it should have; the rank waits no more."""
-        step, self._unchecked = self._unchecked, None
-        if step is None or self._partner is None:
-            return
-        with self._mapped() as view:
-            begin = self._facts(view).slot_offset(self._facts(view).steps[step])
-            with view[begin : begin + self._bytes] as data:
-                total = zlib.crc32(data)
-        self._ask_partner({"sum": total})
-
-    @contextlib.contextmanager
-    def _mapped(self) -> Iterator[memoryview]:
-        assert self._file is not None
-        path = self._file.metadata.path
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            # Not the private view, as what is read there may be older than what the rank has written since.
-            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-                yield view
-        finally:
-            os.close(descriptor)
-
-    def _facts(self, view: memoryview) -> StateFileMetadata:
-        assert self._file is not None
-        return state_file.parse_metadata(self._file.metadata.path, bytes(view[: state_file.PAGE]))
-
-    def _send_slot(self, step: int, view: memoryview, told: Message | None) -> None:
-        assert self._partner is not None
-        facts = self._facts(view)
-        slot = facts.steps.get(step)
-        if slot is None:
-            raise CheckpointError(f"{facts.path} does not hold step {step} any more")
-        header = state_file.unframe_header(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES])
-        if told is not None and self._gradients is not None:
-            send_frame(self._partner, {"replay": told, "header": header.decode()})
-            self._partner.sendall(self._gradients)
-            if self._hear_partner() != {"kept": step}:
-                raise ConnectionError("it has not made the update that it was told of")
-            self._unchecked = step
-            return
-        send_frame(self._partner, {"write": step, "header": header.decode()})
-        total, begin = 0, facts.slot_offset(slot)
-        for at in range(begin, begin + self._bytes, CHUNK_BYTES):
-            with view[at : min(at + CHUNK_BYTES, begin + self._bytes)] as part:
-                self._partner.sendall(part)
-                total = zlib.crc32(part, total)
-        answer = self._ask_partner({"sum": total})
-        if answer != {"kept": step}:
-            raise ConnectionError("it has not kept what it was sent")
-
-
-# ----------------------------------------------------------------------------------------------------- for other nodes
-
-
-def _gradients(connection: socket.socket, size: int) -> memoryview:
-    """The memory that a rank hands over."""
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    try:
-        return memoryview(mmap.mmap(descriptors[0], max(size, 1), access=mmap.ACCESS_READ))[:size]
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 class _Node:

@@ -1,13 +1,83 @@
-"""What an order to start says to one node: which ranks are its own, and what they go on from. Pure functions."""
+"""Which node has which ranks: seats for the slots of a division, and what an order to start says to one node. Pure
+functions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.placement import HostPort, InMemoryCheckpoint, StateFileLocation
 from phalanx.elastic.membership.channel import Message
+from phalanx.elastic.supervisor.state import JobState, Node, NodeSlot
 from phalanx.recovery import inventory, state_file
 from phalanx.recovery.catalog import HEADER_ONLY, restore_point_from_message
+
+
+def fits(node: Node, slot: NodeSlot) -> bool:
+    return node.ranks >= slot.ranks and node.model == slot.model
+
+
+def keep_seats(state: JobState, usable: Iterable[Node]) -> tuple[int, ...]:
+    """The seats with -1 where a node is missing, or has come back with other devices than its ranks were given."""
+    here = {node.node: node for node in usable}
+    pairs = zip(state.seats, state.slots, strict=True)
+    return tuple(seat if seat in here and fits(here[seat], slot) else -1 for seat, slot in pairs)
+
+
+def fill_seats(state: JobState, kept: tuple[int, ...], usable: Iterable[Node]) -> tuple[int, ...] | None:
+    """The seats with spares where a node is missing; None where there are not enough that fit."""
+    seated = set(kept)  # there may be thousands
+    spare = [node for node in usable if node.node not in seated]
+    seats = list(kept)
+    for index, slot in enumerate(state.slots):
+        if seats[index] != -1:
+            continue
+        fitting = [node for node in spare if fits(node, slot)]
+        if not fitting:
+            return None
+        chosen = min(fitting, key=lambda node: (node.ready != state.division, node.node))
+        spare.remove(chosen)
+        seats[index] = chosen.node
+    return tuple(seats)
+
+
+def plan_division(state: JobState, usable: Iterable[Node]) -> tuple[tuple[int, int], ...]:
+    """Node and ranks of a division over what there is: nodes with a seat first, and whole copies of the model; empty
+    where that is too little."""
+    order = {node: index for index, node in enumerate(state.seats)}
+    chosen = sorted(usable, key=lambda node: (order.get(node.node, len(order)), node.node))[: state.policy.nodes]
+    if len(chosen) < state.policy.least:
+        return ()
+    chosen.sort(key=lambda node: node.node)
+    left = sum(node.ranks for node in chosen) // state.policy.group * state.policy.group
+    plan = []
+    for node in chosen:
+        ranks = min(node.ranks, left)
+        left -= ranks
+        if ranks:
+            plan.append((node.node, ranks))
+    return tuple(plan)
+
+
+def plan_growth(state: JobState) -> tuple[tuple[int, int], ...]:
+    """The plan over more ranks, where fewer nodes have a seat than the run was started for; empty: there is none."""
+    if not state.policy.grow or len(state.slots) >= state.policy.nodes:
+        return ()
+    plan = plan_division(state, [node for node in state.nodes if not node.drained])
+    more = sum(ranks for _, ranks in plan) > sum(slot.ranks for slot in state.slots)
+    return plan if more and plan not in state.refused else ()
+
+
+def has_stand_in(state: JobState, without: int) -> bool:
+    """Whether spares can take all seats that are free, one node's among them."""
+    usable = [node for node in state.nodes if not node.drained and node.node != without]
+    kept = keep_seats(state, usable)
+    return "replace" in state.policy.on_lost_node and fill_seats(state, kept, usable) is not None
+
+
+def list_unready(state: JobState) -> list[int]:
+    """Nodes with a seat that do not have yet what the division needs."""
+    seats = set(state.seats)
+    return [node.node for node in state.nodes if node.node in seats and node.ready != state.division]
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,18 @@ prepared in a forked child.
 
 import select
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from typing import Any
 
-from phalanx.core.errors import PhalanxError
 from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.handshake import explain_flood, explain_taken_rank, find_mismatch
-from phalanx.elastic.membership.member_list import member_list_to_message, parse_member
-from phalanx.elastic.membership.membership import MEET_S
+from phalanx.elastic.membership.failure_detector import MEET_S
+from phalanx.elastic.membership.member_list import AgentMember, member_list_to_message, parse_member
 from phalanx.elastic.node.node_agent import NodeAgent
+from phalanx.elastic.node.watchdog import JobHangDetector
 from phalanx.elastic.supervisor.decide import SECONDARY_FAILURE, decide
 from phalanx.elastic.supervisor.failover import (
     describe_restart_budget,
@@ -26,14 +26,17 @@ from phalanx.elastic.supervisor.failover import (
     make_node_state,
     renew_offer,
 )
-from phalanx.elastic.supervisor.hang_detection import JobHangDetector
+from phalanx.elastic.supervisor.leader_tasks import (
+    DivisionPreparation,
+    OpenIncident,
+    Plan,
+    find_failure_cause,
+    find_first_death,
+)
 from phalanx.elastic.supervisor.node_requests import BY_HEALTH, NodeRequest, NodeRequestKind, find_newest_request
 from phalanx.elastic.supervisor.state import (
-    DivisionPrepared,
-    DivisionRejected,
     DropNode,
     EndAttempt,
-    FailureCause,
     FinishJob,
     JobPhase,
     JobState,
@@ -55,19 +58,9 @@ from phalanx.elastic.supervisor.state import (
     WriteEvent,
 )
 from phalanx.recovery.catalog import StateFileInfo, inventory_from_message, restore_point_to_message
-from phalanx.system.async_call import AsyncCall
-from phalanx.system.exit_causes import WorkerExit as RankEnd
-from phalanx.system.exit_causes import (
-    find_root_cause,
-    fingerprint_failure,
-    is_secondary_failure,
-    is_state_damage,
-    root_cause_priority,
-)
+from phalanx.system.exit_causes import WorkerExit
 
-PREPARE_S = 3600.0  # what resolving another division gets: token files may have to be made anew
 DEATH_ANSWER_S = 2.0  # heartbeats: what a holder of a place gets to be found dead when somebody claims it
-Plan = Sequence[tuple[int, int]]
 
 
 class Coordinator:
@@ -88,36 +81,44 @@ class Coordinator:
         take_node_requests: Callable[[], list[NodeRequest]],
         unfit_reason: str | None = None,
     ) -> None:
-        self.agent, self.membership, self.state, self.hello = agent, agent.membership, state, hello
-        self._prepare, self.notice, self._take_committed_steps, self._take_node_requests = (
-            prepare,
-            notice,
-            take_committed_steps,
-            take_node_requests,
-        )
+        self.agent, self.membership, self.state = agent, agent.membership, state
+        self._prepare, self.notice = prepare, notice
+        self._take_committed_steps, self._take_node_requests = take_committed_steps, take_node_requests
         self._requests: dict[str, NodeRequest] = {}  # by node as it was named; of nodes that are not there, too
-        self._preparing: tuple[AsyncCall, int] | None = None
-        self._ends: dict[int, list[RankEnd]] = {}  # of this attempt, by node
+        self._preparing: DivisionPreparation | None = None
+        self._ends: dict[int, list[WorkerExit]] = {}  # of this attempt, by node
         self._why: dict[str, str] = {}  # why members were lost, by token
         self._hang_detector = JobHangDetector()
         self._interrupts = 0
         self._crowded = False
         self._unfit_reason, self._meets_until = unfit_reason, time.monotonic() + MEET_S
-        self._incident: dict[str, Any] | None = None
+        self._incident: OpenIncident | None = None
         # A new leader knows the roster before its own, and learns in its first turn who is gone.
         known = self.membership.previous_member_list or self.membership.member_list
         self._members = {member.node: member for member in known.members}
         if self.membership.previous_member_list is not None:
             self._begin_incident()
-            for node, vote in self.membership.votes.items():
-                self._hear_vote(node, vote)
-        self._claimants: list[tuple[Channel, Message, float]] = []
-        self._welcome: dict[str, tuple[int, Channel]] = {}  # by token, with their numbers, until they are members
+            for node, vote in self.membership.election.votes.items():
+                # What a voter says of its ranks; one that the last order to start has not reached has none.
+                held = inventory_from_message(vote["held"])
+                self.handle_event(NodeInventoryReported(time.monotonic(), node, held))
+                heard = bool(vote["last"]) and int(vote["last"]["attempt"]) == self.state.attempt
+                last = vote["last"] if heard else {"attempt": self.state.attempt, "code": 1, "ends": []}
+                self._hear_end(node, last, time.monotonic())
+        self.admission = Admission(
+            lambda theirs: find_mismatch(theirs, hello, to_node_0=False), self._find_holder, self._challenge,
+            self._welcome_member, self._note, linger_s=0.05,
+        )  # fmt: skip
+        self._welcome: dict[str, tuple[AgentMember, Channel]] = {}  # by token, until they are members
+
+    def _note(self, kind: str, details: Mapping[str, Any]) -> None:
+        """Tell of an event of this attempt."""
+        self.notice(kind, {"attempt": max(self.state.attempt, 1), **details})
 
     def descriptors(self) -> Mapping[int, int]:
         """What poll() has to look at, and for what."""
-        found = {channel.fileno(): select.POLLIN for channel, _, _ in self._claimants if channel.lost is None}
-        return found if self._preparing is None else found | {self._preparing[0].fileno(): select.POLLIN}
+        found = self.admission.descriptors()
+        return found if self._preparing is None else found | {self._preparing.call.fileno(): select.POLLIN}
 
     def poll_once(self) -> None:
         """Do all that can be done without waiting."""
@@ -131,26 +132,21 @@ class Coordinator:
         for member, why in self.membership.losses:
             self._why[member.token] = why
             self._begin_incident()
-            self._end_without(member.node)
+            # Its ranks are lost with it: those of the others end while it is agreed on who is left.
+            runs = self.state.phase == JobPhase.RUNNING or self.state.pause_reason is not None
+            if runs and member.node in self.state.seats and member.node not in self.state.codes:
+                self._tell_to_end(self.state.attempt, known=True)
         self.membership.losses.clear()
-        adopted = bool(self.membership.adopted)
-        self.membership.adopted.clear()
-        if adopted:
+        if self.membership.adopted:
+            self.membership.adopted.clear()
             self._compare()
         self._see_commits()
         self._see_requests()
         self._see_preparation()
-        self._see_claimants()
+        self.admission.poll_once()
         self._see_hangs()
         if self.membership.is_stable:
             self.handle_event(Tick(time.monotonic()))
-
-    def _end_without(self, node: int) -> None:
-        """A node is lost, and its ranks with it: those of the others end while it is agreed on who is left. What then
-        becomes of the job is decided when that is known."""
-        runs = self.state.phase == JobPhase.RUNNING or self.state.pause_reason is not None
-        if runs and node in self.state.seats and node not in self.state.codes:
-            self._tell_to_end(self.state.attempt, known=True)
 
     def _tell_to_end(self, attempt: int, known: bool) -> None:
         """Have an attempt end everywhere; `known`: why, so that nobody waits for a rank that might say it."""
@@ -158,13 +154,11 @@ class Coordinator:
 
     def close(self, over: tuple[int, str] | None) -> None:
         if self._preparing is not None:
-            self._preparing[0].cancel()
+            self._preparing.call.cancel()
             self._preparing = None
-        welcome = (channel for _, channel in self._welcome.values())
-        for channel in [*(claimant[0] for claimant in self._claimants), *welcome]:
-            if over is not None:  # or it would wait in vain for whoever leads now
-                channel.send_and_close({"finish": over[0], "text": over[1]}, "the job is over", timeout_s=0.05)
-            channel.close("this node has left")
+        self.admission.waiting += [(channel, {}, None) for _, channel in self._welcome.values()]
+        # Or they would wait in vain for whoever leads now.
+        self.admission.close(None if over is None else {"finish": over[0], "text": over[1]})
 
     def _see_commits(self) -> None:
         for step in self._take_committed_steps():
@@ -209,13 +203,10 @@ class Coordinator:
             self._hang_detector.add_report(node, message["pulses"])
         elif "strangers" in message and not self._crowded:
             self._crowded = True  # one line says it, wherever else they call
-            said = explain_flood(str(message["strangers"]), node)
-            self.notice(EventKind.WARNING, {"attempt": max(self.state.attempt, 1), "message": said})
+            self._note(EventKind.WARNING, {"message": explain_flood(str(message["strangers"]), node)})
         elif "stop" in message:
             again = {"unless_written": True} if message.get("again") else {}
-            self.notice(
-                EventKind.STOP_REQUESTED, {"attempt": max(self.state.attempt, 1), "signal": message["stop"], **again}
-            )
+            self._note(EventKind.STOP_REQUESTED, {"signal": message["stop"], **again})
             # Who was asked passes it on to its own ranks, but those of an attempt that has begun since know of nothing.
             self.membership.broadcast({"signal": str(message["stop"])}, but=None if again else node)
             self._interrupts += message["stop"] == "SIGINT"
@@ -226,43 +217,16 @@ class Coordinator:
     def _hear_end(self, node: int, told: Message, now: float) -> None:
         if not told or int(told["attempt"]) != self.state.attempt or node in self._ends:
             return
-        member = self._members[node]
-        host = None if node == self.membership.me.node else member.host
-        ends = [_end(end, host) for end in told["ends"]]
-        self._ends[node] = ends
-        abnormal = [end for end in ends if end.abnormal]
-        cause = None
-        if abnormal:
-            first = find_root_cause(abnormal)
-            code = 1 if first.exit_code is None else first.exit_code
-            if told["code"] == ExitCode.STOPPED:  # it was asked to stop, and could not heed that yet
-                code = int(ExitCode.STOPPED)
-            cause = FailureCause(
-                root_cause_priority(first),
-                code,
-                fingerprint_failure(first),
-                bool(told.get("lowered")),
-                is_state_damage(first),
-            )
+        host = None if node == self.membership.me.node else self._members[node].host
+        self._ends[node] = ends = [WorkerExit(**{**end, "host": host}) for end in told["ends"]]
+        cause = find_failure_cause(told, ends)
+        if cause is not None:
             self._begin_incident()
         self.handle_event(RanksEnded(now, node, int(told["attempt"]), int(told["code"]), cause))
 
-    def _hear_vote(self, node: int, vote: Message) -> None:
-        """Take what a voter said of its ranks; one that the last order to start has not reached has none."""
-        self.handle_event(NodeInventoryReported(time.monotonic(), node, inventory_from_message(vote["held"])))
-        last = vote["last"]
-        if not last or int(last["attempt"]) != self.state.attempt:
-            last = {"attempt": self.state.attempt, "code": 1, "ends": []}
-        self._hear_end(node, last, time.monotonic())
-
     def _begin_incident(self) -> None:
         if self._incident is None and self.state.phase in (JobPhase.RUNNING, JobPhase.ENDING):
-            self._incident = {"began": time.time(), "what": [], "phases": {}}
-
-    def _mark(self, phase: str) -> None:
-        """Note how long after a failure was seen something is done about it."""
-        if self._incident is not None:
-            self._incident["phases"][phase] = round(time.time() - self._incident["began"], 3)
+            self._incident = OpenIncident()
 
     def handle_event(self, event: SupervisorEvent) -> None:
         """Decide, and do what was decided."""
@@ -278,15 +242,14 @@ class Coordinator:
     def _report_deaths(self, before: JobState, gone: bool) -> None:
         """Say which rank's end brought an attempt down, now that all are known; `gone`: with the last of them its
         node."""
-        ends = [end for each in self._ends.values() for end in each if end.abnormal]
         lost = gone or bool(self.state.lost_with_ranks) or bool(before.lost_with_ranks)
-        if not ends or (lost and all(is_secondary_failure(end) for end in ends)):
+        details = find_first_death([end for each in self._ends.values() for end in each], lost)
+        if details is None:
             return
-        details = find_root_cause(ends).details()
         self.notice(EventKind.WORKER_DIED, {"attempt": before.attempt, **details})
         if self._incident is not None:
             where = details.get("host", self.membership.me.host)
-            self._incident["what"].append(f"rank {details['rank']} on {where}: {details['reason']}")
+            self._incident.what.append(f"rank {details['rank']} on {where}: {details['reason']}")
 
     # --------------------------------------------------------------------------------------------------------- members
 
@@ -297,58 +260,42 @@ class Coordinator:
         for node, member in before.items():
             if self._members.get(node) != member:
                 why = self._why.pop(member.token, "it has left")
-                details = {"node": node, "host": member.host, "reason": why}
-                self.notice(EventKind.NODE_LOST, {"attempt": max(self.state.attempt, 1), **details})
-                self._mark("agreed")
+                self._note(EventKind.NODE_LOST, {"node": node, "host": member.host, "reason": why})
                 if self._incident is not None:
-                    self._incident["what"].append(f"node {node} ({member.host}) was lost: {why}")
+                    self._incident.mark("agreed")
+                    self._incident.what.append(f"node {node} ({member.host}) was lost: {why}")
                 self.handle_event(NodeLost(now, node, why))
         for node, member in self._members.items():
             if before.get(node) != member:
-                details = {"node": node, "host": member.host, "ranks": len(member.devices)}
-                self.notice(EventKind.NODE_JOINED, {"attempt": max(self.state.attempt, 1), **details})
-                _, channel = self._welcome.pop(member.token, (node, None))
+                self._note(EventKind.NODE_JOINED, {"node": node, "host": member.host, "ranks": len(member.devices)})
+                _, channel = self._welcome.pop(member.token, (member, None))
                 if channel is not None:
-                    channel.send_and_close(
-                        {"roster": member_list_to_message(member_list)}, "it is a member now", timeout_s=0.05
-                    )
+                    roster = {"roster": member_list_to_message(member_list)}
+                    channel.send_and_close(roster, "it is a member now", timeout_s=0.05)
                 self.handle_event(NodeJoined(now, make_node_state(member)))
 
     def greet(self, channel: Channel, hello: Message) -> None:
         """Take a caller who is no member: a node that comes, or comes again."""
-        wrong = find_mismatch(hello, self.hello, to_node_0=False)
-        try:
-            member = parse_member({**hello, **hello["at"]})
-        except (KeyError, TypeError, ValueError):
-            wrong, member = wrong or "a node sent a greeting that makes no sense", self.membership.me
-        if wrong is not None:
-            self.notice(EventKind.WARNING, {"attempt": max(self.state.attempt, 1), "message": wrong})
-            channel.send_and_close({"refused": wrong}, wrong, timeout_s=0.05)
-        elif self.membership.member_list.member(member.node) is None and not self._is_welcome(member.node):
-            self._welcome[member.token] = member.node, channel
-            self.membership.admit(member)
-        else:  # it may be that node, started again, and the one that is known may be gone without a word
-            # Who has just become a member has longer until its first sign of life, and may have died before that.
-            heard_at = max(time.monotonic(), self.membership.heard_at.get(member.node, 0.0))
-            until = heard_at + DEATH_ANSWER_S * self.membership.heartbeat_s
-            self._claimants.append((channel, hello, until))
+        self.admission.greet(channel, hello)
 
-    def _is_welcome(self, node: int) -> bool:
-        """Whether somebody of that number is about to be a member."""
-        return any(number == node for number, _ in self._welcome.values())
+    def _find_holder(self, node: int) -> str | None:
+        """Who has a number: a member, or somebody who is about to be one."""
+        coming = [member for member, _ in self._welcome.values() if member.node == node]
+        holder = self.membership.member_list.member(node) or next(iter(coming), None)
+        return None if holder is None else f"a process on {holder.host}"
 
-    def _see_claimants(self) -> None:
-        waiting, self._claimants = self._claimants, []
-        for channel, hello, until in waiting:
-            holder = self.membership.member_list.member(hello["node"])
-            if holder is None:
-                self.greet(channel, hello)
-            elif time.monotonic() < until:
-                self._claimants.append((channel, hello, until))
-            else:
-                why = explain_taken_rank(holder.node, f"a process on {holder.host}", hello)
-                self.notice(EventKind.WARNING, {"attempt": max(self.state.attempt, 1), "message": why})
-                channel.send_and_close({"refused": why}, "its place is taken", timeout_s=0.05)
+    def _challenge(self, node: int) -> float | None:
+        """Until when a member may be found dead. Who has just become one has longer until its first sign of life, and
+        may have died before that."""
+        if self.membership.member_list.member(node) is None:
+            return None
+        detector = self.membership.detector
+        return max(time.monotonic(), detector.heard_at.get(node, 0.0)) + DEATH_ANSWER_S * detector.heartbeat_s
+
+    def _welcome_member(self, channel: Channel, hello: Message) -> None:
+        member = parse_member({**hello, **hello["at"]})
+        self._welcome[member.token] = member, channel
+        self.membership.admit(member)
 
     # --------------------------------------------------------------------------------------------------------- actions
 
@@ -360,7 +307,10 @@ class Coordinator:
                 real = any(cause.priority < SECONDARY_FAILURE for cause in self.state.causes)
                 self._tell_to_end(action.attempt, known=real or bool(self.state.lost_with_ranks))
             case PrepareDivision():
-                self._begin_preparing(action)
+                if self._preparing is not None:
+                    self._preparing.call.cancel()
+                rows = [[list(each) for each in self._members[node].devices[:ranks]] for node, ranks in action.plan]
+                self._preparing = DivisionPreparation(self._prepare, action, rows)
             case SendOffer():
                 self.offer(action)
             case StartAttempt():
@@ -372,48 +322,30 @@ class Coordinator:
                     self.membership.send(action.node, {"dropped": action.why, "code": action.code})
                     self.membership.drop(action.node, action.why)
             case WriteEvent():
-                self.notice(action.kind, {"attempt": max(self.state.attempt, 1), **action.details})
+                self._note(action.kind, action.details)
             case FinishJob():
                 self.agent.over = action.code, action.why
 
     def _leave(self, code: int, why: str) -> None:
         """This node cannot take part any more: the others go on under another leader, if there are any."""
+        self.agent.over = code, why
         if len(self.membership.live_nodes()) == 1:
-            self.notice(EventKind.GAVE_UP, {"attempt": max(self.state.attempt, 1), "reason": why})
-            self.agent.over = code, why
+            self._note(EventKind.GAVE_UP, {"reason": why})
         else:
-            host, number = self.membership.me.host, self.membership.me.node
-            said = f"node {number} ({host}), which led, leaves the others, as it cannot take part any more: {why}"
-            self.notice(EventKind.WARNING, {"attempt": max(self.state.attempt, 1), "message": said})
-            self.agent.over = code, why
+            who = f"node {self.membership.me.node} ({self.membership.me.host})"
+            said = f"{who}, which led, leaves the others, as it cannot take part any more: {why}"
+            self._note(EventKind.WARNING, {"message": said})
             self.membership.leave(why)
-
-    def _begin_preparing(self, action: PrepareDivision) -> None:
-        if self._preparing is not None:
-            self._preparing[0].cancel()
-        devices = [[list(device) for device in self._members[node].devices[:ranks]] for node, ranks in action.plan]
-        errand = AsyncCall(self._prepare, action.division, list(action.plan), devices, timeout_s=PREPARE_S)
-        self._preparing = errand, action.division
 
     def _see_preparation(self) -> None:
         if self._preparing is None:
             return
-        errand, division = self._preparing
         if self.state.phase != JobPhase.PREPARING:  # another one is gone on with: nobody may be offered this
-            errand.cancel()
+            self._preparing.call.cancel()
             self._preparing = None
-            return
-        now = time.monotonic()
-        try:
-            result = errand.result()
-        except (PhalanxError, RuntimeError) as error:
-            self._preparing = None
-            self.handle_event(DivisionRejected(now, division, str(error)))
-            return
-        if result is not None:
-            self._preparing = None
-            self.agent.offer = result[0]
-            self.handle_event(DivisionPrepared(now, division))
+        elif (event := self._preparing.poll_once()) is not None:
+            self.agent.offer, self._preparing = self._preparing.offer or self.agent.offer, None
+            self.handle_event(event)
 
     def offer(self, action: SendOffer) -> None:
         """Tell all other members what a division needs, or the one that has come."""
@@ -425,42 +357,18 @@ class Coordinator:
                 self.membership.send(node, {"offer": offer})
 
     def _start(self, action: StartAttempt) -> None:
-        ranks = [slot.ranks for slot in self.state.slots]
         self._ends = {}
         order = {
             "attempt": action.attempt, "epoch": self.membership.member_list.epoch,
-            "division": action.division, "seats": list(action.seats), "ranks": ranks,
+            "division": action.division, "seats": list(action.seats),
+            "ranks": [slot.ranks for slot in self.state.slots],
             "step": action.step, "kept": None if action.kept is None else restore_point_to_message(action.kept),
             "budget": describe_restart_budget(self.state), "slots": 2 if self.state.policy.replicate_every == 1 else 3,
         }  # fmt: skip
         if self._incident is not None:
-            self._end_incident(action)
+            incident, self._incident = self._incident, None
+            self.notice(EventKind.INCIDENT, incident.details(self.state, action, self.agent.start))
         self.membership.broadcast({"start": order})
-
-    def _end_incident(self, action: StartAttempt) -> None:
-        assert self._incident is not None
-        what = "; ".join(dict.fromkeys(self._incident["what"])) or "the attempt failed"
-        before = self.agent.start
-        done = "all ranks start again"
-        if before is not None and before["division"] != action.division:
-            world = sum(slot.ranks for slot in self.state.slots)
-            done = f"the ranks are divided anew over {_nodes(action.seats)}: {world} now"
-        elif before is not None and list(action.seats) != before["seats"]:
-            pairs = [(old, new) for old, new in zip(before["seats"], action.seats, strict=True) if old != new]
-            done = ", ".join(f"node {new} takes the ranks of node {old}" for old, new in pairs)
-        if action.reason is not None:
-            done += f", {action.reason}"
-        if action.replayed_steps:
-            steps = "step is" if action.replayed_steps == 1 else "steps are"
-            done += (
-                f"; {action.replayed_steps} committed {steps} walked again, from step {action.step}, as the state is "
-                f"kept on a second node every {self.state.policy.replicate_every} steps"
-            )
-        self._mark("ordered")
-        details = {"attempt": action.attempt, "what": what, "done": done}
-        details |= {name: self._incident[name] for name in ("began", "phases")}
-        self._incident = None
-        self.notice(EventKind.INCIDENT, details)
 
 
 def become_coordinator(
@@ -483,17 +391,10 @@ def become_coordinator(
     if membership.previous_member_list is None:
         state = make_initial_state(offered, membership.member_list, attempt, committed, held or {})
         return Coordinator(agent, state, hello, prepare, notice, take_committed_steps, take_node_requests, unfit_reason)
-    agent.offer = renew_offer(offered, agent.start, membership.votes)
-    state = make_failover_state(agent.offer, agent.start, membership.previous_member_list, membership.votes, attempt)
+    votes = membership.election.votes
+    agent.offer = renew_offer(offered, agent.start, votes)
+    state = make_failover_state(agent.offer, agent.start, membership.previous_member_list, votes, attempt)
     leader = Coordinator(agent, state, hello, prepare, notice, take_committed_steps, take_node_requests)
     if agent.offer is not offered:
         leader.offer(SendOffer(state.division))
     return leader
-
-
-def _nodes(seats: Sequence[int]) -> str:
-    return f"node{'s' if len(seats) > 1 else ''} {', '.join(map(str, seats))}"
-
-
-def _end(tree: Message, host: str | None) -> RankEnd:
-    return RankEnd(**{**tree, "host": host})

@@ -5,12 +5,13 @@ an event says when it happened. A spare that takes the seat of a lost node leave
 is; with fewer or more nodes the ranks are divided anew, which is prepared and agreed on like a first start.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.elastic.supervisor import assignment
 from phalanx.elastic.supervisor.state import (
+    Decision,
     DivisionPrepared,
     DivisionRejected,
     DropNode,
@@ -46,8 +47,6 @@ READY_S = 3600.0  # what one gets to have what a division needs: token files may
 PAUSE_S = (0.0, 0.5, 2.0, 10.0, 30.0)  # before the first, second, ... attempt in a row that follows no progress
 NEAR_STEPS = 2  # further than the last time: a mistake that lets so few through each time is still the same
 SECONDARY_FAILURE = 2  # causes of that suspicion or more are consequences of others (exit_causes.py)
-
-Decision = tuple[JobState, list[SupervisorAction]]
 
 
 def decide(state: JobState, event: SupervisorEvent) -> Decision:
@@ -140,7 +139,7 @@ def _on_node_lost(state: JobState, event: NodeLost) -> Decision:
 def _misfit(state: JobState, node: Node) -> list[SupervisorAction]:
     """What to say of a node that comes back and cannot take its own seat again."""
     pairs = zip(state.seats, state.slots, strict=True)
-    slot = next((slot for seat, slot in pairs if seat == node.node and not _fits(node, slot)), None)
+    slot = next((slot for seat, slot in pairs if seat == node.node and not assignment.fits(node, slot)), None)
     if slot is None:
         return []
     has, had = (f"{each.ranks} rank{'s' if each.ranks != 1 else ''} on {each.model}" for each in (node, slot))
@@ -163,7 +162,7 @@ def _on_node_ready(state: JobState, event: NodeReady) -> Decision:
         return _start_if_ready(state, event.now)
     if state.phase == JobPhase.IDLE:
         return _regroup(state, event.now)
-    if state.phase == JobPhase.RUNNING and event.division == state.division and _plan_growth(state):
+    if state.phase == JobPhase.RUNNING and event.division == state.division and assignment.plan_growth(state):
         return _pause(state, event.now, f"node {event.node} is there again")
     return state, []
 
@@ -183,11 +182,13 @@ def _on_drain_changed(state: JobState, event: NodeDrainChanged) -> Decision:
     if known is None or known.drained == event.drained:
         return state, []
     seated = event.node in state.seats
-    if event.drained and event.only_if_spare and seated and not _has_stand_in(state, event.node):
+    if event.drained and event.only_if_spare and seated and not assignment.has_stand_in(state, event.node):
         return state, []
     changed = replace(known, drained=event.drained)
     state = replace(state, nodes=tuple(changed if node is known else node for node in state.nodes))
-    if state.phase == JobPhase.RUNNING and ((event.drained and seated) or (not event.drained and _plan_growth(state))):
+    if state.phase == JobPhase.RUNNING and (
+        (event.drained and seated) or (not event.drained and assignment.plan_growth(state))
+    ):
         return _pause(state, event.now, event.why)
     to_be_left = event.drained and (
         (state.phase == JobPhase.READYING and seated) or _is_prepared_for(state, event.node)
@@ -197,20 +198,13 @@ def _on_drain_changed(state: JobState, event: NodeDrainChanged) -> Decision:
     return state, []
 
 
-def _has_stand_in(state: JobState, without: int) -> bool:
-    """Whether spares can take all seats that are free, one node's among them."""
-    usable = [node for node in state.nodes if not node.drained and node.node != without]
-    kept = _kept_seats(state, usable)
-    return "replace" in state.policy.on_lost_node and _filled(state, kept, usable) is not None
-
-
 def _on_tick(state: JobState, now: float) -> Decision:
-    if state.phase == JobPhase.READYING and now > state.since + READY_S and (late := _unready(state)):
+    if state.phase == JobPhase.READYING and now > state.since + READY_S and (late := assignment.list_unready(state)):
         why = f"it was not ready within {READY_S:g} s for what the run needs next"
         return replace(state, since=now), [DropNode(node, why, int(ExitCode.FAILED)) for node in late]
     if state.phase == JobPhase.READYING:
         return _start_if_ready(state, now)
-    if state.phase == JobPhase.RUNNING and (plan := _plan_growth(state)):
+    if state.phase == JobPhase.RUNNING and (plan := assignment.plan_growth(state)):
         ready = {node.node for node in state.nodes if node.ready == state.division}
         if all(node in ready for node, _ in plan):  # one came while this attempt was being prepared
             return _pause(state, now, "there are more nodes than have ranks")
@@ -271,21 +265,22 @@ def _failed(state: JobState, first: FailureCause | None, now: float) -> Decision
     """After a failure that is worth another attempt, while there is a budget for it."""
     kept = _find_in_memory_step(state)
     safe = state.committed if kept is None else kept.step
-    grown = safe > state.reached
-    failures = 1 if grown else state.failures + 1
+    before = state.budget
+    failures = 1 if safe > before.reached else before.failures + 1
     crash = ("", 0)
     if first is not None and not state.lost_with_ranks:
-        again = first.fingerprint == state.crash[0] and safe <= state.reached + NEAR_STEPS
-        crash = (first.fingerprint, state.crash[1] + 1 if again else 1)
+        again = first.fingerprint == before.crash[0] and safe <= before.reached + NEAR_STEPS
+        crash = (first.fingerprint, before.crash[1] + 1 if again else 1)
     pause_s = PAUSE_S[min(failures, len(PAUSE_S)) - 1]
-    state = replace(state, failures=failures, reached=max(state.reached, safe), crash=crash, start_at=now + pause_s)
+    budget = replace(before, failures=failures, reached=max(before.reached, safe), crash=crash)
+    state = replace(state, budget=budget, start_at=now + pause_s)
     code = int(ExitCode.FAILED if first is None or first.code == ExitCode.STOPPED else first.code)
     if crash[1] >= state.policy.same_crash and crash[0]:
         why = f"{crash[1]} attempts have failed in a row with {crash[0]}, so the next one would too; fix that first"
         return _give_up(state, code, why)
     if failures > state.policy.max_restarts:
         many = f"{failures} attempts in a row have" if failures > 1 else "the attempt has"
-        why = f"{many} not come beyond step {state.reached}; their logs say why"
+        why = f"{many} not come beyond step {budget.reached}; their logs say why"
         # Where no other attempt is allowed, nobody expects one.
         return _give_up(state, code, why) if state.policy.max_restarts else _finish(state, code, why)
     return _regroup(state, now)
@@ -294,14 +289,14 @@ def _failed(state: JobState, first: FailureCause | None, now: float) -> Decision
 def _regroup(state: JobState, now: float) -> Decision:
     """Find a node for each slot, or other slots; wait or stop where there is neither."""
     usable = [node for node in state.nodes if not node.drained]
-    kept = _kept_seats(state, usable)
-    if -1 not in kept and not (state.policy.grow and _plan_growth(state)):
+    kept = assignment.keep_seats(state, usable)
+    if -1 not in kept and not (state.policy.grow and assignment.plan_growth(state)):
         return _ready_to_start(replace(state, seats=kept), now)
     waited = state.wait_until is not None and now > state.wait_until
     for way in state.policy.on_lost_node if -1 in kept else ("shrink",):
-        if way == "replace" and -1 in kept and (filled := _filled(state, kept, usable)) is not None:
+        if way == "replace" and -1 in kept and (filled := assignment.fill_seats(state, kept, usable)) is not None:
             return _ready_to_start(replace(state, seats=filled), now)
-        if way == "shrink" and (plan := _plan(state, usable)) and plan not in state.refused:
+        if way == "shrink" and (plan := assignment.plan_division(state, usable)) and plan not in state.refused:
             return replace(state, phase=JobPhase.PREPARING, plan=plan, wait_until=None), [
                 PrepareDivision(state.division + 1, plan)
             ]
@@ -324,76 +319,15 @@ def _wait(state: JobState, now: float) -> Decision:
     return state, [WriteEvent(EventKind.WARNING, {"message": text})]
 
 
-def _fits(node: Node, slot: NodeSlot) -> bool:
-    return node.ranks >= slot.ranks and node.model == slot.model
-
-
-def _kept_seats(state: JobState, usable: Iterable[Node]) -> tuple[int, ...]:
-    """The seats with -1 where a node is missing, or has come back with other devices than its ranks were given."""
-    here = {node.node: node for node in usable}
-    pairs = zip(state.seats, state.slots, strict=True)
-    return tuple(seat if seat in here and _fits(here[seat], slot) else -1 for seat, slot in pairs)
-
-
-def _filled(state: JobState, kept: tuple[int, ...], usable: Iterable[Node]) -> tuple[int, ...] | None:
-    """The seats with spares where a node is missing; None where there are not enough that fit."""
-    seated = set(kept)  # there may be thousands
-    spare = [node for node in usable if node.node not in seated]
-    seats = list(kept)
-    for index, slot in enumerate(state.slots):
-        if seats[index] != -1:
-            continue
-        fitting = [node for node in spare if _fits(node, slot)]
-        if not fitting:
-            return None
-        chosen = min(fitting, key=lambda node: (node.ready != state.division, node.node))
-        spare.remove(chosen)
-        seats[index] = chosen.node
-    return tuple(seats)
-
-
-def _plan(state: JobState, usable: Iterable[Node]) -> tuple[tuple[int, int], ...]:
-    """Node and ranks of a division over what there is: nodes with a seat first, and whole copies of the model; empty
-    where that is too little."""
-    order = {node: index for index, node in enumerate(state.seats)}
-    chosen = sorted(usable, key=lambda node: (order.get(node.node, len(order)), node.node))[: state.policy.nodes]
-    if len(chosen) < state.policy.least:
-        return ()
-    chosen.sort(key=lambda node: node.node)
-    left = sum(node.ranks for node in chosen) // state.policy.group * state.policy.group
-    plan = []
-    for node in chosen:
-        ranks = min(node.ranks, left)
-        left -= ranks
-        if ranks:
-            plan.append((node.node, ranks))
-    return tuple(plan)
-
-
-def _plan_growth(state: JobState) -> tuple[tuple[int, int], ...]:
-    """The plan over more ranks, where fewer nodes have a seat than the run was started for; empty: there is none."""
-    if not state.policy.grow or len(state.slots) >= state.policy.nodes:
-        return ()
-    plan = _plan(state, [node for node in state.nodes if not node.drained])
-    more = sum(ranks for _, ranks in plan) > sum(slot.ranks for slot in state.slots)
-    return plan if more and plan not in state.refused else ()
-
-
-def _unready(state: JobState) -> list[int]:
-    """Nodes with a seat that do not have yet what the division needs."""
-    seats = set(state.seats)
-    return [node.node for node in state.nodes if node.node in seats and node.ready != state.division]
-
-
 def _start_if_ready(state: JobState, now: float) -> Decision:
-    if _unready(state) or now < state.start_at or not state.seats:
+    if assignment.list_unready(state) or now < state.start_at or not state.seats:
         return state, []
     kept = _find_in_memory_step(state)
     attempt = state.attempt + 1
     reason = state.retry_reason
     why = {} if reason is None else {"reason": reason}
     said: list[SupervisorAction] = (
-        [WriteEvent(EventKind.RESTARTED, {"attempt": attempt, **why})] if attempt > state.first_attempt else []
+        [WriteEvent(EventKind.RESTARTED, {"attempt": attempt, **why})] if attempt > state.budget.first else []
     )
     if kept is None and (lost := _lost_state(state)) is not None:
         said.append(WriteEvent(EventKind.WARNING, {"attempt": attempt, "message": lost}))

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
-from phalanx.elastic.supervisor.state import JobPhase, JobState, Node, NodeSlot, RecoveryPolicy
+from phalanx.elastic.supervisor.state import JobPhase, JobState, Node, NodeSlot, RecoveryPolicy, RestartBudget
 from phalanx.recovery.catalog import StateFileInfo
 
 
@@ -36,10 +36,7 @@ def parse_policy(offer: Message) -> RecoveryPolicy:
 
 def describe_restart_budget(state: JobState) -> Message:
     """What a successor has to know of the failures so far."""
-    return {
-        "failures": state.failures, "reached": state.reached, "committed": state.committed,
-        "first": state.first_attempt, "crash": list(state.crash),
-    }  # fmt: skip
+    return {**asdict(state.budget), "committed": state.committed, "crash": list(state.budget.crash)}
 
 
 NOBODY_YET = MappingProxyType({"since": 0, "attempt": 0})  # was said to be over
@@ -88,9 +85,8 @@ def make_initial_state(
         slots=tuple(NodeSlot(int(ranks), str(model)) for ranks, model in offer["slots"]),
         seats=tuple(offer["seats"]),
         attempt=attempt - 1,
-        first_attempt=attempt,
+        budget=RestartBudget(reached=committed, first=attempt),
         committed=committed,
-        reached=committed,
     )
 
 
@@ -128,9 +124,11 @@ def make_failover_state(
         # Lost before, and not replaced by an order yet: nobody will say of them any more how their ranks ended.
         lost_with_ranks=tuple(node for node in seats if before.member(node) is None) if current else (),
         attempt=last,
-        first_attempt=int(budget.get("first", attempt)),
+        budget=RestartBudget(
+            int(budget.get("failures", 0)),
+            int(budget.get("reached", 0)),
+            tuple(budget.get("crash", ("", 0))),
+            int(budget.get("first", attempt)),
+        ),
         committed=int(budget.get("committed", 0)),
-        reached=int(budget.get("reached", 0)),
-        failures=int(budget.get("failures", 0)),
-        crash=tuple(budget.get("crash", ("", 0))),
     )

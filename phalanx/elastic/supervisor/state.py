@@ -67,6 +67,16 @@ class FailureCause:
 
 
 @dataclass(frozen=True)
+class RestartBudget:
+    """What has been used of the restarts that a policy allows."""
+
+    failures: int = 0  # since `reached`
+    reached: int = 0  # the step that was safe at the last failure
+    crash: tuple[str, int] = ("", 0)  # the last one and how often it came in a row
+    first: int = 1  # the first attempt of this start
+
+
+@dataclass(frozen=True)
 class JobState:
     policy: RecoveryPolicy
     phase: JobPhase = JobPhase.READYING
@@ -83,11 +93,8 @@ class JobState:
     plan: tuple[tuple[int, int], ...] = ()  # node and ranks of a division that is prepared
     refused: frozenset[tuple[tuple[int, int], ...]] = frozenset()  # plans that came to nothing
     committed: int = 0  # the newest step that is safe
-    reached: int = 0  # that of the last failure
-    failures: int = 0  # since then
-    crash: tuple[str, int] = ("", 0)  # the last one and how often it came in a row
+    budget: RestartBudget = RestartBudget()
     retry_reason: str | None = None  # why another attempt is made, where it has not failed
-    first_attempt: int = 1  # the first attempt of this start
     stop_signal: str | None = None  # the first stop signal
     wait_until: float | None = None  # for lost nodes
     start_at: float = 0.0

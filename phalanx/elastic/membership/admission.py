@@ -1,12 +1,15 @@
-"""What a node says of itself to the one that leads, and whether it fits. Pure, but for the reading of this process."""
+"""Admission of nodes to a job, at its rendezvous and later: what one says of itself to the one that leads, whether it
+fits, and who has a number that two claim."""
 
 import os
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from phalanx.core.events import EventKind
 from phalanx.core.run_paths import redact_url
-from phalanx.elastic.membership.channel import Message
+from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.messages import find_hello_problem
 
 
@@ -34,6 +37,10 @@ def find_mismatch(hello: Message, leader: Message, to_node_0: bool) -> str | Non
     """
     if (wrong := find_hello_problem(hello)) is not None:
         return f"a node sent a greeting that makes no sense ({wrong}); use the same version of Phalanx on all nodes"
+    if leader["devices"] and not hello["devices"]:
+        return (
+            "a node sent a greeting that makes no sense (devices: none); use the same version of Phalanx on all nodes"
+        )
     node, host, nodes = hello["node"], hello["host"], hello["nodes"]
     versions, recipe, devices = hello["versions"], hello["recipe"], hello["devices"]
     kinds = {kind_of(device) for device in [*devices, *leader["devices"]]}
@@ -57,6 +64,70 @@ def find_mismatch(hello: Message, leader: Message, to_node_0: bool) -> str | Non
             "nothing can be exchanged; hide the accelerators of all nodes, or of none"
         )
     return None
+
+
+class Admission:
+    """Takes callers who want to be nodes of a job, each under its number.
+
+    `find_objection(hello)` says why one cannot be; `find_holder(node)`, in words, who has a number already. A number
+    that is held may be that very node's, started again, while the holder is gone without a word: so `challenge(node)`
+    says until when the holder may be found dead, or None for not yet. `accept` gets who is taken; `notice(details)`
+    hears who is refused, who has `linger_s` to hear why."""
+
+    def __init__(
+        self,
+        find_objection: Callable[[Message], str | None],
+        find_holder: Callable[[int], str | None],
+        challenge: Callable[[int], float | None],
+        accept: Callable[[Channel, Message], None],
+        notice: Callable[[str, dict[str, Any]], None],
+        linger_s: float,
+    ) -> None:
+        self._find_objection, self._find_holder, self._challenge = find_objection, find_holder, challenge
+        self._accept, self._notice, self._linger_s = accept, notice, linger_s
+        self.waiting: list[tuple[Channel, Message, float | None]] = []  # for a number, until its holder is believed
+
+    def descriptors(self) -> dict[int, int]:
+        """What poll() has to look at, and for what."""
+        return {channel.fileno(): channel.awaits for channel, _, _ in self.waiting if channel.lost is None}
+
+    def greet(self, channel: Channel, hello: Message) -> None:
+        """Take a caller, refuse it, or have it wait."""
+        if (wrong := self._find_objection(hello)) is not None:
+            self._refuse(channel, wrong)
+        elif self._find_holder(hello["node"]) is None:
+            self._accept(channel, hello)
+        else:
+            self.waiting.append((channel, hello, self._challenge(hello["node"])))
+
+    def poll_once(self) -> None:
+        """Look again at those who wait."""
+        waiting, self.waiting = self.waiting, []
+        for channel, hello, until in waiting:
+            holder = self._find_holder(hello["node"])
+            until = self._challenge(hello["node"]) if until is None else until
+            if holder is None:
+                self.greet(channel, hello)
+            elif until is None or time.monotonic() < until:
+                self.waiting.append((channel, hello, until))
+            else:
+                self._refuse(channel, explain_taken_rank(hello["node"], holder, hello))
+
+    def confirm(self, node: int) -> None:
+        """The holder of a number has answered: it has that for good."""
+        self.waiting = [(channel, hello, 0.0 if hello["node"] == node else at) for channel, hello, at in self.waiting]
+
+    def close(self, last: Message | None = None) -> None:
+        """Send those who wait away, with a last word."""
+        for channel, _, _ in self.waiting:
+            if last is not None:
+                channel.send_and_close(last, "the job is over", timeout_s=self._linger_s)
+            channel.close("this node has left")
+        self.waiting = []
+
+    def _refuse(self, channel: Channel, why: str) -> None:
+        self._notice(EventKind.WARNING, {"message": why})
+        channel.send_and_close({"refused": why}, "it was refused", timeout_s=self._linger_s)
 
 
 def kind_of(device: list[Any]) -> str:

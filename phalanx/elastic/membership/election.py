@@ -1,0 +1,187 @@
+"""Election of a leader, and agreement on the next member list: votes, a majority, and the epoch's file."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from phalanx.core.errors import PhalanxError
+from phalanx.elastic.membership.channel import Message
+from phalanx.elastic.membership.member_list import (
+    AgentMember,
+    MemberList,
+    MemberView,
+    classify_quorum,
+    explain_lost_quorum,
+)
+from phalanx.system.async_call import AsyncCall
+
+VOTES_S = 15.0  # what the others get to end their ranks and vote; those who are lost are not waited for
+CLAIM_S = 3.0  # what a shared file system gets to create an epoch's file
+TIE_S = 60.0  # the same where nobody may go on without that: the server may be busy with a checkpoint
+
+Claim = Callable[[int, dict[str, Any]], dict[str, Any] | None]  # as epochs.claim, of a run folder
+Outcome = MemberList | str | None  # the list to adopt; or why this agent is fenced; or nothing yet
+
+
+class Election:
+    """Finds the member list after the one of `view`: the leader's without those who are lost and with those who join,
+    or, where the leader itself is lost, that of the lowest of the others, to whom they `send` their votes.
+    `is_silent`: whether nothing was heard of a member for a while. `claim` creates an epoch's file (None: there are
+    none); `make_vote` says what this node's ranks have come to, or None while they run; `describe_run` what an epoch's
+    file says of the run."""
+
+    def __init__(
+        self,
+        view: MemberView,
+        send: Callable[[int, Message], None],
+        is_silent: Callable[[int], bool],
+        claim: Claim | None,
+        make_vote: Callable[[], Message | None],
+        describe_run: Callable[[MemberList], dict[str, Any]],
+    ) -> None:
+        self._view, self._send, self._is_silent = view, send, is_silent
+        self.claim, self._make_vote, self._describe_run = claim, make_vote, describe_run
+        self.votes: dict[int, Message] = {}  # by which this agent came to lead
+        self.voters: set[int] = set()  # for this agent; ranks may still run there
+        self.joining: dict[int, AgentMember] = {}  # that the next list holds, too
+        self.claiming: AsyncCall | None = None
+        self.voted: tuple[int, bool] | None = None  # for whom, and whether what the ranks have come to was said
+        self._following: MemberList | None = None  # what is being claimed
+        self._claimed: tuple[MemberList, bool] | None = None  # what may come next, and whether its file is this agent's
+        self._leaderless_since: float | None = None
+
+    def decide(self, now: float) -> Outcome:
+        """What is agreed on by now."""
+        why = self._see_claim()
+        if why is not None or self.claiming is not None:
+            return why
+        if not self._view.is_leader:
+            return self._elect(now) if self._view.member_list.leader in self._view.lost else None
+        # Nodes that are cut off together are not lost in the same turn: who may be one of them is waited for.
+        if (self.joining or self._view.lost) and not any(map(self._is_silent, self._view.live_nodes())):
+            why = self._claim_next(self._view.live_nodes())
+        return why if self._claimed is None else self._check_quorum(self._claimed[0])
+
+    def take_vote(self, node: int, vote: Message | None) -> None:
+        """Take a vote for this agent, and what the voter's ranks have come to, once they have ended."""
+        self.voters.add(node)
+        if vote is not None:
+            self.votes[node] = vote
+
+    def reset(self) -> None:
+        """Begin anew, with a list that was adopted."""
+        members = self._view.member_list.members
+        self.joining = {node: member for node, member in self.joining.items() if member not in members}
+        self.voted = self._leaderless_since = self._claimed = None
+        self.voters = set()
+        if not self._view.is_leader:
+            self.votes = {}
+        self.stop()
+
+    def stop(self) -> None:
+        """Wait for no epoch's file any more."""
+        if self.claiming is not None:
+            self.claiming.cancel()
+            self.claiming = None
+
+    def _elect(self, now: float) -> Outcome:
+        """The leader is lost: take votes, or give this node's, at once and again when its ranks have ended."""
+        view = self._view
+        self._leaderless_since = since = self._leaderless_since or now
+        candidate = view.live_nodes()[0]
+        if candidate != view.me.node:
+            self._vote_for(candidate)
+            return None
+        self.take_vote(candidate, self._make_vote())  # anew, as it may have got ready for a new division
+        voters, late = [node for node in view.live_nodes() if node in self.voters], now > since + VOTES_S
+        ended = [node for node in voters if node in self.votes]
+        # While ranks end it is claimed only where the others go on without this node, should it die before they hear.
+        kept = voters if 2 * (len(voters) - 1) > len(view.member_list.nodes) else ended
+        why = None
+        if candidate in kept and (kept == view.live_nodes() or late):
+            why = self._claim_next(kept)
+        if self._claimed is None or candidate not in ended or (ended != view.live_nodes() and not late):
+            return why
+        members = tuple(member for member in view.member_list.members if member.node in ended)
+        return self._check_quorum(replace(self._claimed[0], members=members))
+
+    def _vote_for(self, candidate: int) -> None:
+        if self.voted == (candidate, True):
+            return
+        ballot = self._make_vote()
+        said = candidate, ballot is not None
+        if self.voted != said:
+            self.voted = said
+            self._send(candidate, {"follow": self._view.member_list.epoch, "ballot": ballot})
+
+    def _claim_next(self, kept: list[int]) -> str | None:
+        """Claim the next epoch for `kept` and for those who have joined, where that may be; once. Returns why it may
+        not be."""
+        if self._claimed is not None or self.claiming is not None:
+            return None
+        before, of = self._view.member_list, len(self._view.member_list.nodes)
+        here = classify_quorum(len(kept), of)
+        if here == "minority" or (here == "tie" and self.claim is None):
+            return explain_lost_quorum(len(kept), of)
+        members = {member.node: member for member in before.members if member.node in kept}
+        self._ask_for(before.with_members({**self.joining, **members}.values(), self._view.me.node))
+        return None
+
+    def _ask_for(self, following: MemberList) -> None:
+        """Create the file of an epoch, where there are such files."""
+        if self.claim is None:
+            self._claimed = following, False
+            return
+        me, before = self._view.me, self._view.member_list
+        text = {"leader": me.node, "host": me.host, "address": [me.address, me.port]}
+        text |= {"from": before.epoch, **self._describe_run(following)}
+        patience_s = TIE_S if classify_quorum(self._left(following), len(before.nodes)) == "tie" else CLAIM_S
+        self._following = following
+        self.claiming = AsyncCall(self.claim, following.epoch, text, timeout_s=patience_s)
+
+    def _see_claim(self) -> str | None:
+        """Look whether the file is there; returns why this agent is fenced, if another one has made it."""
+        if self.claiming is None:
+            return None
+        following = self._following
+        assert following is not None
+        try:
+            if (result := self.claiming.result()) is None:
+                return None
+            taken, mine = result[0], True
+        except (PhalanxError, RuntimeError):  # the file system hangs or refuses: a majority needs none, but to pass one
+            taken, mine = None if following.epoch == self._view.member_list.epoch + 1 else {}, False
+        self.claiming = None
+        if taken is None:
+            self._claimed = following, mine
+        elif self._passes(taken, following):
+            self._ask_for(replace(following, epoch=following.epoch + 1))
+        else:
+            return "another part of the nodes has taken the run over"
+        return None
+
+    def _passes(self, taken: dict[str, Any], following: MemberList) -> bool:
+        """Whether this node may take the epoch after one that is `taken`: its claimant may live, and lead it.
+
+        Only one of this very epoch is passed, whom all who have voted here have lost for good: their leader, or one
+        lower than whom they vote for. They are a majority, so one of them is in any roster that it makes, and is missed
+        there. It needs the file after its own then, the very one asked for now: who comes second finds it made from
+        another epoch, and is fenced."""
+        view = self._view
+        if view.is_leader or taken.get("from") != view.member_list.epoch or type(taken.get("leader")) is not int:
+            return False
+        lost = taken["leader"] == view.member_list.leader or taken["leader"] < view.me.node
+        return lost and classify_quorum(self._left(following), len(view.member_list.nodes)) == "majority"
+
+    def _left(self, following: MemberList) -> int:
+        """How many of a roster belong to this one and are not lost."""
+        return len([node for node in following.nodes if node in self._view.live_nodes()])
+
+    def _check_quorum(self, following: MemberList) -> MemberList | str:
+        """A list whose epoch was claimed, where enough of it are left by now; else why this agent is fenced."""
+        assert self._claimed is not None
+        left, of = self._left(following), len(self._view.member_list.nodes)
+        here = classify_quorum(left, of)
+        if here == "minority" or (here == "tie" and not self._claimed[1]):
+            return explain_lost_quorum(left, of)
+        return following

@@ -1,0 +1,115 @@
+"""What a leading agent has on its hands beside the state of its job: a failure that is being dealt with, and a division
+that is being prepared."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.core.errors import PhalanxError
+from phalanx.core.placement import ExitCode
+from phalanx.elastic.membership.channel import Message
+from phalanx.elastic.supervisor.state import (
+    DivisionPrepared,
+    DivisionRejected,
+    FailureCause,
+    JobState,
+    PrepareDivision,
+    StartAttempt,
+)
+from phalanx.system import exit_causes
+from phalanx.system.async_call import AsyncCall
+from phalanx.system.exit_causes import WorkerExit
+
+PREPARE_S = 3600.0  # what resolving another division gets: token files may have to be made anew
+Plan = Sequence[tuple[int, int]]
+
+
+class OpenIncident:
+    """A failure, from when it was seen until the ranks are told to start again."""
+
+    def __init__(self) -> None:
+        self._began = time.time()
+        self._phases: dict[str, float] = {}
+        self.what: list[str] = []
+
+    def mark(self, phase: str) -> None:
+        """Note how long after it was seen something is done about it."""
+        self._phases[phase] = round(time.time() - self._began, 3)
+
+    def details(self, state: JobState, action: StartAttempt, before: Message | None) -> dict[str, Any]:
+        """What to say of it, now that an attempt is started; `before`: the order of the last one."""
+        self.mark("ordered")
+        what = "; ".join(dict.fromkeys(self.what)) or "the attempt failed"
+        done = _describe_restart(state, action, before)
+        return {"attempt": action.attempt, "what": what, "done": done, "began": self._began, "phases": self._phases}
+
+
+def _describe_restart(state: JobState, action: StartAttempt, before: Message | None) -> str:
+    done = "all ranks start again"
+    if before is not None and before["division"] != action.division:
+        world = sum(slot.ranks for slot in state.slots)
+        nodes = f"node{'s' if len(action.seats) > 1 else ''} {', '.join(map(str, action.seats))}"
+        done = f"the ranks are divided anew over {nodes}: {world} now"
+    elif before is not None and list(action.seats) != before["seats"]:
+        pairs = [(old, new) for old, new in zip(before["seats"], action.seats, strict=True) if old != new]
+        done = ", ".join(f"node {new} takes the ranks of node {old}" for old, new in pairs)
+    if action.reason is not None:
+        done += f", {action.reason}"
+    if action.replayed_steps:
+        steps = "step is" if action.replayed_steps == 1 else "steps are"
+        done += (
+            f"; {action.replayed_steps} committed {steps} walked again, from step {action.step}, as the state is "
+            f"kept on a second node every {state.policy.replicate_every} steps"
+        )
+    return done
+
+
+def find_failure_cause(ended: Message, ends: Sequence[WorkerExit]) -> FailureCause | None:
+    """Why the ranks of a node failed; None where they did not."""
+    abnormal = [end for end in ends if end.abnormal]
+    if not abnormal:
+        return None
+    first = exit_causes.find_root_cause(abnormal)
+    code = 1 if first.exit_code is None else first.exit_code
+    return FailureCause(
+        exit_causes.root_cause_priority(first),
+        # It was asked to stop, and could not heed that yet.
+        int(ExitCode.STOPPED) if ended["code"] == ExitCode.STOPPED else code,
+        exit_causes.fingerprint_failure(first),
+        bool(ended.get("lowered")),
+        exit_causes.is_state_damage(first),
+    )
+
+
+def find_first_death(ends: Sequence[WorkerExit], node_lost: bool) -> dict[str, Any] | None:
+    """Which rank's end brought an attempt down; None where it was none's, or that of a lost node."""
+    abnormal = [end for end in ends if end.abnormal]
+    if not abnormal or (node_lost and all(exit_causes.is_secondary_failure(end) for end in abnormal)):
+        return None
+    return exit_causes.find_root_cause(abnormal).details()
+
+
+class DivisionPreparation:
+    """Another division, resolved in a child by `prepare(division, plan, devices)`."""
+
+    def __init__(
+        self,
+        prepare: Callable[[int, Plan, list[list[Any]]], Message],
+        action: PrepareDivision,
+        devices: list[list[Any]],
+    ) -> None:
+        self._division = action.division
+        self.call = AsyncCall(prepare, action.division, list(action.plan), devices, timeout_s=PREPARE_S)
+        self.offer: Message | None = None
+
+    def poll_once(self) -> DivisionPrepared | DivisionRejected | None:
+        """What has come of it; None while it is not over. What is to be offered is then `offer`."""
+        now = time.monotonic()
+        try:
+            result = self.call.result()
+        except (PhalanxError, RuntimeError) as error:
+            return DivisionRejected(now, self._division, str(error))
+        if result is None:
+            return None
+        self.offer = result[0]
+        return DivisionPrepared(now, self._division)
