@@ -95,7 +95,7 @@ def render_picture(title: str, panels: Sequence[Panel], x_label: str, legend: Se
     parts = [panel.render() for panel in panels]
     parts.append(text((LEFT + WIDTH - RIGHT) / 2, bottom - 4, x_label, anchor="middle"))
     for place, line in enumerate(legend):
-        x, y = LEFT + 4 + (place % 3) * 236, bottom + 18 + (place // 3) * 19
+        x, y = LEFT + 4 + (place % 3) * 215, bottom + 18 + (place // 3) * 19
         dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
         parts.append(f'<path d="M{x} {y}h22" stroke="{line.colour}" stroke-width="{line.width}"{dash}/>')
         parts.append(text(x + 28, y + 4, line.name))
@@ -136,7 +136,7 @@ def draw_curves(curves: dict[str, list[float]], control: str, file: Path) -> Non
     x, x_ticks = (1.0, float(steps)), [each for each in choose_ticks(0, steps) if each >= 1]
     panels = [
         Panel("loss", losses, 28, 230, x, (low, high), [(each, f"{each:g}") for each in choose_ticks(low, high)]),
-        Panel("relative difference to one rank", beside, 290, 130, x, (1e-17, 1.0),
+        Panel("relative difference to one rank (0 at the bottom)", beside, 290, 130, x, (1e-17, 1.0),
               [(10.0**power, f"1e{power}") for power in (-16, -12, -8, -4, 0)], x_ticks, log=True),
     ]  # fmt: skip
     title = "One recipe on five clusters: the same loss curve"
