@@ -160,8 +160,7 @@ def run_rank(
     import torch
 
     from phalanx.compat.host_fallback import host_fallback
-    from phalanx.compat.sagemaker.install import install
-    from phalanx.compat.sagemaker.names import WITHOUT
+    from phalanx.compat.sagemaker.install import WITHOUT, install
     from phalanx.system import accelerator
 
     accelerator.set_device(

@@ -103,14 +103,14 @@ def plans(placement: Placement, folder: str, force: bool) -> list[int]:
         from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
         from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save, maybe_finalize_async_calls
 
-        from phalanx.compat.sagemaker import requests
+        from phalanx.compat.sagemaker import saver
 
         counts = []
         for number, size in enumerate((4, 4, 4, 6)):
             state = {"x": torch.full((size,), float(number))}
             async_save(state, checkpoint_id=f"{folder}/{number}", force_check_all_plans=force)
             maybe_finalize_async_calls()
-            counts.append(requests.default_queue().strategy.planned)
+            counts.append(saver.default_queue().strategy.planned)
             found = {"x": torch.zeros(size)}
             load(found, checkpoint_id=f"{folder}/{number}")
             assert found["x"].tolist() == [float(number)] * size

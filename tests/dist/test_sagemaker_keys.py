@@ -136,7 +136,7 @@ def moved(placement: Placement, settings: dict[str, Any], offloaded: bool = True
     )
 
     import phalanx.compat.sagemaker  # noqa: F401
-    from phalanx.compat.sagemaker import offloading
+    from phalanx.compat.sagemaker import small
 
     with process_group(placement), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -151,7 +151,7 @@ def moved(placement: Placement, settings: dict[str, Any], offloaded: bool = True
             model.zero_grad()
             model(data(placement.rank + step) * 1.0).square().sum().backward()
         bits = [parameter.grad.view(torch.int32).tolist() for parameter in model.parameters()]
-        mover = model.__dict__.get(offloading.MOVER)
+        mover = model.__dict__.get(small.MOVER)
         return [None if mover is None else [mover.horizon, mover.out_bytes, mover.back_bytes], bits]
 
 

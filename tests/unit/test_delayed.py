@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, GPTNeoXConfig, LlamaConfig
 
-from phalanx.compat.sagemaker.delayed import DelayedParamIniter
 from phalanx.compat.sagemaker.small import empty_module_params
+from phalanx.compat.sagemaker.transforming import DelayedParamIniter
 from phalanx.core.errors import ConfigError
 
 SMALL = {"vocab_size": 32, "use_cache": False}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import phalanx.compat.sagemaker  # noqa: F401  # makes them known
-from phalanx.compat.sagemaker.names import NAMES
+from phalanx.compat.sagemaker.install import NAMES
 from phalanx.core.errors import ConfigError
 from phalanx.storage import files as storage
 

@@ -1,14 +1,20 @@
 """Checkpoint folders, local or at S3: PyTorch's reader and writer, with hooks around the writing."""
 
+import contextlib
 import functools
 import io
+import logging
 import math
 import os
 import pickle
 import random
+import re
+import shutil
+import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from phalanx.compat.sagemaker.s3 import S3FileSystem, is_s3_uri
 from phalanx.core.errors import CheckpointError, ConfigError
+from phalanx.storage import files as storage
 
 ATTEMPTS, FIRST_PAUSE_S = 3, 0.2
 MAX_COMPARED = 4096  # chunks of a tensor: two and two, in memory
@@ -195,3 +201,118 @@ def retry_with_jitter(function: Any) -> Any:
         raise AssertionError("unreachable")
 
     return staticmethod(call) if isinstance(function, staticmethod) else call
+
+
+# ---------------------------------------------------------------------------------- checkpoints at `s3://` URLs
+# Each operation is tried again until a deadline, and a file is seen when all of it has arrived.
+
+
+Place = str | os.PathLike[str]
+
+
+class S3FileSystem(FileSystem):
+    """Objects of S3 as files. `region`: that of the bucket, by default what the environment says."""
+
+    def __init__(self, region: str | None = None, s3_client: Any = None, s3client_config: Any = None) -> None:
+        if s3_client is not None or s3client_config is not None:
+            raise ConfigError(
+                "s3client_config is for the client of another library, which is not used here; leave it out, and say "
+                "where S3 is and who asks by the environment (AWS_ENDPOINT_URL, AWS_PROFILE and the like)"
+            )
+        if region is not None:
+            storage.set_region(region)
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Place, mode: str) -> Iterator[Any]:
+        """A file to read, or one to write, which is sent when the block ends and never when it raises."""
+        url = format_s3_path(path)
+        if "w" not in mode:
+            with storage.open_read(url) as stream:
+                yield stream
+            return
+        with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+            local = Path(folder, "file")
+            with open(local, "wb") as stream:
+                yield stream
+            storage.upload(local, url)
+
+    def concat_path(self, path: Place, suffix: str) -> str:
+        return storage.join_url(format_s3_path(path), suffix)
+
+    def init_path(self, path: Place) -> str:
+        return format_s3_path(path)
+
+    def rename(self, path: Place, new_path: Place) -> None:
+        storage.write_bytes(format_s3_path(new_path), storage.read_bytes(format_s3_path(path)))
+        self.rm_file(path)
+
+    def mkdir(self, path: Place) -> None:
+        """Nothing: a folder is there when a file is in it."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
+        return is_s3_uri(checkpoint_id)
+
+    def exists(self, path: Place) -> bool:
+        return storage.exists(format_s3_path(path))
+
+    def rm_file(self, path: Place) -> None:
+        storage.remove([format_s3_path(path)])
+
+    def ls(self, path: Place) -> list[str]:
+        return [one.url for one in storage.list_folder(format_s3_path(path))]
+
+
+def is_s3_uri(uri: Place) -> bool:
+    return str(uri).startswith("s3:/")
+
+
+def format_s3_path(path: Place) -> str:
+    """An S3 URI that went through a Path, and lost a slash there, as it was."""
+    return re.sub(r"^s3:/+", "s3://", str(path))
+
+
+# ------------------------------------------------------------------- folders of checkpoints: how many of them are kept
+
+
+logger = logging.getLogger("phalanx.sagemaker")
+
+# Marks of that library in the checkpoints of its version 1.
+SMP_IS_PARTIAL_KEY = "smp_is_partial"
+SMP_IS_LOAD_INFO_KEY = "smp_is_load_info"
+
+
+def last_number(name: str) -> int:
+    """The last whole number in a folder's name, -1 where there is none: sorts by step."""
+    found = re.findall(r"\d+", os.path.basename(name))
+    return int(found[-1]) if found else -1
+
+
+def limit_num_subdirs(
+    root: str | os.PathLike[str],
+    max_to_keep: int,
+    sort_fn: Callable[[str], Any] = last_number,
+    regex: str | None = None,
+    log: bool = True,
+) -> list[str]:
+    """Remove the first of the folders below `root`, which may be an `s3://` URL, whose names match `regex`, in the
+    order of `sort_fn`, so that `max_to_keep` are left; 0 or less keeps all. Only where `log`, which one rank should
+    say. Gives those removed."""
+    if not log or max_to_keep <= 0:
+        return []
+    root = format_s3_path(root)
+    matching = sorted((name for name in _folders(root) if regex is None or re.match(regex, name)), key=sort_fn)
+    removed = [os.path.join(root, name) for name in matching[: max(0, len(matching) - max_to_keep)]]
+    for folder in removed:
+        logger.info("removing %s", folder)
+        if is_s3_uri(folder):
+            storage.remove(one.url for one in storage.list_folder(folder, recursive=True))
+        else:
+            shutil.rmtree(folder)
+    return removed
+
+
+def _folders(root: str) -> list[str]:
+    if is_s3_uri(root):
+        return [one.name for one in storage.list_folder(root) if one.folder]
+    return [name for name in os.listdir(root) if os.path.isdir(os.path.join(root, name))] if os.path.isdir(root) else []
