@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
-from phalanx.layout.model_shape import PRESETS, ModelSpec, parameter_shapes
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import PRESETS, parameter_shapes
 from phalanx.models.hf_export import export
 from phalanx.models.hf_weights import Weights
 

@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from benchmarks.peers import SEED, Case, batches_of, drive_trainer, phalanx, synchronise, write_tokens
-from phalanx.layout.model_shape import LORA_TARGETS, PRESETS, LoraSpec, ModelSpec, parameter_count, parameter_shapes
-from phalanx.models.hf_mapping import config_from_spec, hf_name
+from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec, ModelSpec
+from phalanx.models.families.catalog import PRESETS, parameter_count, parameter_shapes
+from phalanx.models.hf_config import config_from_spec
 from phalanx.models.llama import init_slice
 from phalanx.models.lora import adapter_names, init_adapter_slice
+from phalanx.models.user_model import hf_name
 from phalanx.system import accelerator
 
 LORA = LoraSpec(rank=16, alpha=32.0, targets=LORA_TARGETS)

@@ -26,7 +26,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
 from phalanx.core.errors import is_out_of_memory
-from phalanx.layout.model_shape import PRESETS, ModelSpec
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import PRESETS
 from phalanx.models.llama import Llama
 from phalanx.parallel import activations
 from phalanx.parallel.offload import offload

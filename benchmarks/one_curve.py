@@ -170,8 +170,8 @@ def control(prepared: RunPaths, steps: int, split: int) -> list[float]:
     from phalanx.config import load
     from phalanx.data.loader import Loader
     from phalanx.layout.balance import Division
-    from phalanx.layout.model_shape import parameter_shapes
     from phalanx.models.counter_rng import CounterRNG
+    from phalanx.models.families.catalog import parameter_shapes
     from phalanx.models.llama import Llama, init_slice
     from phalanx.optim.lr_schedule import learning_rate
     from phalanx.workload.workload import make_workload, read_model_shape

@@ -24,7 +24,8 @@ from phalanx.data.prepare import prepare
 from phalanx.data.shuffle import shuffle_indices
 from phalanx.data.token_files import TokenFile
 from phalanx.layout.balance import Division
-from phalanx.layout.model_shape import ModelSpec, parameter_shapes
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import parameter_shapes
 from phalanx.models.llama import Llama, init_slice
 from phalanx.system import accelerator
 from phalanx.tasks.language import IGNORE_INDEX, CausalLMTask

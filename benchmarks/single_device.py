@@ -38,7 +38,8 @@ from benchmarks.peers import (
     write_tokens,
 )
 from phalanx.core.errors import is_out_of_memory
-from phalanx.layout.model_shape import PRESETS, ModelSpec, flops_per_token, parameter_count
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import PRESETS, flops_per_token, parameter_count
 from phalanx.system import accelerator
 
 CPU_SPEC = ModelSpec(

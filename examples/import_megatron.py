@@ -17,7 +17,7 @@ from phalanx.compat.megatron.weights import MegatronCheckpoint
 from phalanx.core.errors import PhalanxError
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.models.hf_export import export
-from phalanx.models.hf_mapping import DTYPES
+from phalanx.models.hf_weights import DTYPES
 
 
 def gigabytes(text: str) -> float:

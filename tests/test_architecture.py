@@ -26,10 +26,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recovery": {"core"},
     "storage": {"core"},
     "system": {"core"},
-    "config": {"core", "layout"},
+    "config": {"core", "layout", "models"},
     "elastic": {"core", "recovery", "system"},
     "report": {"core", "layout"},
-    "planner": {"config", "core", "elastic", "layout", "recovery", "report"},
+    "planner": {"config", "core", "elastic", "layout", "models", "recovery", "report"},
     # A model, its data, and what moves and updates its parameters.
     "comm": {"core", "layout", "system"},
     "models": {"core", "layout"},
@@ -130,7 +130,7 @@ ALSO_TORCH_FREE = (
     "phalanx.system.symlinks",
     "phalanx.system.torchrun_env",
     "phalanx.models.hf_config",
-    "phalanx.models.hf_bert",
+    "phalanx.models.families.catalog",
     "phalanx.optim.lr_schedule",
     "phalanx.autotune.run_size",
     "phalanx.doctor.run_checks",
@@ -143,10 +143,12 @@ ALSO_TORCH_FREE = (
 )
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 # What a package may import of another only in part: what decides in a run decides in a simulated one, and its words are
-# the same; and the interface of the engines, not the engines.
+# the same; the interface of the engines, not the engines; and what is known of models without torch.
 IN_PART = {
     ("planner", "elastic"): {"phalanx.elastic.supervisor.state", "phalanx.elastic.supervisor.decide"},
     ("planner", "report"): {"phalanx.report.event_text"},
+    ("planner", "models"): {"phalanx.models.families.catalog"},
+    ("config", "models"): {"phalanx.models.families.catalog", "phalanx.models.families.family"},
     ("parallel", "engine"): {"phalanx.engine.interface"},
     ("checkpoint", "engine"): {"phalanx.engine.interface"},
 }
@@ -315,9 +317,9 @@ LARGE_FILES = {
     "phalanx.comm.backend": 508,
     "phalanx.comm.mesh": 473,
     "phalanx.comm.two_level": 487,
-    "phalanx.config.load": 496,
-    "phalanx.config.schema": 502,
-    "phalanx.config.validation": 407,
+    "phalanx.config.load": 493,
+    "phalanx.config.schema": 493,
+    "phalanx.config.validation": 405,
     "phalanx.data.prepare": 504,
     "phalanx.data.read_chunks": 463,
     "phalanx.elastic.membership.membership": 518,
@@ -359,7 +361,6 @@ LARGE_CLASSES = {
     "phalanx.engine.sharded:ShardedEngine": (41, 36),
     "phalanx.engine.single:SingleEngine": (22, 20),
     "phalanx.health.gpu:Gpu": (22, 0),
-    "phalanx.layout.model_shape:ModelSpec": (22, 4),
     "phalanx.planner.simulate:Scenario": (24, 1),
     "phalanx.planner.work:StepWork": (31, 12),
 }
@@ -471,6 +472,38 @@ def test_a_module_says_what_it_is(module: str) -> None:
     text = MODULES[module].read_text(encoding="utf-8")
     if text:
         assert ast.get_docstring(tree_of(module)), f"{module} has no docstring"
+
+
+def _family_names() -> tuple[set[str], set[str]]:
+    """Names of families, of their config.json's model_type and of Hugging Face's classes; and of our own classes."""
+    from phalanx.models.families.catalog import FAMILIES
+
+    texts = {name for each in FAMILIES.values() for name in (each.name, each.hf.model_type, *each.hf.classes)}
+    return texts, {each.network.partition(":")[2] for each in FAMILIES.values()}
+
+
+def _constants(node: ast.AST) -> set[object]:
+    return {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_families_of_models_know_architectures_by_name(module: str) -> None:
+    """A comparison, a table or a `match` by the name of an architecture belongs into its ModelFamily."""
+    if module.startswith("phalanx.models.families."):
+        return
+    names, classes = _family_names()
+    for node in ast.walk(tree_of(module)):
+        where = f"{module}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Compare | ast.MatchValue):
+            assert not names & _constants(node), f"{where} compares with {names & _constants(node)}"
+            compared = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            assert not classes & compared, f"{where} compares with {classes & compared}"
+        if isinstance(node, ast.Dict):
+            keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            assert not names & keys, f"{where} has a table by {names & keys}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+            assert not classes & asked, f"{where} asks for {classes & asked}"
 
 
 def test_only_one_file_knows_what_kind_of_device_there_is() -> None:

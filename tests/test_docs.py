@@ -27,7 +27,7 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import StepRecord, read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.layout.model_shape import PRESETS
+from phalanx.models.families.catalog import PRESETS
 from tests.helpers import run_ranks
 from tests.warm_shell import run_script
 

@@ -38,7 +38,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.balance import UNBOUND, Speed
 from phalanx.layout.hardware import Hardware, MeasuredDevice, MeasuredLink
-from phalanx.layout.model_shape import ModelSpec
+from phalanx.layout.model_shape import ModelSpec, list_timing_shapes
 from phalanx.system import accelerator
 from phalanx.workload.engines import StateWeights, agree_on_sharding
 from phalanx.workload.sinks import RecordWriter
@@ -55,7 +55,6 @@ BLOCKS = 5  # of each size; the second fastest counts, which a neighbour that co
 BUDGET_S, LONG_BUDGET_S = 0.8, 4.0
 GROWTH = 3  # from one size to the next
 COPY_BYTES = 64 * 2**20
-IGNORED_SPEC_FIELDS = ("norm_eps", "init_std", "dropout")  # shapes that make no difference to a device
 STORE_KEY = "measured"  # in the store: how many ranks are
 
 
@@ -184,9 +183,7 @@ def read_hardware_file(path: str, models: Sequence[str | None], work: dict[str, 
 
 def describe_work(config: "Config", workload: Workload) -> dict[str, Any]:
     """What decides how long a pass takes and how much it holds, as JSON has it."""
-    shapes: dict[str, Any] = {}
-    if workload.spec is not None:
-        shapes = {name: value for name, value in asdict(workload.spec).items() if name not in IGNORED_SPEC_FIELDS}
+    shapes = {} if workload.spec is None else list_timing_shapes(workload.spec)
     parameters = sum(parameter.numel() for parameter in workload.model().parameters())
     how = {
         "task": config.task.kind,

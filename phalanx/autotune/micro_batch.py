@@ -27,8 +27,7 @@ from phalanx.engine.units import describe_parameters
 from phalanx.layout.buckets import Bucket, make_buckets
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.layers import chunk_bytes
-from phalanx.models.llama import Llama
-from phalanx.models.model import Model
+from phalanx.models.model import Model, StagedArchitecture
 from phalanx.optim.make_rule import make_rule
 from phalanx.optim.update import UpdateRule
 from phalanx.parallel.parallelize import compute_dtype, sharding_units
@@ -356,7 +355,9 @@ def _lay_out_buckets(
 def _head_gradient_bytes(model: Model, spec: ModelSpec | None, precision: Precision) -> dict[str, int]:
     """The loss makes the head's gradient in the master's type before it is narrowed (layers.cross_entropy_sum)."""
     head = 0 if spec is None or spec.lora is not None else spec.vocab_size * spec.hidden
-    if head and isinstance(model, Llama):  # which may be a part: some stages have no head, and slices some rows of it
+    if head and isinstance(
+        model, StagedArchitecture
+    ):  # which may be a part: some stages have no head, and slices some rows of it
         name = "embed.weight" if spec is not None and spec.tie_embeddings else "head.weight"
         head = model.get_parameter(name).numel() if model.losses() else 0
     return {"gradient of the head": head * (precision.master.itemsize + precision.compute.itemsize)}

@@ -43,7 +43,7 @@ def config_show(
 @config_app.command("presets")
 def config_presets() -> None:
     """List the model shapes that `model.preset` knows."""
-    from phalanx.layout.model_shape import PRESETS, parameter_count
+    from phalanx.models.families.catalog import PRESETS, parameter_count
     from phalanx.report import event_text
 
     room = max(map(len, PRESETS))

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ValidationError
 
 from phalanx.config import bundled, optimizers
 from phalanx.config.model import LoraTarget
-from phalanx.config.schema import Config, get_knob, get_section_type, is_bert, iter_knobs
-from phalanx.config.validation import find_problems, find_problems_for_world, is_custom_task
+from phalanx.config.schema import Config, default_task, get_knob, get_section_type, iter_knobs
+from phalanx.config.validation import find_problems, find_problems_for_world
 from phalanx.core.errors import ConfigError
 from phalanx.core.renamed import KEYS, rename_keys, warn_of
 
@@ -250,10 +250,7 @@ def resolve_autos(
     on_cpu = device == "cpu"
     chosen: list[tuple[str, Any, str]] = []
     if config.task.kind == "auto":
-        own = is_custom_task(config)
-        kind = "custom" if own else "masked" if is_bert(config) else "language"
-        why = "the model is a BERT" if kind == "masked" else f"task.code is {'' if own else 'not '}set"
-        chosen.append(("task.kind", kind, why))
+        chosen.append(("task.kind", *default_task(config)))
     if config.train.dtype == "auto" and differ:
         chosen.append(("train.dtype", "mixed", "some of the devices have bf16 and some have not"))
     elif config.train.dtype == "auto":

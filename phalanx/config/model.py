@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from phalanx.config.fields import Auto, Count, Fraction, Positive, Section, Text, as_list, knob, reject_bool
 from phalanx.layout.model_shape import MAX_LAYERS
+from phalanx.models.families.catalog import FAMILIES
 
 LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 
@@ -59,7 +60,7 @@ class ModelSection(Section):
         None, "a published shape, such as llama-3.2-1b; see `phalanx config presets`", trajectory=True
     )
     from_hf: Text | None = knob(None, "a Hugging Face folder: its shapes and its weights", trajectory=True)
-    architecture: Literal["llama", "mistral", "qwen2", "qwen3", "bert"] | None = knob(
+    architecture: Literal[tuple(FAMILIES)] | None = knob(  # type: ignore[valid-type]
         None,
         "qwen2 adds biases to q, k and v, qwen3 norms to q and k; bert sees both sides; default: the preset's, else "
         "llama",

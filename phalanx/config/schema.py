@@ -4,8 +4,6 @@ A recipe is a YAML file with the sections below (`load.py` reads it). Fields mar
 curve: a run folder keeps them for good; all others may differ between two starts of the same run.
 """
 
-import difflib
-import math
 import types
 import typing
 from collections.abc import Iterator
@@ -38,9 +36,12 @@ from phalanx.config.resilience import ResilienceSection
 from phalanx.config.slurm import SlurmSection
 from phalanx.core.errors import ConfigError
 from phalanx.layout import model_shape as shapes
-from phalanx.layout import model_shape_checks, pipeline_stages, tensor_shards
+from phalanx.layout import pipeline_stages
 from phalanx.layout.mesh_axes import MeshAxes
-from phalanx.layout.model_shape import PRESETS, LoraSpec, ModelSpec, RopeScaling
+from phalanx.layout.model_shape import EncoderSpec, LoraSpec, ModelSpec, RopeScaling
+from phalanx.models.families import catalog
+from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES, PRESETS, family_of
+from phalanx.models.families.family import ModelFamily, TaskChoice
 
 
 class TaskSection(Section):
@@ -361,7 +362,7 @@ def build_model_spec(config: Config, hf_spec: ModelSpec | None = None) -> ModelS
     """The model's shapes from `config`, or from a Hugging Face folder's `hf_spec`. `model.vocab_size` must be resolved
     unless a preset or a folder gives it. Raises ConfigError with every impossible shape."""
     if config.model.preset is not None and config.model.preset not in PRESETS:
-        raise ConfigError(describe_unknown_preset(config.model.preset))
+        raise ConfigError(catalog.describe_unknown_preset(config.model.preset))
     spec = build_requested_spec(config, hf_spec)
     if found := find_shape_problems(config, spec):
         raise ConfigError("the model's shapes are impossible: " + "; ".join(found))
@@ -387,42 +388,41 @@ def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: 
             heads=model.heads,
             kv_heads=model.heads,
             head_dim=max(1, model.hidden // model.heads),
-            intermediate=default_intermediate(model.hidden),
+            intermediate=catalog.default_intermediate(model.hidden),
             max_seq_len=config.data.seq_len,
         )
-        if model.architecture == "bert":
-            wide = 4 * model.hidden
-            spec = replace(spec, intermediate=wide, norm_eps=1e-12, tie_embeddings=True, segment_kinds=2)
+        spec = recipe_family(config).start(spec)
     given = {name: getattr(model, name) for name in SHAPE_FIELDS if getattr(model, name) is not None}
     if model.rope_scaling is not None:
         given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
     if model.vocab_size != "auto":
         given["vocab_size"] = model.vocab_size
     spec = replace(spec, **given, dropout=model.dropout, lora=_lora(model.lora))
-    spec = replace(spec, attention_dropout=model.attention_dropout)
-    return _encoder(config, spec) if spec.architecture == "bert" else spec
+    if spec.encoder is not None or model.attention_dropout:
+        encoder = spec.encoder or EncoderSpec()
+        spec = replace(spec, encoder=replace(encoder, attention_dropout=model.attention_dropout))
+    task = config.task
+    labels = () if task.labels == "auto" else tuple(task.labels)
+    return family_of(spec).complete(spec, given, TaskChoice(task.kind, task.next_sentence, labels))
 
 
-def is_bert(config: Config) -> bool:
-    """Whether the recipe alone says that the model is a BERT."""
+def recipe_family(config: Config) -> ModelFamily:
+    """The family that the recipe alone says the model is of."""
     preset = PRESETS.get(config.model.preset or "")
-    return (config.model.architecture or (preset.architecture if preset else "")) == "bert"
+    name = config.model.architecture or (preset.architecture if preset else "")
+    return FAMILIES.get(name, DEFAULT_FAMILY)
 
 
-def _encoder(config: Config, spec: ModelSpec) -> ModelSpec:
-    """A BERT with the head that its task needs."""
-    model, task = config.model, config.task
-    heads = {"masked": "masked-next" if task.next_sentence else "masked", "tag": "tags", "classify": "classes"}
-    objective = heads.get("masked" if task.kind == "auto" else task.kind, "language")
-    labels = tuple(task.labels) if task.labels != "auto" and objective in ("tags", "classes") else ()
-    spec = replace(spec, objective=objective, labels=labels)
-    if model.hidden is not None or model.heads is not None:  # nothing that a preset says about heads holds any more
-        spec = replace(
-            spec,
-            kv_heads=spec.heads if model.kv_heads is None else spec.kv_heads,
-            head_dim=max(1, spec.hidden // spec.heads) if model.head_dim is None else spec.head_dim,
-        )
-    return spec
+def is_custom_task(config: Config) -> bool:
+    """Whether the task is of a user's own."""
+    return config.task.code is not None
+
+
+def default_task(config: Config) -> tuple[str, str]:
+    """What `task.kind: auto` stands for, and why."""
+    family = recipe_family(config)
+    why = "task.code is not set" if family.writes_text else f"the model is a {family.title}"
+    return ("custom", "task.code is set") if is_custom_task(config) else (family.tasks[0], why)
 
 
 def _lora(section: LoraSection | None) -> LoraSpec | None:
@@ -435,24 +435,27 @@ def _lora(section: LoraSection | None) -> LoraSpec | None:
 
 def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
     """Why no such model can be, or none for these sequences."""
-    found = [sentence.rstrip(".") for sentence in model_shape_checks.find_shape_problems(spec)]
-    bert, kind = spec.architecture == "bert", config.task.kind
-    if bert and spec.objective == "language":
-        found.append(f"a BERT does not do task.kind {kind}; set it to masked, tag or classify")
-    if not bert and kind in ("masked", "tag", "classify"):
+    found = [sentence.rstrip(".") for sentence in catalog.find_shape_problems(spec)]
+    family, kind = family_of(spec), config.task.kind
+    writes = family.writes_text
+    if not writes and kind not in ("auto", *family.tasks):
+        kinds = f"{', '.join(family.tasks[:-1])} or {family.tasks[-1]}"
+        found.append(f"a {family.title} does not do task.kind {kind}; set it to {kinds}")
+    able = [each for each in FAMILIES.values() if kind in each.tasks]
+    if writes and able and family not in able:
         found.append(
-            f"task.kind {kind} needs a BERT, and the model is a {spec.architecture}; use another model or task"
+            f"task.kind {kind} needs a {able[0].title}, and the model is a {family.name}; use another model or task"
         )
-    if bert and (config.model.lora is not None or config.model.code is not None):
+    if not writes and (config.model.lora is not None or config.model.code is not None):
         key = "model.lora" if config.model.lora is not None else "model.code"
-        found.append(f"{key} is for models that predict the next token, and the model is a BERT; remove it")
+        found.append(f"{key} is for models that predict the next token, and the model is a {family.title}; remove it")
     parallel = config.parallel
-    if not bert:
+    if writes:
         own_code = config.model.code is not None
-        found += tensor_shards.find_tensor_problems(
+        found += catalog.find_tensor_problems(
             spec, parallel.tensor, config.data.seq_len, parallel.sequence_parallel is True, own_code
         )
-    if not bert and parallel.pipeline > 1:
+    if writes and parallel.pipeline > 1:
         numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
         keep, compiled = config.memory.activations, config.train.compile is True
         found += pipeline_stages.find_stage_problems(
@@ -464,13 +467,6 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
             "(model.max_seq_len); lower it"
         )
     return found
-
-
-def describe_unknown_preset(name: str) -> str:
-    """A sentence on a preset that there is not."""
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
-    return f"model.preset {name!r} is not known; {hint}"
 
 
 def iter_knobs(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -495,8 +491,3 @@ def get_section_type(annotation: Any) -> type[BaseModel] | None:
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     found = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
     return found[0] if found else None
-
-
-def default_intermediate(hidden: int) -> int:
-    """Feed-forward width when none is given: 8/3 of the hidden width (Shazeer 2020), up to a multiple of 64."""
-    return math.ceil(8 * hidden / 3 / 64) * 64

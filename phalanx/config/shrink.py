@@ -8,7 +8,7 @@ from phalanx.config.load import update_config
 from phalanx.config.model import RopeScalingSection
 from phalanx.config.schema import SHAPE_FIELDS, Config, SourceSection, build_model_spec, get_knob, iter_knobs
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import ModelSpec
+from phalanx.layout.model_shape import EncoderSpec, ModelSpec
 
 STEPS, GLOBAL_BATCH, EVERY = 10, 8, 5
 SEQ_LEN, CHAT_SEQ_LEN = 64, 256  # a conversation needs some room for its roles
@@ -18,7 +18,7 @@ HELD_OUT = 0.1  # of little data a small share would be nothing
 SAMPLES = {"text": "stdlib", "chat": "stdlib-chat"}  # stand in for sources that are not here
 STANDIN_BERT = ModelSpec(  # for a folder of a BERT that is not here
     architecture="bert", vocab_size=VOCAB, hidden=64, layers=LAYERS, heads=4, kv_heads=4, head_dim=16, intermediate=256,
-    max_seq_len=512, norm_eps=1e-12, tie_embeddings=True, objective="masked", segment_kinds=2,
+    max_seq_len=512, norm_eps=1e-12, tie_embeddings=True, encoder=EncoderSpec(),
 )  # fmt: skip
 STANDIN = ModelSpec(  # for a Hugging Face folder that is not here to be asked
     vocab_size=VOCAB, hidden=64, layers=LAYERS, heads=4, kv_heads=2, head_dim=16, intermediate=176, max_seq_len=4096
@@ -31,8 +31,9 @@ def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
     kv_heads = min(spec.kv_heads, 2 if groups > 1 else 4)
     heads = kv_heads * min(groups, MOST_GROUPS)
     head_dim = min(spec.head_dim, HEAD_DIM)
-    ratio = spec.hidden / (spec.heads * spec.head_dim)  # not 1 in Qwen3
-    hidden = heads * max(2, 2 * round(head_dim * ratio / 2))
+    ratio = spec.hidden / (spec.heads * spec.head_dim)  # not 1 in Qwen3 and Gemma 3
+    each = max(2, 2 * round(head_dim * ratio / 2))
+    hidden = heads * (each if each != head_dim or ratio == 1 else head_dim + (2 if ratio > 1 or head_dim == 2 else -2))
     layers = min(spec.layers, LAYERS)
     return replace(
         spec,
@@ -44,6 +45,7 @@ def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
         intermediate=max(8, 8 * round(hidden * spec.intermediate / spec.hidden / 8)),
         sliding_window=None if spec.sliding_window is None else max(1, min(spec.sliding_window, seq_len // 4)),
         full_attention_layers=tuple(layer for layer in spec.full_attention_layers if layer < layers),
+        attention=replace(spec.attention, query_scalar=None),  # which goes by the width of heads
     )
 
 

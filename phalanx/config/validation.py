@@ -7,13 +7,14 @@ from phalanx.config.schema import (
     SourceSection,
     TrainSection,
     build_requested_spec,
-    describe_unknown_preset,
+    default_task,
     find_shape_problems,
-    is_bert,
+    is_custom_task,
+    recipe_family,
 )
 from phalanx.core.errors import ConfigError
 from phalanx.layout import balance
-from phalanx.layout.model_shape import PRESETS
+from phalanx.models.families.catalog import PRESETS, describe_unknown_preset
 
 LABELLED = ("tag", "classify")  # task.kind of records with labels
 
@@ -232,8 +233,9 @@ def _model_parallel_problems(config: Config) -> list[str]:
     what = " and ".join(f"parallel.{name}" for name in together)
     if parallel.engine in ("single", "fsdp2"):
         found.append(f"{what} cannot be combined with parallel.engine {parallel.engine}; set parallel.engine=sharded")
-    if is_custom_task(config) or is_bert(config) or (config.model.code is not None and parallel.tensor == 1):
-        kind = "a task of one's own" if is_custom_task(config) else "a BERT" if is_bert(config) else "model.code"
+    family, own_task = recipe_family(config), is_custom_task(config)
+    if own_task or not family.tensor_plan or (config.model.code is not None and parallel.tensor == 1):
+        kind = "a task of one's own" if own_task else "model.code" if family.tensor_plan else f"a {family.title}"
         cuts, it = ("cut", "them") if len(together) > 1 else ("cuts", "it")
         found.append(f"{what} {cuts} models of the Llama family only, not that of {kind}; remove {it}")
     if config.model.lora is not None and parallel.tensor == 1:
@@ -300,11 +302,6 @@ def _mixture_problems(sources: list[str | SourceSection]) -> list[str]:
     ]
 
 
-def is_custom_task(config: Config) -> bool:
-    """Whether the task is of a user's own."""
-    return config.task.code is not None
-
-
 def _callback_problems(config: Config) -> list[str]:
     if config.callback.options and config.callback.code is None:
         return ["callback.options are arguments of the class Callback of callback.code, which is not set; remove them"]
@@ -326,7 +323,7 @@ def _task_problems(config: Config) -> list[str]:
 def _encoder_problems(config: Config) -> list[str]:
     """Keys that only some tasks of a BERT read."""
     task, data, found = config.task, config.data, []
-    kind = "masked" if task.kind == "auto" and is_bert(config) else task.kind
+    kind = default_task(config)[0] if task.kind == "auto" else task.kind
     readers = {
         "task.mask_share": ("masked",),
         "task.whole_word": ("masked",),

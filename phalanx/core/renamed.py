@@ -61,10 +61,17 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
         {"Draws": "CounterRNG", "key": "derive_key", "bits": "random_bits", "keep": "dropout_mask"},
     ),
     "phalanx.models.export": ("phalanx.models.hf_export", {}),
-    "phalanx.models.hf": ("phalanx.models.hf_mapping", {}),
+    "phalanx.models.hf": ("phalanx.models.hf_config", {"hf_name": "phalanx.models.user_model.hf_name"}),
     "phalanx.models.megatron": ("phalanx.compat.megatron.weights", {}),
     "phalanx.models.megatron_args": ("phalanx.compat.megatron.args", {"Told": "MegatronOverrides"}),
-    "phalanx.models.spec": ("phalanx.layout.model_shape", {}),
+    "phalanx.models.rope": ("phalanx.models.layers", {}),
+    "phalanx.models.spec": (
+        "phalanx.layout.model_shape",
+        {
+            name: f"phalanx.models.families.catalog.{name}"
+            for name in ("PRESETS", "parameter_shapes", "parameter_count", "adapter_count", "flops_per_token")
+        },
+    ),
     "phalanx.models.weights": ("phalanx.models.hf_weights", {}),
     "phalanx.parallel.transform": ("phalanx.parallel.hf_transform", {}),
     "phalanx.placement": ("phalanx.core.placement", {}),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from phalanx.config.schema import is_bert
+from phalanx.config.schema import default_task
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.run_paths import HELD_OUT, redact_url
 from phalanx.data import hdf5_shards, label_rows, quick_check
@@ -69,7 +69,7 @@ def prepare_for(config: "Config", progress: Progress | None = None) -> PreparedD
     """The data that a recipe's task needs, made if need be; `data.tokenizer` is not "auto"."""
     quick_check.check_first_records(config)
     timeout_s = config.resilience.storage_timeout_s
-    kind: str = "masked" if config.task.kind == "auto" and is_bert(config) else config.task.kind
+    kind: str = default_task(config)[0] if config.task.kind == "auto" else config.task.kind
     kind = "shards" if config.data.format == "masked" else kind
     if kind in (*label_rows.FORMATS, "shards"):
         return prepare_records(config.data, kind, progress, storage_timeout_s=timeout_s)

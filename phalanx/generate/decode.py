@@ -17,7 +17,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.llama import Llama
+from phalanx.models.model import StagedArchitecture
 from phalanx.parallel.model_part import ModelPart, partition_model
 from phalanx.parallel.parallelize import precision_of
 from phalanx.workload.pipeline_step import compute_next_logits
@@ -64,7 +64,7 @@ class SamplingOptions:
 class DistributedModel:
     """A model of which this rank holds a part."""
 
-    model: Llama
+    model: StagedArchitecture
     model_part: ModelPart
     mesh: Mesh
 
@@ -92,7 +92,7 @@ def load_distributed_model(config: "Config", spec: ModelSpec, paths: RunPaths, m
     for, whatever that of the run was. Collective. Raises RunError where there is no checkpoint."""
     model, precision = make_workload(config, spec, paths).model(), precision_of(config.train.dtype, mesh)
     parted = partition_model(model, config, mesh, precision)
-    assert isinstance(model, Llama)
+    assert isinstance(model, StagedArchitecture)
     checkpoint = agree_on_newest(
         paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), None, lambda kind, what: None
     )

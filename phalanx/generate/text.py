@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.core.errors import ConfigError, fetch_hint
 from phalanx.core.run_paths import VOCABULARY_FILES, RunPaths
+from phalanx.models.hf_config import find_config_family, read_config
 from phalanx.storage import files as storage
 from phalanx.storage import mirror
 
@@ -210,7 +211,7 @@ def load_generator(model: Path | str, sampling: Sampling, phases: Phases = no_pr
         elif (folder / ADAPTER).is_file():
             yield TextGenerator(*_load(_base_of(folder), folder, phases), sampling)
         elif (folder / "config.json").is_file():
-            _refuse_bert(folder)
+            _refuse_encoder(folder)
             yield TextGenerator(*_load(folder, None, phases), sampling)
         else:
             raise ConfigError(
@@ -219,16 +220,15 @@ def load_generator(model: Path | str, sampling: Sampling, phases: Phases = no_pr
             )
 
 
-def _refuse_bert(folder: Path) -> None:
+def _refuse_encoder(folder: Path) -> None:
     """Raises ConfigError for a BERT's folder: transformers would make a writer of it, whose text means nothing."""
-    try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # transformers says what is wrong with it
-    if kind == "bert":
+    family = None
+    with contextlib.suppress(ConfigError, RecursionError):  # transformers says what is wrong with it
+        family = find_config_family(read_config(folder))
+    if family is not None and not family.writes_text:
         raise ConfigError(
-            f"{folder} holds a BERT, which writes no text; name a model that does, or load this one with the class of "
-            "transformers that its config.json names"
+            f"{folder} holds a {family.title}, which writes no text; name a model that does, or load this one with the "
+            "class of transformers that its config.json names"
         )
 
 
@@ -325,9 +325,9 @@ def _merge(model: Any, folder: Path) -> None:
     """Add an adapter to the weights that it belongs to, as an export of a run with adapters does."""
     import torch
 
-    from phalanx.models.hf_mapping import hf_name
     from phalanx.models.lora import adapter_names, merge_adapter
     from phalanx.models.peft import Adapter
+    from phalanx.models.user_model import hf_name
 
     layers = int(model.config.num_hidden_layers)
     adapter = Adapter(folder, layers, hf_name)

@@ -25,8 +25,9 @@ from phalanx.autotune.run_size import (
 from phalanx.config.load import resolve_autos, update_config
 from phalanx.config.schema import Config, build_model_spec
 from phalanx.data.tokenizer import predict_vocab_size
-from phalanx.layout.model_shape import ModelSpec, adapter_count, flops_per_token, parameter_shapes
+from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import hf_config
+from phalanx.models.families.catalog import adapter_count, family_of, flops_per_token, parameter_shapes
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.constants import DEFAULT_CONSTANTS
 from phalanx.planner.device_catalog import DEVICE_KINDS
@@ -107,7 +108,9 @@ def _has_formula(config: Config, spec: ModelSpec) -> bool:
     """Whether the planner's model of a pass holds for the model."""
     windowed = spec.sliding_window is not None and spec.sliding_window < config.data.seq_len
     nothing_moves = config.memory.activations == "offload" and spec.layers <= config.memory.offload_prefetch_blocks
-    plain = spec.architecture != "bert" and spec.dropout == 0.0 and not windowed and not nothing_moves
+    options = family_of(spec).options
+    usual = options.gated and options.causal and not options.post_norms
+    plain = usual and spec.dropout == 0.0 and not windowed and not nothing_moves
     if spec.lora is None or not plain:
         return plain
     # The first block keeps little where nothing in its attention is trained. And where the feed-forward part is narrow,

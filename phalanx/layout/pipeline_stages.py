@@ -7,7 +7,6 @@ stages (Narayanan et al. 2021); zero bubble (Qi et al. 2024). The orders themsel
 """
 
 import bisect
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Literal, NamedTuple
 from phalanx.core.errors import ConfigError
 from phalanx.layout import balance
 from phalanx.layout.balance import CostLine
-from phalanx.layout.model_shape import ModelSpec, parameter_shapes
 
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}  # schedule -> stages of a rank
 V_SHAPED = ("zero_bubble",)  # the stages go down the ranks and back up: the first rank has the first and the last
@@ -92,13 +90,6 @@ class PipelineStages:
 
 
 # ----------------------------------------------------------------------------------------------------- layers to stages
-
-
-def head_worth(spec: ModelSpec) -> float:
-    """How many layers the head takes as long as, by their matrix products. An embedding looks up and costs nothing."""
-    shapes = parameter_shapes(spec)
-    block = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and len(shape) > 1)
-    return spec.vocab_size * spec.hidden / block
 
 
 def divide_layers(

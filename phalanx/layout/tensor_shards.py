@@ -1,6 +1,6 @@
 """Which part of each parameter a tensor-parallel rank holds, and where its elements lie in the whole. Pure: no torch.
 
-What is cut how is said by a dict beside the model (`models.llama.TENSOR_PLAN`), from a module within a block, or
+What is cut how is said by a dict beside the model (`ModelFamily.tensor_plan`), from a module within a block, or
 outside of them, to one of KINDS. Source: Shoeybi et al., "Megatron-LM", 2019.
 """
 
@@ -8,8 +8,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-from phalanx.layout.model_shape import ModelSpec
 
 # How the matrix (out, in) of a module is cut: by outputs; by outputs that are key and value heads, of which there may
 # be fewer than ranks; by inputs; by rows of the vocabulary, in ranges that may be unequal.
@@ -105,45 +103,3 @@ def whole_shapes(
 def count_copies(names: Mapping[str, object], shards: Mapping[str, TensorShard], size: int) -> dict[str, int]:
     """How many of the `size` ranks of the tensor axis hold just what this one holds of each parameter."""
     return {name: shards[name].copies if name in shards else size for name in names}
-
-
-def find_tensor_problems(
-    spec: ModelSpec, tensor: int, seq_len: int, sequence: bool, custom_code: bool = False
-) -> list[str]:
-    """Why a model cannot be cut over `tensor` ranks, a sentence each; `sequence`: activations between blocks, too.
-
-    `custom_code`: its class is a user's own.
-    """
-    if tensor == 1:
-        return []
-    set_ = f"parallel.tensor={tensor}"
-    if custom_code:
-        return [f"{set_} cuts the built-in LLaMA family, and model.code is a model of your own; set parallel.tensor=1"]
-    if spec.bidirectional:
-        return [f"{set_} cuts the LLaMA family, and model.architecture is {spec.architecture}; set parallel.tensor=1"]
-    if spec.lora is not None:
-        return [f"{set_} does not cut adapters, which model.lora asks for; set parallel.tensor=1, or train all weights"]
-    found = []
-    if spec.heads % tensor:
-        found.append(
-            f"{set_} gives each rank as many attention heads, and there are {spec.heads} (model.heads); "
-            f"set parallel.tensor to a divisor of {spec.heads}"
-        )
-    if spec.kv_heads % tensor and tensor % spec.kv_heads:
-        found.append(
-            f"{set_} and the {spec.kv_heads} key and value heads of model.kv_heads do not divide one another; set "
-            f"parallel.tensor to a divisor or a multiple of {spec.kv_heads}"
-        )
-    if spec.intermediate % tensor:
-        found.append(
-            f"{set_} does not divide model.intermediate={spec.intermediate}; set parallel.tensor to a divisor of it"
-        )
-    if 1 < spec.vocab_size < tensor:  # 1 stands for one that is not known yet
-        found.append(f"{set_} leaves ranks without a row of the vocabulary of {spec.vocab_size}; set fewer ranks")
-    if sequence and seq_len % tensor:
-        found.append(
-            f"parallel.sequence_parallel cuts sequences into {tensor} parts (parallel.tensor), and "
-            f"data.seq_len={seq_len} does not divide; set data.seq_len to a multiple of {tensor}, or "
-            "parallel.sequence_parallel=false"
-        )
-    return found

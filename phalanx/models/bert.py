@@ -15,32 +15,9 @@ from torch import Tensor, nn
 
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.counter_rng import CounterRNG
-from phalanx.models.layers import IGNORE_INDEX, Embedding, cross_entropy_sum
+from phalanx.models.families.bert import HF_NAMES, encoder_of
+from phalanx.models.layers import Embedding, cross_entropy_sum, sum_logit_losses
 from phalanx.models.model import Architecture
-
-# Our name -> the name in a Hugging Face folder; {i} is the layer. `_both` adds the weight and the bias of each.
-_PARTS: dict[str, str] = {
-    "embed.norm": "bert.embeddings.LayerNorm",
-    "layers.{i}.attention.q": "bert.encoder.layer.{i}.attention.self.query",
-    "layers.{i}.attention.k": "bert.encoder.layer.{i}.attention.self.key",
-    "layers.{i}.attention.v": "bert.encoder.layer.{i}.attention.self.value",
-    "layers.{i}.attention.o": "bert.encoder.layer.{i}.attention.output.dense",
-    "layers.{i}.attention_norm": "bert.encoder.layer.{i}.attention.output.LayerNorm",
-    "layers.{i}.mlp.up": "bert.encoder.layer.{i}.intermediate.dense",
-    "layers.{i}.mlp.down": "bert.encoder.layer.{i}.output.dense",
-    "layers.{i}.mlp_norm": "bert.encoder.layer.{i}.output.LayerNorm",
-    "head.pooler": "bert.pooler.dense",
-    "head.transform": "cls.predictions.transform.dense",
-    "head.norm": "cls.predictions.transform.LayerNorm",
-    "head.next": "cls.seq_relationship",
-    "head.classifier": "classifier",
-}
-HF_NAMES: dict[str, str] = {
-    "embed.words.weight": "bert.embeddings.word_embeddings.weight",
-    "embed.positions.weight": "bert.embeddings.position_embeddings.weight",
-    "embed.segments.weight": "bert.embeddings.token_type_embeddings.weight",
-    "head.bias": "cls.predictions.bias",
-} | {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in _PARTS.items() for kind in ("weight", "bias")}
 
 DROPOUT_SITES_PER_BLOCK = 3  # of dropout in a block: attention's probabilities, and the outputs of its two halves
 
@@ -62,7 +39,7 @@ class BertEmbeddings(nn.Module):
         super().__init__()
         self.words = Embedding(spec.vocab_size, spec.hidden)
         self.positions = nn.Embedding(spec.max_seq_len, spec.hidden)
-        self.segments = Embedding(spec.segment_kinds, spec.hidden)
+        self.segments = Embedding(encoder_of(spec).segment_kinds, spec.hidden)
         self.norm = LayerNorm(spec.hidden, spec.norm_eps)
 
     def forward(self, tokens: Tensor, segments: Tensor | None) -> Tensor:
@@ -77,7 +54,7 @@ class BertAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.head_dim, self.dropout = spec.head_dim, spec.attention_dropout
+        self.head_dim, self.dropout = spec.head_dim, encoder_of(spec).attention_dropout
         self.q, self.k, self.v, self.o = (nn.Linear(spec.hidden, spec.hidden) for _ in range(4))
 
     def forward(self, x: Tensor, mask: Tensor | None, draws: CounterRNG | None, site: Tensor | None) -> Tensor:
@@ -151,7 +128,7 @@ class BertPretrainingHead(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        pairs = spec.objective == "masked-next"
+        pairs = encoder_of(spec).objective == "masked-next"
         self.pooler = nn.Linear(spec.hidden, spec.hidden) if pairs else None
         self.bias = nn.Parameter(torch.zeros(spec.vocab_size))
         self.transform = nn.Linear(spec.hidden, spec.hidden)
@@ -181,7 +158,7 @@ class BertPretrainingHead(nn.Module):
         if follows is None:
             return loss, None
         assert next_labels is not None, "a head for pairs needs to know which of them follow one another"
-        return loss, _loss_sum(follows, next_labels)
+        return loss, sum_logit_losses(follows, next_labels)
 
 
 class BertLabelHead(nn.Module):
@@ -190,8 +167,8 @@ class BertLabelHead(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.dropout, self.site = spec.dropout, DROPOUT_SITES_PER_BLOCK * spec.layers + 1
-        self.pooler = nn.Linear(spec.hidden, spec.hidden) if spec.objective == "classes" else None
-        self.classifier = nn.Linear(spec.hidden, len(spec.labels))
+        self.pooler = nn.Linear(spec.hidden, spec.hidden) if encoder_of(spec).objective == "classes" else None
+        self.classifier = nn.Linear(spec.hidden, len(encoder_of(spec).labels))
 
     def forward(self, hidden: Tensor, labels: Tensor | None, draws: CounterRNG | None) -> Tensor:
         """hidden (B, S, D) -> logits (B, S, C), with a pooler (B, C); or with `labels` (B, S) or (B,), -100 ignored,
@@ -200,13 +177,7 @@ class BertLabelHead(nn.Module):
         if draws is not None:
             x = draws.dropout(x, self.site, self.dropout)
         logits = self.classifier(x if self.pooler is None else x[:, 0])
-        return logits if labels is None else _loss_sum(logits, labels)
-
-
-def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of cross-entropies over the labels that count, in float32 or better; exactly 0 where none does."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        return logits if labels is None else sum_logit_losses(logits, labels)
 
 
 class Bert(Architecture):
@@ -224,7 +195,7 @@ class Bert(Architecture):
         super().__init__(spec)
         self.embed = BertEmbeddings(spec)
         self.layers = nn.ModuleList(BertBlock(spec) for _ in range(spec.layers))
-        self.masks = spec.objective in ("masked", "masked-next")
+        self.masks = encoder_of(spec).objective in ("masked", "masked-next")
         self.head: BertPretrainingHead | BertLabelHead = (
             BertPretrainingHead(spec) if self.masks else BertLabelHead(spec)
         )
@@ -234,7 +205,7 @@ class Bert(Architecture):
     ) -> Tensor:
         """The vectors of all positions: tokens (B, S) int64 -> (B, S, D)."""
         p = self.spec.dropout
-        draws = draws if p > 0.0 or self.spec.attention_dropout > 0.0 else None
+        draws = draws if p > 0.0 or encoder_of(self.spec).attention_dropout > 0.0 else None
         # Places of dropout are numbers in a tensor, so that one compiled block serves all layers.
         places = (
             torch.arange(DROPOUT_SITES_PER_BLOCK * len(self.layers) + 1, device=tokens.device)

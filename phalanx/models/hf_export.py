@@ -16,11 +16,11 @@ from torch import Tensor
 from phalanx.core.errors import ConfigError, StorageError
 from phalanx.core.run_paths import TOKENIZER_FILES
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.hf_mapping import config_from_spec, hf_name
+from phalanx.models.hf_config import config_from_spec
 from phalanx.models.hf_weights import STORED_DTYPES
 from phalanx.models.llama import Llama
 from phalanx.models.model import Architecture
-from phalanx.models.user_model import shapes_of
+from phalanx.models.user_model import hf_name, shapes_of
 
 _INDEX = "model.safetensors.index.json"
 _CHUNK_ELEMENTS = 1 << 20  # rounded and written at a time, so that no tensor is in memory twice
@@ -64,7 +64,7 @@ def export(
     from `tokenizer_folder`. The folder appears complete or not at all. Raises ConfigError if it exists and is not
     empty, or cannot be written, or if a class of one's own names no parameter there.
     """
-    config = config_from_spec(spec, dtype, original_config, bos_id, eos_id, model_class)
+    config = config_from_spec(spec, dtype, original_config, bos_id, eos_id, model_class.hf_config)
     shapes = {name: (hf_name(name, model_class), shape) for name, shape in shapes_of(model_class, spec).items()}
     with new_folder(Path(folder)) as temporary:
         _write_weights(temporary, shapes, tensor_of, dtype, max_shard_bytes, progress, finished)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.hf_mapping import DTYPES, hf_name
 from phalanx.models.llama import Llama
 from phalanx.models.model import Architecture
-from phalanx.models.user_model import shapes_of
+from phalanx.models.user_model import hf_name, shapes_of
 
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # As safetensors calls them.
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # A kind of file -> the name of the only one, of the index of several, and of all of them without an index.

@@ -5,6 +5,7 @@ No layer has a buffer: nothing can be lost or garbled when a model built on the 
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.core import renamed
-from phalanx.layout.model_shape import ModelSpec
+from phalanx.layout.model_shape import ModelSpec, RopeScaling
 from phalanx.models.counter_rng import CounterRNG
-from phalanx.models.rope import rope_frequencies
 
 IGNORE_INDEX = -100  # a label that counts for nothing
 _CHUNK_BYTES_CPU = 4 << 20  # a chunk's logits stay in the cache: measured fastest of 2 to 64 MiB
@@ -79,30 +79,113 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, the root mean square in float32 or better, whatever dtype `x` has.
+    """x / rms(x) * weight over the last dim, the root mean square in float32 or better, whatever dtype `x` has; with
+    `unit_offset` by 1 + weight, and rounded once.
 
-    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; rounding as in Hugging Face's Llama.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; rounding as in Hugging Face's Llama, and
+    with `unit_offset` as in its Gemma.
     """
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, unit_offset: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(width) if unit_offset else torch.ones(width))
+        self.eps, self.unit_offset = eps, unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., width) -> the same shape and dtype."""
+        return self.normalize(x, self.weight)
+
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `forward`, with another weight."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
+        if self.unit_offset:
+            return (wide * scale * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+        return weight * (wide * scale).to(x.dtype)
 
 
-def rope_table(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+# Rotary frequencies are computed operation by operation as transformers does it, on the CPU and in float32 on every
+# device: one unit in the last place of a frequency is an angle error of 5e-4 at position 8192.
+
+
+def rope_frequencies(spec: ModelSpec, length: int, windowed: bool = False) -> tuple[Tensor, float]:
+    """Angle per position of each pair of channels, float32 (head_dim / 2), and the factor of cosines and sines.
+
+    `length` is that of the sequence, which only the `dynamic` rule looks at. `windowed`: of a layer with a window.
+    """
+    if windowed and spec.attention.window_rope_theta is not None:
+        spec = replace(spec, rope_theta=spec.attention.window_rope_theta, rope_scaling=None)
+    rule = spec.rope_scaling
+    exponents = torch.arange(0, spec.head_dim, 2, device="cpu").float() / spec.head_dim
+    base = spec.rope_theta
+    if rule is not None and rule.rule == "dynamic":
+        base = _dynamic_base(spec, rule.factor, length)
+    periods = base**exponents
+    frequencies = 1.0 / periods
+    if rule is None or rule.rule == "dynamic":
+        return frequencies, 1.0
+    if rule.rule == "linear":
+        return frequencies / rule.factor, 1.0
+    if rule.rule == "yarn":
+        return _yarn(spec, rule, periods), yarn_attention_factor(rule)
+    return _llama3(frequencies, rule), 1.0
+
+
+def _dynamic_base(spec: ModelSpec, factor: float, length: int) -> float:
+    """The base at which a sequence beyond `max_seq_len` still fits; the model's own up to there ("NTK-aware")."""
+    growth = factor * max(length, spec.max_seq_len) / spec.max_seq_len - (factor - 1)
+    return spec.rope_theta * growth ** (spec.head_dim / (spec.head_dim - 2))
+
+
+def _llama3(frequencies: Tensor, rule: RopeScaling) -> Tensor:
+    """Long waves are slowed, short ones kept, those between blended. Source: the Llama 3.1 release."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = rule.original_max_seq_len / wavelengths
+    share = (turns - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
+    blended = (1 - share) * frequencies / rule.factor + share * frequencies
+    long = wavelengths > rule.original_max_seq_len / rule.low_freq_factor
+    short = wavelengths < rule.original_max_seq_len / rule.high_freq_factor
+    return torch.where(long, frequencies / rule.factor, torch.where(short, frequencies, blended))
+
+
+def _yarn(spec: ModelSpec, rule: RopeScaling, periods: Tensor) -> Tensor:
+    """A ramp from kept to slowed frequencies between two numbers of turns (Peng et al., "YaRN", 2023)."""
+
+    def channel(turns: float) -> float:
+        """The pair of channels that turns so often within the original context."""
+        reach = math.log(rule.original_max_seq_len / (turns * 2 * math.pi))
+        return (spec.head_dim * reach) / (2 * math.log(spec.rope_theta))
+
+    low, high = channel(rule.beta_fast), channel(rule.beta_slow)
+    if rule.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(spec.head_dim // 2, device="cpu").float() - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (rule.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+def yarn_attention_factor(rule: RopeScaling) -> float:
+    """What yarn multiplies cosines and sines by, so that attention stays as sharp over more positions."""
+
+    def sharpening(weight: float) -> float:
+        return 1.0 if rule.factor <= 1 else 0.1 * weight * math.log(rule.factor) + 1.0
+
+    if rule.attention_factor is not None:
+        return rule.attention_factor
+    if rule.mscale and rule.mscale_all_dim:
+        return sharpening(rule.mscale) / sharpening(rule.mscale_all_dim)
+    return sharpening(1.0)
+
+
+def rope_table(spec: ModelSpec, positions: Tensor, windowed: bool = False) -> tuple[Tensor, Tensor]:
     """(cos, sin) of the rotary angles at `positions` int64 (...), float32 (..., head_dim / 2) each.
 
     The last dim of `positions` is a row of tokens: its length is what the `dynamic` rule goes by. Source: Su et al.,
     "RoFormer", 2021; half-split channel order as in Hugging Face's Llama.
     """
-    frequencies, scale = rope_frequencies(spec, positions.shape[-1])
+    frequencies, scale = rope_frequencies(spec, positions.shape[-1], windowed)
     angles = positions[..., None].float() * frequencies.to(positions.device, non_blocking=True)
     return angles.cos() * scale, angles.sin() * scale
 
@@ -121,10 +204,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def reference_cross_entropy_sum(
     hidden: Tensor, head_weight: Tensor, labels: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """What `cross_entropy_sum` means, in one line of PyTorch that holds all the logits."""
-    logits = F.linear(hidden, head_weight, bias)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    """What `cross_entropy_sum` means, with all the logits at once."""
+    return sum_logit_losses(F.linear(hidden, head_weight, bias), labels)
+
+
+def sum_logit_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of cross-entropies of logits (..., C) over the labels (...) that count, in float32 or better; exactly 0 where
+    none does."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def default_chunk(vocab_size: int, device: torch.device) -> int:
@@ -142,26 +230,53 @@ def chunk_bytes(vocab_size: int, device: torch.device, dtype: torch.dtype) -> in
     return default_chunk(vocab_size, device) * vocab_size * (2 * dtype.itemsize + wide.itemsize)
 
 
+@dataclass(frozen=True)
+class VocabShard:
+    """Rows of a head from `first` on, where other ranks hold the others; `all_gather` stacks what all of them have."""
+
+    first: int
+    all_gather: Callable[[Tensor], Tensor]
+
+
 def _chunk(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, with_grad: bool, bias: Tensor | None = None
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    with_grad: bool,
+    bias: Tensor | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Loss sum of a few tokens and, if asked, its gradient to their logits in the dtype of `hidden`.
 
     A row whose label is ignored adds nothing to the loss; its gradient is meaningless, and the caller masks it where
-    that is cheap (in the width of the model instead of the vocabulary).
+    that is cheap (in the width of the model instead of the vocabulary). Of a `shard` of the vocabulary the loss is the
+    same on all ranks, the gradient that to a rank's own logits; three numbers for each token and rank are gathered.
     """
     valid = labels != IGNORE_INDEX
-    targets = torch.where(valid, labels, 0)[:, None]
-    logits = F.linear(hidden, head_weight, bias)
-    log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    loss = -torch.where(valid, log_p.gather(1, targets)[:, 0], 0.0).sum()
-    if not with_grad:
+    at = labels if shard is None else labels - shard.first
+    here = valid if shard is None else valid & (at >= 0) & (at < head_weight.shape[0])
+    targets = torch.where(here, at, 0)[:, None]
+    logits, wide = F.linear(hidden, head_weight, bias), torch.promote_types(hidden.dtype, torch.float32)
+    if shard is None:
+        log_p = torch.log_softmax(logits, -1, dtype=wide)
+        loss = -torch.where(valid, log_p.gather(1, targets)[:, 0], 0.0).sum()
+        if with_grad and torch.compiler.is_compiling():  # a comparison fuses with the exponential; a scatter would not
+            hit = torch.arange(log_p.shape[1], device=log_p.device) == targets
+            return loss, (log_p.exp() - hit.to(log_p.dtype)).to(hidden.dtype)
+        p = log_p.exp_() if with_grad else None
+    else:
+        logits = logits.to(wide)
+        picked = torch.where(here, logits.gather(1, targets)[:, 0], 0.0)
+        greatest = logits.amax(1)
+        powers = logits.sub_(greatest[:, None]).exp_()
+        told = shard.all_gather(torch.stack((greatest, powers.sum(1), picked)))
+        most = told[:, 0].amax(0)
+        total = (told[:, 1] * (told[:, 0] - most).exp()).sum(0)
+        loss = torch.where(valid, most + total.log() - told[:, 2].sum(0), 0.0).sum()
+        p = powers.mul_(((greatest - most).exp() / total)[:, None]) if with_grad else None
+    if p is None:
         return loss, None
-    if torch.compiler.is_compiling():  # a comparison fuses with the exponential; a scatter would not
-        hit = torch.arange(log_p.shape[1], device=log_p.device) == targets
-        return loss, (log_p.exp() - hit.to(log_p.dtype)).to(hidden.dtype)
-    grad = log_p.exp_().scatter_add_(1, targets, log_p.new_full(targets.shape, -1.0))
-    return loss, grad.to(hidden.dtype)
+    return loss, p.scatter_add_(1, targets, -here[:, None].to(p.dtype)).to(hidden.dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

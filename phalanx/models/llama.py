@@ -1,12 +1,14 @@
-"""Llama and its relatives Mistral, Qwen2 and Qwen3 in plain PyTorch; a model of one's own begins as a subclass.
+"""Decoders of Llama's kind in plain PyTorch, as the options of their families say; a model of one's own begins as a
+subclass.
 
 The model knows nothing of ranks; it lists its units in order of use. Source: Touvron et al., "LLaMA", 2023, "The Llama
 3 Herd of Models", 2024; Jiang et al., "Mistral 7B", 2023 (sliding window); "Qwen2 Technical Report", 2024 (biases);
 "Qwen3 Technical Report", 2025 (norms of queries and keys). Channel order as in Hugging Face's models.
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,42 +19,20 @@ from phalanx.core import renamed
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.attention import attention
 from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.families.catalog import family_of
+from phalanx.models.families.decoder import HF_NAMES
 from phalanx.models.layers import Embedding, Linear, RMSNorm, apply_rope, cross_entropy_sum, rope_table
-from phalanx.models.model import Architecture, InitRule, Model, draw_init_slice
+from phalanx.models.model import Architecture, InitRule, Model, StagedArchitecture, draw_init_slice
 
-# Our name -> the name in a Hugging Face folder; {i} is the layer.
-HF_NAMES: dict[str, str] = {
-    "embed.weight": "model.embed_tokens.weight",
-    "layers.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
-    "layers.{i}.attention.q.weight": "model.layers.{i}.self_attn.q_proj.weight",
-    "layers.{i}.attention.q.bias": "model.layers.{i}.self_attn.q_proj.bias",
-    "layers.{i}.attention.k.weight": "model.layers.{i}.self_attn.k_proj.weight",
-    "layers.{i}.attention.k.bias": "model.layers.{i}.self_attn.k_proj.bias",
-    "layers.{i}.attention.v.weight": "model.layers.{i}.self_attn.v_proj.weight",
-    "layers.{i}.attention.v.bias": "model.layers.{i}.self_attn.v_proj.bias",
-    "layers.{i}.attention.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
-    "layers.{i}.attention.k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
-    "layers.{i}.attention.o.weight": "model.layers.{i}.self_attn.o_proj.weight",
-    "layers.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-    "layers.{i}.mlp.gate.weight": "model.layers.{i}.mlp.gate_proj.weight",
-    "layers.{i}.mlp.up.weight": "model.layers.{i}.mlp.up_proj.weight",
-    "layers.{i}.mlp.down.weight": "model.layers.{i}.mlp.down_proj.weight",
-    "head.norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
 
-# How the matrix of a module, of a block or outside of them, is cut over ranks (layout/tensor_shards.py).
-TENSOR_PLAN: dict[str, str] = {
-    "embed": "vocabulary",
-    "attention.q": "column",
-    "attention.k": "column_kv",
-    "attention.v": "column_kv",
-    "attention.o": "row",
-    "mlp.gate": "column",
-    "mlp.up": "column",
-    "mlp.down": "row",
-    "head": "vocabulary",
-}
+
+def make_norm(spec: ModelSpec, width: int) -> RMSNorm:
+    """A norm over `width` channels, as the family has it."""
+    return RMSNorm(width, spec.norm_eps, family_of(spec).options.unit_offset)
 
 
 class Attention(nn.Module):
@@ -62,12 +42,15 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.window = spec.window_of(layer)
+        options = family_of(spec).options
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.q = Linear(spec.hidden, queries, bias=spec.qkv_bias)
-        self.k = Linear(spec.hidden, keys, bias=spec.qkv_bias)
-        self.v = Linear(spec.hidden, keys, bias=spec.qkv_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.q = Linear(spec.hidden, queries, bias=options.qkv_bias)
+        self.k = Linear(spec.hidden, keys, bias=options.qkv_bias)
+        self.v = Linear(spec.hidden, keys, bias=options.qkv_bias)
+        self.q_norm = make_norm(spec, spec.head_dim) if options.qk_norm else nn.Identity()
+        self.k_norm = make_norm(spec, spec.head_dim) if options.qk_norm else nn.Identity()
+        scalar = spec.attention.query_scalar  # attention itself divides by the square root of the head's width
+        self.query_scale = None if scalar in (None, spec.head_dim) else math.sqrt(spec.head_dim / scalar)
         self.o = Linear(queries, spec.hidden, bias=False)
 
     def forward(
@@ -86,36 +69,43 @@ class Attention(nn.Module):
         # Head counts come from the tensors, not from the spec: a tensor-parallel rank holds only some of the heads.
         q, k, v = (project(x, draws, site).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         q = apply_rope(self.q_norm(q), cos, sin).transpose(1, 2)
+        q = q if self.query_scale is None else q * self.query_scale
         k = apply_rope(self.k_norm(k), cos, sin).transpose(1, 2)
         mixed = attention(q, k, v.transpose(1, 2), window=self.window, segments=segments)
         return self.o(mixed.transpose(1, 2).flatten(2), draws, site)
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)). Source: Shazeer, "GLU Variants Improve Transformer", 2020."""
+    """down(silu(gate(x)) * up(x)), or with another activation. Source: Shazeer, "GLU Variants Improve Transformer",
+    2020."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.gate = Linear(spec.hidden, spec.intermediate, bias=False)
         self.up = Linear(spec.hidden, spec.intermediate, bias=False)
         self.down = Linear(spec.intermediate, spec.hidden, bias=False)
+        self.activation = ACTIVATIONS[family_of(spec).options.activation]
 
     def forward(self, x: Tensor, draws: CounterRNG | None = None, site: Tensor | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D). `draws` and `site` are for matrices with adapters (lora.py)."""
-        return self.down(F.silu(self.gate(x, draws, site)) * self.up(x, draws, site), draws, site)
+        return self.down(self.activation(self.gate(x, draws, site)) * self.up(x, draws, site), draws, site)
 
 
 class Block(nn.Module):
-    """Layer number `layer`: attention and MLP, each behind a norm and beside a residual."""
+    """Layer number `layer`: attention and MLP, each behind a norm (and in some families before one) and beside a
+    residual."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.dropout = spec.dropout
         self.adapters_drop = spec.lora is not None and spec.lora.dropout > 0.0
-        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps)
+        both = family_of(spec).options.post_norms
+        self.attention_norm = make_norm(spec, spec.hidden)
         self.attention = Attention(spec, layer)
-        self.mlp_norm = RMSNorm(spec.hidden, spec.norm_eps)
+        self.attention_post_norm = make_norm(spec, spec.hidden) if both else nn.Identity()
+        self.mlp_norm = make_norm(spec, spec.hidden)
         self.mlp: nn.Module = MLP(spec)
+        self.mlp_post_norm = make_norm(spec, spec.hidden) if both else nn.Identity()
 
     def forward(
         self,
@@ -128,11 +118,12 @@ class Block(nn.Module):
     ) -> Tensor:
         """x (B, S, D) -> (B, S, D). With `draws`, `site` is the 0-dim number of this block's first dropout."""
         if draws is None or site is None:
-            x = x + self.attention(self.attention_norm(x), cos, sin, segments)
-            return x + self.mlp(self.mlp_norm(x))
+            x = x + self.attention_post_norm(self.attention(self.attention_norm(x), cos, sin, segments))
+            return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
         inner = (draws, site) if self.adapters_drop else ()  # parts of one's own need not know of draws otherwise
-        x = x + draws.dropout(self.attention(self.attention_norm(x), cos, sin, segments, *inner), site, self.dropout)
-        return x + draws.dropout(self.mlp(self.mlp_norm(x), *inner), site + 1, self.dropout)
+        mixed = self.attention_post_norm(self.attention(self.attention_norm(x), cos, sin, segments, *inner))
+        x = x + draws.dropout(mixed, site, self.dropout)
+        return x + draws.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x), *inner)), site + 1, self.dropout)
 
 
 class Head(nn.Module):
@@ -146,7 +137,7 @@ class Head(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.norm = RMSNorm(spec.hidden, spec.norm_eps)
+        self.norm = make_norm(spec, spec.hidden)
         # Sharing one Parameter between two modules would not outlive to_empty() or sharding by unit.
         own = None if spec.tie_embeddings else nn.Parameter(torch.zeros(spec.vocab_size, spec.hidden))
         self.register_parameter("weight", own)
@@ -169,7 +160,7 @@ def llama_init_rule(name: str, spec: ModelSpec) -> InitRule:
     grow with depth. Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
     if "norm" in name:
-        return ("ones",)
+        return ("zeros",) if family_of(spec).options.unit_offset else ("ones",)
     if name.endswith(".bias"):
         return ("zeros",)
     if name.endswith((".attention.o.weight", ".mlp.down.weight")):
@@ -177,7 +168,7 @@ def llama_init_rule(name: str, spec: ModelSpec) -> InitRule:
     return ("normal", spec.init_std)
 
 
-class Llama(Architecture):
+class Llama(StagedArchitecture):
     """A model of the shape `spec`; parameters hold no useful values until they are drawn or read.
 
     Build it under `torch.device("meta")` to spend no memory. `embed.weight`, `layers.{i}...`, `head...` are its
@@ -203,20 +194,6 @@ class Llama(Architecture):
 
     def losses(self) -> list[Any]:
         return [module for name, module in self.named_children() if name == "head"]
-
-    def keep_stages(self, stages: Sequence[range]) -> None:
-        """Let go of all layers but these, of the embedding unless the first is among them, and of the head unless the
-        last is; a tied head keeps the embedding. What is left is named as in the whole model."""
-        numbers = [number for number in range(self.spec.layers) if any(number in stage for stage in stages)]
-        kept = nn.ModuleList()
-        for number in numbers:
-            kept.add_module(str(number), self.layers[number])
-        self.layers = kept
-        has_head = self.spec.layers - 1 in numbers
-        if 0 not in numbers and not (has_head and self.spec.tie_embeddings):
-            del self.embed
-        if not has_head:
-            del self.head
 
     def forward(
         self,
@@ -245,17 +222,23 @@ class Llama(Architecture):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rope_table(self.spec, positions)
+        own_base = self.spec.attention.window_rope_theta is not None
+        near = rope_table(self.spec, positions, windowed=True) if own_base else (cos, sin)
         # Places of dropout are numbers in a tensor, so that one compiled block serves all layers.
         places = torch.arange(2 * self.spec.layers + 1, device=tokens.device) if draws is not None else None
         stage = range(self.spec.layers) if stage is None else stage
         if hidden is None:
             hidden = self.embed(tokens)
+            if family_of(self.spec).options.scaled_embedding:  # rounded as the embedding is
+                root = torch.tensor(math.sqrt(self.spec.hidden), dtype=torch.float32, device="cpu")
+                hidden = hidden * root.to(hidden.dtype).item()
             if draws is not None:
                 hidden = draws.dropout(hidden, 0, p)
         for name, block in self.layers.named_children():
             if (number := int(name)) in stage:
                 place = None if places is None else places[2 * number + 1]
-                hidden = block(hidden, cos, sin, draws, place, segments)
+                angles = (cos, sin) if self.spec.window_of(number) is None else near
+                hidden = block(hidden, *angles, draws, place, segments)
         if stage.stop < self.spec.layers:
             return hidden
         return self.head(hidden, labels, self.embed.weight if self.spec.tie_embeddings else None)

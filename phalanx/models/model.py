@@ -118,6 +118,28 @@ class Architecture(Model):
         return type(self).initial(name, self.spec)
 
 
+class StagedArchitecture(Architecture):
+    """An architecture that can be divided over ranks: into stages of layers, and by its family's `tensor_plan` into
+    slices of matrices. Its forward takes `stage` and `hidden` as that of `Llama` does."""
+
+    embed: nn.Embedding
+    layers: nn.ModuleList
+
+    def keep_stages(self, stages: Sequence[range]) -> None:
+        """Let go of all layers but these, of the embedding unless the first is among them, and of the head unless the
+        last is; a tied head keeps the embedding. What is left is named as in the whole model."""
+        numbers = [number for number in range(self.spec.layers) if any(number in stage for stage in stages)]
+        kept = nn.ModuleList()
+        for number in numbers:
+            kept.add_module(str(number), self.layers[number])
+        self.layers = kept
+        has_head = self.spec.layers - 1 in numbers
+        if 0 not in numbers and not (has_head and self.spec.tie_embeddings):
+            del self.embed
+        if not has_head:
+            del self.head
+
+
 def draw_init_slice(
     rule: InitRule, seed: int, name: str, first: int, last: int, device: torch.device | str, dtype: torch.dtype
 ) -> Tensor:

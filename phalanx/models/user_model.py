@@ -1,20 +1,52 @@
-"""A model of one's own: a Python file whose class `Model` is trained in the place of the built-in one."""
+"""The class of a model: a family's, or a user's own `Model` in a Python file, which is trained in its place; and the
+loading of any class from a file of the user's."""
 
+import functools
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.hf_mapping import hf_name
+from phalanx.models.families.catalog import FAMILIES
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.lora import apply_lora
 from phalanx.models.model import Architecture
-from phalanx.models.user_code import describe_error, load_class, source_file
 
 _KEY = "model.code"
+C = TypeVar("C")
+
+
+@functools.cache
+def load_family_class(name: str) -> type[Architecture]:
+    """The class of the models of a family, whose parameters have the family's names in Hugging Face folders."""
+    family = FAMILIES[name]
+    module, _, called = family.network.partition(":")
+    network: type[Architecture] = getattr(importlib.import_module(module), called)
+    if network.hf_names == family.hf.names:
+        return network
+    own = {"hf_names": dict(family.hf.names), "__module__": module}
+    return type(family.title.replace(" ", ""), (network,), own)
+
+
+def hf_name(name: str, model_class: type[Architecture] = Llama) -> str:
+    """The Hugging Face name of our parameter `name`. Raises ConfigError where a class of one's own says none."""
+    found = re.fullmatch(r"(layers\.)(\d+)(\..+)", name)
+    pattern = name if found is None else f"layers.{{i}}{found[3]}"
+    if pattern not in model_class.hf_names:
+        raise ConfigError(
+            f"the class {model_class.__name__} of model.code says no Hugging Face name for its parameter {name}, so no "
+            f"export could name it; add {pattern!r} to its hf_names"
+        )
+    return model_class.hf_names[pattern].replace("{i}", found[2] if found else "")
 
 
 def load_model_class(code: str | Path | None, built_in: type[Architecture] = Llama) -> type[Architecture]:
@@ -116,3 +148,54 @@ def shapes_of(model_class: type[Architecture], spec: ModelSpec) -> dict[str, tup
     """
     model: nn.Module = build_on_meta(replace(spec, lora=None), model_class)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------ a class in a file of the user's
+
+
+def load_class(key: str, code: str | Path, name: str, base: type[C]) -> type[C]:
+    """The class `name` of the file `code`, a subclass of `base`; `key` is the knob that names the file.
+
+    The file is run, as any program of the user's. Raises ConfigError that says what is wrong with it, and where.
+    """
+    path = Path(code).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{key} {path} is no file; name a Python file that defines the class {name}")
+    found = _load(key, path, path.stat().st_mtime_ns).get(name)
+    if found is None:
+        raise ConfigError(f"{key} {path} defines no class {name}; give the {name.lower()}'s class that name")
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ConfigError(
+            f"{key} {path}: {name} is no subclass of {base.__module__}.{base.__qualname__}, which the trainer builds "
+            "on; derive it from that class"
+        )
+    return found
+
+
+@functools.cache  # a file that registers something runs once
+def _load(key: str, path: Path, changed_ns: int) -> dict[str, object]:
+    called = f"phalanx_{key.replace('.code', '')}"  # as a module
+    spec = importlib.util.spec_from_file_location(called, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key} {path} is no Python file; name one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[called] = module  # dataclasses and the like look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a program that ends itself would end this one, and in silence
+        raise ConfigError(f"{key} {path} cannot be run: {describe_error(error, path)}; mend the file") from error
+    return vars(module)
+
+
+def describe_error(error: BaseException, path: str | Path) -> str:
+    """The error, and the line of the user's file that it came from."""
+    if isinstance(error, SyntaxError):
+        return f"{error.msg} in line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    said = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}{f': {said}' if said else ''}" + (f" in line {lines[-1]}" if lines else "")
+
+
+def source_file(found: type) -> str:
+    """The file that a class comes from."""
+    return str(vars(sys.modules[found.__module__]).get("__file__") or "")

@@ -20,6 +20,8 @@ from phalanx.comm.collectives import Traffic, device_for_group
 from phalanx.comm.mesh import Axis, split_axis
 from phalanx.core.errors import ConfigError
 from phalanx.layout.tensor_shards import TensorShard, plan_tensor_shards
+from phalanx.models.families.catalog import TRANSFORM_PLANS
+from phalanx.models.layers import RMSNorm
 from phalanx.parallel import dropout
 from phalanx.parallel.tensor import (
     TENSOR_PARALLEL_MODULES,
@@ -33,34 +35,6 @@ from phalanx.parallel.tensor import (
 )
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
 
-_LLAMA = {
-    "model.embed_tokens": "vocabulary",
-    "self_attn.q_proj": "column",
-    "self_attn.k_proj": "column_kv",
-    "self_attn.v_proj": "column_kv",
-    "self_attn.o_proj": "row",
-    "mlp.gate_proj": "column",
-    "mlp.up_proj": "column",
-    "mlp.down_proj": "row",
-    "lm_head": "vocabulary",
-}
-_NEOX = {
-    "gpt_neox.embed_in": "vocabulary",
-    "attention.query_key_value": "column",  # head by head: queries, keys and values of one, then those of the next
-    "attention.dense": "row",
-    "mlp.dense_h_to_4h": "column",
-    "mlp.dense_4h_to_h": "row",
-    "lm_head": "vocabulary",
-    "embed_out": "vocabulary",  # the head's name in transformers 4
-}
-# A class of transformers -> how its modules, of a block or outside of them, are cut.
-SUPPORTED_MODELS: dict[str, dict[str, str]] = {
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": _LLAMA,
-    "Qwen3ForCausalLM": _LLAMA,
-    "GPTNeoXForCausalLM": _NEOX,
-}
 _DROPOUT = ("attention_dropout", "hidden_dropout")  # keys of their configurations
 _ATTENTION = (".self_attn", ".attention")  # ends of the names of modules with heads
 _TIMEOUT_S = 600.0
@@ -106,8 +80,9 @@ def transform(
         arrive.receive_rest(model)
     for name, module in list(model.named_modules()):
         if name.endswith((".q_norm", ".k_norm")):  # each rank sees its own heads
-            weight, eps = module.get_parameter("weight"), float(vars(module)["variance_epsilon"])
-            model.set_submodule(name, PartialRMSNorm(weight.shape[0], eps, weight, cut))
+            ours = RMSNorm(0, float(vars(module)["variance_epsilon"]))
+            ours.weight = module.get_parameter("weight")
+            model.set_submodule(name, PartialRMSNorm(ours, cut))
         if "num_key_value_groups" in vars(module):
             vars(module)["num_key_value_groups"] = numbers.heads // axis.size // max(1, numbers.kv_heads // axis.size)
     for parameter in model.parameters():  # not buffers: rotary frequencies keep their digits
@@ -121,14 +96,14 @@ def transform(
     return model if on_meta or device is None else model.to(device=device)
 
 
-def find_cut_plan(model: nn.Module) -> dict[str, str]:
+def find_cut_plan(model: nn.Module) -> Mapping[str, str]:
     """How the modules of a model are cut. Raises ConfigError where nobody knows."""
     for each in type(model).__mro__:
-        if each.__name__ in SUPPORTED_MODELS:
-            return SUPPORTED_MODELS[each.__name__]
+        if each.__name__ in TRANSFORM_PLANS:
+            return TRANSFORM_PLANS[each.__name__]
     raise ConfigError(
         f"tensor parallelism does not know {type(model).__name__}; it knows transformers' "
-        f"{', '.join(SUPPORTED_MODELS)}, so transform one of them, or leave tensor parallelism out"
+        f"{', '.join(TRANSFORM_PLANS)}, so transform one of them, or leave tensor parallelism out"
     )
 
 

@@ -4,6 +4,7 @@ Engines know parameters as they are here; a start is drawn, a folder read and a 
 whole model. This is the only place that knows of both.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,10 +14,10 @@ from phalanx.core.errors import ConfigError
 from phalanx.engine.interface import Engine, Precision
 from phalanx.layout.mesh_axes import MeshCoordinates
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.layout.pipeline_stages import PipelineStages, divide_layers, head_worth, stages_from_counts
+from phalanx.layout.pipeline_stages import PipelineStages, divide_layers, stages_from_counts
 from phalanx.layout.tensor_shards import TensorShard, count_copies, plan_tensor_shards
-from phalanx.models.llama import TENSOR_PLAN, Llama
-from phalanx.models.model import Model
+from phalanx.models.families.catalog import family_of, parameter_shapes
+from phalanx.models.model import Model, StagedArchitecture
 from phalanx.optim.state import StatePiece
 from phalanx.parallel.materialize import Fill
 from phalanx.parallel.pipeline import Pipeline
@@ -81,7 +82,7 @@ def partition_model(model: Model, config: "Config", mesh: Mesh, precision: Preci
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     if mesh.axes.model_parallel_size == 1:
         return ModelPart(shapes)
-    if not isinstance(model, Llama):
+    if not isinstance(model, StagedArchitecture):
         raise ConfigError(
             f"parallel.tensor and parallel.pipeline cut models of the Llama family only, not a {type(model).__name__}; "
             "remove them"
@@ -113,7 +114,7 @@ def partition_model_at(model: Model, config: "Config", place: MeshCoordinates) -
     """Leave of `model`, on meta, what the rank at `place` holds, in the shapes that it has there: to be counted, not to
     be run. What `partition_model` leaves, found without the other ranks; returns the stages of its pipeline."""
     plan, parallel = None, config.parallel
-    if not isinstance(model, Llama):
+    if not isinstance(model, StagedArchitecture):
         return plan  # which `partition_model` refuses
     if parallel.pipeline > 1:
         numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
@@ -122,7 +123,7 @@ def partition_model_at(model: Model, config: "Config", place: MeshCoordinates) -
     if parallel.tensor > 1:
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         for name, mine in plan_tensor_shards(
-            shapes, TENSOR_PLAN, model.spec.kv_heads, parallel.tensor, place.tensor
+            shapes, family_of(model.spec).tensor_plan, model.spec.kv_heads, parallel.tensor, place.tensor
         ).items():
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module).register_parameter(leaf, copy_shard(model.get_parameter(name), mine))
@@ -139,8 +140,20 @@ def plan_stages(
     return divide_layers(spec.layers, ranks, schedule, speeds=speeds, head=head_worth(spec))
 
 
+def head_worth(spec: ModelSpec) -> float:
+    """How many layers the head takes as long as, by their matrix products. An embedding looks up and costs nothing."""
+    shapes = parameter_shapes(spec)
+    block = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and len(shape) > 1)
+    return spec.vocab_size * spec.hidden / block
+
+
 def make_pipeline(
-    model: Llama, plan: PipelineStages, schedule: str, mesh: Mesh, precision: Precision, sequence: bool = False
+    model: StagedArchitecture,
+    plan: PipelineStages,
+    schedule: str,
+    mesh: Mesh,
+    precision: Precision,
+    sequence: bool = False,
 ) -> Pipeline:
     """Cut `model`, on meta, down to the stages of this rank, and give what runs them; `sequence`: ranks that share its
     layers cut hidden states along the sequence."""
@@ -150,18 +163,18 @@ def make_pipeline(
     return Pipeline(plan, schedule, mesh.pipe, mesh.device, precision, mesh.traffic, over)
 
 
-def count_tied_copies(model: Llama, pipeline: Pipeline) -> dict[str, int]:
+def count_tied_copies(model: StagedArchitecture, pipeline: Pipeline) -> dict[str, int]:
     """How many ranks of the pipeline hold a parameter alike, where more than one does: the weight of a tied head, which
     is the embedding's. All go the same way to the same bits, and are counted once in the norm."""
     return {TIED_WEIGHT: 2} if holds_one_tied_end(model, pipeline) else {}
 
 
-def find_tied_elsewhere(model: Llama, pipeline: Pipeline) -> frozenset[str]:
+def find_tied_elsewhere(model: StagedArchitecture, pipeline: Pipeline) -> frozenset[str]:
     """Names of parameters whose state another rank of the pipeline saves."""
     return frozenset({TIED_WEIGHT} if holds_one_tied_end(model, pipeline) and 0 not in pipeline.stages else ())
 
 
-def holds_one_tied_end(model: Llama, pipeline: Pipeline) -> bool:
+def holds_one_tied_end(model: StagedArchitecture, pipeline: Pipeline) -> bool:
     """Whether this rank has one end of a model whose ends share a weight, and not the other."""
     ends = {pipeline.plan.owner(0), pipeline.plan.owner(pipeline.plan.last)}
     return model.spec.tie_embeddings and len(ends) > 1 and pipeline.rank in ends

@@ -25,8 +25,10 @@ from phalanx.comm.mesh import Mesh, split_axis
 from phalanx.layout.tensor_shards import TensorShard, find_cut_kind, plan_tensor_shards
 from phalanx.models import layers
 from phalanx.models.counter_rng import CounterRNG
-from phalanx.models.layers import IGNORE_INDEX, Embedding, Linear, RMSNorm
-from phalanx.models.llama import TENSOR_PLAN, Head, Llama
+from phalanx.models.families.catalog import family_of
+from phalanx.models.layers import Embedding, Linear, RMSNorm
+from phalanx.models.llama import Head
+from phalanx.models.model import StagedArchitecture
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
 
 
@@ -127,16 +129,13 @@ class VocabParallelHead(Linear):
 class PartialRMSNorm(RMSNorm):
     """A norm of which each rank sees some of the heads, or of the positions."""
 
-    def __init__(self, width: int, eps: float, weight: nn.Parameter, cut: TensorParallelContext) -> None:
-        super().__init__(width, eps)
-        self.weight = weight
-        self.cut = cut
+    def __init__(self, old: RMSNorm, cut: TensorParallelContext) -> None:
+        super().__init__(old.weight.shape[0], old.eps, old.unit_offset)
+        self.weight, self.cut = old.weight, cut
 
     def forward(self, x: Tensor) -> Tensor:
         """As RMSNorm's."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.cut.partial(self.weight) * (wide * scale).to(x.dtype)
+        return self.normalize(x, self.cut.partial(self.weight))
 
 
 TENSOR_PARALLEL_MODULES = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead)
@@ -183,44 +182,16 @@ def gather_logits(logits: Tensor, peers: TensorParallelPeers, whole: int) -> Ten
     return out
 
 
-def _chunk(
-    peers: TensorParallelPeers,
-    first: int,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    with_grad: bool,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """As `layers._chunk`, where `weight` is the rows of the vocabulary from `first` on: the loss is the same on all
-    ranks, the gradient that to a rank's own logits. One gathering of three numbers for each token and rank."""
-    logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
-    at, valid = labels - first, labels != IGNORE_INDEX
-    mine = valid & (at >= 0) & (at < weight.shape[0])
-    targets = torch.where(mine, at, 0)[:, None]
-    picked = torch.where(mine, logits.gather(1, targets)[:, 0], 0.0)
-    greatest = logits.amax(1)
-    powers = logits.sub_(greatest[:, None]).exp_()
-    told = peers.all_gather(torch.stack((greatest, powers.sum(1), picked)))
-    most = told[:, 0].amax(0)
-    total = (told[:, 1] * (told[:, 0] - most).exp()).sum(0)
-    loss = torch.where(valid, most + total.log() - told[:, 2].sum(0), 0.0).sum()
-    if not with_grad:
-        return loss, None
-    grad = powers.mul_(((greatest - most).exp() / total)[:, None])
-    return loss, grad.scatter_add_(1, targets, -mine[:, None].to(grad.dtype)).to(hidden.dtype)
-
-
 def make_vocab_parallel_cross_entropy(peers: TensorParallelPeers, whole: int) -> Callable[..., Tensor]:
     """`layers.cross_entropy_sum` for a rank's rows of a vocabulary of `whole` rows. The gradient to `hidden` is a part
     of a sum over the ranks, that to the weight all of it."""
-    first = whole * peers.rank // peers.size
+    shard = layers.VocabShard(whole * peers.rank // peers.size, peers.all_gather)
     widest = -(-whole // peers.size)  # all ranks must cut the tokens alike
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
         chunk = layers.default_chunk(widest, hidden.device)
         return layers.cross_entropy_sum(
-            hidden, weight, labels, bias, chunk=chunk, chunk_fn=functools.partial(_chunk, peers, first)
+            hidden, weight, labels, bias, chunk=chunk, chunk_fn=functools.partial(layers._chunk, shard=shard)
         )
 
     return loss
@@ -241,15 +212,16 @@ def make_tensor_context(mesh: Mesh, kv_heads: int, sequence: bool) -> TensorPara
     return TensorParallelContext(TensorParallelPeers(axis, mesh.traffic), sequence, sharers)
 
 
-def apply_tensor_parallel(model: Llama, cut: TensorParallelContext) -> dict[str, TensorShard]:
-    """Cut a model of the LLaMA family, in place; returns which slices it has from now on.
+def apply_tensor_parallel(model: StagedArchitecture, cut: TensorParallelContext) -> dict[str, TensorShard]:
+    """Cut a model by its family's tensor plan, in place; returns which slices it has from now on.
 
     It may be on meta, or hold the values that it is cut from. To be called before anything else is applied to it.
     """
     spec, peers = model.spec, cut.peers
+    plan = family_of(spec).tensor_plan
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    held = plan_tensor_shards(shapes, TENSOR_PLAN, spec.kv_heads, peers.size, peers.rank)
-    replace_modules(model, TENSOR_PLAN, held, cut)
+    held = plan_tensor_shards(shapes, plan, spec.kv_heads, peers.size, peers.rank)
+    replace_modules(model, plan, held, cut)
     _split_norms(model, cut)
     for head in model.losses():  # some stages of a pipeline have none
         assert isinstance(head, Head)
@@ -324,7 +296,7 @@ def _split_norms(model: nn.Module, cut: TensorParallelContext) -> None:
     for name, old in list(model.named_modules()):
         # Those of queries and keys see a rank's heads; the others, with `sequence`, its positions.
         if isinstance(old, RMSNorm) and (cut.sequence or name.endswith((".q_norm", ".k_norm"))):
-            model.set_submodule(name, PartialRMSNorm(old.weight.shape[0], old.eps, old.weight, cut))
+            model.set_submodule(name, PartialRMSNorm(old, cut))
 
 
 def _enter(cut: TensorParallelContext, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -8,14 +8,15 @@ the host. Nothing is learnt beyond what is plausible.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config.schema import Config, build_model_spec
 from phalanx.core.errors import ConfigError
 from phalanx.layout.balance import parse_division
 from phalanx.layout.hardware import MOST, Calibration, Hardware, MeasuredDevice, MeasuredLink
-from phalanx.layout.model_shape import ModelSpec, adapter_count, parameter_count
+from phalanx.layout.model_shape import ModelSpec, list_timing_shapes
+from phalanx.models.families.catalog import adapter_count, parameter_count
 from phalanx.planner import comparison, link_cost, measured_cluster, present_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.constants import RANGES, CostConstants
@@ -39,7 +40,6 @@ NEEDED, OPTIONAL_FIELDS = (
     ("step", "step_s", "data_s"),
     ("wait_s", "update_s"),
 )  # of a step's record; and what may not be known
-IGNORED_SHAPES = ("norm_eps", "init_std", "dropout")  # shapes that make no difference to a device
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,6 @@ def _device(rank: int, node: int, place: int, device: NodeDevice, kind: DeviceKi
 def _measured_work(run: MeasuredRun) -> dict[str, Any]:
     """As a run that measures its devices says what for."""
     config, spec = run.config, build_model_spec(run.config, run.spec)
-    shapes = {name: value for name, value in asdict(spec).items() if name not in IGNORED_SHAPES}
     how = {
         "task": config.task.kind,
         "parameters": parameter_count(spec) + (adapter_count(spec) if spec.lora is not None else 0),
@@ -230,7 +229,7 @@ def _measured_work(run: MeasuredRun) -> dict[str, Any]:
     }
     if config.memory.activations == "offload":
         how["horizon"] = config.memory.offload_prefetch_blocks
-    told: dict[str, Any] = json.loads(json.dumps(how | shapes))
+    told: dict[str, Any] = json.loads(json.dumps(how | list_timing_shapes(spec)))
     return told
 
 

@@ -12,6 +12,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout import hardware
 from phalanx.layout.balance import UNBOUND, Speed
 from phalanx.layout.hardware import Hardware, MeasuredDevice
+from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.constants import DEFAULT_CONSTANTS, RANGES, CostConstants
 from phalanx.planner.cost import CostModel
@@ -157,14 +158,16 @@ def _work_of(work_record: dict[str, Any], on_host: bool = False) -> StepWork:
             f"the hardware file is damaged, since of the model that was measured {' and '.join(wrong)} cannot be what "
             "it says; measure again with `phalanx hardware`, or give --cluster"
         )
-    bert = work_record.get("architecture") == "bert"
+    options = FAMILIES.get(str(work_record.get("architecture")), DEFAULT_FAMILY).options
     return StepWork(
         layers=work_record["layers"], hidden=work_record["hidden"], heads=work_record["heads"],
         kv_heads=work_record["kv_heads"], ffn=work_record["intermediate"], vocabulary=work_record["vocab_size"],
         seq_len=work_record["positions"], global_batch=1,
-        tied=bool(work_record.get("tie_embeddings")), gated=not bert, biases=bert, head_dim=work_record["head_dim"],
+        tied=bool(work_record.get("tie_embeddings")), gated=options.gated, biases=options.biases,
+        head_dim=work_record["head_dim"],
         precision=work_record["dtype"] if work_record["dtype"] != "mixed" else "fp32" if on_host else "fp16",
-        window=window or 0, full_layers=sum(layer < work_record["layers"] for layer in full), both_ways=bert,
+        window=window or 0, full_layers=sum(layer < work_record["layers"] for layer in full),
+        both_ways=not options.causal,
     )  # fmt: skip
 
 

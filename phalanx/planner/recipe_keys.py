@@ -5,10 +5,11 @@ from typing import Any, get_args
 
 from phalanx.config import load
 from phalanx.config.model import LoraTarget
-from phalanx.config.schema import Config, build_model_spec
-from phalanx.config.validation import find_problems_for_world, is_custom_task
+from phalanx.config.schema import Config, build_model_spec, is_custom_task
+from phalanx.config.validation import find_problems_for_world
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import family_of
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.search import Plan, SearchSpace, list_degrees
@@ -101,7 +102,7 @@ def precision_of(config: Config, cluster: ClusterSpec) -> tuple[str, bool]:
 
 def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
     """A step of the recipe, as the cost model takes it."""
-    bert = spec.architecture == "bert"
+    computes = family_of(spec).options
     precision, mixed = precision_of(config, cluster)
     rule, options = config.optim.name, config.optim.options
     state = STATE_BYTES[rule] + sum(more for name, more in MORE_STATE.items() if options.get(name))
@@ -116,11 +117,11 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         seq_len=config.data.seq_len,
         global_batch=config.train.global_batch,
         tied=spec.tie_embeddings,
-        gated=not bert,
-        biases=bert,
+        gated=computes.gated,
+        biases=computes.biases,
         dropout=spec.dropout > 0,
-        attention_dropout=spec.attention_dropout > 0,
-        positions=spec.max_seq_len if bert else 0,
+        attention_dropout=spec.encoder is not None and spec.encoder.attention_dropout > 0,
+        positions=spec.max_seq_len if computes.learnt_positions else 0,
         head_dim=spec.head_dim,
         precision=precision,
         master_bytes=4 * doubled,
@@ -131,12 +132,12 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         lora=spec.lora,
         window=spec.sliding_window or 0,
         full_layers=sum(layer < spec.layers for layer in spec.full_attention_layers),
-        both_ways=spec.bidirectional,
+        both_ways=not computes.causal,
         horizon=config.memory.offload_prefetch_blocks,
         memory=config.resilience.in_memory_checkpoints,
         replicate=config.resilience.replicate_every,
         replays=rule == "adamw",
-        qk_norm=spec.qk_norm,
+        qk_norm=computes.qk_norm,
         own_positions=config.data.format in ("chat", "prompt") or config.data.isolate_documents,
     )
 

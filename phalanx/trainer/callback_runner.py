@@ -27,7 +27,7 @@ from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import Engine
-from phalanx.models.user_code import describe_error, load_class, source_file
+from phalanx.models.user_model import describe_error, load_class, source_file
 from phalanx.trainer.callback import Callback, CallbackRequest, RunState
 from phalanx.workload.step_hooks import StepHooks
 

@@ -13,12 +13,12 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import CheckpointError, ConfigError, RunError
 from phalanx.core.events import EventKind, write_event
 from phalanx.core.run_paths import RunPaths, Url
-from phalanx.models import hf_config, hf_mapping
+from phalanx.models import hf_config
 from phalanx.models.hf_export import copy_tokenizer, export, export_plain, new_folder
 from phalanx.models.hf_weights import Weights
 from phalanx.models.model import Architecture
 from phalanx.models.peft import save_adapter
-from phalanx.models.user_model import shapes_of
+from phalanx.models.user_model import hf_name, shapes_of
 from phalanx.parallel.parallelize import DTYPES
 from phalanx.trainer import export_target
 from phalanx.trainer.run_folder import next_attempt, read_run_config
@@ -67,7 +67,7 @@ def export_run(
     if spec.lora is not None and merge is False:
         stored = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_master_dtype(config)]
         with export_target.open_export_target(folder, config) as (local, _), new_folder(local) as temporary:
-            named = functools.partial(hf_mapping.hf_name, model_class=code)
+            named = functools.partial(hf_name, model_class=code)
             base = adapters.base_name(wanted), adapters.read_base_fingerprint(paths)
             save_adapter(temporary, spec.lora, spec.layers, read, stored, named, *base)
             copy_tokenizer(paths.tokenizer, temporary)

@@ -13,12 +13,11 @@ from torch import nn
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import BASE_WEIGHTS, RunPaths
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.hf_mapping import hf_name
 from phalanx.models.hf_weights import Weights
 from phalanx.models.lora import MODULES, adapter_names, fingerprint_weights, merge_adapter
 from phalanx.models.model import Architecture
 from phalanx.models.peft import Adapter
-from phalanx.models.user_model import build_on_meta, shapes_of
+from phalanx.models.user_model import build_on_meta, hf_name, shapes_of
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config.model import LoraSection

@@ -13,13 +13,13 @@ from phalanx.data.loader import SampleSet
 from phalanx.data.masking import IGNORE_INDEX, MaskedSample, MaskingOptions, PremaskedRows, make_masked_rows
 from phalanx.data.record_files import RecordSet
 from phalanx.data.token_files import TokenFile
-from phalanx.layout.model_shape import ModelSpec, flops_per_token
-from phalanx.models import hf_bert
-from phalanx.models.bert import Bert
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.bert import encoder_of, labels_of
+from phalanx.models.families.catalog import flops_per_token
 from phalanx.models.hf_config import read_config
 from phalanx.models.hf_weights import Weights
 from phalanx.models.model import Model
-from phalanx.models.user_model import build_on_meta
+from phalanx.models.user_model import build_on_meta, load_family_class
 from phalanx.optim.state import Shard
 from phalanx.parallel.materialize import Fill, make_hf_fill, make_random_fill
 from phalanx.tasks.labels import SequenceClassificationTask, TokenClassificationTask
@@ -39,13 +39,14 @@ class BertWorkload:
         self.spec: ModelSpec | None = spec
         self._config, self._spec = config, spec
         self._shards = config.data.format == "masked"  # when it was written
-        self._masks = spec.objective in ("masked", "masked-next")
+        self._encoder, self._code = encoder_of(spec), load_family_class(spec.architecture)
+        self._masks = self._encoder.objective in ("masked", "masked-next")
         # The speed of labelled texts counts texts: they are short, and how much of a row is padding varies.
         self.unit = "tokens" if self._masks else "samples"
         self.positions = config.data.seq_len if self._masks else 1
 
     def model(self, layers: int | None = None) -> Model:
-        return build_on_meta(self._spec if layers is None else replace(self._spec, layers=layers), Bert)
+        return build_on_meta(self._spec if layers is None else replace(self._spec, layers=layers), self._code)
 
     def mask_form(self) -> MaskingOptions:
         """How text becomes masked rows."""
@@ -54,10 +55,10 @@ class BertWorkload:
 
     def task(self) -> Task:
         seq_len = self._config.data.seq_len
-        if self._spec.objective == "tags":
-            return TokenClassificationTask(seq_len, self._spec.labels)
-        if self._spec.objective == "classes":
-            return SequenceClassificationTask(seq_len, self._spec.labels)
+        if self._encoder.objective == "tags":
+            return TokenClassificationTask(seq_len, self._encoder.labels)
+        if self._encoder.objective == "classes":
+            return SequenceClassificationTask(seq_len, self._encoder.labels)
         form = self.mask_form()
         return MaskedLMTask(seq_len, form.max_predicted, form.pairs, full_rows=not (form.pairs or self._shards))
 
@@ -68,7 +69,7 @@ class BertWorkload:
         if self._masks:
             return make_masked_rows(TokenFile(folder), self.mask_form(), seed, held_out)
         drop = self._config.data.too_long == "drop"
-        return LabelledRows(RecordSet(folder), LabelRowOptions(self._config.data.seq_len, self._spec.labels, drop))
+        return LabelledRows(RecordSet(folder), LabelRowOptions(self._config.data.seq_len, self._encoder.labels, drop))
 
     def train_data(self, folders: Sequence[tuple[Path, float]]) -> list[tuple[SampleSet, float]]:
         return [(self.rows(folder, self._config.train.seed), weight) for folder, weight in folders]
@@ -82,7 +83,7 @@ class BertWorkload:
         if not self._config.model.from_hf:
             return draw
         folder = Path(self._config.model.from_hf).expanduser()
-        read = make_hf_fill(Weights(folder, Bert), self._spec)
+        read = make_hf_fill(Weights(folder, self._code), self._spec)
         lacking = set(find_missing_parameters(folder, self._spec))
 
         def fill(shard: Shard) -> None:
@@ -109,7 +110,7 @@ class BertWorkload:
         tokens = np.random.default_rng(0).integers(0, self._spec.vocab_size, (count, seq_len))
         kinds, ones = np.arange(seq_len) // (seq_len // 2 + 1), np.zeros(seq_len, np.int64)
         if not self._masks:
-            labels = ones if self._spec.objective == "tags" else ones[:1]
+            labels = ones if self._encoder.objective == "tags" else ones[:1]
             return [LabelledSample(row, kinds, labels, position) for position, row in enumerate(tokens)]
         places = np.arange(self.mask_form().max_predicted)
         follows = 0 if self.mask_form().pairs else IGNORE_INDEX
@@ -124,8 +125,9 @@ def uses_record_files(config: "Config") -> bool:
 def find_missing_parameters(folder: Path, spec: ModelSpec) -> list[str]:
     """Our names of the parameters that a Hugging Face folder does not have for this task, so that they are drawn: a
     head that it lacks, and one for other labels. Raises ConfigError for a folder that lacks more."""
-    found = Weights(folder, Bert).missing_parameters(spec)
-    if spec.labels and hf_bert.labels_of(read_config(folder)) != list(spec.labels):
+    found = Weights(folder, load_family_class(spec.architecture)).missing_parameters(spec)
+    labels = encoder_of(spec).labels
+    if labels and labels_of(read_config(folder)) != list(labels):
         found += [f"{CLASSIFIER}{kind}" for kind in ("weight", "bias") if f"{CLASSIFIER}{kind}" not in found]
     return found
 
@@ -135,7 +137,7 @@ def default_labels(config: "Config", found: Sequence[str]) -> tuple[list[str], s
     are fewer than two."""
     known = None
     if config.model.from_hf:
-        known = hf_bert.labels_of(read_config(Path(config.model.from_hf).expanduser()))
+        known = labels_of(read_config(Path(config.model.from_hf).expanduser()))
     labels = order_labels(found, known)
     if len(labels) < 2:
         raise ConfigError(

@@ -11,7 +11,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.engine.interface import Engine
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.models.counter_rng import CounterRNG
-from phalanx.models.llama import Llama
+from phalanx.models.model import StagedArchitecture
 from phalanx.optim import gradients
 from phalanx.parallel.model_part import TIED_WEIGHT, holds_one_tied_end
 from phalanx.parallel.parallelize import sharding_units
@@ -26,7 +26,7 @@ def run_pipeline(
 ) -> Tensor:  # fmt: skip
     """As `run_micro_batches`, of stages. All ranks of a pipeline have the same batches; the loss sum is returned on the
     one that holds the last stage, and 0 on the others."""
-    assert isinstance(engine, ShardedEngine) and isinstance(model, Llama)  # as the configuration sees to
+    assert isinstance(engine, ShardedEngine) and isinstance(model, StagedArchitecture)  # as the configuration sees to
     total = torch.zeros((), dtype=pipeline.precision.master, device=batches[0].samples.device)
 
     step_hooks = step_hooks or StepHooks()
@@ -52,7 +52,7 @@ def evaluate_pipeline(
     model: nn.Module, task: Task, steps: Iterable[Sequence[Batch]], mesh: Mesh, reports_loss: bool, pipeline: Pipeline
 ) -> tuple[float, int, dict[str, float]]:
     """As `evaluate`, of stages: losses are there where the last one is. `mesh` is that of all ranks."""
-    assert isinstance(model, Llama)
+    assert isinstance(model, StagedArchitecture)
     counted: list[float] = []
 
     def run(part: nn.Module, batch: Batch) -> Tensor:
@@ -71,7 +71,7 @@ def evaluate_pipeline(
     return total_loss / max(total_weight, 1.0), int(total_weight), {}
 
 
-def compute_next_logits(model: Llama, tokens: Tensor, pipeline: Pipeline) -> Tensor | None:
+def compute_next_logits(model: StagedArchitecture, tokens: Tensor, pipeline: Pipeline) -> Tensor | None:
     """What comes behind `tokens` (1, S) int64: the logits (V,) of the next one on the ranks of the last stage, and None
     on the others. All ranks of a pipeline call this."""
     found: list[Tensor] = []
@@ -96,7 +96,7 @@ class _PipelineStageWork:
     def __init__(
         self,
         pipeline: Pipeline,
-        model: Llama,
+        model: StagedArchitecture,
         batches: Sequence[Batch],
         run: Callable[[nn.Module, Batch], Tensor],
         end: Callable[[Tensor], Tensor],

@@ -14,7 +14,6 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import VOCABULARY_FILES
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.bert import Bert
 from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.hf_export import export
 from phalanx.models.llama import init_slice
@@ -35,7 +34,7 @@ def write_tiny_model(config: Config) -> tuple[str, bool]:
         written = read_config(original)
         spec = shrink_spec(spec_from_config(written, str(original), code.hf_config), SEQ_LEN)
     else:
-        written, spec = None, STANDIN_BERT if code is Bert else STANDIN
+        written, spec = None, STANDIN if config.task.kind in ("auto", "language") else STANDIN_BERT
         if (tokenizer := Path(config.data.tokenizer).expanduser()).is_dir():
             spec = replace(spec, vocab_size=load_tokenizer(tokenizer).vocab_size)
     has_tokenizer = any((original / name).is_file() for name in VOCABULARY_FILES)

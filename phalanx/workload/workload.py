@@ -15,12 +15,13 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.data.loader import SampleSet
 from phalanx.data.packing import PackingOptions, Sample, make_rows
 from phalanx.data.token_files import TokenFile
-from phalanx.layout.model_shape import ModelSpec, flops_per_token
-from phalanx.models.bert import Bert
-from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES, family_of, flops_per_token
+from phalanx.models.families.family import ModelFamily
+from phalanx.models.hf_config import find_config_family, read_config, spec_from_config
 from phalanx.models.hf_weights import Weights
 from phalanx.models.model import Architecture, Model
-from phalanx.models.user_model import build_on_meta, load_model_class
+from phalanx.models.user_model import build_on_meta, load_family_class, load_model_class
 from phalanx.parallel.materialize import Fill, make_adapter_fill, make_hf_fill, make_random_fill
 from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Task
@@ -73,9 +74,7 @@ def make_workload(config: "Config", spec: ModelSpec | None, paths: RunPaths | No
     if config.task.kind == "custom":
         return CustomWorkload(config, paths)
     assert spec is not None
-    if spec.architecture == "bert":
-        return BertWorkload(config, spec)
-    return TextWorkload(config, spec, paths)
+    return TextWorkload(config, spec, paths) if family_of(spec).writes_text else BertWorkload(config, spec)
 
 
 def find_model_shape(config: "Config", paths: RunPaths | None = None) -> ModelSpec | None:
@@ -87,22 +86,43 @@ def read_model_shape(config: "Config", paths: RunPaths | None = None) -> ModelSp
     """The shapes of a resolved configuration; a run begun from a Hugging Face folder kept that folder's config."""
     from phalanx.config.schema import build_model_spec  # needs pydantic; the loop itself does not
 
-    if not config.model.from_hf:
+    kept = _find_hf_config(config, paths)
+    if kept is None:
         return build_model_spec(config)
-    folder = Path(config.model.from_hf).expanduser()
-    kept = paths.hf_config if paths is not None and paths.hf_config.is_file() else folder / "config.json"
     own = resolve_model_class(config, paths).hf_config
     return build_model_spec(config, spec_from_config(read_config(kept.parent), str(kept), own))
 
 
-def resolve_model_class(config: "Config", paths: RunPaths | None = None) -> type[Architecture]:
+def _find_hf_config(config: "Config", paths: RunPaths | None) -> Path | None:
+    if not config.model.from_hf:
+        return None
+    if paths is not None and paths.hf_config.is_file():
+        return paths.hf_config
+    return Path(config.model.from_hf).expanduser() / "config.json"
+
+
+def _find_family(config: "Config", paths: RunPaths | None) -> ModelFamily:
+    """That of the Hugging Face folder, if it is here, else what the recipe says."""
+    from phalanx.config.schema import recipe_family  # needs pydantic; the loop itself does not
+
+    file, kind = _find_hf_config(config, paths), config.task.kind
+    if file is None:
+        return recipe_family(config)
+    if file.is_file():
+        return find_config_family(read_config(file.parent)) or DEFAULT_FAMILY
+    return next((each for each in FAMILIES.values() if kind in each.tasks), DEFAULT_FAMILY)
+
+
+def resolve_model_class(
+    config: "Config", paths: RunPaths | None = None, spec: ModelSpec | None = None
+) -> type[Architecture]:
     """The model's class: the built-in one, or that of `model.code`, of which the run folder keeps a copy.
 
     Raises ConfigError for a file that is none of a model.
     """
-    if config.task.kind in ("masked", "tag", "classify"):
-        return Bert
-    kept = paths is not None and paths.model_code.is_file() and config.model.code is not None
+    if config.model.code is None:
+        return load_family_class(_find_family(config, paths).name if spec is None else spec.architecture)
+    kept = paths is not None and paths.model_code.is_file()
     return load_model_class(paths.model_code if paths is not None and kept else config.model.code)
 
 
@@ -120,7 +140,7 @@ class TextWorkload:
     def __init__(self, config: "Config", spec: ModelSpec, paths: RunPaths | None = None) -> None:
         self.spec: ModelSpec | None = spec
         self.positions = config.data.seq_len
-        self._config, self._spec, self._code = config, spec, resolve_model_class(config, paths)
+        self._config, self._spec, self._code = config, spec, resolve_model_class(config, paths, spec)
         self._shapes: dict[str, tuple[int, ...]] | None = None  # of the whole model, once it was made
 
     def model(self, layers: int | None = None) -> Model:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
-from phalanx.parallel.hf_transform import SUPPORTED_MODELS, find_tensor_shards, full_state_dict, transform
+from phalanx.models.families.catalog import TRANSFORM_PLANS
+from phalanx.parallel.hf_transform import find_tensor_shards, full_state_dict, transform
 from tests.dist.tensor_cases import among, taken
 from tests.helpers import run_ranks
 
@@ -217,7 +218,7 @@ def test_what_cannot_be_cut_is_refused_with_a_sentence() -> None:
     first, *others = run_ranks(refusals, 2)
     assert others == [first]
     known, heads, kv_heads, vocabulary, empty = first
-    assert all(name in known for name in SUPPORTED_MODELS)
+    assert all(name in known for name in TRANSFORM_PLANS)
     assert "1 attention heads" in heads
     assert "3 key and value heads" in kv_heads
     assert "vocabulary of 1" in vocabulary

@@ -15,7 +15,7 @@ from phalanx.core.placement import Placement
 from phalanx.engine.units import describe_parameters
 from phalanx.layout.buckets import make_buckets
 from phalanx.layout.mesh_axes import MeshAxes
-from phalanx.layout.model_shape import parameter_count
+from phalanx.models.families.catalog import parameter_count
 from phalanx.models.user_model import build_on_meta
 from phalanx.optim.make_rule import make_rule
 from phalanx.parallel.model_part import partition_model, partition_model_at

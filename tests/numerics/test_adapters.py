@@ -16,11 +16,10 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import LORA_TARGETS, ModelSpec
 from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.hf_export import export
-from phalanx.models.hf_mapping import hf_name
 from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.peft import Adapter
-from phalanx.models.user_model import build_on_meta, shapes_of
+from phalanx.models.user_model import build_on_meta, hf_name, shapes_of
 from phalanx.trainer import run_folder
 from phalanx.trainer.export import export_run
 from phalanx.workload import adapters

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.models.families.catalog import FAMILIES
 from tests.numerics.runs import walk
 from tests.numerics.test_rank_layout import assert_same
 
@@ -35,6 +36,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {"model__architecture": "qwen2"},
     "qwen3": {"model__architecture": "qwen3", "model__head_dim": 12, "model__tie_embeddings": True},
     "own": {"model__code": "FOLDER/own.py"},
+}
+NAMED = {change.get("model__architecture", "llama") for change in CHANGES.values()}
+CHANGES |= {
+    name: {"model__architecture": name, "model__sliding_window": 5}
+    for name, family in FAMILIES.items()
+    if family.writes_text and name not in NAMED
 }
 
 

@@ -10,8 +10,8 @@ from phalanx.data.loader import Loader
 from phalanx.data.packing import PackingOptions, make_rows
 from phalanx.data.token_files import TokenFile
 from phalanx.layout.balance import Division
-from phalanx.layout.model_shape import parameter_shapes
 from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.families.catalog import parameter_shapes
 from phalanx.models.llama import Llama, init_slice
 from phalanx.optim.lr_schedule import learning_rate
 from phalanx.tasks.language import CausalLMTask

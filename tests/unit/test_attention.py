@@ -217,7 +217,7 @@ def test_a_model_is_made_without_the_compiler() -> None:
 import sys
 import phalanx.trainer.train_rank, phalanx.autotune.dry_run
 from phalanx.models.user_model import build_on_meta
-from phalanx.layout.model_shape import PRESETS
+from phalanx.models.families.catalog import PRESETS
 build_on_meta(PRESETS["llama-3.2-1b"])
 assert "torch._dynamo" not in sys.modules
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import convert
-from phalanx.layout.model_shape import PRESETS, parameter_shapes
+from phalanx.models.families.catalog import PRESETS, parameter_shapes
 
 
 def test_every_way_is_measured(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks import harness, single_device
 from benchmarks.peers import Case
-from phalanx.layout.model_shape import PRESETS, ModelSpec, parameter_count
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import PRESETS, parameter_count
 
 SPEC = ModelSpec(
     vocab_size=128, hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, intermediate=64, max_seq_len=32,

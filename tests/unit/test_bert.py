@@ -20,16 +20,16 @@ from transformers import (
 )
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import PRESETS, ModelSpec, flops_per_token, parameter_shapes
-from phalanx.models import hf_bert
+from phalanx.layout.model_shape import EncoderSpec, ModelSpec
 from phalanx.models.bert import Bert, attention_with_dropout
 from phalanx.models.counter_rng import CounterRNG
-from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.models.families.bert import encoder_of, labels_of
+from phalanx.models.families.catalog import PRESETS, flops_per_token, parameter_shapes
+from phalanx.models.hf_config import config_from_spec, read_config, spec_from_config
 from phalanx.models.hf_export import export
-from phalanx.models.hf_mapping import config_from_spec, hf_name
 from phalanx.models.hf_weights import Weights
 from phalanx.models.layers import cross_entropy_sum, reference_cross_entropy_sum
-from phalanx.models.user_model import check_model_class
+from phalanx.models.user_model import check_model_class, hf_name
 from phalanx.workload.bert import find_missing_parameters
 
 LABELS = ("O", "B-X", "I-X")
@@ -45,7 +45,8 @@ HEADS: dict[str, Any] = {
 
 
 def spec_for(objective: str) -> ModelSpec:
-    return replace(TINY, objective=objective, labels=LABELS if objective in ("tags", "classes") else ())
+    labels = LABELS if objective in ("tags", "classes") else ()
+    return replace(TINY, encoder=EncoderSpec(objective=objective, labels=labels))
 
 
 def values(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
@@ -111,14 +112,14 @@ def test_what_is_exported_is_read_back_to_the_bit(objective: str, tmp_path: Path
     again = read(folder, spec)
     assert all(torch.equal(again[name], value) for name, value in parameters.items())
     config = read_config(folder)
-    assert spec_from_config(config, "it") == replace(spec, objective="masked", labels=())
+    assert spec_from_config(config, "it") == replace(spec, encoder=EncoderSpec())
     theirs = HEADS[objective].from_pretrained(folder)  # what transformers saves is read as well
     theirs.save_pretrained(tmp_path / "theirs")
     resaved = read(tmp_path / "theirs", spec)
     assert all(torch.equal(resaved[name], value) for name, value in parameters.items())
-    if spec.labels:
+    if encoder_of(spec).labels:
         assert theirs.config.id2label == dict(enumerate(LABELS))
-        assert hf_bert.labels_of(read_config(tmp_path / "theirs")) == list(LABELS)
+        assert labels_of(read_config(tmp_path / "theirs")) == list(LABELS)
 
 
 def test_names_of_the_first_programs_are_read(tmp_path: Path) -> None:
@@ -166,7 +167,10 @@ def test_a_head_for_other_labels_is_drawn(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", spec, values(spec))
     assert find_missing_parameters(folder, spec) == []
     for labels in (("O", "B-Y", "I-Y"), ("O", "B-X", "I-X", "B-Y")):
-        assert len(find_missing_parameters(folder, replace(spec, labels=labels))) == 2
+        assert (
+            len(find_missing_parameters(folder, replace(spec, encoder=EncoderSpec(objective="tags", labels=labels))))
+            == 2
+        )
 
 
 @pytest.mark.parametrize(
@@ -222,7 +226,7 @@ def test_operations_are_counted_by_hand() -> None:
 
 
 def test_dropout_is_that_of_a_sample_and_not_of_its_batch() -> None:
-    spec = replace(spec_for("masked"), dropout=0.3, attention_dropout=0.3)
+    spec = replace(spec_for("masked"), dropout=0.3, encoder=EncoderSpec(attention_dropout=0.3))
     model = ours(spec, values(spec), torch.float64)
     tokens, segments, _ = inputs()
     samples = torch.tensor([7, 3, 12, 5])

@@ -24,7 +24,7 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import jobs
-from phalanx.layout.model_shape import PRESETS
+from phalanx.models.families.catalog import PRESETS
 from tests.dist.command import phalanx as forked
 from tests.helpers import ROOT, wait_until
 

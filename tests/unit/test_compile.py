@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from phalanx.config.schema import Config
-from phalanx.layout.model_shape import LoraSpec, ModelSpec
+from phalanx.layout.model_shape import EncoderSpec, LoraSpec, ModelSpec
 from phalanx.models.bert import Bert
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama
@@ -21,7 +21,7 @@ SPEC = ModelSpec(
 )
 
 
-BERT = {"architecture": "bert", "kv_heads": 2, "objective": "masked", "segment_kinds": 2, "tie_embeddings": True}
+BERT = {"architecture": "bert", "kv_heads": 2, "encoder": EncoderSpec(), "tie_embeddings": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"architecture": "mistral", "sliding_window": 4},

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.schema import Config, build_model_spec, default_intermediate, get_knob, iter_knobs
+from phalanx.config.schema import Config, build_model_spec, get_knob, iter_knobs
 from phalanx.config.validation import find_problems
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import PRESETS, ModelSpec
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import PRESETS, default_intermediate
 
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2}
 

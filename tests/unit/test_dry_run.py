@@ -15,9 +15,9 @@ from phalanx.autotune.run_size import STATE_MEMORY_SHARE
 from phalanx.config import load
 from phalanx.core.placement import Placement
 from phalanx.launch.dry_run_estimate import dry_run as command_dry_run
-from phalanx.layout.model_shape import PRESETS, parameter_count
 from phalanx.layout.pipeline_stages import divide_layers
-from phalanx.models.hf_mapping import config_from_spec
+from phalanx.models.families.catalog import PRESETS, parameter_count
+from phalanx.models.hf_config import config_from_spec
 from phalanx.models.llama import Llama
 from phalanx.parallel.parallelize import change_blocks
 from phalanx.parallel.pipeline_schedules import build_actions

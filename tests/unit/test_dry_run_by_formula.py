@@ -14,8 +14,8 @@ from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.launch.dry_run_estimate import dry_run, estimate_by_formula
-from phalanx.layout.model_shape import PRESETS
-from phalanx.models.hf_mapping import config_from_spec
+from phalanx.models.families.catalog import PRESETS
+from phalanx.models.hf_config import config_from_spec
 from phalanx.report import run_size
 from tests.helpers import ROOT
 

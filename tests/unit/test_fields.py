@@ -26,7 +26,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.data import prepare, read_chunks
 from phalanx.launch import jobs
 from phalanx.launch.slurm import script as slurm_script
-from phalanx.layout.model_shape import PRESETS
+from phalanx.models.families.catalog import PRESETS
 from tests.dist import command
 from tests.dist.test_replicas import replicates
 from tests.helpers import run_ranks

@@ -9,14 +9,14 @@ import torch
 import transformers
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import ModelSpec, RopeScaling, parameter_count, parameter_shapes
-from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.layout.model_shape import ModelSpec, RopeScaling
+from phalanx.models.families.catalog import parameter_count, parameter_shapes
+from phalanx.models.hf_config import config_from_spec, read_config, spec_from_config
 from phalanx.models.hf_export import export
-from phalanx.models.hf_mapping import config_from_spec, hf_name
 from phalanx.models.hf_weights import Weights
-from phalanx.models.layers import rope_table
+from phalanx.models.layers import rope_frequencies, rope_table
 from phalanx.models.llama import Llama, init_slice
-from phalanx.models.rope import rope_frequencies
+from phalanx.models.user_model import hf_name
 
 LENGTH = 96
 LLAMA = ModelSpec(vocab_size=96, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=128)

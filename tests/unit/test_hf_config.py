@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import PRESETS, ModelSpec, RopeScaling, parameter_shapes
+from phalanx.layout.model_shape import ModelSpec, RopeScaling
 from phalanx.models import hf_weights as weights_module
-from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.models.families.catalog import PRESETS, parameter_shapes
+from phalanx.models.hf_config import config_from_spec, read_config, spec_from_config
 from phalanx.models.hf_export import export, plan_shards
-from phalanx.models.hf_mapping import config_from_spec, hf_name
 from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama, init_slice
+from phalanx.models.user_model import hf_name
 
 SPEC = ModelSpec(vocab_size=96, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=256)
 SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64)

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.layout.model_shape import ARCHITECTURES, PRESETS, ModelSpec, parameter_shapes
+from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention as attention_module
 from phalanx.models.attention import attention
 from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.families.catalog import FAMILIES, PRESETS, parameter_shapes
 from phalanx.models.layers import RMSNorm, apply_rope, reference_cross_entropy_sum, rope_table
 from phalanx.models.llama import HF_NAMES, Block, Llama, init_slice, llama_init_rule
 
@@ -86,9 +87,14 @@ def test_initial_distributions() -> None:
 
 
 def test_every_parameter_has_a_hugging_face_name() -> None:
-    specs = [replace(SPEC, layers=1, architecture=one) for one in ARCHITECTURES if one != "bert"]
-    ours = {name.replace("layers.0.", "layers.{i}.") for spec in specs for name in parameter_shapes(spec)}
-    assert ours == set(HF_NAMES)
+    found: set[str] = set()
+    for family in (each for each in FAMILIES.values() if each.tensor_plan):
+        shapes = parameter_shapes(replace(SPEC, layers=1, architecture=family.name))
+        ours = {name.replace("layers.0.", "layers.{i}.") for name in shapes}
+        assert ours <= set(family.hf.names)
+        assert not {name for name in set(family.hf.names) - set(HF_NAMES) if name not in ours}
+        found |= ours
+    assert found >= set(HF_NAMES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -15,16 +15,9 @@ from phalanx.config import load
 from phalanx.config.model import LoraSection
 from phalanx.core.errors import ConfigError
 from phalanx.engine.interface import Precision
-from phalanx.layout.model_shape import (
-    LORA_TARGETS,
-    LoraSpec,
-    ModelSpec,
-    adapter_count,
-    flops_per_token,
-    parameter_count,
-    parameter_shapes,
-)
+from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec, ModelSpec
 from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.families.catalog import adapter_count, flops_per_token, parameter_count, parameter_shapes
 from phalanx.models.layers import cross_entropy_sum
 from phalanx.models.llama import Block, Llama, init_slice
 from phalanx.models.lora import (

@@ -6,18 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.layout.model_shape import (
+from phalanx.layout.model_shape import EncoderSpec, LoraSpec, ModelSpec, RopeScaling
+from phalanx.models.families.catalog import (
     PRESETS,
-    LoraSpec,
-    ModelSpec,
-    RopeScaling,
+    find_shape_problems,
     flops_per_token,
     parameter_count,
     parameter_shapes,
 )
-from phalanx.layout.model_shape_checks import find_shape_problems
 from phalanx.models.llama import Llama
 
+NO_SEGMENTS = EncoderSpec(segment_kinds=0)
 PUBLISHED = {
     "llama-1-7b": 6_738_415_616,
     "llama-1-13b": 13_015_864_320,
@@ -49,6 +48,12 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    # Of the larger ones the published number less that of the vision tower and its projection.
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
     "bert-tiny": 4_416_698,
     "bert-mini": 11_201_594,
     "bert-small": 28_795_194,
@@ -70,8 +75,8 @@ def test_presets_are_possible_and_have_the_published_size(name: str) -> None:
     spec = PRESETS[name]
     assert find_shape_problems(spec) == []
     assert parameter_count(spec) == PUBLISHED[name]
-    # The heads fill the width, but for Qwen3's.
-    assert spec.heads * spec.head_dim == spec.hidden or (spec.architecture, spec.head_dim) == ("qwen3", 128)
+    # The heads fill the width, but for Qwen3's and Gemma 3's.
+    assert spec.heads * spec.head_dim == spec.hidden or spec.architecture in ("qwen3", "gemma3")
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,9 @@ def test_rope_scaling_only_from_3_1_on() -> None:
         "llama-3.2-1b": 32.0,
         "llama-3.2-3b": 32.0,
         "llama-3.3-70b": 8.0,
+        "gemma-3-4b": 8.0,
+        "gemma-3-12b": 8.0,
+        "gemma-3-27b": 8.0,
     }
 
 
@@ -111,10 +119,10 @@ def test_rope_scaling_only_from_3_1_on() -> None:
         ({"rope_scaling": RopeScaling(rule="yarn", factor=2.0), "rope_theta": 1.0}, "rope_theta"),
         ({"rope_scaling": RopeScaling(rule="dynamic", factor=2.0), "head_dim": 2}, "head_dim"),
         ({"kv_heads": 3}, "model.kv_heads"),
-        ({"attention_dropout": 0.1}, "only model.architecture bert"),
-        ({"architecture": "bert", "objective": "masked", "segment_kinds": 2, "tie_embeddings": True}, "share nothing"),
-        ({"architecture": "bert", "kv_heads": 4, "segment_kinds": 2}, "model.tie_embeddings"),
-        ({"architecture": "bert", "kv_heads": 4, "tie_embeddings": True}, "table of segments"),
+        ({"encoder": EncoderSpec(attention_dropout=0.1)}, "only model.architecture bert"),
+        ({"architecture": "bert", "encoder": EncoderSpec(), "tie_embeddings": True}, "share nothing"),
+        ({"architecture": "bert", "kv_heads": 4, "encoder": EncoderSpec()}, "model.tie_embeddings"),
+        ({"architecture": "bert", "kv_heads": 4, "tie_embeddings": True, "encoder": NO_SEGMENTS}, "table of segments"),
         ({"hidden": 2**56}, "model.hidden"),
         ({"vocab_size": 2**60}, "model.vocab_size"),
         ({"lora": LoraSpec(rank=2**60, alpha=1.0, targets=("q",))}, "model.lora.rank"),

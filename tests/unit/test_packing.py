@@ -15,7 +15,8 @@ from phalanx.data.loader import Loader
 from phalanx.data.packing import PackedRows, PackingOptions, TextWindows, make_rows, pack_documents
 from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.layout.balance import Division
-from phalanx.layout.model_shape import ModelSpec, parameter_shapes
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import parameter_shapes
 from phalanx.models.llama import Llama, init_slice
 from phalanx.tasks.language import CausalLMTask
 

@@ -22,11 +22,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec, ModelSpec
 from phalanx.models.hf_config import read_config, spec_from_config
-from phalanx.models.hf_mapping import hf_name
 from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama
 from phalanx.models.lora import apply_lora, init_adapter_slice, is_adapter
 from phalanx.models.peft import CONFIG, WEIGHTS, WEIGHTS_BIN, Adapter, save_adapter
+from phalanx.models.user_model import hf_name
 
 TOKENS = torch.randint(0, 41, (3, 12), generator=torch.Generator().manual_seed(0))
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

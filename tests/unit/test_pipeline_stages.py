@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import PRESETS
 from phalanx.layout.pipeline_stages import (
     STAGES_PER_RANK,
     TYPICAL_COST,
@@ -18,14 +17,15 @@ from phalanx.layout.pipeline_stages import (
     bubble_fraction,
     divide_layers,
     find_stage_problems,
-    head_worth,
     ideal_bubble_fraction,
     plan_moves,
     simulate_schedule,
     stages_from_counts,
     step_s,
 )
+from phalanx.models.families.catalog import PRESETS
 from phalanx.parallel import pipeline_schedules
+from phalanx.parallel.model_part import head_worth
 
 SCHEDULES = list(STAGES_PER_RANK)
 schedule_names = st.sampled_from(SCHEDULES)

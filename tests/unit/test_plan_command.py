@@ -16,7 +16,7 @@ from phalanx.config.validation import find_problems_for_world
 from phalanx.core.errors import ConfigError
 from phalanx.layout import hardware
 from phalanx.layout.hardware import Hardware, MeasuredDevice, MeasuredLink
-from phalanx.layout.model_shape import PRESETS, parameter_count
+from phalanx.models.families.catalog import PRESETS, parameter_count
 from phalanx.planner import advice, cost, failures, large_jobs, measured_cluster, parse_cluster
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.checkpoint_interval import daly_s

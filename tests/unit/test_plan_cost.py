@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ConfigError
 from phalanx.engine import sharding_spec
 from phalanx.layout import comm_schedule, pipeline_stages
-from phalanx.layout.model_shape import PRESETS, LoraSpec, flops_per_token, parameter_count
+from phalanx.layout.model_shape import LoraSpec
 from phalanx.layout.pipeline_stages import STAGES_PER_RANK, divide_layers, simulate_schedule, step_s
+from phalanx.models.families.catalog import PRESETS, flops_per_token, parameter_count
 from phalanx.parallel.pipeline_schedules import build_actions
 from phalanx.planner import compute_cost, exchange_cost, link_cost, parse_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup

@@ -7,8 +7,8 @@ import torch
 
 from phalanx.autotune.dry_run import dry_run
 from phalanx.config import load
-from phalanx.layout.model_shape import PRESETS
 from phalanx.models.attention import attention
+from phalanx.models.families.catalog import PRESETS
 from phalanx.planner import compute_cost
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.constants import DEFAULT_CONSTANTS

@@ -14,7 +14,7 @@ from phalanx.config import load
 from phalanx.config.schema import Config, build_model_spec, get_knob, iter_knobs
 from phalanx.config.validation import find_unused_keys
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import PRESETS
+from phalanx.models.families.catalog import PRESETS
 from tests.helpers import ROOT
 
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2}

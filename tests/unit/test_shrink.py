@@ -14,8 +14,8 @@ from phalanx.config.shrink import list_changes, shrink_config, shrink_spec
 from phalanx.core.errors import ConfigError
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.layout.model_shape import PRESETS, ModelSpec, parameter_count
-from phalanx.layout.model_shape_checks import find_shape_problems
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import PRESETS, find_shape_problems, parameter_count
 from tests.dist import command
 from tests.helpers import ROOT
 

@@ -9,17 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.layout.model_shape import PRESETS, LoraSpec, ModelSpec, parameter_shapes
+from phalanx.layout.model_shape import LoraSpec, ModelSpec
 from phalanx.layout.tensor_shards import (
     CUT_KINDS,
     TensorShard,
     count_copies,
     find_cut_kind,
-    find_tensor_problems,
     plan_tensor_shards,
     whole_shapes,
 )
-from phalanx.models.llama import TENSOR_PLAN
+from phalanx.models.families.catalog import PRESETS, find_tensor_problems, parameter_shapes
+from phalanx.models.families.decoder import TENSOR_PLAN
 
 SMALL = ModelSpec(
     architecture="qwen2", vocab_size=61, hidden=32, layers=2, heads=8, kv_heads=2, head_dim=4, intermediate=48,

@@ -12,9 +12,9 @@ from phalanx.config import load
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.generate.text import Sampling, load_generator
-from phalanx.layout.model_shape import ModelSpec, parameter_count, parameter_shapes
-from phalanx.models.hf_config import BASE_KEY, spec_from_config
-from phalanx.models.hf_mapping import config_from_spec
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import parameter_count, parameter_shapes
+from phalanx.models.hf_config import BASE_KEY, config_from_spec, spec_from_config
 from phalanx.models.llama import Llama
 from phalanx.models.user_model import check_model_class, load_model_class, shapes_of
 from phalanx.trainer import run_folder
@@ -121,7 +121,7 @@ def test_its_config_json_says_whose_it_is_and_what_it_is_built_on() -> None:
 
     own = load_model_class(EXAMPLE)
     spec = replace(SPEC, architecture="qwen3", head_dim=16)
-    config = config_from_spec(spec, torch.float32, model_class=own)
+    config = config_from_spec(spec, torch.float32, own=own.hf_config)
     assert (config["architectures"], config["model_type"]) == (["SquaredLlamaForCausalLM"], "squared_llama")
     assert (config["hidden_act"], config[BASE_KEY]) == ("relu2", "qwen3")
     assert spec_from_config(config, "config.json", own.hf_config) == spec

@@ -23,8 +23,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from phalanx.api.fsdp.clip_norm import clip_grad_norm_
-from phalanx.api.fsdp.empty_shards import with_empty_shards
-from phalanx.api.fsdp.full_state_dict import gather_state_dict, with_full_optimizer_load, with_full_optimizer_state
+from phalanx.api.fsdp.full_state_dict import (
+    gather_state_dict,
+    with_empty_shards,
+    with_full_optimizer_load,
+    with_full_optimizer_state,
+)
 from phalanx.api.fsdp.session import FsdpSession, check_wrap, current_device, current_session, local_world
 from phalanx.core.errors import ConfigError
 

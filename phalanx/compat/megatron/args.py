@@ -6,7 +6,7 @@ from typing import Any
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec, RopeScaling
-from phalanx.layout.model_shape_checks import find_shape_problems
+from phalanx.models.families.catalog import find_shape_problems
 
 GROUPS, BLOCKS = "groups", "blocks"
 # Arguments of Megatron's that change the mathematics, and the values under which it is a LLaMA's.

@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.compat.megatron.args import GROUPS, MegatronOverrides, MegatronTensorFacts, build_spec
 from phalanx.compat.megatron.files import rank_files, read_file
 from phalanx.core.errors import ConfigError
-from phalanx.models.hf_mapping import DTYPES
+from phalanx.models.hf_weights import DTYPES
 
 # A part of a stage -> what it is called by Megatron-core, and by what came before it.
 _OF_LAYER = {
