@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo dist test test-all accelerator fuzz mutants check format bench clean
+.PHONY: help setup demo docs dist test test-all accelerator fuzz mutants check format bench clean
 
 help:
 	@echo "make setup        create .venv with all that the demo, the tests and the benchmarks need"
 	@echo "make demo         train a small LLaMA on two ranks, kill one, go on, export, generate (about three minutes)"
+	@echo "make docs         build the site of the pages into site/, links checked"
 	@echo "make dist         build a wheel and a source distribution into dist/"
 	@echo "make test         run the tests (WORKERS=N at a time; two cores serve three)"
 	@echo "make test-all     run them at full length, a user's first hour too, and the simulated accelerator in all orders"
@@ -35,6 +36,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/python -m phalanx demo
+
+# Needs no more than the pages and docstrings; the packages of the extra `docs` come here alone, tests do without.
+docs: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 # What an earlier build has left would be taken into the wheel.
 dist: setup
@@ -78,7 +85,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
-	@for file in $$(grep -l __main__ benchmarks/*.py); do echo "== $$file"; $(BIN)/python $$file --quick || exit 1; done
+	@for file in $$(grep -l __main__ benchmarks/*.py | grep -v pictures.py); do echo "== $$file"; $(BIN)/python $$file --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) runs out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) runs out build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

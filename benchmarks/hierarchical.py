@@ -5,7 +5,7 @@
 Two nodes (links.py; needs root) with two or four ranks each, numbered node by node or in turns. A group of the backend
 "phalanx", gloo and the flat ring take turns at an all-gather, an all-reduce and a reduce-scatter of one tensor. The
 gain is set against what it can be: the bytes that the flat way sends through the busier link over those that must pass.
-docs/collectives.md says how to read the figures.
+docs/performance.md#collectives says how to read the figures.
 """
 
 import argparse

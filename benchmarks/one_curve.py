@@ -1,13 +1,13 @@
 """One recipe on five clusters: five loss curves, which should be one, beside what the usual mistake makes of it.
 
-    python3 benchmarks/one_curve.py [--quick] [--json FILE] [--html FILE]
+    python3 benchmarks/one_curve.py [--quick] [--json FILE] [--html FILE] [--svg FILE]
 
 A small LLaMA with dropout learns the answers to prompts, in float64: on one rank; on two ranks with CPU quotas of 3:1,
 which share the work by their speeds; on four that hold 4:2:1:0 parts of the optimizer's state; cut into two tensor
 slices and two stages; and on two nodes, one of which is killed and comes back, while ranks are killed as well. Each is
 `phalanx train`, as a user starts it. The control is a plain loop that does what data-parallel scripts often do: equal
 shares, the mean over each rank's own tokens, and the mean of these means. Answers are of unlike lengths, so it trains
-something else. `--html` draws all six.
+something else. `--html` and `--svg` draw them all.
 """
 
 import functools
@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
+from benchmarks.pictures import draw_curves
 from benchmarks.started import Command, Run, start
 from benchmarks.throttle import LEAST, throttle
 from phalanx.core.records import read_steps
@@ -259,6 +260,7 @@ def draw(curves: dict[str, list[float]], file: Path) -> None:
 def main() -> None:
     parser = options("One recipe on five clusters gives one loss curve; wrongly weighted it gives another.")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also draw the curves into this file")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the curves as a picture into this file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="phalanx-one-curve-") as name:
         place = Place(Path(name), 120 if given.quick else 300)
@@ -283,6 +285,8 @@ def main() -> None:
         rows, checks = judge(runs, curves)
     if given.html is not None:
         draw(curves, given.html)
+    if given.svg is not None:
+        draw_curves({name: curve for name, curve in curves.items() if name != PLAIN}, WRONG, given.svg)
     report(result("one_curve", machine(None, 1), rows, checks), given.json)
     sys.exit(0 if all(check.holds for check in checks) else 1)
 

@@ -1,7 +1,7 @@
 """Versions of what Phalanx writes or sends and reads again, and what is said of one that this release does not know.
 
 Each format has a number of its own, which is raised when an older release would misread what is new, and not for
-another field. Which has what number where is a table in docs/run-folder.md.
+another field. Which has what number where is a table in docs/runs.md.
 """
 
 import json

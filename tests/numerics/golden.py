@@ -1,7 +1,7 @@
 """The curve in numbers, as this version walks it; golden.json holds them as they were when they were last renewed.
 
 `python -m tests.numerics.golden` renews that file. What may be renewed, and what must be said then, is in
-docs/one-curve.md. Nothing here draws from a library's generator, whose numbers another version of it might change.
+docs/guarantees.md. Nothing here draws from a library's generator, whose numbers another version of it might change.
 """
 
 import hashlib

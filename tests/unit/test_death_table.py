@@ -1,4 +1,4 @@
-"""The table "what happens after a death" of docs/recovery.md, made from what `decide` decides.
+"""The table "what happens after a death" of docs/fault-tolerance.md, made from what `decide` decides.
 
 `python -m tests.unit.test_death_table` prints it.
 """
@@ -103,7 +103,7 @@ def render_table() -> str:
 
 
 def test_the_page_says_what_is_decided() -> None:
-    assert render_table() in (ROOT / "docs/recovery.md").read_text(encoding="utf-8")
+    assert render_table() in (ROOT / "docs/fault-tolerance.md").read_text(encoding="utf-8")
 
 
 def test_a_ranks_death_is_answered_alike_on_any_number_of_nodes() -> None:

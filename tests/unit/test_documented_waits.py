@@ -1,4 +1,4 @@
-"""The page on accelerators lists every place of the package that waits for a device, or might seem to."""
+"""The page on the simulated accelerator lists every place of the package that waits for a device, or might seem to."""
 
 import ast
 import re
@@ -15,7 +15,9 @@ USES_DEVICES = re.compile(
 
 def documented() -> dict[str, set[str]]:
     """The files, and the functions that the table names of each; none stand for all of them."""
-    table, _, others = (ROOT / "docs" / "accelerators.md").read_text().split("## Every wait")[1].rpartition("\n\n")
+    table, _, others = (
+        (ROOT / "tests" / "accelerator" / "README.md").read_text().split("## Every wait")[1].rpartition("\n\n")
+    )
     listed: dict[str, set[str]] = {file: set() for file in re.findall(r"`([\w/]+\.py)`", others)}
     files: list[str] = []
     for row in [row.split("|") for row in table.split("\n") if row.startswith("| ")][1:]:

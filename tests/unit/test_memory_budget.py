@@ -28,7 +28,7 @@ def test_what_is_asked_for_and_what_is_done_without_room(
 
 
 def test_the_bytes_of_each_by_hand() -> None:
-    # Of a state of 12 bytes and a gradient of 4: docs/recovery.md.
+    # Of a state of 12 bytes and a gradient of 4: docs/fault-tolerance.md.
     assert [each.total_bytes(12, 4) for each in (NO_COPIES, OWN, EVERY, SOME)] == [0, 24, 24 + 24 + 8, 36 + 24]
     assert StateCopies(2, 2).total_bytes(12, 4) == 48
     assert (EVERY.own_bytes(12, 4), EVERY.replica_bytes(12, 4)) == (28, 28)

@@ -220,8 +220,9 @@ def test_the_old_command_for_a_node_still_works(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_what_the_table_has() -> None:
-    page = (ROOT / "docs" / "renamed.md").read_text()
-    listed = {(old, new) for old, new in re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", page, re.MULTILINE)}
+    page = (ROOT / "docs" / "migrating.md").read_text().split("## From Phalanx 0.1\n")[1]
+    rows = [re.findall(r"`([^`]+)`", row) for row in re.findall(r"^\| `.+$", page, re.MULTILINE)]
+    listed = {(old, new) for row in rows for old, new in zip(row[::2], row[1::2], strict=True)}
     changed = {
         (f"{old}.{before}", renamed.full_path(new, now))
         for old, (new, names) in MODULES.items()

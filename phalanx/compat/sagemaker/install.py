@@ -223,7 +223,7 @@ WITHOUT = {
     "in bf16, by FSDP's MixedPrecision; or install it where GPUs have FP8",
 }
 ROOTS = ("torch.sagemaker", "smdistributed")
-PAGE = "docs/from-sagemaker.md lists what is"
+PAGE = "docs/migrating.md lists what is"
 
 
 # -------------------------------------------------------------------------------------------------------------- absent

@@ -1,0 +1,49 @@
+"""Pages of the site that lie outside docs/: the README as its home, changes, contributing, recipes, and the API."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+           "tests/accelerator/README.md": "simulated-accelerator.md"}  # fmt: skip
+API = ["phalanx.api.shard.shard", "phalanx.api.sharded_model", "phalanx.api.fsdp.init", "phalanx.launch.from_python",
+       "phalanx.trainer.callback", "phalanx.tasks.custom", "phalanx.models.model", "phalanx.comm.backend",
+       "phalanx.core.errors"]  # fmt: skip
+LINK = re.compile(r"\]\(([^)\s#:]*)(#[^)\s]*)?\)")
+
+
+def move_links(text: str, folder: Path) -> str:
+    """Links of a file in a folder of the repository, as links of a page of the site."""
+
+    def moved(match: re.Match[str]) -> str:
+        path, anchor = match[1], match[2] or ""
+        if not path:
+            return match[0]
+        target = (folder / path).resolve()
+        name = target.relative_to(ROOT).as_posix()
+        if name in OUTSIDE:
+            return f"]({OUTSIDE[name]}{anchor})"
+        if target.is_relative_to(ROOT / "docs"):
+            return f"]({target.relative_to(ROOT / 'docs').as_posix()}{anchor})"
+        return f"]({name}.txt)" if target.is_file() else "](index.md)"
+
+    return LINK.sub(moved, text)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for name, page in OUTSIDE.items():
+        text = move_links((ROOT / name).read_text(encoding="utf-8"), (ROOT / name).parent)
+        files.append(File.generated(config, page, content=text))
+    for path in [*(ROOT / "recipes").glob("*.yaml"), ROOT / "LICENSE"]:
+        name = f"{path.relative_to(ROOT).as_posix()}.txt"
+        files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
+    api = "# API\n\nPublic names, from their docstrings.\n\n" + "\n".join(f"::: {name}\n" for name in API)
+    files.append(File.generated(config, "api.md", content=api))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    return move_links(markdown, ROOT / "docs") if (ROOT / "docs" / page.file.src_uri).is_file() else markdown
