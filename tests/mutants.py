@@ -70,6 +70,28 @@ EQUIVALENT: dict[str, str] = {
     "20,000 operations one search is enough, and no model has as many",
     "layout/comm_schedule.py lower_bound_s: 0.0 -> -1.0 in all_reduced = 0.0": "no reduce begins before "
     "0, and the greater counts",
+    "layout/balance.py divide: best_s * BETTER -> (best_s) / (BETTER)": "of equals the least number of micro-batches is taken either way",
+    "layout/balance.py _fluid_parts: bound - most -> (bound) + (most)": "where the search begins, which goes on to both sides",
+    "layout/balance.py _fluid_parts: 1 -> 2 in per_s = min(1 / (fixed + each) for fixed, each, _ in "
+    "rows)  # no more, or one has no time for one sequence in each": "where the search begins, which goes on to both sides",
+    "layout/balance.py _capacity: 0.0 -> -1.0 in return 0.0, 0, False": "either is less than any total",
+    "layout/balance.py _split_below: 0 -> 1 in line.cost(0),": "how fast the cost is found, and not which",
+    "layout/balance.py _split_below: 0.01 -> -0.995 in cost = low + (high - low) * min(max(aim, 0.01), "
+    "0.99)": "how fast the cost is found, and not which",
+    "layout/balance.py state_shares: room * ranks -> (room) / (ranks)": "equal shares are also what the general case gives",
+    "layout/balance.py state_shares: 0.0 -> 1.0 in left, shares = needed_bytes, [0.0] * ranks": "each rank's is written over",
+    "layout/rebalance.py _decided: history.rejected[1] * (1 - moved) > sure_s * (1 - GAIN) -> "
+    "(history.rejected[1] * (1 - moved)) >= (sure_s * (1 - GAIN))": "two measured times are never the same number",
+    "layout/rebalance.py RankSpeed._changed: -1 -> 1": "odd[-1] is asked for where there are two",
+    "layout/comm_schedule.py : 1.001 -> 0.5005 in NEAR_ENOUGH = 1.001  # of the bound: no search goes on "
+    "for less": "the search goes on, for an order that is at most a thousandth better",
+    "layout/buckets.py make_buckets: 0 -> 1 in needed = 1 + max((at for bucket in buckets for at, part "
+    "in enumerate(bucket.parts) if part.elements), default=0)": "some bucket has elements, or there is none",
+    "data/shuffle.py shuffle_indices: range(0, ROUNDS, 2) -> range(0, (ROUNDS) - 1, 2)": "ROUNDS is even",
+    "parallel/pipeline_schedules.py _StageStub.__init__: 1 -> 2 in self.is_first, self.is_last = stage "
+    "== 0, stage == stages - 1": "PyTorch makes its table without asking for it",
+    "parallel/pipeline_schedules.py _StageStub.__init__: 0 -> -1 in self.group_rank, self.group_size = "
+    "0, ranks": "PyTorch makes its table without asking for it",
     "layout/pipeline_stages.py _ready: 0.0 -> -1.0 in found = max(found, made[need] + (hop_s if stages.owner(need[1]) "
     "!= stages.owner(stage) else 0.0))": "what a rank has made itself it has made before it begins anything else",
 } | {

@@ -25,6 +25,7 @@ from phalanx.layout.balance import (
     shard_cuts,
     slowest_s,
     split_by_cost,
+    split_by_weights,
     state_shares,
 )
 
@@ -458,3 +459,8 @@ def test_state_is_as_even_as_memories_allow(rooms: list[float], needed: float) -
     # Who has less than the most has all that there is room for.
     for share, room in zip(shares, rooms, strict=True):
         assert share == pytest.approx(max(shares)) or share * needed == pytest.approx(max(0.0, room), abs=1e-9)
+
+
+def test_the_largest_remainders_gain_and_of_equals_the_first() -> None:
+    assert split_by_weights([2.0, 1.0], 10) == [7, 3]
+    assert split_by_weights([1.0, 1.0, 1.0], 2) == [1, 1, 0]

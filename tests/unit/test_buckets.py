@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.buckets import GRANULE, Bucket, BucketPart, ParameterSpec, make_buckets
+from phalanx.layout.buckets import GRANULE, Bucket, BucketPart, ParameterSpec, check_whole_rows, make_buckets
 
 SHAPES = st.one_of(
     st.just(()),
@@ -153,3 +153,17 @@ def test_a_link_carries_all_but_the_smallest_range() -> None:
 def test_weights_that_make_no_shares_are_refused(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="give each rank a number that is not negative"):
         make_buckets([ParameterSpec("p", (3,), "", "fp32")], weights)
+
+
+def test_gaps_are_where_something_is_padded() -> None:
+    (padded,) = make_buckets([ParameterSpec("a", (GRANULE + 1,), "", "fp32", True, False)], [1.0])
+    assert padded.gaps == (slice(GRANULE + 1, padded.elements),)
+    (full,) = make_buckets([ParameterSpec("a", (GRANULE,), "", "fp32", True, False)], [1.0])
+    assert full.gaps == ()
+
+
+def test_rows_that_stay_whole_are_rounded_whole() -> None:
+    check_whole_rows([ParameterSpec("a", (3, GRANULE), "", "fp32", True, True)])
+    check_whole_rows([ParameterSpec("a", (GRANULE, 3), "", "fp32", True, False)])
+    with pytest.raises(ConfigError, match="keeps rows of a whole, which have 3;"):
+        check_whole_rows([ParameterSpec("a", (GRANULE, 3), "", "fp32", True, True)])

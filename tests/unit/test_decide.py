@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.elastic.supervisor.assignment import fill_seats
 from phalanx.elastic.supervisor.decide import COLLECT_S, READY_S, decide
 from phalanx.elastic.supervisor.state import (
     DivisionPrepared,
@@ -125,6 +126,15 @@ def test_a_spare_takes_the_seat_and_without_one_the_ranks_are_divided_anew() -> 
     assert done[-1] == StartAttempt(3, 2, (0,), 0)
 
 
+def test_of_spares_one_that_is_ready_takes_the_seat_and_of_these_the_first() -> None:
+    state = replace(begun(nodes=2), division=7)
+    spares = [node(0), node(4, ready=7), node(3, ready=7), node(2)]
+    assert fill_seats(state, (0, -1), spares) == (0, 3)
+    assert fill_seats(state, (0, -1), spares[:2]) == (0, 4)
+    assert fill_seats(state, (-1, -1), spares[2:]) == (3, 2)
+    assert fill_seats(state, (-1, -1), spares[3:]) is None
+
+
 def test_a_node_that_returns_is_taken_in_by_saving_first() -> None:
     state = replace(begun(), slots=(NodeSlot(1, "any"),), seats=(0,), nodes=(node(0),))
     state, done = walk(state, NodeJoined(1, node(1, ready=0)), NodeReady(2, 1, 1))
@@ -235,8 +245,11 @@ def test_each_failure_that_follows_no_progress_puts_off_the_next_attempt_for_lon
     state, now, pauses = begun(nodes=1, max_restarts=9), 0.0, []
     for attempt in range(1, 8):
         now += 1
-        state, _ = walk(state, RanksEnded(now, 0, attempt, 1, KILLED))
+        state, done = walk(state, RanksEnded(now, 0, attempt, 1, KILLED))
         pauses.append(state.start_at - now)
+        assert [each.details["message"] for each in done if isinstance(each, WriteEvent) and pauses[-1] >= 10] == [
+            f"{attempt} attempts in a row have not come beyond step 0: the next begins in {pauses[-1]:g} s"
+        ] * (pauses[-1] >= 10)
         now = state.start_at
         state, _ = walk(state, Tick(now))
         assert (state.phase, state.attempt) == (JobPhase.RUNNING, attempt + 1)

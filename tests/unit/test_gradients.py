@@ -125,3 +125,13 @@ def test_the_loss_scale_is_taken_out_again() -> None:
     assert scale.factor.item() == 2.0**11
     gradients.compute_norm_and_divisor(squares * math.nan, nominal_weight=4, total_weight=0, clip=None, scale=scale)
     assert scale.factor.item() == 2.0**11, "a step without weight says nothing of the scale"
+
+
+def test_what_several_ranks_hold_alike_counts_once() -> None:
+    grads = [(torch.tensor([3.0]), 1), (torch.tensor([4.0]), 4), (torch.tensor([2.0]), 4)]
+    assert float(gradients.sum_of_squares_once(grads, torch.float64, CPU)) == 9 + (16 + 4) / 4
+
+
+def test_without_other_parts_of_the_model_nothing_is_added() -> None:
+    squares = torch.tensor([2.0])
+    assert gradients.sum_over_model(squares, None, Traffic()) is squares

@@ -263,9 +263,8 @@ def _if_over(state: JobState, now: float) -> Decision:
 
 def _failed(state: JobState, first: FailureCause | None, now: float) -> Decision:
     """After a failure that is worth another attempt, while there is a budget for it."""
-    kept = _find_in_memory_step(state)
+    kept, before = _find_in_memory_step(state), state.budget
     safe = state.committed if kept is None else kept.step
-    before = state.budget
     failures = 1 if safe > before.reached else before.failures + 1
     crash = ("", 0)
     if first is not None and not state.lost_with_ranks:
@@ -278,12 +277,13 @@ def _failed(state: JobState, first: FailureCause | None, now: float) -> Decision
     if crash[1] >= state.policy.same_crash and crash[0]:
         why = f"{crash[1]} attempts have failed in a row with {crash[0]}, so the next one would too; fix that first"
         return _give_up(state, code, why)
+    many = f"{failures} attempts in a row have" if failures > 1 else "the attempt has"
+    why = f"{many} not come beyond step {budget.reached}"
     if failures > state.policy.max_restarts:
-        many = f"{failures} attempts in a row have" if failures > 1 else "the attempt has"
-        why = f"{many} not come beyond step {budget.reached}; their logs say why"
-        # Where no other attempt is allowed, nobody expects one.
-        return _give_up(state, code, why) if state.policy.max_restarts else _finish(state, code, why)
-    return _regroup(state, now)
+        give_up = _give_up if state.policy.max_restarts else _finish  # where no other is allowed, nobody expects one
+        return give_up(state, code, f"{why}; their logs say why")
+    said = WriteEvent(EventKind.WARNING, {"message": f"{why}: the next begins in {pause_s:g} s"})
+    return _and([said] if pause_s >= 10 else [], _regroup(state, now))
 
 
 def _regroup(state: JobState, now: float) -> Decision:
