@@ -70,16 +70,16 @@ EQUIVALENT: dict[str, str] = {
     "20,000 operations one search is enough, and no model has as many",
     "layout/comm_schedule.py lower_bound_s: 0.0 -> -1.0 in all_reduced = 0.0": "no reduce begins before "
     "0, and the greater counts",
-    "layout/balance.py divide: best_s * BETTER -> (best_s) / (BETTER)": "of equals the least number of micro-batches is taken either way",
-    "layout/balance.py _fluid_parts: bound - most -> (bound) + (most)": "where the search begins, which goes on to both sides",
+    "layout/balance.py divide: best_s * BETTER -> (best_s) / (BETTER)": "of equals the least is taken",
+    "layout/balance.py _fluid_parts: bound - most -> (bound) + (most)": "where the search begins",
     "layout/balance.py _fluid_parts: 1 -> 2 in per_s = min(1 / (fixed + each) for fixed, each, _ in "
-    "rows)  # no more, or one has no time for one sequence in each": "where the search begins, which goes on to both sides",
+    "rows)  # no more, or one has no time for one sequence in each": "where the search begins",
     "layout/balance.py _capacity: 0.0 -> -1.0 in return 0.0, 0, False": "either is less than any total",
     "layout/balance.py _split_below: 0 -> 1 in line.cost(0),": "how fast the cost is found, and not which",
     "layout/balance.py _split_below: 0.01 -> -0.995 in cost = low + (high - low) * min(max(aim, 0.01), "
     "0.99)": "how fast the cost is found, and not which",
-    "layout/balance.py state_shares: room * ranks -> (room) / (ranks)": "equal shares are also what the general case gives",
-    "layout/balance.py state_shares: 0.0 -> 1.0 in left, shares = needed_bytes, [0.0] * ranks": "each rank's is written over",
+    "layout/balance.py state_shares: room * ranks -> (room) / (ranks)": "the general case gives the same",
+    "layout/balance.py state_shares: 0.0 -> 1.0 in left, shares = needed_bytes, [0.0] * ranks": "all are written over",
     "layout/rebalance.py _decided: history.rejected[1] * (1 - moved) > sure_s * (1 - GAIN) -> "
     "(history.rejected[1] * (1 - moved)) >= (sure_s * (1 - GAIN))": "two measured times are never the same number",
     "layout/rebalance.py RankSpeed._changed: -1 -> 1": "odd[-1] is asked for where there are two",
