@@ -137,7 +137,7 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
     from phalanx.checkpoint.disk.save import CheckpointSaver
     from phalanx.comm.json_objects import JsonGroup
     from phalanx.comm.mesh import join
-    from phalanx.parallel.materialize import make_adapter_fill
+    from phalanx.parallel.init_weights import make_adapter_fill
     from phalanx.trainer.loop import TrainingJob, TrainingLoop
     from phalanx.trainer.stop_request import StopRequest
     from phalanx.workload.build import build_components

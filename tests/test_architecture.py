@@ -588,7 +588,6 @@ def test_the_process_environment_is_read_in_few_places() -> None:
     commands = {
         "phalanx.cli.main",
         "phalanx.cli.demo",  # which hides accelerators from what it starts
-        "phalanx.cli.doctor",
         "phalanx.cli.health",
         "phalanx.cli.jobs",
         "phalanx.launch.from_python",

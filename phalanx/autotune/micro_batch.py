@@ -31,8 +31,7 @@ from phalanx.models.model import Model, StagedArchitecture
 from phalanx.optim.make_rule import make_rule
 from phalanx.optim.update import UpdateRule
 from phalanx.parallel.parallelize import compute_dtype, sharding_units
-from phalanx.recovery.budget import choose_copies, list_copy_options
-from phalanx.recovery.catalog import find_redundant
+from phalanx.recovery.catalog import choose_copies, find_redundant, list_copy_options
 from phalanx.system import accelerator
 from phalanx.workload.engines import StateWeights, make_sharding_spec
 from phalanx.workload.workload import Workload

@@ -11,7 +11,7 @@ from phalanx.engine.interface import Engine
 from phalanx.engine.single import SingleEngine
 from phalanx.models.model import Model
 from phalanx.optim.state import Shard
-from phalanx.parallel.materialize import materialize
+from phalanx.parallel.init_weights import materialize
 from phalanx.parallel.parallelize import parallelize
 from phalanx.system import accelerator
 from phalanx.tasks.task import Batch, Task

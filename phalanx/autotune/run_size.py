@@ -6,7 +6,7 @@ from typing import Any
 
 from phalanx.config.schema import Config
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.recovery.budget import describe_budget, list_copy_options
+from phalanx.recovery.catalog import describe_budget, list_copy_options
 
 STATE_MEMORY_SHARE = (
     0.5  # of the free memory, that `parallel.zero: auto` lets the state take: the rest is for activations

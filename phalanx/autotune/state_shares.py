@@ -20,8 +20,7 @@ from phalanx.layout.buckets import make_buckets
 from phalanx.models.model import Model
 from phalanx.optim.make_rule import make_rule
 from phalanx.parallel.parallelize import precision_of, sharding_units
-from phalanx.recovery.budget import NO_COPIES, StateCopies, list_copy_options
-from phalanx.recovery.catalog import find_redundant
+from phalanx.recovery.catalog import NO_COPIES, StateCopies, find_redundant, list_copy_options
 from phalanx.system import accelerator
 from phalanx.workload.engines import StateWeights, make_sharding_spec
 from phalanx.workload.sinks import RecordWriter, find_resolved_value

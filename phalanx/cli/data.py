@@ -97,7 +97,7 @@ def data_inspect(
     """Show what token sets hold: counts, lengths, what is learnt, and some documents as text."""
     from phalanx.data import inspect
     from phalanx.data.packing import PackingOptions
-    from phalanx.report import dataset_tables
+    from phalanx.report import tables
     from phalanx.report.terminal import open_terminal
 
     form = None
@@ -118,7 +118,7 @@ def data_inspect(
         folders, known = inspect.find_token_sets(Path(subject).expanduser().absolute())
         tokenizer = tokenizer or known
     found = [inspect.compute_stats(name, folder, tokenizer, form, samples) for name, folder in folders.items()]
-    dataset_tables.print_datasets(open_terminal(), found)
+    tables.print_datasets(open_terminal(), found)
 
 
 @data_app.command("batch")
@@ -138,7 +138,7 @@ def data_batch(
     from phalanx.data import batch
     from phalanx.data.loader import Loader
     from phalanx.data.tokenizer import load_tokenizer
-    from phalanx.report import dataset_tables
+    from phalanx.report import tables
     from phalanx.report.terminal import open_terminal
     from phalanx.workload.workload import make_workload, read_model_shape
 
@@ -158,9 +158,7 @@ def data_batch(
         return
     tokenizer = load_tokenizer(done.tokenizer_folder)
     folders = [str(folder) for folder, _ in done.train]
-    dataset_tables.print_batch(
-        open_terminal(), step, found, [batch.preview_text(one, tokenizer) for one in found], folders
-    )
+    tables.print_batch(open_terminal(), step, found, [batch.preview_text(one, tokenizer) for one in found], folders)
 
 
 @data_app.command("megatron")
@@ -205,7 +203,7 @@ def _recipe_for_data(whole: schema.Config) -> schema.Config:
 
 def _prepare_data(wanted: schema.Config, aside: bool = False) -> "PreparedData":
     from phalanx.data.prepare_records import prepare_for
-    from phalanx.report.progress import phase_progress
+    from phalanx.report.terminal import phase_progress
 
     with phase_progress(aside=aside) as progress:
         return prepare_for(wanted, progress)

@@ -18,13 +18,11 @@ from phalanx import __version__
 from phalanx.cli import help
 from phalanx.cli.config import RecipeFile, config_app
 from phalanx.cli.data import Overrides, data_app
-from phalanx.cli.demo import demo_command
-from phalanx.cli.doctor import doctor_command
-from phalanx.cli.health import health_command
+from phalanx.cli.demo import demo_command, recipes_app
+from phalanx.cli.health import doctor_command, health_command
 from phalanx.cli.jobs import RunFolder, jobs_app
 from phalanx.cli.nodes import nodes_app
 from phalanx.cli.plan import plan_command
-from phalanx.cli.recipes import recipes_app
 from phalanx.config import load, schema
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError, PhalanxError
@@ -229,7 +227,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder; adapters as a folder that PEFT loads."""
-    from phalanx.report.progress import phase_progress
+    from phalanx.report.terminal import phase_progress
     from phalanx.trainer.best_checkpoint import find_best_evaluation
     from phalanx.trainer.export import EXPORT_DTYPES, export_run
     from phalanx.trainer.run_folder import read_run_config
@@ -280,7 +278,7 @@ def generate(
     """Write text with a trained model, by the transformers library; by several ranks where no device holds it."""
     from phalanx.generate import distributed
     from phalanx.generate import text as generate_text
-    from phalanx.report.progress import phase_progress
+    from phalanx.report.terminal import phase_progress
 
     if system is not None and not chat:
         raise ConfigError("--system is for a conversation; add --chat or leave it out")

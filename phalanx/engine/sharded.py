@@ -35,14 +35,12 @@ from phalanx.engine.bucket import (
     replace_meta_tensors,
 )
 from phalanx.engine.collective_queue import CollectiveQueue
-from phalanx.engine.grad_accumulation import GradAccumulation
 from phalanx.engine.hooks import PassEvents, UnitHooks
 from phalanx.engine.interface import InMemoryStore, Precision, StepOutcome
 from phalanx.engine.schedule import TransferSchedule
 from phalanx.engine.sharding_spec import PART_BYTES, PREFETCH, ShardingSpec
 from phalanx.engine.state_slots import OwnedShards, StateSlots
-from phalanx.engine.step_consensus import StepConsensus
-from phalanx.engine.step_state import ShardedStepOutcome, StepState
+from phalanx.engine.step_state import GradAccumulation, ShardedStepOutcome, StepConsensus, StepState
 from phalanx.engine.units import Unit, describe_parameters
 from phalanx.layout import buckets
 from phalanx.layout.comm_simulation import TransferOp

@@ -8,14 +8,17 @@ that compute themselves are measured: an accelerator's passes end later than the
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 
 from phalanx.comm.collectives import Traffic
+from phalanx.engine.interface import Engine
 from phalanx.layout import link_rate
 from phalanx.layout.comm_schedule import StepTimings
+from phalanx.optim.state import Slot
+from phalanx.optim.update import StepUpdate, UpdateRule
 from phalanx.system.event_times import EventTimes, record_time, seconds_between
 
 WINDOW = 5  # micro-batches whose median counts
@@ -199,3 +202,44 @@ class LinkTimer:
             parts=parts,
         )
         return work, rate
+
+
+# --------------------------------- how long updates take on a host that does them itself, whichever thread they are on
+
+
+class UpdateTimer:
+    """Counts the seconds of an engine's updates. On an accelerator those say only how long they took to be queued."""
+
+    def __init__(self) -> None:
+        self._total = self._before = 0.0
+
+    def wrap_engine(self, make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+        """The same maker of an engine, whose updates are counted here."""
+
+        def make(*args: Any, rule: UpdateRule, **more: Any) -> Engine:
+            return make_engine(*args, rule=cast(UpdateRule, TimedRule(rule, self)), **more)
+
+        return make
+
+    def add_seconds(self, seconds: float) -> None:
+        self._total += seconds  # by one thread alone
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self._before = self._before, self._total
+        return self._before - before
+
+
+class TimedRule:
+    """A rule that does as `rule` does, and is counted."""
+
+    def __init__(self, rule: UpdateRule, updates: UpdateTimer) -> None:
+        self.rule, self._updates = rule, updates
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rule, name)
+
+    def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
+        begun = time.perf_counter()
+        self.rule.apply(source, target, grads, change)
+        self._updates.add_seconds(time.perf_counter() - begun)

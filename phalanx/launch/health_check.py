@@ -23,7 +23,7 @@ from phalanx.health import host as host_health
 from phalanx.health.findings import VERSION, Finding, Severity, is_usable, verdict
 from phalanx.launch import multinode
 from phalanx.launch.rendezvous_options import RendezvousOptions
-from phalanx.report import health as shown
+from phalanx.report import tables as shown
 from phalanx.report.terminal import open_terminal
 
 COMMAND = "phalanx health"  # by which its nodes know each other

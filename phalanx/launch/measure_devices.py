@@ -31,7 +31,7 @@ from phalanx.launch.prepare import PreparedRun
 from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.layout import balance, hardware
 from phalanx.layout.hardware import Hardware
-from phalanx.report import event_text, hardware_table
+from phalanx.report import event_text, tables
 from phalanx.report.terminal import open_terminal
 
 COMMAND = "phalanx hardware"  # by which its nodes know each other
@@ -228,7 +228,7 @@ def _show(known: Hardware, wanted: Config, prepared: PreparedRun, file: Path, as
     if as_json:
         terminal.out(json.dumps(hardware.to_json(known) | division.to_json(), indent=1), highlight=False)
     else:
-        terminal.print(hardware_table.render_hardware_table(known, division))
+        terminal.print(tables.render_hardware_table(known, division))
         terminal.print(f"written to {file}; balance.hardware={file} uses it")
 
 

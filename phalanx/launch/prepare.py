@@ -169,7 +169,7 @@ def _check_wandb(project: str) -> None:
 
 def resolve_text(text: str, devices: list[str], world: int, local_world: int, show: bool) -> dict[str, Any]:
     """In a child process, since tokenizers start threads and a probe allocates."""
-    from phalanx.report.progress import phase_progress
+    from phalanx.report.terminal import phase_progress
     from phalanx.trainer.resolve import resolve_with_files
 
     with phase_progress() if show else contextlib.nullcontext() as progress:

@@ -22,7 +22,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout.tensor_shards import TensorShard, plan_tensor_shards
 from phalanx.models.families.catalog import TRANSFORM_PLANS
 from phalanx.models.layers import RMSNorm
-from phalanx.parallel import dropout
+from phalanx.parallel import activations
 from phalanx.parallel.tensor import (
     TENSOR_PARALLEL_MODULES,
     PartialRMSNorm,
@@ -89,7 +89,7 @@ def transform(
         parameter.data = parameter.data.to(dtype=dtype)
     model.register_load_state_dict_pre_hook(shard_state_dict)
     if any(_config(model).get(key) for key in _DROPOUT):
-        dropout.sync_dropout(
+        activations.sync_dropout(
             model, [each for name, each in model.named_modules() if name.endswith(_ATTENTION)], cut.peers
         )
     on_meta = any(parameter.is_meta for parameter in model.parameters())

@@ -19,7 +19,7 @@ from phalanx.layout.tensor_shards import TensorShard, count_copies, plan_tensor_
 from phalanx.models.families.catalog import family_of, parameter_shapes
 from phalanx.models.model import Model, StagedArchitecture
 from phalanx.optim.state import StatePiece
-from phalanx.parallel.materialize import Fill
+from phalanx.parallel.init_weights import Fill
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.tensor import apply_tensor_parallel, copy_shard, make_tensor_context
 from phalanx.parallel.tensor_state import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.layout.tensor_shards import TensorShard
 from phalanx.optim.state import Shard, StatePiece
-from phalanx.parallel.materialize import Fill
+from phalanx.parallel.init_weights import Fill
 
 Read = Callable[[str, str, int, int, Tensor], None]  # name, kind, start, stop, out
 # Of a checkpoint: the last two are elements [start, stop) of a window of columns (None: of the whole), and the window.

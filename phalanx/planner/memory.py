@@ -11,7 +11,7 @@ from phalanx.planner.constants import CostConstants
 from phalanx.planner.device_catalog import DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import StepWork, adapter_widths, count_adapter_parameters, find_trained_share
-from phalanx.recovery.budget import NO_COPIES, StateCopies, choose_copies, list_copy_options
+from phalanx.recovery.catalog import NO_COPIES, StateCopies, choose_copies, list_copy_options
 
 STATE = ("master weights", "optimizer state")
 UNITS_AT_ONCE = 2  # of parameters that are whole with zero 3: the block in use, and the one that is fetched

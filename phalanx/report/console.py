@@ -29,7 +29,7 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.records import read_steps
 from phalanx.core.renamed import rename_event
 from phalanx.core.run_paths import RunPaths, Url
-from phalanx.report import devices, eval_view, event_text
+from phalanx.report import devices, event_text, views
 from phalanx.report.terminal import open_terminal
 
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
@@ -303,7 +303,7 @@ def render_run_summary(paths: RunPaths) -> RenderableType:
         rows.append(("last step", str(last["step"])))
     if (loss := event_text.finite_number(last, "loss")) is not None:
         rows.append(("loss", f"{loss:.4f}"))
-    for name, evaluations in eval_view.group_by_set(read_events(paths.events)).items():
+    for name, evaluations in views.group_by_set(read_events(paths.events)).items():
         if (loss := event_text.finite_number(evaluations[-1], "loss")) is not None:
             beside = event_text.describe_scores(evaluations[-1])
             rows.append((f"{name} loss", f"{loss:.4f}" + (f"  ({beside})" if beside else "")))

@@ -16,7 +16,7 @@ from phalanx.core.errors import RunError
 from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.run_paths import RunPaths
-from phalanx.report import devices, eval_view, event_text, page, prediction_view, profile_view
+from phalanx.report import devices, event_text, page, views
 from phalanx.report.history import (
     POINTS,
     Record,
@@ -99,7 +99,7 @@ def report_payload(run: RunHistory) -> Record:
         "lost": lost,
         "heldOut": [
             {"name": name, **_columns(evaluations, run.began)}
-            for name, evaluations in eval_view.group_by_set(run.events).items()
+            for name, evaluations in views.group_by_set(run.events).items()
         ],
         "scores": [
             {
@@ -107,7 +107,7 @@ def report_payload(run: RunHistory) -> Record:
                 **_columns(have, run.began),
                 "loss": [_rounded(event_text.eval_scores(one)[score]) for one in have],
             }
-            for name, have, score in eval_view.score_curves(run.events)
+            for name, have, score in views.score_curves(run.events)
         ],
         "events": _marks(run),
         "duration": run.ended - run.began,
@@ -153,7 +153,7 @@ def build_charts(run: RunHistory) -> list[Record]:
     if any(event_text.finite_number(record, "mfu") is not None for record in run.counted_steps):
         traces = [_trace("all of attention", "mfu", "blue"), _trace("causal half", "mfu_causal", "teal")]
         found.append(_chart("mfu", "Model FLOPs utilisation", "share of dense peak", traces, zero=True, percent=True))
-    if scores := eval_view.score_curves(run.events):  # drawn as held-out losses are
+    if scores := views.score_curves(run.events):  # drawn as held-out losses are
         found.insert(
             1, _chart("scores", "Scores", scores[0][0] if len(scores) == 1 else "", [], legend=len(scores) > 1)
         )
@@ -249,7 +249,7 @@ def _tiles(run: RunHistory) -> str:
     loss = event_text.finite_number(last, "loss")
     near = smoothed[-1] if smoothed else None
     tiles.append(("last loss", _fixed(loss), f"smoothed {near:.4f}" if near is not None else ""))
-    for name, evaluations in (eval_view.group_by_set(run.events) or {"held-out": [{}]}).items():
+    for name, evaluations in (views.group_by_set(run.events) or {"held-out": [{}]}).items():
         last_loss = event_text.finite_number(evaluations[-1], "loss")
         note = event_text.describe_scores(evaluations[-1])
         tiles.append((f"{html.escape(name)} loss", _fixed(last_loss), note))
@@ -344,9 +344,9 @@ def _records(run: RunHistory) -> str:
         devices.summarize_devices(run.counted_steps, run.device_names, run.device_lines)
     )
     parts += [
-        *prediction_view.render_prediction_card(run),
-        *eval_view.render_eval_card(run.events),
-        *profile_view.render_profile_cards(run),
+        *views.render_prediction_card(run),
+        *views.render_eval_card(run.events),
+        *views.render_profile_cards(run),
     ]
     if resolved:
         title = f"<summary>Values of <code>auto</code> <span>{len(resolved)} resolved</span></summary>"

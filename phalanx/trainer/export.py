@@ -1,18 +1,20 @@
 """From a run's newest checkpoint to a Hugging Face folder, tensor by tensor."""
 
+import contextlib
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from phalanx.checkpoint.disk.load import Checkpoint, find_newest_valid, list_steps, open_and_verify, step_folder
 from phalanx.config.schema import Config
-from phalanx.core.errors import CheckpointError, ConfigError, RunError
+from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError, RunError
 from phalanx.core.events import EventKind, write_event
 from phalanx.core.run_paths import RunPaths, Url
+from phalanx.data.cache import temporary_folder
 from phalanx.models import hf_config
 from phalanx.models.hf_export import copy_tokenizer, export, export_plain, new_folder
 from phalanx.models.hf_weights import Weights
@@ -20,7 +22,7 @@ from phalanx.models.model import Architecture
 from phalanx.models.peft import save_adapter
 from phalanx.models.user_model import hf_name, shapes_of
 from phalanx.parallel.parallelize import DTYPES
-from phalanx.trainer import export_target
+from phalanx.storage import files as storage
 from phalanx.trainer.run_folder import next_attempt, read_run_config
 from phalanx.workload import adapters, local_copies
 from phalanx.workload.workload import read_model_shape, resolve_model_class
@@ -66,7 +68,7 @@ def export_run(
     read: Callable[[str], torch.Tensor] = functools.partial(_read, checkpoint)
     if spec.lora is not None and merge is False:
         stored = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_master_dtype(config)]
-        with export_target.open_export_target(folder, config) as (local, _), new_folder(local) as temporary:
+        with open_export_target(folder, config) as (local, _), new_folder(local) as temporary:
             named = functools.partial(hf_name, model_class=code)
             base = adapters.base_name(wanted), adapters.read_base_fingerprint(paths)
             save_adapter(temporary, spec.lora, spec.layers, read, stored, named, *base)
@@ -88,7 +90,7 @@ def export_run(
             progress(done, total)
 
     ids = _special_ids(paths.tokenizer)
-    with export_target.open_export_target(folder, config) as (local, finished):
+    with open_export_target(folder, config) as (local, finished):
         export(
             local,
             spec,
@@ -136,7 +138,7 @@ def _export_custom(
         paths.task_code.name: paths.task_code.read_text(encoding="utf-8"),
         "config.json": json.dumps(about, indent=2) + "\n",
     }
-    with export_target.open_export_target(folder, config) as (local, finished):
+    with open_export_target(folder, config) as (local, finished):
         export_plain(
             local, shapes, _make_reusing_reader(checkpoint), out_dtype, texts, progress=report, finished=finished
         )
@@ -233,3 +235,41 @@ def _special_ids(tokenizer: Path) -> dict[str, int]:
         if isinstance(text, str) and text in tokens:
             ids[key] = tokens[text]
     return ids
+
+
+# ----------------------------- where an export goes: a local folder, or through a temporary one to a URL, file by file
+
+
+WRITE_LAST = ("config.json", "adapter_config.json")  # what makes a folder a model, or an adapter, to those who load it
+
+
+@contextlib.contextmanager
+def open_export_target(folder: Path | Url, config: Config) -> Iterator[tuple[Path, Callable[[Path], None] | None]]:
+    """A local folder to write to, and what takes a finished file away from it (None where it may stay).
+
+    What is written there is at the URL when the block ends, LAST at last. When it fails, what has been copied is
+    removed as far as the store lets it. Raises ConfigError when there is something at the URL, else as `storage` does.
+    """
+    if isinstance(folder, Path):
+        yield folder, None
+        return
+    if storage.list_folder(folder.text, timeout_s=folder.timeout_s):
+        raise ConfigError(f"{folder} is not empty, so an export would mix with what is there; name a new URL")
+    copied: list[str] = []
+
+    def take(path: Path) -> None:
+        copied.append((folder / path.name).text)
+        storage.upload(path, copied[-1], folder.timeout_s)
+        path.unlink()
+
+    cache = storage.local_cache(config.data.cache)
+    with temporary_folder(cache) as temporary:
+        local = temporary / folder.name
+        try:
+            yield local, take
+            for path in sorted(local.iterdir(), key=lambda path: (path.name in WRITE_LAST, path.name)):
+                take(path)
+        except BaseException:
+            with contextlib.suppress(PhalanxError):
+                storage.remove(copied, folder.timeout_s)
+            raise

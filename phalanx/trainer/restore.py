@@ -19,7 +19,7 @@ from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.optim.make_rule import make_rule
 from phalanx.optim.update import AdamW
-from phalanx.parallel.materialize import make_frozen_fill, materialize
+from phalanx.parallel.init_weights import make_frozen_fill, materialize
 from phalanx.recovery import state_file
 from phalanx.recovery.replica_client import ReplicaClient
 from phalanx.workload.build import RunComponents

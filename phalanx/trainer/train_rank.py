@@ -13,20 +13,23 @@ from phalanx.autotune.measure import find_rank_speeds, limit_after_out_of_memory
 from phalanx.autotune.state_shares import find_in_memory_options, resolve_state_weights
 from phalanx.checkpoint.disk.save import CheckpointSaver
 from phalanx.comm.json_objects import JsonGroup
-from phalanx.comm.mesh import join
+from phalanx.comm.mesh import Mesh, join
+from phalanx.comm.topology import this_host
 from phalanx.core import progress_page
 from phalanx.core.errors import OutOfMemory
 from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models import attention
 from phalanx.recovery import fencing
 from phalanx.storage import mirror
 from phalanx.system import accelerator
 from phalanx.system.trace import phase
 from phalanx.trainer.callback import CallbackRequest
 from phalanx.trainer.callback_runner import make_callback_runner
-from phalanx.trainer.device_compatibility import find_kernel_differences, find_shared_devices
+from phalanx.trainer.loop import TrainingJob, TrainingLoop, is_due
 from phalanx.trainer.restore import ResumePoint, make_in_memory_store
 from phalanx.trainer.rollback import roll_back
 from phalanx.trainer.stop_request import handle_stop_signals
@@ -41,8 +44,6 @@ from phalanx.workload.workload import make_workload
 if TYPE_CHECKING:
     pass
 
-
-from phalanx.trainer.loop import TrainingJob, TrainingLoop, is_due
 
 STORE_OPERATIONS = 10  # of a rank that the others wait for in a save, each tried for resilience.storage_timeout_s
 
@@ -214,3 +215,44 @@ def _save_and_stop(loop: TrainingLoop, step: int, why: str, saved: int | None) -
     loop.callbacks.end_training(step, why)
     loop.records.write_event(EventKind.STOPPED, {"step": step, "reason": why})
     return ExitCode.STOPPED
+
+
+# ------------------------------------------------------------------------------------------------ device compatibility
+# What ranks must know of each other's devices before they train: who shares one, and whose kernels are others.
+
+
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def find_shared_devices(mesh: Mesh) -> list[str]:
+    """A sentence on each accelerator that several ranks are on. Collective."""
+    devices, said = JsonGroup(mesh.control).all_gather_objects(accelerator.hardware_id(mesh.device, this_host())), []
+    for device in sorted(set(devices) - {""}):
+        ranks = [str(rank) for rank, each in enumerate(devices) if each == device]
+        if len(ranks) > 1:
+            said.append(
+                f"ranks {', '.join(ranks)} are on one accelerator, or on parts of one, whose own collectives refuse "
+                "that: what ranks exchange goes through host memory, slowly; start one rank per accelerator"
+            )
+    return said
+
+
+def find_kernel_differences(mesh: Mesh, dtype: str, spec: ModelSpec | None) -> list[str]:
+    """A sentence on ranks whose device has no kernel for attention that others of the same name have. Collective.
+
+    Each rank asks before it holds a model, so that the answer, which it remembers, is not one of a full memory.
+    """
+    mine = False
+    if spec is not None and mesh.device.type != "cpu" and dtype in HALF_DTYPES:
+        mine = attention.has_kernel(mesh.device, HALF_DTYPES[dtype], spec.head_dim)
+    everyones, said = JsonGroup(mesh.control).all_gather_objects([accelerator.get_device_name(mesh.device), mine]), []
+    for name in sorted({name for name, _ in everyones}):
+        having = [rank for rank, each in enumerate(everyones) if each == [name, True]]
+        lacking = [rank for rank, each in enumerate(everyones) if each == [name, False]]
+        if having and lacking:
+            said.append(
+                f"rank{'s' if len(lacking) > 1 else ''} {', '.join(map(str, lacking))} found no kernel for attention "
+                f"of several documents on {name}, as rank {having[0]} did on the same: they compute the same more "
+                "slowly, and round otherwise; see that driver and libraries are the same on all nodes"
+            )
+    return said

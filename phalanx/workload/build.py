@@ -11,12 +11,12 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.loader import Loader
 from phalanx.engine.interface import Engine, InMemoryStore
-from phalanx.engine.update_timing import UpdateTimer
+from phalanx.engine.timing import UpdateTimer
 from phalanx.layout.balance import Speed, in_lockstep
 from phalanx.layout.hardware import MeasuredLink
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.model import Model
-from phalanx.parallel.materialize import Fill
+from phalanx.parallel.init_weights import Fill
 from phalanx.parallel.model_part import ModelPart
 from phalanx.parallel.parallelize import parallelize, precision_of
 from phalanx.tasks.task import Task

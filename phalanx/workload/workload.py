@@ -22,7 +22,7 @@ from phalanx.models.hf_config import find_config_family, read_config, spec_from_
 from phalanx.models.hf_weights import Weights
 from phalanx.models.model import Architecture, Model
 from phalanx.models.user_model import build_on_meta, load_family_class, load_model_class
-from phalanx.parallel.materialize import Fill, make_adapter_fill, make_hf_fill, make_random_fill
+from phalanx.parallel.init_weights import Fill, make_adapter_fill, make_hf_fill, make_random_fill
 from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Task
 from phalanx.workload import adapters

@@ -66,7 +66,7 @@ TESTS = {
     "engine/collective_queue.py": [f"{UNIT}comm_thread.py", *SHARDED, ENGINE, MANY, KINDS],
     "engine/bucket.py": [f"{UNIT}pool.py", UNITS, *SHARDED],
     "engine/fsdp2.py": [LATE, f"{ENGINE}[fsdp2-lazy]", f"{ENGINE}[fsdp2-main_last]", KINDS, MANY],
-    "engine/step_consensus.py": [LATE],
+    "engine/step_state.py": [LATE],
     "optim/gradients.py": [LATE],
     "parallel/tensor_collectives.py": [LATE, f"{LAYOUT}[tensor x data-0]"],
     "parallel/offload.py": [FREE, f"{ONE}::test_inputs_that_wait_on_the_host"],

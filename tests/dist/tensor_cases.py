@@ -29,7 +29,7 @@ from phalanx.models.llama import Llama
 from phalanx.optim import gradients
 from phalanx.optim.state import Shard
 from phalanx.parallel import activations
-from phalanx.parallel.materialize import make_random_fill, materialize
+from phalanx.parallel.init_weights import make_random_fill, materialize
 from phalanx.parallel.offload import offload
 from phalanx.parallel.parallelize import sharding_units
 from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context

@@ -21,7 +21,7 @@ from phalanx.engine.fsdp2 import _as_asked
 from phalanx.engine.schedule import TransferSchedule
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.engine.sharding_spec import ShardingSpec
-from phalanx.engine.step_consensus import StepConsensus
+from phalanx.engine.step_state import StepConsensus
 from phalanx.layout.comm_schedule import StepTimings
 from phalanx.layout.tensor_shards import TensorShard
 from phalanx.optim import gradients

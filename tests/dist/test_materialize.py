@@ -10,7 +10,7 @@ from phalanx.engine.interface import Precision
 from phalanx.engine.single import SingleEngine
 from phalanx.optim.state import Shard
 from phalanx.optim.update import AdamW
-from phalanx.parallel.materialize import materialize
+from phalanx.parallel.init_weights import materialize
 from tests.helpers import run_ranks
 
 

@@ -29,7 +29,7 @@ from phalanx.layout.tensor_shards import TensorShard
 from phalanx.models.llama import Llama
 from phalanx.optim.update import AdamW
 from phalanx.parallel import activations
-from phalanx.parallel.materialize import make_random_fill, materialize
+from phalanx.parallel.init_weights import make_random_fill, materialize
 from phalanx.parallel.model_part import count_tied_copies, find_tied_elsewhere, make_pipeline, plan_stages
 from phalanx.parallel.parallelize import sharding_units
 from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context

@@ -12,7 +12,7 @@ from phalanx.models.hf_export import export
 from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama
 from phalanx.parallel import parallelize
-from phalanx.parallel.materialize import make_hf_fill, materialize
+from phalanx.parallel.init_weights import make_hf_fill, materialize
 from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
 from phalanx.parallel.tensor_state import fill_by_runs
 from tests.dist.tensor_cases import (

@@ -16,7 +16,7 @@ from phalanx.config import load, resolve
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.models.counter_rng import CounterRNG
-from phalanx.parallel.materialize import materialize
+from phalanx.parallel.init_weights import materialize
 from phalanx.tasks.task import Batch, Task
 from phalanx.trainer import run_folder, train_rank
 from phalanx.trainer.export import export_run

@@ -152,7 +152,7 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
 def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
     """Build the parts of a run and take one step with them by hand."""
     from phalanx.comm.mesh import join
-    from phalanx.parallel.materialize import materialize
+    from phalanx.parallel.init_weights import materialize
     from phalanx.trainer.resolve import resolve_with_files, token_folders
     from phalanx.workload.build import build_components
     from phalanx.workload.step import run_micro_batches

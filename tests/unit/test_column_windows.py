@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.disk import assemble
-from phalanx.checkpoint.disk.column_windows import Window, covers, iter_rectangles, lift, project, split_bands
+from phalanx.checkpoint.disk.assemble import Window, covers, iter_rectangles, lift, project, split_bands
 from phalanx.checkpoint.disk.load import MANIFEST, Checkpoint, find_missing, step_folder
 from phalanx.checkpoint.disk.save import StatePiece
 from phalanx.core.errors import CheckpointError

@@ -20,7 +20,7 @@ from phalanx.core.json_lines import append_line
 from phalanx.core.run_paths import RunPaths
 from phalanx.generate.text import Sampling, load_generator
 from phalanx.models.model import Model
-from phalanx.report import eval_view, event_text, html
+from phalanx.report import event_text, html, views
 from phalanx.report.history import read_run_history
 from phalanx.tasks.task import Batch
 from phalanx.trainer import run_folder
@@ -328,9 +328,9 @@ def test_scores_are_shown_everywhere() -> None:
         "eval/held_out accuracy": 0.75,
         "eval/held_out f1": 0.5,
     }
-    [(name, _, score), (_, have, _)] = eval_view.score_curves([event, scored])
+    [(name, _, score), (_, have, _)] = views.score_curves([event, scored])
     assert (name, score, len(have)) == ("accuracy", "accuracy", 1)
-    table = "".join(eval_view.render_eval_card([scored, scored | {"set": "far"}]))
+    table = "".join(views.render_eval_card([scored, scored | {"set": "far"}]))
     assert all(cell in table for cell in ("<th>accuracy</th>", "<th>losses</th>", "<td>0.7500</td>", "<td>far</td>"))
 
 

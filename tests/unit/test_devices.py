@@ -14,7 +14,7 @@ from phalanx.core.json_lines import append_line
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import balance, hardware
 from phalanx.layout.hardware import Hardware, MeasuredDevice
-from phalanx.report import devices, event_text, hardware_table, html
+from phalanx.report import devices, event_text, html, tables
 from phalanx.report.console import Console, render_run_summary
 from phalanx.report.devices import DeviceStep
 from phalanx.report.history import read_run_history
@@ -190,12 +190,12 @@ def test_the_table_of_what_was_measured_fits_a_narrow_terminal() -> None:
         None,
     )
     stream = io.StringIO()
-    Rich(file=stream, width=80).print(hardware_table.render_hardware_table(known, balance.Division((9, 7), 1)))
+    Rich(file=stream, width=80).print(tables.render_hardware_table(known, balance.Division((9, 7), 1)))
     found = stream.getvalue().replace("…", "(cut)").split()
     for word in ("device", "memory", "largest", "micro-", "batch", "sequences", "second", "best", "host", "share"):
         assert word in found, word
     stream.seek(0)
-    Rich(file=stream, width=80).print(hardware_table.render_hardware_table(known, balance.Division((9, 2), 9, (9, 2))))
+    Rich(file=stream, width=80).print(tables.render_hardware_table(known, balance.Division((9, 2), 9, (9, 2))))
     assert "of a step in 2 to 9 micro-batches" in " ".join(stream.getvalue().split())
     for word in ("cuda:0", "NVIDIA", "H100", "HBM3", "80", "1:6.4k", "9:11.5k", "27:13.8k", "46.6", "54", "T4", "25"):
         assert word in found, word

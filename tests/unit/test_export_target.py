@@ -14,7 +14,7 @@ from phalanx.core.run_paths import Url
 from phalanx.data.cache import prune
 from phalanx.storage import files as storage
 from phalanx.storage import retry
-from phalanx.trainer import export_target
+from phalanx.trainer import export
 from tests.helpers import run_ranks
 from tests.stores import Faults
 
@@ -23,7 +23,7 @@ FILES = ("model-1.safetensors", "model-2.safetensors")
 
 def write(url: Url, cache: Path, seen: list[list[str]]) -> None:
     config = load.build_config({"model": {"preset": "llama-3.2-1b"}, "data": {"cache": str(cache)}}, "here")
-    with export_target.open_export_target(url, config) as (local, take):
+    with export.open_export_target(url, config) as (local, take):
         assert isinstance(local, Path)
         assert take is not None
         local.mkdir()
@@ -50,12 +50,12 @@ def test_what_makes_it_a_model_comes_last(faults: Faults, tmp_path: Path, monkey
     assert list((tmp_path / "cache").iterdir()) == []
     with pytest.raises(ConfigError, match="is not empty"):
         write(Url(f"faulty://{there}", 20), tmp_path / "cache", seen)
-    assert export_target.WRITE_LAST[0] == "config.json"
+    assert export.WRITE_LAST[0] == "config.json"
 
 
 def killed_within_an_export(placement: Placement, url: str, cache: str) -> None:
     config = load.build_config({"model": {"preset": "llama-3.2-1b"}, "data": {"cache": cache}}, "here")
-    with export_target.open_export_target(Url(url, 20), config) as (local, _):
+    with export.open_export_target(Url(url, 20), config) as (local, _):
         assert isinstance(local, Path)
         local.mkdir()
         (local / "model.safetensors").write_text("half")

@@ -14,7 +14,7 @@ from phalanx.data.packing import PackingOptions
 from phalanx.data.prepare import prepare
 from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
-from phalanx.report import dataset_tables
+from phalanx.report import tables
 from phalanx.report.terminal import open_terminal
 
 
@@ -50,7 +50,7 @@ def test_counts_lengths_and_samples(tmp_path: Path) -> None:
     assert [number for number, _ in found.samples] == [2, 7]
     assert found.samples[0][1] == [("ask [2] ", False), ("say 2" * 3 + "<|endoftext|>", True)]
     stream = io.StringIO()
-    dataset_tables.print_datasets(open_terminal(stream, width=100), [found])
+    tables.print_datasets(open_terminal(stream, width=100), [found])
     shown = stream.getvalue()
     assert f"{found.tokens:,}" in shown
     assert f"{found.learnt:,} ({found.learnt / found.tokens:.1%})" in shown
@@ -70,7 +70,7 @@ def test_an_empty_set_and_one_of_text(tmp_path: Path) -> None:
     assert [one.documents for one in found] == [1, 0]
     assert found[0].learnt is found[0].rows is None
     stream = io.StringIO()
-    dataset_tables.print_datasets(open_terminal(stream, width=100), found)
+    tables.print_datasets(open_terminal(stream, width=100), found)
     shown = stream.getvalue()
     assert "hello [bold] world<|endoftext|>" in shown
     assert "learnt" not in shown

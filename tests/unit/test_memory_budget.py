@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.recovery.budget import NO_COPIES, StateCopies, choose_copies, describe_budget, list_copy_options
+from phalanx.recovery.catalog import NO_COPIES, StateCopies, choose_copies, describe_budget, list_copy_options
 
 OWN, EVERY, SOME = StateCopies(2), StateCopies(2, 2, replays=True), StateCopies(3, 2)
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phalanx.checkpoint.memory import working_memory
-from phalanx.checkpoint.memory.working_memory import WorkingMemory, remove_stale
+from phalanx.checkpoint.memory import slots
+from phalanx.checkpoint.memory.slots import WorkingMemory, remove_stale
 
 
 def test_who_comes_next_gets_the_same_memory(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_who_comes_next_gets_the_same_memory(tmp_path: Path) -> None:
 
 
 def test_without_room_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(working_memory.os, "statvfs", lambda path: SimpleNamespace(f_bavail=10, f_frsize=4096))
+    monkeypatch.setattr(slots.os, "statvfs", lambda path: SimpleNamespace(f_bavail=10, f_frsize=4096))
     mine = WorkingMemory(tmp_path, 0)
     assert mine.allocate(10 * 1024, torch.float32) is None
     assert mine.allocate(9 * 1024, torch.float32) is not None
@@ -39,7 +39,7 @@ def test_without_room_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(b"private" * 1000)
-    os.symlink(tmp_path / "elsewhere", tmp_path / working_memory.NAME.format(0))
+    os.symlink(tmp_path / "elsewhere", tmp_path / slots.NAME.format(0))
     assert WorkingMemory(tmp_path, 0).allocate(10, torch.float32) is None
 
 

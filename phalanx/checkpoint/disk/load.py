@@ -21,8 +21,7 @@ from typing import Any, Protocol, TypeVar
 from safetensors import SafetensorError
 from torch import Tensor
 
-from phalanx.checkpoint.disk.assemble import assemble
-from phalanx.checkpoint.disk.column_windows import Window, covers, project, split_bands
+from phalanx.checkpoint.disk.assemble import Window, assemble, covers, project, split_bands
 from phalanx.checkpoint.disk.files import LocalFiles, RemoteFiles
 from phalanx.core import format_versions
 from phalanx.core.errors import CheckpointError, StorageError

@@ -14,13 +14,11 @@ from typing import Any, Literal
 
 import torch
 
-from phalanx.checkpoint.memory.allocate import allocate_state_file
+from phalanx.checkpoint.memory import slots
 from phalanx.checkpoint.memory.interval import SnapshotInterval
 from phalanx.checkpoint.memory.previous_state import open_state_file
 from phalanx.checkpoint.memory.replica_update import SharedGradients, describe_kernels, gradient_bytes
-from phalanx.checkpoint.memory.slot_index import build_index, map_slot
-from phalanx.checkpoint.memory.verify import verify_checkpoint, verify_copy
-from phalanx.checkpoint.memory.working_memory import WorkingMemory, remove_stale
+from phalanx.checkpoint.memory.slots import WorkingMemory
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import ConfigError
@@ -40,9 +38,8 @@ from phalanx.system import memory as host_memory
 MEMORY_KEY, REPLICATE_KEY = "resilience.in_memory_checkpoints", "resilience.replicate_every"
 COPIED_BYTES = 64 << 20  # of a file that is copied, at a time
 
-ToGlobalPieces = Callable[
-    [Iterable[StatePiece]], Iterable[StatePiece]
-]  # an engine's pieces in coordinates of whole parameters
+# An engine's pieces in coordinates of whole parameters.
+ToGlobalPieces = Callable[[Iterable[StatePiece]], Iterable[StatePiece]]
 BuildHeader = Callable[[int, int], dict[str, Any]]  # of a step and the tokens since step 1
 BuildRecord = Callable[[int, StepOutcome], dict[str, Any] | None]  # what this rank has measured of a step
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -132,8 +129,8 @@ class SharedMemoryStore:
         as it would be made. Raises ConfigError where there is no room for what was asked for, and DamagedState where
         what was kept is not what was written."""
         if self._previous is not None:
-            verify_checkpoint(self._previous, self._mesh, self.replicas)
-        index, slot_bytes, part = build_index(like, self.to_global(pieces(like)), self._mesh)
+            slots.verify_checkpoint(self._previous, self._mesh, self.replicas)
+        index, slot_bytes, part = slots.build_index(like, self.to_global(pieces(like)), self._mesh)
         parts = [int(each) for each in self._mesh.gather(float(part))]
         who = self._owner(parts)
         index["who"] = [who.part, who.parts, *index["who"]]
@@ -155,7 +152,7 @@ class SharedMemoryStore:
         self._begin_replicas()
         if self.has_state:
             self.current_index = 0 if self._copy_pending else self.file.metadata.steps[self._current_step]
-        self.slots = [map_slot(self.file, slot, index) for slot in range(self._slot_count)]
+        self.slots = [slots.map_slot(self.file, slot, index) for slot in range(self._slot_count)]
         if self._every is not None:  # it is agreed on what its other slots hold
             self.wait_until_ready()
         self._pin()
@@ -173,7 +170,7 @@ class SharedMemoryStore:
             self.file.refresh()
             self._copy_pending = False
             if self._previous is not None:
-                verify_copy(self.file, self._previous.step)
+                slots.verify_copy(self.file, self._previous.step)
 
     def _owner(self, parts: list[int]) -> StateFileOwner:
         """Whose file it is, from what each rank's pieces are known by."""
@@ -231,7 +228,7 @@ class SharedMemoryStore:
             )
         made.commit(0, self._previous.step, source.raw_header(slot))
         made = StateFile(made.metadata.path, writable=True)
-        verify_copy(made, self._previous.step)
+        slots.verify_copy(made, self._previous.step)
         return made
 
     def _fitting(self, file: StateFile) -> StateFile | None:
@@ -349,7 +346,7 @@ class SharedMemoryStore:
     def _create_file(self, index: dict[str, Any], slot_bytes: int, who: StateFileOwner) -> bool:
         """Make this rank's file. False, on all ranks, where it would not fit on one of them."""
         take = functools.partial(
-            allocate_state_file,
+            slots.allocate_state_file,
             self._folder,
             self._mesh,
             who,
@@ -496,7 +493,7 @@ class SharedMemoryStore:
         if self._file is None:
             return
         if self._first_on_node:
-            remove_stale(self._folder, self._mesh.world)
+            slots.remove_stale(self._folder, self._mesh.world)
             there = inventory.read_state_files(self._folder / inventory.REPLICAS, self._run)
             passed = [facts.path for facts in there if facts.rank not in self._hosted]
             for path in (*self._previous_files(), *passed):
