@@ -160,6 +160,7 @@ def a_head_falls_silent(placement: Placement, folder: str) -> list[Any]:
     node 5, of which it has never heard, sees it next, and calls; the leader is last."""
     with nodes(6, f"{folder}/run") as there:
         silent = there.circles.pop(1)
+        there.turn()  # what it has sent until now has been read
         three, five = there.circles[3], there.circles[5]
         three.detector.heard_at[1] = time.monotonic() - 2 * PATIENCE_S
         three.poll_once()
