@@ -354,9 +354,7 @@ def _lay_out_buckets(
 def _head_gradient_bytes(model: Model, spec: ModelSpec | None, precision: Precision) -> dict[str, int]:
     """The loss makes the head's gradient in the master's type before it is narrowed (layers.cross_entropy_sum)."""
     head = 0 if spec is None or spec.lora is not None else spec.vocab_size * spec.hidden
-    if head and isinstance(
-        model, StagedArchitecture
-    ):  # which may be a part: some stages have no head, and slices some rows of it
+    if head and isinstance(model, StagedArchitecture):  # or a part: stages without a head, slices with some of its rows
         name = "embed.weight" if spec is not None and spec.tie_embeddings else "head.weight"
         head = model.get_parameter(name).numel() if model.losses() else 0
     return {"gradient of the head": head * (precision.master.itemsize + precision.compute.itemsize)}

@@ -153,7 +153,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             if child is not None and not isinstance(child, dict):
                 raise ConfigError(
                     f"`{cut_text(override)}` cannot be set, since {'.'.join(path)} is {describe_kind(child)} and has "
-                    "no keys of its own; mend the recipe or the key"
+                    "no keys of its own; fix the recipe or the key"
                 )
             node[parent] = dict(child or {})  # a copy: the recipe's own mapping stays as it was read
             node = node[parent]

@@ -114,7 +114,7 @@ def _problem(error: Any) -> _Problem:
         return _Problem(key, error["ctx"]["expected"], format_value(value))
     if kind in _EXPECTED:
         return _Problem(key, _EXPECTED[kind], format_value(value))
-    return _Problem(key, f"{key}: {error['msg']} (it is {format_value(value)}); mend it")
+    return _Problem(key, f"{key}: {error['msg']} (it is {format_value(value)}); fix it")
 
 
 def suggest_key(key: str, last: str) -> str:

@@ -1,4 +1,4 @@
-"""A launched run as its folder tells of it: what was asked for, how its starts ended, its job now."""
+"""A launched run, read from its run folder: the request, the outcome of each start, and its job now."""
 
 import contextlib
 import json
@@ -119,8 +119,7 @@ def scheduler_of(paths: RunPaths) -> Scheduler:
 
 
 def newest_job(paths: RunPaths) -> Job | None:
-    """The newest job of a run, as its scheduler knows it; None where it has none, or that is
-    forgotten."""
+    """The newest job of a run, as its scheduler knows it; None where there is none or it is no longer known."""
     numbers = job_numbers(paths)
     return scheduler_of(paths).query_job(numbers[-1]) if numbers else None
 
@@ -143,7 +142,7 @@ def find_leading_node(paths: RunPaths) -> int:
 
 
 def is_running(paths: RunPaths) -> bool:
-    """Whether more may yet be heard of a run. Where the scheduler cannot be asked it is taken to go on."""
+    """Whether more may yet be heard of a run. Where the scheduler cannot be asked it counts as running."""
     if paths.url is not None:
         return mirror.read_holder(paths) is not None
     try:
@@ -166,8 +165,8 @@ class RunningPoller:
 
 
 def describe_scheduler_state(paths: RunPaths) -> dict[str, Any] | None:
-    """What is known of the run beside its records: the job, or the process. Raises nothing: the scheduler
-    may be elsewhere."""
+    """What is known of the run beside its records: the job, or the process. Raises nothing: the scheduler may be
+    elsewhere."""
     numbers = job_numbers(paths)
     if not numbers:
         held = find_local_process(paths)
@@ -178,7 +177,7 @@ def describe_scheduler_state(paths: RunPaths) -> dict[str, Any] | None:
     except PhalanxError as error:
         return known | {"state": "not known", "reason": str(error)}
     if job is None:
-        return known | {"state": f"forgotten by {scheduler_of(paths).TITLE}"}
+        return known | {"state": f"no longer known to {scheduler_of(paths).TITLE}"}
     return known | {
         "state": job.state, "reason": job.reason, "nodes": job.nodes, "restarts": job.restarts,
         "end_time": job.end_time, "time_limit": job.time_limit,

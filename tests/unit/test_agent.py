@@ -198,7 +198,7 @@ def test_attempts_are_numbered_from_the_first(tmp_path: Path) -> None:
     _, events = run_job("returns_3", 1, tmp_path, max_restarts=2, first_attempt=5)
     assert [event["attempt"] for event in events if event["kind"] == "attempt_started"] == [5, 6, 7]
     assert (events[-1]["kind"], events[-1]["attempt"]) == ("gave_up", 7)
-    assert events[-1]["reason"].startswith("3 attempts in a row have not come beyond step 0; their logs say why")
+    assert events[-1]["reason"].startswith("3 attempts in a row made no progress beyond step 0; their logs say why")
 
 
 @pytest.mark.parametrize(("restarts", "attempts"), [(0, 1), (1, 3), (2, 6)])

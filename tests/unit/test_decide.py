@@ -230,7 +230,7 @@ def test_kills_from_outside_end_by_the_budget_alone_and_progress_renews_it() -> 
         if attempt == 2:
             state, _ = walk(state, StepsCommitted(now, 8))
         state, done = walk(state, RanksEnded(now, 0, attempt, 1, KILLED), Tick(now + 60))
-    assert done[-1] == FinishJob(1, "3 attempts in a row have not come beyond step 8; their logs say why")
+    assert done[-1] == FinishJob(1, "3 attempts in a row made no progress beyond step 8; their logs say why")
 
 
 def test_later_restarts_are_put_off() -> None:
@@ -248,7 +248,7 @@ def test_each_failure_that_follows_no_progress_puts_off_the_next_attempt_for_lon
         state, done = walk(state, RanksEnded(now, 0, attempt, 1, KILLED))
         pauses.append(state.start_at - now)
         assert [each.details["message"] for each in done if isinstance(each, WriteEvent) and pauses[-1] >= 10] == [
-            f"{attempt} attempts in a row have not come beyond step 0: the next begins in {pauses[-1]:g} s"
+            f"{attempt} attempts in a row made no progress beyond step 0; the next attempt starts in {pauses[-1]:g} s"
         ] * (pauses[-1] >= 10)
         now = state.start_at
         state, _ = walk(state, Tick(now))
@@ -314,7 +314,7 @@ def test_a_rank_that_dies_of_being_asked_to_stop_as_it_begins_is_not_waited_for(
     assert (done[-1], state.budget.failures) == (StartAttempt(2, 1, (2, 1), 0, reason="drained"), 0)
     state, _ = walk(begun(max_restarts=0), RanksEnded(2, 1, 1, ExitCode.STOPPED, died))  # and nobody has asked
     assert walk(state, RanksEnded(3, 0, 1, 1))[1][-1] == FinishJob(
-        1, "the attempt has not come beyond step 0; their logs say why"
+        1, "the attempt made no progress beyond step 0; their logs say why"
     )
 
 

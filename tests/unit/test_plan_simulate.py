@@ -107,7 +107,7 @@ def test_it_is_the_running_systems_own_decision_to_give_up() -> None:
     hopeless = replace(LLAMA_3, mtbf_s=100.0, policy=RecoveryPolicy(0, max_restarts=3))
     outcome = simulate.simulate(hopeless)
     assert outcome.ended is not None
-    assert outcome.ended[1].startswith("4 attempts in a row have not come beyond step ")
+    assert outcome.ended[1].startswith("4 attempts in a row made no progress beyond step ")
     assert outcome.seconds["given up"] > 53 * DAY_S
 
 

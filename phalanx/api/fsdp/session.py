@@ -99,11 +99,6 @@ def begin_session(session: FsdpSession) -> None:
     _CURRENT.set(session)
 
 
-def end_session() -> None:
-    """Forget the session; process groups are left as they are."""
-    _CURRENT.set(None)
-
-
 def current_device() -> torch.device:
     """This process's current accelerator, or the CPU."""
     ours = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -69,7 +69,7 @@ class Election:
             self.votes[node] = vote
 
     def reset(self) -> None:
-        """Begin anew, with a list that was adopted."""
+        """Reset after a list was adopted."""
         members = self._view.member_list.members
         self.joining = {node: member for node, member in self.joining.items() if member not in members}
         self.voted = self._leaderless_since = self._claimed = None

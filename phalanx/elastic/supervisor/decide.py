@@ -277,12 +277,12 @@ def _failed(state: JobState, first: FailureCause | None, now: float) -> Decision
     if crash[1] >= state.policy.same_crash and crash[0]:
         why = f"{crash[1]} attempts have failed in a row with {crash[0]}, so the next one would too; fix that first"
         return _give_up(state, code, why)
-    many = f"{failures} attempts in a row have" if failures > 1 else "the attempt has"
-    why = f"{many} not come beyond step {budget.reached}"
+    many = f"{failures} attempts in a row" if failures > 1 else "the attempt"
+    why = f"{many} made no progress beyond step {budget.reached}"
     if failures > state.policy.max_restarts:
         give_up = _give_up if state.policy.max_restarts else _finish  # where no other is allowed, nobody expects one
         return give_up(state, code, f"{why}; their logs say why")
-    said = WriteEvent(EventKind.WARNING, {"message": f"{why}: the next begins in {pause_s:g} s"})
+    said = WriteEvent(EventKind.WARNING, {"message": f"{why}; the next attempt starts in {pause_s:g} s"})
     return _and([said] if pause_s >= 10 else [], _regroup(state, now))
 
 

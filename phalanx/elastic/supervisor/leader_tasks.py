@@ -1,5 +1,5 @@
-"""What a leading agent has on its hands beside the state of its job: a failure that is being dealt with, and a division
-that is being prepared."""
+"""The open incident and the preparation of another division, which the leading agent keeps beside the state of its
+job."""
 
 import time
 from collections.abc import Callable, Sequence

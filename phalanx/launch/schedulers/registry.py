@@ -12,5 +12,5 @@ DEFAULT, LOCAL = next(iter(SCHEDULERS)), "background"
 def find_scheduler(name: str) -> Scheduler:
     """Raises ConfigError for a name that there is not."""
     if name not in SCHEDULERS:
-        raise ConfigError(f"there is no scheduler {name}; those that there are: {', '.join(SCHEDULERS)}")
+        raise ConfigError(f"unknown scheduler {name}; choose one of {', '.join(SCHEDULERS)}")
     return SCHEDULERS[name]

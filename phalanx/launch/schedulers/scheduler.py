@@ -1,4 +1,4 @@
-"""The scheduler interface: what `phalanx launch`, `status`, `logs`, `cancel` and `nodes` ask of whatever runs a job.
+"""The scheduler interface: what `phalanx launch`, `status`, `logs`, `cancel` and `nodes` ask of what runs a job.
 
 A scheduler is a module with these functions, or a subclass of `Scheduler` with those that it has, and a row of
 SCHEDULERS in `registry.py`. The run folder says by which of them a run was launched. `tests/dist/test_scheduler.py` has
@@ -120,23 +120,23 @@ class Scheduler(Protocol):
 
     def stop(self, number: str) -> None:
         """Send SIGTERM to what runs on the nodes: it saves and leaves."""
-        raise ConfigError(f"{self.TITLE} stops no job")
+        raise ConfigError(f"{self.TITLE} cannot stop jobs")
 
     def cancel(self, number: str) -> None:
         """End a job now, or remove it from the queue."""
-        raise ConfigError(f"{self.TITLE} cancels no job")
+        raise ConfigError(f"{self.TITLE} cannot cancel jobs")
 
     def requeue(self, number: str) -> None:
         """Put a job into the queue again, under its number."""
-        raise ConfigError(f"{self.TITLE} puts no job back into a queue")
+        raise ConfigError(f"{self.TITLE} cannot requeue jobs")
 
     def list_nodes(self) -> list[SchedulerNode]:
         """All nodes, each once."""
-        raise ConfigError(f"{self.TITLE} lists no nodes")
+        raise ConfigError(f"{self.TITLE} cannot list nodes")
 
     def set_node_state(self, node: str, wanted: NodeRequestKind, reason: str | None) -> str:
         """Drain a node, hand it in for replacement, or give it back; returns the scheduler's word for that."""
-        raise ConfigError(f"{self.TITLE} takes no node out of use")
+        raise ConfigError(f"{self.TITLE} cannot drain nodes")
 
     def read_task(self, environment: Mapping[str, str]) -> JobTask | None:
         """Which part of a job this process is; None where it belongs to none."""

@@ -158,10 +158,9 @@ def find_shape_problems(spec: ModelSpec) -> list[str]:
         found.append(f"model.layers is {spec.layers}, more than any model has ({MAX_LAYERS}); lower it.")
     if not not_positive:
         found += _head_problems(spec) + _size_problems(spec)
-    family, attention_dropout = FAMILIES.get(spec.architecture, DEFAULT_FAMILY), 0.0
+    family = FAMILIES.get(spec.architecture, DEFAULT_FAMILY)
     found += family.find_problems(spec)
-    if spec.encoder is not None:
-        attention_dropout = spec.encoder.attention_dropout
+    attention_dropout = 0.0 if spec.encoder is None else spec.encoder.attention_dropout
     if attention_dropout and family.writes_text:
         found.append(
             f"model.attention_dropout is {attention_dropout}, which only model.architecture bert has; take it out."
