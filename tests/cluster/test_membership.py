@@ -383,6 +383,25 @@ def test_all_hear_how_the_job_ended_before_one_of_them_is_waited_for(tmp_path: P
     assert run_ranks(last_words, 1, folder=str(tmp_path))[0] == [True] * 3
 
 
+def with_a_roster_half_told(placement: Placement, folder: str, told: list[int]) -> list[Any]:
+    """The leader of seven dies, and the next one, too, when it has told only some of its roster."""
+    election.VOTES_S = 1e9
+    with nodes(7, f"{folder}/run") as there:
+        there.lose(0)
+        second = there.circles[1]
+        second.broadcast = lambda message, but=None: [second.send(node, message) for node in told]  # type: ignore
+        there.until(lambda: all(there.circles[node].member_list.epoch == 2 for node in (1, *told)))
+        there.lose(1)
+        there.until(lambda: all(each.member_list.nodes == [2, 3, 4, 5, 6] for each in there.circles.values()))
+        return there.told()
+
+
+@pytest.mark.parametrize("told", [[2], [3], [4, 6], [2, 3, 4, 5]])
+def test_what_a_lost_leader_has_told_only_some_they_hand_on(tmp_path: Path, told: list[int]) -> None:
+    found = run_ranks(with_a_roster_half_told, 1, folder=str(tmp_path), told=told)[0]
+    assert found == [[3, 2, False]] * 5
+
+
 def as_they_die(placement: Placement, folder: str, seeds: list[int]) -> list[Any]:
     """Of seven nodes three die, one after another, the leader among them or not, at any time: before, while or after
     it is agreed on who is left. What the others think then, and who has led which epoch."""

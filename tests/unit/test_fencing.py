@@ -1,5 +1,7 @@
 """Whether a rank may still write, as the newest file of epochs says; and that it is not to blame for that."""
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,3 +82,31 @@ def test_it_is_no_mistake_of_the_recipe_and_no_first_cause() -> None:
     assert found["exit_code"] == ExitCode.FAILED
     assert is_secondary_failure(end)
     assert not is_secondary_failure(replace(end, cause=describe_exception(ValueError("the run goes on elsewhere"))))
+
+
+def test_an_epoch_is_written_before_others_find_it(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(epoch_files.os, "fsync", lambda descriptor: found.append(paths.epoch(1).exists()))
+    assert epoch_files.claim(paths, 1, {"leader": 3}) is None
+    assert found == [False]
+    assert fencing.read_epoch(paths, 1) == {"epoch": 1, "leader": 3}
+    assert [path.name for path in paths.epoch(1).parent.iterdir()] == [paths.epoch(1).name]
+
+
+def test_an_epoch_is_claimed_once_where_there_are_no_hard_links_or_their_answer_is_lost(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    def make_twice(passing: Path, path: Path) -> None:
+        link(passing, path)
+        link(passing, path)
+
+    for epoch, how in ((1, refuse), (2, make_twice)):
+        monkeypatch.setattr(epoch_files.os, "link", how)
+        assert epoch_files.claim(paths, epoch, {"leader": 3}) is None
+        assert epoch_files.claim(paths, epoch, {"leader": 4}) == {"epoch": epoch, "leader": 3}
+    assert len(list(paths.epoch(1).parent.iterdir())) == 2

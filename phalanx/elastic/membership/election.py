@@ -12,6 +12,7 @@ from phalanx.elastic.membership.member_list import (
     MemberView,
     classify_quorum,
     explain_lost_quorum,
+    member_list_to_message,
 )
 from phalanx.system.async_call import AsyncCall
 
@@ -50,6 +51,11 @@ class Election:
         self._claimed: tuple[MemberList, bool] | None = None  # what may come next, and whether its file is this agent's
         self._leaderless_since: float | None = None
 
+    @property
+    def has_claimed(self) -> bool:
+        """Whether this agent has claimed the next epoch, or is about to."""
+        return self.claiming is not None or self._claimed is not None
+
     def decide(self, now: float) -> Outcome:
         """What is agreed on by now."""
         why = self._see_claim()
@@ -67,6 +73,12 @@ class Election:
         self.voters.add(node)
         if vote is not None:
             self.votes[node] = vote
+
+    def hand_on(self, node: int) -> None:
+        """Send this node's list to a member that is behind it."""
+        self._send(node, {"roster": member_list_to_message(self._view.member_list)})
+        if self.voted is not None and self.voted[0] == node:
+            self.voted = None  # it could not take that vote, and gets it again
 
     def reset(self) -> None:
         """Reset after a list was adopted."""

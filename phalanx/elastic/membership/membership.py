@@ -201,8 +201,14 @@ class Membership(MemberView):
         elif "roster" in message:
             self._follow(node, parse_member_list(message["roster"]))
         elif "follow" in message:
+            # A leader may die when some have heard of its roster: of two nodes of different epochs the one that is
+            # behind gets the newer roster, or neither part would be a majority.
             if message["follow"] == self.member_list.epoch:
                 self.election.take_vote(node, message["ballot"])
+            elif message["follow"] < self.member_list.epoch:
+                self.election.hand_on(node)
+            else:
+                self.send(node, {"follow": self.member_list.epoch, "ballot": None})
         else:
             self.finished |= node == self.member_list.leader and ("finish" in message or "dropped" in message)
             self._inbox.append((node, message))
@@ -210,18 +216,31 @@ class Membership(MemberView):
     # ------------------------------------------------------------------------------------------------------- agreeing
 
     def _follow(self, node: int, member_list: MemberList) -> None:
-        """Take the roster of the leader, or of the one whom this node has voted for, as that is lost."""
-        if member_list.epoch <= self.member_list.epoch or member_list.leader != node:
+        """Take the roster of the leader, or of the one whom this node has voted for, as that is lost; or of a lost
+        leader, from another one."""
+        if member_list.epoch <= self.member_list.epoch:
             return
-        if node != self.member_list.leader and (self.election.voted is None or self.election.voted[0] != node):
+        leads = member_list.leader == node
+        voted = None if self.election.voted is None else self.election.voted[0]
+        if leads and node not in (self.member_list.leader, voted):
             self._lose(node, "it wanted to lead, and this node had not voted for it")
             return
+        if not leads and (
+            self.member_list.leader not in self.lost
+            or self.election.has_claimed
+            or voted not in (None, node, member_list.leader)
+        ):
+            return  # with this node's vote another one may lead
         mine = member_list.member(self.me.node)
         if mine is None or mine.token != self.me.token:
             self._fence("the other nodes go on without this one")
-        else:
+            return
+        if leads:
             self.lost = {}  # whoever leads knows better
-            self._adopt(member_list)
+        behind = self.election.voters - {self.me.node}
+        self._adopt(member_list)
+        for other in behind:
+            self.election.hand_on(other)
 
     def _agree(self, now: float) -> None:
         outcome = None if self.fenced is not None or self.finished else self.election.decide(now)
