@@ -31,7 +31,7 @@ from phalanx.models.model import Model, StagedArchitecture
 from phalanx.optim.make_rule import make_rule
 from phalanx.optim.update import UpdateRule
 from phalanx.parallel.parallelize import compute_dtype, sharding_units
-from phalanx.recovery.catalog import choose_copies, find_redundant, list_copy_options
+from phalanx.recovery.catalog import choose_copies, list_copy_options, needs_replicas
 from phalanx.system import accelerator
 from phalanx.workload.engines import StateWeights, make_sharding_spec
 from phalanx.workload.workload import Workload
@@ -248,11 +248,8 @@ def in_memory_checkpoint_bytes(
     if device.type != "cpu" or (free is None and _may_be_uneven(config, world)):  # its part may be elsewhere
         return 0
     precision, ranks, sharding = _find_state_layout(config, device, world)
-    degree = ranks if sharding is None else sharding.degree or ranks
-    # Ranks of one number in their copies of the state hold the same: nodes with a whole copy each need none.
-    parts = [rank % degree for rank in range(ranks)]
-    nodes = [rank * config.parallel.tensor // local_world for rank in range(ranks)]
-    several = world > local_world and not all(find_redundant(parts, nodes))
+    parts = config.parallel.axes.state_parts(world, None if sharding is None else sharding.degree)
+    several = needs_replicas(parts, [rank // local_world for rank in range(world)])
     replays = config.optim.name == "adamw" and config.parallel.engine == "sharded"
     options = list_copy_options(
         config.resilience.in_memory_checkpoints, config.resilience.replicate_every, several, replays

@@ -6,7 +6,7 @@ from typing import Any
 
 from phalanx.config.schema import Config
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.recovery.catalog import describe_budget, list_copy_options
+from phalanx.recovery.catalog import describe_budget, list_copy_options, needs_replicas
 
 STATE_MEMORY_SHARE = (
     0.5  # of the free memory, that `parallel.zero: auto` lets the state take: the rest is for activations
@@ -40,9 +40,11 @@ class RunSizes:
 
 def build_tables(config: Config, ranks: int, found: RunSizes) -> dict[str, Any]:
     """The tables of a dry run of a resolved configuration on so many ranks."""
+    degree = None if config.parallel.shard_degree == "auto" else config.parallel.shard_degree
+    several = needs_replicas(config.parallel.axes.state_parts(ranks, degree), range(ranks))  # with a rank on each node
     # Accelerators, for which this is reckoned, commit by copies, so that nothing is made again of gradients.
     keeps = list_copy_options(
-        config.resilience.in_memory_checkpoints, config.resilience.replicate_every, several=ranks > 1, replays=False
+        config.resilience.in_memory_checkpoints, config.resilience.replicate_every, several, replays=False
     )[0]
     tokens, steps = config.train.global_batch * found.positions, config.train.steps
     master = 8 if config.train.dtype == "fp64" else 4

@@ -20,7 +20,7 @@ from phalanx.layout.buckets import make_buckets
 from phalanx.models.model import Model
 from phalanx.optim.make_rule import make_rule
 from phalanx.parallel.parallelize import precision_of, sharding_units
-from phalanx.recovery.catalog import NO_COPIES, StateCopies, find_redundant, list_copy_options
+from phalanx.recovery.catalog import NO_COPIES, StateCopies, list_copy_options, needs_replicas
 from phalanx.system import accelerator
 from phalanx.workload.engines import StateWeights, make_sharding_spec
 from phalanx.workload.sinks import RecordWriter, find_resolved_value
@@ -50,13 +50,11 @@ def find_in_memory_options(config: "Config", placement: Placement, mesh: Mesh) -
     """What ranks that were started so keep; all of them say the same options."""
     if placement.shared is None or not placement.keeps:
         return InMemoryOptions()
-    degree = make_sharding_spec(config).degree or mesh.world
-    parts = [rank % degree for rank in range(mesh.world)]
-    several = placement.nodes > 1 and not all(find_redundant(parts, mesh.topology.node_of))
+    parts = mesh.axes.state_parts(mesh.world, make_sharding_spec(config).degree)
     options = list_copy_options(
         config.resilience.in_memory_checkpoints,
         config.resilience.replicate_every,
-        several,
+        needs_replicas(parts, mesh.topology.node_of),
         config.optim.name == "adamw",
     )
     left = 0

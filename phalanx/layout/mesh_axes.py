@@ -53,6 +53,13 @@ class MeshAxes:
         pipe, data = divmod(beyond, self.data_parallel_size(world))
         return MeshCoordinates(pipe, data, tensor)
 
+    def state_parts(self, world: int, shard_degree: int | None) -> list[MeshCoordinates]:
+        """Of each rank which part of the state it holds, where a copy of it is sharded over so many copies of the model
+        (None: over all): ranks with equal ones hold the same."""
+        places = [self.coordinates(rank, world) for rank in range(world)]
+        degree = shard_degree or self.data_parallel_size(world)
+        return [MeshCoordinates(each.pipe, each.data % degree, each.tensor) for each in places]
+
     def rank_at(self, place: MeshCoordinates, world: int) -> int:
         """Who stands there."""
         return (place.pipe * self.data_parallel_size(world) + place.data) * self.tensor + place.tensor

@@ -19,7 +19,7 @@ from phalanx.planner.device_catalog import DeviceKind
 from phalanx.planner.exchange_cost import CommTime
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.link_cost import RingPlacement
-from phalanx.planner.memory import DeviceMemory, estimate_device_memory, parameters_of
+from phalanx.planner.memory import DeviceMemory, estimate_device_memory, needs_replicas, parameters_of
 from phalanx.planner.work import StepWork
 
 RecoverySource = Literal["checkpoints", "memory", "copies"]  # what outlives a failure: of steps, beside checkpoints
@@ -164,7 +164,7 @@ class CostModel:
         tokens_per_s = work.tokens / step_s
         mfu = tokens_per_s * work.flops_per_token() / peak
         # Or other nodes have the same state anyway.
-        copied = replicas is not None or (self._nodes(devices) > 1 and not self.needs_replicas(choice, copies))
+        copied = replicas is not None or (self._nodes(devices) > 1 and not needs_replicas(choice, copies, self.cluster))
         kept: RecoverySource = (
             "checkpoints" if not keeps else "copies" if copied and work.replicate != "off" else "memory"
         )
@@ -429,16 +429,10 @@ class CostModel:
 
     # ----------------------------------------------------------------------------------------------------------- memory
 
-    def needs_replicas(self, choice: LayoutChoice, copies: int) -> bool:
-        """Whether nodes hold what no other one does, so that another one is to have it too."""
-        apart = choice.shard_degree and choice.shard_degree < copies
-        elsewhere = apart and not self._is_near(0, (copies - choice.shard_degree) * choice.tensor)
-        return self._nodes(choice.devices or self.cluster.devices) > 1 and not elsewhere
-
     def _memory(
         self, choice: LayoutChoice, runs: list[CopyGroup], layers: tuple[int, ...], copies: int
     ) -> tuple[DeviceMemory, ...]:
-        replicated = self.needs_replicas(choice, copies)
+        replicated = needs_replicas(choice, copies, self.cluster)
         found = [
             estimate_device_memory(
                 self.work, kind, choice, copies, number, layers[number], max(1.0, run.share / run.parts),

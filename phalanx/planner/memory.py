@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.planner import compute_cost
+from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.constants import CostConstants
 from phalanx.planner.device_catalog import DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import StepWork, adapter_widths, count_adapter_parameters, find_trained_share
+from phalanx.recovery import catalog
 from phalanx.recovery.catalog import NO_COPIES, StateCopies, choose_copies, list_copy_options
 
 STATE = ("master weights", "optimizer state")
@@ -198,6 +200,17 @@ def loss_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) 
     # With several, the gradient to the logits of the one before is still there.
     logits = work.width + 4 + (4 if work.width < 4 else 0) + (work.width if chunks > 1 else 0)
     return tokens / chunks * columns * logits + gradient + tokens * work.hidden * work.width
+
+
+def needs_replicas(choice: LayoutChoice, copies: int, cluster: ClusterSpec) -> bool:
+    """Whether nodes hold what no other one does, so that another one is to have it too."""
+    if not 0 < choice.shard_degree < copies:
+        return cluster.node_of((choice.devices or cluster.devices) - 1) > 0
+    # Nodes are in the order of devices: a part is on several where the first and the last that have it are.
+    together, behind = choice.shard_degree * choice.tensor, (copies - choice.shard_degree) * choice.tensor
+    first = [stage * copies * choice.tensor + place for stage in range(choice.pipeline) for place in range(together)]
+    nodes = [cluster.node_of(device + more) for more in (0, behind) for device in first]
+    return catalog.needs_replicas(first * 2, nodes)
 
 
 def estimate_device_memory(

@@ -483,7 +483,7 @@ class _Search:
         """What the fullest devices hold, with even parts of the state: cheaper to know than all that a layout costs. Of
         one stage those of each group, of several those of the first and the last stage with the most memory."""
         largest = max(choice.shares) if choice.shares else -(-self.work.global_batch // copies)
-        replicated = self.model.needs_replicas(choice, copies)
+        replicated = memory.needs_replicas(choice, copies, self.cluster)
         layers = choice.layers_of(self.work.layers)
         own, width, found = 1.0 / (choice.shard_degree or copies), copies * choice.tensor, []
         if choice.pipeline == 1:

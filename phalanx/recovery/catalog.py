@@ -5,7 +5,7 @@ Ranks that hold the same pieces of a model, as in hybrid sharding, are one *part
 do.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,12 +44,18 @@ class RestorePoint:
     files: Mapping[int, tuple[int, StateFileInfo]]
 
 
-def find_redundant(parts: Sequence[int], nodes: Sequence[int]) -> list[bool]:
+def find_redundant(parts: Sequence[Hashable], nodes: Sequence[int]) -> list[bool]:
     """Of each rank whether ranks of another node have its part anyway; both by rank, its part and its node."""
-    nodes_of: dict[int, set[int]] = {}
+    nodes_of: dict[Hashable, set[int]] = {}
     for part, node in zip(parts, nodes, strict=True):
         nodes_of.setdefault(part, set()).add(node)
     return [len(nodes_of[part]) > 1 for part in parts]
+
+
+def needs_replicas(parts: Sequence[Hashable], nodes: Sequence[int]) -> bool:
+    """Whether nodes keep replicas of what others hold: there are several, and not of all parts another node has one
+    anyway. Both by rank, as above."""
+    return len(set(nodes)) > 1 and not all(find_redundant(parts, nodes))
 
 
 def choose_restore_point(held: Mapping[int, Iterable[StateFileInfo]]) -> RestorePoint | None:

@@ -5,6 +5,11 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.layout.mesh_axes import MeshAxes
+from phalanx.planner import memory
+from phalanx.planner.cluster import ClusterSpec, NodeGroup
+from phalanx.planner.device_catalog import DEVICE_KINDS
+from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.recovery.catalog import (
     HEADER_ONLY,
     StateFileInfo,
@@ -13,6 +18,7 @@ from phalanx.recovery.catalog import (
     find_redundant,
     inventory_from_message,
     inventory_to_message,
+    needs_replicas,
     restore_point_from_message,
     restore_point_to_message,
 )
@@ -31,6 +37,25 @@ def test_a_part_is_elsewhere_where_two_nodes_have_it() -> None:
     assert find_redundant([0, 1, 0, 1], [0, 0, 1, 1]) == [True] * 4
     assert find_redundant([0, 1, 0, 1], [0, 0, 0, 1]) == [False, True, False, True]
     assert find_redundant([0, 1, 2, 3], [0, 0, 1, 1]) == find_redundant([0, 1, 0, 1], [0] * 4) == [False] * 4
+
+
+def test_replicas_are_needed_where_a_part_is_on_one_of_several_nodes() -> None:
+    assert needs_replicas([0, 1, 2, 3], [0, 0, 1, 1]) and needs_replicas([0, 1, 0, 1], [0, 1, 1, 1])
+    assert not needs_replicas([0, 1, 2, 3], [0] * 4) and not needs_replicas([0, 1, 0, 1], [0, 0, 1, 1])
+
+
+@given(st.integers(1, 2), st.integers(1, 3), st.sampled_from([0, 1, 2, 4]), st.lists(st.integers(1, 4), min_size=1))
+def test_a_plan_a_dry_run_and_a_run_agree_on_replicas(
+    tensor: int, pipeline: int, degree: int, devices: list[int]
+) -> None:
+    if short := -sum(devices) % (tensor * pipeline * max(1, degree)):
+        devices = [*devices, short]
+    nodes = [node for node, count in enumerate(devices) for _ in range(count)]
+    copies = len(nodes) // (tensor * pipeline)
+    cluster = ClusterSpec(tuple(NodeGroup(1, count, DEVICE_KINDS["CPU"]) for count in devices))
+    planned = LayoutChoice(tensor=tensor, pipeline=pipeline, shard_degree=degree)
+    parts = MeshAxes(tensor, pipeline).state_parts(len(nodes), degree or None)
+    assert memory.needs_replicas(planned, copies, cluster) is needs_replicas(parts, nodes)
 
 
 def test_a_rank_is_held_by_its_node_or_by_a_replica() -> None:

@@ -28,7 +28,7 @@ from phalanx.engine.interface import StepOutcome
 from phalanx.optim.state import Slot, StatePiece
 from phalanx.optim.update import StepUpdate
 from phalanx.recovery import inventory, state_file
-from phalanx.recovery.catalog import find_redundant
+from phalanx.recovery.catalog import find_redundant, needs_replicas
 from phalanx.recovery.replica_client import ReplicaClient
 from phalanx.recovery.shared_memory import HOST_MEMORY_SHARE, format_bytes
 from phalanx.recovery.state_file import StateFile, StateFileOwner
@@ -185,7 +185,7 @@ class SharedMemoryStore:
             return
         self._nodes = [int(each) for each in self._mesh.gather(float(self.replicas.node))]
         self._redundant = find_redundant(parts, self._nodes)
-        if self.replicas.partner is None or all(self._redundant):
+        if self.replicas.partner is None or not needs_replicas(parts, self._nodes):
             self._every = None
 
     @property
