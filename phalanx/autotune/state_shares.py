@@ -48,14 +48,15 @@ class InMemoryOptions:
 
 
 def find_in_memory_options(config: "Config", placement: Placement, mesh: Mesh) -> InMemoryOptions:
-    """What ranks that were started so keep; all of them say the same options."""
+    """What ranks that were started so keep; all of them say the same options. Collective."""
+    nodes = [int(node) for node in mesh.gather(float(placement.node))]
     if placement.shared is None or not placement.keeps:
         return InMemoryOptions()
     parts = mesh.axes.state_parts(mesh.world, make_sharding_spec(config).degree)
     options = list_copy_options(
         config.resilience.in_memory_checkpoints,
         config.resilience.replicate_every,
-        needs_replicas(parts, mesh.topology.node_of),
+        needs_replicas(parts, nodes),
         OPTIMIZERS[config.optim.name].replays,
     )
     left = 0

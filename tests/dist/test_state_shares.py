@@ -98,7 +98,7 @@ def kept(placement: Placement, data: str, free: list[int], place: str, nodes: in
     and what they find of before."""
     accelerator.memory_free = lambda device, local_world: free[placement.rank]
     described = runs.job(Path(data).parent / "nowhere", data, {}, placement.world)
-    placement = dataclasses.replace(placement, shared=place, nodes=nodes)
+    placement = dataclasses.replace(placement, shared=place, node=placement.rank % nodes, nodes=nodes)
     workload, found = make_workload(described.config, described.spec), list[Any]()
     with join(placement, 30) as mesh:
         keeping = find_in_memory_options(described.config, placement, mesh)
