@@ -187,8 +187,8 @@ def gradients_of_block(work: StepWork, choice: LayoutChoice) -> float:
 
 
 def loss_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) -> float:
-    """What this project's own loss holds at its height: of one chunk logits, these in fp32 and their logarithms, and of
-    the head's matrix the gradient in fp32."""
+    """What this project's own loss holds at its height: of one chunk logits, these in fp32 (or fp64) and their
+    logarithms, and of the head's matrix the gradient in that."""
     columns, tokens = work.vocabulary / tensor, sequences * work.seq_len
     if kind.on_host:
         chunk = max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES / (4 * columns))
@@ -196,9 +196,10 @@ def loss_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) 
         enough = min(CHUNK_TOKENS, CHUNK_MOST_BYTES / (4 * columns))
         chunk = max(1.0, enough, CHUNK_LEAST_BYTES / (4 * columns))
     chunks = max(1.0, -(-tokens // chunk))
-    gradient = columns * work.hidden * 4 if work.lora is None else 0.0
+    wide = max(4, work.width)
+    gradient = columns * work.hidden * wide if work.lora is None else 0.0
     # With several, the gradient to the logits of the one before is still there.
-    logits = work.width + 4 + (4 if work.width < 4 else 0) + (work.width if chunks > 1 else 0)
+    logits = work.width + wide + (4 if work.width < 4 else 0) + (work.width if chunks > 1 else 0)
     return tokens / chunks * columns * logits + gradient + tokens * work.hidden * work.width
 
 

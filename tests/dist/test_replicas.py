@@ -135,7 +135,6 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
     counting(log)
     if by == "by other kernels":
         replica_update.describe_kernels = lambda: f"of node {placement.rank}"
-        SharedMemoryStore.open.__globals__["describe_kernels"] = replica_update.describe_kernels
     node = Node(Path(folder), placement.rank).open()
     with join(placement, 30) as mesh:
         memory = memory_of(mesh, node, events, rule=RULES[by])

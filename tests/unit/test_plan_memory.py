@@ -171,6 +171,8 @@ def test_our_own_loss_holds_a_chunk_of_logits() -> None:
     work = replace(GPT, vocabulary=32000, hidden=1000, precision="bf16", seq_len=4096)
     # 4096 tokens in one chunk: logits in bf16 and fp32 and their logarithms, 10 bytes; and the head's gradient.
     assert loss_bytes(work, A100, 1, 1) == 4096 * 32000 * 10 + 32000 * 1000 * 4 + 4096 * 1000 * 2
+    fp64 = replace(work, precision="fp64")  # logits and their logarithms, and the gradient
+    assert loss_bytes(fp64, A100, 1, 1) == 4096 * 32000 * 16 + 32000 * 1000 * 8 + 4096 * 1000 * 8
     # In two chunks the gradient to the first one's logits is beside.
     assert loss_bytes(work, A100, 1, 2) == 4096 * 32000 * 12 + 32000 * 1000 * 4 + 8192 * 1000 * 2
 

@@ -31,6 +31,12 @@ def gradient_bytes(tensors: Tensors) -> int:
     return sum(size for _, _, size in _places(tensors).values())
 
 
+def describe_updates(rule: Mapping[str, float], tensors: Tensors) -> dict[str, Any]:
+    """What another node must know to make the updates of a state of such `tensors` again, by AdamW with the numbers of
+    `rule`, and to have room for that."""
+    return {"rule": dict(rule), "kernels": describe_kernels(), "gradients": gradient_bytes(tensors)}
+
+
 def _places(tensors: Tensors) -> dict[str, tuple[str, int, int]]:
     """By key: type, elements, and bytes, one gradient behind the other."""
     found = {}

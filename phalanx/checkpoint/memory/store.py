@@ -17,7 +17,7 @@ import torch
 from phalanx.checkpoint.memory import slots
 from phalanx.checkpoint.memory.interval import SnapshotInterval
 from phalanx.checkpoint.memory.previous_state import open_state_file
-from phalanx.checkpoint.memory.replica_update import SharedGradients, describe_kernels, gradient_bytes
+from phalanx.checkpoint.memory.replica_update import SharedGradients, describe_updates, gradient_bytes
 from phalanx.checkpoint.memory.slots import WorkingMemory
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.mesh import Mesh
@@ -243,7 +243,7 @@ class SharedMemoryStore:
         if replicas is None:
             return
         needed, bare = self._replicate != "off" and replicas.partner is not None, self._redundant[mesh.rank]
-        rule = None if self._rule is None or bare else {"rule": dict(self._rule), "kernels": describe_kernels()}
+        rule = None if self._rule is None or bare else describe_updates(self._rule, self.file.index()["tensors"])
         asked = self._replicate not in ("auto", "off")
         newest = self._current_step if self.has_state else None  # later ones are walked again, maybe cut otherwise
         short = replicas.begin_replica(self.file.metadata.path, asked, bare, rule, newest) if needed else None

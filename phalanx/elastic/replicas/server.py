@@ -304,7 +304,7 @@ class _Node:
                     self._replica.invalidate(slot)
             return {"steps": sorted(step for step in before.steps if newest is None or step <= int(newest))}
         found, need = os.statvfs(self._folder), state_file.state_file_bytes(index, slot_bytes)
-        gradients = slot_bytes // 3 if "rule" in form else 0  # of AdamW's state
+        gradients = int(form.get("gradients", 0))  # where updates are made again of them
         free = found.f_bavail * found.f_frsize
         short = describe_shortage(
             "a replica of the state of another node's rank",
