@@ -31,7 +31,7 @@ TESTS = {
     "parallel/pipeline_schedules.py": [f"{UNIT}pipeline_stages.py", f"{UNIT}plan_cost.py"],
     "optim/gradients.py": [f"{UNIT}gradients.py", f"{UNIT}update.py"],
     "layout/comm_schedule.py": [f"{UNIT}comm_schedule.py", f"{UNIT}timing.py"],
-    "layout/buckets.py": [f"{UNIT}buckets.py"],
+    "layout/buckets.py": [f"{UNIT}buckets.py", f"{UNIT}balance.py"],
     "data/shuffle.py": [f"{UNIT}loader.py"],
     "data/packing.py": [f"{UNIT}packing.py", f"{UNIT}loader.py"],
     "trainer/anomalies.py": [f"{UNIT}anomalies.py"],

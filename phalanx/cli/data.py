@@ -27,6 +27,16 @@ Overrides = Annotated[
 ]
 
 
+def expand_user(path: Path, what: str) -> Path:
+    """With the folder of a user in place of ~. Raises ConfigError for one whom this machine does not know."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{what} {path} is in the folder of a user whom this machine does not know; write where it is"
+        ) from None
+
+
 @data_app.command("prepare")
 def data_prepare(
     sources: Annotated[
@@ -115,7 +125,7 @@ def data_inspect(
             "whose data.cache is that URL"
         )
     else:
-        folders, known = inspect.find_token_sets(Path(subject).expanduser().absolute())
+        folders, known = inspect.find_token_sets(expand_user(Path(subject), "the token set").absolute())
         tokenizer = tokenizer or known
     found = [inspect.compute_stats(name, folder, tokenizer, form, samples) for name, folder in folders.items()]
     tables.print_datasets(open_terminal(), found)
@@ -170,7 +180,7 @@ def data_megatron(
     from phalanx.data.megatron_dataset import write_indexed_dataset
     from phalanx.data.token_files import TokenFile
 
-    count = write_indexed_dataset(TokenFile(token_set.expanduser()), prefix.expanduser())
+    count = write_indexed_dataset(TokenFile(expand_user(token_set, "the token set")), expand_user(prefix, "the prefix"))
     typer.echo(f"{count:,} documents are now in {prefix}.bin and {prefix}.idx")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.data import Overrides
+from phalanx.cli.data import Overrides, expand_user
 from phalanx.config import load
 from phalanx.config.operations import ResilienceSection
 from phalanx.core.errors import ConfigError
@@ -334,17 +334,7 @@ def _file(path: Path, option: str) -> Path:
     """Where the file that an option names is. Raises ConfigError for what can be no file's name."""
     if not path.name:
         raise ConfigError(f"{option} {path} is a folder; name a file in it")
-    return _expand_user(path, option)
-
-
-def _expand_user(path: Path, what: str) -> Path:
-    """With the folder of a user in place of ~. Raises ConfigError for one whom this machine does not know."""
-    try:
-        return path.expanduser()
-    except RuntimeError:
-        raise ConfigError(
-            f"{what} {path} is in the folder of a user whom this machine does not know; write where it is"
-        ) from None
+    return expand_user(path, option)
 
 
 def _parse_interval(text: str | None, what: str) -> float:
@@ -354,7 +344,7 @@ def _parse_interval(text: str | None, what: str) -> float:
 @contextlib.contextmanager
 def _open_run_records(run: str) -> Iterator[RunPaths]:
     """The files of a run that is only read, a folder that is there or a URL."""
-    with mirror.open_records(run if storage.is_url(run) else str(_expand_user(Path(run), "the run"))) as paths:
+    with mirror.open_records(run if storage.is_url(run) else str(expand_user(Path(run), "the run"))) as paths:
         yield paths
 
 

@@ -6,7 +6,6 @@ micro-batches. `state_shares` and `shard_cuts` say who holds which part of what 
 """
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -348,63 +347,3 @@ def state_shares(memory_left_bytes: Sequence[float], needed_bytes: float) -> tup
         part = min(rooms[rank], left / others)
         shares[rank], left = part / needed_bytes, left - part
     return tuple(shares)
-
-
-def shard_cuts(
-    elements: int,
-    granule: int,
-    weights: Sequence[float],
-    room: Sequence[int] | None = None,
-    taken: Sequence[int] | None = None,
-) -> tuple[int, ...]:
-    """Cut a bucket of `elements`, padded to a multiple of `granule`, into one range for each rank: (0, ..., end).
-
-    Rank r owns [cuts[r], cuts[r + 1]), in proportion to `weights` to less than a granule; all cuts are multiples of
-    `granule`. With weight 0 it owns nothing. `room`: elements that each may have at most; who has no room for its part
-    leaves it to the others. `taken`: elements that each owns of earlier buckets; the granules left over by rounding
-    down go to whoever is the farthest behind its part of all, so that over many buckets nobody gains (without it: by
-    largest remainder). Of equals the first gains. Raises ConfigError where the bucket has more than there is room for.
-    """
-    ranks = len(weights)
-    assert elements >= 0 and granule >= 1 and min(weights) >= 0 and sum(weights) > 0, (elements, granule, weights)
-    pieces = -(-elements // granule)
-    most = [0 if weight == 0 else pieces for weight in weights]
-    if room is not None:
-        most = [max(0, min(few, int(each) // granule)) for few, each in zip(most, room, strict=True)]
-    if sum(most) < pieces:
-        raise ConfigError(
-            f"{elements} elements do not fit where ranks have room for {sum(most) * granule} of them together, in "
-            f"multiples of {granule}; add devices or set memory.activations=full"
-        )
-    parts = _in_proportion(pieces, weights, most)
-    counts = [math.floor(part) for part in parts]
-    behind = [part - count for part, count in zip(parts, counts, strict=True)]
-    if taken is not None:
-        due = sum(taken) / granule / sum(weights)
-        behind = [each + due * w - own / granule for each, w, own in zip(behind, weights, taken, strict=True)]
-    heap = [(-behind[rank], rank) for rank in range(ranks) if counts[rank] < most[rank]]
-    heapq.heapify(heap)
-    for _ in range(pieces - sum(counts)):
-        less, rank = heap[0]
-        counts[rank] += 1
-        if counts[rank] < most[rank]:
-            heapq.heapreplace(heap, (less + 1, rank))
-        else:
-            heapq.heappop(heap)
-    return tuple(granule * end for end in itertools.accumulate(counts, initial=0))
-
-
-def _in_proportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list[float]:
-    """`total` in proportion to `weights`, but nobody more than its `most`; what is left over goes to the others."""
-    full: set[int] = set()
-    while True:
-        left = total - sum(most[rank] for rank in full)
-        whole = sum(weight for rank, weight in enumerate(weights) if rank not in full)
-        parts = [
-            float(most[rank]) if rank in full or not weight else left * weight / whole
-            for rank, weight in enumerate(weights)
-        ]
-        over = {rank for rank, part in enumerate(parts) if part > most[rank]}
-        if not over:
-            return parts
-        full |= over

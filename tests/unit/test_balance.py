@@ -22,12 +22,12 @@ from phalanx.layout.balance import (
     in_lockstep,
     parse_division,
     scale_division,
-    shard_cuts,
     slowest_s,
     split_by_cost,
     split_by_weights,
     state_shares,
 )
+from phalanx.layout.buckets import shard_cuts
 
 
 def compositions(total: int, takers: int) -> Iterator[tuple[int, ...]]:
