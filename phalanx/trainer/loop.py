@@ -38,9 +38,8 @@ from phalanx.trainer.stop_request import StopRequest
 from phalanx.trainer.stragglers import StragglerDetector
 from phalanx.workload.build import RunComponents
 from phalanx.workload.clock import clock_of
-from phalanx.workload.pipeline_step import evaluate_pipeline, run_pipeline
 from phalanx.workload.sinks import RecordWriter
-from phalanx.workload.step import evaluate, run_micro_batches
+from phalanx.workload.step import evaluate, evaluate_pipeline, run_micro_batches, run_pipeline
 from phalanx.workload.step_hooks import StepHooks
 
 if TYPE_CHECKING:
