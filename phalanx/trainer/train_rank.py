@@ -34,7 +34,7 @@ from phalanx.trainer.restore import ResumePoint, make_in_memory_store
 from phalanx.trainer.rollback import roll_back
 from phalanx.trainer.stop_request import handle_stop_signals
 from phalanx.workload.build import build_components
-from phalanx.workload.device_progress import make_device_progress
+from phalanx.workload.clock import make_device_progress
 from phalanx.workload.engines import agree_on_sharding
 from phalanx.workload.injection import make_fault_injector
 from phalanx.workload.sinks import RecordWriter, Sink
