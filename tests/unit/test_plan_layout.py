@@ -21,8 +21,8 @@ from phalanx.planner import (
     calibrate,
     choose_layout,
     comparison,
+    failures,
     measured_cluster,
-    observed_failures,
     parse_cluster,
     present_cluster,
 )
@@ -416,7 +416,7 @@ def test_steps_of_other_ranks_and_damaged_records_teach_nothing(tmp_path: Path) 
     for row in damaged:
         append_line(RunPaths(tmp_path).metrics, row)
     with pytest.raises(ConfigError, match="nothing follows from it"):
-        observed_failures.read_observed_failures(RunPaths(tmp_path))
+        failures.read_observed_failures(RunPaths(tmp_path))
 
 
 def test_a_short_run_teaches_nothing() -> None:
@@ -458,7 +458,7 @@ def test_recoveries_and_checkpoints_are_read_from_records(tmp_path: Path) -> Non
         (EventKind.WORKER_DIED, {"rank": 0, "attempt": 1, "time": 112.6}),
     ):
         append_line(paths.events, {"kind": str(kind), **more})
-    found = observed_failures.read_observed_failures(paths)
+    found = failures.read_observed_failures(paths)
     assert (found.recoveries, found.checkpoints) == (1, 1)
     assert found.recovery_s == pytest.approx(7.0)
     assert found.checkpoint_s == pytest.approx(2.0)
@@ -467,11 +467,11 @@ def test_recoveries_and_checkpoints_are_read_from_records(tmp_path: Path) -> Non
 def test_a_run_without_failures_and_checkpoints_says_nothing(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     with pytest.raises(ConfigError, match="so it is no run"):
-        observed_failures.read_observed_failures(paths)
+        failures.read_observed_failures(paths)
     for step in range(1, 5):
         append_line(paths.metrics, record(step))
     with pytest.raises(ConfigError, match="nothing follows from it"):
-        observed_failures.read_observed_failures(paths)
+        failures.read_observed_failures(paths)
 
 
 def test_a_config_has_the_keys_that_are_told() -> None:
