@@ -20,10 +20,10 @@ from phalanx.layout.pipeline_stages import STAGES_PER_RANK
 from phalanx.planner import (
     calibrate,
     choose_layout,
-    comparison,
     failures,
     measured_cluster,
     parse_cluster,
+    predict,
     present_cluster,
 )
 from phalanx.planner.advice import PlanQuery
@@ -293,8 +293,8 @@ def record(step: int, **more: Any) -> dict[str, Any]:
 
 def test_steps_as_they_were_foretold() -> None:
     slow_start = [record(step, step_s=30.0, busy_s=[29.0, 29.0]) for step in range(1, 6)]
-    assert comparison.compare_steps(EXPECTED, [*slow_start, *map(record, range(6, 20))], True, "data-sheets") is None
-    told = comparison.compare_steps(EXPECTED, [*slow_start, *map(record, range(6, 21))], True, "data-sheets")
+    assert predict.compare_steps(EXPECTED, [*slow_start, *map(record, range(6, 20))], True, "data-sheets") is None
+    told = predict.compare_steps(EXPECTED, [*slow_start, *map(record, range(6, 21))], True, "data-sheets")
     assert told is not None
     assert (told["predicted_s"], told["measured_s"], told["steps"], told["off"]) == (1.0, 1.0, 15, None)
     for row in told["terms"]:
@@ -316,7 +316,7 @@ def test_steps_as_they_were_foretold() -> None:
     ],
 )
 def test_the_part_that_is_off_is_named(more: dict[str, Any], off: str | None) -> None:
-    told = comparison.compare_steps(EXPECTED, [record(step, **more) for step in range(1, 21)], True, "measurements")
+    told = predict.compare_steps(EXPECTED, [record(step, **more) for step in range(1, 21)], True, "measurements")
     assert told is not None
     assert told["off"] == off
     assert (f"; off is {off}: " in event_text.describe_event({"kind": EventKind.PREDICTION_CHECKED, **told})) == (
@@ -326,13 +326,13 @@ def test_the_part_that_is_off_is_named(more: dict[str, Any], off: str | None) ->
 
 def test_an_accelerator_tells_passes_and_the_rest() -> None:
     rows = [record(step, update_s=None, wait_s=None, busy_s=[0.6, 0.6]) for step in range(1, 21)]
-    assert comparison.split_measured_step(rows, True) == {
+    assert predict.split_measured_step(rows, True) == {
         ("compute", "offload"): 0.6,
         ("imbalance",): 0.0,
         ("communication", "bubble", "optimizer", "commit", "other"): 0.4,
     }
     alone = [row | {"busy_s": None} for row in rows]
-    assert comparison.split_measured_step(alone, False) == {comparison.ALL: 1.0}
+    assert predict.split_measured_step(alone, False) == {predict.ALL: 1.0}
 
 
 # ------------------------------------------------------------------------------------------------------------- learning
