@@ -35,8 +35,8 @@ from phalanx.planner import (
 from phalanx.planner import calibrate as calibration
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.constants import DEFAULT_CONSTANTS
 from phalanx.planner.cost import RecoverySource
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS
 from phalanx.planner.failures import DEVICE_MTBF_S, LEAST_S, FailureModel, ObservedFailures
 from phalanx.planner.recipe_keys import free_layout
 from phalanx.planner.search import SearchResult

@@ -20,9 +20,8 @@ from phalanx.layout.model_shape import ModelSpec, list_timing_shapes
 from phalanx.models.families.catalog import adapter_count, parameter_count
 from phalanx.planner import link_cost, measured_cluster, predict, present_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import RANGES, CostConstants
 from phalanx.planner.cost import CostModel
-from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.device_catalog import RANGES, CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.predict import Prediction, predict_recipe_step
 from phalanx.planner.present_cluster import NodeDevice

@@ -14,8 +14,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.planner import compute_cost, link_cost
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.compute_cost import PassTime
-from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
-from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.link_cost import CommTime, RingPlacement
 from phalanx.planner.memory import DeviceMemory, estimate_device_memory, parameters_of

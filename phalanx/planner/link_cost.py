@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.constants import CostConstants
-from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.device_catalog import CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import StepWork, find_trained_share
 

@@ -11,8 +11,8 @@ from phalanx.layout.model_shape import ModelSpec
 from phalanx.planner import cost
 from phalanx.planner.advice import TERM_NAMES
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
 from phalanx.planner.cost import CostModel, StepEstimate
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, CostConstants
 from phalanx.planner.heterogeneous import HeterogeneousDevices
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.memory import REPLICAS, DeviceMemory

@@ -16,9 +16,8 @@ from phalanx.models.families.catalog import PRESETS, flops_per_token, parameter_
 from phalanx.parallel.pipeline_schedules import build_actions
 from phalanx.planner import compute_cost, link_cost, parse_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import CostConstants
 from phalanx.planner.cost import TERMS, CostModel, StageCost, StepEstimate, estimate_step, filling_s, split_evenly
-from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind, find_kind, unknown_kind_message
+from phalanx.planner.device_catalog import DEVICE_KINDS, CostConstants, DeviceKind, find_kind, unknown_kind_message
 from phalanx.planner.layout_choice import EngineName, LayoutChoice, PipelineSchedule
 from phalanx.planner.link_cost import RingPlacement
 from phalanx.planner.memory import DeviceMemory
