@@ -31,7 +31,7 @@ from phalanx.elastic.node.signals import StopSignals
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.node_requests import NodeRequest
 from phalanx.health.devices import DeviceInfo
-from phalanx.launch import health_gate
+from phalanx.launch import health_check
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder, TryAgain
 from phalanx.recovery.catalog import StateFileInfo
 from phalanx.report import event_text
@@ -71,11 +71,11 @@ class NodeParticipant(abc.ABC):
     unfit_reason: str | None = field(
         default=None, init=False
     )  # why the first node does no more than bring all together
-    health_watch: health_gate.HealthWatch = field(init=False)
+    health_watch: health_check.HealthWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.health_watch = health_gate.HealthWatch(
-            self.paths, health_gate.list_accelerator_uuids(self.devices), self._seen
+        self.health_watch = health_check.HealthWatch(
+            self.paths, health_check.list_accelerator_uuids(self.devices), self._seen
         )
 
     @property

@@ -31,7 +31,7 @@ from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.health.devices import DeviceInfo
-from phalanx.launch import health_gate, offer_checks, outcome, prepare
+from phalanx.launch import health_check, offer_checks, outcome, prepare
 from phalanx.launch.node_participant import CHECK_S, NodeParticipant, Tend, check_shared_folder, ensure_run_sign
 from phalanx.launch.prepare import PreparedRun
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder
@@ -174,7 +174,7 @@ class NodeSession(NodeParticipant):
         mine = self.count_ranks(offer)
         # In a child: devices and disks may take their time, and an agent may not.
         noticed = fork_call(
-            health_gate.check_node_if_enabled, config, paths, self.devices, timeout_s=CHECK_S, meanwhile=poll_once
+            health_check.check_node_if_enabled, config, paths, self.devices, timeout_s=CHECK_S, meanwhile=poll_once
         )
         if noticed is not None:
             self.notify_user(event_text.describe_event({"kind": EventKind.HEALTH, **noticed}))

@@ -21,7 +21,7 @@ from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
 from phalanx.health.devices import DeviceInfo, assign_devices, preload_and_find_devices
-from phalanx.launch import health_gate, multinode, node_session, outcome, preflight, prepare, started_rank
+from phalanx.launch import health_check, multinode, node_session, outcome, preflight, prepare, started_rank
 from phalanx.launch.node_participant import NodeContext
 from phalanx.launch.remote_run_dir import mirror_while_running
 from phalanx.launch.rendezvous_options import ONE_NODE, RendezvousOptions
@@ -144,7 +144,7 @@ class TrainingStart:
                     run.code = done
                     return done
                 try:
-                    noticed = health_gate.check_node_if_enabled(wanted, paths, self.devices)
+                    noticed = health_check.check_node_if_enabled(wanted, paths, self.devices)
                 except Unhealthy as error:
                     noticed, run.unfit_reason = None, first.yield_to_spare(str(error), alone=paths.url is not None)
                 hellos = first.hellos()

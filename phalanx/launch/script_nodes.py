@@ -31,7 +31,7 @@ from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.state import JobPhase, RecoveryPolicy
 from phalanx.health.devices import DeviceInfo, assign_devices, distinct_models, preload_and_find_devices
-from phalanx.launch import health_gate, multinode
+from phalanx.launch import health_check, multinode
 from phalanx.launch.node_participant import (
     CHECK_S,
     NodeContext,
@@ -211,7 +211,7 @@ class ScriptNodeSession(NodeParticipant):
         if not self.script.checks_health:
             return None
         seen: dict[str, Any] | None = fork_call(
-            health_gate.check_node, self.paths, self.devices, UNFIT, timeout_s=CHECK_S, meanwhile=poll_once
+            health_check.check_node, self.paths, self.devices, UNFIT, timeout_s=CHECK_S, meanwhile=poll_once
         )
         return seen
 
