@@ -170,7 +170,7 @@ def train(
 
     Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
     """
-    from phalanx.launch import preflight, prepare, rendezvous_options, run
+    from phalanx.launch import outcome, prepare, rendezvous_options, run
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
@@ -185,7 +185,7 @@ def train(
     wanted = load.load_recipe(recipe_path, overrides or [])
     place = run_dir if run_dir is not None else f"runs/{recipe_path.stem}"
     if shrink:
-        wanted = preflight.shrink_recipe(wanted, show=not as_json)
+        wanted = outcome.shrink_recipe(wanted, show=not as_json)
         place = run_dir if run_dir is not None else f"{place}-shrunk"
     if dry_run:
         laid = None

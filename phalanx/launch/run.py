@@ -21,7 +21,7 @@ from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
 from phalanx.health.devices import DeviceInfo, assign_devices, preload_and_find_devices
-from phalanx.launch import health_check, multinode, node_session, outcome, preflight, prepare, started_rank
+from phalanx.launch import health_check, multinode, node_session, outcome, prepare, started_rank
 from phalanx.launch.node_participant import NodeContext
 from phalanx.launch.remote_run_dir import mirror_while_running
 from phalanx.launch.rendezvous_options import ONE_NODE, RendezvousOptions
@@ -55,7 +55,7 @@ def train(
         with raise_on_stop_signal():
             alone = options is None and from_environment(environment, ()) is None
             if alone and not paths.config.exists():  # of a larger job one rank looks
-                preflight.check_first_records(wanted)
+                outcome.check_first_records(wanted)
             found, accelerators = preload_and_find_devices(on_cpu)
         given = None if ranks is not None or options is not None else from_environment(environment, accelerators)
         if given is not None:
