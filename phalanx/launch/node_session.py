@@ -32,10 +32,10 @@ from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.health.devices import DeviceInfo
 from phalanx.launch import health_check, offer_checks, outcome, prepare
+from phalanx.launch.launched_run import fetch_records
 from phalanx.launch.node_participant import CHECK_S, NodeParticipant, Tend, check_shared_folder, ensure_run_sign
 from phalanx.launch.prepare import PreparedRun
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder
-from phalanx.launch.remote_run_dir import fetch_records
 from phalanx.layout import hardware
 from phalanx.recovery import inventory, shared_memory, state_file
 from phalanx.recovery.shared_memory import SharedMemoryFolder

@@ -22,8 +22,8 @@ from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
 from phalanx.health.devices import DeviceInfo, assign_devices, preload_and_find_devices
 from phalanx.launch import health_check, multinode, node_session, outcome, prepare, started_rank
+from phalanx.launch.launched_run import mirror_while_running
 from phalanx.launch.node_participant import NodeContext
-from phalanx.launch.remote_run_dir import mirror_while_running
 from phalanx.launch.rendezvous_options import ONE_NODE, RendezvousOptions
 from phalanx.recovery import shared_memory
 from phalanx.recovery.catalog import inventory_from_message

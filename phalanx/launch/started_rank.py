@@ -15,7 +15,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node.signals import raise_on_stop_signal
 from phalanx.health.devices import DeviceInfo
 from phalanx.launch import health_check, outcome, prepare
-from phalanx.launch.remote_run_dir import fetch_records, mirror_while_running
+from phalanx.launch.launched_run import fetch_records, mirror_while_running
 from phalanx.storage import mirror
 
 if TYPE_CHECKING:
