@@ -26,7 +26,7 @@ from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coo
 from phalanx.elastic.supervisor.failover import describe_division
 from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.health.devices import DeviceInfo, assign_devices, preload_and_find_devices
-from phalanx.launch import multinode, node_session, offer_checks, prepare
+from phalanx.launch import multinode, node_session, prepare
 from phalanx.launch.prepare import PreparedRun
 from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.layout import balance, hardware
@@ -157,7 +157,7 @@ def _measuring_callbacks(
 
     def make(offer: Message, poll_once: Callable[[], None]) -> NodeJob:
         config = load.build_config(load.parse_yaml(offer["config"], "node 0's configuration"), "node 0's configuration")
-        offer_checks.check_offer(wanted, config)
+        prepare.check_offer(wanted, config)
         answer = prepare.resolve_on_node(config, devices, int(offer["world"]), poll_once)
         what = "the resolved configuration"
         here = local_copies.use_local_copies(load.build_config(load.parse_yaml(answer["config"], what), what))

@@ -31,7 +31,7 @@ from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.health.devices import DeviceInfo
-from phalanx.launch import health_check, offer_checks, outcome, prepare
+from phalanx.launch import health_check, outcome, prepare
 from phalanx.launch.launched_run import fetch_records
 from phalanx.launch.node_participant import CHECK_S, NodeParticipant, Tend, check_shared_folder, ensure_run_sign
 from phalanx.launch.prepare import PreparedRun
@@ -159,8 +159,8 @@ class NodeSession(NodeParticipant):
         from phalanx.workload.workload import find_model_shape
 
         config = read_offered_config(offer)
-        offer_checks.check_offer(self.requested_config, config)
-        offer_checks.check_faults(self.requested_faults, faults.faults_from_message(offer["faults"]))
+        prepare.check_offer(self.requested_config, config)
+        prepare.check_faults(self.requested_faults, faults.faults_from_message(offer["faults"]))
         if failover.parse_policy(offer) != make_policy(config, self.context.nodes):
             raise ConfigError("the leader offers another resilience than its recipe has; use one version of Phalanx")
         paths = self.paths
