@@ -16,8 +16,7 @@ from rich.text import Text
 from phalanx.cli.data import Overrides
 from phalanx.config import bundled
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind, read_events
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_events, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.report.terminal import open_terminal
 

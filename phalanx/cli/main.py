@@ -26,8 +26,8 @@ from phalanx.cli.plan import plan_command
 from phalanx.config import load, schema
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError, PhalanxError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.core.renamed import RenamedWarning
 from phalanx.core.run_paths import RunPaths, Url, redact_url
 from phalanx.elastic.membership import shared_secret

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 
 Details = dict[str, Any]
 

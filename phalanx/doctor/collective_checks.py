@@ -15,9 +15,9 @@ from phalanx.comm.collectives import Traffic, all_gather, all_reduce, reduce_sca
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.p2p import P2PChannel
 from phalanx.core import round_robin
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.doctor.isolation import append_log_tail
 from phalanx.doctor.results import CheckResult, CheckState

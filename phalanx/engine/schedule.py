@@ -17,7 +17,7 @@ from phalanx.comm.comm_thread import CommThread, StreamEvent
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.routes import Routes
 from phalanx.comm.topology import Topology
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.engine.interface import Precision
 from phalanx.engine.sharding_spec import CommSchedules, ShardingSpec, guess_timings, plan_schedules
 from phalanx.engine.timing import DevicePassTimer, HostPassTimer, LinkTimer, PassTimer

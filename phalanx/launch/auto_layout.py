@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.config import load, resolve
 from phalanx.config.schema import Config, get_knob
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, write_event
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.renamed import rename_dotted
 from phalanx.core.run_paths import RunPaths
 from phalanx.health.devices import DeviceInfo

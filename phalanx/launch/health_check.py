@@ -14,9 +14,9 @@ from typing import Any
 from phalanx.config.schema import Config
 from phalanx.core import round_robin
 from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError, Unhealthy
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import rendezvous_client
 from phalanx.elastic.membership.connectivity import ConnectionProbe, EchoServer, probe

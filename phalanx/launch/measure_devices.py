@@ -13,8 +13,8 @@ from typing import Any
 from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.node import agent

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files, rendezvous
 from phalanx.elastic.membership.channel import Message

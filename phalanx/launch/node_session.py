@@ -18,9 +18,9 @@ from phalanx.config import load
 from phalanx.config.schema import Config, get_knob
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.renamed import rename_keys
 from phalanx.core.run_paths import BASE_WEIGHTS, RunPaths
 from phalanx.elastic.membership.channel import Message

@@ -15,10 +15,10 @@ from phalanx.config import shrink as tiny
 from phalanx.config.schema import Config
 from phalanx.core import faults
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import EventKind, read_events, write_event
 from phalanx.core.faults import Fault
 from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, read_events, write_event
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.elastic.node import agent
 from phalanx.report.terminal import open_terminal

@@ -17,10 +17,10 @@ from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.config.validation import find_unused_keys
 from phalanx.core import faults, format_versions
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.faults import Fault
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.admission import redact
 from phalanx.elastic.membership.rendezvous import refresh_listing

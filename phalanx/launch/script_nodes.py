@@ -18,8 +18,8 @@ from typing import Any
 from phalanx.compat import run as script_run
 from phalanx.core import format_versions
 from phalanx.core.errors import ConfigError, Unhealthy
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.membership.channel import Message

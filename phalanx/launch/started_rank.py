@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from phalanx.config.schema import Config
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.faults import Fault
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node.signals import raise_on_stop_signal
 from phalanx.health.devices import DeviceInfo

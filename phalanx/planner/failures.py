@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_events, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.hardware import MOST
 from phalanx.planner import checkpoint_interval

@@ -24,9 +24,8 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_events, read_steps
 from phalanx.core.renamed import rename_event
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.report import devices, event_text, views

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import devices, event_text, page, views
 from phalanx.report.history import (

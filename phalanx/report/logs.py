@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import event_text
 

@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.report import event_text
 from phalanx.report.terminal import open_terminal
 

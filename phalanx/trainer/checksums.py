@@ -20,8 +20,8 @@ from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.topology import this_host
 from phalanx.core.errors import Corrupted
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import Engine
 from phalanx.engine.sharded import ShardedEngine

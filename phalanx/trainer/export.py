@@ -12,7 +12,7 @@ import torch
 from phalanx.checkpoint.disk.load import Checkpoint, find_newest_valid, list_steps, open_and_verify, step_folder
 from phalanx.config.schema import Config
 from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError, RunError
-from phalanx.core.events import EventKind, write_event
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.data.cache import temporary_folder
 from phalanx.models import hf_config

@@ -14,10 +14,9 @@ from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind
 from phalanx.core.faults import Fault
 from phalanx.core.placement import Placement
-from phalanx.core.records import StepRecord
+from phalanx.core.records import EventKind, StepRecord
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import StepOutcome
 from phalanx.layout.model_shape import ModelSpec

@@ -16,8 +16,8 @@ from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core import format_versions
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines, write_atomic
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import BASE_WEIGHTS, TOKENIZER_FILES, RunPaths
 from phalanx.data.chat import load_template
 from phalanx.data.token_files import TokenFile

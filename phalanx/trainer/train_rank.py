@@ -17,9 +17,9 @@ from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.topology import this_host
 from phalanx.core import progress_page
 from phalanx.core.errors import OutOfMemory
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention

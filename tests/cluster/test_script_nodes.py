@@ -15,9 +15,9 @@ import pytest
 from benchmarks.links import enter
 from benchmarks.started import start, strike
 from phalanx.core.errors import ConfigError, Unhealthy
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.rendezvous import RendezvousPoint
 from phalanx.elastic.supervisor.state import JobPhase

@@ -15,8 +15,8 @@ from phalanx.autotune.dry_run import dry_run
 from phalanx.cli import data
 from phalanx.config import load, resolve
 from phalanx.core.errors import CheckpointError, ConfigError, DataError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import append_line
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.generate.text import Sampling, load_generator
 from phalanx.models.model import Model

@@ -13,8 +13,8 @@ from typing import Any
 
 from phalanx.core import progress_page
 from phalanx.core.errors import PhalanxError, RunError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement, StoreAddress
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node.job import NodeJob, NodeRanks
 from phalanx.elastic.node.node_agent import AttemptLink

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.core.errors import CheckpointError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import HostPort, InMemoryCheckpoint
+from phalanx.core.records import EventKind
 from phalanx.elastic.membership.channel import Channel, connect_and_greet, enable_keepalive
 from phalanx.elastic.membership.store_relay import CALL_S
 from phalanx.elastic.node.job import NodeJob

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import write_atomic
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.system import symlinks
 
