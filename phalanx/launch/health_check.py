@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx.config.schema import Config
-from phalanx.core import round_robin
+from phalanx.core import placement
 from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError, Unhealthy
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
@@ -151,7 +151,7 @@ def _probe_peers(
 ) -> dict[int, ConnectionProbe]:
     """This node's ways to all others, in an order in which nodes pair off."""
     found = {}
-    for other in round_robin.round_robin_partners(own, len(peers)):
+    for other in placement.round_robin_partners(own, len(peers)):
         if other is not None:
             host, port = peers[other]
             found[other] = probe((str(host), int(port)), secret)
