@@ -127,7 +127,7 @@ ALSO_TORCH_FREE = (
     "phalanx.system.locks",
     "phalanx.system.memory",
     "phalanx.system.slurm_env",
-    "phalanx.system.symlinks",
+    "phalanx.system.locks",
     "phalanx.system.torchrun_env",
     "phalanx.models.hf_config",
     "phalanx.models.families.catalog",
