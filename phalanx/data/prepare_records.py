@@ -18,7 +18,7 @@ import numpy as np
 from phalanx.config.model_spec import default_task
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.run_paths import HELD_OUT, redact_url
-from phalanx.data import hdf5_shards, label_rows, quick_check
+from phalanx.data import hdf5_shards, inspect, label_rows
 from phalanx.data.cache import Cache, prune, write_description
 from phalanx.data.prepare import (
     SAMPLE_BYTES,
@@ -68,7 +68,7 @@ class RecordSetJob:
 
 def prepare_for(config: "Config", progress: Progress | None = None) -> PreparedData:
     """The data that a recipe's task needs, made if need be; `data.tokenizer` is not "auto"."""
-    quick_check.check_first_records(config)
+    inspect.check_first_records(config)
     timeout_s = config.resilience.storage_timeout_s
     kind: str = default_task(config)[0] if config.task.kind == "auto" else config.task.kind
     kind = "shards" if config.data.format == "masked" else kind

@@ -149,9 +149,9 @@ def check_first_records(wanted: Config) -> None:
 
 
 def _check_first_records(text: str) -> None:
-    from phalanx.data import quick_check
+    from phalanx.data import inspect
 
-    quick_check.check_first_records(load.build_config(yaml.safe_load(text), "the recipe"))
+    inspect.check_first_records(load.build_config(yaml.safe_load(text), "the recipe"))
 
 
 def shrink_recipe(wanted: Config, show: bool = True) -> Config:
