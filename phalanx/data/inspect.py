@@ -13,7 +13,6 @@ import numpy as np
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import HELD_OUT
 from phalanx.data import chat, label_rows
-from phalanx.data.cache import ABOUT_FILE
 from phalanx.data.packing import PackedRows, PackingOptions
 from phalanx.data.prepare import list_requests, make_document_format
 from phalanx.data.read_chunks import Meter, plan_chunks, read_records
@@ -22,6 +21,7 @@ from phalanx.data.source_file import SourceFile
 from phalanx.data.sources import LINES, LIST, ROWS, Record, RecordFormat, check_format
 from phalanx.data.token_files import MANIFEST, TokenFile
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
+from phalanx.data.workers import ABOUT_FILE
 from phalanx.storage import files as storage
 
 BLOCK_TOKENS = 8 << 20

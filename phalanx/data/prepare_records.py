@@ -19,7 +19,6 @@ from phalanx.config.model_spec import default_task
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.run_paths import HELD_OUT, redact_url
 from phalanx.data import hdf5_shards, inspect, label_rows
-from phalanx.data.cache import Cache, prune, write_description
 from phalanx.data.prepare import (
     SAMPLE_BYTES,
     TRAIN,
@@ -44,6 +43,7 @@ from phalanx.data.source_file import SourceFile
 from phalanx.data.sources import SHARDS, TALKS, TOKENS, RecordFormat, is_held_out, text_digest
 from phalanx.data.token_files import token_dtype
 from phalanx.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, tokenizer_hash, train_tokenizer
+from phalanx.data.workers import Cache, prune, write_description
 from phalanx.storage import files as storage
 
 if TYPE_CHECKING:
