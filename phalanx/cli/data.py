@@ -98,7 +98,7 @@ def data_inspect(
     from phalanx.data import inspect
     from phalanx.data.packing import PackingOptions
     from phalanx.report import tables
-    from phalanx.report.terminal import open_terminal
+    from phalanx.report.logs import open_terminal
 
     form = None
     if _is_recipe(subject):
@@ -139,7 +139,7 @@ def data_batch(
     from phalanx.data.loader import Loader
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.report import tables
-    from phalanx.report.terminal import open_terminal
+    from phalanx.report.logs import open_terminal
     from phalanx.workload.workload import make_workload, read_model_shape
 
     wanted = _recipe_for_data(load.load_recipe(recipe_path, overrides or []))
@@ -203,7 +203,7 @@ def _recipe_for_data(whole: schema.Config) -> schema.Config:
 
 def _prepare_data(wanted: schema.Config, aside: bool = False) -> "PreparedData":
     from phalanx.data.prepare_records import prepare_for
-    from phalanx.report.terminal import phase_progress
+    from phalanx.report.logs import phase_progress
 
     with phase_progress(aside=aside) as progress:
         return prepare_for(wanted, progress)

@@ -18,7 +18,7 @@ from phalanx.config import bundled
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.records import EventKind, read_events, read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 
 PROMPT = "def read("
 KILLED_RANK = 1

@@ -24,7 +24,7 @@ from phalanx.health.findings import Severity, at_least, is_usable, unique_senten
 from phalanx.launch.schedulers import slurm
 from phalanx.report import tables as shown
 from phalanx.report.doctor import DoctorConsole
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.storage.files import local_cache
 
 AsSlurm = Literal["healthcheck", "prolog", "epilog"]

@@ -227,7 +227,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder; adapters as a folder that PEFT loads."""
-    from phalanx.report.terminal import phase_progress
+    from phalanx.report.logs import phase_progress
     from phalanx.trainer.best_checkpoint import find_best_evaluation
     from phalanx.trainer.export import EXPORT_DTYPES, export_run
     from phalanx.trainer.run_folder import read_run_config
@@ -278,7 +278,7 @@ def generate(
     """Write text with a trained model, by the transformers library; by several ranks where no device holds it."""
     from phalanx.generate import distributed
     from phalanx.generate import text as generate_text
-    from phalanx.report.terminal import phase_progress
+    from phalanx.report.logs import phase_progress
 
     if system is not None and not chat:
         raise ConfigError("--system is for a conversation; add --chat or leave it out")

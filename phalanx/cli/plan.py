@@ -40,7 +40,7 @@ from phalanx.planner.device_catalog import DEFAULT_CONSTANTS
 from phalanx.planner.failures import DEVICE_MTBF_S, LEAST_S, FailureModel, ObservedFailures
 from phalanx.planner.recipe_keys import free_layout
 from phalanx.planner.search import SearchResult
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.storage import files as storage
 from phalanx.storage import mirror
 

@@ -33,7 +33,7 @@ from phalanx.health.findings import VERSION, Finding, Severity, at_least, is_usa
 from phalanx.launch import multinode
 from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.report import tables as shown
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.system.fork import fork, kill_group
 
 COMMAND = "phalanx health"  # by which its nodes know each other

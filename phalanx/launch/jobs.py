@@ -32,7 +32,7 @@ from phalanx.launch.schedulers.background import find_local_process, find_lock_h
 from phalanx.launch.schedulers.registry import find_scheduler
 from phalanx.launch.schedulers.scheduler import Job, LaunchOptions
 from phalanx.report.console import Console, Follower
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.storage import mirror, permissions
 from phalanx.system import locks
 

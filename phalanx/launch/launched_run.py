@@ -18,7 +18,7 @@ from phalanx.launch.schedulers.background import find_local_process, find_lock_h
 from phalanx.launch.schedulers.registry import DEFAULT, LOCAL, SCHEDULERS, find_scheduler
 from phalanx.launch.schedulers.scheduler import Job, Scheduler
 from phalanx.recovery import fencing
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.storage import mirror
 from phalanx.system.fork import fork, fork_call
 

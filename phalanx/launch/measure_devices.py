@@ -32,7 +32,7 @@ from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.layout import balance, hardware
 from phalanx.layout.hardware import Hardware
 from phalanx.report import event_text, tables
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 
 COMMAND = "phalanx hardware"  # by which its nodes know each other
 HEARTBEAT_S = 5.0  # of silence; measuring takes all of a machine

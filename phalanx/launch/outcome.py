@@ -21,7 +21,7 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, read_events, write_event
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.elastic.node import agent
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.system.fork import fork_call
 
 

@@ -36,7 +36,7 @@ from phalanx.health.devices import (
 from phalanx.launch import auto_layout
 from phalanx.layout import hardware
 from phalanx.planner.recipe_keys import CHOICE_FIELDS
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.storage import files as storage
 from phalanx.system.fork import fork_call
 
@@ -174,7 +174,7 @@ def _check_wandb(project: str) -> None:
 
 def resolve_text(text: str, devices: list[str], world: int, local_world: int, show: bool) -> dict[str, Any]:
     """In a child process, since tokenizers start threads and a probe allocates."""
-    from phalanx.report.terminal import phase_progress
+    from phalanx.report.logs import phase_progress
     from phalanx.trainer.resolve import resolve_with_files
 
     with phase_progress() if show else contextlib.nullcontext() as progress:

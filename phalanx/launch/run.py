@@ -27,7 +27,7 @@ from phalanx.launch.node_participant import NodeContext
 from phalanx.launch.rendezvous_options import ONE_NODE, RendezvousOptions
 from phalanx.recovery import shared_memory
 from phalanx.recovery.catalog import inventory_from_message
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.system.torchrun_env import from_environment
 
 if TYPE_CHECKING:
