@@ -13,8 +13,7 @@ from phalanx.core.errors import ConfigError, RunError
 from phalanx.doctor.results import CheckResult, CheckState, result_of_finding
 from phalanx.health import checks
 from phalanx.health import host as host_health
-from phalanx.health.devices import DeviceInfo
-from phalanx.health.findings import Severity
+from phalanx.health.findings import DeviceInfo, Severity
 from phalanx.launch.schedulers import slurm
 
 SENT_BYTES = 2**20  # over loopback and back

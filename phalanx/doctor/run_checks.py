@@ -19,7 +19,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.doctor import isolation, machine_checks
 from phalanx.doctor.results import LIBRARY, PROOFS, CheckResult, CheckState, DoctorCheck, result_from_json
 from phalanx.elastic.node import agent
-from phalanx.health.devices import DEVICES_TIMEOUT_S, PRELOAD, DeviceInfo, preload_and_find_devices
+from phalanx.health.findings import DEVICES_TIMEOUT_S, PRELOAD, DeviceInfo, preload_and_find_devices
 from phalanx.recovery import shared_memory
 from phalanx.system.fork import fork_call
 

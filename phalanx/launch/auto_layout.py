@@ -14,7 +14,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.renamed import rename_dotted
 from phalanx.core.run_paths import RunPaths
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.layout import hardware
 from phalanx.layout.hardware import Hardware
 from phalanx.layout.model_shape import ModelSpec

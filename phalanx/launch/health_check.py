@@ -28,8 +28,16 @@ from phalanx.elastic.supervisor import node_requests
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health import burn_in_report, checks
 from phalanx.health import host as host_health
-from phalanx.health.devices import DeviceInfo
-from phalanx.health.findings import VERSION, Finding, Severity, at_least, is_usable, unique_sentences, verdict
+from phalanx.health.findings import (
+    VERSION,
+    DeviceInfo,
+    Finding,
+    Severity,
+    at_least,
+    is_usable,
+    unique_sentences,
+    verdict,
+)
 from phalanx.launch import multinode
 from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.report import tables as shown

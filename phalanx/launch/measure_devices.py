@@ -25,7 +25,7 @@ from phalanx.elastic.node.signals import StopRequested, StopSignals, raise_on_st
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division
 from phalanx.elastic.supervisor.state import RecoveryPolicy
-from phalanx.health.devices import DeviceInfo, assign_devices, preload_and_find_devices
+from phalanx.health.findings import DeviceInfo, assign_devices, preload_and_find_devices
 from phalanx.launch import multinode, node_session, prepare
 from phalanx.launch.prepare import PreparedRun
 from phalanx.launch.rendezvous_options import RendezvousOptions

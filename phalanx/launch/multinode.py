@@ -30,7 +30,7 @@ from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor.coordinator import Coordinator
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.report import event_text
 

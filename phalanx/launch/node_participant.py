@@ -30,7 +30,7 @@ from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.signals import StopSignals
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.node_requests import NodeRequest
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.launch import health_check
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder, TryAgain
 from phalanx.recovery.catalog import StateFileInfo

@@ -26,7 +26,7 @@ from phalanx.elastic.membership.admission import redact
 from phalanx.elastic.membership.rendezvous import refresh_listing
 from phalanx.elastic.node import agent
 from phalanx.elastic.node.watchdog import HangTimeouts, make_hang_timeouts
-from phalanx.health.devices import (
+from phalanx.health.findings import (
     DEVICES_TIMEOUT_S,
     DeviceInfo,
     assign_devices,

@@ -30,7 +30,7 @@ from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.state import JobPhase, RecoveryPolicy
-from phalanx.health.devices import DeviceInfo, assign_devices, distinct_models, preload_and_find_devices
+from phalanx.health.findings import DeviceInfo, assign_devices, distinct_models, preload_and_find_devices
 from phalanx.launch import health_check, multinode
 from phalanx.launch.node_participant import (
     CHECK_S,

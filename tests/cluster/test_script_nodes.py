@@ -21,7 +21,7 @@ from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.rendezvous import RendezvousPoint
 from phalanx.elastic.supervisor.state import JobPhase
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.launch import health_check, rendezvous_options, script_nodes
 from phalanx.launch.node_participant import NodeContext
 from phalanx.launch.script_nodes import ScriptJob, ScriptNodeSession

@@ -12,7 +12,7 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.launch import started_rank
 from phalanx.layout import hardware
 from tests.dist import command

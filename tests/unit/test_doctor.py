@@ -28,8 +28,7 @@ from phalanx.doctor.results import (
     result_of_finding,
     verdict,
 )
-from phalanx.health.devices import DeviceInfo
-from phalanx.health.findings import Finding, Severity
+from phalanx.health.findings import DeviceInfo, Finding, Severity
 from phalanx.launch import run
 from phalanx.recovery import shared_memory
 from phalanx.report.doctor import DoctorConsole

@@ -19,8 +19,16 @@ from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health import checks
 from phalanx.health import host as host_health
 from phalanx.health.dcgm import parse_dcgmi_diag
-from phalanx.health.devices import DeviceInfo
-from phalanx.health.findings import Finding, Severity, at_least, finding_from_json, is_usable, unique_sentences, verdict
+from phalanx.health.findings import (
+    DeviceInfo,
+    Finding,
+    Severity,
+    at_least,
+    finding_from_json,
+    is_usable,
+    unique_sentences,
+    verdict,
+)
 from phalanx.health.gpu import Gpu, GpuReading
 from phalanx.launch import health_check
 from phalanx.system import cpus
