@@ -134,7 +134,7 @@ ALSO_TORCH_FREE = (
     "phalanx.optim.lr_schedule",
     "phalanx.autotune.run_size",
     "phalanx.doctor.run_checks",
-    "phalanx.doctor.shareable_report",
+    "phalanx.doctor.results",
     "phalanx.doctor.training_checks",
     "phalanx.api.fsdp.rank_layout",
     "phalanx.compat.run",

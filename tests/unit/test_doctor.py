@@ -17,7 +17,7 @@ from rich.console import Console
 from phalanx.core.errors import ConfigError, OutOfMemory
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode, Placement
-from phalanx.doctor import isolation, machine_checks, shareable_report
+from phalanx.doctor import isolation, machine_checks, results
 from phalanx.doctor.results import (
     NAMES,
     CheckResult,
@@ -188,7 +188,7 @@ def test_the_report_tells_no_names_and_no_secrets(monkeypatch: pytest.MonkeyPatc
     environment = {"HF_TOKEN": "hf_1", "DATA": "/mnt/private", "SHORT": "wrong", "HOME": "/home/somebody"}
     said = "gpu7 and gpu7.lab.example at 10.1.2.3, fe80:0:0:1::7, /home/somebody/x, hf_1, /mnt/private/a, wrong, gpu71"
     line = CheckResult("health", CheckState.WRONG, said, log=f"{said}; 127.0.0.1; 12:30:15")
-    (check,) = shareable_report.build_report([line], 1.0, environment)["checks"]
+    (check,) = results.build_report([line], 1.0, environment)["checks"]
     covered = "<HOST> and <HOST> at <ADDRESS>, <ADDRESS>, <HOME>/x, <$HF_TOKEN>, <$DATA>/a, wrong, gpu71"
     assert (check["sentence"], check["log"]) == (covered, f"{covered}; 127.0.0.1; 12:30:15")
 
