@@ -19,7 +19,7 @@ from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
-from phalanx.doctor.isolation import append_log_tail
+from phalanx.doctor.machine_checks import append_log_tail
 from phalanx.doctor.results import CheckResult, CheckState
 from phalanx.elastic.node import agent
 from phalanx.elastic.node.job import NodeJob

@@ -17,7 +17,7 @@ from rich.console import Console
 from phalanx.core.errors import ConfigError, OutOfMemory
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode, Placement
-from phalanx.doctor import isolation, machine_checks, results
+from phalanx.doctor import machine_checks, results
 from phalanx.doctor.results import (
     NAMES,
     CheckResult,
@@ -103,7 +103,7 @@ def carry(placement: Placement, folder: str) -> list[Any]:
     ]
     checks = [DoctorCheck(f"c{number}", look, 60.0, "mend it") for number, look in enumerate([*looks, _leave, _well])]
     checks.append(DoctorCheck("slow", _sleep, 0.3, "mend it"))
-    return [[line.to_json() for line in isolation.run_isolated(check, Path(folder))] for check in checks]
+    return [[line.to_json() for line in machine_checks.run_isolated(check, Path(folder))] for check in checks]
 
 
 def test_whatever_happens_to_a_check_becomes_a_line(tmp_path: Path) -> None:
