@@ -96,7 +96,7 @@ NAMES: dict[str, dict[str, str]] = {
     "phalanx.models.llama": {"initial": "llama_init_rule"},
     "phalanx.models.model": {"Start": "InitRule", "draw": "draw_init_slice", "plain_start": "default_init_rule"},
     "phalanx.tasks.language": {"IGNORED": "IGNORE_INDEX", "LanguageModel": "CausalLMTask"},
-    "phalanx.tasks.padding": {"padded": "pad_rows", "width_of": "row_width"},
+    "phalanx.tasks.labels": {"padded": "pad_rows", "width_of": "row_width"},
 }
 PACKAGES = {"phalanx.cluster", "phalanx.train"}  # that are no more, but for the modules above
 
