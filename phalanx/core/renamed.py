@@ -82,7 +82,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "phalanx.sharded_model": ("phalanx.api.sharded_model", {"Step": "ShardedStep"}),
     "phalanx.sharding": ("phalanx.api.shard", {}),
-    "phalanx.tasks.own": ("phalanx.tasks.custom", {"OwnTask": "CustomTask"}),
+    "phalanx.tasks.own": ("phalanx.tasks.task", {"OwnTask": "CustomTask"}),
     "phalanx.train.callback": ("phalanx.trainer.callback", {"Request": "CallbackRequest"}),
     "phalanx.train.clock": ("phalanx.workload.clock", {}),
     "phalanx.train.sharing": ("phalanx.workload.work_split", {"Sharing": "WorkSplit"}),

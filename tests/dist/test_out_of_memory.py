@@ -179,7 +179,7 @@ OWN = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.custom import CustomTask
+from phalanx.tasks.task import CustomTask
 from phalanx.tasks.task import Batch
 
 class Net(Model):

@@ -38,7 +38,7 @@ OWN_TASK = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.custom import CustomTask
+from phalanx.tasks.task import CustomTask
 from phalanx.tasks.task import Batch
 
 

@@ -36,7 +36,7 @@ SOUND = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.custom import CustomTask
+from phalanx.tasks.task import CustomTask
 from phalanx.tasks.task import Batch
 
 class Net(Model):
@@ -87,9 +87,9 @@ def test_a_sound_task_is_counted(tmp_path: Path) -> None:
 
 BROKEN_FILES = {
     "defines no class Task": "x = 1",
-    "is no subclass of phalanx.tasks.custom.CustomTask": "class Task:\n    pass",
+    "is no subclass of phalanx.tasks.task.CustomTask": "class Task:\n    pass",
     "cannot be run: ValueError: no luck in line 1": "raise ValueError('no luck')",
-    "Task(**task.options) fails: TypeError": "from phalanx.tasks.custom import CustomTask\n"
+    "Task(**task.options) fails: TypeError": "from phalanx.tasks.task import CustomTask\n"
     "class Task(CustomTask):\n    def __init__(self, folder):\n        pass\n",
 }
 
