@@ -341,7 +341,7 @@ LARGE_CLASSES = {
     "phalanx.config.model:ModelSection": (21, 0),
     "phalanx.config.model:DataSection": (21, 0),
     "phalanx.core.records:StepRecord": (22, 0),
-    "phalanx.elastic.node.job:NodeJob": (22, 1),
+    "phalanx.elastic.node.worker:NodeJob": (22, 1),
     "phalanx.engine.sharded:ShardedEngine": (41, 36),
     "phalanx.engine.single:SingleEngine": (22, 20),
     "phalanx.health.gpu:Gpu": (22, 0),

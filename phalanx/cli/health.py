@@ -17,7 +17,7 @@ from phalanx.config.model import DataSection
 from phalanx.core.errors import ConfigError, PhalanxError, RunError
 from phalanx.core.placement import ExitCode
 from phalanx.doctor.results import NAMES, CheckResult, CheckState, parse_check_names
-from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
+from phalanx.elastic.node.worker import StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health import checks, dcgm
 from phalanx.health.findings import Severity, at_least, is_usable, unique_sentences, verdict

@@ -22,7 +22,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.doctor.machine_checks import append_log_tail
 from phalanx.doctor.results import CheckResult, CheckState
 from phalanx.elastic.node import agent
-from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.node.worker import NodeJob
 from phalanx.report import event_text
 from phalanx.system import accelerator
 

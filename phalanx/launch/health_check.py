@@ -23,7 +23,7 @@ from phalanx.elastic.membership.connectivity import ConnectionProbe, EchoServer,
 from phalanx.elastic.membership.rendezvous import interfaces
 from phalanx.elastic.membership.rendezvous_client import RendezvousClient
 from phalanx.elastic.membership.rendezvous_host import RendezvousHost
-from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
+from phalanx.elastic.node.worker import StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor import node_requests
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health import burn_in_report, checks

@@ -19,9 +19,8 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.node import agent
 from phalanx.elastic.node.agent import run_agent
-from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
-from phalanx.elastic.node.signals import StopRequested, StopSignals, raise_on_stop_signal
+from phalanx.elastic.node.worker import NodeJob, StopRequested, StopSignals, raise_on_stop_signal
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division
 from phalanx.elastic.supervisor.state import RecoveryPolicy

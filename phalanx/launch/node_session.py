@@ -25,8 +25,8 @@ from phalanx.core.renamed import rename_keys
 from phalanx.core.run_paths import BASE_WEIGHTS, RunPaths
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.rendezvous import refresh_listing
-from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
+from phalanx.elastic.node.worker import NodeJob
 from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.state import RecoveryPolicy

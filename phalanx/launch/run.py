@@ -19,7 +19,7 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.node.node_agent import NodeAgent
-from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
+from phalanx.elastic.node.worker import StopRequested, raise_on_stop_signal
 from phalanx.health.findings import DeviceInfo, assign_devices, preload_and_find_devices
 from phalanx.launch import health_check, multinode, node_session, outcome, prepare, started_rank
 from phalanx.launch.launched_run import mirror_while_running

@@ -24,9 +24,8 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.rendezvous_host import RendezvousHost
-from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
-from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
+from phalanx.elastic.node.worker import NodeJob, StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.state import JobPhase, RecoveryPolicy

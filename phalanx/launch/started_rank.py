@@ -12,7 +12,7 @@ from phalanx.core.faults import Fault
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.node.signals import raise_on_stop_signal
+from phalanx.elastic.node.worker import raise_on_stop_signal
 from phalanx.health.findings import DeviceInfo
 from phalanx.launch import health_check, outcome, prepare
 from phalanx.launch.launched_run import fetch_records, mirror_while_running
