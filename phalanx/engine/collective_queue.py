@@ -16,7 +16,7 @@ class CollectiveQueue:
     """Transfers in the order of the calls; all calls come from the lane."""
 
     def __init__(self, routes: Routes, schedule: TransferSchedule, pool: GradientBufferPool | None) -> None:
-        self._routes, self._schedule, self._pool = routes, schedule, pool
+        self.routes, self._schedule, self.pool = routes, schedule, pool
         self._under_way: tuple[PendingTransfer, Callable[[], None]] | None = None
         self._summing = False  # what is under way, if anything is, is a sum
 
@@ -26,14 +26,14 @@ class CollectiveQueue:
         buffer, into, summed = bucket.prepare_reduce(gradient, number)
 
         def arrived() -> None:
-            if self._routes.sum_over_replicas is not None and into.numel():
-                self._routes.sum_over_replicas(into)
+            if self.routes.sum_over_replicas is not None and into.numel():
+                self.routes.sum_over_replicas(into)
             summed()
             on_done()
 
         part = bucket.bucket.parts[number]
-        start = functools.partial(self._routes.trained.reduce_scatter, buffer, part.cuts, into)
-        self._begin(part, self._routes.reduce_bytes(buffer.dtype), start, arrived)
+        start = functools.partial(self.routes.trained.reduce_scatter, buffer, part.cuts, into)
+        self._begin(part, self.routes.reduce_bytes(buffer.dtype), start, arrived)
         self._summing = True
 
     def gather(self, buckets: Sequence[RankBucket], number: int, on_done: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class CollectiveQueue:
 
         part = held.bucket.parts[number]
         trained = held.bucket.trained
-        moves, size = self._routes.trained if trained else self._routes.frozen, self._routes.gather_bytes(tensor.dtype)
+        moves, size = self.routes.trained if trained else self.routes.frozen, self.routes.gather_bytes(tensor.dtype)
         start = functools.partial(moves.all_gather, tensor, part.cuts)
         self._begin(part, size if trained else tensor.element_size(), start, both)
         self._summing = False
@@ -95,5 +95,5 @@ class CollectiveQueue:
         """
         if not event.is_recorded:
             self.flush()
-        with contextlib.nullcontext() if self._pool is None else self._pool.report_blocked_thread(event):
+        with contextlib.nullcontext() if self.pool is None else self.pool.report_blocked_thread(event):
             event.wait()

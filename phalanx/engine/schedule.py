@@ -22,6 +22,7 @@ from phalanx.engine.interface import Precision
 from phalanx.engine.sharding_spec import CommSchedules, ShardingSpec, guess_timings, plan_schedules
 from phalanx.engine.timing import DevicePassTimer, HostPassTimer, LinkTimer, PassTimer
 from phalanx.engine.units import Unit
+from phalanx.layout.comm_simulation import TransferOp
 
 NO_GAIN = "rounds weights but makes nothing faster here, since all ranks are on one node"
 MIN_REPORTED_SHARE = 0.02  # of the time computed, in transfers
@@ -31,10 +32,11 @@ class TransferSchedule:
     """Which orders hold for which step; `pass_timer` clocks this rank's passes."""
 
     def __init__(
-        self, units: Sequence[Unit], mesh: Mesh, sharding: ShardingSpec, parts: int, precision: Precision,
-        traffic: Traffic, routes: Routes,
+        self, units: Sequence[Unit], mesh: Mesh, sharding: ShardingSpec, precision: Precision, traffic: Traffic,
+        routes: Routes,
     ) -> None:  # fmt: skip
-        self._units, self._mesh, self._sharding, self._parts = list(units), mesh, sharding, parts
+        self._units, self._mesh, self._sharding = list(units), mesh, sharding
+        self._parts = parts = units[0].parts if units else 1
         self._precision, self._traffic, self._routes = precision, traffic, routes
         self._has_root = bool(units) and not units[0].name
         # Alone there is nothing to move. Devices send each bucket whole: only where gradients are not all there before
@@ -67,6 +69,10 @@ class TransferSchedule:
             before.wait(self._mesh.traffic)
         known = [first for first in self._orders if first <= step]
         return self._orders[max(known) if known else min(self._orders)]  # none: a user has gone back to an old step
+
+    def forward_order(self) -> tuple[TransferOp, ...]:
+        """The order of a forward pass alone, whatever was measured."""
+        return next(iter(self._orders.values())).forward
 
     def add_end_event(self, step: int, comm_thread: CommThread) -> StreamEvent:
         """To be set when the lane is through with a step, and has made what orders that step calls for."""

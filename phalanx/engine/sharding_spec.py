@@ -122,7 +122,7 @@ def _plan_zero3(timings: StepTimings, has_root: bool) -> CommSchedules:
         inner = tuple(replace(op, bucket=op.bucket + first) for op in plan_zero3(inner_work, PREFETCH))
     whole = (*root_gathers, *inner, *root_reduces)
     forward = (*root_gathers, *(TransferOp("gather", unit, part) for unit in units for part in range(timings.parts)))
-    return CommSchedules(whole, whole, (), forward)
+    return CommSchedules(whole, whole, whole, forward)
 
 
 def guess_timings(elements: Sequence[int], parts: int) -> StepTimings:

@@ -16,6 +16,7 @@ class Unit:
         """`name` is "" for the model itself, which holds what no unit has for itself."""
         self.number, self.name, self.module, self.buckets = number, name, module, list(buckets)
         self.trained_buckets = [held for held in self.buckets if held.bucket.trained]
+        self.parts = len(self.buckets[0].bucket.parts) if self.buckets else 1
         self.elements = sum(held.bucket.elements for held in self.buckets)
         self.bytes = sum(held.values.untyped_storage().nbytes() for held in self.buckets)
 

@@ -39,7 +39,7 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
     described = runs.job(run, data, MIXED | changes, placement.world)
     with runs.loop_of(placement, described) as loop:
         if isinstance(loop.components.engine, ShardedEngine):
-            moves = loop.components.engine._routes.trained
+            moves = loop.components.engine._update.queue.routes.trained
             gather, reduce_scatter = moves.all_gather, moves.reduce_scatter
             noted = noting(lambda output, shard, cuts: gather(output, cuts))
             moves.all_gather = lambda tensor, cuts: noted(tensor, tensor, cuts)  # type: ignore[method-assign]
