@@ -3,17 +3,19 @@
 What is waited for depends on where whole parameters are between uses: on every rank (zero1_2.py) or on none (zero3.py).
 """
 
+import abc
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from phalanx.comm.collectives import Traffic
 from phalanx.comm.comm_thread import CommThread
 from phalanx.engine.bucket import BucketGradient, RankBucket
-from phalanx.engine.sharded_update import StepState
+from phalanx.engine.sharded_update import ShardedUpdate, StepState
 from phalanx.engine.timing import PassTimer
 from phalanx.engine.units import Unit
 from phalanx.layout.comm_simulation import TransferOp
@@ -24,62 +26,80 @@ OUTSIDE_MICRO_BATCH = (
 )
 
 
-class ParameterResidency(Protocol):
+class ParameterResidency(abc.ABC):
     """Where whole parameters are between uses: what passes wait for, and what the lane does besides reducing."""
 
-    @property
-    def releases(self) -> bool:
-        """Whether they are released between uses."""
+    releases: ClassVar[bool] = False  # whether they are released between uses
+    make_bucket: ClassVar[type[RankBucket]] = RankBucket
+    passes_are_free = False  # passes run now without anything being gathered or released
 
-    @property
-    def passes_are_free(self) -> bool:
-        """Whether passes run now without anything being gathered or released."""
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], update: ShardedUpdate, comm_thread: CommThread,
+        traffic: Traffic, pass_timer: PassTimer,
+    ) -> None:  # fmt: skip
+        self._units, self._update, self._comm_thread = list(units), update, comm_thread
+        self._traffic, self._pass_timer = traffic, pass_timer
 
     def register_hooks(self, model: nn.Module) -> list[Any]:
         """Further hooks."""
+        return []
 
+    @abc.abstractmethod
     def begin_micro_batch(self, last: bool) -> None:
         """A micro-batch begins; `last` of its step."""
 
+    @abc.abstractmethod
     def end_micro_batch(self, last: bool) -> None:
         """Its backward pass is over."""
 
     def begin_forward(self) -> None:
         """The model is called."""
+        return
 
+    @abc.abstractmethod
     def pre_forward(self, unit: Unit) -> None:
         """A unit is called: wait for its parameters."""
 
     def post_forward(self, unit: Unit, output: Any) -> None:
         """A unit has returned."""
+        return
 
     def wait_for_gathers(self) -> None:
         """Wait until the lane is through with the step before, also with units that this micro-batch has not used."""
+        return
 
+    @abc.abstractmethod
     def check_state_dict(self, in_micro_batch: bool) -> None:
         """Raise RuntimeError where a state_dict cannot be had now."""
 
+    @abc.abstractmethod
     def submit_gather(self, now: StepState, unit: Unit, op: TransferOp) -> None:
         """Have the lane gather a part of a unit in its turn."""
 
     def submit_release(self, unit: Unit, gradient: BucketGradient) -> None:
         """A gradient of a unit is about to be reduced."""
+        return
 
     def submit_end_of_pass(self) -> None:
         """All of a micro-batch is submitted."""
+        return
 
+    @abc.abstractmethod
     def publish_masters(self, wait: bool = True) -> None:
         """The main thread has written the masters: bring them into the model where it keeps whole parameters, and
         `wait` for that."""
 
     def unshard_all(self) -> contextlib.AbstractContextManager[None]:
         """A context in which all whole parameters are there."""
+        return contextlib.nullcontext()
 
     def redo(self, now: StepState) -> None:
         """On the lane: the update that was likely was wrong."""
+        return
 
     def finish_step(self, now: StepState) -> None:
-        """On the lane: update what is not updated before the next pass asks for it."""
+        """On the lane: update what is not updated yet."""
+        return
 
 
 class UnitHooks:

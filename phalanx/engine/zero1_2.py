@@ -4,47 +4,34 @@ When a unit's gradient is summed, its shards are updated and gathered while the 
 stay whole with 1; with 2 their buffers are given back as soon as they are summed.
 """
 
-import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
-from phalanx.comm.collectives import Traffic
-from phalanx.comm.comm_thread import CommThread, StreamEvent
-from phalanx.engine.bucket import BucketGradient, GradientBufferPool, RankBucket
-from phalanx.engine.sharded_update import ShardedUpdate, StepState
+from phalanx.comm.comm_thread import StreamEvent
+from phalanx.engine.bucket import GradientBufferPool
+from phalanx.engine.hooks import ParameterResidency
+from phalanx.engine.sharded_update import StepState
 from phalanx.engine.sharding_spec import ShardingSpec
-from phalanx.engine.timing import PassTimer
 from phalanx.engine.units import Unit
 from phalanx.layout.comm_simulation import TransferOp
 
 
-class KeptParameters:
-    """When whole parameters that stay are those of the step before; as `ParameterResidency` has it."""
-
-    releases: ClassVar[bool] = False
-    make_bucket: ClassVar[type[RankBucket]] = RankBucket
-    passes_are_free = False
+class KeptParameters(ParameterResidency):
+    """When whole parameters that stay are those of the step before."""
 
     @staticmethod
     def make_pool(sharding: ShardingSpec) -> GradientBufferPool | None:
         return None if sharding.zero == 1 and sharding.reduce == "per_step" else GradientBufferPool()
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], update: ShardedUpdate, comm_thread: CommThread,
-        traffic: Traffic, pass_timer: PassTimer,
-    ) -> None:  # fmt: skip
-        self._units, self._update, self._comm_thread = list(units), update, comm_thread
-        self._traffic, self._pass_timer = traffic, pass_timer
-        self.gathered = [StreamEvent(comm_thread) for _ in units]  # of the step before
+    def __init__(self, model: nn.Module, units: Sequence[Unit], *shared: Any) -> None:
+        super().__init__(model, units, *shared)
+        self.gathered = [StreamEvent(self._comm_thread) for _ in units]  # of the step before
         self.next_gathered = self.gathered
 
     # -------------------------------------------------------------------------------------- the main thread: what waits
-
-    def register_hooks(self, model: nn.Module) -> list[Any]:
-        return []
 
     def begin_micro_batch(self, last: bool) -> None:
         if last:
@@ -54,13 +41,9 @@ class KeptParameters:
         if last:
             self.gathered = self.next_gathered
 
-    def begin_forward(self) -> None: ...
-
     def pre_forward(self, unit: Unit) -> None:
         self.gathered[unit.number].wait(self._traffic)
         self._pass_timer.exclude_wait()
-
-    def post_forward(self, unit: Unit, output: Any) -> None: ...
 
     def wait_for_gathers(self) -> None:
         for mark in self.gathered:
@@ -80,17 +63,10 @@ class KeptParameters:
         fresh = self.next_gathered[unit.number]
         self._comm_thread.submit(partial(self._gather_updated, now, unit, op.part, fresh))
 
-    def submit_release(self, unit: Unit, gradient: BucketGradient) -> None: ...
-
-    def submit_end_of_pass(self) -> None: ...
-
     def publish_masters(self, wait: bool = True) -> None:
         self._update.run_for_units(self._units, self._gather_masters)
         if wait:
             self._comm_thread.drain()
-
-    def unshard_all(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     # -------------------------------------------------------------------------------------------------------- the lane
 
@@ -126,8 +102,6 @@ class KeptParameters:
                 self._gather_updated(now, unit, part, None)
         self._update.queue.flush()
         now.again = now.gathered.copy()
-
-    def finish_step(self, now: StepState) -> None: ...
 
 
 def _nothing() -> None: ...

@@ -16,14 +16,12 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from phalanx.comm.collectives import Traffic
 from phalanx.comm.comm_thread import CommThread, StreamEvent
 from phalanx.engine.bucket import AllocateWorkingMemory, BucketGradient, GradientBufferPool, RankBucket
-from phalanx.engine.hooks import OUTSIDE_MICRO_BATCH, in_backward
+from phalanx.engine.hooks import OUTSIDE_MICRO_BATCH, ParameterResidency, in_backward
 from phalanx.engine.interface import Precision
 from phalanx.engine.sharded_update import ShardedUpdate, StepState
 from phalanx.engine.sharding_spec import PREFETCH, ShardingSpec
-from phalanx.engine.timing import PassTimer
 from phalanx.engine.units import Unit
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.comm_simulation import TransferOp
@@ -161,8 +159,8 @@ class UnshardedUnits:
             self._root = None
 
 
-class GatheredParameters:
-    """When whole parameters are gathered and released; as `ParameterResidency` has it."""
+class GatheredParameters(ParameterResidency):
+    """When whole parameters are gathered and released."""
 
     releases: ClassVar[bool] = True
     make_bucket: ClassVar[type[RankBucket]] = ReleasedBucket
@@ -172,11 +170,9 @@ class GatheredParameters:
         return GradientBufferPool(IN_FLIGHT_ZERO3, keeps=False)
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], update: ShardedUpdate, comm_thread: CommThread,
-        traffic: Traffic, pass_timer: PassTimer,
-    ) -> None:  # fmt: skip
-        self._units, self._update, self._comm_thread = list(units), update, comm_thread
-        self._traffic, self._pass_timer = traffic, pass_timer
+        self, model: nn.Module, units: Sequence[Unit], update: ShardedUpdate, comm_thread: CommThread, *shared: Any
+    ) -> None:
+        super().__init__(model, units, update, comm_thread, *shared)
         self.passes_are_free = False  # all parameters are there, and stay, whatever passes are run
         self._in_micro_batch = False
         self._next = self._current_backward = len(units)  # unit that the passes have come to
@@ -268,8 +264,6 @@ class GatheredParameters:
         if unit.number < self._current_backward:
             self._pre_backward(unit, self.events)
 
-    def wait_for_gathers(self) -> None: ...
-
     def check_state_dict(self, in_micro_batch: bool) -> None:
         when = " before the engine is closed" if self._comm_thread.closed else ""
         raise RuntimeError(
@@ -314,8 +308,6 @@ class GatheredParameters:
             for unit in self._units:
                 for held in unit.buckets:
                     held.reshard()
-
-    def redo(self, now: StepState) -> None: ...
 
     def finish_step(self, now: StepState) -> None:
         for unit in self._units:
