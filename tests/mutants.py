@@ -23,7 +23,8 @@ NODES = [f"{UNIT}decide.py", f"{UNIT}failover.py", f"{UNIT}coordinator.py"]
 # What decides and divides, and the tests that know it best, the fastest first.
 TESTS = {
     "layout/balance.py": [f"{UNIT}balance.py", f"{UNIT}rebalance.py", f"{UNIT}packing.py", f"{UNIT}loader.py"],
-    "layout/rebalance.py": [f"{UNIT}rebalance_line.py", f"{UNIT}rebalance.py"],
+    "layout/rebalance.py": [f"{UNIT}rebalance_line.py", f"{UNIT}like_devices.py", f"{UNIT}rebalance.py"],
+    "layout/rank_speed.py": [f"{UNIT}rebalance_line.py", f"{UNIT}like_devices.py", f"{UNIT}rebalance.py"],
     "layout/mesh_axes.py": [f"{UNIT}mesh_axes.py"],
     "layout/tensor_shards.py": [f"{UNIT}tensor_shards.py"],
     "layout/pipeline_stages.py": [f"{UNIT}pipeline_stages.py", f"{UNIT}plan_cost.py"],
@@ -82,7 +83,7 @@ EQUIVALENT: dict[str, str] = {
     "layout/balance.py state_shares: 0.0 -> 1.0 in left, shares = needed_bytes, [0.0] * ranks": "all are written over",
     "layout/rebalance.py _decided: history.rejected[1] * (1 - moved) > sure_s * (1 - GAIN) -> "
     "(history.rejected[1] * (1 - moved)) >= (sure_s * (1 - GAIN))": "two measured times are never the same number",
-    "layout/rebalance.py RankSpeed._changed: -1 -> 1": "odd[-1] is asked for where there are two",
+    "layout/rank_speed.py RankSpeed._changed: -1 -> 1": "odd[-1] is asked for where there are two",
     "layout/comm_schedule.py : 1.001 -> 0.5005 in NEAR_ENOUGH = 1.001  # of the bound: no search goes on "
     "for less": "the search goes on, for an order that is at most a thousandth better",
     "layout/buckets.py make_buckets: 0 -> 1 in needed = 1 + max((at for bucket in buckets for at, part "

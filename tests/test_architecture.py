@@ -322,7 +322,6 @@ LARGE_FILES = {
     "phalanx.generate.text": 410,
     "phalanx.layout.balance": 410,
     "phalanx.layout.hardware": 456,
-    "phalanx.layout.rebalance": 413,
     "phalanx.planner.cost": 488,
     "phalanx.planner.search": 505,
     "phalanx.report.event_text": 475,

@@ -2,8 +2,7 @@
 
 `split_by_cost` is the one that minimises the slowest: of sequences over ranks here, and of anything else that takes
 longer by the piece. `divide` builds on it to say how many sequences of a step each rank takes, and in how many
-micro-batches.
-`state_shares` and `shard_cuts` say who holds which part of what is sharded.
+micro-batches. `state_shares` and `shard_cuts` say who holds which part of what is sharded.
 """
 
 import heapq
@@ -31,6 +30,7 @@ class Speed:
     sequence_s: float
     fixed_s: float = 0.0
     most: int = UNBOUND
+    kind: str = ""  # the model of the rank's device, where it is known
 
     def seconds(self, share: int, parts: int) -> float:
         """What `share` sequences take in `parts` micro-batches; one without a sequence costs as much as one of one."""

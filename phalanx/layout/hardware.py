@@ -202,7 +202,7 @@ def fit_speeds(hardware: Hardware) -> list[Speed]:
             for rank in took:
                 known[rank] = mean
     return [
-        Speed(sequence_s, fixed_s, device.most)
+        Speed(sequence_s, fixed_s, device.most, device.model)
         for (fixed_s, sequence_s), device in zip(known, hardware.devices, strict=True)
     ]
 

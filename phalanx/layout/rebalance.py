@@ -1,9 +1,7 @@
 """When a step's division no longer fits how fast the ranks are: a pure function of their measured seconds.
 
-Of each rank a line is kept, seconds of a micro-batch and of a sequence. It begins as its `Speed` foretells; a step of
-another share tells which of the two was wrong, by least squares. Small differences are averaged away. A large one is
-believed when it comes twice in a row, or three times where accidents are frequent, and then at once. A new division
-must be worth it: more than the noise of what was measured could pretend.
+Of each rank a line is kept (`rank_speed.py`). A new division must be worth it: more than the noise of what was measured
+could pretend.
 """
 
 import itertools
@@ -13,179 +11,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.layout.balance import Division, Speed, divide, slowest_s
+from phalanx.layout.rank_speed import (
+    LEFT_AFTER_CHANGE,
+    OUTLIER_AT_MOST,
+    SETTLED,
+    SHAPE_AFTER_CHANGE,
+    OutlierLimits,
+    RankSpeed,
+    count_work,
+)
 
 GAIN = 0.015  # share of a step's time that a change must save at least
-MEMORY = 16  # steps after which an old measurement counts for a third
-LEFT_AFTER_CHANGE = 4  # measurements that older ones count for after a change: a line is only nearly right
-SETTLED = 8  # measurements after which a division that was kept has proved right
-BENT = 0.04  # how far a rank's seconds may be from any line
 DOUBT = 0.75  # how far either of two divisions may be from what it seems, in deviations of the most extreme rank
 DOUBT_OF_CHANGE = 0.5  # part of it that is left when a device has just become slower or faster
 NOISE = 0.03  # relative standard deviation that is assumed until there is one, for so many measurements:
 NOISE_AT_FIRST, NOISE_MEMORY = 4, 64
 
-# What is far off, as the logarithm of a ratio: two measurements 5 % off to either side are nearer than OUTLIER,
-# half and twice the speed are farther off than OUTLIER_AT_MOST, whatever the noise.
-OUTLIER, OUTLIER_AT_MOST = 0.12, 0.5
-# Two in a row that are so many deviations off are believed; of three, all must be off and the middle one far off, and
-# they must be within some deviations of each other.
-FAR_OF_TWO = 3.0
-OFF_OF_THREE, FAR_OF_THREE, FAR_OF_THREE_AT_MOST, SPREAD_OF_THREE = 1.25, 2.2, 0.45, 3.5
 OUTLIER_RATE = 1e-3  # part of all measurements that are far off for nothing; assumed for so many steps:
 OUTLIER_RATE_PRIOR_STEPS, OUTLIER_RATE_MEMORY = 64, 256
 FALSE_CHANGE_RATE = 3e-4  # part of all steps in which two accidents in a row may be believed
 # Steps in a row that differ by so much less than the noise that it must be over: four differences of two ranks' steps
 # come to a fifth of it once in some hundreds of steps.
 CALM, CALM_STEPS = 5.0, 3
-
-# Deviations of the part of a rank's seconds that comes by the micro-batch: as it was foretold, behind a change of the
-# device's speed, and behind another division.
-SHAPE, SHAPE_AFTER_CHANGE, SHAPE_AFTER_DIVISION = 0.25, 0.1, 0.03
-LEAST_SLOPE = 0.02  # part of a rank's seconds that comes by the sequence, at least
-
-
-@dataclass(frozen=True)
-class OutlierLimits:
-    """What counts as far off in a step: logarithms of ratios, and how many in a row make a change."""
-
-    noise: float
-    needed: int
-
-    @property
-    def outlier(self) -> float:
-        return min(max(OUTLIER, FAR_OF_TWO * self.noise), OUTLIER_AT_MOST)
-
-    @property
-    def threshold(self) -> float:
-        """What is not so far off is averaged."""
-        return self.outlier if self.needed == 2 else min(max(OUTLIER, OFF_OF_THREE * self.noise), OUTLIER_AT_MOST)
-
-    def believes(self, odd: tuple[float, ...]) -> bool:
-        """Whether these ratios in a row, all of them off, are no accident."""
-        if len(odd) < self.needed:
-            return False
-        low, middle, high = sorted(abs(math.log(ratio)) for ratio in odd[-3:]) if self.needed > 2 else (0.0, 1.0, 0.0)
-        far = min(max(OUTLIER, FAR_OF_THREE * self.noise), FAR_OF_THREE_AT_MOST)
-        return middle >= far and high - low <= max(OUTLIER, SPREAD_OF_THREE * self.noise)
-
-
-@dataclass(frozen=True)
-class RankSpeed:
-    """One rank's line, as it is believed after `seen` steps: seconds of a micro-batch and of a sequence.
-
-    `cover` is the covariance of the two; `odd` are the last steps' seconds over what was expected, where they were far
-    off to the same side; `changed`: the device has become faster or slower since the last division.
-    """
-
-    fixed_s: float
-    sequence_s: float
-    seen: int = 0
-    covariance: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    outliers: tuple[float, ...] = ()
-    changed: bool = False
-
-    def predict_s(self, parts: int, pieces: int) -> float:
-        return parts * self.fixed_s + pieces * self.sequence_s
-
-    def update(self, parts: int, pieces: int, seconds: float, limits: OutlierLimits) -> tuple["RankSpeed", int]:
-        """With another step's seconds taken in, and how many more accidents there have been than was thought."""
-        if not self.seen:
-            return self._first_estimate(parts, pieces, seconds, limits.noise), 0
-        away, variance = self.measure_deviation(parts, pieces, seconds)
-        if abs(away) <= limits.threshold:
-            return self._dismiss_outliers(limits)._kalman_update(parts, pieces, seconds, limits.noise), 0
-        pace = self if self.outliers and (self.outliers[-1] > 1) == (away > 0) else self._dismiss_outliers(limits)
-        odd = (*pace.outliers, math.exp(away))
-        if not limits.believes(odd):
-            return replace(pace, outliers=odd), int(abs(away) > limits.outlier)
-        taken_back = sum(abs(math.log(ratio)) > limits.outlier for ratio in pace.outliers)
-        odd = odd[-limits.needed :]
-        if abs(away) > limits.threshold + 2 * math.sqrt(variance):
-            return pace._changed(parts, pieces, odd, limits.noise), -taken_back
-        # After another division so much may be due to a line that was not known well.
-        expected, pace = pace.predict_s(parts, pieces), replace(pace, outliers=())
-        for ratio in odd:
-            pace = pace._kalman_update(parts, pieces, ratio * expected, limits.noise)
-        return pace, -taken_back
-
-    def measure_deviation(self, parts: int, pieces: int, seconds: float) -> tuple[float, float]:
-        """Logarithm of the ratio of a step's seconds to what was expected; and the variance of what was."""
-        ff, fs, ss = self.covariance
-        expected = self.predict_s(parts, pieces)
-        variance = parts * parts * ff + 2 * parts * pieces * fs + pieces * pieces * ss
-        return math.log(seconds / expected), max(0.0, variance) / expected**2
-
-    def after_division(self, before: Division, rank: int, noise: float) -> "RankSpeed":
-        """Behind another division than that of `before`."""
-        variance = max(noise * noise / LEFT_AFTER_CHANGE, BENT**2)
-        parts, pieces = _work(before, rank)
-        return self._scaled(parts, pieces, 1.0, variance, SHAPE_AFTER_DIVISION, min(self.seen, LEFT_AFTER_CHANGE))
-
-    def _scaled(self, parts: int, pieces: int, factor: float, variance: float, shape: float, seen: int) -> "RankSpeed":
-        """The line times `factor`, with more doubt: `variance` of the factor, and a deviation of the part of so many
-        pieces' seconds that comes by the micro-batch."""
-        fixed_s, sequence_s = self.fixed_s * factor, self.sequence_s * factor
-        whole = shape * (parts * fixed_s + pieces * sequence_s)
-        ff, fs, ss = self.covariance
-        squared = factor * factor
-        cover = (
-            ff * squared + variance * fixed_s * fixed_s + (whole / parts) ** 2,
-            fs * squared + variance * fixed_s * sequence_s - whole * whole / (parts * pieces),
-            ss * squared + variance * sequence_s * sequence_s + (whole / pieces) ** 2,
-        )
-        return RankSpeed(fixed_s, sequence_s, seen, cover)
-
-    def _first_estimate(self, parts: int, pieces: int, seconds: float, noise: float) -> "RankSpeed":
-        """As the first measurement says; which part comes by the micro-batch is still as it was foretold."""
-        factor = seconds / self.predict_s(parts, pieces)
-        return self._scaled(parts, pieces, factor, noise * noise, SHAPE, 1)
-
-    def _kalman_update(self, parts: int, pieces: int, seconds: float, noise: float) -> "RankSpeed":
-        """With a step's seconds taken in: a step of a Kalman filter whose noise and drift are parts of the whole."""
-        seen = min(self.seen + 1, MEMORY)
-        drifted = self._scaled(parts, pieces, 1.0, (noise / MEMORY) ** 2, 0.0, seen)
-        ff, fs, ss = drifted.covariance
-        expected = drifted.predict_s(parts, pieces)
-        by_fixed, by_sequence = ff * parts + fs * pieces, fs * parts + ss * pieces
-        gain = 1 / (parts * by_fixed + pieces * by_sequence + (noise * expected) ** 2)
-        moved = gain * (seconds - expected)
-        fixed_s, sequence_s = self.fixed_s + by_fixed * moved, self.sequence_s + by_sequence * moved
-        whole = parts * fixed_s + pieces * sequence_s
-        if not 0 <= parts * fixed_s <= (1 - LEAST_SLOPE) * whole:  # no line of a device
-            fixed_s = min(max(fixed_s, 0.0), (1 - LEAST_SLOPE) * whole / parts)
-            sequence_s = (whole - parts * fixed_s) / pieces
-        cover = (ff - gain * by_fixed**2, fs - gain * by_fixed * by_sequence, ss - gain * by_sequence**2)
-        found = RankSpeed(fixed_s, sequence_s, seen, cover, (), self.changed)
-        return found._settled(parts, pieces) if self.seen < SETTLED <= seen else found
-
-    def _settled(self, parts: int, pieces: int) -> "RankSpeed":
-        """From here on more steps of the same share say nothing of which part comes by the micro-batch: what changes
-        is the device."""
-        ff, fs, ss = self.covariance
-        whole = self.predict_s(parts, pieces)
-        by_fixed = parts * (parts * ff + pieces * fs)
-        variance = max(0.0, by_fixed + pieces * (parts * fs + pieces * ss))
-        shape = max(0.0, parts * parts * ff - (by_fixed * by_fixed / variance if variance > 0 else 0.0))
-        sure = replace(self, covariance=(0.0, 0.0, 0.0))
-        cover = sure._scaled(parts, pieces, 1.0, variance / whole**2, math.sqrt(shape) / whole, self.seen).covariance
-        return replace(self, covariance=cover)
-
-    def _dismiss_outliers(self, limits: OutlierLimits) -> "RankSpeed":
-        """What was odd was an accident. It draws as little as the farthest that is not off: what draws nothing would
-        let a pace stay wrong where noise is great."""
-        if not self.outliers:
-            return self
-        factor = math.exp(math.copysign(limits.threshold, self.outliers[-1] - 1) * len(self.outliers) / MEMORY)
-        return replace(self, fixed_s=self.fixed_s * factor, sequence_s=self.sequence_s * factor, outliers=())
-
-    def _changed(self, parts: int, pieces: int, odd: tuple[float, ...], noise: float) -> "RankSpeed":
-        """The device has become slower or faster."""
-        # It may have done so within the first of these steps: of two only the last one is sure, if they do not agree.
-        alike = abs(math.log(odd[0] / odd[-1])) <= 2 * noise
-        factor = sorted(odd)[1] if len(odd) > 2 else math.sqrt(odd[0] * odd[1]) if alike else odd[-1]
-        sure = len(odd) if len(odd) > 2 or alike else 1
-        pace = self._scaled(parts, pieces, factor, noise * noise / sure, SHAPE_AFTER_CHANGE, len(odd))
-        return replace(pace, changed=True)
+# Devices of one kind are equally fast, most likely: where they were thought to differ by UNLIKE, they are so no longer
+# once some steps in a row are nearer to each other than a part of that: their mean, and each of them. (Logarithms.)
+ALIKE_STEPS, UNLIKE, ALIKE, ALIKE_LEAST, ALIKE_AT_MOST, OF_EACH_STEP = 2, 0.09, 0.25, 0.03, 0.12, 1.75
+ALIKE_WAIT, ALIKE_WAIT_FACTOR = 1, 8  # steps until they may be found equal again, and by what that grows
 
 
 @dataclass(frozen=True)
@@ -215,6 +66,8 @@ class SpeedHistory:
     warm: bool = False  # the first step of an attempt is no measure of the next
     speeds_at_division: tuple[RankSpeed, ...] | None = None  # None: nothing was measured yet
     rejected: tuple[tuple[RankSpeed, ...], float] | None = None  # paces, and what a step would take as divided by them
+    equalized: int = 0  # how often ranks of one kind were found to be equally fast, and steps since then
+    since_equalized: int = 0
     recent_steps: tuple[
         tuple[tuple[int, int, float], ...], ...
     ] = ()  # micro-batches, sequences, seconds of the last steps
@@ -223,7 +76,7 @@ class SpeedHistory:
     def current_speeds(self) -> list[Speed]:
         """Each rank's speed as it is now."""
         return [
-            Speed(pace.sequence_s, pace.fixed_s, speed.most)
+            Speed(pace.sequence_s, pace.fixed_s, speed.most, speed.kind)
             for speed, pace in zip(self.speeds, self.rank_speeds, strict=True)
         ]
 
@@ -236,24 +89,18 @@ def begin_history(
     return SpeedHistory(tuple(speeds), division, part_s, lockstep, paces)
 
 
-def _work(division: Division, rank: int) -> tuple[int, int]:
-    """Micro-batches and sequences that a rank computes; one without a sequence costs as much as one of one."""
-    parts = division.micro_batches_of(rank)
-    return parts, max(division.shares[rank], parts)
-
-
 def observe_step(history: SpeedHistory, division: Division, busy_s: Sequence[float]) -> SpeedHistory:
     """With the seconds taken in that each rank has worked, without waiting, on a step so divided."""
     assert len(busy_s) == len(history.speeds), (busy_s, history.speeds)
     if not history.warm:
         return replace(history, warm=True)
-    told = tuple((*_work(division, number), busy) for number, busy in enumerate(busy_s))
+    told = tuple((*count_work(division, number), busy) for number, busy in enumerate(busy_s))
     history = replace(history, recent_steps=(*history.recent_steps, told)[-CALM_STEPS:])
     if (calm := _calm(history)) is not None:
         return calm
     ranks = len(busy_s)
     rows = [
-        (number, pace, *_work(division, number), busy)
+        (number, pace, *count_work(division, number), busy)
         for number, (pace, busy) in enumerate(zip(history.rank_speeds, busy_s, strict=True))
         if 0 < busy < math.inf  # a clock that gave nothing says nothing
     ]
@@ -265,14 +112,69 @@ def observe_step(history: SpeedHistory, division: Division, busy_s: Sequence[flo
         paces[number], more = pace.update(parts, pieces, busy, limits)
         accidents += more
     steps = history.outlier_rate_steps + len(rows) / ranks
-    return replace(
+    found = replace(
         history,
         rank_speeds=tuple(paces),
         noise=noise,
         noise_seen=noise_seen,
         outlier_rate=min(max(accidents / (steps * ranks), OUTLIER_RATE), 0.5),
         outlier_rate_steps=min(steps, OUTLIER_RATE_MEMORY),
+        since_equalized=history.since_equalized + 1,
     )
+    kinds = [speed.kind for speed in history.speeds]
+    for kind in sorted({*kinds} - {""}):
+        found = _equalize(found, [rank for rank, other in enumerate(kinds) if other == kind])
+    return found
+
+
+def _equalize(history: SpeedHistory, ranks: Sequence[int]) -> SpeedHistory:
+    """What is known where most `ranks` of one kind of device look equally fast all at once, and were thought to differ,
+    as something else had slowed some of them.
+
+    Where devices of one kind do differ, and noise hides it now and then, this comes less and less often.
+    """
+    last = history.recent_steps[-ALIKE_STEPS:]
+    wait = ALIKE_WAIT * ALIKE_WAIT_FACTOR**history.equalized if history.equalized else 0
+    if len(ranks) < 2 or len(last) < ALIKE_STEPS or history.since_equalized < wait:
+        return history
+    thought = [history.rank_speeds[rank] for rank in ranks]
+    line = RankSpeed(_middle([pace.fixed_s for pace in thought]), _middle([pace.sequence_s for pace in thought]))
+    near = min(max(ALIKE * _spread(thought), ALIKE_LEAST), ALIKE_AT_MOST) / 2
+    away = [[_log(step[rank][2] / line.predict_s(*step[rank][:2])) for step in last] for rank in ranks]
+    means, middles = [*map(statistics.fmean, away)], [*map(statistics.median, zip(*away, strict=True))]
+    middle = statistics.median(means)
+    alike = [
+        rank
+        for rank, mean, each in zip(ranks, means, away, strict=True)
+        if abs(mean - middle) <= near
+        and all(abs(one - of_all) <= OF_EACH_STEP * near for one, of_all in zip(each, middles, strict=True))
+    ]
+    if 2 * len(alike) <= len(ranks) or _spread([history.rank_speeds[rank] for rank in alike]) < UNLIKE:
+        return history
+    speeds, factor = list(history.rank_speeds), math.exp(middle)
+    for rank in alike:
+        parts, pieces, _ = last[-1][rank]
+        pace = line._scaled(parts, pieces, factor, NOISE**2 / ALIKE_STEPS, SHAPE_AFTER_CHANGE, CALM_STEPS)
+        speeds[rank] = replace(pace, changed=True)
+    return replace(
+        history, rank_speeds=tuple(speeds), noise=min(history.noise, NOISE), noise_seen=NOISE_AT_FIRST, rejected=None,
+        equalized=history.equalized + 1, since_equalized=0,
+    )  # fmt: skip
+
+
+def _middle(values: Sequence[float]) -> float:
+    """Their geometric mean; 0 where one is."""
+    return math.exp(statistics.fmean(map(_log, values)))
+
+
+def _log(value: float) -> float:
+    """Its logarithm; of a clock that gave nothing one that is near to no other."""
+    return math.log(value) if 0 < value < math.inf else -math.inf
+
+
+def _spread(speeds: Sequence[RankSpeed]) -> float:
+    each = [pace.sequence_s for pace in speeds]
+    return math.log(max(each) / min(each)) if each else 0.0
 
 
 def _calm(history: SpeedHistory) -> SpeedHistory | None:
@@ -395,7 +297,7 @@ def _why(history: SpeedHistory) -> str:
             f"{_seconds(each[fastest])} on rank {fastest}"
         )
     changes = [
-        now.predict_s(*_work(history.division, rank)) / then.predict_s(*_work(history.division, rank))
+        now.predict_s(*count_work(history.division, rank)) / then.predict_s(*count_work(history.division, rank))
         for rank, (now, then) in enumerate(zip(history.rank_speeds, history.speeds_at_division, strict=True))
     ]
     by_size = sorted(range(len(changes)), key=lambda rank: -abs(math.log(changes[rank])))

@@ -76,8 +76,9 @@ class Nodes:
         time.sleep(0.005)
 
     def until(self, holds: Callable[[], bool], only: Sequence[Membership] = ()) -> None:
-        """Have all, or `only` some, take turns."""
-        until = time.monotonic() + PATIENCE_S
+        """Have all, or `only` some, take turns. Who was lost, and is in a roster that a leader made before it died, is
+        lost again by its silence alone."""
+        until = time.monotonic() + 3 * PATIENCE_S
         while not holds():
             assert time.monotonic() < until, {node: circle.fenced for node, circle in self.circles.items()}
             self.turn(only)

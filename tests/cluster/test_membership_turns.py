@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from phalanx.elastic.membership.channel import Channel, Message, start_connecting
+from phalanx.elastic.membership.election import VOTES_S
 from phalanx.elastic.membership.heartbeat import DECLARED_LOST, LIVES, Heartbeat
 from phalanx.elastic.membership.member_list import member_list_to_message
 from phalanx.elastic.membership.membership import GIVEN_UP, Membership
+from phalanx.system.async_call import AsyncCall
 from tests.cluster.test_membership import PATIENCE_S, Nodes
 from tests.helpers import wait_until
 
@@ -224,3 +227,80 @@ def test_a_roster_of_somebody_who_was_not_voted_for_is_not_followed(there: Nodes
         last.member_list.leader,
         last.previous_member_list.leader if last.previous_member_list else None,
     ) == (2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("voted", "state", "follows"),
+    [
+        (None, "leaderless", True),
+        ((2, True), "leaderless", True),
+        ((0, True), "leaderless", True),  # whose roster it is
+        ((1, True), "leaderless", False),
+        (None, "led", False),
+        (None, "claiming", False),
+        (None, "claimed", False),
+    ],
+)
+def test_a_lost_leaders_roster_is_taken_from_another_unless_a_vote_may_have_gone_elsewhere(
+    there: Nodes, voted: tuple[int, bool] | None, state: str, follows: bool
+) -> None:
+    circle = there.circles[1]
+    following = replace(circle.member_list, epoch=2)
+    circle.election.voted, circle.election.voters = voted, {1, 2}
+    if state != "led":
+        circle._lose(0, "cut")
+    if state == "claiming":
+        circle.election.claiming = AsyncCall(lambda: None, timeout_s=PATIENCE_S)
+    circle.election._claimed = (following, True) if state == "claimed" else None
+    circle._take(2, {"roster": member_list_to_message(following)})
+    assert circle.member_list.epoch == (2 if follows else 1)
+    if follows:
+        assert list(circle.lost) == [0]  # who hands it on does not know better
+        there.circles[2]._lose(0, "cut")
+        there.until(lambda: there.circles[2].member_list.epoch == 2, [there.circles[2]])  # so it is to who had voted
+
+
+def test_of_two_nodes_of_different_epochs_the_one_that_is_behind_gets_the_roster_and_votes_again(there: Nodes) -> None:
+    ahead, behind = there.circles[2], there.circles[1]
+    ahead._adopt(replace(ahead.member_list, epoch=2))
+    for circle in (ahead, behind):
+        circle._lose(0, "cut")
+    ahead._agree(0.0)
+    assert ahead.election.voted == (1, True)
+    ahead._take(1, {"follow": 1, "ballot": None})
+    assert ahead.election.voted is None and ahead.election.voters == set()
+    ahead._agree(0.0)
+    there.until(lambda: behind.election.votes.keys() == {1, 2}, [behind])
+    assert behind.member_list.epoch == 2
+
+
+def test_a_call_that_was_not_answered_is_made_again(there: Nodes) -> None:
+    last = there.circles[2]
+    link = last.links[0]
+    for reason in ("lost", "failed", "late"):
+        link.close("for the test")
+        last.links.call([there.circles[0].me], link.again_at)
+        link.channel = None
+        last.links.call([there.circles[0].me], link.again_at + 1)
+        assert link.channel is not None and link.handshake is not None
+        if reason == "lost":
+            link.channel.close("cut")
+        elif reason == "failed":
+            link.handshake.failed = "it has another secret"
+        else:
+            link.handshake.until = 0.0
+        assert last.links.receive(0) == ([], None)
+        assert link.channel is None and link.handshake is None and link.again_at > time.monotonic(), reason
+
+
+def test_a_candidate_waits_for_votes_though_another_one_was_to_lead_before(tmp_path: Path) -> None:
+    made = Nodes(5, tmp_path)
+    two, now = made.circles[2], time.monotonic()
+    two._lose(0, "cut")
+    assert two.election.decide(now) is None and two.election.voted == (1, True)
+    two._lose(1, "silent")
+    later = now + 10 * VOTES_S
+    assert two.election.decide(later) is None
+    assert two.election.claiming is None and two.election.decide(later + 0.9 * VOTES_S) is None
+    assert "no other node of 5 can be reached" in str(two.election.decide(later + 1.1 * VOTES_S))
+    made.lose(*made.circles)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.layout import rebalance
+from phalanx.layout import rank_speed, rebalance
 from phalanx.layout.balance import Division, Speed, slowest_s
-from phalanx.layout.rebalance import OutlierLimits, RankSpeed, SpeedHistory, begin_history, decide, observe_step
+from phalanx.layout.rank_speed import OutlierLimits, RankSpeed
+from phalanx.layout.rebalance import SpeedHistory, begin_history, decide, observe_step
 
 NOISE = 0.03
 LIMITS = OutlierLimits(NOISE, 2)  # off and outlier: 0.12
@@ -58,7 +59,7 @@ def test_the_first_step_scales_the_line(
 ) -> None:
     pieces, foretold = parts * each, RankSpeed(fixed_s, sequence_s)
     found, more = foretold.update(parts, pieces, factor * (parts * fixed_s + pieces * sequence_s), LIMITS)
-    wanted = scaled(foretold, np.array([float(parts), float(pieces)]), factor, NOISE**2, rebalance.SHAPE)
+    wanted = scaled(foretold, np.array([float(parts), float(pieces)]), factor, NOISE**2, rank_speed.SHAPE)
     assert_line(found, wanted)
     assert (found.seen, found.outliers, found.changed, more) == (1, (), False, 0)
 
@@ -78,11 +79,11 @@ def test_steps_are_taken_in_as_by_a_kalman_filter(
         away, variance = pace.measure_deviation(now, now * of_each, ratio * expected)
         assert away == pytest.approx(math.log(ratio), abs=1e-9)
         assert variance == pytest.approx(h @ cover @ h / expected**2, rel=1e-6, abs=1e-12)
-        cover = doubted(x, cover, h, (NOISE / rebalance.MEMORY) ** 2, 0.0)
+        cover = doubted(x, cover, h, (NOISE / rank_speed.MEMORY) ** 2, 0.0)
         gain = cover @ h / (h @ cover @ h + (NOISE * expected) ** 2)
         x = x + gain * (ratio * expected - expected)
         whole = h @ x
-        fixed = min(max(x[0], 0.0), (1 - rebalance.LEAST_SLOPE) * whole / h[0])
+        fixed = min(max(x[0], 0.0), (1 - rank_speed.LEAST_SLOPE) * whole / h[0])
         x = np.array([fixed, (whole - h[0] * fixed) / h[1]])  # no line of a device falls
         pace, more = pace.update(now, now * of_each, ratio * expected, LIMITS)
         assert_line(pace, (x, cover - np.outer(gain, h @ cover)))
@@ -96,21 +97,21 @@ def test_a_line_never_falls_nor_begins_below_nothing() -> None:
         assert pace.fixed_s >= 0
     pace = replace(pace, fixed_s=0.98, sequence_s=0.02, covariance=(0.5, -0.5, 0.5), seen=3)
     found, _ = pace.update(1, 4, 0.9 * pace.predict_s(1, 4), LIMITS)
-    assert found.sequence_s * 4 >= rebalance.LEAST_SLOPE * found.predict_s(1, 4) * (1 - 1e-9)
+    assert found.sequence_s * 4 >= rank_speed.LEAST_SLOPE * found.predict_s(1, 4) * (1 - 1e-9)
 
 
 def test_a_division_that_proved_right_leaves_the_same_doubt_of_a_step_and_none_of_who_is_to_blame() -> None:
     """From then on what a step takes more is divided between the terms as the step itself is."""
     h = np.array([2.0, 6.0])
     pace, _ = begun(0.7, 0.3, 2, 6)
-    for _ in range(rebalance.SETTLED - 2):
+    for _ in range(rank_speed.SETTLED - 2):
         pace, _ = pace.update(2, 6, pace.predict_s(2, 6), LIMITS)
     x, cover = line(pace)
-    cover = doubted(x, cover, h, (NOISE / rebalance.MEMORY) ** 2, 0.0)
+    cover = doubted(x, cover, h, (NOISE / rank_speed.MEMORY) ** 2, 0.0)
     gain = cover @ h / (h @ cover @ h + (NOISE * (h @ x)) ** 2)
     before = cover - np.outer(gain, h @ cover)
     settled, _ = pace.update(2, 6, pace.predict_s(2, 6), LIMITS)
-    assert settled.seen == rebalance.SETTLED
+    assert settled.seen == rank_speed.SETTLED
     x, after = line(settled)
     assert h @ after @ h == pytest.approx(h @ before @ h, rel=1e-6)
     fixed, whole = np.array([2.0, 0.0]), h @ x
@@ -127,9 +128,9 @@ def test_a_division_that_proved_right_leaves_the_same_doubt_of_a_step_and_none_o
 
 def test_older_steps_count_no_more_than_the_memory() -> None:
     pace, _ = begun(0.5, 0.5, 1, 4)
-    for _ in range(3 * rebalance.MEMORY):
+    for _ in range(3 * rank_speed.MEMORY):
         pace, _ = pace.update(1, 4, 2.5, LIMITS)
-    assert pace.seen == rebalance.MEMORY
+    assert pace.seen == rank_speed.MEMORY
 
 
 def test_sixteen_steps_later_an_old_measurement_counts_for_a_third() -> None:
@@ -150,7 +151,7 @@ def test_one_odd_step_draws_as_little_as_one_that_is_barely_not() -> None:
         odd, more = pace.update(1, 4, ratio * 2.5, LIMITS)
         assert (odd.fixed_s, odd.sequence_s, more) == (0.5, 0.5, 1)
         assert odd.outliers == pytest.approx((ratio,))
-        drawn = math.exp(sign * LIMITS.threshold / rebalance.MEMORY)
+        drawn = math.exp(sign * LIMITS.threshold / rank_speed.MEMORY)
         wanted, _ = replace(pace, fixed_s=0.5 * drawn, sequence_s=0.5 * drawn).update(1, 4, 2.5, LIMITS)
         found, _ = odd.update(1, 4, 2.5, LIMITS)
         assert_line(found, line(wanted))
@@ -181,7 +182,7 @@ def test_two_odd_steps_are_a_change(ratios: tuple[float, float], factor: float, 
     odd, _ = pace.update(1, 4, ratios[0] * 2.5, LIMITS)
     found, more = odd.update(1, 4, ratios[1] * 2.5, LIMITS)
     assert (found.changed, found.seen, found.outliers, more) == (True, 2, (), -1)
-    assert_line(found, scaled(pace, h, factor, NOISE**2 / sure, rebalance.SHAPE_AFTER_CHANGE))
+    assert_line(found, scaled(pace, h, factor, NOISE**2 / sure, rank_speed.SHAPE_AFTER_CHANGE))
 
 
 def test_three_odd_steps_are_a_change_by_their_median_where_accidents_are_frequent() -> None:
@@ -194,7 +195,7 @@ def test_three_odd_steps_are_a_change_by_their_median_where_accidents_are_freque
         assert not found.changed
         found, more = found.update(1, 4, ratio * 2.5, limits)
     assert (found.changed, found.seen, more) == (True, 3, -2)
-    assert_line(found, scaled(pace, h, 1.65, NOISE**2 / 3, rebalance.SHAPE_AFTER_CHANGE))
+    assert_line(found, scaled(pace, h, 1.65, NOISE**2 / 3, rank_speed.SHAPE_AFTER_CHANGE))
 
 
 def test_what_a_line_that_is_not_known_well_may_be_due_to_is_no_change() -> None:
@@ -204,7 +205,7 @@ def test_what_a_line_that_is_not_known_well_may_be_due_to_is_no_change() -> None
     assert (found.changed, more, found.seen) == (False, -1, 4)
     wanted, of_both = pace, 2.5
     wide = OutlierLimits(1.0, 2)  # nothing is off
-    assert wide.threshold == rebalance.OUTLIER_AT_MOST
+    assert wide.threshold == rank_speed.OUTLIER_AT_MOST
     for _ in range(2):  # both are drawn in
         wanted = wanted._kalman_update(1, 4, FAR * of_both, NOISE)
     assert_line(found, line(wanted))

@@ -49,7 +49,7 @@ class Election:
         self.voted: tuple[int, bool] | None = None  # for whom, and whether what the ranks have come to was said
         self._following: MemberList | None = None  # what is being claimed
         self._claimed: tuple[MemberList, bool] | None = None  # what may come next, and whether its file is this agent's
-        self._leaderless_since: float | None = None
+        self._candidate: tuple[int, float] | None = None  # who is to lead, as far as is known here, and since when
 
     @property
     def has_claimed(self) -> bool:
@@ -84,7 +84,7 @@ class Election:
         """Reset after a list was adopted."""
         members = self._view.member_list.members
         self.joining = {node: member for node, member in self.joining.items() if member not in members}
-        self.voted = self._leaderless_since = self._claimed = None
+        self.voted = self._candidate = self._claimed = None
         self.voters = set()
         if not self._view.is_leader:
             self.votes = {}
@@ -99,8 +99,10 @@ class Election:
     def _elect(self, now: float) -> Outcome:
         """The leader is lost: take votes, or give this node's, at once and again when its ranks have ended."""
         view = self._view
-        self._leaderless_since = since = self._leaderless_since or now
         candidate = view.live_nodes()[0]
+        if self._candidate is None or self._candidate[0] != candidate:
+            self._candidate = candidate, now  # the others may learn only now whom to vote for
+        since = self._candidate[1]
         if candidate != view.me.node:
             self._vote_for(candidate)
             return None
