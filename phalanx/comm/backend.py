@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.abortable_gloo import FIRST_USER_TAG, USER_TAGS
+from phalanx.comm.chunk_link import CollectiveSteps, even_cuts
 from phalanx.comm.collective_thread import CollectiveThread, P2PWork
 from phalanx.comm.topology import this_host
-from phalanx.comm.two_level import CollectiveSteps, Combine, Finish, TwoLevelCollectives, even_cuts
+from phalanx.comm.two_level import Combine, Finish, TwoLevelCollectives
 from phalanx.core import renamed
 from phalanx.system import accelerator
 
@@ -81,7 +82,7 @@ def read_counters(group: dist.ProcessGroup | None = None) -> Counters:
     group = group or dist.group.WORLD
     if not isinstance(group, ProcessGroupPhalanx):
         raise TypeError(f"counters are kept by groups of the backend {NAME}, not by {type(group).__name__}")
-    sent, topology = group._thread.two_level.sent, group._thread.topology
+    sent, topology = group._thread.two_level.link.sent, group._thread.topology
     return Counters(sent.within_bytes, sent.between_bytes, topology.form, group._thread.native_calls)
 
 
@@ -319,7 +320,7 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
             self._thread.native_calls += 1
             return native.send(list(tensors), to, tag)
         host = _flat(tensor)
-        self._thread.two_level.count_bytes(to, host.numel() * host.element_size())
+        self._thread.two_level.link.count_bytes(to, host.numel() * host.element_size())
         # What is sent is kept until it has been.
         return self._post_p2p(lambda: self._thread.gloo.group.send([host], to, _user_tag(tag)), to, host.numel)
 

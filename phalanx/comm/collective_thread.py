@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.abortable_gloo import AbortableGloo
+from phalanx.comm.chunk_link import CollectiveSteps, PeerError
 from phalanx.comm.topology import Topology, this_host
-from phalanx.comm.two_level import CollectiveSteps, PeerError, TwoLevelCollectives, TwoLevelTransfer
+from phalanx.comm.two_level import TwoLevelCollectives, TwoLevelTransfer
 from phalanx.system import accelerator
 
 MAX_IN_FLIGHT = 4  # collectives of a group under way: the next begins while the end of the last is awaited

@@ -17,19 +17,18 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.codec import BLOCK, NO_COMPRESSION, Codec
-from phalanx.comm.topology import Topology
-from phalanx.comm.two_level import (
+from phalanx.comm.chunk_link import (
     ChunkTask,
     ChunkTransfer,
     CollectiveSteps,
     TransferChunk,
-    TwoLevelCollectives,
-    TwoLevelTransfer,
     even_cuts,
     view_chunk,
     wait_steps,
 )
+from phalanx.comm.codec import BLOCK, NO_COMPRESSION, Codec
+from phalanx.comm.topology import Topology
+from phalanx.comm.two_level import TwoLevelCollectives, TwoLevelTransfer
 
 # What goes straight to its owner gains nothing by many pieces; those of an encoded tensor are short anyway.
 CHUNK_BYTES = 2**20  # before it is encoded
@@ -71,7 +70,7 @@ class CompressedCollectives:
     # ------------------------------------------------------------------------------------------------------- programs
 
     def _reduce_steps(self, tensor: torch.Tensor, cuts: Sequence[int], into: torch.Tensor) -> CollectiveSteps:
-        line = self._two_level
+        line = self._two_level.link
         blocks = line.split_chunks(tensor, cuts, BLOCK, CHUNKS)
         parts, sums = self._split_work(blocks)
         ready = [event for event in sums if not event.sources and event.owner != self.rank]
@@ -105,8 +104,8 @@ class CompressedCollectives:
     def _add_nodes(self, total: torch.Tensor, arriving: Sequence[tuple[int, ChunkTransfer, torch.Tensor]]) -> None:
         """`total` holds the sum of the own node; it becomes that of all, each rounded, in the order of the nodes."""
         coded = {node: coded for node, _, coded in arriving}
-        coded[self._two_level.node] = torch.empty(self._codec.byte_size(total.numel()), dtype=torch.uint8)
-        self._codec.encode(total, coded[self._two_level.node])
+        coded[self._two_level.link.node] = torch.empty(self._codec.byte_size(total.numel()), dtype=torch.uint8)
+        self._codec.encode(total, coded[self._two_level.link.node])
         for _, way, _ in arriving:
             way.wait()
         decoded = torch.empty_like(total)
@@ -130,7 +129,7 @@ class CompressedCollectives:
     ) -> tuple[list[tuple[int, TransferChunk]], list[ChunkTask]]:
         """The pieces that go to relays beside this rank, and to whom; and those of which this rank adds up its node's
         parts, in order: those of others, each beginning at another node, then its own."""
-        line, topology = self._two_level, self._two_level.topology
+        line, topology = self._two_level.link, self._two_level.link.topology
         parts: list[tuple[int, int, int, TransferChunk]] = []
         sums: list[tuple[int, ChunkTask]] = []
         for owner, pieces in enumerate(blocks):
@@ -149,7 +148,7 @@ class CompressedCollectives:
 
     def _arriving(self, piece: TransferChunk) -> list[tuple[int, ChunkTransfer, torch.Tensor]]:
         """The encoded sums of the other nodes for a piece of the own range, with their numbers."""
-        line, found = self._two_level, []
+        line, found = self._two_level.link, []
         for away in range(1, len(line.topology.nodes)):
             coded = torch.empty(self._codec.byte_size(piece.stop - piece.start), dtype=torch.uint8)
             node = (line.node + away) % len(line.topology.nodes)
@@ -160,7 +159,7 @@ class CompressedCollectives:
     def _send(self, total: torch.Tensor, event: ChunkTask) -> ChunkTransfer:
         coded = torch.empty(self._codec.byte_size(total.numel()), dtype=torch.uint8)
         self._codec.encode(total, coded)
-        return self._two_level.send(coded, event.owner, event.chunk.tag)
+        return self._two_level.link.send(coded, event.owner, event.chunk.tag)
 
     def _remote_bytes(self, cuts: Sequence[int]) -> int:
         sizes = [self._codec.byte_size(stop - start) for start, stop in pairwise(cuts)]

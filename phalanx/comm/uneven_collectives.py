@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.chunk_link import remote_bytes
 from phalanx.comm.collectives import ALL_GATHER, REDUCE_SCATTER, PendingCollective, Traffic
 from phalanx.comm.compression import CompressedCollectives
 from phalanx.comm.ring import RingCollectives
 from phalanx.comm.topology import Topology
-from phalanx.comm.two_level import TwoLevelCollectives, remote_bytes
+from phalanx.comm.two_level import TwoLevelCollectives
 from phalanx.system.trace import phase
 
 

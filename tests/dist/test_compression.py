@@ -90,9 +90,9 @@ def exchange(placement: Placement, hosts: str) -> list[list[int]]:
             lambda: moves.reduce_scatter(tensor.clone(), list(range(0, 64 * world + 1, 64)), tensor[:64].clone()),
             lambda: moves.all_gather(tensor, list(range(0, 64 * world + 1, 64))),
         ):
-            before = line.sent.between_bytes
+            before = line.link.sent.between_bytes
             act().wait()
-            sent.append(line.sent.between_bytes - before)
+            sent.append(line.link.sent.between_bytes - before)
     return sent
 
 
