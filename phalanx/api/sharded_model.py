@@ -249,7 +249,7 @@ class ShardedModel:
         try:
             yield
         except RuntimeError as error:
-            blamed = self.mesh.name_missing_ranks(error)
+            blamed = self.mesh.roll_call.name_missing_ranks(error)
             if blamed is error:
                 raise
             raise CollectiveError(str(blamed).replace("comm.timeout_s", "timeout_s")) from error

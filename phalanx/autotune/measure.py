@@ -338,8 +338,8 @@ def _make_others_measure(mesh: Mesh, turn: int) -> Callable[[], bool]:
     def still() -> bool:
         if not begun:
             begun.append(time.monotonic())
-            mesh.store.add(done, 1)
-        return mesh.store.add(done, 0) < mesh.world and time.monotonic() < begun[0] + mesh.timeout_s
+            mesh.roll_call.store.add(done, 1)
+        return mesh.roll_call.store.add(done, 0) < mesh.world and time.monotonic() < begun[0] + mesh.roll_call.timeout_s
 
     return still
 

@@ -43,7 +43,7 @@ class TransferSchedule:
         # the first parameters leave can they do so in several orders.
         several = sharding.slots > 1 or sharding.zero == 3
         self._link_timer = (
-            LinkTimer(len(self._units), mesh.device) if mesh.world > 1 and (mesh.on_host or several) else None
+            LinkTimer(len(self._units), mesh.device) if mesh.world > 1 and (mesh.devices.on_host or several) else None
         )
         # Events of a device are not made where nobody asks for its times.
         on_device = mesh.device.type != "cpu" and self._link_timer is not None

@@ -67,13 +67,16 @@ class ShardedEngine:
         how many do. `keeper`: what outlives the process. Raises ConfigError for shards that there cannot be."""
         self.model, self.mesh, self.step, self.loss_scale, self.sharding = model, mesh, 0, loss_scale, sharding
         self._precision, degree = precision, sharding.degree or mesh.world
-        weights = sharding.shard_weights(mesh.world, mesh.homogeneous)
+        weights = sharding.shard_weights(mesh.world, mesh.devices.homogeneous)
         parameters = describe_parameters(model, units, rule)
         if sharding.compress == "int8":
             buckets.check_whole_rows(parameters)
         self.trainable = {parameter.name: parameter.shape for parameter in parameters if parameter.trained}
         # Where the host moves them, buckets travel in parts, so that an urgent one waits for a part at the most.
-        parts, least = sharding.parts if degree > 1 and mesh.on_host else 1, PART_BYTES // precision.transport.itemsize
+        parts, least = (
+            sharding.parts if degree > 1 and mesh.devices.on_host else 1,
+            PART_BYTES // precision.transport.itemsize,
+        )
         self.buckets = buckets.make_buckets(parameters, weights, parts, least, sharding.isolates_parameters)
         self._modules = dict(units)
         self.traffic = Traffic()  # the lane's: nobody but the lane is held up by it

@@ -113,7 +113,7 @@ def run_training(
         except RuntimeError as error:
             step_hooks.enter_phase("ending")  # nobody is to be impatient while it is found out whose fault it is
             error.add_note(f"step {parts.engine.step + 1}")
-            named = mesh.name_missing_ranks(error)
+            named = mesh.roll_call.name_missing_ranks(error)
             if named is error:
                 raise
             raise named from error

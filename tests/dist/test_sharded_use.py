@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.comm.mesh import join
+from phalanx.comm.mesh import RankDevices, join
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine.bucket import IN_FLIGHT
@@ -41,7 +41,12 @@ def copies_on_unlike_devices(placement: Placement) -> str:
     with join(placement, 20) as mesh:
         model = five_units()
         with pytest.raises(ConfigError) as caught:
-            Driven(replace(mesh, homogeneous=False), model, model.units(), ShardingSpec(1, degree=1))
+            Driven(
+                replace(mesh, devices=RankDevices(True, homogeneous=False)),
+                model,
+                model.units(),
+                ShardingSpec(1, degree=1),
+            )
         return str(caught.value)
 
 
@@ -401,7 +406,7 @@ def lost(placement: Placement, mistake: str, zero: int) -> list[Any]:
         except Out as error:
             ended = str(error)
         except RuntimeError as error:
-            ended = str(mesh.name_missing_ranks(error))
+            ended = str(mesh.roll_call.name_missing_ranks(error))
         driven.engine.close()
     return [ended, [each.name for each in threading.enumerate() if not each.daemon]]
 
