@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -18,11 +19,13 @@ from phalanx.planner import compute_cost, exchange_cost, link_cost, parse_cluste
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.constants import CostConstants
 from phalanx.planner.cost import TERMS, CostModel, StageCost, StepEstimate, estimate_step, filling_s, split_evenly
-from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind, find_kind, unknown_kind_message
+from phalanx.planner.device_catalog import DEVICE_KINDS, GIB, DeviceKind, find_kind, unknown_kind_message
 from phalanx.planner.layout_choice import EngineName, LayoutChoice, PipelineSchedule
 from phalanx.planner.link_cost import RingPlacement
+from phalanx.planner.measured_cluster import match_device_name
 from phalanx.planner.memory import DeviceMemory
 from phalanx.planner.work import StepWork, find_trained_share
+from phalanx.system.accelerator import peak_flops
 
 # Everything is reached in full, nothing is waited for: what is left can be summed by hand.
 FULL = CostConstants(
@@ -742,6 +745,15 @@ def test_every_kind_says_where_its_numbers_are_from() -> None:
         assert found.name == name and len(found.source) > 20
         assert 0 < found.sustained <= 1 and found.memory_bytes > 0 and found.flop_per_s["fp32"] > 0
         assert found.scale_speed(2.0).peak_flop_per_s("fp32") == 2 * found.peak_flop_per_s("fp32")
+
+
+def test_a_plan_and_a_runs_mfu_know_the_same_peaks() -> None:
+    """Also of a card whose chip is clocked otherwise, and in fp64."""
+    for name in ("NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3", "Tesla V100-PCIE-16GB", "NVIDIA A100-SXM4-40GB"):
+        kind = match_device_name(name, False, 80 * GIB)
+        for dtype in (torch.float64, torch.float32, torch.float16):
+            assert kind.peak_flop_per_s(f"fp{torch.finfo(dtype).bits}") == peak_flops(name, dtype), name
+    assert match_device_name("NVIDIA H100 PCIe", False, 80 * GIB).flop_per_s["bf16"] == pytest.approx(756e12)
 
 
 @pytest.mark.parametrize("name", list(DEVICE_KINDS))
