@@ -31,7 +31,7 @@ from phalanx.comm.host_tensors import (
     to_flat_host,
     to_list,
 )  # fmt: skip
-from phalanx.comm.topology import this_host
+from phalanx.comm.rendezvous import this_host
 from phalanx.comm.two_level import TwoLevelCollectives
 from phalanx.core import renamed
 from phalanx.system import accelerator

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.topology import Topology
+from phalanx.comm.rendezvous import Topology
 
 CHUNK_BYTES = 256 * 1024  # long enough that a step of Python per piece costs little, short enough to fill a slow link
 # Pieces of short ranges are not cut below that: on a rank that has a tenth of a core, ranges of 320 KiB in eight pieces

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from phalanx.comm.abortable_gloo import FIRST_USER_TAG, USER_TAGS, AbortableGloo
 from phalanx.comm.chunk_link import CollectiveSteps, PeerError
 from phalanx.comm.host_tensors import copy_from_host, to_flat_host
-from phalanx.comm.topology import Topology, this_host
+from phalanx.comm.rendezvous import Topology, this_host
 from phalanx.comm.two_level import TwoLevelCollectives, TwoLevelTransfer
 from phalanx.system import accelerator
 

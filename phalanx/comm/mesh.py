@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm.collectives import Traffic, all_reduce
-from phalanx.comm.json_objects import JsonGroup
-from phalanx.comm.rendezvous import RollCall, exchange_offers, open_store
-from phalanx.comm.topology import Topology, this_host
+from phalanx.comm.rendezvous import JsonGroup, RollCall, Topology, exchange_offers, open_store, this_host
 from phalanx.core import renamed
 from phalanx.core.placement import Placement
 from phalanx.layout.mesh_axes import ALONE, MeshAxes

@@ -1,12 +1,20 @@
-"""How ranks meet: the store that they all reach, who has arrived, and who is missing once a collective has failed."""
+"""How ranks meet: the store that they all reach, who has arrived, and who is missing once a collective has failed; which
+of them share a node; and the small JSON objects that they send each other."""
 
 import datetime
+import json
+import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from phalanx.comm.collectives import Traffic, all_gather, all_reduce
 from phalanx.core.errors import CollectiveError, RunError
 from phalanx.core.placement import Placement, StoreAddress
 
@@ -134,3 +142,91 @@ class RollCall:
         if self.rank == 0:
             time.sleep(3 * ROLL_LOOK_S)  # with rank 0 the store goes, at which the others still look
         return silent
+
+
+# --------------------------------------- which ranks share a node: by the names of their hosts, never by their numbers
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which ranks share a node."""
+
+    nodes: tuple[tuple[int, ...], ...]  # ranks of each node, ascending
+    node_of: tuple[int, ...]  # by rank
+    index_of: tuple[int, ...]  # by rank: its index among the ranks of its node
+
+    @staticmethod
+    def from_hosts(hosts: Sequence[str]) -> "Topology":
+        """The topology of ranks whose hosts have these names, in order of rank."""
+        nodes: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            nodes.setdefault(host, []).append(rank)
+        numbers = {host: number for number, host in enumerate(nodes)}
+        return Topology(
+            tuple(tuple(ranks) for ranks in nodes.values()),
+            tuple(numbers[host] for host in hosts),
+            tuple(nodes[host].index(rank) for rank, host in enumerate(hosts)),
+        )
+
+    def subset(self, ranks: Sequence[int]) -> "Topology":
+        """That of a group of these ranks, in this order."""
+        return Topology.from_hosts([str(self.node_of[rank]) for rank in ranks])
+
+    @property
+    def form(self) -> str:
+        """What its collectives come to: "alone", "direct" (one node), "ring" (one rank per node) or "two-level"."""
+        if len(self.node_of) == 1:
+            return "alone"
+        if len(self.nodes) == 1:
+            return "direct"
+        return "ring" if len(self.nodes) == len(self.node_of) else "two-level"
+
+    def relay(self, node: int, owner: int) -> int:
+        """The rank that handles the range of `owner` on a node (modulo their number); the owner itself on its own."""
+        ranks = self.nodes[node % len(self.nodes)]
+        return ranks[self.index_of[owner] % len(ranks)]
+
+
+def this_host() -> str:
+    """A name of this machine that no other has. Network namespaces, such as containers, count as machines."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:  # not Linux
+        boot, network = "", ""
+    return f"{socket.gethostname()} {boot} {network}"
+
+
+# ------------------------------------------------------------------------------------ small JSON objects between ranks
+# JSON and not pickle: whoever could write to the network must not run code here.
+
+
+class JsonGroup:
+    """Exchanges JSON-able objects over a process group for host tensors."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather_objects(self, obj: Any) -> list[Any] | None:
+        """The objects of all ranks in order of rank on rank 0; None elsewhere."""
+        everyones = self.all_gather_objects(obj)
+        return everyones if self._rank == 0 else None
+
+    def broadcast_object(self, obj: Any) -> Any:
+        """Rank 0's object, on every rank."""
+        return self.all_gather_objects(obj if self._rank == 0 else None)[0]
+
+    def all_gather_objects(self, obj: Any) -> list[Any]:
+        """The objects of all ranks in order of rank, on every rank."""
+        mine = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self._world, dtype=torch.int64)
+        sizes[self._rank] = mine.numel()
+        all_reduce(sizes, self._group, Traffic()).wait()
+        longest = int(sizes.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        gathered = torch.empty(self._world * longest, dtype=torch.uint8)
+        all_gather(gathered, padded, self._group, Traffic()).wait()
+        rows = gathered.view(self._world, longest).numpy()
+        return [json.loads(rows[rank, : int(sizes[rank])].tobytes()) for rank in range(self._world)]

@@ -35,7 +35,7 @@ from phalanx.comm.chunk_link import (
     wait_steps,
 )  # fmt: skip
 from phalanx.comm.collectives import Traffic
-from phalanx.comm.topology import Topology
+from phalanx.comm.rendezvous import Topology
 from phalanx.system.trace import phase
 
 Combine = Callable[..., torch.Tensor]  # (a, b, out=) -> out, such as torch.add

@@ -15,9 +15,9 @@ from torch import nn
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.comm_thread import CommThread
 from phalanx.engine.bucket import BucketGradient, RankBucket
+from phalanx.engine.schedule import Unit
 from phalanx.engine.sharded_update import ShardedUpdate, StepState
 from phalanx.engine.timing import PassTimer
-from phalanx.engine.units import Unit
 from phalanx.layout.comm_simulation import TransferOp
 
 OUTSIDE_MICRO_BATCH = (

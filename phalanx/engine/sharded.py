@@ -19,20 +19,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.comm.codec import NO_COMPRESSION
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.comm_thread import CommThread, StreamEvent
+from phalanx.comm.compression import NO_COMPRESSION
 from phalanx.comm.mesh import Mesh
-from phalanx.comm.routes import make_routes
+from phalanx.comm.uneven_collectives import make_routes
 from phalanx.engine.bucket import RankBucket, replace_meta_tensors
-from phalanx.engine.collective_queue import CollectiveQueue
 from phalanx.engine.hooks import ParameterResidency, UnitHooks
 from phalanx.engine.interface import InMemoryStore, Precision, StepOutcome
-from phalanx.engine.schedule import TransferSchedule
+from phalanx.engine.schedule import CollectiveQueue, TransferSchedule, Unit, describe_parameters
 from phalanx.engine.sharded_update import GlobalNorm, GradAccumulation, ShardedUpdate, StepState
 from phalanx.engine.sharding_spec import PART_BYTES, ShardingSpec
 from phalanx.engine.state_slots import OwnedShards, StateSlots
-from phalanx.engine.units import Unit, describe_parameters
 from phalanx.engine.zero1_2 import KeptParameters
 from phalanx.engine.zero3 import GatheredParameters
 from phalanx.layout import buckets

@@ -16,11 +16,9 @@ from phalanx.comm.collectives import PendingCollective, Traffic
 from phalanx.comm.comm_thread import CommThread, StreamEvent
 from phalanx.comm.mesh import Mesh
 from phalanx.engine.bucket import BucketGradient, RankBucket, iterate_gradients
-from phalanx.engine.collective_queue import CollectiveQueue
-from phalanx.engine.schedule import TransferSchedule
+from phalanx.engine.schedule import CollectiveQueue, TransferSchedule, Unit
 from phalanx.engine.state_slots import GlobalNorm, StateSlots
 from phalanx.engine.timing import PassTimer
-from phalanx.engine.units import Unit
 from phalanx.optim import gradients
 from phalanx.optim.update import StepUpdate
 

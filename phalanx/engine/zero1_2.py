@@ -13,9 +13,9 @@ from torch import nn
 from phalanx.comm.comm_thread import StreamEvent
 from phalanx.engine.bucket import GradientBufferPool
 from phalanx.engine.hooks import ParameterResidency
+from phalanx.engine.schedule import Unit
 from phalanx.engine.sharded_update import StepState
 from phalanx.engine.sharding_spec import ShardingSpec
-from phalanx.engine.units import Unit
 from phalanx.layout.comm_simulation import TransferOp
 
 

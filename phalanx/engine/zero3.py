@@ -20,9 +20,9 @@ from phalanx.comm.comm_thread import CommThread, StreamEvent
 from phalanx.engine.bucket import AllocateWorkingMemory, BucketGradient, GradientBufferPool, RankBucket
 from phalanx.engine.hooks import OUTSIDE_MICRO_BATCH, ParameterResidency, in_backward
 from phalanx.engine.interface import Precision
+from phalanx.engine.schedule import Unit
 from phalanx.engine.sharded_update import ShardedUpdate, StepState
 from phalanx.engine.sharding_spec import PREFETCH, ShardingSpec
-from phalanx.engine.units import Unit
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.comm_simulation import TransferOp
 from phalanx.optim.state import Shard

@@ -15,12 +15,11 @@ from phalanx.comm.comm_thread import CommThread, StreamEvent
 from phalanx.comm.mesh import join
 from phalanx.core.placement import Placement
 from phalanx.engine.bucket import BucketGradient, GradientBufferPool
-from phalanx.engine.collective_queue import CollectiveQueue
+from phalanx.engine.schedule import CollectiveQueue, Unit
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.engine.sharded_update import ShardedStepOutcome, ShardedUpdate, StepState
 from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.engine.timing import DevicePassTimer, HostPassTimer
-from phalanx.engine.units import Unit
 from phalanx.engine.zero1_2 import KeptParameters
 from phalanx.engine.zero3 import GatheredParameters, PassEvents, UnshardedUnit, UnshardedUnits
 from phalanx.system import accelerator

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm.codec import CODECS, Codec
-from phalanx.comm.compression import CompressedCollectives
+from phalanx.comm.compression import CODECS, Codec, CompressedCollectives
 from phalanx.comm.mesh import join
-from phalanx.comm.topology import Topology
+from phalanx.comm.rendezvous import Topology
 from phalanx.comm.two_level import TwoLevelCollectives
 from phalanx.comm.uneven_collectives import HostStagedCollectives
 from phalanx.core.errors import ConfigError

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import join
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import CollectiveError
 from phalanx.core.placement import Placement
 from tests.helpers import run_ranks

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.backend import Options
-from phalanx.comm.codec import CODECS, Codec
 from phalanx.comm.collectives import Traffic, all_gather
+from phalanx.comm.compression import CODECS, Codec
 from phalanx.comm.mesh import Axis, Mesh, join
 from phalanx.comm.p2p import P2PChannel
-from phalanx.comm.routes import _make_replica_sum
+from phalanx.comm.uneven_collectives import _make_replica_sum
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine.fsdp2 import _as_asked

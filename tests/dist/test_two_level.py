@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from phalanx.comm.chunk_link import PeerError, even_cuts
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import _choose_backend, join
-from phalanx.comm.topology import Topology
+from phalanx.comm.rendezvous import Topology
 from phalanx.comm.two_level import TwoLevelCollectives
 from phalanx.comm.uneven_collectives import make_uneven_collectives
 from phalanx.core.placement import Placement
