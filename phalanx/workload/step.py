@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.engine.interface import Engine
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.optim import gradients

@@ -14,7 +14,7 @@ from phalanx.layout import comm_schedule, pipeline_stages
 from phalanx.layout.model_shape import LoraSpec
 from phalanx.layout.pipeline_stages import STAGES_PER_RANK, divide_layers, simulate_schedule, step_s
 from phalanx.models.families.catalog import PRESETS, flops_per_token, parameter_count
-from phalanx.parallel.pipeline_schedules import build_actions
+from phalanx.parallel.pipeline import build_actions
 from phalanx.planner import compute_cost, exchange_cost, link_cost, parse_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.constants import CostConstants
@@ -414,7 +414,7 @@ def test_the_bubble_is_that_of_one_forward_one_backward(pipeline: int, micro_bat
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
 def test_a_pipeline_takes_what_its_orders_take_also_of_few_micro_batches(schedule: str, micro_batches: int) -> None:
-    from phalanx.parallel.pipeline_schedules import build_actions
+    from phalanx.parallel.pipeline import build_actions
 
     virtual, plan = STAGES_PER_RANK[schedule], pipeline_stages.divide_layers(16, 4, schedule)
     spans = pipeline_stages.simulate_schedule(
