@@ -314,13 +314,8 @@ LARGE_FILES = {
     "phalanx.checkpoint.memory.store": 522,
     "phalanx.cli.main": 504,
     "phalanx.cli.plan": 406,
-    "phalanx.comm.backend": 508,
-    "phalanx.comm.mesh": 473,
-    "phalanx.comm.two_level": 487,
     "phalanx.data.prepare": 504,
     "phalanx.data.read_chunks": 463,
-    "phalanx.engine.bucket": 405,
-    "phalanx.engine.sharded": 543,
     "phalanx.generate.text": 410,
     "phalanx.layout.balance": 410,
     "phalanx.layout.hardware": 456,
@@ -336,14 +331,10 @@ LARGE_CLASSES = {
     "phalanx.comm.backend:ProcessGroupPhalanx": (4, 36),
     # The others are to be divided.
     "phalanx.checkpoint.memory.store:SharedMemoryStore": (39, 34),
-    "phalanx.comm.mesh:Mesh": (23, 10),
-    "phalanx.comm.two_level:TwoLevelCollectives": (14, 27),
     "phalanx.config.model:ModelSection": (21, 0),
     "phalanx.config.model:DataSection": (21, 0),
     "phalanx.core.records:StepRecord": (22, 0),
     "phalanx.elastic.node.worker:NodeJob": (22, 1),
-    "phalanx.engine.sharded:ShardedEngine": (41, 36),
-    "phalanx.engine.single:SingleEngine": (22, 20),
     "phalanx.health.gpu:Gpu": (22, 0),
     "phalanx.planner.simulate:Scenario": (24, 1),
     "phalanx.planner.work:StepWork": (31, 12),
@@ -488,6 +479,17 @@ def test_only_the_families_of_models_know_architectures_by_name(module: str) -> 
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
             asked = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
             assert not classes & asked, f"{where} asks for {classes & asked}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_tables_of_optimizers_know_them_by_name(module: str) -> None:
+    """A new one is a record of `OPTIMIZERS`, a class, and its line in `optim/make_rule.py`."""
+    from phalanx.config.optimizers import OPTIMIZERS
+
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Compare) and module != "phalanx.optim.torch_optimizers":  # how torch's classes differ
+            named = _constants(node) & OPTIMIZERS.keys()
+            assert not named, f"{module}:{node.lineno} compares {named}: ask the record in OPTIMIZERS"
 
 
 def test_a_recipe_is_changed_by_keys_that_are_checked() -> None:

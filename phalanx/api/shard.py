@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.api.sharded_model import Rate, ShardedModel, finite_rate
-from phalanx.comm.codec import CODECS, NO_COMPRESSION
 from phalanx.comm.collectives import device_for_group
-from phalanx.comm.json_objects import JsonGroup
+from phalanx.comm.compression import CODECS, NO_COMPRESSION
 from phalanx.comm.mesh import Mesh, attach_mesh, join
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.config import optimizers
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
@@ -30,12 +30,11 @@ from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.layout.mesh_axes import ALONE, MeshAxes
 from phalanx.layout.tensor_shards import TensorShard, count_copies, whole_shapes
 from phalanx.models.model import Model
-from phalanx.optim.adamw8bit import AdamW8bit
+from phalanx.optim.make_rule import make_named_rule
 from phalanx.optim.state import Shard
-from phalanx.optim.torch_optimizers import make_torch_rule
-from phalanx.optim.update import AdamW, UpdateRule
+from phalanx.optim.update import UpdateRule
 from phalanx.parallel.hf_transform import find_tensor_axis, find_tensor_shards
-from phalanx.parallel.tensor_state import fill_by_rows
+from phalanx.parallel.model_part import fill_by_rows
 from phalanx.system import accelerator
 from phalanx.system.torchrun_env import from_environment
 
@@ -158,12 +157,9 @@ def _rule(
             "of the others below 0"
         )
     settings = {"rule": name, "betas": list(betas), "eps": eps, "weight_decay": decay, "options": dict(options)}
-    if name in ("adamw", "adamw8bit"):
-        adamw = AdamW(betas[0], betas[1], eps, decay)
-        return adamw if name == "adamw" else AdamW8bit(adamw), settings
     try:
         first = lr(1) if callable(lr) else lr
-        return make_torch_rule(name, lr=first, betas=betas, eps=eps, weight_decay=decay, options=options), settings
+        return make_named_rule(name, lr=first, betas=betas, eps=eps, weight_decay=decay, options=options), settings
     except ConfigError as error:
         raise ConfigError(_as_argument(str(error))) from None
 

@@ -17,13 +17,13 @@ from phalanx.autotune.probe_model import open_probe_model
 from phalanx.autotune.run_size import STATE_MEMORY_SHARE, single_engine_bytes
 from phalanx.comm.mesh import join
 from phalanx.config.load import update_config
+from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, is_out_of_memory
 from phalanx.core.placement import Placement
 from phalanx.engine.interface import Precision
-from phalanx.engine.memory_model import STATE_ITEMS, estimate_engine_bytes, estimate_slot_bytes
-from phalanx.engine.sharding_spec import ShardingSpec
-from phalanx.engine.units import describe_parameters
+from phalanx.engine.schedule import describe_parameters
+from phalanx.engine.sharding_spec import STATE_ITEMS, ShardingSpec, estimate_engine_bytes, estimate_slot_bytes
 from phalanx.layout.buckets import Bucket, make_buckets
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.layers import chunk_bytes
@@ -253,7 +253,7 @@ def in_memory_checkpoint_bytes(
     parts = [rank % degree for rank in range(ranks)]
     nodes = [rank * config.parallel.tensor // local_world for rank in range(ranks)]
     several = world > local_world and not all(find_redundant(parts, nodes))
-    replays = config.optim.name == "adamw" and config.parallel.engine == "sharded"
+    replays = OPTIMIZERS[config.optim.name].replays and config.parallel.engine == "sharded"
     options = list_copy_options(
         config.resilience.in_memory_checkpoints, config.resilience.replicate_every, several, replays
     )

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
+from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
-from phalanx.engine.memory_model import STATE_ITEMS, estimate_engine_bytes, estimate_slot_bytes
-from phalanx.engine.units import describe_parameters
+from phalanx.engine.schedule import describe_parameters
+from phalanx.engine.sharding_spec import STATE_ITEMS, estimate_engine_bytes, estimate_slot_bytes
 from phalanx.layout import balance
 from phalanx.layout.buckets import make_buckets
 from phalanx.models.model import Model
@@ -57,7 +58,7 @@ def find_in_memory_options(config: "Config", placement: Placement, mesh: Mesh) -
         config.resilience.in_memory_checkpoints,
         config.resilience.replicate_every,
         several,
-        config.optim.name == "adamw",
+        OPTIMIZERS[config.optim.name].replays,
     )
     left = 0
     for path in Path(placement.shared).rglob("*"):

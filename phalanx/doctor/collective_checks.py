@@ -113,7 +113,7 @@ def _rank(folder: Path, placement: Placement) -> int:
 
 
 def _groups(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    if not mesh.on_host and dist.get_backend(mesh.transfers) != "gloo":
+    if not mesh.devices.on_host and dist.get_backend(mesh.transfers) != "gloo":
         yield OWN, mesh.transfers
     yield THROUGH_HOST, mesh.split(mesh.world, through_host=True)[0]
 
@@ -171,7 +171,7 @@ def _wrong_messages(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
 def _rate(mesh: Mesh, group: dist.ProcessGroup) -> float:
     """Bytes a second of an all-reduce over all ranks."""
     tensor = torch.zeros(
-        TIMED_BYTES_ON_HOST if mesh.on_host else TIMED_BYTES, dtype=torch.uint8, device=mesh.device
+        TIMED_BYTES_ON_HOST if mesh.devices.on_host else TIMED_BYTES, dtype=torch.uint8, device=mesh.device
     ).view(torch.float32)
     best_s = float("inf")
     for _ in range(ROUNDS):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.checkpoint.disk.load import agree_on_newest
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import ModelSpec

@@ -144,7 +144,7 @@ def check_memory(result: BurnInResult, device: torch.device) -> BurnInResult:
 def time_exchanges(result: BurnInResult, mesh: Mesh) -> BurnInResult:
     """Time an all-reduce over all ranks, and what each pair of ranks exchanges while others do the same. Collective."""
     link, _ = measure_link(mesh)
-    size = PAIR_BYTES_ON_HOST if mesh.on_host else PAIR_BYTES
+    size = PAIR_BYTES_ON_HOST if mesh.devices.on_host else PAIR_BYTES
     letters = P2PChannel(mesh.shard.get_group(), mesh.device, Traffic(), max_in_flight=1)
     tensor = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
     pairs = []

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.core.device_peaks import find_peaks
 from phalanx.core.errors import ConfigError
 
 GB = 10**9
 GIB = 2**30
-TERA = 10**12
 UNMEASURED = 0.85  # `sustained` of a kind for which nobody has published it: the middle of those that are known
 
 
@@ -69,15 +69,12 @@ _COLLECTED = "sustained: zzc0721, torch-performance-test-data, 2025-2026"
 
 
 def _kind(
-    name: str, fp32: float, bf16: float | None, fp16: float, memory: int, bandwidth: float, link: float, cores: int,
-    source: str, fp8: float | None = None, **more: Any,
-) -> DeviceKind:  # fmt: skip
-    """Teraflop/s, GB, GB/s of memory and of links in one direction."""
-    flops = {"fp32": fp32 * TERA, "fp16": fp16 * TERA}
-    flops |= {} if bf16 is None else {"bf16": bf16 * TERA}
-    flops |= {} if fp8 is None else {"fp8": fp8 * TERA}
+    name: str, memory: int, bandwidth: float, link: float, cores: int, source: str, chip: str = "", **more: Any
+) -> DeviceKind:
+    """GiB, GB/s of memory and of links in one direction; `chip` as its maker calls it, where that is another name."""
     latency = more.pop("link_latency_s", 3e-6)
-    return DeviceKind(name, flops, memory * GIB, bandwidth * GB, link * GB, latency, cores, source, **more)
+    peaks = find_peaks(chip or name)
+    return DeviceKind(name, peaks, memory * GIB, bandwidth * GB, link * GB, latency, cores, source, **more)
 
 
 # Warp-level matrix instructions, which FlashAttention 2 and Triton of 2023 use: Luo et al., Benchmarking and Dissecting
@@ -85,68 +82,69 @@ def _kind(
 _HOPPER = 0.63
 _PCIE3, _PCIE4 = 16.0, 32.0  # GB/s of 16 lanes, in one direction
 
-# fp32 is what PyTorch computes by default, without TF32. Memory is what the devices report, in GiB.
+# Memory is what the devices report, in GiB.
 DEVICE_KINDS: dict[str, DeviceKind] = {
     kind.name: kind
     for kind in (
         _kind(
-            "V100-16GB", 15.7, None, 125, 16, 900, 150, 80,
+            "V100-16GB", 16, 900, 150, 80,
             f"NVIDIA V100 SXM2 data-sheet, 2020; {_COLLECTED}, 97.4 Tflop/s",
             sustained=0.779,
         ),
         _kind(
-            "V100-32GB", 15.7, None, 125, 32, 900, 150, 80,
+            "V100-32GB", 32, 900, 150, 80,
             f"NVIDIA V100 SXM2 data-sheet, 2020; {_COLLECTED}, 97.4 Tflop/s",
             sustained=0.779,
         ),
         _kind(
-            "T4", 8.1, None, 65, 15, 300, _PCIE3, 40,
+            "T4", 15, 300, _PCIE3, 40,
             "NVIDIA T4 data-sheet, 2019; sustained: NVIDIA developer forum, About GPU peak performance, 2023",
             link_latency_s=8e-6, sustained=0.37,
         ),
         _kind(
-            "A10G", 35, 70, 70, 22, 600, _PCIE4, 80,
+            "A10G", 22, 600, _PCIE4, 80,
             f"NVIDIA A10G data-sheet, 2021 (80 multiprocessors, an A10 has 72); {_COLLECTED}, 69.5 Tflop/s",
             link_latency_s=8e-6, host_bytes_per_s=24e9, sustained=0.99,
         ),
         _kind(
-            "A40", 37.4, 149.7, 149.7, 44, 696, _PCIE4, 84,
+            "A40", 44, 696, _PCIE4, 84,
             f"NVIDIA A40 data-sheet, 2021; {_COLLECTED}, 122 Tflop/s",
             link_latency_s=8e-6, host_bytes_per_s=24e9, sustained=0.817,
         ),
         _kind(
-            "L40S", 91.6, 362, 362, 44, 864, _PCIE4, 142,
+            "L40S", 44, 864, _PCIE4, 142,
             f"NVIDIA L40S data-sheet, 2023; {_COLLECTED}, 269 Tflop/s",
-            fp8=733, link_latency_s=8e-6, host_bytes_per_s=24e9, sustained=0.743,
+            link_latency_s=8e-6, host_bytes_per_s=24e9, sustained=0.743,
         ),
         _kind(
-            "A100-40GB", 19.5, 312, 312, 40, 1555, 300, 108, f"NVIDIA A100 SXM data-sheet, 2021; {_MAMF}",
+            "A100-40GB", 40, 1555, 300, 108, f"NVIDIA A100 SXM data-sheet, 2021; {_MAMF}",
             sustained=0.869, host_bytes_per_s=24e9,
         ),
         _kind(
-            "A100-80GB", 19.5, 312, 312, 79, 2039, 300, 108, f"NVIDIA A100 SXM data-sheet, 2021; {_MAMF}",
+            "A100-80GB", 79, 2039, 300, 108, f"NVIDIA A100 SXM data-sheet, 2021; {_MAMF}",
             sustained=0.869, host_bytes_per_s=24e9,
         ),
         _kind(
-            "H100-80GB", 67, 989.4, 989.4, 79, 3350, 450, 132, f"NVIDIA H100 SXM data-sheet, 2023; {_MAMF}", fp8=1978.9,
+            "H100-80GB", 79, 3350, 450, 132, f"NVIDIA H100 SXM data-sheet, 2023; {_MAMF}",
             sustained=0.803, attention=_HOPPER, host_bytes_per_s=50e9,
         ),
         _kind(
-            "H200", 67, 989.4, 989.4, 139, 4800, 450, 132, f"NVIDIA H200 SXM data-sheet, 2024; {_MAMF}, of the H100",
-            fp8=1978.9, sustained=0.803, attention=_HOPPER, host_bytes_per_s=50e9,
+            "H200", 139, 4800, 450, 132, f"NVIDIA H200 SXM data-sheet, 2024; {_MAMF}, of the H100",
+            sustained=0.803, attention=_HOPPER, host_bytes_per_s=50e9,
         ),
         _kind(
-            "B200", 75, 2250, 2250, 178, 7700, 900, 148, f"NVIDIA HGX B200 data-sheet, 2025; {_MAMF}", fp8=4500,
+            "B200", 178, 7700, 900, 148, f"NVIDIA HGX B200 data-sheet, 2025; {_MAMF}",
             sustained=0.776, attention=_HOPPER, host_bytes_per_s=50e9,
         ),
         _kind(
-            "RTX-3090", 35.6, 71, 71, 24, 936, _PCIE4 / 2, 82,
+            "RTX-3090", 24, 936, _PCIE4 / 2, 82,
             f"NVIDIA GA102 whitepaper, 2020; {_COLLECTED}: 75.6 Tflop/s, beyond the promised clock",
-            link_latency_s=8e-6, sustained=1.0,
+            link_latency_s=8e-6, sustained=1.0, chip="RTX 3090",
         ),
         _kind(
-            "RTX-4090", 82.6, 165.2, 165.2, 24, 1008, _PCIE4 / 2, 128,
-            f"NVIDIA Ada whitepaper, 2022; {_COLLECTED}, 165 Tflop/s", fp8=330.3, link_latency_s=8e-6, sustained=1.0,
+            "RTX-4090", 24, 1008, _PCIE4 / 2, 128,
+            f"NVIDIA Ada whitepaper, 2022; {_COLLECTED}, 165 Tflop/s", link_latency_s=8e-6, sustained=1.0,
+            chip="RTX 4090",
         ),
         DeviceKind(
             "CPU", {"fp64": 0.25e12, "fp32": 0.5e12, "bf16": 0.25e12, "fp16": 0.25e12}, 64 * GIB, 50e9, 10e9, 2e-5, 1,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from phalanx.core.device_peaks import find_peaks
 from phalanx.core.errors import ConfigError
 from phalanx.layout import hardware
 from phalanx.layout.balance import UNBOUND, Speed
@@ -218,10 +219,11 @@ def match_device_name(model: str, on_host: bool, memory_bytes: int) -> DeviceKin
     if on_host:
         return DEVICE_KINDS["CPU"]
     memory_bytes = max(1, memory_bytes)  # of a node that has not said what it has: 0
-    return min(
+    near = min(
         _find_named_kind(model) or [DEVICE_KINDS[FALLBACK_KIND]],
         key=lambda kind: abs(math.log(kind.memory_bytes / memory_bytes)),
     )
+    return replace(near, flop_per_s=find_peaks(model) or near.flop_per_s)  # of a PCIe card they are others
 
 
 def has_data_sheet(model: str) -> bool:

@@ -11,28 +11,9 @@ from typing import Any
 
 import torch
 
+from phalanx.core.device_peaks import find_peaks
 from phalanx.system import cpus
 from phalanx.system import memory as host_memory
-
-# Dense peak in FLOP/s by device name (whole words of it) and compute type, from the makers' data sheets, without
-# sparsity. An A100 of either memory size has the same peak. The longest matching name wins.
-PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
-    "V100": {torch.float16: 125e12, torch.float32: 15.7e12},
-    "V100-PCIE": {torch.float16: 112e12, torch.float32: 14e12},
-    "T4": {torch.float16: 65e12, torch.float32: 8.1e12},
-    "A10G": {torch.bfloat16: 70e12, torch.float16: 70e12, torch.float32: 35e12},
-    "A40": {torch.bfloat16: 149.7e12, torch.float16: 149.7e12, torch.float32: 37.4e12},
-    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12, torch.float64: 19.5e12},
-    "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
-    "RTX 3090": {torch.bfloat16: 71e12, torch.float16: 71e12, torch.float32: 35.6e12},
-    "RTX 4090": {torch.bfloat16: 165.2e12, torch.float16: 165.2e12, torch.float32: 82.6e12},
-    "H100 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12},
-    "H100 PCIe": {torch.bfloat16: 756e12, torch.float16: 756e12, torch.float32: 51e12, torch.float64: 51e12},
-    "H100": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.float64: 66.9e12},
-    "H200": {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 66.9e12, torch.float64: 66.9e12},
-    "H200 NVL": {torch.bfloat16: 835e12, torch.float16: 835e12},
-    "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12},
-}
 
 NO_DEVICES_ENV = dict.fromkeys(
     ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""
@@ -42,8 +23,7 @@ CPUS = "CPUs"  # what a torch is built for that knows of no accelerator
 # The kind of device, and its groups, that scripts of other libraries name outright.
 SCRIPT_DEVICE_TYPE, SCRIPT_BACKEND = "cuda", "nccl"
 
-# Beside a name of the table, these words mean a slower or faster chip, or a part of one.
-_OTHER_VARIANT = re.compile(r"\b(Laptop|Mobile|Max-Q|MIG|Ti|SUPER|D)\b", re.IGNORECASE)
+_TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def list_devices() -> list[str]:
@@ -182,14 +162,8 @@ def get_device_name(device: torch.device) -> str:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Dense peak in FLOP/s, or None when the device is not in the table.
-
-    Names are compared by whole words: an RTX A4000 is no A40, and the laptop's version of a card is another chip.
-    """
-    if _OTHER_VARIANT.search(device_name):
-        return None
-    matching = sorted((known for known in PEAK_FLOPS if re.search(rf"\b{re.escape(known)}\b", device_name)), key=len)
-    return PEAK_FLOPS[matching[-1]].get(dtype) if matching else None
+    """Dense peak in FLOP/s, or None where it is not known of such a device."""
+    return find_peaks(device_name).get(_TYPES.get(dtype, ""))
 
 
 def get_model_name(device_name: str) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import Placement

@@ -11,8 +11,8 @@ import torch
 
 from phalanx.checkpoint.disk.save import CheckpointSaver
 from phalanx.checkpoint.memory.store import SharedMemoryStore
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import RunError
 from phalanx.core.faults import Fault
 from phalanx.core.placement import Placement

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.engine.interface import Engine
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.models.counter_rng import CounterRNG

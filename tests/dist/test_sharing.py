@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import join
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.json_lines import append_line
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind

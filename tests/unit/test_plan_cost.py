@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -13,15 +14,17 @@ from phalanx.layout import comm_schedule, pipeline_stages
 from phalanx.layout.model_shape import LoraSpec
 from phalanx.layout.pipeline_stages import STAGES_PER_RANK, divide_layers, simulate_schedule, step_s
 from phalanx.models.families.catalog import PRESETS, flops_per_token, parameter_count
-from phalanx.parallel.pipeline_schedules import build_actions
+from phalanx.parallel.pipeline import build_actions
 from phalanx.planner import compute_cost, link_cost, parse_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.cost import TERMS, CostModel, StageCost, StepEstimate, estimate_step, filling_s, split_evenly
-from phalanx.planner.device_catalog import DEVICE_KINDS, CostConstants, DeviceKind, find_kind, unknown_kind_message
+from phalanx.planner.device_catalog import DEVICE_KINDS, GIB, CostConstants, DeviceKind, find_kind, unknown_kind_message
 from phalanx.planner.layout_choice import EngineName, LayoutChoice, PipelineSchedule
 from phalanx.planner.link_cost import RingPlacement
+from phalanx.planner.measured_cluster import match_device_name
 from phalanx.planner.memory import DeviceMemory
 from phalanx.planner.work import StepWork, find_trained_share
+from phalanx.system.accelerator import peak_flops
 
 # Everything is reached in full, nothing is waited for: what is left can be summed by hand.
 FULL = CostConstants(
@@ -410,7 +413,7 @@ def test_the_bubble_is_that_of_one_forward_one_backward(pipeline: int, micro_bat
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
 def test_a_pipeline_takes_what_its_orders_take_also_of_few_micro_batches(schedule: str, micro_batches: int) -> None:
-    from phalanx.parallel.pipeline_schedules import build_actions
+    from phalanx.parallel.pipeline import build_actions
 
     virtual, plan = STAGES_PER_RANK[schedule], pipeline_stages.divide_layers(16, 4, schedule)
     spans = pipeline_stages.simulate_schedule(
@@ -741,6 +744,15 @@ def test_every_kind_says_where_its_numbers_are_from() -> None:
         assert found.name == name and len(found.source) > 20
         assert 0 < found.sustained <= 1 and found.memory_bytes > 0 and found.flop_per_s["fp32"] > 0
         assert found.scale_speed(2.0).peak_flop_per_s("fp32") == 2 * found.peak_flop_per_s("fp32")
+
+
+def test_a_plan_and_a_runs_mfu_know_the_same_peaks() -> None:
+    """Also of a card whose chip is clocked otherwise, and in fp64."""
+    for name in ("NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3", "Tesla V100-PCIE-16GB", "NVIDIA A100-SXM4-40GB"):
+        kind = match_device_name(name, False, 80 * GIB)
+        for dtype in (torch.float64, torch.float32, torch.float16):
+            assert kind.peak_flop_per_s(f"fp{torch.finfo(dtype).bits}") == peak_flops(name, dtype), name
+    assert match_device_name("NVIDIA H100 PCIe", False, 80 * GIB).flop_per_s["bf16"] == pytest.approx(756e12)
 
 
 @pytest.mark.parametrize("name", list(DEVICE_KINDS))
