@@ -27,8 +27,8 @@ def take_turns(placement: Placement, folder: str, tokens: str, config: str, pair
     import yaml
 
     from phalanx.checkpoint.disk.save import CheckpointSaver
-    from phalanx.comm.json_objects import JsonGroup
     from phalanx.comm.mesh import join
+    from phalanx.comm.rendezvous import JsonGroup
     from phalanx.config import load
     from phalanx.system import accelerator
     from phalanx.trainer.loop import TrainingJob, TrainingLoop

@@ -32,7 +32,7 @@ from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node.agent import preload
 
-PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.mesh", "phalanx.comm.routes", "benchmarks.sharded_peers")
+PRELOAD = ("torch", "torch._dynamo", "phalanx.comm.mesh", "phalanx.comm.uneven_collectives", "benchmarks.sharded_peers")
 WAYS = PLAIN, BF16, INT8 = ("none", "bf16", "int8")
 OPERATIONS = REDUCE_SCATTER, ALL_GATHER = ("reduce-scatter", "all-gather")
 NODES = 4
@@ -84,10 +84,10 @@ def exchange(placement: Placement, mib: int, turns: int, interface: str = INTERF
     import torch
 
     from benchmarks.sharded_peers import sent_bytes
-    from phalanx.comm.codec import CODECS
     from phalanx.comm.collectives import Traffic
+    from phalanx.comm.compression import CODECS
     from phalanx.comm.mesh import join
-    from phalanx.comm.routes import make_routes
+    from phalanx.comm.uneven_collectives import make_routes
     from phalanx.system import accelerator
 
     accelerator.set_device(torch.device("cpu"), 1)

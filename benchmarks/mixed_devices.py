@@ -144,8 +144,8 @@ def _worker(
     """One rank: what train.trainer.run does, and beside it a note of what balancing took."""
     from phalanx.autotune.measure import find_rank_speeds
     from phalanx.checkpoint.disk.save import CheckpointSaver
-    from phalanx.comm.json_objects import JsonGroup
     from phalanx.comm.mesh import join
+    from phalanx.comm.rendezvous import JsonGroup
     from phalanx.system import accelerator
     from phalanx.trainer.loop import TrainingJob, TrainingLoop
     from phalanx.trainer.stop_request import StopRequest

@@ -135,8 +135,8 @@ class Phalanx:
 def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
     """A run of `case` in `folder`, ready for its first step."""
     from phalanx.checkpoint.disk.save import CheckpointSaver
-    from phalanx.comm.json_objects import JsonGroup
     from phalanx.comm.mesh import join
+    from phalanx.comm.rendezvous import JsonGroup
     from phalanx.parallel.init_weights import make_adapter_fill
     from phalanx.trainer.loop import TrainingJob, TrainingLoop
     from phalanx.trainer.stop_request import StopRequest

@@ -46,9 +46,8 @@ from phalanx.layout.pipeline_stages import (
     simulate_schedule,
     step_s,
 )
-from phalanx.parallel import pipeline_schedules
-from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.pipeline_schedules import build_actions
+from phalanx.parallel import pipeline
+from phalanx.parallel.pipeline import Pipeline, build_actions
 
 OURS, TORCH = "Phalanx", "PyTorch's runtime"
 FOUND = "found.json"
@@ -196,7 +195,7 @@ def torchs(case: Case, mesh: Mesh, stages: Mapping[int, Waiting]) -> Callable[[]
         PipelineStage(module, stage, case.plan.last + 1, mesh.device, group=group) for stage, module in stages.items()
     ]
     how: dict[str, Any] = {"loss_fn": lambda output, target: output.sum(), "scale_grads": False}
-    known = pipeline_schedules.make_schedule(case.schedule, made, count, **how)
+    known = pipeline.make_schedule(case.schedule, made, count, **how)
     rows = torch.arange(float(count))[:, None].expand(count, WIDTH)
     inputs = (rows,) if 0 in stages else ()
     target = {"target": rows} if case.plan.last in stages else {}

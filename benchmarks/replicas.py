@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +80,9 @@ def commits(placement: Placement, folder: str, addresses: list[str], way: str, e
 
     from phalanx.checkpoint.memory.store import SharedMemoryStore
     from phalanx.comm.mesh import join
-    from phalanx.engine.state_slots import StateSlots
-    from phalanx.optim.state import Slot, StatePiece
-    from phalanx.optim.update import AdamW, StepUpdate, allocate_zeros, state_pieces
+    from phalanx.engine.state_slots import OwnedShards, StateSlots
+    from phalanx.layout.buckets import Fragment, ParameterSpec
+    from phalanx.optim.update import AdamW, StepUpdate, allocate_zeros
     from phalanx.recovery.replica_client import ReplicaClient
 
     class Told:
@@ -95,19 +94,9 @@ def commits(placement: Placement, folder: str, addresses: list[str], way: str, e
 
     torch.set_num_threads(1)
     rule, parts = AdamW(**TOLD), elements // PART
-    keys = [f"{placement.rank}.{number}" for number in range(parts)]
-
-    def make(allocate: Any) -> Slot:
-        device = torch.device("cpu")
-        return {
-            key: {"param": allocate(key, "param", PART, torch.float32, device)}
-            | rule.make_state(key, (PART, 1), PART, torch.float32, device, allocate)
-            for key in keys
-        }
-
-    def all_pieces(slot: Slot) -> Iterator[StatePiece]:
-        for key in keys:
-            yield from state_pieces(rule, key, slot[key], 0)
+    names = [f"{placement.rank}.{number}" for number in range(parts)]
+    owned = tuple(Fragment(ParameterSpec(name, (PART, 1), "", "fp32"), 0, PART, 0, 0) for name in names)
+    shards, keys = OwnedShards(owned, rule, torch.float32, torch.device("cpu")), [each.key for each in owned]
 
     with join(placement, 60) as mesh:
         other = Path(folder) / f"port-{1 - placement.rank}"
@@ -119,7 +108,8 @@ def commits(placement: Placement, folder: str, addresses: list[str], way: str, e
             replicas=ReplicaClient(own, placement.rank, 2, partner, 1, 60.0), replicate="every_step",
             rule=TOLD if way == GRADIENTS else None, first_on_node=True,
         )  # fmt: skip
-        state = StateSlots(make, all_pieces, allocate_zeros, keeper=memory)
+        state = StateSlots(shards, allocate_zeros, keeper=memory)
+        state.open()
         grads = {key: torch.full((PART,), 0.1) for key in keys}
         found = []
         for step in range(1, steps + 2):

@@ -231,7 +231,7 @@ def holds(mesh: Any, ours: Any, model: Any) -> list[int]:
     """The most bytes that an engine is seen to hold on this rank as its forward passes come to each block, and those of
     the formula."""
     from benchmarks.sharded_peers import seconds
-    from phalanx.engine.memory_model import estimate_engine_bytes
+    from phalanx.engine.sharding_spec import estimate_engine_bytes
 
     gc.collect()
     gc.freeze()  # what there is already does not count, and need not be looked through

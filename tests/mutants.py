@@ -28,7 +28,7 @@ TESTS = {
     "layout/mesh_axes.py": [f"{UNIT}mesh_axes.py"],
     "layout/tensor_shards.py": [f"{UNIT}tensor_shards.py"],
     "layout/pipeline_stages.py": [f"{UNIT}pipeline_stages.py", f"{UNIT}plan_cost.py"],
-    "parallel/pipeline_schedules.py": [f"{UNIT}pipeline_stages.py", f"{UNIT}plan_cost.py"],
+    "parallel/pipeline.py": [f"{UNIT}pipeline_stages.py", f"{UNIT}plan_cost.py"],
     "optim/gradients.py": [f"{UNIT}gradients.py", f"{UNIT}update.py"],
     "layout/comm_schedule.py": [f"{UNIT}comm_schedule.py", f"{UNIT}timing.py"],
     "layout/buckets.py": [f"{UNIT}buckets.py", f"{UNIT}balance.py"],
@@ -53,11 +53,12 @@ TESTS = {
     ],
     "elastic/membership/links.py": ["tests/cluster/test_membership_turns.py", "tests/cluster/test_membership.py"],
     "elastic/membership/membership.py": ["tests/cluster/test_membership_turns.py", "tests/cluster/test_membership.py"],
-    "elastic/supervisor/assignment.py": [f"{UNIT}assignment.py"],
+    "elastic/supervisor/assignment.py": [f"{UNIT}assignment.py", *NODES],
 }
 
 # "file function: code -> other code" -> why it is no other program.
 EQUIVALENT: dict[str, str] = {
+    "elastic/membership/failure_detector.py FailureDetector.wake: at > now -> (at) >= (now)": "it is now either way",
     "layout/balance.py _split_below: (count := sum(had)) <= total -> ((count := sum(had))) < (total)": "split gives "
     "the rest itself",
     "layout/balance.py _split_below: 3 -> 4 in aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < "
@@ -89,9 +90,9 @@ EQUIVALENT: dict[str, str] = {
     "layout/buckets.py make_buckets: 0 -> 1 in needed = 1 + max((at for bucket in buckets for at, part "
     "in enumerate(bucket.parts) if part.elements), default=0)": "some bucket has elements, or there is none",
     "data/shuffle.py shuffle_indices: range(0, ROUNDS, 2) -> range(0, (ROUNDS) - 1, 2)": "ROUNDS is even",
-    "parallel/pipeline_schedules.py _StageStub.__init__: 1 -> 2 in self.is_first, self.is_last = stage "
+    "parallel/pipeline.py _StageStub.__init__: 1 -> 2 in self.is_first, self.is_last = stage "
     "== 0, stage == stages - 1": "PyTorch makes its table without asking for it",
-    "parallel/pipeline_schedules.py _StageStub.__init__: 0 -> -1 in self.group_rank, self.group_size = "
+    "parallel/pipeline.py _StageStub.__init__: 0 -> -1 in self.group_rank, self.group_size = "
     "0, ranks": "PyTorch makes its table without asking for it",
     "layout/pipeline_stages.py _ready: 0.0 -> -1.0 in found = max(found, made[need] + (hop_s if stages.owner(need[1]) "
     "!= stages.owner(stage) else 0.0))": "what a rank has made itself it has made before it begins anything else",

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.api.sharded_model import Rate, ShardedModel, finite_rate
-from phalanx.comm.codec import CODECS, NO_COMPRESSION
 from phalanx.comm.collectives import device_for_group
-from phalanx.comm.json_objects import JsonGroup
+from phalanx.comm.compression import CODECS, NO_COMPRESSION
 from phalanx.comm.mesh import Mesh, attach_mesh, join
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.config import optimizers
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
@@ -34,7 +34,7 @@ from phalanx.optim.make_rule import make_named_rule
 from phalanx.optim.state import Shard
 from phalanx.optim.update import UpdateRule
 from phalanx.parallel.hf_transform import find_tensor_axis, find_tensor_shards
-from phalanx.parallel.tensor_state import fill_by_rows
+from phalanx.parallel.model_part import fill_by_rows
 from phalanx.system import accelerator
 from phalanx.system.torchrun_env import from_environment
 

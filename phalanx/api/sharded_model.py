@@ -28,14 +28,14 @@ from phalanx.checkpoint.disk.load import Checkpoint, agree_on_newest
 from phalanx.checkpoint.disk.save import CheckpointSaver
 from phalanx.comm.collectives import PendingCollective, all_reduce
 from phalanx.comm.compression import describe_node_change
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import CheckpointError, CollectiveError, ConfigError, RunError
 from phalanx.engine.interface import StepOutcome
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.layout.tensor_shards import TensorShard, whole_shapes
 from phalanx.optim import gradients
-from phalanx.parallel.tensor_state import make_shard_reader, to_whole_pieces
+from phalanx.parallel.model_part import make_shard_reader, to_whole_pieces
 
 Batch = TypeVar("Batch")
 Rate = float | Callable[[int], float]
@@ -249,7 +249,7 @@ class ShardedModel:
         try:
             yield
         except RuntimeError as error:
-            blamed = self.mesh.name_missing_ranks(error)
+            blamed = self.mesh.roll_call.name_missing_ranks(error)
             if blamed is error:
                 raise
             raise CollectiveError(str(blamed).replace("comm.timeout_s", "timeout_s")) from error

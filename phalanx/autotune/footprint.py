@@ -8,7 +8,7 @@ from phalanx.layout.mesh_axes import MeshCoordinates
 from phalanx.layout.pipeline_stages import Action, PipelineStages
 from phalanx.models.model import Model
 from phalanx.parallel.model_part import partition_model_at
-from phalanx.parallel.pipeline_schedules import build_actions
+from phalanx.parallel.pipeline import build_actions
 from phalanx.workload.workload import Workload
 
 

@@ -29,11 +29,11 @@ from phalanx.autotune.micro_batch import (
 )
 from phalanx.autotune.probe_model import ProbeModel, open_probe_model
 from phalanx.autotune.state_shares import compute_state_weights
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join, single_rank_mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import ConfigError, OutOfMemory, is_out_of_memory
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.balance import UNBOUND, Speed
@@ -338,8 +338,8 @@ def _make_others_measure(mesh: Mesh, turn: int) -> Callable[[], bool]:
     def still() -> bool:
         if not begun:
             begun.append(time.monotonic())
-            mesh.store.add(done, 1)
-        return mesh.store.add(done, 0) < mesh.world and time.monotonic() < begun[0] + mesh.timeout_s
+            mesh.roll_call.store.add(done, 1)
+        return mesh.roll_call.store.add(done, 0) < mesh.world and time.monotonic() < begun[0] + mesh.roll_call.timeout_s
 
     return still
 

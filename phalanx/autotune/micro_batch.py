@@ -22,9 +22,8 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, is_out_of_memory
 from phalanx.core.placement import Placement
 from phalanx.engine.interface import Precision
-from phalanx.engine.memory_model import STATE_ITEMS, estimate_engine_bytes, estimate_slot_bytes
-from phalanx.engine.sharding_spec import ShardingSpec
-from phalanx.engine.units import describe_parameters
+from phalanx.engine.schedule import describe_parameters
+from phalanx.engine.sharding_spec import STATE_ITEMS, ShardingSpec, estimate_engine_bytes, estimate_slot_bytes
 from phalanx.layout.buckets import Bucket, make_buckets
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.layers import chunk_bytes

@@ -5,12 +5,12 @@ the same ranks: another cut adds up in another order.
 """
 
 from phalanx.autotune.probe_model import open_probe_model
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, single_rank_mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.config.load import update_config
 from phalanx.config.schema import Config
 from phalanx.core.errors import is_out_of_memory
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.parallel.model_part import plan_stages
 from phalanx.system import accelerator

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
-from phalanx.engine.memory_model import STATE_ITEMS, estimate_engine_bytes, estimate_slot_bytes
-from phalanx.engine.units import describe_parameters
+from phalanx.engine.schedule import describe_parameters
+from phalanx.engine.sharding_spec import STATE_ITEMS, estimate_engine_bytes, estimate_slot_bytes
 from phalanx.layout import balance
 from phalanx.layout.buckets import make_buckets
 from phalanx.models.model import Model

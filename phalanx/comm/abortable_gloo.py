@@ -16,7 +16,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.two_level import P2PGroup
+from phalanx.comm.chunk_link import P2PGroup
 
 WATCH_TAG = 2**30  # of the watch; the tags below are of collectives, those above of the user's own messages
 FIRST_USER_TAG = WATCH_TAG + 1

@@ -9,39 +9,36 @@ between two ranks are not queued.
 
 import datetime
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.abortable_gloo import FIRST_USER_TAG, USER_TAGS
-from phalanx.comm.collective_thread import CollectiveThread, P2PWork
-from phalanx.comm.topology import this_host
-from phalanx.comm.two_level import CollectiveSteps, Combine, Finish, TwoLevelCollectives, even_cuts
+from phalanx.comm.chunk_link import CollectiveSteps, even_cuts
+from phalanx.comm.collective_thread import CollectiveThread
+from phalanx.comm.host_tensors import (
+    Tensors,
+    consecutive_cuts,
+    copy_from_host,
+    fill_tensors,
+    find_reduction,
+    iterate_tensors,
+    single_owner_cuts,
+    split_rows,
+    to_flat_host,
+    to_list,
+)  # fmt: skip
+from phalanx.comm.rendezvous import this_host
+from phalanx.comm.two_level import TwoLevelCollectives
 from phalanx.core import renamed
 from phalanx.system import accelerator
 
 NAME = "phalanx"
-Tensors = Sequence[torch.Tensor]
 # Host tensors in and out, all flat -> what moves them.
 MakeSteps = Callable[[TwoLevelCollectives, list[torch.Tensor], list[torch.Tensor]], CollectiveSteps]
-
-_COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
-    dist.ReduceOp.PRODUCT: torch.mul,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.BAND: torch.bitwise_and,
-    dist.ReduceOp.BOR: torch.bitwise_or,
-    dist.ReduceOp.BXOR: torch.bitwise_xor,
-}
-_ORDER = (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
-_BITS = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ def read_counters(group: dist.ProcessGroup | None = None) -> Counters:
     group = group or dist.group.WORLD
     if not isinstance(group, ProcessGroupPhalanx):
         raise TypeError(f"counters are kept by groups of the backend {NAME}, not by {type(group).__name__}")
-    sent, topology = group._thread.two_level.sent, group._thread.topology
+    sent, topology = group._thread.two_level.link.sent, group._thread.topology
     return Counters(sent.within_bytes, sent.between_bytes, topology.form, group._thread.native_calls)
 
 
@@ -109,7 +106,7 @@ def _prefer_device_group(method: Callable[..., dist.Work]) -> Callable[..., dist
 
     @functools.wraps(method)
     def call(group: "ProcessGroupPhalanx", *args: Any, **options: Any) -> dist.Work:
-        device = next(_tensors(args)).device
+        device = next(iterate_tensors(args)).device
         native = group._thread.device_group(device, range(group._thread.world))
         if native is None:
             return method(group, *args, **options)
@@ -141,14 +138,14 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
 
     @_prefer_device_group
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self._reduce_all(_listed(tensors), opts)
+        return self._reduce_all(to_list(tensors), opts)
 
     @_prefer_device_group
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self._reduce_all(tensors, opts)
 
     def _reduce_all(self, tensors: Tensors, opts: Any) -> dist.Work:
-        combine, finish, factor = self._operation(opts, tensors)
+        combine, finish, factor = find_reduction(opts, tensors, self._thread.world)
 
         def make(line: TwoLevelCollectives, _: list[torch.Tensor], both: list[torch.Tensor]) -> CollectiveSteps:
             one = both[0] if len(both) == 1 else torch.cat(both)
@@ -156,7 +153,7 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
                 one.mul_(factor)
             yield from line.all_reduce_steps(one, combine, finish)
             if len(both) > 1:
-                _fill(both, one)
+                fill_tensors(both, one)
 
         if len({tensor.dtype for tensor in tensors}) != 1:
             raise ValueError("the tensors of a coalesced all-reduce must have one type; reduce those of each by itself")
@@ -164,17 +161,16 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
 
     @_prefer_device_group
     def broadcast(self, tensors: Tensors, opts: Any = None, root: int = 0) -> dist.Work:
-        owner = root if opts is None or isinstance(opts, int) else opts.rootRank
-        owner = opts if isinstance(opts, int) else owner
+        owner = opts if isinstance(opts, int) else root if opts is None else opts.rootRank
 
         def make(line: TwoLevelCollectives, _: list[torch.Tensor], both: list[torch.Tensor]) -> CollectiveSteps:
-            yield from line.gather_steps(both[0], _single_owner_cuts(owner, both[0].numel(), line.world))
+            yield from line.gather_steps(both[0], single_owner_cuts(owner, both[0].numel(), line.world))
 
-        return self._submit([], _listed(tensors), make, _listed(tensors), fill=True)
+        return self._submit([], to_list(tensors), make, to_list(tensors), fill=True)
 
     @_prefer_device_group
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        combine, finish, factor = self._operation(opts, tensors)
+        combine, finish, factor = find_reduction(opts, tensors, self._thread.world)
         root = opts.rootRank
 
         def make(line: TwoLevelCollectives, _: list[torch.Tensor], both: list[torch.Tensor]) -> CollectiveSteps:
@@ -182,7 +178,7 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
             if factor is not None:
                 one.mul_(factor)
             into = both[0] if line.rank == root else one[:0]
-            yield from line.reduce_steps(one, _single_owner_cuts(root, one.numel(), line.world), into, combine, finish)
+            yield from line.reduce_steps(one, single_owner_cuts(root, one.numel(), line.world), into, combine, finish)
 
         return self._submit([], tensors, make, list(tensors), fill=True)
 
@@ -211,14 +207,14 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
             )
 
         def make(line: TwoLevelCollectives, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> CollectiveSteps:
-            cuts = even_cuts(writes[0].numel(), world) if len(writes) == 1 else _one_after_another(writes)
+            cuts = even_cuts(writes[0].numel(), world) if len(writes) == 1 else consecutive_cuts(writes)
             everything = writes[0] if len(writes) == 1 else reads[0].new_empty(cuts[-1])
             own = everything[cuts[line.rank] : cuts[line.rank + 1]]
             if own.data_ptr() != reads[0].data_ptr():
                 own.copy_(reads[0])
             yield from line.gather_steps(everything, cuts)
             if len(writes) > 1:
-                _fill(writes, everything)
+                fill_tensors(writes, everything)
 
         return self._submit([shard], outputs, make, result)
 
@@ -246,7 +242,7 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
 
     def _scatter_sum(self, output: torch.Tensor, inputs: Tensors, opts: Any) -> dist.Work:
         """Reduce one tensor of equal parts, or one for each rank, of any sizes; each rank gets its own."""
-        world, combine, finish, factor = self._thread.world, *self._operation(opts, inputs)
+        world, combine, finish, factor = self._thread.world, *find_reduction(opts, inputs, self._thread.world)
         own = inputs[self._thread.rank].numel() if len(inputs) > 1 else inputs[0].numel() // world
         if output.numel() != own or (len(inputs) == 1 and inputs[0].numel() != own * world):
             raise ValueError(
@@ -255,7 +251,7 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
             )
 
         def make(line: TwoLevelCollectives, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> CollectiveSteps:
-            cuts = even_cuts(reads[0].numel(), world) if len(reads) == 1 else _one_after_another(reads)
+            cuts = even_cuts(reads[0].numel(), world) if len(reads) == 1 else consecutive_cuts(reads)
             one = reads[0] if len(reads) == 1 and factor is None else torch.cat(reads)
             if factor is not None:
                 one.mul_(factor)
@@ -279,16 +275,14 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
         world = self._thread.world
 
         def make(line: TwoLevelCollectives, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> CollectiveSteps:
-            outgoing = _rows(reads[0], tensor, input_splits, world)
-            yield from line.exchange_steps(outgoing, _rows(writes[0], output, output_splits, world))
+            outgoing = split_rows(reads[0], tensor, input_splits, world)
+            yield from line.exchange_steps(outgoing, split_rows(writes[0], output, output_splits, world))
 
         return self._submit([tensor], [output], make, output)
 
     @_prefer_device_group
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        return self._submit(
-            inputs, outputs, lambda line, reads, writes: line.exchange_steps(reads, writes), list(outputs)
-        )
+        return self._submit(inputs, outputs, TwoLevelCollectives.exchange_steps, list(outputs))
 
     @_prefer_device_group
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -314,40 +308,15 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
-        native = self._thread.device_group(tensor.device, [to])
-        if native is not None:
-            self._thread.native_calls += 1
-            return native.send(list(tensors), to, tag)
-        host = _flat(tensor)
-        self._thread.two_level.count_bytes(to, host.numel() * host.element_size())
-        # What is sent is kept until it has been.
-        return self._post_p2p(lambda: self._thread.gloo.group.send([host], to, _user_tag(tag)), to, host.numel)
+        return self._thread.send(tensor, to, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
-        native = self._thread.device_group(tensor.device, [source])
-        if native is not None:
-            self._thread.native_calls += 1
-            return native.recv(list(tensors), source, tag)
-        host = _flat(tensor, fill=False)
-        receive = self._thread.gloo.group.recv
-        return self._post_p2p(lambda: receive([host], source, _user_tag(tag)), source, lambda: _put(tensor, host))
+        return self._thread.receive(tensor, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        """From whoever sends first. It is through the host, and does not notice that another rank is lost."""
         (tensor,) = tensors
-        host = _flat(tensor, fill=False)
-        receive = self._thread.gloo.group.recv_anysource
-        return self._post_p2p(lambda: receive([host], _user_tag(tag)), None, lambda: _put(tensor, host))
-
-    def _post_p2p(self, start: Callable[[], dist.Work], peer: int | None, on_done: Callable[[], object]) -> dist.Work:
-        guarded = self._thread.gloo
-        if guarded.failure is not None:
-            raise guarded.failure
-        try:
-            return P2PWork(start(), peer, guarded, on_done)
-        except RuntimeError as error:
-            raise guarded.fail(error, peer) from None
+        return self._thread.receive(tensor, None, tag)
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
@@ -359,32 +328,15 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
         def program() -> CollectiveSteps:
             for mark in marks:
                 mark.synchronize()  # holds this thread until the device has made what is to be sent
-            sources = [_flat(tensor) for tensor in reads]
-            targets = [_flat(tensor, fill) for tensor in writes]
+            sources = [to_flat_host(tensor) for tensor in reads]
+            targets = [to_flat_host(tensor, fill) for tensor in writes]
             yield from make(self._thread.two_level, sources, targets)
             for tensor, host in zip(writes, targets, strict=True):
-                _put(tensor, host)
+                copy_from_host(tensor, host)
             for device in devices:
                 accelerator.record_event(device).synchronize()  # and until it has the result
 
         return self._thread.submit(program, result, sorted(devices, key=str))
-
-    def _operation(self, opts: Any, tensors: Tensors) -> tuple[Combine, Finish, Any]:
-        """How to combine two parts, what to do with the whole, and what each part is multiplied by first."""
-        chosen: Any = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        kind = getattr(chosen, "op", chosen)
-        dtype = tensors[0].dtype
-        whole = not (dtype.is_floating_point or dtype.is_complex)
-        if kind == dist.ReduceOp.PREMUL_SUM:
-            return torch.add, None, chosen.factor
-        if kind not in _COMBINE or any(tensor.is_sparse for tensor in tensors):
-            raise ValueError(f"the backend {NAME} has no {kind} of {tensors[0].layout} tensors; use another operation")
-        if (kind in _BITS and not whole) or (kind == dist.ReduceOp.AVG and whole):
-            raise ValueError(f"{kind} is not defined for {dtype}; use another operation, or convert the tensor")
-        if (kind in _ORDER and dtype.is_complex) or (dtype.itemsize == 1 and not whole):  # no sums of 8-bit floats
-            raise ValueError(f"{kind} is not defined for {dtype}; convert the tensor")
-        world = self._thread.world
-        return _COMBINE[kind], (lambda part: part.div_(world)) if kind == dist.ReduceOp.AVG else None, None
 
     # ------------------------------------------------------------------------------------------ what torch asks a group
 
@@ -402,9 +354,6 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
-    def name(self) -> str:
-        return NAME
-
     def _set_group_name(self, name: str) -> None:
         self._names["name"] = name
 
@@ -417,6 +366,7 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._names["desc"]
 
+    name = getBackendName
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
@@ -445,64 +395,6 @@ class _CombinedWork(dist.Work):
 
     def get_future(self) -> "torch.futures.Future[Any]":
         return torch.futures.collect_all([work.get_future() for work in self._works])
-
-
-def _tensors(args: Any) -> Iterator[torch.Tensor]:
-    for each in args:
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _tensors(each)
-
-
-def _listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _flat(tensor: torch.Tensor, fill: bool = True) -> torch.Tensor:
-    """The tensor itself as a flat one of the host, where it is that already; else memory for it, or a copy of it.
-
-    Of its data alone: what autograd keeps must not take a collective for a change that it was not told of.
-    """
-    data = tensor.data
-    if data.device.type == "cpu" and data.is_contiguous():
-        return data.view(-1)
-    if not fill:
-        return torch.empty(data.numel(), dtype=data.dtype)
-    return data.to("cpu").contiguous().view(-1)
-
-
-def _put(tensor: torch.Tensor, host: torch.Tensor) -> None:
-    if tensor.device.type != "cpu" or tensor.data_ptr() != host.data_ptr():
-        tensor.data.copy_(host.view(tensor.shape))
-
-
-def _fill(targets: Sequence[torch.Tensor], one: torch.Tensor) -> None:
-    for target, part in zip(targets, one.split([target.numel() for target in targets]), strict=True):
-        target.copy_(part)
-
-
-def _single_owner_cuts(owner: int, count: int, world: int) -> list[int]:
-    return [0] * (owner + 1) + [count] * (world - owner)
-
-
-def _one_after_another(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [0, *itertools.accumulate(tensor.numel() for tensor in tensors)]
-
-
-def _rows(flat: torch.Tensor, shaped: torch.Tensor, splits: Sequence[int], world: int) -> list[torch.Tensor]:
-    """The part of each rank, flat."""
-    if not splits:
-        if flat.numel() % world:
-            raise ValueError(f"{tuple(shaped.shape)} does not divide into equal parts for {world} ranks; give splits")
-        return list(flat.view(world, -1).unbind()) if flat.numel() else [flat] * world
-    return list(flat.split([count * (flat.numel() // max(1, shaped.shape[0])) for count in splits]))
-
-
-def _user_tag(tag: int) -> int:
-    if not 0 <= tag < USER_TAGS:
-        raise ValueError(f"a message's tag is {tag}; the backend {NAME} has those from 0 to {USER_TAGS - 1}")
-    return FIRST_USER_TAG + tag
 
 
 __getattr__ = renamed.old_names(__name__)

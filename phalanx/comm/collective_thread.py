@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.abortable_gloo import AbortableGloo
-from phalanx.comm.topology import Topology, this_host
-from phalanx.comm.two_level import CollectiveSteps, PeerError, TwoLevelCollectives, TwoLevelTransfer
+from phalanx.comm.abortable_gloo import FIRST_USER_TAG, USER_TAGS, AbortableGloo
+from phalanx.comm.chunk_link import CollectiveSteps, PeerError
+from phalanx.comm.host_tensors import copy_from_host, to_flat_host
+from phalanx.comm.rendezvous import Topology, this_host
+from phalanx.comm.two_level import TwoLevelCollectives, TwoLevelTransfer
 from phalanx.system import accelerator
 
 MAX_IN_FLIGHT = 4  # collectives of a group under way: the next begins while the end of the last is awaited
@@ -167,6 +169,42 @@ class CollectiveThread:
                     raise self.gloo.failed
         return self._device_group if self._own[ranks] else None
 
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> dist.Work:
+        """Send a tensor to a rank. Messages are not queued behind collectives."""
+        if (native := self._native_for_message(tensor, to)) is not None:
+            return native.send([tensor], to, tag)
+        host = to_flat_host(tensor)
+        self.two_level.link.count_bytes(to, host.numel() * host.element_size())
+        # What is sent is kept until it has been.
+        return self._post_p2p(lambda: self.gloo.group.send([host], to, _user_tag(tag)), to, host.numel)
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
+        """Receive a tensor from a rank; None: from whoever sends first, which is through the host, and does not notice
+        that another rank is lost."""
+        if source is not None and (native := self._native_for_message(tensor, source)) is not None:
+            return native.recv([tensor], source, tag)
+        host, group = to_flat_host(tensor, fill=False), self.gloo.group
+
+        def start() -> dist.Work:
+            if source is None:
+                return group.recv_anysource([host], _user_tag(tag))
+            return group.recv([host], source, _user_tag(tag))
+
+        return self._post_p2p(start, source, lambda: copy_from_host(tensor, host))
+
+    def _native_for_message(self, tensor: torch.Tensor, peer: int) -> dist.ProcessGroup | None:
+        native = self.device_group(tensor.device, [peer])
+        self.native_calls += native is not None
+        return native
+
+    def _post_p2p(self, start: Callable[[], dist.Work], peer: int | None, on_done: Callable[[], object]) -> dist.Work:
+        if self.gloo.failure is not None:
+            raise self.gloo.failure
+        try:
+            return P2PWork(start(), peer, self.gloo, on_done)
+        except RuntimeError as error:
+            raise self.gloo.fail(error, peer) from None
+
     def close(self) -> None:
         """Leave the group, after what is under way if that ends soon."""
         self._closed = True
@@ -214,3 +252,9 @@ class CollectiveThread:
             raised = self.gloo.fail(error, error.peer if isinstance(error, PeerError) else None)
             while begun:
                 begun.popleft().finish(raised)
+
+
+def _user_tag(tag: int) -> int:
+    if not 0 <= tag < USER_TAGS:
+        raise ValueError(f"a message's tag is {tag}; the backend phalanx has those from 0 to {USER_TAGS - 1}")
+    return FIRST_USER_TAG + tag

@@ -2,8 +2,6 @@
 
 import contextlib
 import datetime
-import socket
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,18 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm.collectives import Traffic, all_reduce
-from phalanx.comm.json_objects import JsonGroup
-from phalanx.comm.topology import Topology, this_host
+from phalanx.comm.rendezvous import JsonGroup, RollCall, Topology, exchange_offers, open_store, this_host
 from phalanx.core import renamed
-from phalanx.core.errors import CollectiveError, RunError
-from phalanx.core.placement import Placement, StoreAddress
+from phalanx.core.placement import Placement
 from phalanx.layout.mesh_axes import ALONE, MeshAxes
 from phalanx.system import accelerator
-
-LOST_PEER_WORDS = ("gloo", "pair closure")  # in what gloo says of a peer; a plain send or receive does not name itself
-# For how long nobody else says that a collective has failed for him, too, before the roll is closed; the others notice
-# it one after the other, when their neighbours leave.
-ROLL_CALL_S, LONGEST_ROLL_CALL_S, ROLL_LOOK_S = 2.0, 10.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -76,6 +67,29 @@ def split_axis(axis: Axis, size: int, timeout_s: float) -> Axis:
     return part
 
 
+@dataclass(frozen=True)
+class RankDevices:
+    """What all ranks compute on."""
+
+    on_host: bool  # every rank's device is a CPU
+    homogeneous: bool  # all devices are of one kind
+
+    @staticmethod
+    def from_offers(offers: Sequence[str]) -> "RankDevices":
+        """Those of ranks that describe their devices so."""
+        kinds = {offer.split("\t")[0] for offer in offers}
+        return RankDevices(kinds == {"gloo"}, len(kinds) == 1)
+
+
+@dataclass(frozen=True)
+class ExtraGroups:
+    """Groups that are made on demand; `members` of all meshes like this one, by number among all ranks ((): one mesh
+    has all)."""
+
+    members: tuple[tuple[int, ...], ...] = ()
+    made: list[dist.ProcessGroup] = field(default_factory=list)
+
+
 @dataclass
 class Mesh:
     """The groups of one attempt. Independent streams of collectives have groups of their own, so that none can overtake
@@ -95,19 +109,16 @@ class Mesh:
     transfers: dist.ProcessGroup
     agreement: dist.ProcessGroup
     traffic: Traffic
-    store: dist.Store
-    timeout_s: float
+    roll_call: RollCall
     topology: Topology  # which ranks share a node
-    on_host: bool  # every rank's device is a CPU
-    homogeneous: bool  # all devices are of one kind
+    devices: RankDevices
     axes: MeshAxes = ALONE
-    members: tuple[tuple[int, ...], ...] = ()  # of all meshes like this one, by number among all ranks; (): all in one
     tensor: Axis | None = None  # ranks that hold slices of the same layers
     pipe: Axis | None = None  # ranks that hold the stages of one copy
     model: Axis | None = None  # ranks that hold one copy together
     all_ranks: dist.ProcessGroup | None = None  # of all ranks, for what engines of all of them agree on; None: alone
     inner: "Mesh | None" = None
-    split_groups: list[dist.ProcessGroup] = field(default_factory=list)  # by `split`
+    extra: ExtraGroups = field(default_factory=ExtraGroups)
     bookkeeping: Traffic = field(default_factory=Traffic)  # a few numbers a step, which are no part of its traffic
 
     @property
@@ -138,8 +149,8 @@ class Mesh:
         interpreter ends before them the process aborts."""
         if self.inner is not None:
             self.inner.drop_groups()
-        self.split_groups.clear()
-        for name in ("shard", "control", "checkpoint", "transfers", "agreement", "store"):
+        self.extra.made.clear()
+        for name in ("shard", "control", "checkpoint", "transfers", "agreement", "roll_call"):
             self.__dict__.pop(name, None)
         self.tensor = self.pipe = self.model = self.all_ranks = self.inner = None
 
@@ -151,66 +162,25 @@ class Mesh:
         host alone, wherever ranks compute. Collective.
         """
         assert self.world % degree == 0, (self.world, degree)
-        wait = datetime.timedelta(seconds=self.timeout_s)
+        wait = datetime.timedelta(seconds=self.roll_call.timeout_s)
         backend: str = dist.get_backend(self.transfers)
-        if through_host and not self.on_host:
+        if through_host and not self.devices.on_host:
             backend = "gloo"
         elif degree == self.world:
             return self.transfers, None
         mine: dict[bool, dist.ProcessGroup] = {}
         me = dist.get_rank()
-        for everyone in self.members or (tuple(range(self.world)),):  # every rank makes every group, in the same order
+        for everyone in self.extra.members or (
+            tuple(range(self.world)),
+        ):  # every rank makes every group, in the same order
             neighbours = [everyone[first : first + degree] for first in range(0, self.world, degree)]
             copies = [everyone[place::degree] for place in range(degree)] if degree < self.world else []
             for ranks in (*neighbours, *copies):
                 group = _new_group(list(ranks), backend=backend, timeout=wait)
                 if me in ranks:
                     mine[ranks in copies] = group
-                    self.split_groups.append(group)
+                    self.extra.made.append(group)
         return mine[False], mine.get(True)
-
-    def name_missing_ranks(self, error: RuntimeError) -> RuntimeError | CollectiveError:
-        """What to raise for `error`: if a collective failed, an error that names the ranks that say nothing of it.
-
-        Every rank in a failed collective gets an error of its own, sooner or later, and says so at the store. Those
-        that say nothing as long as others still do are lost, or held up. A dead store leaves the error as it is.
-        """
-        if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST_PEER_WORDS):
-            return error
-        try:
-            late = self._find_silent_ranks()
-        except RuntimeError:
-            return error
-        first_line = str(error).splitlines()[0]
-        if not late:
-            return CollectiveError(
-                f"a collective failed on all {self.world} ranks ({first_line}): the network between them broke, or "
-                "they waited for one another in different ones; see that all make the same calls, as many times"
-            )
-        return CollectiveError(
-            f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {self.world} did not answer when a collective "
-            f"had failed on others ({first_line}): lost, or held up for longer than {self.timeout_s:g} s; look at the "
-            "logs of those, or raise comm.timeout_s"
-        )
-
-    def _find_silent_ranks(self) -> list[str]:
-        """The ranks that have not said that a collective failed for them, once nobody says so any more."""
-        names = [f"failed/{rank}" for rank in range(self.world)]
-        if not self.store.check([names[self.rank]]):
-            self.store.set(names[self.rank], "1")
-            self.store.add("failed", 1)
-        begun = heard = time.monotonic()
-        count = 0
-        while count < self.world and time.monotonic() < min(heard + ROLL_CALL_S, begun + LONGEST_ROLL_CALL_S):
-            now = self.store.add("failed", 0)
-            if now > count:
-                count, heard = now, time.monotonic()
-            else:
-                time.sleep(ROLL_LOOK_S)
-        silent = [str(rank) for rank, name in enumerate(names) if not self.store.check([name])]
-        if self.rank == 0:
-            time.sleep(3 * ROLL_LOOK_S)  # with rank 0 the store goes, at which the others still look
-        return silent
 
     def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -229,8 +199,8 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: M
     axes.data_parallel_size(placement.world)
     device = torch.device(placement.device)
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = dist.PrefixStore(f"attempt-{placement.attempt}", _store(placement, timeout))
-    offers = _exchange_devices(store, placement, timeout_s, _describe_device(device))
+    store = dist.PrefixStore(f"attempt-{placement.attempt}", open_store(placement, timeout))
+    offers = exchange_offers(store, placement, timeout_s, _describe_device(device))
     dist.init_process_group(  # not bound to a device (`device_id`), for the reasons that `_default_group_unbound` has
         _choose_backend(offers),
         store=dist.PrefixStore("group", store),
@@ -270,7 +240,7 @@ def attach_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) 
 
 def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
     """All that were made for a mesh."""
-    own = [*mesh.split_groups, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement]
+    own = [*mesh.extra.made, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement]
     if mesh.inner is None:
         return own
     axes = [axis.group for axis in (mesh.tensor, mesh.pipe, mesh.model) if axis is not None]
@@ -292,22 +262,15 @@ def _mesh(
         transfers=_new_group(backend=_choose_backend(offers), timeout=timeout),
         agreement=_new_group(backend="gloo", timeout=timeout),
         traffic=Traffic(),
-        store=store,
-        timeout_s=timeout_s,
+        roll_call=RollCall(store, dist.get_rank(), dist.get_world_size(), timeout_s),
         topology=Topology.from_hosts([offer.split("\t")[2] for offer in offers]),
-        on_host=all(offer.split("\t")[0] == "gloo" for offer in offers),
-        homogeneous=_alike(offers),
+        devices=RankDevices.from_offers(offers),
         axes=axes,
     )
     mesh.all_ranks = mesh.agreement if mesh.world > 1 else None
     if axes.model_parallel_size > 1:
         _add_axis_groups(mesh, offers, timeout, datetime.timedelta(seconds=timeout_s + storage_s))
     return mesh
-
-
-def _alike(offers: Sequence[str]) -> bool:
-    """Whether all devices are of one kind."""
-    return len({offer.split("\t")[0] for offer in offers}) == 1
 
 
 def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wait_saved: datetime.timedelta) -> None:
@@ -339,10 +302,9 @@ def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wa
         transfers=of("data", None).group,
         agreement=of("data", "gloo").group,
         topology=mesh.topology.subset(shard.ranks),
-        homogeneous=_alike(theirs),
-        members=tuple(axes.groups("data", world)),
+        devices=replace(mesh.devices, homogeneous=RankDevices.from_offers(theirs).homogeneous),
+        extra=ExtraGroups(tuple(axes.groups("data", world))),
         inner=None,
-        split_groups=[],
         bookkeeping=Traffic(),
     )
 
@@ -350,57 +312,16 @@ def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wa
 @contextlib.contextmanager
 def single_rank_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """This rank as if there were no other, for what each rank tries for itself; there is nothing to shard over."""
-    timeout = datetime.timedelta(seconds=mesh.timeout_s)
+    timeout = datetime.timedelta(seconds=mesh.roll_call.timeout_s)
     group = _new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
     try:
         yield replace(
             mesh, rank=0, world=1, control=group, checkpoint=group, transfers=group, agreement=group, traffic=Traffic(),
-            topology=Topology.from_hosts(["here"]), on_host=mesh.device.type == "cpu", homogeneous=True,
-            axes=ALONE, members=((dist.get_rank(),),), tensor=None, pipe=None, model=None, all_ranks=None, inner=None,
-            split_groups=[],
+            topology=Topology.from_hosts(["here"]), devices=RankDevices(mesh.device.type == "cpu", True), axes=ALONE,
+            extra=ExtraGroups(((dist.get_rank(),),)), tensor=None, pipe=None, model=None, all_ranks=None, inner=None,
         )  # fmt: skip
     finally:
         dist.destroy_process_group(group)
-
-
-def _store(placement: Placement, timeout: datetime.timedelta) -> dist.Store:
-    address = placement.store
-    if address is None:
-        assert placement.world == 1, "several ranks need a store to meet at"
-        return dist.HashStore()
-    listen_fd = _listen(address) if address.serve else address.listen_fd
-    try:
-        return dist.TCPStore(
-            address.host,
-            address.port,
-            placement.world,
-            is_master=listen_fd is not None,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
-    except dist.DistError as error:
-        raise RunError(
-            f"rank {placement.rank} found no store at {address.host}:{address.port} within "
-            f"{timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}); check that rank 0 is alive and that this "
-            f"node reaches that address"
-        ) from None
-
-
-def _listen(address: StoreAddress) -> int:
-    """Bind the store's own address and no other: TCPStore by itself would listen on every interface."""
-    family, kind, protocol, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
-    try:
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(where)
-        bound.listen(2048)
-    except OSError as error:
-        raise RunError(
-            f"rank 0 cannot listen at {address.host}:{address.port} ({error.strerror}); "
-            "choose an address of its own node and a free port"
-        ) from None
-    return bound.detach()
 
 
 def _describe_device(device: torch.device) -> str:
@@ -416,39 +337,13 @@ def _choose_backend(offers: list[str]) -> str:
     return backends.pop() if len(backends) == 1 and len(set(devices)) == len(devices) else "gloo"
 
 
-def _exchange_devices(store: dist.Store, placement: Placement, timeout_s: float, offer: str) -> list[str]:
-    """Wait until every rank has announced itself, so that a missing one is named, not waited for in silence.
-
-    Returns what each rank offers, in order of rank.
-    """
-    names = [f"arrived/{rank}" for rank in range(placement.world)]
-    try:
-        store.set(names[placement.rank], offer)
-        try:
-            store.wait(names, datetime.timedelta(seconds=timeout_s))
-        except dist.DistStoreError:  # the time is up, or the store is gone, as the next question shows
-            missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
-            if missing:
-                raise CollectiveError(
-                    f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {placement.world} did not arrive "
-                    f"within {timeout_s:.0f} s; look at their logs, or raise comm.timeout_s"
-                ) from None
-        return [value.decode() for value in store.multi_get(names)]
-    except dist.DistError as error:
-        first_line = str(error).splitlines()[0]
-        raise CollectiveError(
-            f"rank {placement.rank} lost the store while it waited for the others ({first_line}), so rank 0 has left; "
-            "look at its log"
-        ) from None
-
-
 # ------------------------------------------------------------------------------------- groups of scripts of users' own
 
 
 def init_default_group(placement: Placement, timeout_s: float) -> None:
     """Make the default process group of a script's process, which keeps it to its end."""
     timeout, device = datetime.timedelta(seconds=timeout_s), torch.device(placement.device)
-    store = dist.PrefixStore("script", _store(placement, timeout))
+    store = dist.PrefixStore("script", open_store(placement, timeout))
     dist.init_process_group(
         accelerator.backend_string(device),
         store=store,

@@ -14,11 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from phalanx.comm.comm_thread import POLL_S, CommThread, StreamEvent
 from phalanx.engine.interface import Precision
 from phalanx.layout.buckets import Bucket, BucketMember, Fragment
+from phalanx.optim.state import Shard, Slot
 from phalanx.system import accelerator
 
 IN_FLIGHT = 3  # gradient buffers of one size: one that is filled, one that is sent, one between
-IN_FLIGHT_ZERO3 = 2  # where parameters are released: the backward pass waits for the link anyway
-
 
 AllocateWorkingMemory = Callable[
     [int, torch.dtype], torch.Tensor | None
@@ -111,29 +110,17 @@ class RankBucket:
         precision: Precision,
         comm_thread: CommThread,
         pool: GradientBufferPool | None,
-        resharded: bool,
         working_memory: AllocateWorkingMemory = no_working_memory,
     ) -> None:
         """`rank` among those that a copy of the state is sharded over. Without a `pool` the buffer for gradients is the
-        bucket's own for good; `resharded`: whole parameters are there only between `prepare_gather` and `reshard`.
-        `working_memory`: memory that may be had for what stays."""
+        bucket's own for good. `working_memory`: memory that may be had for what stays."""
         self.bucket, self.fragments = bucket, tuple(bucket.fragments(rank))
         self.names = [member.parameter.name for member in bucket.members]
         self._own = [part.range(rank) for part in bucket.parts]  # elements of the bucket
         self._precision, self._comm_thread, self._pool = precision, comm_thread, pool
-        own = None if resharded else working_memory(bucket.elements, precision.compute)
+        own = working_memory(bucket.elements, precision.compute)
         self.values = torch.empty(bucket.elements, dtype=precision.compute, device=device) if own is None else own
-        self._resharded = resharded
-        self._bytes = self.values.untyped_storage().nbytes()
         self._transport_buffer: torch.Tensor | None = None
-        self._placeholder: torch.Tensor | None = None  # what stands for parameters that are released
-        # A frozen bucket that is released keeps its own range here.
-        kept = resharded and not bucket.trained
-        self._frozen_shard = (
-            self._by_part(self.values.new_zeros(bucket.count_elements(rank), dtype=precision.transport))
-            if kept
-            else None
-        )
         self._parameters: list[nn.Parameter] = []
         self._views: list[torch.Tensor] = []  # of the bucket, by parameter
         self.names_with_grad: set[str] = set()  # in this step, on this rank
@@ -145,14 +132,11 @@ class RankBucket:
             self._sums = self.values.new_empty(bucket.elements, dtype=precision.master)
         # The sum over the ranks of each part's own range.
         self.reduced_gradient = (
-            self._by_part(self._new(bucket.count_elements(rank)))
+            self._by_part(self.values.new_zeros(bucket.count_elements(rank), dtype=precision.master))
             if self._sums is None
             else [self._sums[start:stop] for start, stop in self._own]
         )
         self.gradient = BucketGradient(True, self._sums, StreamEvent(comm_thread), submitted=True)
-
-    def _new(self, elements: int) -> torch.Tensor:
-        return torch.zeros(elements, dtype=self._precision.master, device=self.values.device)
 
     def _by_part(self, own: torch.Tensor) -> list[torch.Tensor]:
         return list(own.split([stop - start for start, stop in self._own]))
@@ -201,35 +185,27 @@ class RankBucket:
             yield member, self.values[member.offset : member.end]
 
     def fragment_values(self, fragment: Fragment) -> torch.Tensor:
-        """The whole parameter's elements that a fragment is, as the model computes with them; of a frozen one that is
-        released, as they are kept."""
-        return self._of(self._frozen_shard, fragment) if self._frozen_shard is not None else _at(self.values, fragment)
+        """The whole parameter's elements that a fragment is, as the model computes with them."""
+        return _at(self.values, fragment)
+
+    def frozen_shards(self) -> Iterator[Shard]:
+        """What this rank fills of a bucket that is not trained."""
+        for member, values in self.members():
+            yield Shard(member.parameter.name, 0, values.numel(), member.parameter.shape, values, trainable=False)
 
     def reshard(self) -> None:
-        """Give the memory of the whole parameters back; who reads them now, which nobody should, reads NaN."""
-        nothing = self.values.new_full((), torch.nan) if self._placeholder is None else self._placeholder
-        self._placeholder = nothing
-        for parameter in self._parameters:
-            parameter.data = nothing.expand(parameter.shape)
-        self.values.untyped_storage().resize_(0)
+        """Give the memory of whole parameters back, where they are gathered for each pass (zero3.py)."""
 
     def unshard(self) -> None:
-        """Take that memory again, with any content but a frozen bucket's own range."""
-        self.values.untyped_storage().resize_(self._bytes)
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.data = view
-        if self._frozen_shard is not None:
-            departing = self._gather_source()
-            for (start, stop), kept in zip(self._own, self._frozen_shard, strict=True):
-                departing[start:stop].copy_(kept)
+        """Take that memory again."""
 
-    def stage_masters(self, masters: Sequence[torch.Tensor]) -> None:
-        """Put the masters of the own range, by fragment, where the gathering takes them from."""
+    def stage_masters(self, slot: Slot) -> None:
+        """Put the masters of the own range where the gathering takes them from."""
         departing = self._gather_source()
         for gap in self.bucket.gaps:  # what is rounded with others must not be anything
             departing[gap].zero_()
-        targets = [_at(departing, fragment) for fragment in self.fragments]
-        pairs = [(t, m) for t, m in zip(targets, masters, strict=True) if t.data_ptr() != m.data_ptr()]
+        pairs = [(_at(departing, each), slot[each.key]["param"]) for each in self.fragments]
+        pairs = [(target, master) for target, master in pairs if target.data_ptr() != master.data_ptr()]
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [master for _, master in pairs])
 
@@ -256,10 +232,8 @@ class RankBucket:
 
     @property
     def memory_ids(self) -> tuple[int, ...]:
-        """What identifies the memory of parameters, whole and released; the same while its bytes come and go."""
-        return tuple(
-            int(each.untyped_storage()._cdata) for each in (self.values, self._placeholder) if each is not None
-        )
+        """What identifies the memory of parameters; the same while its bytes come and go."""
+        return (int(self.values.untyped_storage()._cdata),)
 
     # -------------------------------------------------------------------------------------------------------- gradients
 

@@ -21,9 +21,11 @@ from phalanx.comm import collectives
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh
 from phalanx.engine.interface import DeviceStepOutcome, InMemoryStore, Precision
+from phalanx.engine.state_slots import GlobalNorm, OwnedShards
+from phalanx.layout.buckets import Fragment, ParameterSpec
 from phalanx.optim import gradients
 from phalanx.optim.state import Allocator, Shard, Slot, StatePiece
-from phalanx.optim.update import ReadState, StepUpdate, UpdateRule, allocate_zeros, copy_slot, load_state, state_pieces
+from phalanx.optim.update import NO_REPLICAS, ReadState, StepUpdate, UpdateRule, allocate_zeros, copy_slot
 
 
 class Fsdp2Engine:
@@ -46,14 +48,18 @@ class Fsdp2Engine:
 
         Parameters outside `units` belong to the root: gathered once, they stay whole until the step's end.
         """
-        self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
-        self.step, self.loss_scale = 0, loss_scale
-        self._allocate, self._store = allocate, keeper
-        self._units = dict(units)
-        self._precision = precision
+        self.model, self.mesh, self.step, self.loss_scale = model, mesh, 0, loss_scale
+        self._allocate, self._store, self._units, self._precision = allocate, keeper, dict(units), precision
         self._rule_state: Slot = {}  # what the rule keeps of each shard
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self._trainable_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._whole = [
+            ParameterSpec(name, tuple(parameter.shape), "", str(parameter.dtype), parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+        ]
+        self.trainable = {each.name: each.shape for each in self._whole if each.trained}
+        owned = tuple(each for whole in self._whole if whole.trained and (each := self._own(whole)).stop > each.start)
+        self._shards = OwnedShards(owned, rule, precision.master, mesh.device)
+        zero = torch.zeros((), dtype=precision.master, device=mesh.device)
+        self._norm = GlobalNorm(nominal_weight, loss_scale, NO_REPLICAS, zero)
         for parameter in model.parameters():  # on meta: nothing is copied
             parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.transport)
         policy = MixedPrecisionPolicy(
@@ -72,10 +78,6 @@ class Fsdp2Engine:
             module.set_custom_all_gather(_TimedAllGather(mesh.traffic))
             module.set_custom_reduce_scatter(_TimedReduceScatter(mesh.traffic))
 
-    @property
-    def trainable(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for name, shape in self._shapes.items() if name in self._trainable_names}
-
     def _wrapped(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
@@ -89,14 +91,14 @@ class Fsdp2Engine:
         with torch.no_grad():
             return {name: _flat(parameter) for name, parameter in self.model.named_parameters()}
 
-    def _range(self, name: str, parameter: DTensor) -> tuple[int, int]:
+    def _own(self, whole: ParameterSpec) -> Fragment:
         """The elements of the flattened parameter that this rank keeps: whole rows, ceil(rows / ranks) each."""
-        rows = parameter.shape[0] if parameter.dim() else 1
-        row_elements = parameter.numel() // rows if rows else 0
+        rows = whole.shape[0] if whole.shape else 1
+        row_elements = whole.elements // rows if rows else 0
         portion = -(-rows // self.mesh.world)
         first = min(self.mesh.rank * portion, rows)
         last = min(first + portion, rows)
-        return first * row_elements, last * row_elements
+        return Fragment(whole, first * row_elements, last * row_elements, 0, 0)
 
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         self.model.to_empty(device=self.mesh.device)
@@ -105,22 +107,16 @@ class Fsdp2Engine:
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     for sharded in group.fsdp_params:
                         _gather_wide(sharded, self._precision.compute)
-        parameters = dict(self.model.named_parameters())
-        local = self._local()
-        self._ranges = {name: self._range(name, p) for name, p in parameters.items()}  # type: ignore[arg-type]
-        self._no_decay = frozenset(name for name, parameter in parameters.items() if parameter.dim() < 2)
-        for name, tensor in local.items():
-            if name in self._trainable_names:
-                size = (tensor.numel(), self._precision.master, self.mesh.device)
-                self._rule_state[name] = self.rule.make_state(name, self._shapes[name], *size, self._allocate)
-        if self._store is not None and not self._store.open(self._slot(), self._pieces):
+        self._rule_state = self._shards.make_slot(self._allocate, masters=False)
+        if self._store is not None and not self._store.open(self._slot(), self._shards.pieces):
             self._store = None
         attached = self._store is not None and self._store.has_state
-        for name, tensor in local.items():
-            start, stop = self._ranges[name]
-            assert stop - start == tensor.numel(), (name, start, stop, tensor.numel())
-            if not (attached and name in self._trainable_names):
-                fill(Shard(name, start, stop, self._shapes[name], tensor, trainable=name in self._trainable_names))
+        local = self._local()
+        for whole in self._whole:
+            own, tensor = self._own(whole), local[whole.name]
+            assert own.stop - own.start == tensor.numel(), (whole.name, own.start, own.stop, tensor.numel())
+            if not (attached and whole.trained):
+                fill(Shard(whole.name, own.start, own.stop, whole.shape, tensor, trainable=whole.trained))
         if self._store is not None and attached:
             self._store.wait_until_ready()
             copy_slot(self._store.slots[self._store.current_index], self._slot())
@@ -152,12 +148,11 @@ class Fsdp2Engine:
         collectives.all_reduce(squares, self.mesh.shard.get_group(), self.mesh.traffic).wait()
         total = self._weight.get()
         scale = self.loss_scale.factor.clone() if self.loss_scale is not None else None
-        norm, divisor, skip = gradients.compute_norm_and_divisor(
-            squares, nominal_weight=self.nominal_weight, total_weight=total, clip=self._clip, scale=self.loss_scale
-        )
-        slot = self._slot()
-        change = StepUpdate(step=self.step + 1, lr=self._lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
-        self.rule.apply(slot, slot, grads, change)
+        norm, divisor, skip = self._norm.divisor(squares, total, self._clip)
+        slot, shards = self._slot(), self._shards
+        change = StepUpdate(step=self.step + 1, lr=self._lr, no_decay=shards.no_decay, divisor=divisor, skip=skip)
+        owned = {each.key: grads[each.parameter.name] for each in shards.fragments if each.parameter.name in grads}
+        shards.rule.apply(slot, slot, owned, change)
         self.model.zero_grad(set_to_none=True)
         outcome = DeviceStepOutcome(norm, skip, total, scale)
         if self._store is not None:
@@ -166,7 +161,8 @@ class Fsdp2Engine:
 
     def _slot(self) -> Slot:
         local = self._local()
-        return {name: {"param": local[name], **kept} for name, kept in self._rule_state.items()}
+        owned = self._shards.fragments
+        return {each.key: {"param": local[each.parameter.name], **self._rule_state[each.key]} for each in owned}
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -180,19 +176,10 @@ class Fsdp2Engine:
                 module.reshard()
 
     def pieces(self) -> Iterator[StatePiece]:
-        return self._pieces(self._slot())
-
-    def _pieces(self, slot: Slot) -> Iterator[StatePiece]:
-        for name, state in slot.items():
-            start, stop = self._ranges[name]
-            if stop > start:
-                yield from state_pieces(self.rule, name, state, start)
+        return self._shards.pieces(self._slot())
 
     def load(self, read: ReadState) -> None:
-        for name, state in self._slot().items():
-            start, stop = self._ranges[name]
-            if stop > start:
-                load_state(self.rule, name, state, start, read)
+        self._shards.load(self._slot(), read)
 
     def commit(self, step: int) -> None:
         self.step = step

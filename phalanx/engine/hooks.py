@@ -1,24 +1,24 @@
 """Where forward and backward passes meet the lane: hooks of the model's units that wait for parameters and let them go.
 
-Units are used once in a pass and in the declared order. Where parameters are kept (zero 1 and 2) a forward pass waits
-for those of the step before to be gathered. Where they are released (zero 3) each pass has marks of its own: the lane
-sets those of what it has gathered, and the hooks those of what is not needed any more.
+What is waited for depends on where whole parameters are between uses: on every rank (zero1_2.py) or on none (zero3.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import abc
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.collectives import Traffic
-from phalanx.comm.comm_thread import CommThread, StreamEvent
-from phalanx.engine.bucket import RankBucket
+from phalanx.comm.comm_thread import CommThread
+from phalanx.engine.bucket import BucketGradient, RankBucket
+from phalanx.engine.schedule import Unit
+from phalanx.engine.sharded_update import ShardedUpdate, StepState
 from phalanx.engine.timing import PassTimer
-from phalanx.engine.units import Unit
+from phalanx.layout.comm_simulation import TransferOp
 
 OUTSIDE_MICRO_BATCH = (
     "a backward pass has run outside engine.micro_batch() (with phalanx.shard: outside `for batch in step`), or in "
@@ -26,50 +26,96 @@ OUTSIDE_MICRO_BATCH = (
 )
 
 
-class PassEvents:
-    """Of one pass forward, and backward if it is `training`, through units whose parameters are released."""
+class ParameterResidency(abc.ABC):
+    """Where whole parameters are between uses: what passes wait for, and what the lane does besides reducing."""
 
-    def __init__(self, units: int, comm_thread: CommThread, training: bool) -> None:
-        self.training = training
-        self.gathered, self.regathered, self.forward_done, self.backward_done = (
-            [StreamEvent(comm_thread) for _ in range(units)] for _ in range(4)
-        )
-        if training and units:
-            # The last unit is not released between the two passes, nor is anything of the model itself.
-            self.regathered[-1], self.forward_done[-1] = self.gathered[-1], self.backward_done[-1]
+    releases: ClassVar[bool] = False  # whether they are released between uses
+    make_bucket: ClassVar[type[RankBucket]] = RankBucket
+    passes_are_free = False  # passes run now without anything being gathered or released
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], update: ShardedUpdate, comm_thread: CommThread,
+        traffic: Traffic, pass_timer: PassTimer,
+    ) -> None:  # fmt: skip
+        self._units, self._update, self._comm_thread = list(units), update, comm_thread
+        self._traffic, self._pass_timer = traffic, pass_timer
+
+    def register_hooks(self, model: nn.Module) -> list[Any]:
+        """Further hooks."""
+        return []
+
+    @abc.abstractmethod
+    def begin_micro_batch(self, last: bool) -> None:
+        """A micro-batch begins; `last` of its step."""
+
+    @abc.abstractmethod
+    def end_micro_batch(self, last: bool) -> None:
+        """Its backward pass is over."""
+
+    def begin_forward(self) -> None:
+        """The model is called."""
+        return
+
+    @abc.abstractmethod
+    def pre_forward(self, unit: Unit) -> None:
+        """A unit is called: wait for its parameters."""
+
+    def post_forward(self, unit: Unit, output: Any) -> None:
+        """A unit has returned."""
+        return
+
+    def wait_for_gathers(self) -> None:
+        """Wait until the lane is through with the step before, also with units that this micro-batch has not used."""
+        return
+
+    @abc.abstractmethod
+    def check_state_dict(self, in_micro_batch: bool) -> None:
+        """Raise RuntimeError where a state_dict cannot be had now."""
+
+    @abc.abstractmethod
+    def submit_gather(self, now: StepState, unit: Unit, op: TransferOp) -> None:
+        """Have the lane gather a part of a unit in its turn."""
+
+    def submit_release(self, unit: Unit, gradient: BucketGradient) -> None:
+        """A gradient of a unit is about to be reduced."""
+        return
+
+    def submit_end_of_pass(self) -> None:
+        """All of a micro-batch is submitted."""
+        return
+
+    @abc.abstractmethod
+    def publish_masters(self, wait: bool = True) -> None:
+        """The main thread has written the masters: bring them into the model where it keeps whole parameters, and
+        `wait` for that."""
+
+    def unshard_all(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which all whole parameters are there."""
+        return contextlib.nullcontext()
+
+    def redo(self, now: StepState) -> None:
+        """On the lane: the update that was likely was wrong."""
+        return
+
+    def finish_step(self, now: StepState) -> None:
+        """On the lane: update what is not updated yet."""
+        return
 
 
 class UnitHooks:
-    """The hooks, and what they wait for."""
+    """The hooks, and what micro-batch they are in."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        comm_thread: CommThread,
-        traffic: Traffic,
-        resharded: bool,
-        submit_evaluation: Callable[[PassEvents], None],
+        self, model: nn.Module, units: Sequence[Unit], parameters: ParameterResidency, comm_thread: CommThread,
         pass_timer: PassTimer,
-    ) -> None:
-        """`traffic` counts the host's waiting; `submit_evaluation` has the lane gather for a forward pass alone."""
-        self._units, self._comm_thread, self._traffic, self._resharded = list(units), comm_thread, traffic, resharded
-        self._submit_evaluation, self._pass_timer = submit_evaluation, pass_timer
+    ) -> None:  # fmt: skip
+        self._parameters, self._comm_thread, self._pass_timer = parameters, comm_thread, pass_timer
+        self._root = units[0] if units and units[0].module is model else None
         self._in_micro_batch = False
-        self.unsharded = False  # released parameters are all there, and stay, whatever passes are run
-        self._next = self._current_backward = len(
-            units
-        )  # unit that the forward pass, or the backward pass, has come to
-        self.events = PassEvents(len(units), comm_thread, training=False)
-        self.gathered = [StreamEvent(comm_thread) for _ in units]  # of the step before, where parameters are kept
-        self.next_gathered = self.gathered
         self._called_units: set[int] = set()  # units that this micro-batch has used
         self._unit_of = {id(held): unit for unit in units for held in unit.buckets}
         self._hooks = [model.register_forward_pre_hook(self._model_pre_forward, prepend=True)]
-        for module in model.modules():
-            self._hooks.append(module.register_state_dict_pre_hook(self._on_state_dict))
-            if resharded:
-                self._hooks.append(module.register_load_state_dict_pre_hook(self._on_load_state_dict))
+        self._hooks += [module.register_state_dict_pre_hook(self._on_state_dict) for module in model.modules()]
         for unit in units:
             if unit.module is not model:
                 # First of all: what a clock counts from there on is work, and no waiting.
@@ -77,12 +123,11 @@ class UnitHooks:
                 self._hooks += [before, unit.module.register_forward_hook(partial(self._post_forward, unit))]
             for held in unit.trained_buckets:
                 self._hooks += held.register_grad_hooks(self.accumulate_gradient)
-        if resharded:
-            self._hooks.append(model.register_forward_hook(self._model_post_forward, always_call=True))
+        self._hooks += parameters.register_hooks(model)
 
     def remove(self) -> None:
         """Let go of the model, which is a plain one now; one whose parameters were released goes on saying so."""
-        for hook in () if self._resharded else self._hooks:
+        for hook in () if self._parameters.releases else self._hooks:
             hook.remove()
 
     @property
@@ -92,18 +137,13 @@ class UnitHooks:
 
     def begin_micro_batch(self, last: bool) -> None:
         """A micro-batch begins; `last` of its step."""
-        self._in_micro_batch = True
-        self._called_units = set()
-        self._begin_pass(training=True)
-        if last:
-            self.next_gathered = [StreamEvent(self._comm_thread) for _ in self._units]
+        self._in_micro_batch, self._called_units = True, set()
+        self._parameters.begin_micro_batch(last)
 
     def end_micro_batch(self, last: bool) -> None:
         """Its backward pass is over."""
         self._in_micro_batch = False
-        self._set_all_done()
-        if last:
-            self.gathered = self.next_gathered
+        self._parameters.end_micro_batch(last)
 
     def accumulate_gradient(self, bucket: RankBucket, index: int, parameter: torch.Tensor) -> None:
         """A parameter's gradient is complete."""
@@ -119,124 +159,28 @@ class UnitHooks:
         if bucket.gradient.submitted and all(each.gradient.submitted for each in unit.trained_buckets):
             self._pass_timer.end_backward(unit.number)
 
-    def wait_for_gathers(self) -> None:
-        """Wait until the lane is through with the step before, also with units that this micro-batch has not used."""
-        for mark in self.gathered:
-            mark.wait(self._traffic)
-
-    def _begin_pass(self, training: bool) -> None:
-        self._next, self._current_backward = 0, len(self._units)
-        if self._resharded:
-            self.events = PassEvents(len(self._units), self._comm_thread, training)
-
-    def _set_all_done(self) -> None:
-        for mark in (*self.events.forward_done, *self.events.backward_done):
-            mark.record()
-
-    # ----------------------------------------------------------------------------------------------------------- hooks
-
     def _model_pre_forward(self, model: nn.Module, args: Any) -> None:
-        if self.unsharded:
+        if self._parameters.passes_are_free:
             return
-        if self._resharded and self._comm_thread.closed:
-            raise RuntimeError(
-                "the model was called after its engine was closed, which has left it without parameters (zero 3); take "
-                "them out of full_parameters() before"
-            )
-        if self._resharded and not self._in_micro_batch:
-            self._begin_pass(training=False)
-            self._submit_evaluation(self.events)
+        self._parameters.begin_forward()
         self._pass_timer.start()
-        if self._units and self._units[0].module is model:
-            self._pre_forward(self._units[0], model, args)
+        if self._root is not None:
+            self._pre_forward(self._root, model, args)
             self._pass_timer.end_forward(0)
 
     def _on_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.unsharded:
-            return
-        if self._resharded:
-            when = " before the engine is closed" if self._comm_thread.closed else ""
-            raise RuntimeError(
-                "a state_dict was asked for of a model whose parameters are released between uses (zero 3), so that "
-                f"there would be nothing in it; ask within full_parameters(){when}"
-            )
-        if self._in_micro_batch:
-            raise RuntimeError(
-                "a state_dict was asked for within a step, whose end it would have to wait for; ask between steps"
-            )
-        if not self._comm_thread.closed:
-            self._comm_thread.drain()  # some may still be on their way
-
-    @staticmethod
-    def _on_load_state_dict(module: nn.Module, *_: object) -> None:
-        raise RuntimeError(
-            "load_state_dict was called for a model whose parameters are released between uses (zero 3), so that what "
-            "is loaded would be lost; load before the model is sharded, or load what the engine has saved"
-        )
-
-    def _model_post_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self._in_micro_batch and not self.unsharded:
-            self._set_all_done()
+        if not self._parameters.passes_are_free:
+            self._parameters.check_state_dict(self._in_micro_batch)
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if self.unsharded:
-            return
-        self._called_units.add(unit.number)
-        if not self._resharded:
-            self.gathered[unit.number].wait(self._traffic)
-            self._pass_timer.exclude_wait()
-        elif _in_backward():
-            self._pre_recompute(unit)
-        else:
-            if unit.number != self._next:
-                raise RuntimeError(
-                    f"unit {unit.name or 'of the model itself'} was used when it was the turn of "
-                    f"{self._units[self._next].name if self._next < len(self._units) else 'none'}; with zero 3 each "
-                    "unit must be used once in a pass, in the declared order: declare units so, or set "
-                    "parallel.zero=2 (with phalanx.shard: units= and zero=)"
-                )
-            self._next += 1
-            self.events.gathered[unit.number].wait(self._traffic)
-            self._pass_timer.exclude_wait()
+        if not self._parameters.passes_are_free:
+            self._called_units.add(unit.number)
+            self._parameters.pre_forward(unit)
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if self.unsharded or _in_backward():
-            return
-        self._pass_timer.end_forward(unit.number)
-        if not self._resharded:
-            return
-        marks, tensors = self.events, [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
-        if not tensors and unit.trained_buckets and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"unit {unit.name} returned a {type(output).__name__}, in which no tensor was found, so its backward "
-                "pass could not be seen; with zero 3 a unit must return a tensor, or a tuple, list or dict of them"
-            )
-        if tensors := [each for each in tensors if each.requires_grad]:
-            register_multi_grad_hook(tensors, lambda grad: self._pre_backward(unit, marks), mode="any")
-        if not (self._in_micro_batch and unit is self._units[-1]):
-            marks.forward_done[unit.number].record()
-
-    def _pre_backward(self, unit: Unit, events: PassEvents) -> None:
-        """The backward pass comes to a unit; those behind it are through."""
-        if not self._in_micro_batch or events is not self.events:
-            raise RuntimeError(OUTSIDE_MICRO_BATCH)
-        self._current_backward = unit.number
-        for later in self._units[unit.number + 1 :]:
-            events.backward_done[later.number].record()
-            for held in later.trained_buckets:  # what no gradient has come for would be waited for in vain
-                held.finish_backward()
-        events.regathered[unit.number].wait(self._traffic)
-        self._pass_timer.exclude_wait()
-
-    def _pre_recompute(self, unit: Unit) -> None:
-        """A backward pass has come to a unit of which it computes activations again."""
-        if unit.number > self._current_backward:
-            raise RuntimeError(
-                f"the backward pass computes unit {unit.name} again after {self._units[self._current_backward].name}, "
-                "which was used before it; with zero 3 checkpoint the activations of one unit at a time"
-            )
-        if unit.number < self._current_backward:
-            self._pre_backward(unit, self.events)
+        if not self._parameters.passes_are_free and not in_backward():
+            self._pass_timer.end_forward(unit.number)
+            self._parameters.post_forward(unit, output)
 
 
 def find_unit_hooks(model: nn.Module) -> Iterator[UnitHooks]:
@@ -246,6 +190,6 @@ def find_unit_hooks(model: nn.Module) -> Iterator[UnitHooks]:
         yield from (owner for owner in owners if isinstance(owner, UnitHooks))
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether this thread is in a backward pass: a forward pass there computes activations again."""
     return torch._C._current_graph_task_id() != -1

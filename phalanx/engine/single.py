@@ -1,7 +1,7 @@
 """The engine of one rank: nothing is sharded and nothing exchanged. It is also the plain twin of the sharded ones."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,18 +9,11 @@ from torch import nn
 
 from phalanx.comm.mesh import Mesh
 from phalanx.engine.interface import DeviceStepOutcome, InMemoryStore, Precision
-from phalanx.engine.state_slots import StateSlots
+from phalanx.engine.state_slots import GlobalNorm, OwnedShards, StateSlots
+from phalanx.layout.buckets import Fragment, ParameterSpec
 from phalanx.optim import gradients
-from phalanx.optim.state import Allocator, Shard, Slot, StatePiece
-from phalanx.optim.update import (
-    NO_REPLICAS,
-    ReadState,
-    StepUpdate,
-    UpdateRule,
-    allocate_zeros,
-    load_state,
-    state_pieces,
-)
+from phalanx.optim.state import Allocator, Shard, StatePiece
+from phalanx.optim.update import NO_REPLICAS, ReadState, StepUpdate, UpdateRule, allocate_zeros
 
 # Gradients are widened to the master's type in portions, so that the copies stay small beside the state.
 CHUNK_ELEMENTS = 2**26
@@ -46,13 +39,16 @@ class SingleEngine:
         """`model` is on meta; it is converted to the compute type and takes memory in `initialise`. `copies`: of
         parameters that several ranks of `mesh.model` hold alike, how many do. `keeper`: what outlives the process."""
         assert mesh.world == 1, "the single engine is for one rank"
-        self.model, self.mesh, self.rule, self.nominal_weight = model, mesh, rule, nominal_weight
-        self.step, self.loss_scale = 0, loss_scale
-        self._allocate, self._replica_counts, self._store = allocate, copies, keeper
-        self._master_dtype = precision.master
-        self._narrow = precision.compute != self._master_dtype
+        self.model, self.mesh, self.step, self.loss_scale = model, mesh, 0, loss_scale
+        self._narrow = precision.compute != precision.master
         model.to(precision.compute)
-        self._trainable_names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.trainable = {name: tuple(parameter.shape) for name, parameter in trained.items()}
+        whole = [ParameterSpec(name, shape, "", str(precision.compute)) for name, shape in self.trainable.items()]
+        owned = tuple(Fragment(each, 0, each.elements, 0, 0) for each in whole)
+        self._state = StateSlots(OwnedShards(owned, rule, precision.master, mesh.device), allocate, keeper=keeper)
+        zero = torch.zeros((), dtype=precision.master, device=mesh.device)
+        self._norm = GlobalNorm(nominal_weight, loss_scale, copies, zero)
         self._units = {name: [full for full, _ in unit.named_parameters(prefix=name)] for name, unit in units}
         inside = {name for names in self._units.values() for name in names}
         self._outside = [name for name, _ in model.named_parameters() if name not in inside]
@@ -60,48 +56,28 @@ class SingleEngine:
         self._fold_grads = False
         self._first_micro_batch = True  # no micro-batch of this step has begun
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
-
-    @property
-    def trainable(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self.model.get_parameter(name).shape) for name in self._trainable_names}
-
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         self.model.to_empty(device=self.mesh.device)
-        parameters = self.parameters
-        trained = {*self._trainable_names}
-        for name, frozen in parameters.items():  # in order, as they lie in files
-            if name in trained:
-                continue
-            fill(Shard(name, 0, frozen.numel(), tuple(frozen.shape), frozen.data.view(-1), trainable=False))
-        parameters = {name: parameters[name] for name in self._trainable_names}
-        self._state = StateSlots(self._make, self._pieces, self._allocate, keeper=self._store)
+        for name, frozen in self.model.named_parameters():  # in order, as they lie in files
+            if name not in self.trainable:
+                fill(Shard(name, 0, frozen.numel(), tuple(frozen.shape), frozen.data.view(-1), trainable=False))
+        self._state.open()
         self._state.wait_until_ready()
-        self._no_decay = frozenset(name for name, parameter in parameters.items() if parameter.dim() < 2)
-        for name, parameter in parameters.items():
-            if not self._state.has_state:
-                fill(Shard(name, 0, parameter.numel(), tuple(parameter.shape), self._slot[name]["param"]))
+        for shard in self._state.shards_to_fill(self._state.shards.fragments):
+            fill(shard)
+        for name, master in self._masters().items():
+            parameter = self.model.get_parameter(name)
             if not self._narrow:
                 # The model computes with the master values themselves.
-                parameter.data = self._slot[name]["param"].view(parameter.shape)
+                parameter.data = master
             else:
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._accumulate(name, p))
         self._round_into_model()
 
-    def _make(self, allocate: Allocator) -> Slot:
-        """The state as a run begins with it."""
-        slot: Slot = {}
-        for name in self._trainable_names:
-            shape = self.model.get_parameter(name).shape
-            size = (shape.numel(), self._master_dtype, self.mesh.device)
-            slot[name] = {"param": allocate(name, "param", *size)} | self.rule.make_state(name, shape, *size, allocate)
-        return slot
-
-    @property
-    def _slot(self) -> Slot:
-        return self._state.source
+    def _masters(self) -> dict[str, torch.Tensor]:
+        """Master values by name, of the parameter's shape."""
+        slot, owned = self._state.source, self._state.shards.fragments
+        return {each.parameter.name: slot[each.key]["param"].view(each.parameter.shape) for each in owned}
 
     def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
         assert step == self.step + 1, (step, self.step)
@@ -127,26 +103,25 @@ class SingleEngine:
         if name in self._accumulated:
             self._accumulated[name].add_(parameter.grad)
         else:
-            self._accumulated[name] = parameter.grad.to(self._master_dtype)
+            self._accumulated[name] = parameter.grad.to(self._norm.zero.dtype)
         parameter.grad = None
 
     @torch.no_grad()
     def finish_step(self) -> DeviceStepOutcome:
         self._state.wait_for_commit()  # before what tells other ranks that this one is through with the step before
-        parameters = self.parameters
+        parameters = dict(self.model.named_parameters())
         grads = self._accumulated or {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        total = self._weight.get()
-        counted = ((grad, self._replica_counts.get(name, 1)) for name, grad in grads.items())
-        squares = gradients.sum_of_squares_once(counted, self._master_dtype, self.mesh.device)
+        total, slot, shards = self._weight.get(), self._state.source, self._state.shards
+        squares = self._norm.local_squares(
+            (grad, self._norm.replica_counts.get(name, 1)) for name, grad in grads.items()
+        )
         squares = gradients.sum_over_model(squares, self.mesh.model, self.mesh.traffic)
         scale = self.loss_scale.factor.clone() if self.loss_scale is not None else None
-        norm, divisor, skip = gradients.compute_norm_and_divisor(
-            squares, nominal_weight=self.nominal_weight, total_weight=total, clip=self._clip, scale=self.loss_scale
-        )
-        change = StepUpdate(step=self.step + 1, lr=self._lr, no_decay=self._no_decay, divisor=divisor, skip=skip)
-        for names in _portions(grads):
-            wide = {name: grads[name].reshape(-1).to(self._master_dtype) for name in names}
-            self.rule.apply(self._slot, self._slot, wide, change)
+        norm, divisor, skip = self._norm.divisor(squares, total, self._clip)
+        change = StepUpdate(step=self.step + 1, lr=self._lr, no_decay=shards.no_decay, divisor=divisor, skip=skip)
+        for some in _portions(each for each in shards.fragments if each.parameter.name in grads):
+            wide = {each.key: grads[each.parameter.name].reshape(-1).to(shards.master) for each in some}
+            shards.rule.apply(slot, slot, wide, change)
         self._accumulated = {}
         for parameter in parameters.values():
             parameter.grad = None
@@ -157,24 +132,18 @@ class SingleEngine:
 
     def _round_into_model(self) -> None:
         if self._narrow:
-            rounded = {name: self.model.get_parameter(name).data for name in self._trainable_names}
-            masters = [self._slot[name]["param"].view(data.shape) for name, data in rounded.items()]
-            torch._foreach_copy_(list(rounded.values()), masters)
+            masters = self._masters()
+            torch._foreach_copy_([self.model.get_parameter(name).data for name in masters], list(masters.values()))
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
-        yield {name: parameter.data for name, parameter in self.parameters.items()}
+        yield {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def pieces(self) -> Iterator[StatePiece]:
-        return self._pieces(self._slot)
-
-    def _pieces(self, slot: Slot) -> Iterator[StatePiece]:
-        for name, state in slot.items():
-            yield from state_pieces(self.rule, name, state, 0)
+        return self._state.shards.pieces(self._state.source)
 
     def load(self, read: ReadState) -> None:
-        for name, state in self._slot.items():
-            load_state(self.rule, name, state, 0, read)
+        self._state.shards.load(self._state.source, read)
         self._round_into_model()
 
     def commit(self, step: int) -> None:
@@ -190,15 +159,15 @@ class SingleEngine:
     def close(self) -> None: ...
 
 
-def _portions(grads: dict[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Cut the names into runs of at most PORTION_ELEMENTS elements (a larger tensor is a run of its own)."""
-    names: list[str] = []
+def _portions(owned: Iterable[Fragment]) -> Iterator[list[Fragment]]:
+    """Cut into runs of at most CHUNK_ELEMENTS elements (a larger tensor is a run of its own)."""
+    some: list[Fragment] = []
     elements = 0
-    for name, grad in grads.items():
-        if names and elements + grad.numel() > CHUNK_ELEMENTS:
-            yield names
-            names, elements = [], 0
-        names.append(name)
-        elements += grad.numel()
-    if names:
-        yield names
+    for each in owned:
+        if some and elements + each.stop > CHUNK_ELEMENTS:
+            yield some
+            some, elements = [], 0
+        some.append(each)
+        elements += each.stop
+    if some:
+        yield some

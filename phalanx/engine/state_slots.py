@@ -4,17 +4,25 @@ Where there is a keeper, every step is committed to memory that outlives the pro
 copied there. Which of these it is changes no bit.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from phalanx.engine.interface import InMemoryStore, StepOutcome
 from phalanx.layout.buckets import Fragment
-from phalanx.optim.state import Allocator, Slot, StatePiece
-from phalanx.optim.update import ReadState, StepUpdate, UpdateRule, copy_slot, load_state, state_pieces
-
-MakeSlot = Callable[[Allocator], Slot]
+from phalanx.optim import gradients
+from phalanx.optim.state import Allocator, Shard, Slot, StatePiece
+from phalanx.optim.update import (
+    ReadState,
+    StepUpdate,
+    UpdateRule,
+    allocate_zeros,
+    copy_slot,
+    load_state,
+    state_pieces,
+)
 
 
 @dataclass(frozen=True)
@@ -52,28 +60,33 @@ class OwnedShards:
 
 
 class StateSlots:
-    """`make` makes the state of all shards from an allocator, as a run begins with it; `pieces` gives the pieces of a
-    slot; `count` slots are taken where the state does not live in the keeper's."""
+    """The state of a rank's shards in `count` slots, unless it lives in those of the keeper."""
 
     def __init__(
-        self,
-        make: MakeSlot,
-        pieces: Callable[[Slot], Iterable[StatePiece]],
-        allocate: Allocator,
-        count: int = 1,
-        keeper: InMemoryStore | None = None,
+        self, shards: OwnedShards, allocate: Allocator, count: int = 1, keeper: InMemoryStore | None = None
     ) -> None:
-        """Collective where there is a keeper."""
-        self._store = keeper if keeper is not None and keeper.open(make(allocate_on_meta), pieces) else None
+        self.shards, self.count = shards, count
+        self._allocate, self._store = allocate, keeper
         self._in_place_store: InMemoryStore | None = None  # the keeper, where the state lives in its slots
         self._all: Sequence[Slot] = ()
         self._current = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one slot, in memory that is like any other."""
+        return self.count == 1 and self._allocate is allocate_zeros and self._store is None
+
+    def open(self, masters: bool = True) -> None:
+        """Take memory, with `masters` or without. Collective where there is a keeper."""
+        make = functools.partial(self.shards.make_slot, masters=masters)
+        if self._store is not None and not self._store.open(make(allocate_on_meta), self.shards.pieces):
+            self._store = None
         if self._store is not None and self._store.in_place:
             self._in_place_store = self._store
             if not self._store.has_state:
                 make(_allocate_from(self.source))
             return
-        self._all = [make(allocate) for _ in range(count)]
+        self._all = [make(self._allocate) for _ in range(self.count)]
         if self._store is not None and self._store.has_state:
             self._store.wait_until_ready()
             copy_slot(self._store.slots[self._store.current_index], self.source)
@@ -82,6 +95,12 @@ class StateSlots:
     def has_state(self) -> bool:
         """Whether the state is that which the run goes on from, already."""
         return self._store is not None and self._store.has_state
+
+    def shards_to_fill(self, fragments: Iterable[Fragment]) -> Iterator[Shard]:
+        """Masters that a run begins with: of some of the shards, or of none if the state is there."""
+        for each in () if self.has_state else fragments:
+            values, whole = self.source[each.key]["param"], each.parameter
+            yield Shard(whole.name, each.start, each.stop, whole.shape, values)
 
     def wait_until_ready(self) -> None:
         """Wait until that state is there: nothing of it may be read before."""
@@ -139,6 +158,37 @@ class StateSlots:
         """The newest state is that of `step`, from elsewhere."""
         if self._store is not None:
             self._store.adopt_state(step, self.source)
+
+
+@dataclass(frozen=True)
+class GlobalNorm:
+    """How the norm of the whole gradient, and the divisor of the update, are computed of what each rank holds.
+
+    `replica_counts`: of parameters that several ranks of one model hold alike, how many do; `copies` of the state.
+    """
+
+    nominal_weight: int
+    loss_scale: gradients.LossScale | None
+    replica_counts: Mapping[str, int]
+    zero: torch.Tensor  # of the master's type, on the device
+    copies: int = 1
+
+    def local_squares(self, grads: Iterable[tuple[torch.Tensor, int]]) -> torch.Tensor:
+        """A rank's part of the sum of squares, of gradients with how many ranks of one model hold each."""
+        return gradients.sum_of_squares_once(grads, self.zero.dtype, self.zero.device)
+
+    def likely_divisor(self, total_weight: int) -> torch.Tensor:
+        """The divisor of a step that is neither clipped nor skipped."""
+        return gradients.divisor_without_clipping(self.zero, self.nominal_weight, total_weight, self.loss_scale)
+
+    def divisor(
+        self, squares: torch.Tensor, total_weight: int, clip: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `gradients.compute_norm_and_divisor`, of the sum of all ranks."""
+        return gradients.compute_norm_and_divisor(
+            squares.to(self.zero), nominal_weight=self.nominal_weight, total_weight=total_weight, clip=clip,
+            scale=self.loss_scale,
+        )  # fmt: skip
 
 
 def allocate_on_meta(name: str, kind: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.checkpoint.disk.load import agree_on_newest
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.model import StagedArchitecture
 from phalanx.parallel.model_part import ModelPart, partition_model
 from phalanx.parallel.parallelize import precision_of
-from phalanx.workload.pipeline_step import compute_next_logits
+from phalanx.workload.step import compute_next_logits
 from phalanx.workload.workload import make_workload
 
 if TYPE_CHECKING:

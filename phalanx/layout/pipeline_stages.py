@@ -3,7 +3,7 @@
 A stage is some consecutive layers; each rank of a pipeline holds one, or two with the schedules that need less waiting.
 Micro-batches go through the stages one behind the other. Sources: GPipe (Huang et al. 2019); 1F1B and interleaved
 stages (Narayanan et al. 2021); zero bubble (Qi et al. 2024). The orders themselves are PyTorch's
-(pipeline_schedules.py).
+(parallel/pipeline.py).
 """
 
 import bisect

@@ -206,8 +206,8 @@ def make_tensor_context(mesh: Mesh, kv_heads: int, sequence: bool) -> TensorPara
     assert axis is not None
     sharers = None
     if kv_heads < axis.size:
-        same_head = split_axis(axis, axis.size // kv_heads, mesh.timeout_s)
-        mesh.split_groups.append(same_head.group)
+        same_head = split_axis(axis, axis.size // kv_heads, mesh.roll_call.timeout_s)
+        mesh.extra.made.append(same_head.group)
         sharers = TensorParallelPeers(same_head, mesh.traffic)
     return TensorParallelContext(TensorParallelPeers(axis, mesh.traffic), sequence, sharers)
 

@@ -8,8 +8,7 @@ from functools import cached_property
 
 from phalanx.planner import compute_cost
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.constants import CostConstants
-from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.device_catalog import CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import StepWork, adapter_widths, count_adapter_parameters, find_trained_share
 from phalanx.recovery import catalog

@@ -11,11 +11,11 @@ from phalanx.checkpoint.disk.load import Checkpoint, agree_on_newest, list_steps
 from phalanx.checkpoint.memory.previous_state import InMemoryCheckpointReader
 from phalanx.checkpoint.memory.store import MEMORY_KEY, REPLICATE_KEY, SharedMemoryStore
 from phalanx.comm.compression import describe_node_change
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.optim.make_rule import make_rule
 from phalanx.optim.update import AdamW

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint.disk.load import agree_on_newest
-from phalanx.comm.json_objects import JsonGroup
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import Corrupted, Diverged
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.trainer.anomalies import RollbackRequest
 from phalanx.trainer.loop import TrainingLoop
 

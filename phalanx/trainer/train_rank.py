@@ -12,14 +12,13 @@ from phalanx.autotune import stage_sizes
 from phalanx.autotune.measure import find_rank_speeds, limit_after_out_of_memory
 from phalanx.autotune.state_shares import find_in_memory_options, resolve_state_weights
 from phalanx.checkpoint.disk.save import CheckpointSaver
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join
-from phalanx.comm.topology import this_host
+from phalanx.comm.rendezvous import JsonGroup, this_host
 from phalanx.core import progress_page
 from phalanx.core.errors import OutOfMemory
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention
@@ -34,7 +33,7 @@ from phalanx.trainer.restore import ResumePoint, make_in_memory_store
 from phalanx.trainer.rollback import roll_back
 from phalanx.trainer.stop_request import handle_stop_signals
 from phalanx.workload.build import build_components
-from phalanx.workload.device_progress import make_device_progress
+from phalanx.workload.clock import make_device_progress
 from phalanx.workload.engines import agree_on_sharding
 from phalanx.workload.injection import make_fault_injector
 from phalanx.workload.sinks import RecordWriter, Sink
@@ -113,7 +112,7 @@ def run_training(
         except RuntimeError as error:
             step_hooks.enter_phase("ending")  # nobody is to be impatient while it is found out whose fault it is
             error.add_note(f"step {parts.engine.step + 1}")
-            named = mesh.name_missing_ranks(error)
+            named = mesh.roll_call.name_missing_ranks(error)
             if named is error:
                 raise
             raise named from error

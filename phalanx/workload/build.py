@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.comm.codec import NO_COMPRESSION, wire_bytes_per_element
+from phalanx.comm.compression import NO_COMPRESSION, wire_bytes_per_element
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths

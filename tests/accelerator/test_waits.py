@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ from phalanx.comm.comm_thread import CommThread, StreamEvent
 from phalanx.comm.mesh import join
 from phalanx.core.placement import Placement
 from phalanx.engine.bucket import BucketGradient, GradientBufferPool
-from phalanx.engine.collective_queue import CollectiveQueue
-from phalanx.engine.hooks import PassEvents, UnitHooks
+from phalanx.engine.schedule import CollectiveQueue, Unit
 from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharded_update import ShardedStepOutcome, ShardedUpdate, StepState
 from phalanx.engine.sharding_spec import ShardingSpec
-from phalanx.engine.step_state import ShardedStepOutcome, StepState
-from phalanx.engine.timing import DevicePassTimer
-from phalanx.engine.units import Unit
+from phalanx.engine.timing import DevicePassTimer, HostPassTimer
+from phalanx.engine.zero1_2 import KeptParameters
+from phalanx.engine.zero3 import GatheredParameters, PassEvents, UnshardedUnit, UnshardedUnits
 from phalanx.system import accelerator
 from tests.accelerator.device import needs_device, run_on_device
 from tests.dist.engine_cases import WIDTH, Driven, Net
@@ -136,27 +136,27 @@ def test_a_group_of_the_host_reads_what_any_stream_has_computed_and_that_reads_w
 def behind_the_lane(placement: Placement, what: str) -> list[float]:
     """What the main stream reads of memory that the lane was to write, behind `what` a model's hooks do."""
     device, lane = torch.device(placement.device), CommThread(torch.device(placement.device))
-    target, passes, module = filled(device, 1.0), object.__new__(UnitHooks), torch.nn.Module()
-    passes._comm_thread, passes._traffic, passes.gathered = lane, Traffic(), [StreamEvent(lane), StreamEvent(lane)]
-    passes.unsharded, passes._resharded, passes._in_micro_batch = False, "released" in what, "back" in what
-    passes._next = 1
-    passes._units, passes._called_units = [Unit(number, "", module, []) for number in range(2)], set()
-    passes.events, passes._pass_timer = PassEvents(2, lane, True), DevicePassTimer(2, device)
+    target, module = filled(device, 1.0), torch.nn.Module()
+    units, nothing = [Unit(number, "", module, []) for number in range(2)], cast(ShardedUpdate, None)
+    shared = module, units, nothing, lane, Traffic(), DevicePassTimer(2, device)
+    kept, released = KeptParameters(*shared), GatheredParameters(*shared)
+    released.begin_micro_batch(last=True)
+    released._next = 1
     lane.wait_current_stream()
     for number in range(2):
         lane.submit(partial(target.add_, 1.0))
-        for mark in (passes.gathered[number], passes.events.regathered[number], passes.events.gathered[number]):
+        for mark in (kept.gathered[number], released.events.regathered[number], released.events.gathered[number]):
             lane.submit(mark.record)
     match what:
         case "a state_dict":
-            passes._on_state_dict(module, "", False)
+            kept.check_state_dict(in_micro_batch=False)
         case "units that are not used":
-            passes.wait_for_gathers()
+            kept.wait_for_gathers()
         case "a unit" | "a released unit":
-            passes._pre_forward(passes._units[1], module, ())
+            (released if "released" in what else kept).pre_forward(units[1])
         case "a released unit's way back":
-            passes.events.regathered = [passes.events.regathered[1], passes.events.regathered[0]]
-            passes._pre_backward(passes._units[0], passes.events)
+            released.events.regathered = [released.events.regathered[1], released.events.regathered[0]]
+            released._pre_backward(units[0], released.events)
     seen = target.clone()
     accelerator.synchronize_stream(device)
     lane.close()
@@ -175,26 +175,26 @@ def test_whoever_needs_parameters_comes_behind_the_lane(what: str) -> None:
 def norm_of_the_step_before(placement: Placement) -> list[Any]:
     """Whether units may be updated early, asked while the lane is about to write the norm that says so; and what a
     step came to, likewise."""
-    engine: Any = object.__new__(ShardedEngine)
+    update: Any = object.__new__(ShardedUpdate)
     lane, may = CommThread(torch.device("cpu")), threading.Event()
-    engine.sharding, engine._resharded, engine._last_norm = ShardingSpec(slots=2), False, None
-    engine.mesh, engine._previous_agreed = type("Mesh", (), {"traffic": Traffic()}), StreamEvent(lane)
+    update.state, update._last_norm = type("State", (), {"count": 2}), None
+    update._mesh, update._previous_agreed = type("Mesh", (), {"traffic": Traffic()}), StreamEvent(lane)
     step = StepState(1, 0.1, None, Weight(), StreamEvent(lane))  # type: ignore[arg-type]
 
     def agree() -> None:
         may.wait(10)
-        engine._last_norm = step.norm = 0.25
-        engine._previous_agreed.record()
+        update._last_norm = step.norm = 0.25
+        update._previous_agreed.record()
         step.agreed.record()
 
     found: list[Any] = []
-    for asked in (lambda: engine._may_update_early(1.0), ShardedStepOutcome(step, Traffic()).get):
+    for asked in (lambda: update.may_update_early(1.0), ShardedStepOutcome(step, Traffic()).get):
         lane.submit(agree)
         threading.Timer(0.05, may.set).start()
         found.append(asked())
         lane.drain()
         may.clear()
-        engine._previous_agreed, step.agreed, step.norm = StreamEvent(lane), StreamEvent(lane), 0.0
+        update._previous_agreed, step.agreed, step.norm = StreamEvent(lane), StreamEvent(lane), 0.0
     lane.close()
     return found
 
@@ -215,12 +215,15 @@ def agreed_and_begun(placement: Placement) -> list[Any]:
     in which order the lane ends what it was given and a state is taken for that of a step."""
     engine: Any = object.__new__(ShardedEngine)
     lane, may = CommThread(torch.device("cpu")), threading.Event()
-    engine._queue, engine._parts, engine._comm_thread = CollectiveQueue(None, None, None), 1, lane  # type: ignore[arg-type]
+    engine._comm_thread, update = lane, type("Update", (), {"queue": CollectiveQueue(None, None, None)})  # type: ignore[arg-type]
     step = StepState(1, 0.1, None, Weight(), StreamEvent(lane))  # type: ignore[arg-type]
     unit, fresh = Unit(0, "", torch.nn.Module(), []), [StreamEvent(lane), StreamEvent(lane)]
-    engine._gather_updated(step, unit, 0, fresh[0])
+    kept = KeptParameters(
+        unit.module, [unit], cast(ShardedUpdate, update), lane, Traffic(), HostPassTimer(1, Traffic())
+    )
+    kept._gather_updated(step, unit, 0, fresh[0])
     step.agreed.record()
-    engine._gather_updated(step, unit, 0, fresh[1])
+    kept._gather_updated(step, unit, 0, fresh[1])
     order: list[str] = []
     state = {"has_state": False, "adopt_state": lambda self, step: order.append(f"step {step}")}
     engine._state = type("State", (), state)()
@@ -240,10 +243,10 @@ def released_behind(placement: Placement, number: int, arrived: bool) -> bool:
     lane, done, model = CommThread(torch.device("cpu")), [], torch.nn.Module()
     unit: Any = type("Unit", (), {"number": number, "module": torch.nn.Module(), "buckets": []})()
     unit.buckets = [type("RankBucket", (), {"reshard": lambda self: done.append(number)})()]
-    engine: Any = object.__new__(ShardedEngine)
-    engine._queue, engine._units, engine.model = CollectiveQueue(None, None, None), [unit, unit], model  # type: ignore[arg-type]
+    update: Any = type("Update", (), {"queue": CollectiveQueue(None, None, None)})  # type: ignore[arg-type]
+    unsharded = UnshardedUnits(model, [unit, unit], update)
     marks, there, gradient = PassEvents(3, lane, True), StreamEvent(lane), BucketGradient(True, None, StreamEvent(lane))
-    engine._unsharded_units = deque([(unit, marks.backward_done[number], there)])
+    unsharded._units = deque([UnshardedUnit(unit, marks.backward_done[number], there)])
     if arrived:
         there.record()
 
@@ -254,7 +257,7 @@ def released_behind(placement: Placement, number: int, arrived: bool) -> bool:
         time.sleep(0.05)
         marks.backward_done[number].record()
 
-    lane.submit(partial(engine._reshard_after_backward, unit, gradient, marks))
+    lane.submit(partial(unsharded.reshard_after_backward, unit, gradient, marks))
     threading.Timer(0.05, backward).start()
     lane.drain()
     lane.close()
@@ -270,11 +273,13 @@ def between_steps(placement: Placement, what: str) -> list[str]:
     """In which order the lane ends what it was given and the state is read, or written."""
     lane, may, order = CommThread(torch.device("cpu")), threading.Event(), list[str]()
     engine: Any = object.__new__(ShardedEngine)
-    engine._comm_thread, engine._resharded, engine._units = lane, False, []
-    engine._queue = CollectiveQueue(None, None, None)  # type: ignore[arg-type]
-    engine.model, engine._state = torch.nn.Linear(1, 1), type("State", (), {"source": {}})
+    engine._comm_thread, engine.model = lane, torch.nn.Linear(1, 1)
     shards = {name: staticmethod(lambda *args: order.append("read") or iter(())) for name in ("pieces", "load")}
-    engine._shards = type("Shards", (), shards)
+    engine._state = type("State", (), {"source": {}, "shards": type("Shards", (), shards)})
+    update: Any = object.__new__(ShardedUpdate)
+    update.queue, update._comm_thread = CollectiveQueue(None, None, None), lane  # type: ignore[arg-type]
+    shared = engine.model, [], update, lane, Traffic(), HostPassTimer(0, Traffic())
+    engine._parameters = KeptParameters(*shared)
     lane.submit(lambda: (may.wait(10), order.append("the lane"))[1])
     threading.Timer(0.05, may.set).start()
     match what:
@@ -286,7 +291,7 @@ def between_steps(placement: Placement, what: str) -> list[str]:
         case "load":
             engine.load(lambda *args: None)
         case "masters":
-            engine._gather_masters()
+            engine._parameters.publish_masters()
             order.append("read")
     lane.close()
     return order

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from phalanx.checkpoint.disk.load import Checkpoint, Parameters, step_folder
 from phalanx.checkpoint.disk.save import CheckpointSaver
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join, single_rank_mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.placement import Placement
 from phalanx.engine.interface import Engine
 from phalanx.engine.sharded import ShardedEngine
@@ -30,10 +30,10 @@ from phalanx.optim import gradients
 from phalanx.optim.state import Shard
 from phalanx.parallel import activations
 from phalanx.parallel.init_weights import make_random_fill, materialize
+from phalanx.parallel.model_part import fill_by_rows, make_shard_reader, to_whole_pieces
 from phalanx.parallel.offload import offload
 from phalanx.parallel.parallelize import sharding_units
 from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
-from phalanx.parallel.tensor_state import fill_by_rows, make_shard_reader, to_whole_pieces
 from tests.dist.engine_cases import ADAMW, FLOAT64
 
 SPEC = ModelSpec(

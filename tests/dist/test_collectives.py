@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from phalanx.comm.collectives import Traffic, all_gather, all_reduce, reduce_scatter
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import join
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
-from phalanx.parallel import compile_cache
+from phalanx.parallel import parallelize
 from phalanx.parallel.parallelize import compile_units, find_compile_problem
 from phalanx.storage.files import lock_file
 from tests.helpers import run_ranks
@@ -33,30 +33,30 @@ def test_a_library_that_a_killed_linker_left_is_removed(tmp_path: Path) -> None:
     library.touch()
     whole = library.with_name("another.main.so")
     whole.touch()
-    assert compile_cache.remove_stale_files(tmp_path) == ["key.main"]
+    assert parallelize.remove_stale_files(tmp_path) == ["key.main"]
     assert list(library.parent.iterdir()) == [whole]
 
 
 def test_what_somebody_is_building_stays(tmp_path: Path) -> None:
-    for folder in ("ab", compile_cache.HEADERS):
-        (tmp_path / folder / f"key.main{compile_cache.BUILDING}").mkdir(parents=True)
+    for folder in ("ab", parallelize.HEADERS):
+        (tmp_path / folder / f"key.main{parallelize.BUILDING}").mkdir(parents=True)
         (tmp_path / folder / "key.main.so").touch()
-    for locks in (tmp_path / "locks", tmp_path / compile_cache.HEADERS / "locks"):
+    for locks in (tmp_path / "locks", tmp_path / parallelize.HEADERS / "locks"):
         locks.mkdir()
     with lock_file(tmp_path / "locks" / "key.lock", 1):
-        assert compile_cache.remove_stale_files(tmp_path) == ["key.main"]
+        assert parallelize.remove_stale_files(tmp_path) == ["key.main"]
         assert (tmp_path / "ab" / "key.main.so").exists()
-        assert not (tmp_path / compile_cache.HEADERS / "key.main.so").exists()
-    assert compile_cache.remove_stale_files(tmp_path) == ["key.main"]
+        assert not (tmp_path / parallelize.HEADERS / "key.main.so").exists()
+    assert parallelize.remove_stale_files(tmp_path) == ["key.main"]
     assert not (tmp_path / "ab" / "key.main.so").exists()
 
 
 def test_a_build_whose_lock_has_another_name_is_left_alone(tmp_path: Path) -> None:
     # Such as what torch compiles once more, optimised, under the lock of the first.
-    (tmp_path / "ab" / f"key.optimized{compile_cache.BUILDING}").mkdir(parents=True)
+    (tmp_path / "ab" / f"key.optimized{parallelize.BUILDING}").mkdir(parents=True)
     (tmp_path / "locks").mkdir()
-    assert compile_cache.remove_stale_files(tmp_path) == []
-    assert (tmp_path / "ab" / f"key.optimized{compile_cache.BUILDING}").exists()
+    assert parallelize.remove_stale_files(tmp_path) == []
+    assert (tmp_path / "ab" / f"key.optimized{parallelize.BUILDING}").exists()
 
 
 def test_code_that_another_user_could_have_written_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +74,8 @@ def test_code_that_another_user_could_have_written_is_not_run(tmp_path: Path, mo
     if os.geteuid() == 0:
         os.chown(cache, 65534, 65534)
         with pytest.raises(ConfigError, match="another user's"):
-            compile_cache.check_cache_owner(cache)
+            parallelize.check_cache_owner(cache)
     cache.rmdir()
-    compile_cache.check_cache_owner(cache)
+    parallelize.check_cache_owner(cache)
     assert cache.stat().st_mode & 0o777 == 0o700
-    compile_cache.check_cache_owner(cache)
+    parallelize.check_cache_owner(cache)

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm.codec import CODECS, Codec
-from phalanx.comm.compression import CompressedCollectives
+from phalanx.comm.compression import CODECS, Codec, CompressedCollectives
 from phalanx.comm.mesh import join
-from phalanx.comm.topology import Topology
+from phalanx.comm.rendezvous import Topology
 from phalanx.comm.two_level import TwoLevelCollectives
 from phalanx.comm.uneven_collectives import HostStagedCollectives
 from phalanx.core.errors import ConfigError
@@ -90,9 +89,9 @@ def exchange(placement: Placement, hosts: str) -> list[list[int]]:
             lambda: moves.reduce_scatter(tensor.clone(), list(range(0, 64 * world + 1, 64)), tensor[:64].clone()),
             lambda: moves.all_gather(tensor, list(range(0, 64 * world + 1, 64))),
         ):
-            before = line.sent.between_bytes
+            before = line.link.sent.between_bytes
             act().wait()
-            sent.append(line.sent.between_bytes - before)
+            sent.append(line.link.sent.between_bytes - before)
     return sent
 
 
@@ -265,7 +264,7 @@ def shared_out(placement: Placement, hosts: str) -> list[list[float]]:
                 driven.step(number, batches(number, mesh.rank, 2))
             with driven.engine.full_parameters() as whole:
                 found.append(torch.cat([value.flatten() for value in whole.values()]).tolist())
-            ways = driven.engine._routes
+            ways = driven.engine._update.queue.routes
             sizes.add((ways.reduce_bytes(torch.float32), ways.gather_bytes(torch.float32)))
             driven.engine.close()
     return [*found, sorted(itertools.chain(*sizes))]

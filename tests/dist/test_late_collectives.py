@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import join
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import CollectiveError
 from phalanx.core.placement import Placement
 from tests.helpers import run_ranks
@@ -23,7 +23,7 @@ def hang(placement: Placement, sleeper: int) -> str:
         try:
             mesh.sum([1.0])
         except RuntimeError as error:
-            blamed = mesh.name_missing_ranks(error)
+            blamed = mesh.roll_call.name_missing_ranks(error)
             return f"{type(blamed).__name__}: {blamed}"
     return "no error"
 
@@ -38,7 +38,7 @@ def slow_store(placement: Placement) -> list[int] | None:
 def other_error(placement: Placement) -> bool:
     with join(placement, PATIENCE_S) as mesh:
         mistake = RuntimeError("shapes differ")
-        return mesh.name_missing_ranks(mistake) is mistake
+        return mesh.roll_call.name_missing_ranks(mistake) is mistake
 
 
 @pytest.mark.parametrize("sleeper", [0, 1])
@@ -58,7 +58,7 @@ def noticing(placement: Placement, lost: int | None) -> str:
             time.sleep(8)
             return "nothing"
         time.sleep(0.6 * placement.rank)
-        return str(mesh.name_missing_ranks(RuntimeError("gloo: the pair was closed")))
+        return str(mesh.roll_call.name_missing_ranks(RuntimeError("gloo: the pair was closed")))
 
 
 def test_who_is_slow_to_notice_is_not_named() -> None:

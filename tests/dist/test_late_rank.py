@@ -10,18 +10,17 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.backend import Options
-from phalanx.comm.codec import CODECS, Codec
 from phalanx.comm.collectives import Traffic, all_gather
+from phalanx.comm.compression import CODECS, Codec
 from phalanx.comm.mesh import Axis, Mesh, join
 from phalanx.comm.p2p import P2PChannel
-from phalanx.comm.routes import _make_replica_sum
+from phalanx.comm.uneven_collectives import _make_replica_sum
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine.fsdp2 import _as_asked
 from phalanx.engine.schedule import TransferSchedule
-from phalanx.engine.sharded import ShardedEngine
+from phalanx.engine.sharded_update import StepBarrier, StepConsensus
 from phalanx.engine.sharding_spec import ShardingSpec
-from phalanx.engine.step_state import StepConsensus
 from phalanx.layout.comm_schedule import StepTimings
 from phalanx.layout.tensor_shards import TensorShard
 from phalanx.optim import gradients
@@ -143,13 +142,12 @@ def test_all_ranks_make_the_order_of_the_slowest_ones_times() -> None:
 def ready_to_update(placement: Placement) -> float:
     """How long a rank waits, before it updates, for the other to be through with the step before."""
     with join(placement, 20) as mesh:
-        engine: Any = object.__new__(ShardedEngine)
-        engine.mesh, engine.traffic, engine._unconfirmed = mesh, Traffic(), True
-        engine._state = type("State", (), {"wait_for_commit": staticmethod(lambda: None)})
+        barrier = StepBarrier(mesh, Traffic(), lambda: None)
+        barrier.end_step()
         mesh.sum([0.0])
         begun = time.perf_counter()
         time.sleep(LATE_S * mesh.rank)
-        engine._wait_for_all_ranks()
+        barrier.wait()
         return time.perf_counter() - begun
 
 

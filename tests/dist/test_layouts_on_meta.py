@@ -12,7 +12,7 @@ from phalanx.comm.mesh import join
 from phalanx.config import load, resolve
 from phalanx.config.schema import Config
 from phalanx.core.placement import Placement
-from phalanx.engine.units import describe_parameters
+from phalanx.engine.schedule import describe_parameters
 from phalanx.layout.buckets import make_buckets
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.models.families.catalog import parameter_count

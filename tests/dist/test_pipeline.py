@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.disk.load import agree_on_newest
 from phalanx.checkpoint.disk.save import CheckpointSaver
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.placement import Placement
 from phalanx.engine.interface import Engine, Precision
 from phalanx.engine.sharded import ShardedEngine
@@ -30,14 +30,12 @@ from phalanx.models.llama import Llama
 from phalanx.optim.update import AdamW
 from phalanx.parallel import activations
 from phalanx.parallel.init_weights import make_random_fill, materialize
-from phalanx.parallel.model_part import count_tied_copies, find_tied_elsewhere, make_pipeline, plan_stages
+from phalanx.parallel.model_part import count_tied_copies, fill_by_rows, find_tied_elsewhere, make_pipeline, plan_stages
 from phalanx.parallel.parallelize import sharding_units
 from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
-from phalanx.parallel.tensor_state import fill_by_rows
 from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Batch
-from phalanx.workload.pipeline_step import evaluate_pipeline, run_pipeline
-from phalanx.workload.step import evaluate, run_micro_batches
+from phalanx.workload.step import evaluate, evaluate_pipeline, run_micro_batches, run_pipeline
 from tests.helpers import run_ranks
 
 SEED, LENGTH, SEQUENCES, BETA = 3, 12, 8, 0.9

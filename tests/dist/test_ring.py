@@ -200,7 +200,7 @@ def lose_a_peer(placement: Placement, lost: int, sleep: bool) -> list[Any]:
             except RuntimeError as error:
                 first = error
                 break
-        answers = [str(mesh.name_missing_ranks(first)) if sleep else str(first)]
+        answers = [str(mesh.roll_call.name_missing_ranks(first)) if sleep else str(first)]
         try:
             ring.all_gather(tensor, cuts).wait()
         except RuntimeError as error:

@@ -204,8 +204,8 @@ def clipped(placement: Placement, zero: int, bad: str) -> list[Any]:
             sharding = ShardingSpec(zero, weights=(3.0, 1.0), slots=slots)
             driven = Driven(mesh, model, model.units(), sharding, clip=40.0)
             done: list[str] = []
-            watch(driven.engine, "_update", done)
-            watch(driven.engine, "_redo_update", done)
+            watch(driven.engine._update, "update_unit", done)
+            watch(driven.engine._parameters, "redo", done)
             history = []
             for _ in range(6):
                 driven.walk(1, Growing(float(bad)))
@@ -217,7 +217,7 @@ def clipped(placement: Placement, zero: int, bad: str) -> list[Any]:
                 assert driven.apart() < 1e-9
             else:
                 assert driven.skipped == [0.0, 0.0, 1.0] * 2
-            found.append([done.count("_update"), done.count("_redo_update")])
+            found.append([done.count("update_unit"), done.count("redo")])
             driven.engine.close()
         same = [one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
                 for one, other in zip(*states, strict=True)]  # fmt: skip
@@ -226,15 +226,15 @@ def clipped(placement: Placement, zero: int, bad: str) -> list[Any]:
     return [found, same, moved]
 
 
-def watch(engine: Any, name: str, done: list[str]) -> None:
-    """Note each call of a method of the engine's own."""
-    method = getattr(engine, name)
+def watch(part: Any, name: str, done: list[str]) -> None:
+    """Note each call of a method of a part of an engine."""
+    method = getattr(part, name)
 
     def noting(*args: Any) -> Any:
         done.append(name)
         return method(*args)
 
-    setattr(engine, name, noting)
+    setattr(part, name, noting)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -268,9 +268,9 @@ def with_a_frozen_unit(placement: Placement) -> list[float]:
             model = Net([Mix([[4, 200]]), Mix([[130]]), Mix([[9, 300]])], own=False)
             model.blocks[2].requires_grad_(False)
             driven = Driven(mesh, model, model.units(), ShardingSpec(1, slots=2), clip=1e6)
-            assert driven.engine._parts == len(parts)
+            assert driven.engine._units[0].parts == len(parts)
             if given is not None:
-                driven.engine._schedule.orders_for = lambda step, given=given: given  # type: ignore[method-assign]
+                driven.engine._update.schedule.orders_for = lambda step, given=given: given  # type: ignore[method-assign]
             driven.walk(4)
             found.append(driven.apart())
             driven.engine.close()
@@ -289,12 +289,12 @@ def brought(placement: Placement) -> list[bool]:
     with join(placement, 20) as mesh:
         model = Net([Mix([[4, 200]]), Mix([[130]])], own=False)
         driven = Driven(mesh, model, model.units(), ShardingSpec(1, slots=2), clip=None)
-        engine = driven.engine
+        engine: Any = driven.engine
         engine._comm_thread.drain()
 
         class Noting(StreamEvent):
             def record(self) -> None:
-                number = engine._hooks.gathered.index(self)
+                number = engine._parameters.gathered.index(self)
                 held = [each for unit in engine._units[number : number + 1] for each in unit.buckets]
                 whole.append(not any(values.isnan().any() for each in held for _, values in each.members()))
                 super().record()
@@ -302,8 +302,8 @@ def brought(placement: Placement) -> list[bool]:
         for unit in engine._units:
             for held in unit.buckets:
                 held.values.fill_(torch.nan)
-        engine._hooks.gathered = [Noting(engine._comm_thread) for _ in engine._units]
-        engine._gather_masters()
+        engine._parameters.gathered = [Noting(engine._comm_thread) for _ in engine._units]
+        engine._parameters.publish_masters()
         engine.close()
     return whole
 

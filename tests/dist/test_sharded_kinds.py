@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join, single_rank_mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.placement import Placement
 from phalanx.engine import sharded
 from phalanx.engine.interface import Precision

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.comm.mesh import join
+from phalanx.comm.mesh import RankDevices, join
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine.bucket import IN_FLIGHT
-from phalanx.engine.sharded import ShardedEngine
 from phalanx.engine.sharding_spec import PREFETCH, ShardingSpec
+from phalanx.engine.zero1_2 import KeptParameters
 from tests.dist.engine_cases import WIDTH, Driven, Mix, Net, batches, mix
 from tests.helpers import run_ranks
 
@@ -41,7 +41,12 @@ def copies_on_unlike_devices(placement: Placement) -> str:
     with join(placement, 20) as mesh:
         model = five_units()
         with pytest.raises(ConfigError) as caught:
-            Driven(replace(mesh, homogeneous=False), model, model.units(), ShardingSpec(1, degree=1))
+            Driven(
+                replace(mesh, devices=RankDevices(True, homogeneous=False)),
+                model,
+                model.units(),
+                ShardingSpec(1, degree=1),
+            )
         return str(caught.value)
 
 
@@ -139,7 +144,7 @@ def buffers(placement: Placement, reduce: str) -> list[int]:
         driven = Driven(mesh, model, model.units(), ShardingSpec(2, reduce))
         driven.walk(3, lambda step, rank: batches(step, rank, 2))
         assert driven.apart() < 1e-9
-        pool: Any = driven.engine._pool
+        pool: Any = driven.engine._update.queue.pool
         return [sum(pool._taken.values()), sum(len(free) for free in pool._free.values())]
 
 
@@ -182,7 +187,7 @@ class Moved:
     def __init__(self, engine: Any) -> None:
         self.payload_bytes, self._moving = 0, False
         for name in ("reduce_scatter", "all_gather"):
-            self._watch(engine._routes.trained, name)
+            self._watch(engine._update.queue.routes.trained, name)
         count = engine.traffic.count
 
         def counting(payload_bytes: int) -> None:
@@ -401,7 +406,7 @@ def lost(placement: Placement, mistake: str, zero: int) -> list[Any]:
         except Out as error:
             ended = str(error)
         except RuntimeError as error:
-            ended = str(mesh.name_missing_ranks(error))
+            ended = str(mesh.roll_call.name_missing_ranks(error))
         driven.engine.close()
     return [ended, [each.name for each in threading.enumerate() if not each.daemon]]
 
@@ -447,14 +452,14 @@ def lagging(placement: Placement, zero: int) -> float:
         model = Skipping([Mix([[4, 9]]), Mix([[4, 9]]), Mix([[3, 5]])])
         driven = Driven(mesh, model, model.units(), ShardingSpec(zero))
         engine: Any = driven.engine
-        update = engine._update
+        update = engine._update.update_unit
 
-        def late(now: Any, unit: Any, change: Any) -> None:
+        def late(now: Any, unit: Any) -> None:
             if unit.name == "blocks.2":
                 time.sleep(0.05)
-            update(now, unit, change)
+            update(now, unit)
 
-        engine._update = late
+        engine._update.update_unit = late
         driven.walk(4, with_last)
         return driven.apart()
 
@@ -485,7 +490,7 @@ def given_back(placement: Placement, zero: int) -> list[bool]:
         driven = Driven(mesh, model, model.units(), ShardingSpec(zero))
         driven.walk(2)
         driven.engine.close()
-        held = driven.engine._trained_buckets[0]
+        held = driven.engine._update.trained[0]
         things = [weakref.ref(each) for each in (driven.engine, model, held, held.values, model.blocks[0].weights[0])]
         del driven, model, held
         gc.collect()
@@ -504,7 +509,7 @@ def through(placement: Placement, sharding: dict[str, Any]) -> list[list[float]]
         model = five_units()
         driven = Driven(mesh, model, model.units(), ShardingSpec(**sharding))
         engine: Any = driven.engine
-        advance, update = engine._state.advance, engine._update
+        advance, update = engine._state.advance, engine._update.update_unit
         ends: list[float] = []
         begins: dict[int, float] = {}
 
@@ -513,11 +518,11 @@ def through(placement: Placement, sharding: dict[str, Any]) -> list[list[float]]
             advance(*arguments)
             ends.append(time.monotonic())
 
-        def noting(now: Any, *arguments: Any) -> None:
+        def noting(now: Any, *arguments: Any, **more: Any) -> None:
             begins.setdefault(now.number, time.monotonic())
-            update(now, *arguments)
+            update(now, *arguments, **more)
 
-        engine._state.advance, engine._update = late, noting
+        engine._state.advance, engine._update.update_unit = late, noting
         driven.walk(5)
         assert driven.apart() < 1e-9
         engine.close()
@@ -536,14 +541,14 @@ def test_no_rank_updates_before_all_are_through_with_the_step_before(sharding: d
 def done_again(placement: Placement) -> list[float]:
     """A run whose norm comes to the limit all of a sudden, so that what was gathered early is done again, slowly."""
 
-    def slowly(engine: ShardedEngine, now: Any) -> None:
-        engine._queue.flush()
+    def slowly(parameters: KeptParameters, now: Any) -> None:
+        parameters._update.queue.flush()
         time.sleep(0.05)  # for who believes that the parameters are there
-        known(engine, now)
+        known(parameters, now)
         again.append(now.number)
 
-    known, again = ShardedEngine._redo_update, []
-    ShardedEngine._redo_update = slowly  # type: ignore[method-assign]
+    known, again = KeptParameters.redo, []
+    KeptParameters.redo = slowly  # type: ignore[method-assign]
     try:
         with join(placement, 20) as mesh:
             found = []
@@ -558,7 +563,7 @@ def done_again(placement: Placement) -> list[float]:
                 assert again, f"nothing was done again with {units} units, so nothing was tested"
             return found
     finally:
-        ShardedEngine._redo_update = known  # type: ignore[method-assign]
+        KeptParameters.redo = known  # type: ignore[method-assign]
 
 
 def test_nobody_computes_with_what_is_about_to_be_done_again() -> None:

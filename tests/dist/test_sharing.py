@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import join
-from phalanx.core.events import EventKind
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.json_lines import append_line
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import DeviceStepOutcome
 from phalanx.layout.balance import Division, Speed, parse_division

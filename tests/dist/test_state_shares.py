@@ -15,8 +15,8 @@ from phalanx.autotune.state_shares import (
 )
 from phalanx.comm.mesh import join
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.bucket import RankBucket
 from phalanx.engine.sharded import ShardedEngine
@@ -226,16 +226,16 @@ def copies(placement: Placement, run: str, data: str) -> bool:
     with runs.loop_of(placement, described) as loop:
         loop.restore()
         engine: Any = loop.components.engine
-        gather = engine._queue.gather
+        gather = engine._update.queue.gather
 
         def slowly(*arguments: Any) -> None:
             time.sleep(0.05)
             gather(*arguments)
 
-        engine._queue.gather = slowly
+        engine._update.queue.gather = slowly
         loop.train_step(1)
         assert list(engine.pieces()) == [] or placement.rank == 0
-        return all(mark.is_recorded for mark in engine._hooks.gathered)
+        return all(mark.is_recorded for mark in engine._parameters.gathered)
 
 
 def test_every_copy_is_complete_when_its_pieces_are_asked_for(tokens: Path, tmp_path: Path) -> None:

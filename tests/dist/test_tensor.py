@@ -13,8 +13,8 @@ from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama
 from phalanx.parallel import parallelize
 from phalanx.parallel.init_weights import make_hf_fill, materialize
+from phalanx.parallel.model_part import fill_by_runs
 from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
-from phalanx.parallel.tensor_state import fill_by_runs
 from tests.dist.tensor_cases import (
     GLOBAL_BATCH,
     SEQ_LEN,

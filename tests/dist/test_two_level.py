@@ -11,10 +11,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.comm.chunk_link import PeerError, even_cuts
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import _choose_backend, join
-from phalanx.comm.topology import Topology
-from phalanx.comm.two_level import PeerError, TwoLevelCollectives, even_cuts
+from phalanx.comm.rendezvous import Topology
+from phalanx.comm.two_level import TwoLevelCollectives
 from phalanx.comm.uneven_collectives import make_uneven_collectives
 from phalanx.core.placement import Placement
 from tests.helpers import process_group, run_ranks
@@ -124,7 +125,7 @@ def counted(placement: Placement, hosts: str) -> list[list[int]]:
             into = tensor[cuts[placement.rank] : cuts[placement.rank + 1]].clone()
             arguments = {"all_gather": (cuts,), "reduce_scatter": (cuts, into), "all_reduce": ()}[name]
             getattr(line, name)(tensor, *arguments).wait()
-            sent.append([line.sent.within_bytes, line.sent.between_bytes])
+            sent.append([line.link.sent.within_bytes, line.link.sent.between_bytes])
     return sent
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
 from phalanx.checkpoint.disk.save import CheckpointSaver
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh, join
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.config import load, resolve
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement

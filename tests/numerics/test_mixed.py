@@ -38,14 +38,15 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
     fsdp2.collectives.reduce_scatter = noting(collectives.reduce_scatter)
     described = runs.job(run, data, MIXED | changes, placement.world)
     with runs.loop_of(placement, described) as loop:
+        restored = loop.restore()
         if isinstance(loop.components.engine, ShardedEngine):
-            moves = loop.components.engine._routes.trained
+            moves = loop.components.engine._update.queue.routes.trained
             gather, reduce_scatter = moves.all_gather, moves.reduce_scatter
             noted = noting(lambda output, shard, cuts: gather(output, cuts))
             moves.all_gather = lambda tensor, cuts: noted(tensor, tensor, cuts)  # type: ignore[method-assign]
             summed = noting(lambda tensor, into, cuts: reduce_scatter(tensor, cuts, into))
             moves.reduce_scatter = lambda tensor, cuts, into: summed(tensor, into, cuts)  # type: ignore[method-assign]
-        assert train_rank.run_steps(loop, loop.restore()) == 0
+        assert train_rank.run_steps(loop, restored) == 0
         saved = runs.state(Path(run))
         with loop.components.engine.full_parameters() as whole:
             for name, tensor in whole.items():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.codec import BLOCK, CODECS, NO_COMPRESSION, Codec, Int8Codec, wire_bytes_per_element
+from phalanx.comm.compression import BLOCK, CODECS, NO_COMPRESSION, Codec, Int8Codec, wire_bytes_per_element
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16]
 

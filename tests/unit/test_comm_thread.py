@@ -9,7 +9,7 @@ import torch
 from phalanx.comm import comm_thread as lane_module
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.comm_thread import CommThread, StreamEvent
-from phalanx.engine.collective_queue import CollectiveQueue
+from phalanx.engine.schedule import CollectiveQueue
 from tests.helpers import wait_until
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from phalanx.models.families.catalog import PRESETS, parameter_count
 from phalanx.models.hf_config import config_from_spec
 from phalanx.models.llama import Llama
 from phalanx.parallel.parallelize import change_blocks
-from phalanx.parallel.pipeline_schedules import build_actions
+from phalanx.parallel.pipeline import build_actions
 from phalanx.recovery.catalog import NEWEST
 from phalanx.report import event_text, run_size
 from phalanx.tasks.language import CausalLMTask

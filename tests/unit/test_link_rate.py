@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from phalanx.comm.topology import Topology
+from phalanx.comm.rendezvous import Topology
 from phalanx.engine.schedule import network_rate
 from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.layout.link_rate import LinkRate, adopt_estimate, is_outdated, observe_rate, step_rate

@@ -24,7 +24,7 @@ from phalanx.layout.pipeline_stages import (
     step_s,
 )
 from phalanx.models.families.catalog import PRESETS
-from phalanx.parallel import pipeline_schedules
+from phalanx.parallel import pipeline
 from phalanx.parallel.model_part import head_worth
 
 SCHEDULES = list(STAGES_PER_RANK)
@@ -120,7 +120,7 @@ def test_each_micro_batch_passes_through_every_stage_once_and_nobody_waits_for_e
     schedule: str, ranks: int, count: int
 ) -> None:
     plan = evenly(schedule, ranks)
-    orders = pipeline_schedules.build_actions(schedule, plan, count)
+    orders = pipeline.build_actions(schedule, plan, count)
     for rank, mine in enumerate(orders):
         assert {action.stage for action in mine} == set(plan.stages_of(rank))
     done = Counter(action for mine in orders for action in mine)
@@ -133,7 +133,7 @@ def test_each_micro_batch_passes_through_every_stage_once_and_nobody_waits_for_e
 @given(schedule=st.sampled_from(["gpipe", "1f1b"]), ranks=st.integers(2, 5), rounds=st.integers(1, 3))
 def test_a_schedule_waits_as_long_as_its_formula_says(schedule: str, ranks: int, rounds: int) -> None:
     plan, count = evenly(schedule, ranks), ranks * rounds
-    spans = simulate_schedule(pipeline_schedules.build_actions(schedule, plan, count), plan, usual)
+    spans = simulate_schedule(pipeline.build_actions(schedule, plan, count), plan, usual)
     assert bubble_fraction(spans) == pytest.approx(ideal_bubble_fraction(ranks, count))
 
 
@@ -143,9 +143,7 @@ def test_interleaved_stages_wait_for_half_as_long_and_half_passes_hardly(ranks: 
     for schedule in SCHEDULES:
         plan = evenly(schedule, ranks)
         half = (lambda a: usual(a) / 2) if STAGES_PER_RANK[schedule] == 2 else usual  # half as many layers in a stage
-        found[schedule] = bubble_fraction(
-            simulate_schedule(pipeline_schedules.build_actions(schedule, plan, count), plan, half)
-        )
+        found[schedule] = bubble_fraction(simulate_schedule(pipeline.build_actions(schedule, plan, count), plan, half))
     assert found["interleaved"] == pytest.approx(ideal_bubble_fraction(ranks, count, 2))
     assert found["zero_bubble"] < found["interleaved"] < found["1f1b"]
 
@@ -159,10 +157,10 @@ def test_a_simulation_says_when_ranks_wait_for_each_other() -> None:
 
 def test_results_take_time_from_rank_to_rank_but_not_within_one() -> None:
     plan = evenly("1f1b", 2)
-    orders = pipeline_schedules.build_actions("1f1b", plan, 1)
+    orders = pipeline.build_actions("1f1b", plan, 1)
     assert step_s(simulate_schedule(orders, plan, usual, hop_s=0.25)) == 6.5
     folded = evenly("zero_bubble", 2)  # F of 4 stages, I of 4 stages, of which the last shares its rank with the first
-    spans = simulate_schedule(pipeline_schedules.build_actions("zero_bubble", folded, 1), folded, usual, hop_s=0.25)
+    spans = simulate_schedule(pipeline.build_actions("zero_bubble", folded, 1), folded, usual, hop_s=0.25)
     ends = {span.action: span.stop for mine in spans for span in mine}
     assert ends[Action("F", 3, 0)] == 4.5
 
@@ -175,7 +173,7 @@ def test_sends_meet_receives_and_none_is_waited_for_in_a_circle(
     schedule: str, ranks: int, count: int, ahead: int
 ) -> None:
     plan = evenly(schedule, ranks)
-    orders = pipeline_schedules.build_actions(schedule, plan, count)
+    orders = pipeline.build_actions(schedule, plan, count)
     found = plan_moves(orders, plan, ahead)
     for rank, mine in enumerate(found):
         assert [move.action for move in mine if move.kind == "do"] == list(orders[rank])

@@ -10,8 +10,8 @@ import torch
 
 from phalanx.checkpoint.disk.snapshot import DTYPE_NAMES
 from phalanx.checkpoint.memory.previous_state import read_tensor
-from phalanx.comm.json_objects import JsonGroup
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import DamagedState
 from phalanx.core.placement import InMemoryCheckpoint, StateFileLocation
 from phalanx.optim.quantized import QuantizedShard
