@@ -27,9 +27,9 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
+from phalanx.layout.balance import split_evenly
 from phalanx.planner import measured_cluster, plan_file, tables
 from phalanx.planner.advice import PlanQuery
-from phalanx.planner.cost import split_evenly
 from phalanx.planner.recipe_keys import free_layout
 from phalanx.planner.search import Plan
 

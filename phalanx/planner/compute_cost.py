@@ -4,6 +4,7 @@ A pass takes what the device needs or what the host needs to call it, whichever 
 runs dry where they are shorter than their calls. Pure floats.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.planner.device_catalog import CostConstants, DeviceKind
@@ -193,3 +194,68 @@ def head_pass(
         return PassTime(forward + CALLS_OF_EDGE[0] * kind.call_s, backward + CALLS_OF_EDGE[1] * kind.call_s, 0.0, 0.0)
     calls = constants.launch_s
     return PassTime(forward, backward, CALLS_OF_EDGE[0] * calls, CALLS_OF_EDGE[1] * calls)
+
+
+@dataclass(frozen=True)
+class CopyGroup:
+    """Neighbouring copies whose devices are alike stage by stage, and that have as many sequences each."""
+
+    first: int  # copy
+    copies: int
+    kinds: tuple[DeviceKind, ...]  # by stage; of a tensor group of several kinds the slowest
+    share: int  # sequences of a step, of each of these copies
+    parts: int  # micro-batches that it is cut into
+    owns: float  # of what is sharded, each of them
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds of one micro-batch in one block: its passes, what of both is waiting for other tensor ranks, and their
+    exchanges of one pass by themselves, of the device and of the host; and the passes of the embedding, and of the head
+    and its loss."""
+
+    forward_s: float
+    backward_s: float
+    waits_s: float
+    exchange_s: float
+    calls_s: float
+    embedding: PassTime
+    head: PassTime
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of one micro-batch on one stage of one copy."""
+
+    forward_s: float
+    backward_s: float
+    waits_s: float  # of both: for tensor-parallel exchanges and the neighbouring stages
+    offload_s: float  # of both: for the host's memory
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+def filling_s(choice: LayoutChoice, stages: Sequence[StageCost], micro_batches: int) -> float:
+    """Seconds of a step in which the slowest stage has nothing to do, since the first micro-batch is on its way to it,
+    or the last one behind it.
+
+    All other stages once, of interleaved chunks a part of that (Narayanan et al. 2021, 2.2) where there are as many
+    micro-batches as stages; of fewer, the first goes through all, and the others alone follow by chunks. With a
+    backward pass in two halves that take as long as each other, half of the other stages' forward passes, where there
+    are twice as many micro-batches as stages: what a chunk's weights take fills the rest (ZB-V, Qi et al. 2024); with
+    fewer, more. Tests hold all against the orders that run.
+    """
+    slowest = max(stages, key=lambda stage: stage.total_s)
+    if choice.order != "zero_bubble":
+        longest, whole = slowest.total_s, sum(stage.total_s for stage in stages)
+        few = whole + (micro_batches - 1) * longest / choice.virtual
+        return max((whole - longest) / choice.virtual, few - micro_batches * longest)
+    before_s = sum(stage.forward_s for stage in stages) - slowest.forward_s
+    return max(before_s / 2, before_s + (len(stages) - micro_batches) * slowest.backward_s / 2)
+
+
+def peak_dtype(work: StepWork, kind: DeviceKind) -> str:
+    """The type whose peak counts: what is multiplied in, of a device that has it."""
+    return work.precision if work.precision in kind.flop_per_s else "bf16" if "bf16" in kind.flop_per_s else "fp16"

@@ -5,34 +5,25 @@ for the stages before it, gradients and parameters travel as the engine has it, 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 from phalanx.core.errors import ConfigError
+from phalanx.layout import balance
 from phalanx.planner import compute_cost, link_cost
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.compute_cost import PassTime
+from phalanx.planner.compute_cost import CopyGroup, LayerCost, StageCost, filling_s, peak_dtype
 from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
-from phalanx.planner.link_cost import CommTime, RingPlacement
+from phalanx.planner.link_cost import CommTime, ReplicationCost, RingPlacement
 from phalanx.planner.memory import DeviceMemory, estimate_device_memory, needs_replicas, parameters_of
 from phalanx.planner.work import StepWork
 
 RecoverySource = Literal["checkpoints", "memory", "copies"]  # what outlives a failure: of steps, beside checkpoints
 RING_BYTES = 1e9  # of a tensor by which rings are compared
 TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "commit", "offload", "other")
-
-
-@dataclass(frozen=True)
-class ReplicationCost:
-    """What a node sends to another one that keeps a copy of its state: bytes of each `every`th step, and the seconds
-    by which a step is longer for it on average, which are part of `communication`."""
-
-    every: int
-    node_bytes: float
-    waits_s: float
 
 
 @dataclass(frozen=True)
@@ -53,47 +44,6 @@ class StepEstimate:
     def fits(self) -> bool:
         """Whether every device has room for what it holds."""
         return all(each.free_bytes >= 0 for each in self.memory)
-
-
-@dataclass(frozen=True)
-class CopyGroup:
-    """Neighbouring copies whose devices are alike stage by stage, and that have as many sequences each."""
-
-    first: int  # copy
-    copies: int
-    kinds: tuple[DeviceKind, ...]  # by stage; of a tensor group of several kinds the slowest
-    share: int  # sequences of a step, of each of these copies
-    parts: int  # micro-batches that it is cut into
-    owns: float  # of what is sharded, each of them
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """Seconds of one micro-batch in one block: its passes, what of both is waiting for other tensor ranks, and their
-    exchanges of one pass by themselves, of the device and of the host; and the passes of the embedding, and of the head
-    and its loss."""
-
-    forward_s: float
-    backward_s: float
-    waits_s: float
-    exchange_s: float
-    calls_s: float
-    embedding: PassTime
-    head: PassTime
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Seconds of one micro-batch on one stage of one copy."""
-
-    forward_s: float
-    backward_s: float
-    waits_s: float  # of both: for tensor-parallel exchanges and the neighbouring stages
-    offload_s: float  # of both: for the host's memory
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.backward_s
 
 
 class CostModel:
@@ -186,7 +136,7 @@ class CostModel:
             )
         layers = choice.layers_of(work.layers)
         stages = choice.stages or layers
-        shares = choice.shares or split_evenly(work.global_batch, copies)
+        shares = choice.shares or tuple(balance.split_evenly(work.global_batch, copies))
         chunks = choice.pipeline * choice.virtual if choice.stages else choice.pipeline
         if len(stages) != chunks or sum(stages) != work.layers or min(stages) < 1:
             raise ConfigError(
@@ -442,39 +392,9 @@ class CostModel:
         return tuple(sorted(found, key=lambda each: each.free_bytes))
 
 
-def filling_s(choice: LayoutChoice, stages: Sequence[StageCost], micro_batches: int) -> float:
-    """Seconds of a step in which the slowest stage has nothing to do, since the first micro-batch is on its way to it,
-    or the last one behind it.
-
-    All other stages once, of interleaved chunks a part of that (Narayanan et al. 2021, 2.2) where there are as many
-    micro-batches as stages; of fewer, the first goes through all, and the others alone follow by chunks. With a
-    backward pass in two halves that take as long as each other, half of the other stages' forward passes, where there
-    are twice as many micro-batches as stages: what a chunk's weights take fills the rest (ZB-V, Qi et al. 2024); with
-    fewer, more. Tests hold all against the orders that run.
-    """
-    slowest = max(stages, key=lambda stage: stage.total_s)
-    if choice.order != "zero_bubble":
-        longest, whole = slowest.total_s, sum(stage.total_s for stage in stages)
-        few = whole + (micro_batches - 1) * longest / choice.virtual
-        return max((whole - longest) / choice.virtual, few - micro_batches * longest)
-    before_s = sum(stage.forward_s for stage in stages) - slowest.forward_s
-    return max(before_s / 2, before_s + (len(stages) - micro_batches) * slowest.backward_s / 2)
-
-
 def estimate_step(
     work: StepWork, cluster: ClusterSpec, choice: LayoutChoice, constants: CostConstants = DEFAULT_CONSTANTS
 ) -> StepEstimate:
     """What a step of `work` costs on `cluster`, laid out as `choice`. Raises ConfigError for numbers that do not come
     out even; who asks for many layouts keeps a `CostModel`."""
     return CostModel(work, cluster, constants).estimate(choice)
-
-
-def split_evenly(total: int, parts: int) -> tuple[int, ...]:
-    """`total` in parts that differ by one at most, the larger ones first; as `balance.split_evenly`, but a tuple."""
-    each, rest = divmod(total, parts)
-    return (each + 1,) * rest + (each,) * (parts - rest)
-
-
-def peak_dtype(work: StepWork, kind: DeviceKind) -> str:
-    """The type whose peak counts: what is multiplied in, of a device that has it."""
-    return work.precision if work.precision in kind.flop_per_s else "bf16" if "bf16" in kind.flop_per_s else "fp16"

@@ -10,7 +10,8 @@ from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.planner import checkpoint_interval
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.cost import CostModel, RecoverySource, StepEstimate, peak_dtype
+from phalanx.planner.compute_cost import peak_dtype
+from phalanx.planner.cost import CostModel, RecoverySource, StepEstimate
 from phalanx.planner.failures import HARDWARE_SHARE
 from phalanx.planner.search import Plan, SearchResult
 from phalanx.planner.simulate import Scenario, simulate

@@ -14,6 +14,16 @@ MEMORY_PASSES = 7.0
 
 
 @dataclass(frozen=True)
+class ReplicationCost:
+    """What a node sends to another one that keeps a copy of its state: bytes of each `every`th step, and the seconds
+    by which a step is longer for it on average, which are part of `communication`."""
+
+    every: int
+    node_bytes: float
+    waits_s: float
+
+
+@dataclass(frozen=True)
 class RingPlacement:
     """`ranks` of a collective on `nodes` nodes, and how many such collectives leave each node at the same time."""
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config.schema import Config
+from phalanx.layout import balance
 from phalanx.layout import pipeline_stages as pipelines
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.planner import cost
 from phalanx.planner.advice import TERM_NAMES
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.cost import CostModel, StepEstimate
@@ -72,7 +72,7 @@ def choice_of(config: Config, cluster: ClusterSpec) -> LayoutChoice:
     if isinstance(work, list):
         shares = tuple(work)
     elif work == "even":
-        shares = cost.split_evenly(batch, copies)
+        shares = tuple(balance.split_evenly(batch, copies))
     full: dict[str, Any] = {"recompute": "full", "offload": True}
     kept = full if memory == "offload" else {"recompute": "none" if memory == "auto" else memory}
     cuts = (

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from phalanx.planner import compute_cost, cost, memory
+from phalanx.layout import balance
+from phalanx.planner import compute_cost, memory
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.cost import CostModel, StepEstimate
 from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, CostConstants, DeviceKind
@@ -368,10 +369,8 @@ class _Search:
         """Try all ways of sharding; whether any of them fits, or might where it was passed over as too slow."""
         pins = self.space.pins
         if "shares" in pins:
-            wanted = pins["shares"]
-            choice = replace(
-                choice, shares=cost.split_evenly(self.work.global_batch, copies) if wanted == "even" else wanted
-            )
+            even = tuple(balance.split_evenly(self.work.global_batch, copies))
+            choice = replace(choice, shares=even if pins["shares"] == "even" else pins["shares"])
             if len(choice.shares) != copies:
                 return False
         elif not self.unlike.uniform:
@@ -448,7 +447,7 @@ class _Search:
         cuts = [choice.stages]
         if choice.stages and self.unlike.uniform and "stages" not in pins and not self.space.use_all_devices:
             # By products the head counts as so many layers, which small layers are slower than.
-            cuts.append(cost.split_evenly(self.work.layers, choice.pipeline))
+            cuts.append(tuple(balance.split_evenly(self.work.layers, choice.pipeline)))
         for degree, count, stages in itertools.product(degrees, slots, cuts):
             state = choice.state if degree in (0, choice.shard_degree) else ()
             other = replace(choice, shard_degree=degree, slots=count, state=state, stages=stages)

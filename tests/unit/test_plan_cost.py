@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ConfigError
 from phalanx.engine import sharding_spec
 from phalanx.layout import comm_schedule, pipeline_stages
+from phalanx.layout.balance import split_evenly
 from phalanx.layout.model_shape import LoraSpec
 from phalanx.layout.pipeline_stages import STAGES_PER_RANK, divide_layers, simulate_schedule, step_s
 from phalanx.models.families.catalog import PRESETS, flops_per_token, parameter_count
 from phalanx.parallel.pipeline import build_actions
 from phalanx.planner import compute_cost, link_cost, parse_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.cost import TERMS, CostModel, StageCost, StepEstimate, estimate_step, filling_s, split_evenly
+from phalanx.planner.compute_cost import StageCost, filling_s
+from phalanx.planner.cost import TERMS, CostModel, StepEstimate, estimate_step
 from phalanx.planner.device_catalog import DEVICE_KINDS, GIB, CostConstants, DeviceKind, find_kind, unknown_kind_message
 from phalanx.planner.layout_choice import EngineName, LayoutChoice, PipelineSchedule
 from phalanx.planner.link_cost import RingPlacement
