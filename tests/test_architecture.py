@@ -481,6 +481,17 @@ def test_only_the_families_of_models_know_architectures_by_name(module: str) -> 
             assert not classes & asked, f"{where} asks for {classes & asked}"
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_tables_of_optimizers_know_them_by_name(module: str) -> None:
+    """A new one is a record of `OPTIMIZERS`, a class, and its line in `optim/make_rule.py`."""
+    from phalanx.config.optimizers import OPTIMIZERS
+
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Compare) and module != "phalanx.optim.torch_optimizers":  # how torch's classes differ
+            named = _constants(node) & OPTIMIZERS.keys()
+            assert not named, f"{module}:{node.lineno} compares {named}: ask the record in OPTIMIZERS"
+
+
 def test_a_recipe_is_changed_by_keys_that_are_checked() -> None:
     """pydantic's model_copy accepts a key that no section has, silently: `update_config` does not."""
     assert [

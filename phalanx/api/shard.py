@@ -30,10 +30,9 @@ from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.layout.mesh_axes import ALONE, MeshAxes
 from phalanx.layout.tensor_shards import TensorShard, count_copies, whole_shapes
 from phalanx.models.model import Model
-from phalanx.optim.adamw8bit import AdamW8bit
+from phalanx.optim.make_rule import make_named_rule
 from phalanx.optim.state import Shard
-from phalanx.optim.torch_optimizers import make_torch_rule
-from phalanx.optim.update import AdamW, UpdateRule
+from phalanx.optim.update import UpdateRule
 from phalanx.parallel.hf_transform import find_tensor_axis, find_tensor_shards
 from phalanx.parallel.model_part import fill_by_rows
 from phalanx.system import accelerator
@@ -158,12 +157,9 @@ def _rule(
             "of the others below 0"
         )
     settings = {"rule": name, "betas": list(betas), "eps": eps, "weight_decay": decay, "options": dict(options)}
-    if name in ("adamw", "adamw8bit"):
-        adamw = AdamW(betas[0], betas[1], eps, decay)
-        return adamw if name == "adamw" else AdamW8bit(adamw), settings
     try:
         first = lr(1) if callable(lr) else lr
-        return make_torch_rule(name, lr=first, betas=betas, eps=eps, weight_decay=decay, options=options), settings
+        return make_named_rule(name, lr=first, betas=betas, eps=eps, weight_decay=decay, options=options), settings
     except ConfigError as error:
         raise ConfigError(_as_argument(str(error))) from None
 

@@ -17,6 +17,7 @@ from phalanx.autotune.probe_model import open_probe_model
 from phalanx.autotune.run_size import STATE_MEMORY_SHARE, single_engine_bytes
 from phalanx.comm.mesh import join
 from phalanx.config.load import update_config
+from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, is_out_of_memory
 from phalanx.core.placement import Placement
@@ -252,7 +253,7 @@ def in_memory_checkpoint_bytes(
     parts = [rank % degree for rank in range(ranks)]
     nodes = [rank * config.parallel.tensor // local_world for rank in range(ranks)]
     several = world > local_world and not all(find_redundant(parts, nodes))
-    replays = config.optim.name == "adamw" and config.parallel.engine == "sharded"
+    replays = OPTIMIZERS[config.optim.name].replays and config.parallel.engine == "sharded"
     options = list_copy_options(
         config.resilience.in_memory_checkpoints, config.resilience.replicate_every, several, replays
     )

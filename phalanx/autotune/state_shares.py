@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup
+from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
@@ -57,7 +58,7 @@ def find_in_memory_options(config: "Config", placement: Placement, mesh: Mesh) -
         config.resilience.in_memory_checkpoints,
         config.resilience.replicate_every,
         several,
-        config.optim.name == "adamw",
+        OPTIMIZERS[config.optim.name].replays,
     )
     left = 0
     for path in Path(placement.shared).rglob("*"):

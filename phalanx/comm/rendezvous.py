@@ -1,5 +1,5 @@
-"""How ranks meet: the store that they all reach, who has arrived, and who is missing once a collective has failed;
-which of them share a node; and the small JSON objects that they send each other."""
+"""How ranks meet: the store that they all reach, who has arrived, who is missing once a collective has failed, which of
+them share a node, and the small JSON objects that they send each other."""
 
 import datetime
 import json

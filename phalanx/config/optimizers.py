@@ -1,42 +1,63 @@
-"""The update rules by name, and which keys and options each takes: plain data, to check a recipe without torch.
+"""The update rules by name: which keys and options each takes, and what it keeps. Plain data, without torch.
 
-Only element-wise rules are here: a rank may hold any part of any parameter, and updates it by itself.
+A new rule is a record here, a class of `optim/update.UpdateRule`, and its line in `optim/make_rule.py`.
 """
 
 import difflib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 BETAS = ("beta1", "beta2", "eps")
 
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """One rule: its class in torch.optim (None: our own), the keys of `optim` that it reads, its further options."""
+    """One rule: its class in torch.optim (None: our own), the keys of `optim` that it reads, its further options.
+
+    Of each element of a parameter it keeps `numbers` in the type of the master weights, one more for each option of
+    STATE_OPTIONS, and `coded_bytes`. `granularity`: what of a parameter a rank must hold whole to update it alone.
+    `replays`: a replica on another node can repeat the update from the gradient, bit for bit.
+    """
 
     torch_class: str | None
     keys: tuple[str, ...] = ("weight_decay",)
     options: Mapping[str, type] = field(default_factory=dict)  # float: any number; bool: true or false
+    numbers: float = 2.0
+    coded_bytes: float = 0.0
+    granularity: Literal["element", "row"] = "element"
+    replays: bool = False
+    weight_decay: float = 0.0  # what `auto` means
+    smaller: str | None = None  # nearly the same rule with less state
+
+    def state_bytes(self, options: Mapping[str, bool | int | float], number_bytes: int) -> float:
+        """Bytes that it keeps of an element beside the parameter, whose numbers take `number_bytes` each."""
+        more = sum(bool(options.get(name)) for name in STATE_OPTIONS)
+        return (self.numbers + more) * number_bytes + self.coded_bytes
 
 
+STATE_OPTIONS = ("amsgrad", "momentum", "centered")
+ADAM = (*BETAS, "weight_decay")
 OPTIMIZERS: dict[str, OptimizerInfo] = {
-    "adamw": OptimizerInfo(None, (*BETAS, "weight_decay")),
-    "adamw8bit": OptimizerInfo(None, (*BETAS, "weight_decay")),
-    "adam": OptimizerInfo("Adam", (*BETAS, "weight_decay"), {"amsgrad": bool, "decoupled_weight_decay": bool}),
-    "sgd": OptimizerInfo("SGD", options={"momentum": float, "dampening": float, "nesterov": bool}),
+    "adamw": OptimizerInfo(None, ADAM, replays=True, weight_decay=0.1, smaller="adamw8bit"),
+    # Two codes of a byte, and two scales for 256 of them.
+    "adamw8bit": OptimizerInfo(None, ADAM, numbers=2 / 256, coded_bytes=2.0, granularity="row", weight_decay=0.1),
+    "adam": OptimizerInfo("Adam", ADAM, {"amsgrad": bool, "decoupled_weight_decay": bool}),
+    "sgd": OptimizerInfo("SGD", options={"momentum": float, "dampening": float, "nesterov": bool}, numbers=0.0),
     "adadelta": OptimizerInfo("Adadelta", options={"rho": float, "eps": float}),
-    "adagrad": OptimizerInfo("Adagrad", options={"lr_decay": float, "initial_accumulator_value": float, "eps": float}),
-    "adamax": OptimizerInfo("Adamax", (*BETAS, "weight_decay")),
-    "nadam": OptimizerInfo(
-        "NAdam", (*BETAS, "weight_decay"), {"momentum_decay": float, "decoupled_weight_decay": bool}
+    "adagrad": OptimizerInfo(
+        "Adagrad", options={"lr_decay": float, "initial_accumulator_value": float, "eps": float}, numbers=1.0
     ),
-    "radam": OptimizerInfo("RAdam", (*BETAS, "weight_decay"), {"decoupled_weight_decay": bool}),
-    "rmsprop": OptimizerInfo("RMSprop", options={"alpha": float, "eps": float, "momentum": float, "centered": bool}),
+    "adamax": OptimizerInfo("Adamax", ADAM),
+    "nadam": OptimizerInfo("NAdam", ADAM, {"momentum_decay": float, "decoupled_weight_decay": bool}),
+    "radam": OptimizerInfo("RAdam", ADAM, {"decoupled_weight_decay": bool}),
+    "rmsprop": OptimizerInfo(
+        "RMSprop", options={"alpha": float, "eps": float, "momentum": float, "centered": bool}, numbers=1.0
+    ),
     "rprop": OptimizerInfo("Rprop", keys=()),
-    "asgd": OptimizerInfo("ASGD", options={"lambd": float, "alpha": float, "t0": float}),
-}  # fmt: skip
+    "asgd": OptimizerInfo("ASGD", options={"lambd": float, "alpha": float, "t0": float}, numbers=1.0),
+}
 UNSUPPORTED = {
     "lbfgs": "it computes the loss several times in one step",
     "adafactor": "it keeps sums of whole rows and columns, of which a rank may hold a part",
@@ -50,7 +71,7 @@ READ_BY_SCHEDULE = {"power": "polynomial", "decay_share": "wsd", "decay_shape": 
 
 def default_weight_decay(rule: str) -> float:
     """What `optim.weight_decay: auto` means."""
-    return 0.1 if rule in ("adamw", "adamw8bit") else 0.0
+    return OPTIMIZERS[rule].weight_decay if rule in OPTIMIZERS else 0.0
 
 
 def default_decay_steps(optim: Mapping[str, Any], steps: int) -> int:

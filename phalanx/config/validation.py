@@ -226,10 +226,11 @@ def _model_parallel_problems(config: Config) -> list[str]:
         found.append(f"{what} {cuts} models of the Llama family only, not that of {kind}; remove {it}")
     if config.model.lora is not None and parallel.tensor == 1:
         found.append(f"{what} cannot be combined with model.lora; remove one of them")
-    if parallel.tensor > 1 and config.optim.name == "adamw8bit":
+    rule = optimizers.OPTIMIZERS.get(config.optim.name)
+    if parallel.tensor > 1 and rule is not None and rule.granularity == "row":
         found.append(
-            "optim.name adamw8bit rounds the moments of whole rows of a matrix together, which parallel.tensor cuts; "
-            "set optim.name=adamw"
+            f"optim.name {config.optim.name} rounds the moments of whole rows of a matrix together, which "
+            "parallel.tensor cuts; set optim.name=adamw"
         )
     if parallel.pipeline > 1 and config.resilience.on_spike == "skip":
         found.append(

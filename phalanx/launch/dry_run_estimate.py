@@ -24,6 +24,7 @@ from phalanx.autotune.run_size import (
 )
 from phalanx.config.load import update_config
 from phalanx.config.model_spec import build_model_spec
+from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.config.resolve import resolve_autos
 from phalanx.config.schema import Config
 from phalanx.data.tokenizer import predict_vocab_size
@@ -101,7 +102,7 @@ def _is_plain(config: Config, ranks: int) -> bool:
         and parallel.engine == engine
         and config.comm.compress == "none"
         and not isinstance(config.balance.optimizer_state, list)
-        and config.optim.name == "adamw"
+        and OPTIMIZERS[config.optim.name].replays
         and config.train.dtype != "fp64"
     )
 

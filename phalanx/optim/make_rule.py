@@ -1,7 +1,9 @@
-"""The update rule that a recipe names."""
+"""The update rule of a name."""
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.optim.adamw8bit import AdamW8bit
 from phalanx.optim.torch_optimizers import make_torch_rule
 from phalanx.optim.update import AdamW, UpdateRule
@@ -9,16 +11,23 @@ from phalanx.optim.update import AdamW, UpdateRule
 if TYPE_CHECKING:  # pydantic is not needed to follow a rule
     from phalanx.config.schema import OptimSection
 
+OWN_RULES: dict[str, Callable[[AdamW], UpdateRule]] = {"adamw": lambda adamw: adamw, "adamw8bit": AdamW8bit}
+
+
+def make_named_rule(
+    name: str, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    options: Mapping[str, bool | int | float],
+) -> UpdateRule:  # fmt: skip
+    """The rule that is called `name` in `OPTIMIZERS`. Raises ConfigError where its class refuses a value."""
+    if OPTIMIZERS[name].torch_class is None:
+        return OWN_RULES[name](AdamW(*betas, eps, weight_decay))
+    return make_torch_rule(name, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, options=options)
+
 
 def make_rule(optim: "OptimSection") -> UpdateRule:
     """The rule of a resolved configuration. Raises ConfigError where its class refuses a value."""
     assert optim.weight_decay != "auto"
-    adamw = AdamW(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
-    if optim.name == "adamw":
-        return adamw
-    if optim.name == "adamw8bit":
-        return AdamW8bit(adamw)
-    return make_torch_rule(
+    return make_named_rule(
         optim.name,
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),

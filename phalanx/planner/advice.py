@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.config import load
+from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
@@ -291,8 +292,8 @@ def _settings(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
         off = () if resilience.replicate_every in ("auto", "off") else ("resilience.replicate_every=off",)
         if _fits(question, cluster, words, *off):
             found.append(f"{' '.join((words, *off))}: no steps in memory, so that failures go back to a checkpoint")
-    if question.config.optim.name == "adamw":
-        words = "optim.name=adamw8bit"
+    if smaller := OPTIMIZERS[question.config.optim.name].smaller:
+        words = f"optim.name={smaller}"
         if _fits(question, cluster, words):
             found.append(f"{words}: moments in 8 bits (another curve)")
     return found

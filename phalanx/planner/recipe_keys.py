@@ -6,6 +6,7 @@ from typing import Any, get_args
 from phalanx.config import load
 from phalanx.config.model import LoraTarget
 from phalanx.config.model_spec import build_model_spec, is_custom_task
+from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.config.schema import Config
 from phalanx.config.validation import find_problems_for_world
 from phalanx.core.errors import ConfigError
@@ -16,12 +17,6 @@ from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.search import Plan, SearchSpace, list_degrees
 from phalanx.planner.work import WIDTH, StepWork
 
-# Bytes that a rule keeps of a parameter in fp32, besides the parameter (torch.optim's own buffers).
-STATE_BYTES = {
-    "adamw": 8.0, "adamw8bit": 2.0, "adam": 8.0, "sgd": 0.0, "adadelta": 8.0, "adagrad": 4.0, "adamax": 8.0,
-    "nadam": 8.0, "radam": 8.0, "rmsprop": 4.0, "rprop": 8.0, "asgd": 4.0,
-}  # fmt: skip
-MORE_STATE = {"amsgrad": 4.0, "momentum": 4.0, "centered": 4.0}  # options that keep one number more
 FRESH_RANK = 16  # of adapters that nobody says more of, as a start has it
 # Bytes of an element on its way between nodes, by comm.compress; int8 has a scale of 2 bytes for 64 of them.
 COMPRESSED_BYTES = {"none": None, "bf16": 2.0, "int8": 1 + 2 / 64}
@@ -105,9 +100,8 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
     """A step of the recipe, as the cost model takes it."""
     computes = family_of(spec).options
     precision, mixed = precision_of(config, cluster)
-    rule, options = config.optim.name, config.optim.options
-    state = STATE_BYTES[rule] + sum(more for name, more in MORE_STATE.items() if options.get(name))
-    doubled = 2 if precision == "fp64" else 1  # then masters, moments and gradients are, too
+    rule = OPTIMIZERS[config.optim.name]
+    number_bytes = 8 if precision == "fp64" else 4  # of masters, moments and gradients
     return StepWork(
         layers=spec.layers,
         hidden=spec.hidden,
@@ -125,9 +119,9 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         positions=spec.max_seq_len if computes.learnt_positions else 0,
         head_dim=spec.head_dim,
         precision=precision,
-        master_bytes=4 * doubled,
-        state_bytes=state * doubled,
-        reduce_bytes=4 * doubled,
+        master_bytes=number_bytes,
+        state_bytes=rule.state_bytes(config.optim.options, number_bytes),
+        reduce_bytes=number_bytes,
         gather_bytes=4 if mixed else WIDTH[precision],
         far_bytes=COMPRESSED_BYTES[config.comm.compress],
         lora=spec.lora,
@@ -137,7 +131,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         horizon=config.memory.offload_prefetch_blocks,
         memory=config.resilience.in_memory_checkpoints,
         replicate=config.resilience.replicate_every,
-        replays=rule == "adamw",
+        replays=rule.replays,
         qk_norm=computes.qk_norm,
         own_positions=config.data.format in ("chat", "prompt") or config.data.isolate_documents,
     )

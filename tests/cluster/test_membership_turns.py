@@ -13,7 +13,7 @@ from phalanx.elastic.membership.heartbeat import DECLARED_LOST, LIVES, Heartbeat
 from phalanx.elastic.membership.member_list import member_list_to_message
 from phalanx.elastic.membership.membership import GIVEN_UP, Membership
 from phalanx.system.async_call import AsyncCall
-from tests.cluster.test_membership import PATIENCE_S, Nodes
+from tests.cluster.test_membership import PATIENCE_S, Nodes, vote
 from tests.helpers import wait_until
 
 
@@ -303,4 +303,29 @@ def test_a_candidate_waits_for_votes_though_another_one_was_to_lead_before(tmp_p
     assert two.election.decide(later) is None
     assert two.election.claiming is None and two.election.decide(later + 0.9 * VOTES_S) is None
     assert "no other node of 5 can be reached" in str(two.election.decide(later + 1.1 * VOTES_S))
+    made.lose(*made.circles)
+
+
+def test_all_can_be_reached_once_every_link_to_another_is_up(there: Nodes) -> None:
+    circle = there.circles[0]
+    assert circle.is_fully_connected  # there is none to oneself
+    circle.links.remove(2, "cut")
+    assert not circle.is_fully_connected
+    circle._lose(2, "cut")
+    assert circle.is_fully_connected
+
+
+def test_without_files_half_of_the_nodes_go_on_no_more_though_they_were_a_majority_before(tmp_path: Path) -> None:
+    made = Nodes(6, tmp_path)
+    one = made.circles[1]
+    one.election.claim = None
+    one._lose(0, "cut")
+    for node in (2, 3, 4, 5):
+        one.election.take_vote(node, None)
+    assert one.election.decide(0.0) is None and one.election.has_claimed
+    for node in (4, 5):
+        one._lose(node, "cut")
+    for node in (2, 3):
+        one.election.take_vote(node, vote(node))
+    assert "only 2 other nodes of 6" in str(one.election.decide(1.0))
     made.lose(*made.circles)

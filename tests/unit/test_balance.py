@@ -464,3 +464,8 @@ def test_state_is_as_even_as_memories_allow(rooms: list[float], needed: float) -
 def test_the_largest_remainders_gain_and_of_equals_the_first() -> None:
     assert split_by_weights([2.0, 1.0], 10) == [7, 3]
     assert split_by_weights([1.0, 1.0, 1.0], 2) == [1, 1, 0]
+
+
+def test_a_rank_that_has_time_for_one_sequence_in_each_micro_batch_does_them() -> None:
+    whole, pieces, binds = balance._capacity([(0.0, 1.0, 10), (1.0, 1.0, 10)], 3, 6.0)
+    assert (pieces, binds) == (9, False) and whole == pytest.approx(9.0)

@@ -11,7 +11,6 @@ from typer.testing import CliRunner, Result
 
 from phalanx.cli.main import app
 from phalanx.config import load
-from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.config.validation import find_problems_for_world
 from phalanx.core.errors import ConfigError
 from phalanx.layout import hardware
@@ -25,7 +24,7 @@ from phalanx.planner.constants import DEFAULT_CONSTANTS
 from phalanx.planner.device_catalog import DEVICE_KINDS
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.predict import predict_recipe_step
-from phalanx.planner.recipe_keys import STATE_BYTES, apply_plan, free_layout, work_of
+from phalanx.planner.recipe_keys import apply_plan, free_layout, work_of
 from phalanx.planner.work import find_trained_share
 from tests.helpers import ROOT
 
@@ -310,10 +309,6 @@ def test_a_bert_that_drops_scores_holds_them() -> None:
         for p in (0.1, 0.0)
     )
     assert held - less == pytest.approx(4 * 12 * 12 * 512**2 * 7)  # sequences, layers, heads, pairs, bytes
-
-
-def test_every_rule_has_bytes_of_state() -> None:
-    assert set(STATE_BYTES) == set(OPTIMIZERS)
 
 
 # ------------------------------------------------------------------------------------------------------------- measured

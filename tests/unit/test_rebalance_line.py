@@ -158,6 +158,17 @@ def test_one_odd_step_draws_as_little_as_one_that_is_barely_not() -> None:
         assert found.outliers == ()
 
 
+def test_two_odd_steps_that_were_dismissed_draw_twice_as_much() -> None:
+    three = replace(LIMITS, needed=3)
+    pace, _ = begun(0.5, 0.5, 1, 4)
+    for _ in range(2):
+        pace, _ = pace.update(1, 4, FAR * 2.5, three)
+    assert len(pace.outliers) == 2
+    drawn = math.exp(2 * three.threshold / rank_speed.MEMORY)
+    wanted, _ = replace(pace, outliers=(), fixed_s=0.5 * drawn, sequence_s=0.5 * drawn).update(1, 4, 2.5, three)
+    assert_line(pace.update(1, 4, 2.5, three)[0], line(wanted))
+
+
 def test_odd_steps_to_either_side_are_no_change() -> None:
     pace, _ = begun(0.5, 0.5, 1, 4)
     for ratio in (FAR, 1 / FAR, FAR, 1 / FAR):

@@ -134,6 +134,18 @@ def test_slot_to_slot_in_place_and_skipped(name: str, options: dict[str, Any], d
     assert all(torch.equal(in_place[key][kind], value) for key in target for kind, value in target[key].items())
 
 
+@pytest.mark.parametrize("number", [4, 8])
+@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+def test_the_table_knows_how_much_a_rule_keeps_and_what_a_rank_must_hold_whole(name: str, number: int) -> None:
+    known, shape = optimizers.OPTIMIZERS[name], (64, 1024)
+    stateful = [key for key in optimizers.STATE_OPTIONS if key in known.options]
+    for chosen in ([], stateful):
+        options = {key: 0.9 if known.options[key] is float else True for key in chosen}
+        rule = make_rule(OptimSection(name=name, options=options, weight_decay=0.0))
+        assert known.state_bytes(options, number) == rule.state_bytes(shape, number) / (64 * 1024)
+        assert (known.granularity == "row") is rule.needs_whole_rows(shape)
+
+
 @pytest.mark.parametrize("name", [name for name, known in optimizers.OPTIMIZERS.items() if known.torch_class])
 def test_the_table_is_what_torch_takes(name: str) -> None:
     known = optimizers.OPTIMIZERS[name]
