@@ -23,9 +23,8 @@ from benchmarks.harness import Check, Row
 from benchmarks.lab import Ended, Lab, Node, lab, why_not, write_text
 from benchmarks.planner_here import NAME, keys, middle, prepare, ranks_of
 from phalanx.config import load
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.planner import measured_cluster, plan_file, tables

@@ -14,9 +14,8 @@ from typing import Any
 
 from benchmarks.started import Run, start
 from phalanx.core import faults
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 
 STEPS = 40

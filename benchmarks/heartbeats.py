@@ -38,9 +38,8 @@ if __name__ == "__main__":  # first of all: whoever forks agents must have no th
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result
 from benchmarks.started import command_line
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.heartbeat import Heartbeat, HeartbeatSocket
 from phalanx.elastic.membership.membership import Membership

@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import at_most, machine, options, report, result
 from phalanx.checkpoint.memory.interval import MEASURED, UNMEASURED
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import inventory, shared_memory, state_file
 from tests.accelerator.device import run_on_device

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.links import Links, enter, links
 from benchmarks.started import Run, ranks_of, start, strike
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import fencing, shared_memory
 from tests.cluster import slurm_cluster

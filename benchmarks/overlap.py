@@ -35,8 +35,8 @@ from benchmarks import bounds, links
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
 from benchmarks.sharded_peers import Fsdp2, Make, Model, Ours, ddp, ddp_zero, on_phalanx, seconds, sent_bytes
 from phalanx.comm.mesh import Mesh, join
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.layout.comm_schedule import StepTimings, ddp_step_s, late_gather_s, lower_bound_s
 

@@ -16,9 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 
 # Okabe and Ito, 2008: told apart with weak colour vision as well.

@@ -29,9 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import DEFAULT_CONSTANTS, RANGES, CostConstants, fit_constants
 from phalanx.planner.cost import CostModel, estimate_step
-from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind
+from phalanx.planner.device_catalog import (
+    DEFAULT_CONSTANTS,
+    DEVICE_KINDS,
+    RANGES,
+    CostConstants,
+    DeviceKind,
+    fit_constants,
+)
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import StepWork
 

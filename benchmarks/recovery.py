@@ -48,7 +48,7 @@ from benchmarks.harness import Check, Row, at_least, at_most, machine, options, 
 from benchmarks.node_faults import MBIT, Place
 from benchmarks.started import Run, children, start
 from benchmarks.torchft_peer import TorchFt
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import inventory, state_file
 

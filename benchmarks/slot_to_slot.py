@@ -24,7 +24,7 @@ import torch
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result, spread
 from phalanx.optim.state import Slot
 from phalanx.optim.update import MOMENTS, AdamW, StepUpdate, copy_slot
-from phalanx.recovery.integrity import PAGE_BYTES, checksum
+from phalanx.recovery.catalog import PAGE_BYTES, checksum
 from phalanx.recovery.shared_memory import SHM_ROOT
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from phalanx.data.images import Images, mnist
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.model import Model
-from phalanx.tasks.custom import CustomTask
-from phalanx.tasks.task import Batch
+from phalanx.tasks.task import Batch, CustomTask
 
 
 class Block(nn.Module):

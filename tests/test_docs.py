@@ -22,10 +22,9 @@ from phalanx.cli import main
 from phalanx.config import explain, load
 from phalanx.config.schema import Config, iter_knobs
 from phalanx.core import faults, renamed
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
-from phalanx.core.records import StepRecord, read_steps
+from phalanx.core.records import EventKind, StepRecord, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.models.families.catalog import PRESETS
 from tests.helpers import run_ranks

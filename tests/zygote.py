@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node.agent import NodeJob, preload, run_local_job
 from phalanx.elastic.node.worker import STACKS_SIGNAL

@@ -32,8 +32,8 @@ from phalanx.autotune.state_shares import compute_state_weights
 from phalanx.comm.mesh import Mesh, join, single_rank_mesh
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import ConfigError, OutOfMemory, is_out_of_memory
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.balance import UNBOUND, Speed

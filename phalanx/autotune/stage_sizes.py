@@ -10,7 +10,7 @@ from phalanx.comm.rendezvous import JsonGroup
 from phalanx.config.load import update_config
 from phalanx.config.schema import Config
 from phalanx.core.errors import is_out_of_memory
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.parallel.model_part import plan_stages
 from phalanx.system import accelerator

@@ -11,8 +11,8 @@ from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.config.optimizers import OPTIMIZERS
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.schedule import describe_parameters
 from phalanx.engine.sharding_spec import STATE_ITEMS, estimate_engine_bytes, estimate_slot_bytes

@@ -98,7 +98,7 @@ def data_inspect(
     from phalanx.data import inspect
     from phalanx.data.packing import PackingOptions
     from phalanx.report import tables
-    from phalanx.report.terminal import open_terminal
+    from phalanx.report.logs import open_terminal
 
     form = None
     if _is_recipe(subject):
@@ -135,11 +135,11 @@ def data_batch(
 
     The same on any number of ranks; in order of rank each takes a contiguous slice.
     """
-    from phalanx.data import batch
+    from phalanx.data import loader
     from phalanx.data.loader import Loader
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.report import tables
-    from phalanx.report.terminal import open_terminal
+    from phalanx.report.logs import open_terminal
     from phalanx.workload.workload import make_workload, read_model_shape
 
     wanted = _recipe_for_data(load.load_recipe(recipe_path, overrides or []))
@@ -152,13 +152,13 @@ def data_batch(
             wanted, {"task.labels": ["one", "other"]}
         )  # of which a batch's tokens do not depend
     sets = make_workload(wanted, read_model_shape(wanted)).train_data(done.train)
-    found = batch.list_samples(Loader(sets, wanted.train.global_batch, wanted.train.seed, rank=0), step - 1, skipped)
+    found = loader.list_samples(Loader(sets, wanted.train.global_batch, wanted.train.seed, rank=0), step - 1, skipped)
     if as_json:
         typer.echo(json.dumps({"step": step, "samples": [dataclasses.asdict(one) for one in found]}))
         return
     tokenizer = load_tokenizer(done.tokenizer_folder)
     folders = [str(folder) for folder, _ in done.train]
-    tables.print_batch(open_terminal(), step, found, [batch.preview_text(one, tokenizer) for one in found], folders)
+    tables.print_batch(open_terminal(), step, found, [loader.preview_text(one, tokenizer) for one in found], folders)
 
 
 @data_app.command("megatron")
@@ -203,7 +203,7 @@ def _recipe_for_data(whole: schema.Config) -> schema.Config:
 
 def _prepare_data(wanted: schema.Config, aside: bool = False) -> "PreparedData":
     from phalanx.data.prepare_records import prepare_for
-    from phalanx.report.terminal import phase_progress
+    from phalanx.report.logs import phase_progress
 
     with phase_progress(aside=aside) as progress:
         return prepare_for(wanted, progress)

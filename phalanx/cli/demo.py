@@ -14,12 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.data import Overrides
-from phalanx.config import bundled
+from phalanx.config import load
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind, read_events
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_events, read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 
 PROMPT = "def read("
 KILLED_RANK = 1
@@ -132,11 +131,11 @@ def recipes_list() -> None:
     grid.add_column(
         "recipes and examples",
         no_wrap=True,
-        min_width=max(map(len, map(bundled.short_name, bundled.list_bundled_files()))),
+        min_width=max(map(len, map(load.short_name, load.list_bundled_files()))),
     )
     grid.add_column("what they are")
-    for name in bundled.list_bundled_files():
-        grid.add_row(Text(bundled.short_name(name)), Text(bundled.describe_bundled_file(name)))
+    for name in load.list_bundled_files():
+        grid.add_row(Text(load.short_name(name)), Text(load.describe_bundled_file(name)))
     open_terminal().print(grid)
 
 
@@ -152,5 +151,5 @@ def recipes_copy(
     A recipe brings the example that it names as its code. A file that is there already stays as it is.
     """
     for name in names:
-        for path in bundled.copy_bundled_files(name, to):
+        for path in load.copy_bundled_files(name, to):
             typer.echo(path)

@@ -17,14 +17,14 @@ from phalanx.config.model import DataSection
 from phalanx.core.errors import ConfigError, PhalanxError, RunError
 from phalanx.core.placement import ExitCode
 from phalanx.doctor.results import NAMES, CheckResult, CheckState, parse_check_names
-from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
+from phalanx.elastic.node.worker import StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health import checks, dcgm
 from phalanx.health.findings import Severity, at_least, is_usable, unique_sentences, verdict
 from phalanx.launch.schedulers import slurm
 from phalanx.report import tables as shown
 from phalanx.report.doctor import DoctorConsole
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.storage.files import local_cache
 
 AsSlurm = Literal["healthcheck", "prolog", "epilog"]
@@ -201,12 +201,12 @@ def doctor_command(
 
     Exit code 0 where nothing is wrong, else 3. A check that crashes or hangs is one line, too.
     """
-    from phalanx.doctor import run_checks, shareable_report
+    from phalanx.doctor import results, run_checks
 
     cache = local_cache(DataSection().cache)
     scope = run_checks.DoctorScope(gpus, run_dir, cache, parse_check_names(only or []))
     begun, lines = time.monotonic(), None if as_json else DoctorConsole(open_terminal())
-    shareable_report.check_report_writable(out)
+    results.check_report_writable(out)
     try:
         with (
             raise_on_stop_signal(),
@@ -216,8 +216,8 @@ def doctor_command(
     except StopRequested as asked:
         open_terminal().print(f"stopped by {asked}; no report was written")
         raise typer.Exit(int(ExitCode.STOPPED)) from None
-    report = shareable_report.build_report(found, time.monotonic() - begun, os.environ)
-    shareable_report.write_report(out, report)
+    report = results.build_report(found, time.monotonic() - begun, os.environ)
+    results.write_report(out, report)
     if lines is not None:
         lines.end(report, str(out))
     else:

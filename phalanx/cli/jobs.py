@@ -194,7 +194,7 @@ def _render_status(run: str | None, as_json: bool) -> str:
     from phalanx.elastic.supervisor import node_requests
     from phalanx.launch import launched_run
     from phalanx.report import status as run_status
-    from phalanx.report.terminal import open_terminal
+    from phalanx.report.logs import open_terminal
 
     now = time.time()
     folders = list(map(str, _runs())) if run is None else [run]

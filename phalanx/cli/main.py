@@ -26,8 +26,8 @@ from phalanx.cli.plan import plan_command
 from phalanx.config import load, schema
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError, PhalanxError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.core.renamed import RenamedWarning
 from phalanx.core.run_paths import RunPaths, Url, redact_url
 from phalanx.elastic.membership import shared_secret
@@ -170,7 +170,7 @@ def train(
 
     Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
     """
-    from phalanx.launch import preflight, prepare, rendezvous_options, run
+    from phalanx.launch import outcome, prepare, rendezvous_options, run
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
@@ -185,7 +185,7 @@ def train(
     wanted = load.load_recipe(recipe_path, overrides or [])
     place = run_dir if run_dir is not None else f"runs/{recipe_path.stem}"
     if shrink:
-        wanted = preflight.shrink_recipe(wanted, show=not as_json)
+        wanted = outcome.shrink_recipe(wanted, show=not as_json)
         place = run_dir if run_dir is not None else f"{place}-shrunk"
     if dry_run:
         laid = None
@@ -227,7 +227,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face folder; adapters as a folder that PEFT loads."""
-    from phalanx.report.terminal import phase_progress
+    from phalanx.report.logs import phase_progress
     from phalanx.trainer.best_checkpoint import find_best_evaluation
     from phalanx.trainer.export import EXPORT_DTYPES, export_run
     from phalanx.trainer.run_folder import read_run_config
@@ -278,7 +278,7 @@ def generate(
     """Write text with a trained model, by the transformers library; by several ranks where no device holds it."""
     from phalanx.generate import distributed
     from phalanx.generate import text as generate_text
-    from phalanx.report.terminal import phase_progress
+    from phalanx.report.logs import phase_progress
 
     if system is not None and not chat:
         raise ConfigError("--system is for a conversation; add --chat or leave it out")

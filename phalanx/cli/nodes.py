@@ -14,7 +14,7 @@ from phalanx.elastic.supervisor import node_requests
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.launch.schedulers.registry import DEFAULT, SCHEDULERS, find_scheduler
 from phalanx.report import tables as shown
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.storage import files as storage
 from phalanx.storage import mirror
 

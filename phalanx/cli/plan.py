@@ -24,9 +24,9 @@ from phalanx.layout import hardware
 from phalanx.models import hf_config
 from phalanx.planner import (
     advice,
+    failures,
     large_jobs,
     measured_cluster,
-    observed_failures,
     parse_cluster,
     plan_file,
     present_cluster,
@@ -35,13 +35,12 @@ from phalanx.planner import (
 from phalanx.planner import calibrate as calibration
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.constants import DEFAULT_CONSTANTS
 from phalanx.planner.cost import RecoverySource
-from phalanx.planner.failures import DEVICE_MTBF_S, LEAST_S, FailureModel
-from phalanx.planner.observed_failures import ObservedFailures
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS
+from phalanx.planner.failures import DEVICE_MTBF_S, LEAST_S, FailureModel, ObservedFailures
 from phalanx.planner.recipe_keys import free_layout
 from phalanx.planner.search import SearchResult
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.storage import files as storage
 from phalanx.storage import mirror
 
@@ -360,7 +359,7 @@ def _open_run_records(run: str) -> Iterator[RunPaths]:
 
 def _read_experience(run: str) -> ObservedFailures:
     with _open_run_records(run) as paths:
-        return observed_failures.read_observed_failures(paths)
+        return failures.read_observed_failures(paths)
 
 
 def _calibrate(run: str, out: Path, as_json: bool) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import ConfigError, PhalanxError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.elastic.node import agent
 from phalanx.system.fork import fork_call
 from phalanx.system.slurm_env import AUTO_RESUME

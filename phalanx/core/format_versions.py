@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind, read_events
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 
 MAX_VERSION = 10**6  # a number beyond is none of a version

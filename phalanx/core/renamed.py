@@ -82,7 +82,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "phalanx.sharded_model": ("phalanx.api.sharded_model", {"Step": "ShardedStep"}),
     "phalanx.sharding": ("phalanx.api.shard", {}),
-    "phalanx.tasks.own": ("phalanx.tasks.custom", {"OwnTask": "CustomTask"}),
+    "phalanx.tasks.own": ("phalanx.tasks.task", {"OwnTask": "CustomTask"}),
     "phalanx.train.callback": ("phalanx.trainer.callback", {"Request": "CallbackRequest"}),
     "phalanx.train.clock": ("phalanx.workload.clock", {}),
     "phalanx.train.sharing": ("phalanx.workload.work_split", {"Sharing": "WorkSplit"}),
@@ -96,7 +96,7 @@ NAMES: dict[str, dict[str, str]] = {
     "phalanx.models.llama": {"initial": "llama_init_rule"},
     "phalanx.models.model": {"Start": "InitRule", "draw": "draw_init_slice", "plain_start": "default_init_rule"},
     "phalanx.tasks.language": {"IGNORED": "IGNORE_INDEX", "LanguageModel": "CausalLMTask"},
-    "phalanx.tasks.padding": {"padded": "pad_rows", "width_of": "row_width"},
+    "phalanx.tasks.labels": {"padded": "pad_rows", "width_of": "row_width"},
 }
 PACKAGES = {"phalanx.cluster", "phalanx.train"}  # that are no more, but for the modules above
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.record_layouts import as_message
+from phalanx.data.record_files import as_message
 from phalanx.data.token_files import token_dtype
 from phalanx.data.tokenizer import load_tokenizer
 

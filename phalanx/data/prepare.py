@@ -23,7 +23,6 @@ import numpy as np
 from phalanx.core.errors import ConfigError, DataError, StorageError
 from phalanx.core.run_paths import HELD_OUT, redact_url
 from phalanx.data import stdlib_chat, workers
-from phalanx.data.cache import Cache, prune, write_description
 from phalanx.data.encode import SPLITS, EncodeTask, encode_chunk, make_encoder
 from phalanx.data.read_chunks import (
     CHUNK_BYTES,
@@ -57,6 +56,7 @@ from phalanx.data.tokenizer import (
     tokenizer_hash,
     train_tokenizer,
 )
+from phalanx.data.workers import Cache, prune, write_description
 from phalanx.storage import files as storage
 
 if TYPE_CHECKING:

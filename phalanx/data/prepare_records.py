@@ -18,8 +18,7 @@ import numpy as np
 from phalanx.config.model_spec import default_task
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.run_paths import HELD_OUT, redact_url
-from phalanx.data import hdf5_shards, label_rows, quick_check
-from phalanx.data.cache import Cache, prune, write_description
+from phalanx.data import hdf5_shards, inspect, label_rows
 from phalanx.data.prepare import (
     SAMPLE_BYTES,
     TRAIN,
@@ -44,6 +43,7 @@ from phalanx.data.source_file import SourceFile
 from phalanx.data.sources import SHARDS, TALKS, TOKENS, RecordFormat, is_held_out, text_digest
 from phalanx.data.token_files import token_dtype
 from phalanx.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, tokenizer_hash, train_tokenizer
+from phalanx.data.workers import Cache, prune, write_description
 from phalanx.storage import files as storage
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RecordSetJob:
 
 def prepare_for(config: "Config", progress: Progress | None = None) -> PreparedData:
     """The data that a recipe's task needs, made if need be; `data.tokenizer` is not "auto"."""
-    quick_check.check_first_records(config)
+    inspect.check_first_records(config)
     timeout_s = config.resilience.storage_timeout_s
     kind: str = default_task(config)[0] if config.task.kind == "auto" else config.task.kind
     kind = "shards" if config.data.format == "masked" else kind

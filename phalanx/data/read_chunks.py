@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from phalanx.core.errors import DataError, StorageError
 from phalanx.core.run_paths import redact_url
-from phalanx.data import megatron_dataset, record_layouts
+from phalanx.data import megatron_dataset, record_files
 from phalanx.data.source_file import REMOTE, SourceFile
 from phalanx.data.sources import (
     COMPRESSIONS,
@@ -229,12 +229,12 @@ def _unreadable_json(error: Exception) -> str:
 
 def _record(found: Any, format: RecordFormat, where: str) -> Record:
     """What a record holds. Conversations and prompts are looked into where they are encoded."""
-    found = record_layouts.normalise_record(found, format) if isinstance(found, dict) else found
+    found = record_files.normalise_record(found, format) if isinstance(found, dict) else found
     for key in format.columns():
         if not isinstance(found, dict) or key not in found:
             has = ", ".join(map(str, list(found)[:8])) if isinstance(found, dict) else "no object"
             what = format.option_name(key)
-            likely = record_layouts.guess_format(found, format) if isinstance(found, dict) else None
+            likely = record_files.guess_format(found, format) if isinstance(found, dict) else None
             remedy = f"set data.format={likely}, or " if likely else "set "
             remedy += f"data.{what}_key to the key that holds the {what}"
             raise DataError(f"{where} has no key {key!r} (it has: {has}); {remedy}")
@@ -337,7 +337,7 @@ def _columns_of(names: list[str], format: RecordFormat) -> list[str]:
     named = [key for key in (*format.columns(), *OPTIONAL_KEYS) if key in names]
     if all(key in names for key in format.columns()):
         return named
-    return [*named, *(key for key in record_layouts.KEYS if key in names and key not in named)]
+    return [*named, *(key for key in record_files.KEYS if key in names and key not in named)]
 
 
 def _without_nulls(value: Any) -> Any:

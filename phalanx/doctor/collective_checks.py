@@ -14,15 +14,15 @@ from torch import Tensor
 from phalanx.comm.collectives import Traffic, all_gather, all_reduce, reduce_scatter
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.p2p import P2PChannel
-from phalanx.core import round_robin
-from phalanx.core.events import EventKind
+from phalanx.core import placement
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
-from phalanx.doctor.isolation import append_log_tail
+from phalanx.doctor.machine_checks import append_log_tail
 from phalanx.doctor.results import CheckResult, CheckState
 from phalanx.elastic.node import agent
-from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.node.worker import NodeJob
 from phalanx.report import event_text
 from phalanx.system import accelerator
 
@@ -158,7 +158,7 @@ def _wrong_operations(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
 
 def _wrong_messages(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
     letters, wrong = P2PChannel(group, mesh.device, Traffic(), max_in_flight=1), set()
-    for other in round_robin.round_robin_partners(mesh.rank, mesh.world):
+    for other in placement.round_robin_partners(mesh.rank, mesh.world):
         if other is not None:
             mine, theirs = (_test_values(PARTS[-1], rank, torch.float32) for rank in (mesh.rank, other))
             got = letters.exchange(mine.to(mesh.device), other)

@@ -11,8 +11,7 @@ from phalanx.autotune.measure import measure_copy_rate
 from phalanx.core.errors import is_out_of_memory
 from phalanx.doctor.results import CheckResult, CheckState, result_of_finding
 from phalanx.health import burn_in_report
-from phalanx.health.devices import DeviceInfo
-from phalanx.health.findings import Severity
+from phalanx.health.findings import DeviceInfo, Severity
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.attention import attention, has_kernel, reference_attention
 from phalanx.models.llama import Llama

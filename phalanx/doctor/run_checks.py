@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from phalanx.core.errors import PhalanxError
 from phalanx.core.json_lines import read_lines
 from phalanx.core.run_paths import RunPaths
-from phalanx.doctor import isolation, machine_checks
+from phalanx.doctor import machine_checks
 from phalanx.doctor.results import LIBRARY, PROOFS, CheckResult, CheckState, DoctorCheck, result_from_json
 from phalanx.elastic.node import agent
-from phalanx.health.devices import DEVICES_TIMEOUT_S, PRELOAD, DeviceInfo, preload_and_find_devices
+from phalanx.health.findings import DEVICES_TIMEOUT_S, PRELOAD, DeviceInfo, preload_and_find_devices
 from phalanx.recovery import shared_memory
 from phalanx.system.fork import fork_call
 
@@ -62,7 +62,7 @@ def run_doctor(scope: DoctorScope, folder: Path, listener: DoctorListener) -> li
     for check in _of_machine(scope):
         if scope.includes(check.name):
             listener.begin(check.name)
-            for line in isolation.run_isolated(check, folder):
+            for line in machine_checks.run_isolated(check, folder):
                 listener.line(line)
                 lines.append(line)
     if scope.require_accelerators or any(scope.includes(name) for name in (*LIBRARY, *PROOFS)):
@@ -129,16 +129,20 @@ def _run_examiner(
         follower.poll()
     except (PhalanxError, RuntimeError, OSError) as error:
         how = (
-            "no answer in time, so it was ended" if isinstance(error, PhalanxError) else isolation.describe_exit(error)
+            "no answer in time, so it was ended"
+            if isinstance(error, PhalanxError)
+            else machine_checks.describe_exit(error)
         )
         check = DoctorCheck(follower.name, list, 0.0, f"install PyTorch anew, or {DRIVER}; nothing more was tried")
-        follower.emit(*isolation.add_time_and_log([isolation.make_failure(check, how)], 0.0, folder / "examiner.log"))
+        follower.emit(
+            *machine_checks.add_time_and_log([machine_checks.make_failure(check, how)], 0.0, folder / "examiner.log")
+        )
     return follower.results
 
 
 def _examiner(scope: DoctorScope, folder: Path, gpus_of_driver: int | None) -> None:
     """In a child: import torch, find the devices, and have a process for each proof."""
-    isolation.redirect_output(str(folder / "examiner.log"))
+    machine_checks.redirect_output(str(folder / "examiner.log"))
     with open(folder / "lines.jsonl", "a", encoding="utf-8") as file:
 
         def tell(tree: dict[str, Any]) -> None:
@@ -152,8 +156,8 @@ def _examiner(scope: DoctorScope, folder: Path, gpus_of_driver: int | None) -> N
             try:
                 lines = check.run()
             except Exception as error:
-                lines = [isolation.make_failure(check, isolation.error_reason(error))]
-            lines = isolation.add_time_and_log(lines, time.monotonic() - begun, folder / "examiner.log")
+                lines = [machine_checks.make_failure(check, machine_checks.error_reason(error))]
+            lines = machine_checks.add_time_and_log(lines, time.monotonic() - begun, folder / "examiner.log")
             for line in lines:
                 tell(line.to_json())
             return all(line.state != CheckState.WRONG for line in lines)
@@ -168,7 +172,7 @@ def _examiner(scope: DoctorScope, folder: Path, gpus_of_driver: int | None) -> N
         for check in _proofs(found["devices"], folder):
             if scope.includes(check.name):
                 tell({"begin": check.name, "limit_s": check.limit_s})
-                for line in isolation.run_isolated(check, folder):
+                for line in machine_checks.run_isolated(check, folder):
                     tell(line.to_json())
 
 

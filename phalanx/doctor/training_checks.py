@@ -12,11 +12,10 @@ from typing import Any
 from phalanx.config import load
 from phalanx.core import faults
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.placement import ExitCode
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_events, read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.doctor.isolation import append_log_tail
+from phalanx.doctor.machine_checks import append_log_tail
 from phalanx.doctor.results import CheckResult, CheckState
 from phalanx.launch import run
 

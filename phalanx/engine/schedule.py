@@ -20,7 +20,7 @@ from phalanx.comm.compression import NO_COMPRESSION
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import Topology
 from phalanx.comm.uneven_collectives import PendingTransfer, Routes
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.engine.bucket import BucketGradient, GradientBufferPool, RankBucket
 from phalanx.engine.interface import Precision
 from phalanx.engine.sharding_spec import CommSchedules, ShardingSpec, guess_timings, plan_schedules

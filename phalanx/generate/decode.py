@@ -20,7 +20,7 @@ from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.model import StagedArchitecture
 from phalanx.parallel.model_part import ModelPart, partition_model
 from phalanx.parallel.parallelize import precision_of
-from phalanx.workload.pipeline_step import compute_next_logits
+from phalanx.workload.step import compute_next_logits
 from phalanx.workload.workload import make_workload
 
 if TYPE_CHECKING:

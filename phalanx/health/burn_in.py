@@ -19,7 +19,7 @@ from phalanx.autotune.measure import measure_copy_rate, measure_host_to_device
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.p2p import P2PChannel
-from phalanx.core import round_robin
+from phalanx.core import placement
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.system import accelerator
@@ -148,7 +148,7 @@ def time_exchanges(result: BurnInResult, mesh: Mesh) -> BurnInResult:
     letters = P2PChannel(mesh.shard.get_group(), mesh.device, Traffic(), max_in_flight=1)
     tensor = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
     pairs = []
-    for other in round_robin.round_robin_partners(mesh.rank, mesh.world):
+    for other in placement.round_robin_partners(mesh.rank, mesh.world):
         best_s = float("inf")
         for _ in range(TRIES):
             mesh.sum([0.0])  # all begin together

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node import agent
-from phalanx.elastic.node.job import NodeJob
-from phalanx.health.devices import assign_devices, preload_and_find_devices
-from phalanx.health.findings import Finding, Severity
+from phalanx.elastic.node.worker import NodeJob
+from phalanx.health.findings import Finding, Severity, assign_devices, preload_and_find_devices
 from phalanx.report import event_text
 from phalanx.system.fork import fork_call
 

@@ -11,15 +11,15 @@ from typing import Any
 from phalanx.config import load, resolve
 from phalanx.config.schema import Config, get_knob
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, write_event
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.renamed import rename_dotted
 from phalanx.core.run_paths import RunPaths
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.layout import hardware
 from phalanx.layout.hardware import Hardware
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import hf_config
-from phalanx.planner import choose_layout, comparison, present_cluster
+from phalanx.planner import choose_layout, predict, present_cluster
 from phalanx.planner.choose_layout import LayoutRequest
 from phalanx.planner.present_cluster import NodeDevice
 from phalanx.planner.recipe_keys import AUTO_LAYOUT
@@ -172,16 +172,16 @@ class PredictionCheck:
         self._expected: tuple[dict[str, Any], str] | None = None
 
     def on_step(self, record: dict[str, Any]) -> None:
-        if len(self._steps) >= comparison.ENOUGH:
+        if len(self._steps) >= predict.ENOUGH:
             return
         if not self._steps:  # before any step of it is known
             self._expected = self._read_prediction()
         self._steps.append(record)
-        if self._expected is None or len(self._steps) < comparison.ENOUGH:
+        if self._expected is None or len(self._steps) < predict.ENOUGH:
             return
         expected, basis = self._expected
         beside = self._config.parallel.engine == "sharded"
-        found = comparison.compare_steps(expected, self._steps, beside, basis)
+        found = predict.compare_steps(expected, self._steps, beside, basis)
         if found is None:
             return
         with contextlib.suppress(OSError):  # a full disk stops no training

@@ -32,8 +32,7 @@ from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import hf_config
 from phalanx.models.families.catalog import adapter_count, family_of, flops_per_token, parameter_shapes
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import DEFAULT_CONSTANTS
-from phalanx.planner.device_catalog import DEVICE_KINDS
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, DEVICE_KINDS
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.memory import estimate_device_memory
 from phalanx.planner.predict import choice_of

@@ -32,9 +32,9 @@ from phalanx.launch.schedulers.background import find_local_process, find_lock_h
 from phalanx.launch.schedulers.registry import find_scheduler
 from phalanx.launch.schedulers.scheduler import Job, LaunchOptions
 from phalanx.report.console import Console, Follower
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.storage import mirror, permissions
-from phalanx.system import symlinks
+from phalanx.system import locks
 
 DRAW_S = 0.2
 OUTCOME_WAIT_S = 5.0  # what a shared file system gets, once a job is gone, to show how its run has ended
@@ -68,7 +68,7 @@ def submit_run(
 def _check_not_running(paths: RunPaths) -> None:
     """Raises ConfigError where the run is going on, or waits in the queue, already; RunError where its folder has links
     that lead out of it."""
-    symlinks.check_symlinks(paths)
+    locks.check_symlinks(paths)
     job = newest_job(paths)
     if job is not None and not job.over:
         raise ConfigError(
@@ -207,7 +207,7 @@ def cancel_run(paths: RunPaths, now: bool) -> str:
         return _cancel_at_url(paths, now)
     if not paths.root.is_dir():
         raise ConfigError(f"there is no run folder {paths.display_name}; name the folder of a run")
-    symlinks.check_symlinks(paths)  # before anything is written there
+    locks.check_symlinks(paths)  # before anything is written there
     if paths.launch.is_dir():
         _note_cancelled(paths)
     job = newest_job(paths)

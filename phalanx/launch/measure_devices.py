@@ -13,26 +13,25 @@ from typing import Any
 from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.node import agent
 from phalanx.elastic.node.agent import run_agent
-from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
-from phalanx.elastic.node.signals import StopRequested, StopSignals, raise_on_stop_signal
+from phalanx.elastic.node.worker import NodeJob, StopRequested, StopSignals, raise_on_stop_signal
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division
 from phalanx.elastic.supervisor.state import RecoveryPolicy
-from phalanx.health.devices import DeviceInfo, assign_devices, preload_and_find_devices
-from phalanx.launch import multinode, node_session, offer_checks, prepare
+from phalanx.health.findings import DeviceInfo, assign_devices, preload_and_find_devices
+from phalanx.launch import multinode, node_session, prepare
 from phalanx.launch.prepare import PreparedRun
 from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.layout import balance, hardware
 from phalanx.layout.hardware import Hardware
 from phalanx.report import event_text, tables
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 
 COMMAND = "phalanx hardware"  # by which its nodes know each other
 HEARTBEAT_S = 5.0  # of silence; measuring takes all of a machine
@@ -157,7 +156,7 @@ def _measuring_callbacks(
 
     def make(offer: Message, poll_once: Callable[[], None]) -> NodeJob:
         config = load.build_config(load.parse_yaml(offer["config"], "node 0's configuration"), "node 0's configuration")
-        offer_checks.check_offer(wanted, config)
+        prepare.check_offer(wanted, config)
         answer = prepare.resolve_on_node(config, devices, int(offer["world"]), poll_once)
         what = "the resolved configuration"
         here = local_copies.use_local_copies(load.build_config(load.parse_yaml(answer["config"], what), what))

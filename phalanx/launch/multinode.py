@@ -26,11 +26,10 @@ from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.membership.rendezvous_client import RendezvousClient
 from phalanx.elastic.membership.rendezvous_host import RendezvousHost
-from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
-from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
+from phalanx.elastic.node.worker import NodeJob, StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor.coordinator import Coordinator
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.report import event_text
 

@@ -16,22 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files, rendezvous
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.rendezvous import refresh_listing
 from phalanx.elastic.node.agent import run_agent
-from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
-from phalanx.elastic.node.signals import StopSignals
+from phalanx.elastic.node.worker import NodeJob, StopSignals
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.node_requests import NodeRequest
-from phalanx.health.devices import DeviceInfo
-from phalanx.launch import health_gate
+from phalanx.health.findings import DeviceInfo
+from phalanx.launch import health_check
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder, TryAgain
 from phalanx.recovery.catalog import StateFileInfo
 from phalanx.report import event_text
@@ -71,11 +70,11 @@ class NodeParticipant(abc.ABC):
     unfit_reason: str | None = field(
         default=None, init=False
     )  # why the first node does no more than bring all together
-    health_watch: health_gate.HealthWatch = field(init=False)
+    health_watch: health_check.HealthWatch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.health_watch = health_gate.HealthWatch(
-            self.paths, health_gate.list_accelerator_uuids(self.devices), self._seen
+        self.health_watch = health_check.HealthWatch(
+            self.paths, health_check.list_accelerator_uuids(self.devices), self._seen
         )
 
     @property

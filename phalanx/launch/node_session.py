@@ -18,24 +18,24 @@ from phalanx.config import load
 from phalanx.config.schema import Config, get_knob
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.renamed import rename_keys
 from phalanx.core.run_paths import BASE_WEIGHTS, RunPaths
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.rendezvous import refresh_listing
-from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
+from phalanx.elastic.node.worker import NodeJob
 from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.state import RecoveryPolicy
-from phalanx.health.devices import DeviceInfo
-from phalanx.launch import health_gate, offer_checks, outcome, prepare
+from phalanx.health.findings import DeviceInfo
+from phalanx.launch import health_check, outcome, prepare
+from phalanx.launch.launched_run import fetch_records
 from phalanx.launch.node_participant import CHECK_S, NodeParticipant, Tend, check_shared_folder, ensure_run_sign
 from phalanx.launch.prepare import PreparedRun
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder
-from phalanx.launch.remote_run_dir import fetch_records
 from phalanx.layout import hardware
 from phalanx.recovery import inventory, shared_memory, state_file
 from phalanx.recovery.shared_memory import SharedMemoryFolder
@@ -159,8 +159,8 @@ class NodeSession(NodeParticipant):
         from phalanx.workload.workload import find_model_shape
 
         config = read_offered_config(offer)
-        offer_checks.check_offer(self.requested_config, config)
-        offer_checks.check_faults(self.requested_faults, faults.faults_from_message(offer["faults"]))
+        prepare.check_offer(self.requested_config, config)
+        prepare.check_faults(self.requested_faults, faults.faults_from_message(offer["faults"]))
         if failover.parse_policy(offer) != make_policy(config, self.context.nodes):
             raise ConfigError("the leader offers another resilience than its recipe has; use one version of Phalanx")
         paths = self.paths
@@ -174,7 +174,7 @@ class NodeSession(NodeParticipant):
         mine = self.count_ranks(offer)
         # In a child: devices and disks may take their time, and an agent may not.
         noticed = fork_call(
-            health_gate.check_node_if_enabled, config, paths, self.devices, timeout_s=CHECK_S, meanwhile=poll_once
+            health_check.check_node_if_enabled, config, paths, self.devices, timeout_s=CHECK_S, meanwhile=poll_once
         )
         if noticed is not None:
             self.notify_user(event_text.describe_event({"kind": EventKind.HEALTH, **noticed}))

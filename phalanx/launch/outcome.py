@@ -1,18 +1,28 @@
 """What a launcher says and writes of a run beside its ranks: its agent's events, how it ended, the report."""
 
 import contextlib
+import glob
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+from rich.text import Text
+
+from phalanx.config import load
+from phalanx.config import shrink as tiny
+from phalanx.config.schema import Config
 from phalanx.core import faults
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import EventKind, read_events, write_event
 from phalanx.core.faults import Fault
 from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, read_events, write_event
 from phalanx.core.run_paths import RunPaths, Url
-from phalanx.report.terminal import open_terminal
+from phalanx.elastic.node import agent
+from phalanx.report.logs import open_terminal
+from phalanx.system.fork import fork_call
 
 
 def write_agent_event(paths: RunPaths, console: Any, kind: str, details: dict[str, Any]) -> None:
@@ -127,3 +137,47 @@ def finish_run(paths: RunPaths, code: int, stop_requested: bool = False, memory_
         terminal.print(
             f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}", style="red"
         )
+
+
+# ----------------------------------------------------------------------------------------------------------- preflight
+# What is done with a recipe before torch is imported here: it is made tiny, and its data are looked at.
+
+
+def check_first_records(wanted: Config) -> None:
+    """Raises ConfigError or DataError for mistakes that the first records of the data show."""
+    fork_call(_check_first_records, load.to_yaml(wanted), timeout_s=None)
+
+
+def _check_first_records(text: str) -> None:
+    from phalanx.data import inspect
+
+    inspect.check_first_records(load.build_config(yaml.safe_load(text), "the recipe"))
+
+
+def shrink_recipe(wanted: Config, show: bool = True) -> Config:
+    """The recipe in tiny; says what it changed."""
+    agent.preload(["phalanx.data.chat"])  # with numpy, whose threads would forbid to fork later
+    tiny_hf = fork_call(_tiny_hf, load.to_yaml(wanted), timeout_s=None) if wanted.model.from_hf else None
+    config = tiny.shrink_config(wanted, _is_source_available, tiny_hf)
+    if show:
+        terminal = open_terminal()
+        terminal.print("shrunk; what differs from the recipe:")
+        for line in tiny.list_changes(wanted, config):
+            terminal.print(Text(f"  {line}", style="dim"))
+    return config
+
+
+def _is_source_available(source: str) -> bool:
+    from phalanx.data.chat import TEMPLATES
+
+    built_in = source in ("stdlib", "stdlib-chat") or source in TEMPLATES
+    return built_in or bool(glob.glob(os.path.expanduser(source), recursive=True))
+
+
+def _tiny_hf(text: str) -> tuple[str, bool]:
+    from phalanx.workload import local_copies
+    from phalanx.workload.tiny_model import write_tiny_model
+
+    return write_tiny_model(
+        local_copies.fetch_local_copies(load.build_config(yaml.safe_load(text), "the recipe"), weights=False)
+    )

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
-from phalanx.core.events import EventKind, read_events
-from phalanx.core.incidents import IncidentTracker
 from phalanx.core.json_lines import read_lines
+from phalanx.core.records import EventKind, IncidentTracker, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor.node_requests import NodeRequest, NodeRequestKind, read_requests
 from phalanx.launch import outcome

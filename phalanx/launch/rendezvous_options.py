@@ -10,7 +10,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import rendezvous
 from phalanx.elastic.membership.rendezvous import RendezvousPoint
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.system.slurm_env import read_auto_resume_step
 
 TIMEOUT_S = 600.0

@@ -19,15 +19,15 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.node.node_agent import NodeAgent
-from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
-from phalanx.health.devices import DeviceInfo, assign_devices, preload_and_find_devices
-from phalanx.launch import health_gate, multinode, node_session, outcome, preflight, prepare, started_rank
+from phalanx.elastic.node.worker import StopRequested, raise_on_stop_signal
+from phalanx.health.findings import DeviceInfo, assign_devices, preload_and_find_devices
+from phalanx.launch import health_check, multinode, node_session, outcome, prepare, started_rank
+from phalanx.launch.launched_run import mirror_while_running
 from phalanx.launch.node_participant import NodeContext
-from phalanx.launch.remote_run_dir import mirror_while_running
 from phalanx.launch.rendezvous_options import ONE_NODE, RendezvousOptions
 from phalanx.recovery import shared_memory
 from phalanx.recovery.catalog import inventory_from_message
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 from phalanx.system.torchrun_env import from_environment
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def train(
         with raise_on_stop_signal():
             alone = options is None and from_environment(environment, ()) is None
             if alone and not paths.config.exists():  # of a larger job one rank looks
-                preflight.check_first_records(wanted)
+                outcome.check_first_records(wanted)
             found, accelerators = preload_and_find_devices(on_cpu)
         given = None if ranks is not None or options is not None else from_environment(environment, accelerators)
         if given is not None:
@@ -144,7 +144,7 @@ class TrainingStart:
                     run.code = done
                     return done
                 try:
-                    noticed = health_gate.check_node_if_enabled(wanted, paths, self.devices)
+                    noticed = health_check.check_node_if_enabled(wanted, paths, self.devices)
                 except Unhealthy as error:
                     noticed, run.unfit_reason = None, first.yield_to_spare(str(error), alone=paths.url is not None)
                 hellos = first.hellos()

@@ -18,20 +18,19 @@ from typing import Any
 from phalanx.compat import run as script_run
 from phalanx.core import format_versions
 from phalanx.core.errors import ConfigError, Unhealthy
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.rendezvous_host import RendezvousHost
-from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
-from phalanx.elastic.node.signals import StopRequested, raise_on_stop_signal
+from phalanx.elastic.node.worker import NodeJob, StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.state import JobPhase, RecoveryPolicy
-from phalanx.health.devices import DeviceInfo, assign_devices, distinct_models, preload_and_find_devices
-from phalanx.launch import health_gate, multinode
+from phalanx.health.findings import DeviceInfo, assign_devices, distinct_models, preload_and_find_devices
+from phalanx.launch import health_check, multinode
 from phalanx.launch.node_participant import (
     CHECK_S,
     NodeContext,
@@ -211,7 +210,7 @@ class ScriptNodeSession(NodeParticipant):
         if not self.script.checks_health:
             return None
         seen: dict[str, Any] | None = fork_call(
-            health_gate.check_node, self.paths, self.devices, UNFIT, timeout_s=CHECK_S, meanwhile=poll_once
+            health_check.check_node, self.paths, self.devices, UNFIT, timeout_s=CHECK_S, meanwhile=poll_once
         )
         return seen
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from phalanx.config.schema import Config
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.faults import Fault
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.node.signals import raise_on_stop_signal
-from phalanx.health.devices import DeviceInfo
-from phalanx.launch import health_gate, outcome, prepare
-from phalanx.launch.remote_run_dir import fetch_records, mirror_while_running
+from phalanx.elastic.node.worker import raise_on_stop_signal
+from phalanx.health.findings import DeviceInfo
+from phalanx.launch import health_check, outcome, prepare
+from phalanx.launch.launched_run import fetch_records, mirror_while_running
 from phalanx.storage import mirror
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run_started_rank(
         if (done := prepare.exit_code_if_complete(wanted, paths, show=first)) is not None:
             return done
         with raise_on_stop_signal():
-            noticed = health_gate.check_node_if_enabled(wanted, paths, [device]) if placement.local_rank == 0 else None
+            noticed = health_check.check_node_if_enabled(wanted, paths, [device]) if placement.local_rank == 0 else None
             worlds = placement.world, placement.local_world
             prepared = prepare.prepare_run(wanted, paths, [device], *worlds, writes=first)
         # Who restarts the ranks starts this command again: attempts are those of the run folder.

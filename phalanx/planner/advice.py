@@ -12,9 +12,8 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.planner import parse_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
 from phalanx.planner.cost import RecoverySource
-from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, DEVICE_KINDS, CostConstants, DeviceKind
 from phalanx.planner.failures import FailureModel
 from phalanx.planner.recipe_keys import CHOICE_FIELDS, free_layout, pins_of, shape_of, space_of, work_of
 from phalanx.planner.search import Plan, SearchResult, search_layouts

@@ -18,11 +18,10 @@ from phalanx.layout.balance import parse_division
 from phalanx.layout.hardware import MOST, Calibration, Hardware, MeasuredDevice, MeasuredLink
 from phalanx.layout.model_shape import ModelSpec, list_timing_shapes
 from phalanx.models.families.catalog import adapter_count, parameter_count
-from phalanx.planner import comparison, link_cost, measured_cluster, present_cluster
+from phalanx.planner import link_cost, measured_cluster, predict, present_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import RANGES, CostConstants
 from phalanx.planner.cost import CostModel
-from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.device_catalog import RANGES, CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.predict import Prediction, predict_recipe_step
 from phalanx.planner.present_cluster import NodeDevice
@@ -70,15 +69,15 @@ class CalibrationResult:
 
 def calibrate_run(run: MeasuredRun) -> CalibrationResult:
     """Raises ConfigError for a run that is too short, or of a network of one's own."""
-    if len(run.steps) < comparison.ENOUGH:
+    if len(run.steps) < predict.ENOUGH:
         raise ConfigError(
-            f"the newest attempt of the run {run.name} has {len(run.steps)} steps, and {comparison.ENOUGH} are needed, "
-            f"of which the first {comparison.WARM_UP} are left out; let it go on, or name a longer one"
+            f"the newest attempt of the run {run.name} has {len(run.steps)} steps, and {predict.ENOUGH} are needed, "
+            f"of which the first {predict.WARM_UP} are left out; let it go on, or name a longer one"
         )
-    taken = run.steps[comparison.WARM_UP :]
+    taken = run.steps[predict.WARM_UP :]
     _refuse_others(run, taken)
-    parts = comparison.split_measured_step(taken, run.config.parallel.engine == "sharded")
-    measured_s = comparison.median(record["step_s"] for record in taken)
+    parts = predict.split_measured_step(taken, run.config.parallel.engine == "sharded")
+    measured_s = predict.median(record["step_s"] for record in taken)
     cluster, constants, _ = present_cluster.resolve_cluster(run.nodes, run.known)
     before = predict_recipe_step(run.config, cluster, run.spec, constants)
     said: list[str] = []
@@ -125,22 +124,20 @@ def _speeds(
     terms = before.estimate.terms
     computes = terms["compute"] + terms["offload"]
     kinds = [before.cluster.kind_of(copy * before.choice.tensor) for copy in range(copies)]
-    if comparison.ALL in parts:  # nothing is known but the whole
+    if predict.ALL in parts:  # nothing is known but the whole
         said.append("of one accelerator only whole steps are known: all of a difference is put down to the device")
-        raw = [computes / max(LEAST_S, parts[comparison.ALL] - (before.estimate.step_s - computes))] * copies
+        raw = [computes / max(LEAST_S, parts[predict.ALL] - (before.estimate.step_s - computes))] * copies
     elif not busy:
-        raw = [computes / max(LEAST_S, parts[comparison.COMPUTE_TERMS])] * copies
+        raw = [computes / max(LEAST_S, parts[predict.COMPUTE_TERMS])] * copies
     else:
-        spent = (
-            comparison.median(map(comparison.mean, busy)) - parts[comparison.COMPUTE_TERMS]
-        )  # on data, and on updates
+        spent = predict.median(map(predict.mean, busy)) - parts[predict.COMPUTE_TERMS]  # on data, and on updates
         told = (division for record in taken if (division := parse_division(record)) is not None)
         rows = [division for division in told if len(division.shares) == copies]
         raw = []
         for copy in range(copies):
-            share = comparison.median(division.shares[copy] for division in rows) if rows else 1.0
-            cuts = comparison.median(division.micro_batches_of(copy) for division in rows) if rows else 1.0
-            took = comparison.median(each[copy] for each in busy) - spent
+            share = predict.median(division.shares[copy] for division in rows) if rows else 1.0
+            cuts = predict.median(division.micro_batches_of(copy) for division in rows) if rows else 1.0
+            took = predict.median(each[copy] for each in busy) - spent
             raw.append(_copy_s(before, copy, share, cuts, constants) / max(LEAST_S, took))
     found = [_bounded(speed, kind, said) for speed, kind in zip(raw, kinds, strict=True)]
     slow, fast = min(found), max(found)
@@ -246,11 +243,11 @@ def _host_s(parts: Mapping[tuple[str, ...], float]) -> float | None:
 
 def _update(run: MeasuredRun, found: Hardware, parts: Mapping[tuple[str, ...], float], said: list[str]) -> float | None:
     """How many times as fast updates are as the memory of a device's kind would have them."""
-    took = parts.get(comparison.UPDATE_TERMS, 0.0)
+    took = parts.get(predict.UPDATE_TERMS, 0.0)
     if took <= 0:
         return None
     terms = _predict_step_s(run, found).estimate.terms
-    thought = sum(terms[name] for name in comparison.UPDATE_TERMS)
+    thought = sum(terms[name] for name in predict.UPDATE_TERMS)
     if thought <= 0:
         return None
     speed = min(UPDATES[1], max(UPDATES[0], thought / took))
@@ -278,10 +275,10 @@ def _link(
 ) -> MeasuredLink | None:
     """The link by which as much is waited for as was; as it was where that says nothing."""
     link = found.link
-    if link is None or comparison.WAIT_TERMS not in parts:
+    if link is None or predict.WAIT_TERMS not in parts:
         return link
     terms = _predict_step_s(run, found).estimate.terms
-    waited = max(0.0, parts[comparison.WAIT_TERMS] - terms["bubble"])
+    waited = max(0.0, parts[predict.WAIT_TERMS] - terms["bubble"])
     if max(waited, terms["communication"]) < LITTLE * step_s:
         said.append("links: communication is hidden, which says nothing of them; they are left as they were")
         return link

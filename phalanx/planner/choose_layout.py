@@ -18,7 +18,7 @@ from phalanx.layout.model_shape import ModelSpec
 from phalanx.planner import advice, measured_cluster, parse_cluster, plan_file, present_cluster
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.constants import CostConstants
+from phalanx.planner.device_catalog import CostConstants
 from phalanx.planner.predict import allocator_bytes, predict_recipe_step
 from phalanx.planner.present_cluster import NodeDevice
 from phalanx.planner.recipe_keys import AUTO_LAYOUT, keys_of, pins_of

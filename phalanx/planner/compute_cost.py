@@ -6,8 +6,7 @@ runs dry where they are shorter than their calls. Pure floats.
 
 from dataclasses import dataclass
 
-from phalanx.planner.constants import CostConstants
-from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.device_catalog import CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import WIDTH, StepWork
 

@@ -11,14 +11,12 @@ from itertools import pairwise
 from typing import Literal
 
 from phalanx.core.errors import ConfigError
-from phalanx.planner import compute_cost, exchange_cost, link_cost
+from phalanx.planner import compute_cost, link_cost
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.compute_cost import PassTime
-from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
-from phalanx.planner.device_catalog import DeviceKind
-from phalanx.planner.exchange_cost import CommTime
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
-from phalanx.planner.link_cost import RingPlacement
+from phalanx.planner.link_cost import CommTime, RingPlacement
 from phalanx.planner.memory import DeviceMemory, estimate_device_memory, parameters_of
 from phalanx.planner.work import StepWork
 
@@ -146,7 +144,7 @@ class CostModel:
         keeps = all(each.keeps.own for each in found)  # else none of them has room
         if keeps:
             terms["commit"] = max(
-                exchange_cost.commit_s(each.kind, each.state_bytes, window_s, constants) for each in found
+                link_cost.commit_s(each.kind, each.state_bytes, window_s, constants) for each in found
             )
         replicas = self._replicas(found, window_s - travel.exposed_s - travel.hidden_s)
         if replicas is not None:
@@ -375,7 +373,7 @@ class CostModel:
             shard = self._shard_ring(first, degree, choice.tensor, copies // degree)
             spread = self._ring(first, copies // degree, choice.tensor * degree)
             least = min(choice.state) / sum(choice.state) if choice.state else 1.0 / degree
-            found = exchange_cost.estimate_comm_time(
+            found = link_cost.estimate_comm_time(
                 work, choice, parameters, layers[number], (shard, spread, least), run.owns,
                 (stage.forward_s, stage.backward_s), run.parts, self.cluster, self.constants,
             )  # fmt: skip
@@ -405,7 +403,7 @@ class CostModel:
         for number, kind in enumerate(run.kinds):
             parameters, *_ = parameters_of(self.work, choice.tensor, layers[number], *choice.ends(number))
             own = parameters * run.owns if choice.zero else parameters
-            longest = max(longest, exchange_cost.update_s(self.work, kind, own, self.constants))
+            longest = max(longest, link_cost.update_s(self.work, kind, own, self.constants))
         return longest
 
     def _replicas(self, found: tuple[DeviceMemory, ...], idle_s: float) -> ReplicationCost | None:

@@ -13,9 +13,8 @@ from phalanx.layout import balance
 from phalanx.layout import pipeline_stages as pipelines
 from phalanx.layout.balance import CostLine
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
 from phalanx.planner.cost import CostModel
-from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.memory import IN_SHARES, DeviceMemory
 from phalanx.planner.work import StepWork

@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.constants import CostConstants
-from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.device_catalog import CostConstants, DeviceKind
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.work import StepWork, find_trained_share
 
 # Passes over memory for a byte that a CPU hands on: read and written on its way out, and on its way in; and read with
 # what is there, and written, where it is added up.
@@ -107,3 +108,146 @@ def send_s(
 def doublings(ranks: int) -> float:
     """Doublings from one to `ranks`."""
     return math.log2(ranks) if ranks > 1 else 0.0
+
+
+# ------------------------------------------------------------------------------------------------------- exchange cost
+# What parameters, gradients and state cost in a step: how long they travel, how much of it is hidden, and the update.
+# Pure floats. For this project's own engine these are the closed forms of `layout.comm_schedule` for equal buckets: a
+# test holds them against its bound and its plan.
+
+
+# Over what an update on a CPU writes to another place, so that the step before stays whole: the old is read, and the
+# new place fetched before it is written.
+COMMIT_PASSES = 3.0
+# In how many parts at most a unit travels between hosts and how short a part may be, as `engine.sharding_spec` has it,
+# and how many parts are under way at a time.
+PARTS, PART_BYTES, UNDER_WAY = 4, 2**18, 2
+
+
+@dataclass(frozen=True)
+class CommTime:
+    """Seconds of a step: of communication that computation waits for, and of that which it does not."""
+
+    exposed_s: float
+    hidden_s: float
+
+
+def update_s(work: StepWork, kind: DeviceKind, own: float, constants: CostConstants) -> float:
+    """Seconds of AdamW on `own` parameters: it only moves data. Gradient, master weight and moments are read, the
+    latter two written, the weight to compute with written; and the gradient is read for its norm and cleared."""
+    moved = 3.0 * work.reduce_bytes + 2.0 * (work.master_bytes + work.state_bytes) + work.gather_bytes
+    return find_trained_share(work) * own * moved / (kind.memory_bytes_per_s * constants.memory_share * kind.update)
+
+
+def commit_s(kind: DeviceKind, state_bytes: float, window_s: float, constants: CostConstants) -> float:
+    """Seconds by which a step is longer since its state is kept in memory that outlives the ranks.
+
+    A CPU's update writes it to another place (docs/benchmarks.md has that measured). An accelerator's is copied to the
+    host while the next step computes for `window_s`, and the next update waits for what is left of it.
+    """
+    if kind.on_host:
+        return COMMIT_PASSES * state_bytes / (kind.memory_bytes_per_s * constants.memory_share * kind.update)
+    return max(0.0, state_bytes / kind.host_bytes_per_s - window_s)
+
+
+def estimate_comm_time(
+    work: StepWork, choice: LayoutChoice, parameters: float, layers: int,
+    rings: tuple[RingPlacement, RingPlacement, float], owns: float, passes_s: tuple[float, float], micro_batches: int,
+    cluster: ClusterSpec, constants: CostConstants,
+) -> CommTime:  # fmt: skip
+    """Of a rank that holds a stage's `parameters`, whose pass takes `passes_s` forward and backward.
+
+    `rings`: over which a copy of the state is sharded, over which its copies are kept alike, and the least share of the
+    first. A ring moves all but the least share (Thakur et al. 2005 for even ones).
+    """
+    shard, spread, least = rings
+    _, backward = passes_s
+    units = layers + 1  # blocks, and the edges as one
+    fewer = (1.0 - least) / (1.0 - 1.0 / shard.ranks) if shard.ranks > 1 else 1.0
+    trained = parameters * find_trained_share(work)
+
+    def sharded(elements: float, each_bytes: float, ring: RingPlacement, operations: int) -> float:
+        """Seconds of a tensor that travels in so many operations."""
+        shorter = 1.0 if work.far_bytes is None else min(1.0, work.far_bytes / each_bytes)
+        alone_s = reduce_scatter_s(elements * each_bytes / operations, ring, cluster, constants, shorter)
+        return operations * (alone_s + skew_s(ring, constants))
+
+    if choice.engine == "megatron" or choice.zero == 0 or choice.engine == "ddp":
+        operations = units if choice.engine == "ddp" else 1
+        reduce = sharded(trained, work.reduce_bytes, shard, operations)
+        gather = sharded(trained, work.gather_bytes if choice.zero else work.reduce_bytes, shard, operations)
+        moves = reduce + gather
+        if choice.engine == "megatron":
+            return CommTime(moves, 0.0)
+        exposed = max(moves / units, moves - backward * (1.0 - 1.0 / units))
+        return CommTime(exposed, moves - exposed)
+    reduce = fewer * sharded(trained, work.reduce_bytes, shard, units)
+    if spread.ranks > 1:
+        reduce += 2.0 * sharded(trained * owns, work.reduce_bytes, spread, units)
+    gather = fewer * sharded(trained if choice.zero < 3 else parameters, work.gather_bytes, shard, units)
+    reduces = micro_batches if choice.reduce == "per_micro_batch" or choice.engine == "fsdp" else 1
+    parts = min(PARTS, max(1.0, trained * work.reduce_bytes / units / PART_BYTES)) * units / UNDER_WAY
+    later = parts * cluster.busy_hop_s * _hops(shard), parts * cluster.busy_hop_s * (_hops(shard) + 2 * _hops(spread))
+    if choice.engine == "fsdp" or choice.zero == 3:
+        regathered, again = (gather, later[0]) if choice.zero == 3 else (0.0, 0.0)
+        sent = _fetched(passes_s, gather, regathered + reduce, reduce, units, (later[0], again + later[1]))
+        silent = _fetched(passes_s, gather, regathered, 0.0, units, (later[0], again))
+        alone = micro_batches - reduces
+        return CommTime(reduces * sent[0] + alone * silent[0], reduces * sent[1] + alone * silent[1])
+    return _planned(choice.slots > 1, passes_s, reduce, gather, units, reduces, later)
+
+
+def _hops(ring: RingPlacement) -> int:
+    """How often a part goes from one rank to another: round the nodes, and once within them."""
+    return ring.nodes - 1 + (ring.ranks > ring.nodes)
+
+
+def _left(travels_s: float, room_s: float, later_s: float) -> float:
+    """Of what travels for `travels_s` by itself, and by `later_s` longer beside computation, what is left when
+    computation ends after `room_s`; it then goes on by itself."""
+    beside_s = travels_s + later_s
+    return travels_s - room_s * (travels_s / beside_s) if beside_s > room_s else 0.0
+
+
+def _fetched(
+    passes_s: tuple[float, float], ahead: float, behind: float, last: float, units: int,
+    later_s: tuple[float, float],
+) -> tuple[float, float]:  # fmt: skip
+    """(exposed, hidden) seconds of a micro-batch whose blocks are fetched one ahead in each pass, and whose gradients
+    leave behind each (Zhao et al. 2023).
+
+    A block takes its computation or its communication, whichever is longer: `ahead` in the forward pass, `behind` in
+    the backward pass, each by so much longer beside computation as `later_s` says. The first fetch is waited for, and
+    of what leaves `last` the end.
+    """
+    forward, backward = passes_s
+    room = 1.0 - 1.0 / units
+    exposed = (ahead + last) / units + _left(ahead * room, forward, later_s[0] * room)
+    exposed += _left(behind - last / units, backward, later_s[1])
+    return exposed, max(0.0, ahead + behind - exposed)
+
+
+def _planned(
+    early: bool, passes_s: tuple[float, float], reduce: float, gather: float, units: int, reduces: int,
+    later_s: tuple[float, float],
+) -> CommTime:  # fmt: skip
+    """This project's own order with zero 1 and 2, of equal units: what `layout.comm_schedule` is bound by.
+
+    The link is idle in the last unit's forward and backward pass, and the first unit's reduce and gather are waited
+    for. `early` may gather a bucket before the last one is reduced, so only the sum has to fit behind both passes; else
+    each has to fit behind its own. `reduces`: micro-batches whose gradients are sent. `later_s`: by how much longer all
+    gathers of a step, and the reduces of a micro-batch, take beside computation.
+    """
+    forward, backward = passes_s
+    room = 1.0 - 1.0 / units
+    behind = reduces * backward * room + (reduces - 1) * forward
+    ahead = forward * room
+    first_reduce, first_gather = reduce / units, gather / units
+    gathers_later, reduces_later = later_s[0], reduces * later_s[1]
+    if early:
+        left = _left(reduces * reduce + gather, behind + ahead, gathers_later + reduces_later)
+        exposed = max(first_reduce + first_gather, left)
+    else:
+        exposed = max(first_reduce, _left(reduces * reduce, behind, reduces_later))
+        exposed += max(first_gather, _left(gather, ahead, gathers_later))
+    return CommTime(exposed, max(0.0, reduces * reduce + gather - exposed))

@@ -15,9 +15,8 @@ from phalanx.layout.balance import UNBOUND, Speed
 from phalanx.layout.hardware import Hardware, MeasuredDevice
 from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import DEFAULT_CONSTANTS, RANGES, CostConstants
 from phalanx.planner.cost import CostModel
-from phalanx.planner.device_catalog import DEVICE_KINDS, GIB, DeviceKind
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, DEVICE_KINDS, GIB, RANGES, CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import WIDTH, StepWork
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.planner import compute_cost
-from phalanx.planner.constants import CostConstants
-from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.device_catalog import CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import StepWork, adapter_widths, count_adapter_parameters, find_trained_share
 from phalanx.recovery.catalog import NO_COPIES, StateCopies, choose_copies, list_copy_options

@@ -9,9 +9,8 @@ from phalanx.planner import advice, parse_cluster
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.checkpoint_interval import best_intervals
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.failures import FailureModel, check_goodput
+from phalanx.planner.failures import FailureModel, ObservedFailures, check_goodput
 from phalanx.planner.memory import DeviceMemory
-from phalanx.planner.observed_failures import ObservedFailures
 from phalanx.planner.recipe_keys import apply_plan, keys_of
 from phalanx.planner.search import Plan, SearchResult, Shortfall
 

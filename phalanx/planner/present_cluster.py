@@ -7,7 +7,7 @@ from typing import Any
 from phalanx.layout.hardware import MOST, Hardware
 from phalanx.planner import measured_cluster, parse_cluster
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, CostConstants
 
 SHEET_CORES = 16  # of the CPU whose figures are in `kinds`
 

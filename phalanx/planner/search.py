@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 from phalanx.planner import compute_cost, cost, memory
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.constants import DEFAULT_CONSTANTS, CostConstants
 from phalanx.planner.cost import CostModel, StepEstimate
-from phalanx.planner.device_catalog import DeviceKind
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, CostConstants, DeviceKind
 from phalanx.planner.failures import FailureModel
 from phalanx.planner.heterogeneous import HeterogeneousDevices
 from phalanx.planner.layout_choice import LayoutChoice, Recompute

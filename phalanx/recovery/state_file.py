@@ -25,7 +25,7 @@ from typing import Any
 
 from phalanx.core import format_versions
 from phalanx.core.errors import CheckpointError
-from phalanx.recovery.integrity import (
+from phalanx.recovery.catalog import (
     VOID_WORD,
     checksum,
     decode_word,

@@ -24,13 +24,12 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_events, read_steps
 from phalanx.core.renamed import rename_event
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.report import devices, event_text, views
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
 RATE_STEPS = 20  # the shown rate is a median over these many steps, so that one slow step does not shake it

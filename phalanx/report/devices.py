@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, read_events
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.balance import Division, parse_division

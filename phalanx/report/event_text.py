@@ -5,8 +5,8 @@ import signal
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import HELD_OUT
 
 

@@ -11,9 +11,8 @@ import yaml
 
 from phalanx.core import format_versions
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import split_attempts
+from phalanx.core.records import EventKind, read_events, split_attempts
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import devices, event_text
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
-from phalanx.report import devices, event_text, page, views
+from phalanx.report import devices, event_text, tables, views
 from phalanx.report.history import (
     POINTS,
     Record,
@@ -53,7 +53,7 @@ def write_report(paths: RunPaths) -> Path:
     """
     run = read_run_history(paths)
     drawing = report_payload(run)
-    text = page.render_page(
+    text = tables.render_page(
         title=html.escape(run.name),
         header=_header(run),
         tiles=_tiles(run),

@@ -12,7 +12,7 @@ console says when it is over. Where a run's records have no such line, it follow
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.report import event_text
 from phalanx.report.history import Record, RunHistory, events_with_steps
 

@@ -5,9 +5,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.report import event_text
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 
 
 def print_run_size(found: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import event_text
 from phalanx.report.history import RunHistory, count_attempts, read_run_history, run_status

@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.report import event_text
 from phalanx.report.history import RunHistory
 

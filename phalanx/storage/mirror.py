@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PhalanxError, RunError
-from phalanx.core.events import EventKind, read_events, write_event
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, read_events, write_event
 from phalanx.core.run_paths import MANIFEST, RunPaths, Url
 from phalanx.storage import files as storage
 

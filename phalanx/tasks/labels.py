@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from phalanx.tasks.padding import pad_rows, row_width
+from phalanx.core import renamed
 from phalanx.tasks.task import Batch, Task
 
 if TYPE_CHECKING:
@@ -176,3 +176,26 @@ def _spans(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
         if now in "BS" or (now in "IE" and (before in "ESO" or here != kind)):
             begun = place
         before, kind = now, here
+
+
+# ----------------------------------------------------------------------------- rows of different lengths in one tensor
+
+
+WIDTHS = 64  # rows are padded to a multiple of it, so that shapes stay few
+
+
+def pad_rows(rows: Sequence[NDArray[np.int64]], width: int, filler: int) -> Tensor:
+    """`rows` (n_i,) -> (B, width) int64, filled up behind each."""
+    out = np.full((len(rows), width), filler, np.int64)
+    for row, values in zip(out, rows, strict=True):
+        row[: len(values)] = values
+    return torch.from_numpy(out)
+
+
+def row_width(rows: Sequence[NDArray[np.int64]], max_width: int, step: int = WIDTHS) -> int:
+    """The length of the longest row, up to a multiple of `step` but no more than `max_width`."""
+    longest = max((len(row) for row in rows), default=1)
+    return max(longest, min(-(-longest // step) * step, max_width))
+
+
+__getattr__ = renamed.old_names(__name__)

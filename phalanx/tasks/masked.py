@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from phalanx.tasks.padding import pad_rows, row_width
+from phalanx.tasks.labels import pad_rows, row_width
 from phalanx.tasks.task import Batch, Task
 
 if TYPE_CHECKING:

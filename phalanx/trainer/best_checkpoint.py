@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.comm.rendezvous import JsonGroup
-from phalanx.core.events import EventKind, read_events
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 
 

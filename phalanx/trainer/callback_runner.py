@@ -21,10 +21,9 @@ from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_events, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import Engine
 from phalanx.models.user_model import describe_error, load_class, source_file

@@ -19,8 +19,8 @@ from phalanx.comm.compression import NO_COMPRESSION
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup, this_host
 from phalanx.core.errors import Corrupted
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import Engine
 from phalanx.engine.sharded import ShardedEngine

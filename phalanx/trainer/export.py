@@ -12,9 +12,9 @@ import torch
 from phalanx.checkpoint.disk.load import Checkpoint, find_newest_valid, list_steps, open_and_verify, step_folder
 from phalanx.config.schema import Config
 from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError, RunError
-from phalanx.core.events import EventKind, write_event
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths, Url
-from phalanx.data.cache import temporary_folder
+from phalanx.data.workers import temporary_folder
 from phalanx.models import hf_config
 from phalanx.models.hf_export import copy_tokenizer, export, export_plain, new_folder
 from phalanx.models.hf_weights import Weights

@@ -14,10 +14,9 @@ from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind
 from phalanx.core.faults import Fault
 from phalanx.core.placement import Placement
-from phalanx.core.records import StepRecord
+from phalanx.core.records import EventKind, StepRecord
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import StepOutcome
 from phalanx.layout.model_shape import ModelSpec
@@ -38,9 +37,8 @@ from phalanx.trainer.stop_request import StopRequest
 from phalanx.trainer.stragglers import StragglerDetector
 from phalanx.workload.build import RunComponents
 from phalanx.workload.clock import clock_of
-from phalanx.workload.pipeline_step import evaluate_pipeline, run_pipeline
 from phalanx.workload.sinks import RecordWriter
-from phalanx.workload.step import evaluate, run_micro_batches
+from phalanx.workload.step import evaluate, evaluate_pipeline, run_micro_batches, run_pipeline
 from phalanx.workload.step_hooks import StepHooks
 
 if TYPE_CHECKING:

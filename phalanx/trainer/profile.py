@@ -15,8 +15,8 @@ import torch
 from torch.autograd.profiler_util import FunctionEventAvg
 
 from phalanx.comm.mesh import Mesh
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import write_atomic
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.system import accelerator
 from phalanx.system.trace import PHASES, TRACE_PREFIX

@@ -14,8 +14,8 @@ from phalanx.comm.compression import describe_node_change
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.optim.make_rule import make_rule
 from phalanx.optim.update import AdamW

@@ -11,7 +11,7 @@ import torch
 from phalanx.checkpoint.disk.load import agree_on_newest
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import Corrupted, Diverged
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.trainer.anomalies import RollbackRequest
 from phalanx.trainer.loop import TrainingLoop
 

@@ -16,13 +16,13 @@ from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core import format_versions
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_lines, write_atomic
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import BASE_WEIGHTS, TOKENIZER_FILES, RunPaths
 from phalanx.data.chat import load_template
 from phalanx.data.token_files import TokenFile
 from phalanx.storage import files as storage
-from phalanx.system import locks, symlinks
+from phalanx.system import locks
 
 LOCK_TRIES = 100
 SETTLE_S = 0.2  # after a lock was taken back from another user
@@ -61,7 +61,7 @@ def lock_run_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bo
     Returns the lock's descriptor, which keeps it, and whether the folder is new. Raises RunError when the folder is in
     use, cannot be written, was written by a later release, or has links that lead out of it.
     """
-    symlinks.check_symlinks(paths)
+    locks.check_symlinks(paths)
     format_versions.check_run_version(paths)
     created = taken_back = False
     for _ in range(LOCK_TRIES):

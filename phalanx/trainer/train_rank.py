@@ -16,9 +16,9 @@ from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.rendezvous import JsonGroup, this_host
 from phalanx.core import progress_page
 from phalanx.core.errors import OutOfMemory
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention
@@ -33,7 +33,7 @@ from phalanx.trainer.restore import ResumePoint, make_in_memory_store
 from phalanx.trainer.rollback import roll_back
 from phalanx.trainer.stop_request import handle_stop_signals
 from phalanx.workload.build import build_components
-from phalanx.workload.device_progress import make_device_progress
+from phalanx.workload.clock import make_device_progress
 from phalanx.workload.engines import agree_on_sharding
 from phalanx.workload.injection import make_fault_injector
 from phalanx.workload.sinks import RecordWriter, Sink

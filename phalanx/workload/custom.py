@@ -20,8 +20,7 @@ from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.model import Model
 from phalanx.models.user_model import describe_error, load_class
 from phalanx.parallel.init_weights import Fill, make_random_fill
-from phalanx.tasks.custom import CustomTask, DataSet
-from phalanx.tasks.task import Batch, Task
+from phalanx.tasks.task import Batch, CustomTask, DataSet, Task
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config

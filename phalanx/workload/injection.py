@@ -12,9 +12,9 @@ import torch
 
 from phalanx.checkpoint.disk.load import OnEvent, step_folder
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.faults import Fault
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.engine.interface import Engine
 from phalanx.system import accelerator

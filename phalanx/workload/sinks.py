@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import append_line
-from phalanx.core.records import StepRecord
+from phalanx.core.records import EventKind, StepRecord, read_events
 from phalanx.core.run_paths import RunPaths
 
 SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "memory_bytes", "mfu", "loss_scale")

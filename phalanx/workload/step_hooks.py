@@ -10,7 +10,7 @@ import torch
 from phalanx.comm.mesh import Mesh
 from phalanx.core.progress_page import ProgressPage
 from phalanx.engine.interface import Engine
-from phalanx.workload.device_progress import DeviceProgress
+from phalanx.workload.clock import DeviceProgress
 from phalanx.workload.injection import FaultInjector
 
 Call = TypeVar("Call", bound=Callable[..., Any])

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import write_atomic
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.workload.sinks import evaluation_scalars, step_scalars
 

@@ -17,8 +17,8 @@ import torch
 from phalanx.comm.collectives import PendingCollective, all_reduce
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import read_last_line
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import balance, rebalance
 from phalanx.layout.balance import Division, Speed

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from tests.accelerator.device import run_on_device
 from tests.dist.incidents import train_with_signal

@@ -72,7 +72,7 @@ TESTS = {
     "parallel/offload.py": [FREE, f"{ONE}::test_inputs_that_wait_on_the_host"],
     "parallel/hf_transform.py": [LATE],
     "tasks/task.py": [FREE, ENGINE],
-    "workload/device_progress.py": [f"{HERE}hang_detection.py"],
+    "workload/clock.py": [f"{HERE}hang_detection.py"],
     "trainer/": [CLOCKS],
     "workload/": [CLOCKS],
     "autotune/": [CLOCKS],

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from tests.accelerator.device import needs_device, phalanx
 from tests.dist import command
 from tests.dist.command import write_place

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.system.fork import fork
 from phalanx.trainer.loop import TrainingLoop
 from tests.accelerator.device import needs_device, phalanx, run_on_device

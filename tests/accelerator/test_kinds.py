@@ -16,8 +16,8 @@ from phalanx.api.shard import sync_initial_values
 from phalanx.comm import backend
 from phalanx.comm.collectives import device_for_group
 from phalanx.comm.mesh import join
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention

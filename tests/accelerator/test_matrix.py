@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.hf_export import export
 from phalanx.models.llama import Llama, init_slice

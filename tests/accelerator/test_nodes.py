@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from tests.accelerator.device import needs_device, run_on_device
 from tests.cluster import lives
 from tests.cluster.lives import curve, events, life, state

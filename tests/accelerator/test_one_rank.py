@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from tests.accelerator.curves import ORDERS, References, assert_near, assert_same_bits, killed, on_device
 from tests.accelerator.device import needs_device
 from tests.numerics import runs

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from tests.accelerator.device import needs_device, phalanx
 from tests.dist.command import write_place
 from tests.numerics import runs

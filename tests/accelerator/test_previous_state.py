@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint.memory.interval import choose_interval
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import inventory, state_file
 from phalanx.system import accelerator

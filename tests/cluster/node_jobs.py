@@ -27,9 +27,8 @@ from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.membership.rendezvous_client import RendezvousClient
 from phalanx.elastic.node.agent import run_agent
-from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
-from phalanx.elastic.node.signals import StopSignals
+from phalanx.elastic.node.worker import NodeJob, StopSignals
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division
 from phalanx.elastic.supervisor.state import RecoveryPolicy

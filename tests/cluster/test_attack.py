@@ -19,7 +19,7 @@ from phalanx.elastic.membership.listener import bind
 from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member_list
 from phalanx.elastic.membership.rendezvous import parse_rendezvous
 from phalanx.elastic.membership.shared_secret import file_of
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.launch import multinode, rendezvous_options
 from tests.another_user import as_root, begin, open_path
 from tests.dist import command

@@ -30,9 +30,9 @@ from phalanx.elastic.membership.listener import ConnectionListener, bind
 from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
 from phalanx.elastic.membership.membership import Membership
 from phalanx.elastic.node import agent, watchdog
-from phalanx.elastic.node.job import NodeJob
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.watchdog import Blame, HangTimeouts, ProcessStatus, ProgressReport
+from phalanx.elastic.node.worker import NodeJob
 from phalanx.elastic.replicas import own_ranks, server
 from phalanx.elastic.replicas.own_ranks import StateFileFetcher
 from phalanx.elastic.supervisor import leader_tasks

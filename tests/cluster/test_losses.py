@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from tests.cluster.lives import RECIPE, curve, events, life, state, train
 from tests.dist import command

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from tests.cluster.lives import RECIPE, curve, events, life, state, train
 from tests.dist import command
 

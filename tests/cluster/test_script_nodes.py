@@ -15,14 +15,14 @@ import pytest
 from benchmarks.links import enter
 from benchmarks.started import start, strike
 from phalanx.core.errors import ConfigError, Unhealthy
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.rendezvous import RendezvousPoint
 from phalanx.elastic.supervisor.state import JobPhase
-from phalanx.health.devices import DeviceInfo
-from phalanx.launch import health_gate, rendezvous_options, script_nodes
+from phalanx.health.findings import DeviceInfo
+from phalanx.launch import health_check, rendezvous_options, script_nodes
 from phalanx.launch.node_participant import NodeContext
 from phalanx.launch.script_nodes import ScriptJob, ScriptNodeSession
 from tests.cluster import networks
@@ -77,7 +77,7 @@ def node(
         enter(within[placement.rank])
     script_nodes.HEARTBEAT_S = 3.0  # machines that run tests are busy
     if placement.rank == unfit:
-        health_gate.check_node = smokes
+        health_check.check_node = smokes
     output = Path(folder) / f"node-{placement.rank}.txt"
     own = ["run", "--nproc", "1", "--node-rank", str(placement.rank), "--rendezvous", f"file://{folder}/meet", *words]
     command = start(own, Path(folder), output)

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from benchmarks.started import ranks_of, strike
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_last_line, read_lines
 from phalanx.core.placement import ExitCode, Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch.schedulers import slurm
 from phalanx.launch.schedulers.scheduler import Job

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_last_line, read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from tests.cluster import slurm_cluster
 from tests.cluster.slurm_cluster import SlurmCluster

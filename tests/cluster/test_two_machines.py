@@ -13,12 +13,11 @@ import pytest
 from benchmarks.links import enter
 from phalanx.config import load, resolve
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.launch import node_session, prepare
 from phalanx.layout import hardware
 from tests.cluster import networks

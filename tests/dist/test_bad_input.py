@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.chat import TEMPLATES
 from tests.dist.command import RECIPE, call, contents, phalanx, refused, sentence, write_place

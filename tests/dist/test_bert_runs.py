@@ -18,7 +18,7 @@ from phalanx.config.load import build_config
 from phalanx.config.model_spec import build_model_spec
 from phalanx.config.resolve import resolve_autos
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from tests.code_tags import LIBRARY, sentences, write_conll
 from tests.dist.command import call
 from tests.helpers import run_ranks

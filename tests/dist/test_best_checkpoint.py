@@ -8,10 +8,9 @@ import pytest
 
 from phalanx.checkpoint.disk.load import list_steps
 from phalanx.core.errors import CheckpointError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.trainer import best_checkpoint, loop
 from phalanx.trainer.best_checkpoint import BestEvaluation

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.placement import Placement
-from phalanx.core.round_robin import round_robin_partners
+from phalanx.core.placement import Placement, round_robin_partners
 from phalanx.health import burn_in_report
 from phalanx.health.findings import Severity, verdict
 from tests.dist.command import phalanx

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.disk.load import list_steps
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.trainer.callback import Callback, RunState
 from tests.dist.command import call, write_place

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.disk.load import list_steps, step_folder
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from tests.dist.incidents import train_with_full_disk
 from tests.helpers import run_ranks

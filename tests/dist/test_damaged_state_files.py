@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import inventory, shared_memory, state_file
 from tests.dist.test_in_memory_checkpoints import SHORT, assert_same, begin, resumed, train_and_die

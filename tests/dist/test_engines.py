@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.models.llama import HF_NAMES
 from phalanx.trainer import train_rank
 from tests.helpers import run_ranks

@@ -22,9 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from tests import browser
 from tests.helpers import ALL, ROOT, wait_until

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from tests.dist.command import contents, phalanx, refused, write_place
 from tests.helpers import run_ranks

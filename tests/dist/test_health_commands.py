@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor import node_requests
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
@@ -308,10 +308,10 @@ def test_after_a_death_the_node_is_looked_at_and_nobody_waits(tmp_path: Path) ->
 
 
 def _watched(placement: Placement, folder: str) -> dict[str, Any]:
-    from phalanx.launch import health_gate
+    from phalanx.launch import health_check
 
     paths = RunPaths(Path(folder))
-    watch = health_gate.HealthWatch(paths, [], health_gate.make_event_writer(paths))
+    watch = health_check.HealthWatch(paths, [], health_check.make_event_writer(paths))
     watch.request_check(3, "the death of rank 1")
     begun = paths.events.exists()
     watch.poll_once()

@@ -20,10 +20,9 @@ from phalanx.cli import main
 from phalanx.comm.mesh import Mesh, join
 from phalanx.config import load, resolve
 from phalanx.core.errors import CheckpointError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import InMemoryCheckpoint, Placement, StateFileLocation
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import Precision
 from phalanx.engine.sharded import ShardedEngine

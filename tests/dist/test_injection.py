@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from tests.dist.command import phalanx, refused, write_place
 from tests.numerics import runs

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_last_line, read_lines
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import launched_run
 from phalanx.launch.schedulers import background

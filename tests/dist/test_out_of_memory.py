@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.core import progress_page
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.mesh_axes import MeshAxes
@@ -180,7 +179,7 @@ OWN = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.custom import CustomTask
+from phalanx.tasks.task import CustomTask
 from phalanx.tasks.task import Batch
 
 class Net(Model):

@@ -35,8 +35,7 @@ from phalanx.parallel.parallelize import sharding_units
 from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
 from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Batch
-from phalanx.workload.pipeline_step import evaluate_pipeline, run_pipeline
-from phalanx.workload.step import evaluate, run_micro_batches
+from phalanx.workload.step import evaluate, evaluate_pipeline, run_micro_batches, run_pipeline
 from tests.helpers import run_ranks
 
 SEED, LENGTH, SEQUENCES, BETA = 3, 12, 8, 0.9

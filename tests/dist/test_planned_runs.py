@@ -8,12 +8,11 @@ import pytest
 
 from phalanx.config import load
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.launch import started_rank
 from phalanx.layout import hardware
 from tests.dist import command

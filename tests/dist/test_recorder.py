@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line, read_lines
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import recorder as recording
 from phalanx.launch.recorder import EventRecorder

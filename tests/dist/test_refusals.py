@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.config import load, resolve
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.trainer import run_folder
 from tests.dist.command import contents, phalanx, refused, write_place

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.disk.load import list_steps
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.storage import files as storage
 from phalanx.storage import mirror

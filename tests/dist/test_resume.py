@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.trainer import train_rank
 from tests.dist.incidents import train_with_signal

@@ -8,9 +8,9 @@ import torch
 
 from phalanx.comm.mesh import join
 from phalanx.comm.rendezvous import JsonGroup
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.interface import DeviceStepOutcome
 from phalanx.layout.balance import Division, Speed, parse_division

@@ -10,9 +10,8 @@ import torch
 
 from phalanx.comm.mesh import join
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.tasks.language import IGNORE_INDEX

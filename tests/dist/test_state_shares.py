@@ -15,8 +15,8 @@ from phalanx.autotune.state_shares import (
 )
 from phalanx.comm.mesh import join
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.engine.bucket import RankBucket
 from phalanx.engine.sharded import ShardedEngine

@@ -10,10 +10,9 @@ import pytest
 from phalanx.checkpoint.disk.save import CheckpointSaver
 from phalanx.core import faults
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.trainer import train_rank
 from phalanx.trainer.skipped_batches import SkippedBatches

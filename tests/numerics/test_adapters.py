@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import LORA_TARGETS, ModelSpec
 from phalanx.models.hf_config import read_config, spec_from_config

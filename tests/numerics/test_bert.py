@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.data.record_files import RecordSetWriter
 from phalanx.data.token_files import TokenWriter
 from phalanx.data.wordpiece import SpecialTokens

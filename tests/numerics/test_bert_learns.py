@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.config.schema import Config
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.data.label_rows import order_labels
 from phalanx.data.prepare import PreparedData
 from phalanx.data.prepare_records import prepare_for

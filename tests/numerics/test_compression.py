@@ -13,8 +13,8 @@ from phalanx.comm.compression import describe_node_change
 from phalanx.comm.mesh import join
 from phalanx.comm.rendezvous import Topology
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.trainer import train_rank
 from tests.helpers import run_ranks
 from tests.numerics import runs

@@ -206,7 +206,7 @@ def learn(placement: Placement, run: str, text: str) -> float:
     from safetensors.torch import load_file
 
     from phalanx.models.user_model import load_class
-    from phalanx.tasks.custom import CustomTask
+    from phalanx.tasks.task import CustomTask
 
     paths = RunPaths(Path(run) / "run")
     paths.root.mkdir()

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from phalanx.core.errors import Diverged
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.trainer import train_rank
 from tests.helpers import run_ranks

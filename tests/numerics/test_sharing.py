@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.disk.load import list_steps, step_folder
-from phalanx.core.events import EventKind
 from phalanx.core.placement import Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import balance
 from phalanx.layout.balance import Division

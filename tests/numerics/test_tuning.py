@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.core.events import EventKind
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.packing import PackedRows, PackingOptions
 from phalanx.data.token_files import TokenFile, TokenWriter

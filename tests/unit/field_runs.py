@@ -8,10 +8,9 @@ from typing import Any
 from unittest import mock
 
 from phalanx.config import load, resolve
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 
 Seen = dict[str, Any]
@@ -39,7 +38,7 @@ OWN_TASK = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.custom import CustomTask
+from phalanx.tasks.task import CustomTask
 from phalanx.tasks.task import Batch
 
 

@@ -21,7 +21,7 @@ from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node import attempt as attempts
 from phalanx.elastic.node.agent import run_local_job
-from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.node.worker import NodeJob
 from phalanx.system.exit_causes import (
     WorkerExit,
     describe_exception,

@@ -18,10 +18,9 @@ from phalanx.cli import help, main
 from phalanx.config import load
 from phalanx.config.schema import Config, iter_knobs
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import jobs
 from phalanx.models.families.catalog import PRESETS

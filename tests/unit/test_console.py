@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console as RichConsole
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.report.console import Console, Follower, render_run_summary
 

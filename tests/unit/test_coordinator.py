@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
 from phalanx.elastic.supervisor import coordinator, leader_tasks
 from phalanx.elastic.supervisor.coordinator import Coordinator

@@ -15,8 +15,8 @@ from phalanx.autotune.dry_run import dry_run
 from phalanx.cli import data
 from phalanx.config import load, resolve
 from phalanx.core.errors import CheckpointError, ConfigError, DataError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import append_line
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.generate.text import Sampling, load_generator
 from phalanx.models.model import Model
@@ -36,7 +36,7 @@ SOUND = """
 import torch
 from torch import nn
 from phalanx.models.model import Model
-from phalanx.tasks.custom import CustomTask
+from phalanx.tasks.task import CustomTask
 from phalanx.tasks.task import Batch
 
 class Net(Model):
@@ -87,9 +87,9 @@ def test_a_sound_task_is_counted(tmp_path: Path) -> None:
 
 BROKEN_FILES = {
     "defines no class Task": "x = 1",
-    "is no subclass of phalanx.tasks.custom.CustomTask": "class Task:\n    pass",
+    "is no subclass of phalanx.tasks.task.CustomTask": "class Task:\n    pass",
     "cannot be run: ValueError: no luck in line 1": "raise ValueError('no luck')",
-    "Task(**task.options) fails: TypeError": "from phalanx.tasks.custom import CustomTask\n"
+    "Task(**task.options) fails: TypeError": "from phalanx.tasks.task import CustomTask\n"
     "class Task(CustomTask):\n    def __init__(self, folder):\n        pass\n",
 }
 

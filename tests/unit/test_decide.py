@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.elastic.supervisor.assignment import fill_seats
 from phalanx.elastic.supervisor.decide import COLLECT_S, READY_S, decide
 from phalanx.elastic.supervisor.state import (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console as Rich
 
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import balance, hardware
 from phalanx.layout.hardware import Hardware, MeasuredDevice

@@ -17,7 +17,7 @@ from rich.console import Console
 from phalanx.core.errors import ConfigError, OutOfMemory
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode, Placement
-from phalanx.doctor import isolation, machine_checks, shareable_report
+from phalanx.doctor import machine_checks, results
 from phalanx.doctor.results import (
     NAMES,
     CheckResult,
@@ -28,8 +28,7 @@ from phalanx.doctor.results import (
     result_of_finding,
     verdict,
 )
-from phalanx.health.devices import DeviceInfo
-from phalanx.health.findings import Finding, Severity
+from phalanx.health.findings import DeviceInfo, Finding, Severity
 from phalanx.launch import run
 from phalanx.recovery import shared_memory
 from phalanx.report.doctor import DoctorConsole
@@ -104,7 +103,7 @@ def carry(placement: Placement, folder: str) -> list[Any]:
     ]
     checks = [DoctorCheck(f"c{number}", look, 60.0, "mend it") for number, look in enumerate([*looks, _leave, _well])]
     checks.append(DoctorCheck("slow", _sleep, 0.3, "mend it"))
-    return [[line.to_json() for line in isolation.run_isolated(check, Path(folder))] for check in checks]
+    return [[line.to_json() for line in machine_checks.run_isolated(check, Path(folder))] for check in checks]
 
 
 def test_whatever_happens_to_a_check_becomes_a_line(tmp_path: Path) -> None:
@@ -189,7 +188,7 @@ def test_the_report_tells_no_names_and_no_secrets(monkeypatch: pytest.MonkeyPatc
     environment = {"HF_TOKEN": "hf_1", "DATA": "/mnt/private", "SHORT": "wrong", "HOME": "/home/somebody"}
     said = "gpu7 and gpu7.lab.example at 10.1.2.3, fe80:0:0:1::7, /home/somebody/x, hf_1, /mnt/private/a, wrong, gpu71"
     line = CheckResult("health", CheckState.WRONG, said, log=f"{said}; 127.0.0.1; 12:30:15")
-    (check,) = shareable_report.build_report([line], 1.0, environment)["checks"]
+    (check,) = results.build_report([line], 1.0, environment)["checks"]
     covered = "<HOST> and <HOST> at <ADDRESS>, <ADDRESS>, <HOME>/x, <$HF_TOKEN>, <$DATA>/a, wrong, gpu71"
     assert (check["sentence"], check["log"]) == (covered, f"{covered}; 127.0.0.1; 12:30:15")
 

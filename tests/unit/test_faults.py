@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from phalanx.checkpoint.disk.load import step_folder
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
 from phalanx.core.faults import FAULT_PHASES, KINDS, Fault
+from phalanx.core.records import EventKind
 from phalanx.workload.injection import FaultInjector
 
 calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy

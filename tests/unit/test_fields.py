@@ -20,9 +20,9 @@ from phalanx.config import load
 from phalanx.config.model_spec import build_model_spec
 from phalanx.config.schema import Config, iter_knobs
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.data import prepare, read_chunks
 from phalanx.launch.schedulers import slurm_script

@@ -19,10 +19,18 @@ from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health import checks
 from phalanx.health import host as host_health
 from phalanx.health.dcgm import parse_dcgmi_diag
-from phalanx.health.devices import DeviceInfo
-from phalanx.health.findings import Finding, Severity, at_least, finding_from_json, is_usable, unique_sentences, verdict
+from phalanx.health.findings import (
+    DeviceInfo,
+    Finding,
+    Severity,
+    at_least,
+    finding_from_json,
+    is_usable,
+    unique_sentences,
+    verdict,
+)
 from phalanx.health.gpu import Gpu, GpuReading
-from phalanx.launch import health_gate
+from phalanx.launch import health_check
 from phalanx.system import cpus
 from phalanx.system.fork import fork_call
 from tests.helpers import run_ranks
@@ -54,11 +62,11 @@ def test_a_node_whose_hardware_broke_asks_for_a_spare(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     full = Finding("disk", Severity.RESET, "the run folder cannot be written")
     lost = Finding("gpu lost", Severity.REBOOT, "GPU 3 is lost; reboot the node")
-    health_gate.request_replacement(paths, [lost])  # there is no run
+    health_check.request_replacement(paths, [lost])  # there is no run
     append_line(paths.events, {"kind": "run_started"})
-    health_gate.request_replacement(paths, [full, Finding("ecc", Severity.WATCH, "an error was corrected")])
+    health_check.request_replacement(paths, [full, Finding("ecc", Severity.WATCH, "an error was corrected")])
     assert node_requests.read_requests(paths) == []
-    health_gate.request_replacement(paths, [full, lost, Finding("ecc", Severity.RESET, "an error was not")])
+    health_check.request_replacement(paths, [full, lost, Finding("ecc", Severity.RESET, "an error was not")])
     (asked,) = node_requests.read_requests(paths)
     assert (asked.node, asked.wanted, asked.by) == (
         socket.gethostname(),
@@ -74,12 +82,12 @@ def test_a_device_that_was_wrong_twice_is_told_at_each_start(tmp_path: Path) -> 
     append_line(paths.suspects, row)
     for other in ({"certain": False}, {"host": "elsewhere"}, {"identity": "2b"}):
         append_line(paths.suspects, row | other)
-    assert health_gate.find_suspected_devices(paths, [device]) == []
+    assert health_check.find_suspected_devices(paths, [device]) == []
     append_line(paths.suspects, row)
-    (found,) = health_gate.find_suspected_devices(paths, [device])
+    (found,) = health_check.find_suspected_devices(paths, [device])
     assert (found.severity, found.value, found.where) == (Severity.WATCH, 2, "1a")
     assert found.sentence.startswith("Fast 9 (1a) has held other parameters than it must 2 times in this run")
-    assert health_gate.find_suspected_devices(paths, [DeviceInfo("fast:1", "Fast 9", True, "GPU-2b")]) == []
+    assert health_check.find_suspected_devices(paths, [DeviceInfo("fast:1", "Fast 9", True, "GPU-2b")]) == []
 
 
 # -------------------------------------------------------------------------------------------- on this machine, made bad

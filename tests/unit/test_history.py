@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import history
 

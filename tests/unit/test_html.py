@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
-from phalanx.core.records import StepRecord
+from phalanx.core.records import EventKind, StepRecord
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import html as report
 from phalanx.report.history import read_run_history

@@ -3,8 +3,7 @@
 import time
 from typing import Any
 
-from phalanx.core.events import EventKind
-from phalanx.core.incidents import IncidentTracker
+from phalanx.core.records import EventKind, IncidentTracker
 
 
 def failure(attempt: int, what: str, done: str = "all ranks start again") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from phalanx.data.prepare import prepare
 from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
 from phalanx.report import tables
-from phalanx.report.terminal import open_terminal
+from phalanx.report.logs import open_terminal
 
 
 def masked_set(folder: Path, tokenizer: Path) -> TokenFile:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import epoch_files
 from phalanx.launch import job_supervisor, jobs, launched_run

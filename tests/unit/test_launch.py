@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import append_line, read_lines
 from phalanx.core.placement import ExitCode
-from phalanx.core.records import read_steps
+from phalanx.core.records import EventKind, read_steps, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch.outcome import describe_early_stop, resolve_exit_code
 from tests.helpers import ROOT, wait_until

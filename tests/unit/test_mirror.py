@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from phalanx.core.errors import RunError, StorageError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import append_line, read_lines
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.storage import mirror, retry
 from tests.helpers import run_ranks, wait_until

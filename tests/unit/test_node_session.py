@@ -13,12 +13,12 @@ from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, write_event
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor import node_requests
-from phalanx.health.devices import DeviceInfo
+from phalanx.health.findings import DeviceInfo
 from phalanx.launch import outcome
 from phalanx.launch.node_participant import NodeContext
 from phalanx.launch.node_session import NodeSession, make_policy

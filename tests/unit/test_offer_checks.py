@@ -11,7 +11,7 @@ from phalanx.config.schema import Config, iter_knobs
 from phalanx.core import faults
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
-from phalanx.launch import measure_devices, offer_checks
+from phalanx.launch import measure_devices, prepare
 
 WANTED = {
     "model": {"hidden": 16, "layers": 1, "heads": 2, "code": "own.py"},
@@ -55,21 +55,21 @@ def test_another_recipe_is_refused(change: dict[str, Any]) -> None:
     """Whatever it would import or open, and what it would compute."""
     wanted, offered = config(), changed(config(), change)
     with pytest.raises(ConfigError, match="offers another recipe than this node was started with: ") as caught:
-        offer_checks.check_offer(wanted, offered)
+        prepare.check_offer(wanted, offered)
     assert next(iter(change)).split(".")[1] in str(caught.value)
     assert str(caught.value).endswith("start all nodes with the same recipe and the same keys")
-    offer_checks.check_offer(offered, offered)
+    prepare.check_offer(offered, offered)
 
 
 def test_what_a_leader_has_resolved_is_taken() -> None:
     wanted = config()
     resolved, _ = resolve.resolve_autos(wanted, device="cpu", world=2)
     found = {"train.micro_batch": 3, "model.vocab_size": 999, "data.tokenizer": "train", "optim.double_buffer": False}
-    offer_checks.check_offer(wanted, load.update_config(resolved, found))
+    prepare.check_offer(wanted, load.update_config(resolved, found))
     hf = changed(wanted, {"model.from_hf": "/hf"})
-    offer_checks.check_offer(hf, changed(hf, {"data.tokenizer": "/hf"}))
+    prepare.check_offer(hf, changed(hf, {"data.tokenizer": "/hf"}))
     with pytest.raises(ConfigError, match=r"data.tokenizer is '/tmp/hf' there and 'auto' here"):
-        offer_checks.check_offer(hf, changed(hf, {"data.tokenizer": "/tmp/hf"}))
+        prepare.check_offer(hf, changed(hf, {"data.tokenizer": "/tmp/hf"}))
 
 
 def test_no_auto_comes_to_a_file_that_the_leader_names() -> None:
@@ -82,37 +82,35 @@ def test_no_auto_comes_to_a_file_that_the_leader_names() -> None:
             continue
         tried.append(key)
         with pytest.raises(ConfigError, match=f"{key} is .*/tmp/theirs'.* there"):
-            offer_checks.check_offer(wanted, offered)
+            prepare.check_offer(wanted, offered)
     assert {"data.tokenizer", "slurm.python", "model.code"} <= set(tried)
 
 
 def test_a_planned_layout_is_taken_where_the_recipe_leaves_it_open() -> None:
     wanted = config(parallel__layout="auto", train__micro_batch=2, balance__hardware="known.json")
     laid = {"parallel.layout": "given", "parallel.tensor": 2, "parallel.engine": "sharded", "balance.hardware": None}
-    offer_checks.check_offer(wanted, changed(wanted, laid))
+    prepare.check_offer(wanted, changed(wanted, laid))
     for change in ({"train.micro_batch": 4}, {"balance.hardware": "theirs.json"}, {"model.code": "theirs.py"}):
         with pytest.raises(ConfigError, match="offers another recipe"):
-            offer_checks.check_offer(wanted, changed(wanted, laid | change))
+            prepare.check_offer(wanted, changed(wanted, laid | change))
     with pytest.raises(ConfigError, match=r"parallel.layout is 'auto' there and 'given' here"):
-        offer_checks.check_offer(config(), config(parallel__layout="auto"))
+        prepare.check_offer(config(), config(parallel__layout="auto"))
 
 
 def test_a_url_is_told_without_what_is_secret_in_it() -> None:
     with pytest.raises(ConfigError, match=r"data.cache is 's3://") as caught:
-        offer_checks.check_offer(config(), config(data__cache="s3://me:hidden@bucket/x?token=hidden"))
+        prepare.check_offer(config(), config(data__cache="s3://me:hidden@bucket/x?token=hidden"))
     assert "hidden@" not in str(caught.value) and "token" not in str(caught.value)
 
 
 def test_faults_are_those_that_this_node_was_asked_for() -> None:
     asked = faults.parse_faults(["kill:rank=1,step=7", "nan:step=3,attempt=2"])
-    offer_checks.check_faults(asked, faults.shift_attempts(asked, 1))
-    offer_checks.check_faults(
-        asked, faults.faults_from_message(faults.faults_to_message(faults.shift_attempts(asked, 5)))
-    )
-    offer_checks.check_faults([], [])
+    prepare.check_faults(asked, faults.shift_attempts(asked, 1))
+    prepare.check_faults(asked, faults.faults_from_message(faults.faults_to_message(faults.shift_attempts(asked, 5))))
+    prepare.check_faults([], [])
     for other in ([], asked[:1], [*asked, asked[0]], [asked[0], replace(asked[1], attempt=9)], [asked[1], asked[0]]):
         with pytest.raises(ConfigError, match="offers other faults than this node's --inject"):
-            offer_checks.check_faults(asked, other)
+            prepare.check_faults(asked, other)
 
 
 def test_nodes_that_measure_take_no_other_recipe_either() -> None:
@@ -127,4 +125,4 @@ def test_every_recipe_that_comes_with_phalanx_takes_what_it_is_resolved_to() -> 
     for path in sorted(Path(__file__).resolve().parents[2].joinpath("recipes").glob("*.yaml")):
         wanted = load.load_recipe(path)
         if wanted.parallel.tensor * wanted.parallel.pipeline == 1:
-            offer_checks.check_offer(wanted, resolve.resolve_autos(wanted, device="cpu", world=1)[0])
+            prepare.check_offer(wanted, resolve.resolve_autos(wanted, device="cpu", world=1)[0])

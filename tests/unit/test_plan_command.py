@@ -20,8 +20,7 @@ from phalanx.planner import advice, cost, failures, large_jobs, measured_cluster
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.checkpoint_interval import daly_s
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import DEFAULT_CONSTANTS
-from phalanx.planner.device_catalog import DEVICE_KINDS
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, DEVICE_KINDS
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.predict import predict_recipe_step
 from phalanx.planner.recipe_keys import apply_plan, free_layout, work_of

@@ -15,11 +15,10 @@ from phalanx.layout.model_shape import LoraSpec
 from phalanx.layout.pipeline_stages import STAGES_PER_RANK, divide_layers, simulate_schedule, step_s
 from phalanx.models.families.catalog import PRESETS, flops_per_token, parameter_count
 from phalanx.parallel.pipeline import build_actions
-from phalanx.planner import compute_cost, exchange_cost, link_cost, parse_cluster
+from phalanx.planner import compute_cost, link_cost, parse_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import CostConstants
 from phalanx.planner.cost import TERMS, CostModel, StageCost, StepEstimate, estimate_step, filling_s, split_evenly
-from phalanx.planner.device_catalog import DEVICE_KINDS, GIB, DeviceKind, find_kind, unknown_kind_message
+from phalanx.planner.device_catalog import DEVICE_KINDS, GIB, CostConstants, DeviceKind, find_kind, unknown_kind_message
 from phalanx.planner.layout_choice import EngineName, LayoutChoice, PipelineSchedule
 from phalanx.planner.link_cost import RingPlacement
 from phalanx.planner.measured_cluster import match_device_name
@@ -291,17 +290,17 @@ def test_one_rank_hands_to_the_next_by_hand() -> None:
 def test_an_update_by_hand() -> None:
     # Gradient of 2 bytes 3 times, master weight and moments of 12 in and out, weight of 2 out.
     slow = replace(PLAIN, memory_bytes_per_s=1e9)
-    assert exchange_cost.update_s(SMALL, slow, 1e6, FULL) == pytest.approx(1e6 * (6 + 24 + 2) / 1e9)
+    assert link_cost.update_s(SMALL, slow, 1e6, FULL) == pytest.approx(1e6 * (6 + 24 + 2) / 1e9)
 
 
-def travel(engine: str, passes: tuple[float, float], moved_s: float, **others: object) -> exchange_cost.CommTime:
+def travel(engine: str, passes: tuple[float, float], moved_s: float, **others: object) -> link_cost.CommTime:
     """Of 7 blocks and the edges as another, a reduce and a gather of `moved_s` each over four ranks."""
     parameters = moved_s * 1e9 / 0.75 / 2
     micro_batches = int(others.pop("micro_batches", 1))  # type: ignore[call-overload]
     cluster = replace(alone(4), busy_hop_s=others.pop("busy_hop_s", 0.0))  # type: ignore[arg-type]
     choice = LayoutChoice(engine=engine, **others)  # type: ignore[arg-type]
     rings = (RingPlacement(4, 1, 1, PLAIN), RingPlacement(1, 1, 1, PLAIN), 0.25)
-    return exchange_cost.estimate_comm_time(
+    return link_cost.estimate_comm_time(
         SMALL, choice, parameters, 7, rings, 0.25, passes, micro_batches, cluster, FULL
     )  # fmt: skip
 
@@ -325,7 +324,7 @@ def test_ddp_is_what_the_schedule_says_of_it(moved_s: float) -> None:
 
 
 def test_parts_travel_as_the_engine_cuts_them() -> None:
-    assert (exchange_cost.PARTS, exchange_cost.PART_BYTES) == (sharding_spec.PARTS, sharding_spec.PART_BYTES)
+    assert (link_cost.PARTS, link_cost.PART_BYTES) == (sharding_spec.PARTS, sharding_spec.PART_BYTES)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -707,7 +706,7 @@ def test_all_wait_for_the_update_of_those_that_own_the_state() -> None:
     mixed = ClusterSpec((NodeGroup(1, 1, slow), NodeGroup(1, 1, kind)), 8e30, 0.0)
     found = step(SMALL, mixed, shares=(8, 8), micro_batch=8, state=(0.0, 1.0))
     assert found.terms["imbalance"] > 0  # the one that owns nothing computes longest
-    assert found.terms["optimizer"] == pytest.approx(exchange_cost.update_s(SMALL, kind, SMALL.parameters(), FULL))
+    assert found.terms["optimizer"] == pytest.approx(link_cost.update_s(SMALL, kind, SMALL.parameters(), FULL))
 
 
 @pytest.mark.parametrize(

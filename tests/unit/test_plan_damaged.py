@@ -17,7 +17,7 @@ from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.hardware import Calibration, Hardware, MeasuredLink
-from phalanx.planner import calibrate, choose_layout, cost, measured_cluster, observed_failures, present_cluster
+from phalanx.planner import calibrate, choose_layout, cost, failures, measured_cluster, present_cluster
 from phalanx.planner.choose_layout import LayoutRequest
 from phalanx.planner.device_catalog import DEVICE_KINDS
 from phalanx.planner.layout_choice import LayoutChoice
@@ -177,11 +177,11 @@ def test_any_damage_of_a_runs_records_is_a_sentence_or_left_out(tmp_path: Path) 
                 said = refusal(partial(calibrate.calibrate_run, replace(run, steps=steps)))
                 assert said is None or "are needed" in said or "has done no steps" in said, (path, value)
             if path[0] not in ("step", "attempt"):
-                assert observed_failures.read_observed_failures(paths).checkpoints == 1
+                assert failures.read_observed_failures(paths).checkpoints == 1
     for path in leaves(event):
         for value in (..., *ODD):
             paths.events.write_text(json.dumps(damaged(event, path, value)))
-            said = refusal(partial(observed_failures.read_observed_failures, paths))
+            said = refusal(partial(failures.read_observed_failures, paths))
             assert said is None or "nothing follows" in said
 
 

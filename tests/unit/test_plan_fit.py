@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 
 from benchmarks import planner_accuracy
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import DEFAULT_CONSTANTS, RANGES, UNITS, CostConstants, Row, fit_constants
 from phalanx.planner.cost import CostModel
-from phalanx.planner.device_catalog import DEVICE_KINDS
+from phalanx.planner.device_catalog import (
+    DEFAULT_CONSTANTS,
+    DEVICE_KINDS,
+    RANGES,
+    UNITS,
+    CostConstants,
+    Row,
+    fit_constants,
+)
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import StepWork
 from tests.helpers import ROOT

@@ -11,8 +11,8 @@ import pytest
 from phalanx.config import load, resolve
 from phalanx.config.schema import Config, get_knob
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.hardware import Calibration, Hardware, MeasuredDevice, MeasuredLink
@@ -20,10 +20,10 @@ from phalanx.layout.pipeline_stages import STAGES_PER_RANK
 from phalanx.planner import (
     calibrate,
     choose_layout,
-    comparison,
+    failures,
     measured_cluster,
-    observed_failures,
     parse_cluster,
+    predict,
     present_cluster,
 )
 from phalanx.planner.advice import PlanQuery
@@ -293,8 +293,8 @@ def record(step: int, **more: Any) -> dict[str, Any]:
 
 def test_steps_as_they_were_foretold() -> None:
     slow_start = [record(step, step_s=30.0, busy_s=[29.0, 29.0]) for step in range(1, 6)]
-    assert comparison.compare_steps(EXPECTED, [*slow_start, *map(record, range(6, 20))], True, "data-sheets") is None
-    told = comparison.compare_steps(EXPECTED, [*slow_start, *map(record, range(6, 21))], True, "data-sheets")
+    assert predict.compare_steps(EXPECTED, [*slow_start, *map(record, range(6, 20))], True, "data-sheets") is None
+    told = predict.compare_steps(EXPECTED, [*slow_start, *map(record, range(6, 21))], True, "data-sheets")
     assert told is not None
     assert (told["predicted_s"], told["measured_s"], told["steps"], told["off"]) == (1.0, 1.0, 15, None)
     for row in told["terms"]:
@@ -316,7 +316,7 @@ def test_steps_as_they_were_foretold() -> None:
     ],
 )
 def test_the_part_that_is_off_is_named(more: dict[str, Any], off: str | None) -> None:
-    told = comparison.compare_steps(EXPECTED, [record(step, **more) for step in range(1, 21)], True, "measurements")
+    told = predict.compare_steps(EXPECTED, [record(step, **more) for step in range(1, 21)], True, "measurements")
     assert told is not None
     assert told["off"] == off
     assert (f"; off is {off}: " in event_text.describe_event({"kind": EventKind.PREDICTION_CHECKED, **told})) == (
@@ -326,13 +326,13 @@ def test_the_part_that_is_off_is_named(more: dict[str, Any], off: str | None) ->
 
 def test_an_accelerator_tells_passes_and_the_rest() -> None:
     rows = [record(step, update_s=None, wait_s=None, busy_s=[0.6, 0.6]) for step in range(1, 21)]
-    assert comparison.split_measured_step(rows, True) == {
+    assert predict.split_measured_step(rows, True) == {
         ("compute", "offload"): 0.6,
         ("imbalance",): 0.0,
         ("communication", "bubble", "optimizer", "commit", "other"): 0.4,
     }
     alone = [row | {"busy_s": None} for row in rows]
-    assert comparison.split_measured_step(alone, False) == {comparison.ALL: 1.0}
+    assert predict.split_measured_step(alone, False) == {predict.ALL: 1.0}
 
 
 # ------------------------------------------------------------------------------------------------------------- learning
@@ -416,7 +416,7 @@ def test_steps_of_other_ranks_and_damaged_records_teach_nothing(tmp_path: Path) 
     for row in damaged:
         append_line(RunPaths(tmp_path).metrics, row)
     with pytest.raises(ConfigError, match="nothing follows from it"):
-        observed_failures.read_observed_failures(RunPaths(tmp_path))
+        failures.read_observed_failures(RunPaths(tmp_path))
 
 
 def test_a_short_run_teaches_nothing() -> None:
@@ -458,7 +458,7 @@ def test_recoveries_and_checkpoints_are_read_from_records(tmp_path: Path) -> Non
         (EventKind.WORKER_DIED, {"rank": 0, "attempt": 1, "time": 112.6}),
     ):
         append_line(paths.events, {"kind": str(kind), **more})
-    found = observed_failures.read_observed_failures(paths)
+    found = failures.read_observed_failures(paths)
     assert (found.recoveries, found.checkpoints) == (1, 1)
     assert found.recovery_s == pytest.approx(7.0)
     assert found.checkpoint_s == pytest.approx(2.0)
@@ -467,11 +467,11 @@ def test_recoveries_and_checkpoints_are_read_from_records(tmp_path: Path) -> Non
 def test_a_run_without_failures_and_checkpoints_says_nothing(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     with pytest.raises(ConfigError, match="so it is no run"):
-        observed_failures.read_observed_failures(paths)
+        failures.read_observed_failures(paths)
     for step in range(1, 5):
         append_line(paths.metrics, record(step))
     with pytest.raises(ConfigError, match="nothing follows from it"):
-        observed_failures.read_observed_failures(paths)
+        failures.read_observed_failures(paths)
 
 
 def test_a_config_has_the_keys_that_are_told() -> None:

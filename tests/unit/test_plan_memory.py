@@ -11,9 +11,8 @@ from phalanx.models.attention import attention
 from phalanx.models.families.catalog import PRESETS
 from phalanx.planner import compute_cost
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
-from phalanx.planner.constants import DEFAULT_CONSTANTS
 from phalanx.planner.cost import estimate_step
-from phalanx.planner.device_catalog import DEVICE_KINDS
+from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, DEVICE_KINDS
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.memory import (
     CHECKPOINT_COPY,

@@ -14,9 +14,9 @@ import pytest
 
 from phalanx.config.model import DataSection, SourceSection
 from phalanx.core.errors import DataError, StorageError
-from phalanx.data import cache as cache_module
 from phalanx.data import prepare as prepare_module
 from phalanx.data import read_chunks, token_files, workers
+from phalanx.data import workers as cache_module
 from phalanx.data.encode import EncodeTask
 from phalanx.data.prepare import PreparedData, prepare
 from phalanx.data.sources import RecordFormat, is_held_out, text_digest

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core.errors import PhalanxError
-from phalanx.data import quick_check, read_chunks
+from phalanx.data import inspect, read_chunks
 from phalanx.data.read_chunks import Meter, plan_chunks, read_records
 from phalanx.data.sources import RecordFormat, list_files
 from tests.dist.command import refused
@@ -61,25 +61,25 @@ def test_mistakes_are_found_in_the_first_records(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(PhalanxError) as caught:
-        quick_check.check_first_records(asked(write(tmp_path / "a.jsonl", [record]), **how))
+        inspect.check_first_records(asked(write(tmp_path / "a.jsonl", [record]), **how))
     assert sentence in str(caught.value)
 
 
 def test_no_more_of_a_file_is_read_than_its_first_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the file: what is wrong far behind is found when it is encoded."""
-    path = write(tmp_path / "a.jsonl", [{"text": "a"}] * quick_check.CHECKED_RECORDS + [{"words": "b"}])
+    path = write(tmp_path / "a.jsonl", [{"text": "a"}] * inspect.CHECKED_RECORDS + [{"words": "b"}])
     taken = []
     line = read_chunks._json_line
     monkeypatch.setattr(read_chunks, "_json_line", lambda *args: taken.append(args) or line(*args))
-    quick_check.check_first_records(asked(path))
-    assert len(taken) == quick_check.CHECKED_RECORDS
+    inspect.check_first_records(asked(path))
+    assert len(taken) == inspect.CHECKED_RECORDS
 
 
 def test_a_template_beside_the_tokenizer_is_enough(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [TALK])
     for name, text in (("chat_template.jinja", "x"), ("tokenizer_config.json", json.dumps({"chat_template": "x"}))):
         (tmp_path / name).write_text(text)
-        quick_check.check_first_records(asked(path, format="chat", tokenizer=str(tmp_path)))
+        inspect.check_first_records(asked(path, format="chat", tokenizer=str(tmp_path)))
         (tmp_path / name).unlink()
 
 
@@ -112,7 +112,7 @@ def test_sharegpt_and_alpaca_are_read(tmp_path: Path, ending: str) -> None:
 
     chat, prompt = RecordFormat("chat"), RecordFormat("prompt")
     assert fields_of(stored(SHAREGPT), chat)["messages"] == SHAREGPT["conversations"]
-    quick_check.check_first_records(asked(stored(SHAREGPT), format="chat", chat_template="chatml"))
+    inspect.check_first_records(asked(stored(SHAREGPT), format="chat", chat_template="chatml"))
     assert fields_of(stored(ALPACA), chat)["messages"] == MESSAGES
     with_system = fields_of(stored(ALPACA | {"system": "Be brief."}), chat)["messages"]
     assert with_system == [{"role": "system", "content": "Be brief."}, *MESSAGES]

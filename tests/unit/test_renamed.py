@@ -14,8 +14,8 @@ from phalanx.config import explain, load
 from phalanx.config.schema import Config, iter_knobs
 from phalanx.core import renamed
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.renamed import EVENTS, KEYS, MODULES, NAMES, VALUES, RenamedWarning
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import auto_layout, node_session

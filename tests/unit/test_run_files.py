@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.core.events import write_event
 from phalanx.core.json_lines import append_line, read_last_line, read_lines, write_atomic
-from phalanx.core.records import StepRecord, read_steps, split_attempts
+from phalanx.core.records import StepRecord, read_steps, split_attempts, write_event
 from phalanx.core.run_paths import RunPaths
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind, write_event
+from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.elastic.supervisor import node_requests

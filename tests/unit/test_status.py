@@ -13,8 +13,8 @@ from rich.console import Console
 
 from phalanx.cli import jobs as cli_jobs
 from phalanx.core.errors import RunError
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import append_line
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor import node_requests
 from phalanx.launch import jobs

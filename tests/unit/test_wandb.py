@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from phalanx.config import load
-from phalanx.core.events import EventKind
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.workload.sinks import SCALARS
 from phalanx.workload.wandb_sink import WandbSink

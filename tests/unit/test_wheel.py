@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import bundled
+from phalanx.config import load
 from phalanx.core.errors import ConfigError
 from tests.helpers import ROOT
 
@@ -63,7 +63,7 @@ def test_the_source_distribution_is_the_whole_repository(distributions: tuple[Pa
 def test_the_wheel_has_all_of_the_package_with_recipes_and_examples(distributions: tuple[Path, Path]) -> None:
     source, site = distributions
     ours = {file for file in files(source) if file.startswith("phalanx/")}
-    ours |= {f"phalanx/{file}" for file in files(source) if file.startswith(bundled.FOLDERS)}
+    ours |= {f"phalanx/{file}" for file in files(source) if file.startswith(load.FOLDERS)}
     found = {file for file in files(site) if ".dist-info/" not in file}
     assert found == ours
     assert "phalanx/recipes/demo.yaml" in found and "phalanx/examples/sagemaker/small.py" in found
@@ -86,16 +86,16 @@ def test_the_wheel_alone_runs_the_demo_in_an_empty_folder(distributions: tuple[P
 
 
 def test_everything_says_what_it_is_and_is_found_by_each_of_its_names() -> None:
-    for name in bundled.list_bundled_files():
-        assert 10 < len(bundled.describe_bundled_file(name)) < 300, name
-        assert bundled.find_bundled_file(name) == bundled.find_bundled_file(bundled.short_name(name)) == name
-    assert bundled.find_bundled_file("demo.yaml") == "recipes/demo.yaml"
+    for name in load.list_bundled_files():
+        assert 10 < len(load.describe_bundled_file(name)) < 300, name
+        assert load.find_bundled_file(name) == load.find_bundled_file(load.short_name(name)) == name
+    assert load.find_bundled_file("demo.yaml") == "recipes/demo.yaml"
 
 
 def test_a_recipe_comes_with_its_code_and_a_script_with_those_beside_it(tmp_path: Path) -> None:
-    assert [path.name for path in bundled.copy_bundled_files("digits", tmp_path)] == ["digits.yaml", "vision_task.py"]
+    assert [path.name for path in load.copy_bundled_files("digits", tmp_path)] == ["digits.yaml", "vision_task.py"]
     assert files(tmp_path) == {"recipes/digits.yaml", "examples/vision_task.py"}
-    bundled.copy_bundled_files("sagemaker/plain_fsdp", tmp_path)
+    load.copy_bundled_files("sagemaker/plain_fsdp", tmp_path)
     assert (tmp_path / "examples" / "sagemaker" / "small.py").is_file()
 
 
@@ -104,9 +104,7 @@ def test_nothing_is_written_where_something_else_is_in_the_way(tmp_path: Path) -
     mine.parent.mkdir()
     mine.write_text("mine")
     with pytest.raises(ConfigError, match=r"vision_task.py is there already with other content.*--to"):
-        bundled.copy_bundled_files("digits", tmp_path)
+        load.copy_bundled_files("digits", tmp_path)
     assert files(tmp_path) == {"examples/vision_task.py"} and mine.read_text() == "mine"
-    bundled.copy_bundled_files("demo", tmp_path)
-    assert bundled.copy_bundled_files("demo", tmp_path) == [
-        tmp_path / "recipes" / "demo.yaml"
-    ]  # the same again is fine
+    load.copy_bundled_files("demo", tmp_path)
+    assert load.copy_bundled_files("demo", tmp_path) == [tmp_path / "recipes" / "demo.yaml"]  # the same again is fine

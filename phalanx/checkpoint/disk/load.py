@@ -25,7 +25,7 @@ from phalanx.checkpoint.disk.assemble import Window, assemble, covers, project, 
 from phalanx.checkpoint.disk.files import LocalFiles, RemoteFiles
 from phalanx.core import format_versions
 from phalanx.core.errors import CheckpointError, StorageError
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import MANIFEST, Url
 from phalanx.storage import files as storage
 

@@ -38,7 +38,7 @@ from phalanx.checkpoint.disk.local import LocalCheckpoints
 from phalanx.checkpoint.disk.remote import RemoteCheckpoints
 from phalanx.checkpoint.disk.snapshot import HostBuffer, SnapshotFile, StoredPiece
 from phalanx.core.errors import CutOff, PhalanxError, RunError
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import Url
 from phalanx.optim.state import StatePiece
 

@@ -22,8 +22,8 @@ from phalanx.checkpoint.memory.slots import WorkingMemory
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import ConfigError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import InMemoryCheckpoint
+from phalanx.core.records import EventKind
 from phalanx.engine.interface import StepOutcome
 from phalanx.optim.state import Slot, StatePiece
 from phalanx.optim.update import StepUpdate

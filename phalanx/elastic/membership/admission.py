@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from phalanx.core.events import EventKind
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import redact_url
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.messages import find_hello_problem

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError, RunError, Unhealthy
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.elastic.membership import channel as wire
 from phalanx.elastic.membership import rendezvous, shared_secret
 from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch

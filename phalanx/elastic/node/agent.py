@@ -20,15 +20,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.core.errors import PhalanxError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.elastic.membership import rendezvous
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.membership import Membership
 from phalanx.elastic.node.attempt import IDLE_S, JobAttempt
-from phalanx.elastic.node.job import NodeJob, NodeRanks
 from phalanx.elastic.node.node_agent import AttemptLink, NodeAgent
-from phalanx.elastic.node.signals import StopSignals
+from phalanx.elastic.node.worker import NodeJob, NodeRanks, StopSignals
 from phalanx.elastic.supervisor.assignment import NodeAssignment
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.failover import describe_division

@@ -13,15 +13,13 @@ from typing import Any
 
 from phalanx.core import progress_page
 from phalanx.core.errors import PhalanxError, RunError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode, Placement, StoreAddress
+from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.node.job import NodeJob, NodeRanks
 from phalanx.elastic.node.node_agent import AttemptLink
-from phalanx.elastic.node.signals import StopSignals
 from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, Watchdog
-from phalanx.elastic.node.worker import STACKS_SIGNAL, ask_flight_recorder, run_worker
+from phalanx.elastic.node.worker import STACKS_SIGNAL, NodeJob, NodeRanks, StopSignals, ask_flight_recorder, run_worker
 from phalanx.system.exit_causes import WorkerExit, find_root_cause, is_secondary_failure
 from phalanx.system.fork import fork, kill_group, out_of_memory_kills
 from phalanx.system.memory import cgroup_oom_kills

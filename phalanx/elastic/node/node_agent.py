@@ -23,9 +23,9 @@ from phalanx.elastic.membership.messages import NONSENSE
 from phalanx.elastic.membership.solo import NoNetwork, make_solo_member
 from phalanx.elastic.membership.store_relay import CALL_S, Relay, hand_over, start_client_relay, start_host_relay
 from phalanx.elastic.node import watchdog
-from phalanx.elastic.node.job import LeaderRole, NodeJob
 from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, ProgressReport
+from phalanx.elastic.node.worker import LeaderRole, NodeJob
 from phalanx.elastic.replicas.own_ranks import ROLE
 from phalanx.elastic.replicas.server import MakeReplicaUpdater, ReplicaHost, never_update
 from phalanx.elastic.supervisor import failover

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.core.placement import ExitCode, InMemoryCheckpoint, Placement, StateFileLocation, StoreAddress
-from phalanx.elastic.node.job import NodeJob
-from phalanx.elastic.node.worker import run_worker
+from phalanx.elastic.node.worker import NodeJob, run_worker
 from phalanx.recovery.replica_client import receive_frame, send_frame
 from phalanx.system.fork import fork, kill_group
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.core.errors import CheckpointError
-from phalanx.core.events import EventKind
 from phalanx.core.placement import HostPort, InMemoryCheckpoint
+from phalanx.core.records import EventKind
 from phalanx.elastic.membership.channel import Channel, connect_and_greet, enable_keepalive
 from phalanx.elastic.membership.store_relay import CALL_S
-from phalanx.elastic.node.job import NodeJob
+from phalanx.elastic.node.worker import NodeJob
 from phalanx.elastic.replicas.own_ranks import ROLE, RankRequests, StateFileFetcher, fetch_for
 from phalanx.elastic.supervisor.assignment import find_restore_source, list_files_to_fetch, list_reusable_replicas
 from phalanx.recovery import inventory, state_file

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from typing import Any
 
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.failure_detector import MEET_S

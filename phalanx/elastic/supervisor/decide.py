@@ -7,8 +7,8 @@ is; with fewer or more nodes the ranks are divided anew, which is prepared and a
 
 from dataclasses import replace
 
-from phalanx.core.events import EventKind
 from phalanx.core.placement import ExitCode
+from phalanx.core.records import EventKind
 from phalanx.elastic.supervisor import assignment
 from phalanx.elastic.supervisor.state import (
     Decision,

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import ConfigError, RunError
-from phalanx.core.events import EventKind, read_events
 from phalanx.core.json_lines import write_atomic
+from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
-from phalanx.system import symlinks
+from phalanx.system import locks
 
 VERSION = 1
 BY_HEALTH = "its health check"  # who asks where no user does: heeded only where a spare takes the node's place
@@ -61,7 +61,7 @@ def write_request(
         raise RunError(
             f"{paths.display_name} holds no run, so no node can be asked for there; name a run folder with --run"
         )
-    symlinks.check_symlinks(paths)
+    locks.check_symlinks(paths)
     by = by or f"{_user()} on {socket.gethostname()}"
     request = NodeRequest(node, wanted, reason, time.time(), by)
     tree = {"version": VERSION, **vars(request)}
