@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
            "tests/accelerator/README.md": "simulated-accelerator.md"}  # fmt: skip
 API = ["phalanx.api.shard.shard", "phalanx.api.sharded_model", "phalanx.api.fsdp.init", "phalanx.launch.from_python",
-       "phalanx.trainer.callback", "phalanx.tasks.custom", "phalanx.models.model", "phalanx.comm.backend",
+       "phalanx.trainer.callback", "phalanx.tasks.task", "phalanx.models.model", "phalanx.comm.backend",
        "phalanx.core.errors"]  # fmt: skip
 LINK = re.compile(r"\]\(([^)\s#:]*)(#[^)\s]*)?\)")
 

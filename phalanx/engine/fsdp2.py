@@ -229,8 +229,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().view(-1)
 
 
-class _TimedAllGather(AllGather):
-    """fully_shard's all-gather through our wrapper."""
+class _Timed:
+    """A collective of fully_shard through our wrapper."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
@@ -238,34 +238,20 @@ class _TimedAllGather(AllGather):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+
+class _TimedAllGather(_Timed, AllGather):
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:  # a Pending, which like a Work has wait()
         pending = collectives.all_gather(output_tensor, input_tensor, group, self._traffic)
         return _as_asked(pending, async_op)
 
 
-class _TimedReduceScatter(ReduceScatter):
-    """fully_shard's reduce-scatter through our wrapper."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
+class _TimedReduceScatter(_Timed, ReduceScatter):
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: object,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: object,
         async_op: bool = False,
-    ) -> Any:  # a Pending, which like a Work has wait()
+    ) -> Any:  # fmt: skip
         assert op == dist.ReduceOp.SUM, f"gradients are summed, not reduced by {op}"
         pending = collectives.reduce_scatter(output_tensor, input_tensor, group, self._traffic)
         return _as_asked(pending, async_op)

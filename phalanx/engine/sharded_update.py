@@ -136,7 +136,7 @@ class StepBarrier:
             self._pending = collectives.all_reduce(torch.ones((), dtype=torch.int32), self._group, self._traffic)
             self._unconfirmed = False
 
-    def wait(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Wait until all are."""
         self.confirm()
         if self._pending is not None:
@@ -194,7 +194,7 @@ class ShardedUpdate:
     def _optimistic_update(self, now: StepState) -> None:
         """Go by what the ranks will agree on unless this step is clipped or skipped."""
         if now.change is None:
-            self.barrier.wait()
+            self.barrier.wait_for_ranks()
             divisor = self._norm.likely_divisor(now.weight.get())
             now.change = self._make_update(now, divisor, torch.zeros_like(divisor).float())
 
@@ -204,7 +204,7 @@ class ShardedUpdate:
     def start_agreement(self, now: StepState) -> None:
         """Begin to agree on the norm of the whole gradient, and on which parameters have one."""
         self.queue.flush_reduce()
-        self.barrier.wait()
+        self.barrier.wait_for_ranks()
         squares = self._norm.local_squares(iterate_gradients(self.trained, self._norm.replica_counts))
         names = [name for held in self.trained for name in held.names]
         mine, rates = squares.item() / self._norm.copies, self.schedule.local_rates()

@@ -5,11 +5,12 @@ more (link_rate.py), all ranks exchange what their units take and make the same 
 that compute themselves are measured: an accelerator's passes end later than the host's calls.
 """
 
+import abc
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -27,67 +28,68 @@ RESTARTS = 8  # transfers after idling of which the shortest counts: few, for th
 LEAST_S = 1e-6  # for what has not been seen, or is nothing
 
 
-class PassTimer(Protocol):
+class PassTimer(abc.ABC):
     """Seconds worked on each unit's passes, without waits; all but `median_seconds` is called by who runs the
     passes."""
 
+    def __init__(self, units: int) -> None:
+        self._laps = [deque[Any](maxlen=WINDOW) for _ in range(2 * units)]  # forward, then backward
+
+    @abc.abstractmethod
     def start(self) -> None:
         """What comes next belongs to what ends next."""
 
     def exclude_wait(self) -> None:
         """The device, if it is not the host itself, waits for others up to here."""
+        return
 
     def end_forward(self, unit: int) -> None:
         """The forward pass of a unit ends."""
+        self._lap(self._laps[unit])
 
     def end_backward(self, unit: int) -> None:
         """The gradients of a unit are complete."""
+        self._lap(self._laps[len(self._laps) // 2 + unit])
 
     def median_seconds(self) -> list[float]:
         """Seconds of every unit's forward pass, then of every backward pass."""
+        return [max(LEAST_S, self._median(each)) for each in self._laps]
+
+    @abc.abstractmethod
+    def _lap(self, laps: deque[Any]) -> None: ...
+
+    @abc.abstractmethod
+    def _median(self, laps: deque[Any]) -> float: ...
 
 
-class HostPassTimer:
+class HostPassTimer(PassTimer):
     """Where the host itself works: its time less what it has waited."""
 
     def __init__(self, units: int, traffic: Traffic) -> None:
-        self._traffic = traffic
-        self._forward = [deque[float](maxlen=WINDOW) for _ in range(units)]
-        self._backward = [deque[float](maxlen=WINDOW) for _ in range(units)]
-        self._since = 0.0
+        super().__init__(units)
+        self._traffic, self._since = traffic, 0.0
 
     def start(self) -> None:
-        self._lap()
+        self._since = time.perf_counter() - self._traffic.total_wait_s
 
-    def exclude_wait(self) -> None:
-        pass
+    def _lap(self, laps: deque[Any]) -> None:
+        before = self._since
+        self.start()
+        laps.append(self._since - before)
 
-    def end_forward(self, unit: int) -> None:
-        self._forward[unit].append(self._lap())
-
-    def end_backward(self, unit: int) -> None:
-        self._backward[unit].append(self._lap())
-
-    def median_seconds(self) -> list[float]:
-        return [max(LEAST_S, statistics.median(each or [0.0])) for each in (*self._forward, *self._backward)]
-
-    def _lap(self) -> float:
-        now = time.perf_counter() - self._traffic.total_wait_s
-        taken, self._since = now - self._since, now
-        return taken
+    def _median(self, laps: deque[Any]) -> float:
+        return statistics.median(laps or [0.0])
 
 
-class DevicePassTimer:
+class DevicePassTimer(PassTimer):
     """Where a device works behind the host: from where it has waited for a unit's parameters to the pass's end.
 
     Events are made for a few passes of SAMPLED, since the rate of transfers changes more often than what passes take.
     """
 
     def __init__(self, units: int, device: torch.device) -> None:
-        self._device = device
-        self._forward = [deque[tuple[Any, Any]](maxlen=WINDOW) for _ in range(units)]
-        self._backward = [deque[tuple[Any, Any]](maxlen=WINDOW) for _ in range(units)]
-        self._passes = 0
+        super().__init__(units)
+        self._device, self._passes = device, 0
         self._since: Any = None  # None: this pass is not looked at
 
     def start(self) -> None:
@@ -99,26 +101,15 @@ class DevicePassTimer:
         if self._since is not None:
             self._since = record_time(self._device)
 
-    def end_forward(self, unit: int) -> None:
-        self._lap(self._forward[unit])
-
-    def end_backward(self, unit: int) -> None:
-        self._lap(self._backward[unit])
-
-    def median_seconds(self) -> list[float]:
-        return [max(LEAST_S, _median(list(each))) for each in (*self._forward, *self._backward)]
-
-    def _lap(self, laps: deque[tuple[Any, Any]]) -> None:
+    def _lap(self, laps: deque[Any]) -> None:
         if self._since is not None:
-            now = record_time(self._device)
-            laps.append((self._since, now))
-            self._since = now
+            before, self._since = self._since, record_time(self._device)
+            laps.append((before, self._since))
 
-
-def _median(laps: Sequence[tuple[Any, Any]]) -> float:
-    """Of those that the device is through with: the others are not waited for."""
-    seconds = [seconds_between(first, last) for first, last in laps if last.query()]
-    return statistics.median(seconds or [0.0])
+    def _median(self, laps: deque[Any]) -> float:
+        """Of those that the device is through with: the others are not waited for."""
+        seconds = [seconds_between(first, last) for first, last in laps if last.query()]
+        return statistics.median(seconds or [0.0])
 
 
 class LinkTimer:

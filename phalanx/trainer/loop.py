@@ -22,7 +22,6 @@ from phalanx.engine.interface import StepOutcome
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.optim.lr_schedule import learning_rate
 from phalanx.parallel.parallelize import compute_dtype
-from phalanx.system.trace import phase
 from phalanx.tasks.task import Batch
 from phalanx.trainer import anomalies, best_checkpoint
 from phalanx.trainer.anomalies import AnomalyDetector, RollbackRequest
@@ -146,44 +145,52 @@ class TrainingLoop:
         return self.best_evaluation.stop_reason or self.callbacks.stop_reason
 
     def train_step(self, step: int) -> str | None:
-        """One optimizer step. Returns the name of the signal by which any rank was asked to stop."""
-        parts, config = self.components, self.job.config
-        begun = time.perf_counter()
+        """One optimizer step: draw, forward and backward, exchange, update, commit, record. Returns the name of the
+        signal by which any rank was asked to stop."""
+        engine, optim = self.components.engine, self.job.config.optim
         self.clock.start()
-        self.step_hooks.enter_phase("data", step)
-        self.step_hooks.progress_page.set_largest_micro_batch(parts.work_split.largest_micro_batch(self.mesh.data.rank))
-        with phase("data"):
-            drawn = parts.train.batches(step - 1, parts.work_split.division, self.skipped_batches.count_before(step))
-            batches = [parts.task.collate(samples).to(self.mesh.device) for samples in drawn]
-        data_s = time.perf_counter() - begun
-        lr = learning_rate(config.optim, step)
-        parts.engine.begin_step(step, sum(batch.weight for batch in batches), lr, config.optim.clip_norm)
+        batches, data_s = self.draw(step)
+        lr = learning_rate(optim, step)
+        engine.begin_step(step, sum(batch.weight for batch in batches), lr, optim.clip_norm)
         loss_sum = self.run_passes(batches, step)
-        # The device is busy with this step now: a good moment to read the results of the one before.
-        self.step_hooks.enter_phase("exchange", step)
-        with self.step_hooks.waiting_for("device"):
-            mine = self.recorder.rank_values()
-        parts.work_split.exchange(step, self.clock.late, self.clock.lap(), mine)
-        self.process_record(self.recorder.flush(parts.work_split.gather_rows()))
+        self.exchange(step)
         # Behind the record of the step before: who commits this step waits for it, so that no record is ever missing.
         self.recorder.add_passes(step, loss_sum, lr, data_s)
-        parts.work_split.announce(asked=self.stop.signal is not None, requests=self.callbacks.take_requests())
-        self.step_hooks.enter_phase("update", step)
-        with phase("update"):
-            outcome = parts.engine.finish_step()
-        parts.engine.commit(step)
+        self.components.work_split.announce(asked=self.stop.signal is not None, requests=self.callbacks.take_requests())
+        with self.step_hooks.phase("update", step):
+            outcome = engine.finish_step()
+        engine.commit(step)
         if self.in_memory_store is not None:
             self.in_memory_store.decide(step)
-        self.recorder.add_step(step, loss_sum, outcome, lr, data_s, parts.updates.lap())
-        for kind, details in parts.engine.take_notices():
+        self.recorder.add_step(step, loss_sum, outcome, lr, data_s, self.components.updates.lap())
+        for kind, details in engine.take_notices():
             self.records.write_event(kind, details)
-        asked, requests = parts.work_split.settle()
+        asked, requests = self.components.work_split.settle()
         self.callbacks.apply_requests(requests)
         self.clock.stop()
-        self.step_hooks.after_commit(parts.engine, step)
+        self.step_hooks.after_commit(engine, step)
         if is_due(step, self.checksum_monitor.every):
             self.rollback_request = self.checksum_monitor.check_step(step) or self.rollback_request
         return (self.stop.signal or "another rank's signal") if asked else None
+
+    def draw(self, step: int) -> tuple[list[Batch], float]:
+        """This rank's micro-batches of a step, on its device; and the seconds that it took to make them."""
+        parts, begun = self.components, time.perf_counter()
+        self.step_hooks.progress_page.set_largest_micro_batch(parts.work_split.largest_micro_batch(self.mesh.data.rank))
+        with self.step_hooks.phase("data", step):
+            drawn = parts.train.batches(step - 1, parts.work_split.division, self.skipped_batches.count_before(step))
+            batches = [parts.task.collate(samples).to(self.mesh.device) for samples in drawn]
+        return batches, time.perf_counter() - begun
+
+    def exchange(self, step: int) -> None:
+        """Tell the other ranks how long this one has worked, and write the record of the step before: while the device
+        is busy with this step, its results can be read."""
+        work_split = self.components.work_split
+        self.step_hooks.enter_phase("exchange", step)
+        with self.step_hooks.waiting_for("device"):
+            mine = self.recorder.rank_values()
+        work_split.exchange(step, self.clock.late, self.clock.lap(), mine)
+        self.process_record(self.recorder.flush(work_split.gather_rows()))
 
     def run_passes(self, batches: Sequence[Batch], step: int) -> torch.Tensor:
         """Forward and backward of a step's micro-batches; the sum of the losses that this rank counts."""

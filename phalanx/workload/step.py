@@ -19,7 +19,6 @@ from phalanx.optim import gradients
 from phalanx.parallel.model_part import TIED_WEIGHT, holds_one_tied_end
 from phalanx.parallel.parallelize import sharding_units
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.system.trace import phase
 from phalanx.tasks.task import Batch, Task
 from phalanx.workload.step_hooks import StepHooks
 
@@ -37,16 +36,14 @@ def run_micro_batches(
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         with engine.micro_batch(last=last):
-            step_hooks.enter_phase("forward", step, index)
-            with phase("forward"):
+            with step_hooks.phase("forward", step, index):
                 loss_sum = step_hooks.apply_loss_faults(
                     task.loss_sum(model, batch, CounterRNG(seed, step, batch.samples)), step
                 )
             total = loss_sum.detach() if total is None else total + loss_sum.detach()
-            step_hooks.enter_phase("backward", step, index)
-            if last and veto is not None and veto(total):
-                loss_sum = loss_sum * torch.nan  # which makes all ranks skip the step
-            with phase("backward"):
+            with step_hooks.phase("backward", step, index):
+                if last and veto is not None and veto(total):
+                    loss_sum = loss_sum * torch.nan  # which makes all ranks skip the step
                 gradients.backward(loss_sum, nominal_weight, engine.loss_scale)
     assert total is not None, "every rank runs at least one micro-batch"
     return total

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from phalanx.comm.mesh import Mesh
 from phalanx.core.progress_page import ProgressPage
 from phalanx.engine.interface import Engine
+from phalanx.system import trace
 from phalanx.workload.clock import DeviceProgress
 from phalanx.workload.injection import FaultInjector
 
@@ -54,6 +55,13 @@ class StepHooks:
             self._device_progress.enter_phase(phase, step, micro_batch)
         if self._injector is not None and step is not None:
             self._injector.enter_phase(phase, step)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int, micro_batch: int = 0) -> Iterator[None]:
+        """What runs inside is phase `name` of a step, here and in a profiler's trace."""
+        self.enter_phase(name, step, micro_batch)
+        with trace.phase(name):
+            yield
 
     def close(self) -> None:
         """The device is asked nothing any more."""

@@ -147,7 +147,7 @@ def ready_to_update(placement: Placement) -> float:
         mesh.sum([0.0])
         begun = time.perf_counter()
         time.sleep(LATE_S * mesh.rank)
-        barrier.wait()
+        barrier.wait_for_ranks()
         return time.perf_counter() - begun
 
 

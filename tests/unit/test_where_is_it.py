@@ -1,6 +1,7 @@
 """The page on the architecture names every package, and each file and symbol of its tables is there."""
 
 import ast
+import pkgutil
 import re
 
 import pytest
@@ -53,3 +54,10 @@ def test_what_to_open_first_lies_in_its_package() -> None:
         files = re.findall(r"`([^`]+)`", first)
         assert files, package
         assert [file for file in files if not (ROOT / file).is_file() or not file.startswith(package.strip("`"))] == []
+
+
+def test_the_pages_of_the_api_are_of_modules_and_functions_that_exist() -> None:
+    tree = ast.parse((ROOT / "contrib" / "mkdocs_hooks.py").read_text(encoding="utf-8"))
+    tables = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    for name in ast.literal_eval(tables["API"]):
+        pkgutil.resolve_name(name)  # raises for what is not there
