@@ -319,8 +319,6 @@ LARGE_FILES = {
     "phalanx.layout.hardware": 456,
     "phalanx.planner.search": 503,
     "phalanx.report.event_text": 475,
-    "phalanx.storage.files": 475,
-    "phalanx.storage.mirror": 433,
 }
 LARGE_CLASSES = {
     # A catalogue of paths, and a backend of torch.distributed, are as large as they have to be.

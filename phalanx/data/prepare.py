@@ -58,6 +58,7 @@ from phalanx.data.tokenizer import (
 )
 from phalanx.data.workers import Cache, prune, write_description
 from phalanx.storage import files as storage
+from phalanx.storage import local_copies
 
 if TYPE_CHECKING:
     from phalanx.config.model import DataSection
@@ -105,19 +106,18 @@ class DatasetRequest:
 def prepare(
     data: "DataSection",
     progress: Progress | None = None,
-    lock_timeout_s: float = storage.LOCK_TIMEOUT_S,
+    lock_timeout_s: float = local_copies.LOCK_TIMEOUT_S,
     storage_timeout_s: float = storage.TIMEOUT_S,
     pieces: bool = False,
 ) -> PreparedData:
     """Return the token sets that `data` asks for, preparing those that the cache does not have.
 
-    `data.tokenizer` is "train" (a byte-level BPE with `tokenizer_vocab` entries, trained on training documents only;
-    with `pieces` a WordPiece) or a local Hugging Face folder, never "auto". `progress(phase, done, total)` is called
-    for the phases "tokenizer" and "tokens" (bytes of source) and "files" (pieces). Any number of processes may ask for
-    the same data at once: one works, the others wait up to `lock_timeout_s`.
+    `data.tokenizer` is "train" (a byte-level BPE of `tokenizer_vocab` entries from training documents only; with
+    `pieces` a WordPiece) or a local folder. `progress(phase, done, total)` hears of "tokenizer", "tokens" (bytes of
+    source) and "files". Of several processes one works, the others wait up to `lock_timeout_s`.
 
-    Raises DataError for sources that are missing, empty or malformed (file and line named) and for a cache that cannot
-    be written; ConfigError for a tokenizer, template or fraction that cannot be; StorageError for a store that fails.
+    Raises DataError for sources that are missing or malformed and for a cache that cannot be written; ConfigError for
+    a tokenizer, template or fraction that cannot be; StorageError for a store that fails.
     """
     assert data.tokenizer != "auto"
     if not 0.0 <= data.held_out < 1.0:

@@ -45,6 +45,7 @@ from phalanx.data.token_files import token_dtype
 from phalanx.data.tokenizer import Tokenizer, check_vocab, load_tokenizer, tokenizer_hash, train_tokenizer
 from phalanx.data.workers import Cache, prune, write_description
 from phalanx.storage import files as storage
+from phalanx.storage import local_copies
 
 if TYPE_CHECKING:
     from phalanx.config.model import DataSection
@@ -81,7 +82,7 @@ def prepare_records(
     data: "DataSection",
     kind: str,
     progress: Progress | None = None,
-    lock_timeout_s: float = storage.LOCK_TIMEOUT_S,
+    lock_timeout_s: float = local_copies.LOCK_TIMEOUT_S,
     storage_timeout_s: float = storage.TIMEOUT_S,
 ) -> PreparedData:
     """Return the sets of records that `data` asks for, preparing those that the cache does not have.

@@ -26,6 +26,7 @@ from phalanx.core.json_lines import sync_folder
 from phalanx.core.run_paths import redact_url
 from phalanx.data.encode import EncodeTask
 from phalanx.storage import files as storage
+from phalanx.storage import local_copies
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.encode import main; main()"
 TRIES = 2  # of a chunk whose worker dies
@@ -197,7 +198,7 @@ class Cache:
 
     folder: Path
     url: str | None
-    lock_timeout_s: float = storage.LOCK_TIMEOUT_S
+    lock_timeout_s: float = local_copies.LOCK_TIMEOUT_S
     storage_timeout_s: float = storage.TIMEOUT_S
 
     def has(self, key: str) -> bool:
@@ -213,7 +214,7 @@ class Cache:
         folder = self.folder / key
         if not is_complete(folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with storage.lock_file(self.folder / f"{key}.lock", self.lock_timeout_s):
+            with local_copies.lock_file(self.folder / f"{key}.lock", self.lock_timeout_s):
                 if not is_complete(folder):  # whoever held the lock before may have made it
                     partial = self.folder / f"{key}.partial"
                     partial.mkdir(exist_ok=True)
@@ -284,7 +285,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
     prune(folder)
     path = folder / f"{EXPORT_PREFIX}{secrets.token_hex(16)}.partial"
     lock = path.with_suffix(".lock")
-    with storage.lock_file(lock, storage.LOCK_TIMEOUT_S):
+    with local_copies.lock_file(lock, local_copies.LOCK_TIMEOUT_S):
         try:
             path.mkdir()
             yield path

@@ -33,7 +33,7 @@ from phalanx.launch.schedulers.registry import find_scheduler
 from phalanx.launch.schedulers.scheduler import Job, LaunchOptions
 from phalanx.report.console import Console, Follower
 from phalanx.report.logs import open_terminal
-from phalanx.storage import mirror, permissions
+from phalanx.storage import lease, permissions
 from phalanx.system import locks
 
 DRAW_S = 0.2
@@ -255,10 +255,10 @@ def _cancel_at_url(paths: RunPaths, now: bool) -> str:
             f"the run {paths.display_name} is at a URL, by which it can be asked to stop, not be ended at once; leave "
             f"--now out, or end process {pid} on {host}"
         )
-    if not mirror.request_stop(paths):
+    if not lease.request_stop(paths):
         raise RunError(
             f"process {pid} on {host}, which holds the run {paths.display_name}, has not answered for "
-            f"{mirror.STALE_S:.0f} s; look whether that machine is still there"
+            f"{lease.STALE_S:.0f} s; look whether that machine is still there"
         )
     return f"process {pid} on {host} was asked to stop: it finishes the step, saves and leaves"
 

@@ -19,7 +19,7 @@ from phalanx.launch.schedulers.registry import DEFAULT, LOCAL, SCHEDULERS, find_
 from phalanx.launch.schedulers.scheduler import Job, Scheduler
 from phalanx.recovery import fencing
 from phalanx.report.logs import open_terminal
-from phalanx.storage import mirror
+from phalanx.storage import lease, mirror
 from phalanx.system.fork import fork, fork_call
 
 STALLED = 3  # starts in a row without a new checkpoint, after which no further one is made
@@ -148,7 +148,7 @@ def find_leading_node(paths: RunPaths) -> int:
 def is_running(paths: RunPaths) -> bool:
     """Whether more may yet be heard of a run. Where the scheduler cannot be asked it counts as running."""
     if paths.url is not None:
-        return mirror.read_holder(paths) is not None
+        return lease.read_holder(paths) is not None
     try:
         return not has_ended(paths, newest_job(paths)) or find_lock_holder(paths.lock) is not None
     except PhalanxError:
@@ -245,11 +245,11 @@ def mirror_while_running(paths: RunPaths) -> Iterator[None]:
 
 def _take(root: str, url: str, timeout_s: float, pid: int) -> None:
     paths = RunPaths(Path(root), Url(url, timeout_s))
-    mirror.acquire_lease(paths, pid)
+    lease.acquire_lease(paths, pid)
     try:
         mirror.fetch_records(paths)
     except BaseException:
-        mirror.release_lease(paths)
+        lease.release_lease(paths)
         raise
 
 

@@ -1,22 +1,18 @@
 """A run folder at a URL: the records live in a local working folder and are copied to the URL as they change.
 
 The URL is the truth: a start fetches its records first, and a checkpoint is committed only when the records up to its
-step are there. One process at a time may write: it holds a lease, an object that it renews every few seconds and that
-another start takes over when it has not been renewed for STALE_S. Who lost it commits nothing more.
+step are there. One process at a time may write, which holds a lease (`lease.py`).
 """
 
 import fcntl
 import hashlib
-import json
 import os
-import platform
 import select
 import shutil
 import signal
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,11 +24,10 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, read_events, write_event
 from phalanx.core.run_paths import MANIFEST, RunPaths, Url
 from phalanx.storage import files as storage
+from phalanx.storage import lease
 
 PUSH_S = 3.0  # between two looks for changed records
 PUSH_SHARE = 25  # a copy that took t is followed by a pause of at least this times t
-RENEW_S, STALE_S, SETTLE_S, POLL_S = 5.0, 30.0, 0.5, 0.5
-STOP_FILE = ".stop"  # exists at the URL while the process that holds the run is asked to stop
 
 FileVersions = dict[str, tuple[int, int]]  # name -> size and time of the version that has been copied
 
@@ -73,7 +68,7 @@ def fetch_records(paths: RunPaths, also: Sequence[str] = ()) -> None:
     """Bring the records that a start reads into the working folder, and what is in folders that are named `also`. One
     that only goes on where the URL's ends is kept: the process that wrote it was killed before it could copy the
     rest."""
-    url = _url(paths)
+    url = lease.url_of(paths)
     folders = (paths.tokenizer.name, *also)
     found = [*_files(url), *(f"{folder}/{name}" for folder in folders for name in _files(url / folder))]
     found = [name for name in found if name != paths.report.name]  # it is large, and made anew
@@ -102,7 +97,9 @@ def list_logs(paths: RunPaths) -> None:
     """Make the names of a run's logs known in the local copy of its records: files that are empty until
     `refresh_file`."""
     logs = paths.node_log(0).parent.name
-    for entry in storage.list_folder((_url(paths) / logs).text, recursive=True, timeout_s=_url(paths).timeout_s):
+    for entry in storage.list_folder(
+        (lease.url_of(paths) / logs).text, recursive=True, timeout_s=lease.url_of(paths).timeout_s
+    ):
         name = entry.url.rpartition(f"/{logs}/")[2]
         local = paths.root / logs / name
         if ".." not in name.split("/") and not local.exists():
@@ -112,7 +109,7 @@ def list_logs(paths: RunPaths) -> None:
 
 def refresh_file(paths: RunPaths, file: Path) -> None:
     """Fetch one file of the records as it is now. Nothing happens where the URL has no such file."""
-    url = _url(paths)
+    url = lease.url_of(paths)
     incoming = paths.root / ".incoming"
     with suppress(FileNotFoundError):
         storage.download((url / str(file.relative_to(paths.root))).text, incoming, url.timeout_s)
@@ -142,7 +139,7 @@ def _begins_with(longer: Path, shorter: Path) -> bool:
 
 def push_records(paths: RunPaths, pushed: FileVersions) -> None:
     """Copy the records that have changed since `pushed`, which is brought up to date. Raises as `storage` does."""
-    url = _url(paths)
+    url = lease.url_of(paths)
     with open(paths.root / ".copying", "w") as lock:
         # Two processes copy: one that began earlier must not write older records over newer ones. It takes as long as
         # the store is tried at most, and the kernel lets go for who dies.
@@ -171,185 +168,25 @@ def check_before_commit(paths: RunPaths, pushed: FileVersions) -> None:
 
     Raises RunError where another process has taken the run over, else as `files` does.
     """
-    _check_lease(paths)
+    lease.check_lease(paths)
     push_records(paths, pushed)
-    _check_lease(paths)  # that may have taken long
+    lease.check_lease(paths)  # that may have taken long
 
 
 def publish_file(paths: RunPaths, file: Path) -> None:
     """Copy one file of the records to the URL."""
-    url = _url(paths)
+    url = lease.url_of(paths)
     storage.upload(file, (url / str(file.relative_to(paths.root))).text, url.timeout_s)
 
 
 def append_event(paths: RunPaths, kind: EventKind, **details: Any) -> None:
     """Add an event to the records at the URL, unless a run is going on there: its process alone writes them."""
-    if not is_in_use(paths):
-        events = _url(paths) / paths.events.name
+    if not lease.is_in_use(paths):
+        events = lease.url_of(paths) / paths.events.name
         with suppress(FileNotFoundError):  # a run may have gone on since the records were fetched
             storage.download(events.text, paths.events, events.timeout_s)
         write_event(paths.events, kind, _attempt(paths), **details)
         publish_file(paths, paths.events)
-
-
-def _url(paths: RunPaths) -> Url:
-    assert paths.url is not None, paths.root
-    return paths.url
-
-
-# ------------------------------------------------------------------------------------------------------------- lease
-
-
-def acquire_lease(paths: RunPaths, pid: int, stale_s: float = STALE_S) -> None:
-    """Make process `pid` of this machine the one that writes to the run. Raises RunError when another one does.
-
-    A lease whose process has ended on this machine is taken over at once, any other when `stale_s` pass without its
-    being renewed. Stores that fsspec speaks to have no lock in common: of two starts within SETTLE_S the later wins,
-    and should that go wrong, the one that finds the other's lease at its next renewal ends.
-    """
-    held = _read_lease(paths)
-    until = time.monotonic() + stale_s
-    while held is not None and not _has_ended(held) and time.monotonic() < until:
-        time.sleep(min(1.0, stale_s / 4))
-        before, held = held, _read_lease(paths)
-        if held is not None and held != before:
-            raise RunError(
-                f"the run {paths.display_name} is in use by process {held.get('process')}; wait for it, stop it, or "
-                "choose another --run-dir"
-            )
-    token = uuid.uuid4().hex
-    mine = {
-        "owner": token,
-        "process": f"{pid} on {platform.node()}",
-        "pid": pid,
-        "machine": _machine(),
-        "beat": time.time(),
-    }
-    write_atomic(_lease(paths), json.dumps(mine))
-    _push_error_file(paths).unlink(missing_ok=True)  # of an earlier start
-    _write_lease(paths, mine)
-    time.sleep(SETTLE_S)
-    _check_lease(paths)
-
-
-def renew_lease(paths: RunPaths) -> None:
-    """Say that the process is still there. Raises RunError when another one has taken the run over."""
-    _check_lease(paths)
-    _write_lease(paths, {**_read_own_lease(paths), "beat": time.time()})  # any other value than before would do
-
-
-def release_lease(paths: RunPaths) -> None:
-    """Let others have the run."""
-    url = _url(paths)
-    held = _read_lease(paths)
-    if held is not None and held.get("owner") == _read_own_lease(paths)["owner"]:
-        storage.remove([(url / paths.lock.name).text], url.timeout_s)
-    _lease(paths).unlink()
-
-
-def is_in_use(paths: RunPaths) -> bool:
-    """Whether some process holds the run, or held it when it was killed."""
-    return _read_lease(paths) is not None
-
-
-def read_holder(paths: RunPaths) -> tuple[int, str] | None:
-    """The process that writes to the run, and its machine; None where there is none, or it has stopped renewing its
-    lease, by the clocks of both machines."""
-    held = _read_lease(paths)
-    if held is None or _has_ended(held) or type(held.get("pid")) is not int:
-        return None
-    beat = held.get("beat")
-    if not isinstance(beat, int | float) or abs(time.time() - beat) > STALE_S:
-        return None
-    return held["pid"], str(held.get("process")).rpartition(" on ")[2]
-
-
-def request_stop(paths: RunPaths) -> bool:
-    """Ask the process that holds the run, on whatever machine, to save and leave. Returns whether it has heard it: it
-    looks every BEAT_S."""
-    held, url = _read_lease(paths), _url(paths)
-    asked = (url / STOP_FILE).text
-    storage.write_bytes(asked, str((held or {}).get("owner")).encode(), timeout_s=url.timeout_s)
-    until = time.monotonic() + STALE_S
-    while time.monotonic() < until:
-        if not storage.exists(asked, url.timeout_s):
-            return True
-        time.sleep(POLL_S)
-    storage.remove([asked], url.timeout_s)
-    return False
-
-
-def _is_stop_requested(paths: RunPaths) -> bool:
-    """Whether this process is asked to stop; what is asked of another one is of the past."""
-    url = _url(paths)
-    asked = (url / STOP_FILE).text
-    try:
-        owner = storage.read_bytes(asked, timeout_s=url.timeout_s).decode(errors="replace")
-    except FileNotFoundError:
-        return False
-    storage.remove([asked], url.timeout_s)
-    return owner == _read_own_lease(paths)["owner"]
-
-
-def _lease(paths: RunPaths) -> Path:
-    return paths.root / ".lease"
-
-
-def _read_own_lease(paths: RunPaths) -> dict[str, Any]:
-    mine: dict[str, Any] = json.loads(_lease(paths).read_text(encoding="utf-8"))
-    return mine
-
-
-def _check_lease(paths: RunPaths) -> None:
-    """Raises RunError when this process is not the one that writes to the run any more."""
-    held = _read_lease(paths)
-    if held is None:  # a store that does not replace a file at one stroke is without it for a moment
-        time.sleep(SETTLE_S)
-        held = _read_lease(paths)
-    if held is None:
-        raise RunError(
-            f"the run {paths.display_name} no longer has its lease ({paths.lock.name} is gone), so another process may "
-            "have written to it and this one must not any more; start it again, which goes on with what is there"
-        )
-    if held.get("owner") != _read_own_lease(paths)["owner"]:
-        raise RunError(
-            f"the run {paths.display_name} has been taken over by process {held.get('process')}, so this one must not "
-            "write to it any more; let that one go on, or stop it and start again"
-        )
-
-
-def _read_lease(paths: RunPaths) -> dict[str, Any] | None:
-    url = _url(paths)
-    try:
-        held = json.loads(storage.read_bytes((url / paths.lock.name).text, timeout_s=url.timeout_s))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return {"process": "unknown"}
-    return held if isinstance(held, dict) else {"process": "unknown"}
-
-
-def _write_lease(paths: RunPaths, lease: dict[str, Any]) -> None:
-    url = _url(paths)
-    storage.write_bytes((url / paths.lock.name).text, json.dumps(lease).encode(), timeout_s=url.timeout_s)
-
-
-def _machine() -> str:
-    """What tells machines, and containers that count processes anew, apart."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _has_ended(held: dict[str, Any]) -> bool:
-    if held.get("machine") != _machine() or type(held.get("pid")) is not int:
-        return False
-    try:
-        os.kill(held["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 # ------------------------------------------------------------------------------------------- the process that copies
@@ -371,7 +208,7 @@ def run_mirror(paths: RunPaths, control: int) -> int:
         began = time.monotonic()
         try:
             if not lost:
-                _check_lease(paths)  # not only at the beats: this machine may have slept
+                lease.check_lease(paths)  # not only at the beats: this machine may have slept
                 push_records(paths, seen)
             failing = False
         except (OSError, PhalanxError) as error:
@@ -386,11 +223,11 @@ def run_mirror(paths: RunPaths, control: int) -> int:
         beating.join()
         if lost:
             raise RunError(lost[0])
-        _check_lease(paths)
+        lease.check_lease(paths)
         push_records(paths, seen)
-        release_lease(paths)
+        lease.release_lease(paths)
     except (OSError, PhalanxError) as error:
-        write_atomic(_push_error_file(paths), str(error))
+        write_atomic(lease.push_error_file(paths), str(error))
         return ExitCode.CONFIG if isinstance(error, RunError) else ExitCode.FAILED
     return ExitCode.DONE
 
@@ -398,21 +235,17 @@ def run_mirror(paths: RunPaths, control: int) -> int:
 def read_push_error(paths: RunPaths) -> str:
     """Why the records are not all at the URL."""
     try:
-        return _push_error_file(paths).read_text(encoding="utf-8")
+        return lease.push_error_file(paths).read_text(encoding="utf-8")
     except OSError:
         return "the process that copies them has died"
 
 
-def _push_error_file(paths: RunPaths) -> Path:
-    return paths.root / ".mirror"
-
-
 def _keep_lease(paths: RunPaths, ending: threading.Event, lost: list[str]) -> None:
     """Renew the lease until the end. Once it is lost, the run is asked to stop."""
-    while not ending.wait(RENEW_S):
+    while not ending.wait(lease.RENEW_S):
         try:
-            renew_lease(paths)
-            if _is_stop_requested(paths):
+            lease.renew_lease(paths)
+            if lease.is_stop_requested(paths):
                 os.kill(os.getppid(), signal.SIGTERM)
         except RunError as error:
             lost.append(str(error))

@@ -21,7 +21,7 @@ from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import BASE_WEIGHTS, TOKENIZER_FILES, RunPaths
 from phalanx.data.chat import load_template
 from phalanx.data.token_files import TokenFile
-from phalanx.storage import files as storage
+from phalanx.storage import local_copies
 from phalanx.system import locks
 
 LOCK_TRIES = 100
@@ -288,7 +288,7 @@ def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -
         write_atomic(paths.tokenizer / "chat_template.jinja", template)
     if config.model.from_hf:
         # Atomic, as ranks that something else started may read it already.
-        original = storage.local_copy_path(config.model.from_hf, config.data.cache) / "config.json"
+        original = local_copies.local_copy_path(config.model.from_hf, config.data.cache) / "config.json"
         write_atomic(paths.hf_config, original.read_text(encoding="utf-8"))
 
 

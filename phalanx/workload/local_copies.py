@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.config.load import update_config
 from phalanx.config.schema import Config
 from phalanx.storage import files as storage
+from phalanx.storage import local_copies
 
 FOLDER_KEYS = ("model.from_hf", "model.lora.adapter", "data.tokenizer")
 
@@ -17,7 +18,7 @@ def use_local_copies(config: Config) -> Config:
     """The configuration with the local copies in the place of the URLs; they need not be there yet."""
     found = _urls(config)
     return update_config(
-        config, {key: str(storage.local_copy_path(url, config.data.cache)) for key, url in found.items()}
+        config, {key: str(local_copies.local_copy_path(url, config.data.cache)) for key, url in found.items()}
     )
 
 
@@ -27,13 +28,13 @@ def fetch_local_copies(config: Config, weights: bool = True) -> Config:
     Raises ConfigError, StorageError.
     """
     for url in set(_urls(config).values()):
-        storage.fetch_folder(url, config.data.cache, config.resilience.storage_timeout_s, weights)
+        local_copies.fetch_folder(url, config.data.cache, config.resilience.storage_timeout_s, weights)
     return use_local_copies(config)
 
 
 def find_original_url(value: Any, with_urls: Config) -> Any:
     """The URL that a value of the resolved configuration is the copy of, else the value."""
-    copies = {str(storage.local_copy_path(url, with_urls.data.cache)): url for url in _urls(with_urls).values()}
+    copies = {str(local_copies.local_copy_path(url, with_urls.data.cache)): url for url in _urls(with_urls).values()}
     return copies.get(value, value) if isinstance(value, str) else value
 
 

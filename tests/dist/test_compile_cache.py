@@ -12,7 +12,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.parallel import parallelize
 from phalanx.parallel.parallelize import compile_units, find_compile_problem
-from phalanx.storage.files import lock_file
+from phalanx.storage.local_copies import lock_file
 from tests.helpers import run_ranks
 
 

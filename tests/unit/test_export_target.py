@@ -12,8 +12,7 @@ from phalanx.core.errors import ConfigError, StorageError
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import Url
 from phalanx.data.workers import prune
-from phalanx.storage import files as storage
-from phalanx.storage import retry
+from phalanx.storage import local_copies, retry
 from phalanx.trainer import export
 from tests.helpers import run_ranks
 from tests.stores import Faults
@@ -67,7 +66,7 @@ def test_what_a_killed_export_left_is_swept_by_the_next_command(tmp_path: Path) 
     with pytest.raises(AssertionError, match="killed by SIGKILL"):
         run_ranks(killed_within_an_export, 1, url=url.text, cache=str(cache))
     assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".partial"]
-    with storage.lock_file(next(cache.glob("*.lock")), 1):  # as if it were still going on
+    with local_copies.lock_file(next(cache.glob("*.lock")), 1):  # as if it were still going on
         prune(cache)
         assert len(list(cache.iterdir())) == 2
     prune(cache)  # as every preparation of data does, and every export

@@ -15,7 +15,7 @@ from phalanx.core.json_lines import append_line, read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths, Url
-from phalanx.storage import mirror, retry
+from phalanx.storage import lease, mirror, retry
 from tests.helpers import run_ranks, wait_until
 from tests.stores import Faults, register
 
@@ -25,7 +25,7 @@ ENDED = 2**22 + 1  # above what Linux gives out: no process has this number
 @pytest.fixture
 def url(faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(mirror, "SETTLE_S", 0.0)
+    monkeypatch.setattr(lease, "SETTLE_S", 0.0)
     return f"faulty://{tmp_path}/store/run"
 
 
@@ -119,7 +119,7 @@ def test_a_url_that_was_emptied_holds_no_run_any_more(tmp_path: Path, url: str) 
 
 def test_one_writer_at_a_time(tmp_path: Path, url: str) -> None:
     one, other = machine(tmp_path, url, "one"), machine(tmp_path, url, "other")
-    mirror.acquire_lease(one, os.getpid())
+    lease.acquire_lease(one, os.getpid())
     lock = tmp_path / "store" / "run" / ".lock"
     beaten = {**json.loads(lock.read_text()), "beat": 1}
 
@@ -129,40 +129,40 @@ def test_one_writer_at_a_time(tmp_path: Path, url: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "kill", beating)
         with pytest.raises(RunError, match=rf"in use by process {os.getpid()} on .*another --run-dir"):
-            mirror.acquire_lease(other, 7, stale_s=0.2)
-    mirror.renew_lease(one)
-    mirror.release_lease(one)
+            lease.acquire_lease(other, 7, stale_s=0.2)
+    lease.renew_lease(one)
+    lease.release_lease(one)
     assert not lock.exists()
-    mirror.acquire_lease(other, os.getpid(), stale_s=60)  # at once
-    mirror.release_lease(other)
+    lease.acquire_lease(other, os.getpid(), stale_s=60)  # at once
+    lease.release_lease(other)
 
 
 def test_a_lease_that_nobody_renews_is_taken_over_and_its_holder_writes_no_more(tmp_path: Path, url: str) -> None:
     one, other = machine(tmp_path, url, "one"), machine(tmp_path, url, "other")
-    mirror.acquire_lease(one, ENDED)
-    mirror.acquire_lease(one, os.getpid(), stale_s=60)  # its process has ended on this machine: at once
-    mirror.acquire_lease(other, os.getpid(), stale_s=0.1)
+    lease.acquire_lease(one, ENDED)
+    lease.acquire_lease(one, os.getpid(), stale_s=60)  # its process has ended on this machine: at once
+    lease.acquire_lease(other, os.getpid(), stale_s=0.1)
     write_run(one, range(3))
-    for late in (lambda: mirror.check_before_commit(one, {}), lambda: mirror.renew_lease(one)):
+    for late in (lambda: mirror.check_before_commit(one, {}), lambda: lease.renew_lease(one)):
         with pytest.raises(RunError, match="has been taken over by process"):
             late()
     assert sorted(path.name for path in (tmp_path / "store" / "run").iterdir()) == [".lock"]
-    mirror.release_lease(one)  # not its own any more
-    assert mirror.is_in_use(one)
+    lease.release_lease(one)  # not its own any more
+    assert lease.is_in_use(one)
     write_run(other, range(3))
     mirror.check_before_commit(other, {})
     assert (tmp_path / "store" / "run" / "metrics.jsonl").exists()
     (tmp_path / "store" / "run" / ".lock").write_text("no JSON")
-    mirror.acquire_lease(one, os.getpid(), stale_s=0.1)
-    mirror.renew_lease(one)
+    lease.acquire_lease(one, os.getpid(), stale_s=0.1)
+    lease.renew_lease(one)
 
 
 def beside(placement: Placement, folder: str, dead: bool) -> list[Any]:
     """The life of the process beside a run that has come to its end; (exit code, what it said)."""
     faults = register()
-    mirror.SETTLE_S, mirror.PUSH_S, mirror.RENEW_S = 0.0, 0.01, 0.01
+    lease.SETTLE_S, mirror.PUSH_S, lease.RENEW_S = 0.0, 0.01, 0.01
     paths = machine(Path(folder), f"faulty://{folder}/store/run", "here", timeout_s=0.3)
-    mirror.acquire_lease(paths, os.getpid())
+    lease.acquire_lease(paths, os.getpid())
     write_run(paths, range(1, 4))
     write_event(paths.events, EventKind.RUN_STARTED, 3)
     faults.dead = dead
@@ -202,14 +202,14 @@ def asleep(placement: Placement, folder: str) -> list[Any]:
     """The process beside a run wakes up when another one has taken the run to its end; (exit code, what it said, steps
     at the URL)."""
     register()
-    mirror.SETTLE_S, mirror.RENEW_S = 0.0, 60.0
+    lease.SETTLE_S, lease.RENEW_S = 0.0, 60.0
     one, other = (machine(Path(folder), f"faulty://{folder}/store/run", name) for name in ("one", "other"))
-    mirror.acquire_lease(one, ENDED)
+    lease.acquire_lease(one, ENDED)
     write_run(one, range(1, 4))
-    mirror.acquire_lease(other, os.getpid(), stale_s=0.1)
+    lease.acquire_lease(other, os.getpid(), stale_s=0.1)
     write_run(other, range(1, 9))
     mirror.push_records(other, {})
-    mirror.release_lease(other)
+    lease.release_lease(other)
     reader, writer = os.pipe()
     os.close(writer)
     return [
@@ -222,7 +222,7 @@ def asleep(placement: Placement, folder: str) -> list[Any]:
 def test_what_an_earlier_start_complained_of_is_forgotten(tmp_path: Path, url: str) -> None:
     one = machine(tmp_path, url, "one")
     (one.root / ".mirror").write_text("the store was away last week")
-    mirror.acquire_lease(one, os.getpid())
+    lease.acquire_lease(one, os.getpid())
     assert mirror.read_push_error(one) == "the process that copies them has died"
 
 
@@ -233,7 +233,7 @@ def test_an_event_of_an_export_is_added_unless_a_run_is_going_on(tmp_path: Path,
     mirror.push_records(one, {})
     with mirror.open_remote_records(url, 20) as paths:
         mirror.append_event(paths, EventKind.EXPORTED, folder="x")
-    mirror.acquire_lease(one, os.getpid())
+    lease.acquire_lease(one, os.getpid())
     with mirror.open_remote_records(url, 20) as paths:
         mirror.append_event(paths, EventKind.EXPORTED, folder="y")
         found = [(event["kind"], event["attempt"]) for event in read_lines(paths.events)]
@@ -243,13 +243,13 @@ def test_an_event_of_an_export_is_added_unless_a_run_is_going_on(tmp_path: Path,
 def test_a_store_that_is_away_at_the_start_is_a_sentence(faults: Faults, tmp_path: Path, url: str) -> None:
     faults.dead = True
     with pytest.raises(StorageError, match=r"could not be read for 0.2 s"):
-        mirror.acquire_lease(machine(tmp_path, url, "one", timeout_s=0.2), os.getpid())
+        lease.acquire_lease(machine(tmp_path, url, "one", timeout_s=0.2), os.getpid())
 
 
 def test_an_overtaken_copy_is_not_the_one_that_stays(faults: Faults, tmp_path: Path, url: str) -> None:
     """The process beside a run and the one that commits copy the same files: what is there last is what is newest."""
     one = machine(tmp_path, url, "one")
-    mirror.acquire_lease(one, os.getpid())
+    lease.acquire_lease(one, os.getpid())
     append_line(one.metrics, {"step": 1})
     faults.stalled = {"mv"}
     beside = threading.Thread(target=mirror.push_records, args=(one, {}))
@@ -269,16 +269,16 @@ def test_an_overtaken_copy_is_not_the_one_that_stays(faults: Faults, tmp_path: P
 def test_a_lease_that_is_gone_is_lost(tmp_path: Path, url: str) -> None:
     """Who took it over meanwhile may have come to its end already: its records must not be written over."""
     one, other = machine(tmp_path, url, "one"), machine(tmp_path, url, "other")
-    mirror.acquire_lease(one, ENDED)
+    lease.acquire_lease(one, ENDED)
     write_run(one, range(1, 4))
-    mirror.acquire_lease(other, os.getpid(), stale_s=0.1)
+    lease.acquire_lease(other, os.getpid(), stale_s=0.1)
     write_run(other, range(1, 9))
     mirror.push_records(other, {})
-    mirror.release_lease(other)
-    for late in (lambda: mirror.check_before_commit(one, {}), lambda: mirror.renew_lease(one)):
+    lease.release_lease(other)
+    for late in (lambda: mirror.check_before_commit(one, {}), lambda: lease.renew_lease(one)):
         with pytest.raises(RunError, match="no longer has its lease"):
             late()
-    assert not mirror.is_in_use(one)
+    assert not lease.is_in_use(one)
     assert steps_of(RunPaths(tmp_path / "store" / "run")) == list(range(1, 9))
 
 
@@ -286,11 +286,11 @@ def test_a_run_that_is_lost_while_its_records_are_copied_commits_nothing(
     faults: Faults, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = machine(tmp_path, url, "one"), machine(tmp_path, url, "other")
-    mirror.acquire_lease(one, ENDED)
+    lease.acquire_lease(one, ENDED)
     write_run(one, range(1, 4))
 
     def slow(paths: RunPaths, seen: mirror.FileVersions) -> None:
-        mirror.acquire_lease(other, os.getpid(), stale_s=0.1)
+        lease.acquire_lease(other, os.getpid(), stale_s=0.1)
 
     monkeypatch.setattr(mirror, "push_records", slow)
     with pytest.raises(RunError, match="has been taken over"):
@@ -299,11 +299,11 @@ def test_a_run_that_is_lost_while_its_records_are_copied_commits_nothing(
 
 def test_a_full_disk_here_does_not_lose_the_lease(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = machine(tmp_path, url, "one")
-    mirror.acquire_lease(one, os.getpid())
+    lease.acquire_lease(one, os.getpid())
     lock = tmp_path / "store" / "run" / ".lock"
     before = lock.read_text()
-    monkeypatch.setattr(mirror, "write_atomic", no_room)
-    mirror.renew_lease(one)
+    monkeypatch.setattr(lease, "write_atomic", no_room)
+    lease.renew_lease(one)
     assert lock.read_text() != before
 
 

@@ -22,7 +22,7 @@ from phalanx.data.prepare import PreparedData, prepare
 from phalanx.data.sources import RecordFormat, is_held_out, text_digest
 from phalanx.data.token_files import TokenFile
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
-from phalanx.storage import files as storage
+from phalanx.storage import local_copies
 from tests.stores import Faults
 from tests.unit.test_prepare import decoded, folder_of, same_files, text, write_jsonl
 
@@ -328,7 +328,7 @@ def test_leftovers_of_killed_runs_go_after_a_week(tmp_path: Path) -> None:
     held = cache / f"{'3' * 32}.partial"
     held.mkdir()
     os.utime(held, (old, old))
-    with storage.lock_file(held.with_suffix(".lock"), 1.0):
+    with local_copies.lock_file(held.with_suffix(".lock"), 1.0):
         run(source, cache)
     assert sorted(path.name for path in cache.glob("*.partial")) == [f"{'1' * 32}.partial", held.name, "mine.partial"]
 

@@ -13,7 +13,7 @@ from fsspec.registry import known_implementations
 
 from phalanx.core.errors import ConfigError, StorageError
 from phalanx.storage import files as storage
-from phalanx.storage import retry
+from phalanx.storage import local_copies, retry
 from tests.helpers import wait_until
 from tests.stores import Faults, S3Server
 
@@ -245,38 +245,38 @@ def test_the_local_copy_of_a_folder(faults: Faults, tmp_path: Path, monkeypatch:
         (there / name).write_text(name)
     url = f"faulty://{there}"
     faults.rate = 0.15
-    copy = storage.fetch_folder(url, cache, weights=False)
+    copy = local_copies.fetch_folder(url, cache, weights=False)
     assert sorted(one.name for one in copy.iterdir()) == [".source.json", "config.json"]
-    storage.fetch_folder(url, cache)
+    local_copies.fetch_folder(url, cache)
     faults.rate = 0
-    assert copy == storage.local_copy_path(url + "/", cache)
+    assert copy == local_copies.local_copy_path(url + "/", cache)
     names = [".source.json", "config.json", "model.safetensors"]  # the same weights twice would be waste
     assert sorted(one.name for one in copy.iterdir()) == names
     (copy / "config.json").write_text("as it was")
     for weights in (True, False):
-        storage.fetch_folder(url, cache, weights=weights)
+        local_copies.fetch_folder(url, cache, weights=weights)
     assert (copy / "config.json").read_text() == "as it was"
     assert (copy / "model.safetensors").exists()
     (there / "config.json").write_text("another")
     faults.tear, faults.dead = [], False
-    storage.fetch_folder(url, cache)
+    local_copies.fetch_folder(url, cache)
     assert (copy / "config.json").read_text() == "another"
     (there / "config.json").write_text("a third one")
     faults.error = lambda: PermissionError(errno.EACCES, "no")
     faults.fails_at = len(faults.calls) + 5  # on the way
     with pytest.raises(ConfigError, match="denied"):
-        storage.fetch_folder(url, cache)
+        local_copies.fetch_folder(url, cache)
     assert (copy / "config.json").read_text() == "another"
     assert json.loads((copy / ".source.json").read_text())["config.json"][0] == len("another")
-    monkeypatch.setattr(storage, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(local_copies, "LOCK_TIMEOUT_S", 0.05)
     with (
-        storage.lock_file(copy.with_name(f".{copy.name}.lock"), 0),
+        local_copies.lock_file(copy.with_name(f".{copy.name}.lock"), 0),
         pytest.raises(ConfigError, match="another process has held"),
     ):
-        storage.fetch_folder(url, cache)
+        local_copies.fetch_folder(url, cache)
     with pytest.raises(ConfigError, match="no file of a model"):
-        storage.fetch_folder(f"faulty://{tmp_path}/nothing", cache)
-    assert storage.fetch_folder("~/model", cache) == Path("~/model").expanduser()
+        local_copies.fetch_folder(f"faulty://{tmp_path}/nothing", cache)
+    assert local_copies.fetch_folder("~/model", cache) == Path("~/model").expanduser()
 
 
 def test_a_long_range_is_read_in_parts(faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch.schedulers.scheduler import LaunchOptions, Scheduler
-from phalanx.storage import mirror
+from phalanx.storage import lease
 from phalanx.system import locks, torchrun_env
 
 STARTS_S = 30.0  # what a process in the background gets to take its lock
@@ -96,7 +96,7 @@ def find_lock_holder(lock: Path) -> tuple[int, str] | None:
 def find_local_process(paths: RunPaths) -> tuple[int, str] | None:
     """The process that runs a run without a scheduler, and its machine; None where there is none."""
     if paths.url is not None:
-        return mirror.read_holder(paths)
+        return lease.read_holder(paths)
     return find_lock_holder(paths.job_supervisor) or find_lock_holder(paths.lock)
 
 
