@@ -538,6 +538,43 @@ def test_no_rank_updates_before_all_are_through_with_the_step_before(sharding: d
     assert all(end < begin for end, begin in zip(others, begun[1:], strict=False))
 
 
+def committed_late(placement: Placement, sharding: dict[str, Any]) -> list[list[float]]:
+    """When this rank had committed each step, which goes on beside the next one, and when it began the update of each;
+    rank 1 is slow to commit."""
+    with join(placement, 20) as mesh:
+        driven = Driven(mesh, model := five_units(), model.units(), ShardingSpec(**sharding))
+        engine: Any = driven.engine
+        update = engine._update.update_unit
+        committed: list[float] = []
+        begins: dict[int, float] = {}
+
+        class Committing(type(engine._state)):  # type: ignore[misc]
+            commits_async = True
+
+        def commit() -> None:
+            time.sleep(0.1 * mesh.rank)
+            committed.append(time.monotonic())
+
+        def noting(now: Any, *arguments: Any, **more: Any) -> None:
+            begins.setdefault(now.number, time.monotonic())
+            update(now, *arguments, **more)
+
+        engine._state.__class__ = Committing
+        engine._update.barrier._wait_for_commit, engine._update.update_unit = commit, noting
+        driven.walk(5)
+        assert driven.apart() < 1e-9
+        engine.close()
+        return [committed, [begins[number] for number in sorted(begins)]]
+
+
+@pytest.mark.parametrize("sharding", [{"zero": 1}, {"zero": 2, "slots": 2}])
+def test_no_rank_updates_before_all_have_committed_the_step_before(sharding: dict[str, Any]) -> None:
+    """Or a rank that dies then would leave the others without a step that all have."""
+    (_, begun), (late, _) = run_ranks(committed_late, 2, sharding=sharding)
+    assert len(begun) == 5 and len(late) >= 4
+    assert all(commit < begin for commit, begin in zip(late, begun[1:], strict=False))
+
+
 def done_again(placement: Placement) -> list[float]:
     """A run whose norm comes to the limit all of a sudden, so that what was gathered early is done again, slowly."""
 
