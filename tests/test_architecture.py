@@ -323,13 +323,12 @@ LARGE_FILES = {
 LARGE_CLASSES = {
     # A catalogue of paths, and a backend of torch.distributed, are as large as they have to be.
     "phalanx.core.run_paths:RunPaths": (2, 45),
-    "phalanx.comm.backend:ProcessGroupPhalanx": (4, 36),
+    "phalanx.comm.backend:ProcessGroupPhalanx": (4, 33),
     # The others are to be divided.
     "phalanx.checkpoint.memory.store:SharedMemoryStore": (39, 34),
     "phalanx.config.model:ModelSection": (21, 0),
     "phalanx.config.model:DataSection": (21, 0),
     "phalanx.core.records:StepRecord": (22, 0),
-    "phalanx.elastic.node.worker:NodeJob": (22, 1),
     "phalanx.health.gpu:Gpu": (22, 0),
     "phalanx.planner.simulate:Scenario": (24, 1),
     "phalanx.planner.work:StepWork": (31, 12),
@@ -397,6 +396,10 @@ def test_files_and_classes_have_a_size_that_can_be_read() -> None:
         if any(a > b for a, b in zip(size, LARGE_CLASSES.get(name, usual), strict=True))
     }
     assert larger == {}
+    sizes = {name: classes.get(name, (0, 0)) for name in LARGE_CLASSES}
+    assert [name for name, size in sizes.items() if size[0] <= usual[0] and size[1] <= usual[1]] == [], (
+        "list it no more"
+    )
 
 
 def _size(node: ast.ClassDef) -> tuple[int, int]:
