@@ -139,6 +139,7 @@ ALSO_TORCH_FREE = (
     "phalanx.api.fsdp.rank_layout",
     "phalanx.compat.run",
     "phalanx.generate.text",
+    "phalanx.generate.load_model",
     "phalanx.generate.distributed",
 )
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
@@ -315,7 +316,6 @@ LARGE_FILES = {
     "phalanx.cli.main": 504,
     "phalanx.data.prepare": 504,
     "phalanx.data.read_chunks": 463,
-    "phalanx.generate.text": 410,
     "phalanx.layout.hardware": 456,
     "phalanx.planner.search": 503,
     "phalanx.report.event_text": 475,
