@@ -241,7 +241,7 @@ def holds(mesh: Any, ours: Any, model: Any) -> list[int]:
             block.register_forward_pre_hook(lambda *_: seen.append(live_bytes()))
         seconds(mesh, way, 1)
         items = estimate_engine_bytes(
-            way.engine.buckets, mesh.rank, ours.sharding, way.engine._precision, way.engine.rule
+            way.engine.buckets, mesh.rank, ours.sharding, way.engine._precision, way.engine._state.shards.rule
         )
     return [max(seen), sum(items.values())]
 
