@@ -69,7 +69,7 @@ class RankSpeed:
     outliers: tuple[float, ...] = ()
     changed: bool = False
 
-    def predict_s(self, parts: int, pieces: int) -> float:
+    def predict_s(self, parts: int, pieces: float) -> float:
         return parts * self.fixed_s + pieces * self.sequence_s
 
     def update(self, parts: int, pieces: int, seconds: float, limits: OutlierLimits) -> tuple["RankSpeed", int]:
@@ -104,9 +104,9 @@ class RankSpeed:
         """Behind another division than that of `before`."""
         variance = max(noise * noise / LEFT_AFTER_CHANGE, BENT**2)
         parts, pieces = count_work(before, rank)
-        return self._scaled(parts, pieces, 1.0, variance, SHAPE_AFTER_DIVISION, min(self.seen, LEFT_AFTER_CHANGE))
+        return self.scale(parts, pieces, 1.0, variance, SHAPE_AFTER_DIVISION, min(self.seen, LEFT_AFTER_CHANGE))
 
-    def _scaled(self, parts: int, pieces: int, factor: float, variance: float, shape: float, seen: int) -> "RankSpeed":
+    def scale(self, parts: int, pieces: int, factor: float, variance: float, shape: float, seen: int) -> "RankSpeed":
         """The line times `factor`, with more doubt: `variance` of the factor, and a deviation of the part of so many
         pieces' seconds that comes by the micro-batch."""
         fixed_s, sequence_s = self.fixed_s * factor, self.sequence_s * factor
@@ -123,12 +123,12 @@ class RankSpeed:
     def _first_estimate(self, parts: int, pieces: int, seconds: float, noise: float) -> "RankSpeed":
         """As the first measurement says; which part comes by the micro-batch is still as it was foretold."""
         factor = seconds / self.predict_s(parts, pieces)
-        return self._scaled(parts, pieces, factor, noise * noise, SHAPE, 1)
+        return self.scale(parts, pieces, factor, noise * noise, SHAPE, 1)
 
     def _kalman_update(self, parts: int, pieces: int, seconds: float, noise: float) -> "RankSpeed":
         """With a step's seconds taken in: a step of a Kalman filter whose noise and drift are parts of the whole."""
         seen = min(self.seen + 1, MEMORY)
-        drifted = self._scaled(parts, pieces, 1.0, (noise / MEMORY) ** 2, 0.0, seen)
+        drifted = self.scale(parts, pieces, 1.0, (noise / MEMORY) ** 2, 0.0, seen)
         ff, fs, ss = drifted.covariance
         expected = drifted.predict_s(parts, pieces)
         by_fixed, by_sequence = ff * parts + fs * pieces, fs * parts + ss * pieces
@@ -152,7 +152,7 @@ class RankSpeed:
         variance = max(0.0, by_fixed + pieces * (parts * fs + pieces * ss))
         shape = max(0.0, parts * parts * ff - (by_fixed * by_fixed / variance if variance > 0 else 0.0))
         sure = replace(self, covariance=(0.0, 0.0, 0.0))
-        cover = sure._scaled(parts, pieces, 1.0, variance / whole**2, math.sqrt(shape) / whole, self.seen).covariance
+        cover = sure.scale(parts, pieces, 1.0, variance / whole**2, math.sqrt(shape) / whole, self.seen).covariance
         return replace(self, covariance=cover)
 
     def _dismiss_outliers(self, limits: OutlierLimits) -> "RankSpeed":
@@ -169,7 +169,7 @@ class RankSpeed:
         alike = abs(math.log(odd[0] / odd[-1])) <= 2 * noise
         factor = sorted(odd)[1] if len(odd) > 2 else math.sqrt(odd[0] * odd[1]) if alike else odd[-1]
         sure = len(odd) if len(odd) > 2 or alike else 1
-        pace = self._scaled(parts, pieces, factor, noise * noise / sure, SHAPE_AFTER_CHANGE, len(odd))
+        pace = self.scale(parts, pieces, factor, noise * noise / sure, SHAPE_AFTER_CHANGE, len(odd))
         return replace(pace, changed=True)
 
 

@@ -37,6 +37,7 @@ CALM, CALM_STEPS = 5.0, 3
 # once some steps in a row are nearer to each other than a part of that: their mean, and each of them. (Logarithms.)
 ALIKE_STEPS, UNLIKE, ALIKE, ALIKE_LEAST, ALIKE_AT_MOST, OF_EACH_STEP = 2, 0.09, 0.25, 0.03, 0.12, 1.75
 ALIKE_WAIT, ALIKE_WAIT_FACTOR = 1, 8  # steps until they may be found equal again, and by what that grows
+EQUAL = 1.25  # deviations of noise within which devices of one kind count as equal, without any proof
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _equalize(history: SpeedHistory, ranks: Sequence[int]) -> SpeedHistory:
     speeds, factor = list(history.rank_speeds), math.exp(middle)
     for rank in alike:
         parts, pieces, _ = last[-1][rank]
-        pace = line._scaled(parts, pieces, factor, NOISE**2 / ALIKE_STEPS, SHAPE_AFTER_CHANGE, CALM_STEPS)
+        pace = line.scale(parts, pieces, factor, NOISE**2 / ALIKE_STEPS, SHAPE_AFTER_CHANGE, CALM_STEPS)
         speeds[rank] = replace(pace, changed=True)
     return replace(
         history, rank_speeds=tuple(speeds), noise=min(history.noise, NOISE), noise_seen=NOISE_AT_FIRST, rejected=None,
@@ -196,7 +197,7 @@ def _calm(history: SpeedHistory) -> SpeedHistory | None:
         return None
     paces, sure = [], noise**2 / CALM_STEPS
     for pace, (parts, pieces, _), each in zip(history.rank_speeds, history.recent_steps[-1], ratios, strict=True):
-        now = pace._scaled(parts, pieces, statistics.geometric_mean(each), sure, SHAPE_AFTER_CHANGE, CALM_STEPS)
+        now = pace.scale(parts, pieces, statistics.geometric_mean(each), sure, SHAPE_AFTER_CHANGE, CALM_STEPS)
         paces.append(replace(now, changed=True))
     return replace(
         history, rank_speeds=tuple(paces), noise=noise, noise_seen=NOISE_AT_FIRST, rejected=None, recent_steps=()
@@ -240,6 +241,8 @@ def decide(history: SpeedHistory) -> tuple[SpeedHistory, RebalanceDecision | Non
 
 
 def _decided(history: SpeedHistory) -> tuple[SpeedHistory, RebalanceDecision | None]:
+    if (equal := _divide_equally(history)) is not None:
+        return equal
     speeds = history.current_speeds
     # What a step takes at least if the slowest rank only looks as slow as it does by noise.
     sure_s = _slowest_s(history, history.division, speeds, -DOUBT)
@@ -264,6 +267,34 @@ def _decided(history: SpeedHistory) -> tuple[SpeedHistory, RebalanceDecision | N
     before_s = slowest_s(history.division, speeds, history.part_s)
     decision = RebalanceDecision(division, _why(history), before_s, after_s)
     return replace(_with(history, division), speeds_at_division=history.rank_speeds), decision
+
+
+def _divide_equally(history: SpeedHistory) -> tuple[SpeedHistory, RebalanceDecision] | None:
+    """Equal shares for ranks of one kind of device that have unequal ones and differ by no more than noise: it takes
+    proof to treat them differently, and none to treat them alike. None where there are no such ranks."""
+    speeds, shares = list(history.rank_speeds), history.division.shares
+    for kind in {speed.kind for speed in history.speeds} - {""}:
+        ranks = [rank for rank, speed in enumerate(history.speeds) if speed.kind == kind]
+        alike, each_share = [speeds[rank] for rank in ranks], [shares[rank] for rank in ranks]
+        if max(each_share) - min(each_share) < 2:
+            continue
+        each = [_log(speed.predict_s(history.division.parts, statistics.fmean(each_share))) for speed in alike]
+        limits = [EQUAL * history.noise / math.sqrt(speed.seen - 1) for speed in alike]
+        middle = statistics.fmean(each)
+        if all(abs(one - middle) <= limit for one, limit in zip(each, limits, strict=True)):
+            fixed_s = _middle([speed.fixed_s for speed in alike])
+            sequence_s = _middle([speed.sequence_s for speed in alike])
+            for rank in ranks:
+                speeds[rank] = replace(speeds[rank], fixed_s=fixed_s, sequence_s=sequence_s)
+    equal = replace(history, rank_speeds=tuple(speeds))
+    if equal == history:
+        return None
+    division = divide(sum(shares), equal.current_speeds, history.part_s, history.lockstep)
+    before_s, after_s = (slowest_s(each, equal.current_speeds, history.part_s) for each in (history.division, division))
+    if after_s > before_s * (1 - GAIN):
+        return None
+    decision = RebalanceDecision(division, _why(history), before_s, after_s)
+    return replace(_with(equal, division), speeds_at_division=history.rank_speeds), decision
 
 
 def _with(history: SpeedHistory, division: Division) -> SpeedHistory:

@@ -1,5 +1,5 @@
 """One optimizer step's forward and backward passes, and evaluation: the only places that call the model, but for those
-of a pipeline (pipeline_step.py)."""
+of a pipeline (parallel/pipeline.py)."""
 
 import functools
 import math

@@ -49,7 +49,7 @@ class StepHooks:
         return cast(Call, call)
 
     def enter_phase(self, phase: str, step: int | None = None, micro_batch: int = 0) -> None:
-        """This rank begins `phase`, one of pulse.PHASES."""
+        """This rank begins `phase`, one of `progress_page.PHASES`."""
         self.progress_page.enter_phase(phase, step, micro_batch)
         if self._device_progress is not None and step is not None:
             self._device_progress.enter_phase(phase, step, micro_batch)

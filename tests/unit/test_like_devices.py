@@ -3,13 +3,14 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from phalanx.layout import rebalance
 from phalanx.layout.balance import Division, Speed, divide
-from phalanx.layout.rank_speed import count_work
-from phalanx.layout.rebalance import SpeedHistory, begin_history, decide, observe_step
+from phalanx.layout.rank_speed import RankSpeed, count_work
+from phalanx.layout.rebalance import EQUAL, SpeedHistory, begin_history, decide, observe_step
 
 LINE = Speed(0.01, 0.004)
 
@@ -95,9 +96,28 @@ def test_where_they_differ_after_all_they_are_found_equal_ever_more_rarely() -> 
     assert all(steps >= rebalance.ALIKE_WAIT_FACTOR ** (1 + number) for number, steps in enumerate(between)), when
 
 
-def loaded_start(seed: int) -> int:
+def test_devices_of_one_kind_that_differ_by_no_more_than_noise_share_alike() -> None:
+    def looks(ratio: float, kinds: str, noise: float = 0.1) -> SpeedHistory:
+        """Of two ranks with shares 60 and 36 the second looks slower by `ratio`."""
+        speeds = [Speed(LINE.sequence_s, LINE.fixed_s, kind=kind.strip()) for kind in kinds]
+        lines = [RankSpeed(LINE.fixed_s * each, LINE.sequence_s * each, seen=5) for each in (1.0, ratio)]
+        begun = begin_history(speeds, Division((60, 36), 1))
+        return replace(begun, warm=True, noise=noise, rank_speeds=tuple(lines))
+
+    within = math.exp(2 * EQUAL * 0.1 / math.sqrt(4))
+    found, decision = decide(looks(0.99 * within, "aa"))
+    assert decision is not None and decision.division.shares == (48, 48) == found.division.shares
+    assert decide(found)[1] is None
+    assert decision.after_s < decision.before_s
+    assert decide(looks(1.01 * within, "aa"))[1] is None  # that much is more than noise, and too little to be sure of
+    assert decide(looks(0.99 * within, "ab"))[1] is None
+    assert decide(looks(0.99 * within, "  "))[1] is None
+    assert decide(looks(0.99 * within, "aa", noise=0.05))[0].division.shares == (51, 45)  # as fast as they look
+
+
+def loaded_start(seed: int, noise: float) -> int:
     """Steps after other processes have gone until two like ranks have like shares for good: these slow each rank by
-    what comes, for two to eight steps and before them."""
+    what comes, for two to eight steps and before them; `noise` stays."""
     drawn = random.Random(seed)
     until, levels = drawn.randint(2, 8), [1.0, 1.0, 1.5, 2.0, 2.0, 3.0][: 3 + drawn.randint(1, 3)]
 
@@ -115,13 +135,14 @@ def loaded_start(seed: int) -> int:
         for rank in (0, 1):
             if step <= until and drawn.random() < 0.4:
                 now[rank] = slowed()
-            factor = now[rank] * math.exp(drawn.gauss(0, 0.15)) if step <= until else math.exp(drawn.gauss(0, 0.02))
+            factor = now[rank] * math.exp(drawn.gauss(0, 0.15)) if step <= until else math.exp(drawn.gauss(0, noise))
             busy.append(seconds(history.division, rank, factor))
         history, _ = decide(observe_step(history, history.division, busy))
     calm = [most <= 1.1 * 48 for most in walked[until + 1 :]]
     return next((count for count in range(len(calm)) if all(calm[count:])), len(calm))
 
 
-def test_a_start_on_a_busy_machine_is_mended_within_three_steps_after_it() -> None:
-    late = [loaded_start(seed) for seed in range(200)]
-    assert sum(each <= 3 for each in late) >= 0.95 * len(late), late
+@pytest.mark.parametrize(("noise", "part"), [(0.02, 0.98), (0.08, 0.9)])
+def test_a_start_on_a_busy_machine_is_corrected_within_three_steps_after_it(noise: float, part: float) -> None:
+    late = [loaded_start(seed, noise) for seed in range(200)]
+    assert sum(each <= 3 for each in late) >= part * len(late), late
