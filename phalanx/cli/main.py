@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx import __version__
 from phalanx.cli import help
 from phalanx.cli.config import RecipeFile, config_app
 from phalanx.cli.data import Overrides, data_app
@@ -30,6 +29,7 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
 from phalanx.core.renamed import RenamedWarning
 from phalanx.core.run_paths import RunPaths, Url, redact_url
+from phalanx.core.version import __version__
 from phalanx.elastic.membership import shared_secret
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.storage import files as storage
@@ -100,13 +100,6 @@ def _run_dir(text: str) -> str:
     return text
 
 
-def _run_paths(place: str, wanted: schema.Config) -> RunPaths:
-    """The files of a run that is to be trained in a folder or at a URL."""
-    if storage.is_url(place):
-        return mirror.make_working_paths(place, wanted.data.cache, wanted.resilience.storage_timeout_s)
-    return RunPaths(Path(place))
-
-
 @contextlib.contextmanager
 def _open_run(run: str) -> Iterator[RunPaths]:
     """The files of a run that is read, beside which something is written."""
@@ -170,7 +163,7 @@ def train(
 
     Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
     """
-    from phalanx.launch import outcome, prepare, rendezvous_options, run
+    from phalanx.launch import child_run, outcome, prepare, rendezvous_options, run
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
@@ -193,8 +186,7 @@ def train(
             wanted, ranks, laid = prepare.choose_local_layout(wanted, RunPaths(Path(place)), ranks, on_cpu=shrink)
         _dry_run(wanted, ranks or 1, as_json, laid)
         return
-    paths = _run_paths(place, wanted)
-    permissions.restrict_permissions(paths.root, wanted.storage.private)
+    paths = child_run.prepare_run_folder(wanted, place)
     if meeting is None:
         meeting = rendezvous_options.rendezvous_from_allocation(paths, os.environ, spares)
     raise typer.Exit(run.train(wanted, paths, ranks, os.environ, meeting, on_cpu=shrink, planned=planned))

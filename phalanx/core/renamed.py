@@ -55,7 +55,6 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "phalanx.axes": ("phalanx.layout.mesh_axes", {"Axes": "MeshAxes", "Place": "MeshCoordinates"}),
     "phalanx.balance": ("phalanx.layout.balance", {}),
     "phalanx.cluster.placement": ("phalanx.system.torchrun_env", {}),
-    "phalanx.errors": ("phalanx.core.errors", {}),
     "phalanx.models.draws": (
         "phalanx.models.counter_rng",
         {"Draws": "CounterRNG", "key": "derive_key", "bits": "random_bits", "keep": "dropout_mask"},
@@ -80,7 +79,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
         "phalanx.core.run_paths",
         {"StepRecord": "phalanx.core.records.StepRecord", "read_steps": "phalanx.core.records.read_steps"},
     ),
-    "phalanx.sharded_model": ("phalanx.api.sharded_model", {"Step": "ShardedStep"}),
+    "phalanx.sharded_model": ("phalanx.api.sharded_model", {"Step": "phalanx.api.sharded_step.ShardedStep"}),
     "phalanx.sharding": ("phalanx.api.shard", {}),
     "phalanx.tasks.own": ("phalanx.tasks.task", {"OwnTask": "CustomTask"}),
     "phalanx.train.callback": ("phalanx.trainer.callback", {"Request": "CallbackRequest"}),
@@ -91,6 +90,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
 NAMES: dict[str, dict[str, str]] = {
     "phalanx.comm.backend": {"counters": "read_counters"},
     "phalanx.comm.mesh": {"alone": "single_rank_mesh", "beside": "attach_mesh"},
+    "phalanx.data.images": {"mnist": "load_mnist"},
     "phalanx.launch": {"train": "phalanx.launch.run.train"},
     "phalanx.models.layers": {"IGNORED": "IGNORE_INDEX"},
     "phalanx.models.llama": {"initial": "llama_init_rule"},
