@@ -9,9 +9,8 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, cast
 
 from phalanx.core.placement import ExitCode
 
@@ -176,12 +175,12 @@ class _OldPackage(types.ModuleType):
         return importlib.import_module("phalanx").__getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)
 
 
-class OldNames(MetaPathFinder, Loader):
-    """Finds modules by their old import paths."""
+class OldNames:
+    """Finds and loads modules by their old import paths."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name in MODULES or name in PACKAGES:
-            return ModuleSpec(name, self, is_package=name in PACKAGES)
+            return ModuleSpec(name, cast(Any, self), is_package=name in PACKAGES)
         return None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:

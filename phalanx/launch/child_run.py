@@ -29,6 +29,7 @@ from phalanx.system.fork import answer_into, error_of, signal_at_parent_death
 
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from phalanx.launch.child_run import main; main()"
 POLL_S = 0.1
+FORCES_COLOR = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")  # as Jupyter sets, even of a file
 
 
 def prepare_run_folder(config: Config, place: str) -> RunPaths:
@@ -59,9 +60,15 @@ def train_in_child(config: Config, place: str, ranks: int | None) -> int:
         command = [sys.executable, "-u", "-c", START, name, json.dumps([str(Path.cwd() / each) for each in sys.path])]
         shown = None if _owns_stdout() else _ChildOutput(folder / "output.txt", config, place)
         stream = None if shown is None else shown.file
+        environment = {name: value for name, value in os.environ.items() if shown is None or name not in FORCES_COLOR}
         # A group of its own: an interrupt of a terminal, or of a notebook, shall reach it once, and through us.
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream and subprocess.STDOUT, process_group=0
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream and subprocess.STDOUT,
+            process_group=0,
+            env=environment,
         )
         try:
             _wait(child, shown)
