@@ -21,6 +21,7 @@ SUBJECTS = {
     ],
     "Errors": ["errors"],
 }  # fmt: skip
+OPTIONS = '{heading_level: 3, filters: ["!^_", "!^is_out_of_memory$", "!^fetch_hint$"]}'
 LINK = re.compile(r"\]\(([^)\s#:]*)(#[^)\s]*)?\)")
 
 
@@ -58,7 +59,7 @@ def api_page() -> str:
     text = "# API\n\nEverything that `import phalanx` offers. Other modules may change with any release.\n"
     for subject, names in SUBJECTS.items():
         text += f"\n## {subject}\n"
-        text += "".join(f"\n::: phalanx.{name}\n    options: {{heading_level: 3}}\n" for name in names)
+        text += "".join(f"\n::: phalanx.{name}\n    options: {OPTIONS}\n" for name in names)
     return text
 
 

@@ -23,9 +23,9 @@ class BatchSplitter:
 
     Every rank makes one, with its copy of the model. Each gets as many samples of a step as it computes in the time
     that the others need for theirs, measured anew all the time. The mean gradient is that of the global batch, so the
-    loss curve is that of one device whatever the division. The order of samples depends on ``seed`` alone.
+    loss curve is that of one device whatever the division. The order of samples depends on `seed` alone.
 
-    The ranks are those of ``torch.distributed`` if it is initialized, else those that torchrun or ``srun`` started,
+    The ranks are those of `torch.distributed` if it is initialized, else those that torchrun or `srun` started,
     else this process alone. Use it as a context manager.
 
     Args:
@@ -44,9 +44,9 @@ class BatchSplitter:
 
     Raises:
         errors.DataError: the data set has fewer samples than a global batch.
-        errors.CollectiveError: ranks did not arrive within ``timeout_s``.
+        errors.CollectiveError: ranks did not arrive within `timeout_s`.
 
-    Example:
+    Examples:
         >>> net, data = torch.nn.Linear(1, 1), [float(number) for number in range(100)]
         >>> optimizer = torch.optim.SGD(net.parameters(), lr=1e-5)
         >>> with phalanx.BatchSplitter(net, data, global_batch=10) as splitter:
@@ -94,10 +94,10 @@ class BatchSplitter:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[Iterator[list[Any]]]:
-        """Open a training step: passes, :meth:`reduce_gradients` and the optimizer belong inside the ``with`` block.
+        """Open a training step: passes, `reduce_gradients` and the optimizer belong inside the `with` block.
 
         Returns:
-            A context manager of an iterator over this rank's micro-batches, lists of samples of ``data``. A rank may
+            A context manager of an iterator over this rank's micro-batches, lists of samples of `data`. A rank may
             have none. Iterate to the end: there the ranks exchange how long each has worked.
         """
         self._clock.start()
@@ -120,7 +120,7 @@ class BatchSplitter:
         """Replace the gradients by the mean over all samples of all ranks. Collective.
 
         Args:
-            loss_sum: The sum of this rank's losses of the step, whose gradients ``backward()`` accumulated.
+            loss_sum: The sum of this rank's losses of the step, whose gradients `backward()` accumulated.
             weight: The number of samples or tokens in that sum.
 
         Returns:

@@ -58,34 +58,34 @@ def shard(
 ) -> ShardedModel:
     """Shard a model's optimizer state, gradients and parameters over the ranks, in parts of any size.
 
-    Every rank makes the same call. The ranks are those of ``torch.distributed`` if it is initialized, else those that
-    torchrun or ``srun`` started, else this process alone. All ranks begin with the values of rank 0. Parameters stay
+    Every rank makes the same call. The ranks are those of `torch.distributed` if it is initialized, else those that
+    torchrun or `srun` started, else this process alone. All ranks begin with the values of rank 0. Parameters stay
     the same objects, but become views of the engine's buffers: read them by calling the model or within
-    :meth:`ShardedModel.full_parameters` only. A parameter that needs no gradient now stays frozen.
+    `ShardedModel.full_parameters` only. A parameter that needs no gradient now stays frozen.
 
-    A model that :func:`transform` divided is sharded over its copies: the ranks of one copy see the same micro-batches
-    and count the same weight. Such a group counts as one in ``weights`` and ``shard_degree``.
+    A model that `transform` divided is sharded over its copies: the ranks of one copy see the same micro-batches
+    and count the same weight. Such a group counts as one in `weights` and `shard_degree`.
 
     Args:
-        model: The module to train, all of one floating-point type and on one device, or on meta (see ``fill``).
+        model: The module to train, all of one floating-point type and on one device, or on meta (see `fill`).
         lr: Learning rate, or a function from the number of a step (the first is 1) to it.
-        rule: Optimizer: "adamw", "adamw8bit", or an element-wise class of ``torch.optim`` in lower case.
+        rule: Optimizer: "adamw", "adamw8bit", or an element-wise class of `torch.optim` in lower case.
         betas: Of the Adam family. Default: (0.9, 0.95).
         eps: Of the Adam family. Default: 1e-8.
         weight_decay: Of parameters with two dimensions or more. Default: 0.1 for adamw and adamw8bit, else 0.
-        options: Further arguments of the optimizer, such as ``{"momentum": 0.9}`` for "sgd".
+        options: Further arguments of the optimizer, such as `{"momentum": 0.9}` for "sgd".
         clip_norm: Largest norm of the mean gradient of all parameters. Default: no clipping.
         zero: What is sharded between uses. 1: optimizer state; 2: gradients, too; 3: parameters, too.
         reduce: "per_step" sums the gradients of micro-batches on each rank first, "per_micro_batch" sends each;
             "auto" is per_step with zero 1, else per_micro_batch.
         weights: Relative size of each rank's shard, in order of rank; 0: none. Default: equal shards.
-        shard_degree: Number of neighboring ranks that hold one sharded copy; ``weights`` are theirs. Default: all.
+        shard_degree: Number of neighboring ranks that hold one sharded copy; `weights` are theirs. Default: all.
         slots: 2 keeps the state of the previous step, so that updates begin before all gradients are reduced.
         compress: "bf16" or "int8" rounds all weights, and gradients that cross nodes, to send fewer bytes; this
             changes the loss curve. "none" rounds nothing.
         units: Modules, or their names, that are gathered as one, in order of use. Default: the members of
-            ``nn.ModuleList`` and what lies beside them.
-        fill: Writes the initial values of its argument, a part of a parameter on meta (see :func:`start_of`).
+            `nn.ModuleList` and what lies beside them.
+        fill: Writes the initial values of its argument, a part of a parameter on meta (see `start_of`).
         timeout_s: Seconds that ranks wait for one another in a collective.
 
     Returns:
@@ -94,7 +94,7 @@ def shard(
     Raises:
         errors.ConfigError: the model or an argument cannot be used, or ranks made different calls.
 
-    Example:
+    Examples:
         >>> net = torch.nn.Linear(3, 1)
         >>> with phalanx.shard(net, lr=1e-2, zero=2, clip_norm=1.0) as sharded:
         ...     batch = torch.ones(4, 3)

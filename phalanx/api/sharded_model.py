@@ -32,7 +32,7 @@ Rate = float | Callable[[int], float]
 class ShardedModel:
     """A model whose state is sharded over ranks. All ranks make the same calls in the same order.
 
-    :func:`phalanx.shard` returns it. Use it as a context manager, or call :meth:`close`.
+    `phalanx.shard` returns it. Use it as a context manager, or call `close`.
 
     Attributes:
         model: The module that was sharded.
@@ -41,7 +41,7 @@ class ShardedModel:
         world: How many of these there are.
         device: Where the parameters are.
 
-    Example:
+    Examples:
         >>> net = torch.nn.Linear(3, 1)
         >>> with phalanx.shard(net, lr=1e-2) as sharded:
         ...     for inputs in [torch.ones(4, 3), torch.zeros(2, 3)]:
@@ -65,8 +65,7 @@ class ShardedModel:
         clip_norm: float | None,
         slices: Mapping[str, TensorShard] = MappingProxyType({}),
     ) -> None:
-        """`left` is closed when this is; `master` is the type of the engine's state; `slices` of parameters are what
-        this rank has of them."""
+        # `left` is closed when this is; `master` is the type of the engine's state; `slices` are this rank's.
         self.model, self.mesh, self._slices = model, mesh, dict(slices)
         self.rank, self.world, self.device = mesh.data.rank, mesh.data.world, mesh.device
         self.engine, self._exit_stack, self._lr, self._clip_norm = engine, left, lr, clip_norm
@@ -83,46 +82,46 @@ class ShardedModel:
 
     @property
     def steps(self) -> int:
-        """The number of completed steps, including those before the checkpoint that :meth:`load` read."""
+        """The number of completed steps, including those before the checkpoint that `load` read."""
         return self.engine.step
 
     # --------------------------------------------------------------------------------------------------------- training
 
     @contextlib.contextmanager
     def step(self, batches: Iterable[Batch], *, weight: int, lr: float | None = None) -> Iterator["ShardedStep[Batch]"]:
-        """Open a training step: forward and backward passes inside the ``with`` block, the update at its end.
+        """Open a training step: forward and backward passes inside the `with` block, the update at its end.
 
         Args:
             batches: This rank's micro-batches, of any number and size, even none.
             weight: The number of samples or tokens that this rank's losses are sums over.
-            lr: Learning rate of this step. Default: that of :func:`phalanx.shard`.
+            lr: Learning rate of this step. Default: that of `phalanx.shard`.
 
         Returns:
-            A context manager of a :class:`ShardedStep`, which is iterated over for its micro-batches.
+            A context manager of a `ShardedStep`, which is iterated over for its micro-batches.
 
         Raises:
             errors.ConfigError: an argument is no count or rate, ranks differ, or a micro-batch had no passes.
-            errors.CollectiveError: a rank did not arrive within ``timeout_s``; the message names it.
+            errors.CollectiveError: a rank did not arrive within `timeout_s`; the message names it.
         """
         self._check_usable()
         self._check_parameters()
         counted, rate = check_weight(weight), self._rate(lr)
-        step = ShardedStep(self.engine, list(batches), counted, self.sum, self.blaming)
+        step = ShardedStep(self.engine, list(batches), counted, self.sum, self._name_missing)
         self._inside = self._failed = True  # until it has ended well
         try:
-            with self.blaming():
+            with self._name_missing():
                 self.engine.begin_step(self.steps + 1, counted, rate, self._clip_norm)
                 asked = StepAgreement(step.count, rate, self.mesh)
                 if self.engine.sharding.lockstep:
                     step.count = asked.max_micro_batches()
                 yield step
-                step.end()
+                step._end()
                 asked.check_learning_rates(self.steps + 1)
                 step.outcome = self.engine.finish_step()
                 self.engine.commit(self.steps + 1)
             self._failed = False
         except BaseException as error:
-            step.abandon(error)
+            step._abandon(error)
             raise
         finally:
             self._inside = False
@@ -137,15 +136,15 @@ class ShardedModel:
             The sums, in the same order, the same on all ranks.
         """
         self._check_open()
-        with self.blaming():
+        with self._name_missing():
             return self._side_mesh.sum([float(value) for value in values])
 
     def full_parameters(self) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
-        """Gather all parameters for the length of a ``with`` block, in which they may be read but not written.
+        """Gather all parameters for the length of a `with` block, in which they may be read but not written.
 
         Returns:
-            A context manager of the parameters by name; the model's own are whole in it, too, so ``state_dict()`` and
-            evaluation work. Of a model that :func:`transform` divided these are this rank's slices.
+            A context manager of the parameters by name; the model's own are whole in it, too, so `state_dict()` and
+            evaluation work. Of a model that `transform` divided these are this rank's slices.
         """
         self._check_usable()
         return self._whole()
@@ -154,7 +153,7 @@ class ShardedModel:
     def _whole(self) -> Iterator[dict[str, torch.Tensor]]:
         self._inside = True
         try:
-            with self.blaming(), self.engine.full_parameters() as whole:
+            with self._name_missing(), self.engine.full_parameters() as whole:
                 yield whole
         finally:
             self._inside = False
@@ -166,12 +165,12 @@ class ShardedModel:
 
         Args:
             folder: Where checkpoints go, a folder that all ranks see.
-            extra: Anything that JSON can hold, which :meth:`load` returns.
+            extra: Anything that JSON can hold, which `load` returns.
             keep: How many of the newest checkpoints stay in the folder.
 
         Raises:
             errors.RunError: nothing was saved, as on a full disk.
-            errors.ConfigError: ``extra`` is not JSON, or ``keep`` is below 1.
+            errors.ConfigError: `extra` is not JSON, or `keep` is below 1.
         """
         self._check_usable()
         if keep < 1:
@@ -186,7 +185,7 @@ class ShardedModel:
             self.engine.pieces(), self._slices, self.mesh.tensor is None or self.mesh.tensor.rank == 0
         )
         said: list[str] = []
-        with self.blaming():
+        with self._name_missing():
             group = JsonGroup(self.mesh.checkpoint)
             saver = CheckpointSaver(
                 Path(folder), self.mesh.rank, group, keep, lambda kind, details: said.extend(_message(details))
@@ -202,17 +201,17 @@ class ShardedModel:
         """Load the newest complete checkpoint of a folder, saved by any number of ranks. Collective.
 
         Args:
-            folder: Where :meth:`save` has put checkpoints.
+            folder: Where `save` has put checkpoints.
 
         Returns:
-            The ``extra`` of the checkpoint, or None if the folder has none.
+            The `extra` of the checkpoint, or None if the folder has none.
 
         Raises:
             errors.CheckpointError: there are checkpoints, but none is complete and of this model.
         """
         self._check_usable()
         refused: list[str] = []
-        with self.blaming():
+        with self._name_missing():
             group = JsonGroup(self.mesh.checkpoint)
             found = agree_on_newest(
                 Path(folder), self.mesh.rank, group, self._fits, lambda kind, details: refused.append(details["reason"])
@@ -252,15 +251,15 @@ class ShardedModel:
     def close(self) -> None:
         """Finish what is in flight and leave the process groups; the parameters are not sharded any longer.
 
-        Close several models in the opposite order of :func:`phalanx.shard`. With ``zero=3`` the parameters are gone
-        afterwards: read them in :meth:`full_parameters` before.
+        Close several models in the opposite order of `phalanx.shard`. With `zero=3` the parameters are gone
+        afterwards: read them in `full_parameters` before.
         """
         if self._closed:
             return
         self._closed = True
         try:
             if not self._failed:
-                with self.blaming():
+                with self._name_missing():
                     for _ in self.engine.pieces():  # waits for the lane
                         break
                     self._side_mesh.sum([0.0])  # nobody leaves whom others still need
@@ -277,7 +276,7 @@ class ShardedModel:
         self.close()
 
     @contextlib.contextmanager
-    def blaming(self) -> Iterator[None]:
+    def _name_missing(self) -> Iterator[None]:
         """Name the ranks that were late where a collective failed or timed out."""
         try:
             yield

@@ -20,11 +20,11 @@ Batch = TypeVar("Batch")
 
 
 class ShardedStep(Generic[Batch]):
-    """One training step: iterate over it for its micro-batches, and call :meth:`backward` for each.
+    """One training step: iterate over it for its micro-batches, and call `backward` for each.
 
-    :meth:`ShardedModel.step` makes it. Its results are known when its ``with`` block has ended.
+    `ShardedModel.step` makes it. Its results are known when its `with` block has ended.
 
-    Example:
+    Examples:
         >>> net = torch.nn.Linear(2, 1)
         >>> with phalanx.shard(net, lr=0.1) as sharded:
         ...     with sharded.step([torch.ones(3, 2)], weight=3) as step:
@@ -65,7 +65,7 @@ class ShardedStep(Generic[Batch]):
                     self._open = False
             self._done += 1
 
-    def abandon(self, error: BaseException) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """Abort the engine's work on the step after an error: it waits for gradients that will not come."""
         if self._running is not None:
             with contextlib.suppress(type(error)):
@@ -79,7 +79,7 @@ class ShardedStep(Generic[Batch]):
                 divided once, by the weight of all ranks.
 
         Raises:
-            errors.ConfigError: called outside the loop over micro-batches or twice in one, or ``loss_sum`` is no
+            errors.ConfigError: called outside the loop over micro-batches or twice in one, or `loss_sum` is no
                 scalar that needs gradients.
         """
         if not self._open:
@@ -98,7 +98,7 @@ class ShardedStep(Generic[Batch]):
         self._loss = self._loss + loss_sum.detach().reshape(()).to(torch.promote_types(loss_sum.dtype, torch.float32))
         gradients.backward(loss_sum, 1)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Raise ConfigError unless all micro-batches had their passes."""
         if self._done < self.count:
             raise ConfigError(
@@ -122,7 +122,7 @@ class ShardedStep(Generic[Batch]):
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was skipped: no weight, or a gradient that is not finite. Waits as ``norm`` does."""
+        """Whether the update was skipped: no weight, or a gradient that is not finite. Waits as `norm` does."""
         return bool(self._norm_and_skipped()[1])
 
     def mean_loss(self) -> float:

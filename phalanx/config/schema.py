@@ -211,7 +211,7 @@ class MemorySection(Section):
 
 
 class Config(Section):
-    """A checked recipe: the values of all keys by section, such as ``config.train.steps``."""
+    """A checked recipe: the values of all keys by section, such as `config.train.steps`."""
 
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()

@@ -23,9 +23,9 @@ class Images:
         classes: Number of classes.
 
     Raises:
-        errors.DataError: shapes do not match, or a label is not below ``classes``.
+        errors.DataError: shapes do not match, or a label is not below `classes`.
 
-    Example:
+    Examples:
         >>> images = phalanx.Images(np.zeros((5, 8, 8), np.uint8), np.arange(5), "blank images", classes=10)
         >>> image, label = images[3]
         >>> len(images), image.shape, label
@@ -60,7 +60,7 @@ def load_mnist(folder: str | Path, part: str, classes: int = 10) -> Images:
     Raises:
         errors.DataError: a file is missing or damaged.
 
-    Example:
+    Examples:
         >>> train = phalanx.load_mnist("mnist", "train")
         >>> image, label = train[0]
     """

@@ -142,13 +142,13 @@ def generate_text(
         seed: The same seed gives the same text.
 
     Returns:
-        What was added to ``prompt``.
+        What was added to `prompt`.
 
     Raises:
-        errors.ConfigError: ``model`` is none of these, or writes no text.
+        errors.ConfigError: `model` is none of these, or writes no text.
         errors.CheckpointError: the run has no valid checkpoint.
 
-    Example:
+    Examples:
         >>> text = phalanx.generate_text("runs/trained", "import", max_tokens=3)
     """
     sampling = Sampling(max_tokens, temperature, top_p, top_k, repetition_penalty, seed)

@@ -46,7 +46,7 @@ def train(
     callbacks: Sequence["Callback"] = (),
     **sections: Any,
 ) -> "Run":
-    """Train a model on this machine, or resume the run that ``run_dir`` holds.
+    """Train a model on this machine, or resume the run that `run_dir` holds.
 
     The ranks are processes of their own, so a notebook, or a program that has used torch, can call this any number of
     times. In a notebook a progress bar and the loss curve are shown below the cell. An interrupt (the stop button,
@@ -54,22 +54,22 @@ def train(
     at once. In a process that torchrun, mpirun or Slurm started as one rank of several, this is that rank.
 
     Args:
-        recipe: A YAML file, a mapping of its sections, or what :func:`load_recipe` returned.
-        overrides: Texts such as ``"train.steps=100"``.
+        recipe: A YAML file, a mapping of its sections, or what `load_recipe` returned.
+        overrides: Texts such as `"train.steps=100"`.
         run_dir: The folder, or the URL, for everything of this run.
         ranks: Number of processes. Default: one for each accelerator; one on a machine without.
-        callbacks: Objects that are called beside the recipe's ``callback.code``, in the process of rank 0: what they
+        callbacks: Objects that are called beside the recipe's `callback.code`, in the process of rank 0: what they
             change there is not seen here. They need a process without other threads, so no notebook.
-        sections: Overrides by section, such as ``train={"steps": 100}``, or by key, ``**{"train.steps": 100}``.
+        sections: Overrides by section, such as `train={"steps": 100}`, or by key, `**{"train.steps": 100}`.
 
     Returns:
-        Run: the run, finished or interrupted (see :attr:`Run.finished`).
+        Run: the run, finished or interrupted (see `Run.finished`).
 
     Raises:
         errors.ConfigError: the recipe, the data or the run folder cannot be used, or a rank found so.
         errors.PhalanxError: the run failed; the subclass says how, the message where the logs are.
 
-    Example:
+    Examples:
         >>> run = phalanx.train("recipe.yaml", run_dir="runs/first", ranks=2, train={"steps": 4})
         >>> run.finished, run.step
         (True, 4)
@@ -98,13 +98,13 @@ def train(
 class Run:
     """A training run: how far it is, its metrics and its trained model.
 
-    :func:`train` returns one; ``phalanx.Run(run_dir)`` opens that of an earlier program or command. A run that trains
+    `train` returns one; `phalanx.Run(run_dir)` opens that of an earlier program or command. A run that trains
     elsewhere meanwhile can be read, too.
 
     Args:
         run_dir: The run's folder or URL.
 
-    Example:
+    Examples:
         >>> run = phalanx.Run("runs/trained")
         >>> run.step, [round(record["loss"]) for record in run.metrics()]
         (2, [6, 6])
@@ -140,8 +140,8 @@ class Run:
         """Read the records of all steps, in order.
 
         Returns:
-            One dictionary a step with the keys of metrics.jsonl, such as ``step``, ``loss``, ``lr``, ``tokens_per_s``
-            and ``step_s`` (seconds). Of a step that was replayed after a failure it is the one that counts.
+            One dictionary a step with the keys of metrics.jsonl, such as `step`, `loss`, `lr`, `tokens_per_s`
+            and `step_s` (seconds). Of a step that was replayed after a failure it is the one that counts.
         """
         with mirror.open_records(self.run_dir) as paths:
             return read_steps(paths.metrics)
@@ -150,7 +150,7 @@ class Run:
         """Read the results of all evaluations, in order.
 
         Returns:
-            One dictionary for each evaluation and data set: ``step``, ``set``, ``loss`` and the scores of the task.
+            One dictionary for each evaluation and data set: `step`, `set`, `loss` and the scores of the task.
         """
         with mirror.open_records(self.run_dir) as paths:
             return [event for event in read_events(paths.events) if event.get("kind") == EventKind.EVALUATED]
@@ -162,7 +162,7 @@ class Run:
             step: The step of the checkpoint. Default: the newest checkpoint.
 
         Returns:
-            The ``nn.Module`` that was trained, on the CPU, in float32 (float64 of an fp64 run) and in evaluation mode;
+            The `nn.Module` that was trained, on the CPU, in float32 (float64 of an fp64 run) and in evaluation mode;
             LoRA adapters are merged into it. A language model maps token ids (B, S) to logits (B, S, V).
 
         Raises:
@@ -177,7 +177,7 @@ class Run:
     def export(
         self, folder: Path | str, *, dtype: str | None = None, merge: bool = False, step: int | None = None
     ) -> int:
-        """Write a checkpoint as a Hugging Face folder; see :func:`phalanx.export`."""
+        """Write a checkpoint as a Hugging Face folder; see `phalanx.export`."""
         return export(self.run_dir, folder, dtype=dtype, merge=merge, step=step)
 
     def _describe_failure(self, code: int) -> str:
@@ -194,16 +194,16 @@ def load_recipe(recipe: Recipe, *overrides: str, **sections: Any) -> Config:
 
     Args:
         recipe: A YAML file, a mapping of its sections, or a recipe that was loaded before.
-        overrides: Texts such as ``"optim.lr=3e-4"``.
-        sections: Overrides by section, such as ``optim={"lr": 3e-4}``, or by key, ``**{"optim.lr": 3e-4}``.
+        overrides: Texts such as `"optim.lr=3e-4"`.
+        sections: Overrides by section, such as `optim={"lr": 3e-4}`, or by key, `**{"optim.lr": 3e-4}`.
 
     Returns:
-        Config: the recipe with the defaults of all keys, by section: ``config.train.steps``.
+        Config: the recipe with the defaults of all keys, by section: `config.train.steps`.
 
     Raises:
         errors.ConfigError: the file cannot be read, or keys or values are wrong; the message lists all problems.
 
-    Example:
+    Examples:
         >>> config = phalanx.load_recipe("recipe.yaml", train={"steps": 100}, optim={"lr": 1e-3})
         >>> config.train.steps, config.optim.lr
         (100, 0.001)
@@ -229,19 +229,19 @@ def plan(recipe: Recipe, cluster: str, *overrides: str, **sections: Any) -> Plan
     """Find the fastest parallel layout of a recipe on a cluster. Nothing is started, and no torch is imported.
 
     Args:
-        recipe: A YAML file, a mapping of its sections, or what :func:`load_recipe` returned.
-        cluster: Nodes, devices and network, as for ``phalanx plan --cluster``: ``"4x(8xA100-80GB), 200Gb/s"``.
-        overrides: Texts such as ``"train.global_batch=512"``. Keys of the layout are held fixed.
-        sections: Overrides by section, such as ``train={"global_batch": 512}``.
+        recipe: A YAML file, a mapping of its sections, or what `load_recipe` returned.
+        cluster: Nodes, devices and network, as for `phalanx plan --cluster`: `"4x(8xA100-80GB), 200Gb/s"`.
+        overrides: Texts such as `"train.global_batch=512"`. Keys of the layout are held fixed.
+        sections: Overrides by section, such as `train={"global_batch": 512}`.
 
     Returns:
-        Plan: ``choice`` is the layout, ``estimate.step_s`` the time of a step in seconds, ``estimate.tokens_per_s`` the
-        throughput, ``devices`` the number of devices used.
+        Plan: `choice` is the layout, `estimate.step_s` the time of a step in seconds, `estimate.tokens_per_s` the
+        throughput, `devices` the number of devices used.
 
     Raises:
         errors.ConfigError: a mistake in the recipe or the cluster, or no layout fits the devices.
 
-    Example:
+    Examples:
         >>> plan = phalanx.plan("recipe.yaml", "2x(4xA100-80GB), 100Gb/s", train={"global_batch": 64})
         >>> plan.estimate.step_s > 0
         True
@@ -269,7 +269,7 @@ def export(
     merge: bool = False,
     step: int | None = None,
 ) -> int:
-    """Write a checkpoint of a run as a Hugging Face folder, which transformers and ``model.from_hf`` load.
+    """Write a checkpoint of a run as a Hugging Face folder, which transformers and `model.from_hf` load.
 
     A run that trains LoRA adapters is written as a folder that PEFT loads; that of a custom task as safetensors with
     its code.
@@ -285,11 +285,11 @@ def export(
         The step of the checkpoint.
 
     Raises:
-        errors.RunError: ``run_dir`` holds no run.
+        errors.RunError: `run_dir` holds no run.
         errors.CheckpointError: there is no valid checkpoint, or none of this step.
-        errors.ConfigError: ``folder`` is not empty, or an argument does not fit the run.
+        errors.ConfigError: `folder` is not empty, or an argument does not fit the run.
 
-    Example:
+    Examples:
         >>> phalanx.export("runs/trained", "out/model", dtype="fp32")
         2
     """

@@ -86,9 +86,9 @@ class EncoderSpec:
 class ModelSpec:
     """The shape of a language model: all that fixes its parameters and its mathematics.
 
-    Lengths are in elements, ``max_seq_len`` in tokens. A recipe's section ``model`` has the same keys.
+    Lengths are in elements, `max_seq_len` in tokens. A recipe's section `model` has the same keys.
 
-    Example:
+    Examples:
         >>> spec = phalanx.ModelSpec(vocab_size=64, hidden=16, layers=2, heads=2, kv_heads=2, head_dim=8,
         ...                          intermediate=32, max_seq_len=32)
         >>> spec.rope_theta

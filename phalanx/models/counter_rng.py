@@ -102,16 +102,16 @@ def _threshold(p: float) -> int:
 class CounterRNG:
     """Counter-based random numbers for the dropout of a micro-batch: the same on any ranks and in any order.
 
-    A task's ``loss_sum`` is given one, and hands it on to the model. Compiled code sees ``step_key``, a 0-dim tensor,
+    A task's `loss_sum` is given one, and hands it on to the model. Compiled code sees `step_key`, a 0-dim tensor,
     so another step or seed never recompiles anything.
 
     Args:
-        seed: ``train.seed`` of the recipe.
+        seed: `train.seed` of the recipe.
         step: Number of the step, or a 0-dim int64 tensor of it.
         samples: Position of each row's sample in the run, (B,) int64.
         first: Position in its row of the first that a tensor holds, where sequences are split over ranks.
 
-    Example:
+    Examples:
         >>> draws = phalanx.CounterRNG(seed=0, step=1, samples=torch.tensor([5, 6]))
         >>> x = torch.ones(2, 4, 3)
         >>> torch.equal(draws.dropout(x, site=0, p=0.5), draws.dropout(x, site=0, p=0.5))
@@ -131,14 +131,14 @@ class CounterRNG:
         self.step_key = random_bits(derive_key(self.seed, "dropout"), step)
 
     def dropout(self, x: Tensor, site: int | Tensor, p: float) -> Tensor:
-        """Zero elements with probability ``p`` and scale the others by 1 / (1 - p).
+        """Zero elements with probability `p` and scale the others by 1 / (1 - p).
 
         A draw depends on the seed, the step, the site, the sample, the position and the channel alone.
 
         Args:
             x: A tensor (B, S, D) of samples, positions and channels.
             site: A number for each place of dropout in the model; as a 0-dim int64 tensor it is not compiled into code.
-            p: The probability; 0 returns ``x`` itself.
+            p: The probability; 0 returns `x` itself.
         """
         if p == 0.0:
             return x

@@ -171,15 +171,15 @@ def llama_init_rule(name: str, spec: ModelSpec) -> InitRule:
 class Llama(StagedArchitecture):
     """The Llama language model, and the families that share its layers (Mistral, Qwen, Gemma).
 
-    A subclass named ``Model`` in a file is a custom model (``model.code``). It may replace ``block``, the class of a
-    layer, and says in ``hf_names``, ``hf_config`` and ``initial`` how its parameters are named in a Hugging Face folder
+    A subclass named `Model` in a file is a custom model (`model.code`). It may replace `block`, the class of a
+    layer, and says in `hf_names`, `hf_config` and `initial` how its parameters are named in a Hugging Face folder
     and initialized, where that differs. Parameters have no useful values until they are drawn or loaded; build it under
-    ``torch.device("meta")`` to use no memory.
+    `torch.device("meta")` to use no memory.
 
     Args:
         spec: The shape of the model.
 
-    Example:
+    Examples:
         >>> spec = phalanx.ModelSpec(vocab_size=64, hidden=16, layers=2, heads=2, kv_heads=2, head_dim=8,
         ...                          intermediate=32, max_seq_len=32)
         >>> model = phalanx.Llama(spec)

@@ -19,14 +19,14 @@ InitRule = tuple[str, float] | tuple[str]  # ("normal", standard deviation), ("o
 
 
 class Model(nn.Module):
-    """Base class of a custom task's network: an ``nn.Module`` that may say how it is sharded and initialized.
+    """Base class of a custom task's network: an `nn.Module` that may say how it is sharded and initialized.
 
-    It is built under ``torch.device("meta")``, so a constructor must not read values; initial values are drawn as
-    :meth:`start` says, each rank its own part. Buffers stay empty: compute constants in the forward pass. Dropout draws
-    from the :class:`CounterRNG` that the task hands on; without it a model computes as in evaluation, whatever
-    ``training`` says.
+    It is built under `torch.device("meta")`, so a constructor must not read values; initial values are drawn as
+    `start` says, each rank its own part. Buffers stay empty: compute constants in the forward pass. Dropout draws
+    from the `CounterRNG` that the task hands on; without it a model computes as in evaluation, whatever
+    `training` says.
 
-    Example:
+    Examples:
         >>> class Net(phalanx.Model):
         ...     def __init__(self):
         ...         super().__init__()
@@ -46,7 +46,7 @@ class Model(nn.Module):
         Each is called once in a pass. Other parameters stay whole from their first use to the end of the step.
 
         Returns:
-            Names and modules. Default: the direct submodules with parameters; of a ``ModuleList`` or ``Sequential`` its
+            Names and modules. Default: the direct submodules with parameters; of a `ModuleList` or `Sequential` its
             members.
         """
         found: list[tuple[str, nn.Module]] = []
@@ -60,7 +60,7 @@ class Model(nn.Module):
         """List the units that are repeated: they are compiled, and recomputed by activation checkpointing.
 
         Returns:
-            Modules. Default: the members of ``ModuleList``.
+            Modules. Default: the members of `ModuleList`.
         """
         inside = {id(m) for child in self.children() if isinstance(child, nn.ModuleList) for m in child}
         return [unit for _, unit in self.units() if id(unit) in inside]
@@ -70,7 +70,7 @@ class Model(nn.Module):
         return ()
 
     def losses(self) -> list[Any]:
-        """List the modules whose attribute ``cross_entropy_sum`` may be replaced by a faster implementation."""
+        """List the modules whose attribute `cross_entropy_sum` may be replaced by a faster implementation."""
         return []
 
     def start(self, name: str, shape: tuple[int, ...]) -> InitRule:
@@ -81,8 +81,8 @@ class Model(nn.Module):
             shape: Its whole shape.
 
         Returns:
-            ``("normal", standard deviation)``, ``("ones",)`` or ``("zeros",)``. Default: ones for a one-dimensional
-            ``weight``, zeros for other vectors, else normal with 1 / sqrt(fan-in).
+            `("normal", standard deviation)`, `("ones",)` or `("zeros",)`. Default: ones for a one-dimensional
+            `weight`, zeros for other vectors, else normal with 1 / sqrt(fan-in).
         """
         if len(shape) < 2:
             return ("ones",) if name.rpartition(".")[2] == "weight" else ("zeros",)

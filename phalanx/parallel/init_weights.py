@@ -102,16 +102,16 @@ def make_frozen_fill(fill: Fill) -> Fill:
 def rebuild_buffers(model: nn.Module, device: torch.device | str | None = None) -> None:
     """Compute the buffers of a transformers model that was built on meta, such as rotary frequencies.
 
-    Each module with such a buffer is built again from its own ``config``.
+    Each module with such a buffer is built again from its own `config`.
 
     Args:
-        model: A model of transformers, built under ``torch.device("meta")``.
+        model: A model of transformers, built under `torch.device("meta")`.
         device: Where the buffers go. Default: this process's accelerator, or the CPU.
 
     Raises:
-        errors.ConfigError: a buffer belongs to a module without a ``config``.
+        errors.ConfigError: a buffer belongs to a module without a `config`.
 
-    Example:
+    Examples:
         >>> import transformers
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
         ...                                   num_attention_heads=2)
@@ -147,23 +147,23 @@ def _again(name: str, module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def start_of(model: nn.Module, seed: int) -> Fill:
-    """Make the ``fill`` of :func:`shard` that draws the initial weights of a transformers model on meta.
+    """Make the `fill` of `shard` that draws the initial weights of a transformers model on meta.
 
-    Matrices are normal with the config's ``initializer_range`` as standard deviation, the embedding of the padding
+    Matrices are normal with the config's `initializer_range` as standard deviation, the embedding of the padding
     token is 0, norms are ones and biases zeros. A weight depends on the seed, the name of its parameter and its
     position there, so no layout changes it.
 
     Args:
-        model: A model of transformers, built under ``torch.device("meta")``.
+        model: A model of transformers, built under `torch.device("meta")`.
         seed: Of the draws.
 
     Returns:
-        A function for ``phalanx.shard(model, fill=...)``.
+        A function for `phalanx.shard(model, fill=...)`.
 
     Raises:
-        errors.ConfigError: the model has no ``config.initializer_range``.
+        errors.ConfigError: the model has no `config.initializer_range`.
 
-    Example:
+    Examples:
         >>> import transformers
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
         ...                                   num_attention_heads=2)

@@ -45,10 +45,10 @@ class Batch:
 
     Args:
         inputs: Tensors by name.
-        weight: The number of losses that ``loss_sum`` adds up, such as samples or labeled tokens.
+        weight: The number of losses that `loss_sum` adds up, such as samples or labeled tokens.
         samples: Position of each sample in the run, (B,) int64, by which dropout draws; a task leaves it out.
 
-    Example:
+    Examples:
         >>> batch = phalanx.Batch({"x": torch.ones(3, 2)}, weight=3)
         >>> batch.to("cpu").inputs["x"].shape
         torch.Size([3, 2])
@@ -115,7 +115,7 @@ if TYPE_CHECKING:
 
 
 class DataSet(Protocol):
-    """A map-style data set, such as ``torch.utils.data.Dataset``: a length, and samples by number.
+    """A map-style data set, such as `torch.utils.data.Dataset`: a length, and samples by number.
 
     The same number must give the same sample on every rank and at every start. A list is one.
     """
@@ -126,13 +126,13 @@ class DataSet(Protocol):
 
 
 class CustomTask(Task):
-    """Base class of a custom task: a network, data and a loss, in a file that ``task.code`` of a recipe names.
+    """Base class of a custom task: a network, data and a loss, in a file that `task.code` of a recipe names.
 
-    The file's class ``Task`` derives from it, and every rank constructs it as ``Task(**task.options)``. Override
-    ``model``, ``train``, ``collate`` and ``loss_sum``; the rest is optional. Nothing may depend on the rank, on the
-    process's random generators or on the order of calls: random numbers come from ``draws``.
+    The file's class `Task` derives from it, and every rank constructs it as `Task(**task.options)`. Override
+    `model`, `train`, `collate` and `loss_sum`; the rest is optional. Nothing may depend on the rank, on the
+    process's random generators or on the order of calls: random numbers come from `draws`.
 
-    Example:
+    Examples:
         >>> class Task(phalanx.Task):
         ...     def model(self):
         ...         return Net()  # a phalanx.Model
@@ -147,7 +147,7 @@ class CustomTask(Task):
     """
 
     def model(self) -> Model:
-        """Build the network; it is called under ``torch.device("meta")``."""
+        """Build the network; it is called under `torch.device("meta")`."""
         raise TypeError("the class Task has no model()")
 
     def train(self) -> DataSet:
@@ -159,18 +159,18 @@ class CustomTask(Task):
         return None
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """Make a :class:`Batch` of one sample or more.
+        """Make a `Batch` of one sample or more.
 
         Args:
-            samples: Items of a data set of :meth:`train` or :meth:`held_out`.
+            samples: Items of a data set of `train` or `held_out`.
         """
         raise TypeError("the class Task has no collate(samples)")
 
     def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
-        """Compute the sum of the losses that ``batch.weight`` counts.
+        """Compute the sum of the losses that `batch.weight` counts.
 
         Args:
-            model: The network of :meth:`model`; call it, not its methods.
+            model: The network of `model`; call it, not its methods.
             batch: A micro-batch, on the model's device, floating-point inputs in the compute type.
             draws: Random numbers for dropout; None in an evaluation.
 
@@ -187,7 +187,7 @@ class CustomTask(Task):
         """Identify a data set, so that a resumed run notices another one.
 
         Args:
-            data: A data set of :meth:`train` or :meth:`held_out`.
+            data: A data set of `train` or `held_out`.
 
         Returns:
             A text. Default: a checksum of its length and of its first and last samples.

@@ -21,13 +21,13 @@ class CallbackRequest(enum.IntFlag):
 
 @dataclass
 class RunState:
-    """The run as a :class:`Callback` sees it, and the requests that it can make.
+    """The run as a `Callback` sees it, and the requests that it can make.
 
     A request takes effect at the end of the next step.
 
     Attributes:
         step: The step that the callback is called for.
-        steps: Number of steps of the run (``train.steps``).
+        steps: Number of steps of the run (`train.steps`).
         folder: The run folder, on the machine of rank 0.
         world: Number of ranks.
         attempt: How often the ranks were started.
@@ -59,10 +59,10 @@ class RunState:
         self.request(CallbackRequest.EVALUATE, "")
 
     def gather_weights(self) -> None:
-        """Have :meth:`Callback.on_weights` called with a copy of all weights.
+        """Have `Callback.on_weights` called with a copy of all weights.
 
         Raises:
-            errors.ConfigError: ``parallel.tensor`` or ``parallel.pipeline`` is above 1: no rank can hold all weights.
+            errors.ConfigError: `parallel.tensor` or `parallel.pipeline` is above 1: no rank can hold all weights.
         """
         self.request(CallbackRequest.WEIGHTS, "")
 
@@ -70,12 +70,12 @@ class RunState:
 class Callback:
     """Base class of callbacks, which see each step's metrics, evaluations and checkpoints, and can stop a run.
 
-    A recipe names a file (``callback.code``) whose class ``Callback`` derives from it; :func:`train` takes objects. A
+    A recipe names a file (`callback.code`) whose class `Callback` derives from it; `train` takes objects. A
     method does nothing until it is overridden. Rank 0 calls them one at a time, on its main thread. A method must
-    return within ``comm.timeout_s``, and must not use collectives, the default random generators or PyTorch's global
+    return within `comm.timeout_s`, and must not use collectives, the default random generators or PyTorch's global
     settings.
 
-    Example:
+    Examples:
         >>> class StopAtLoss(phalanx.Callback):
         ...     def on_step_end(self, run, metrics):
         ...         if metrics["loss"] is not None and metrics["loss"] < 2.0:

@@ -124,7 +124,7 @@ def test_it_is_documented_and_typed(name: str, found: Any) -> None:
     if "." not in name:  # a function of the package
         for each in arguments:
             assert re.search(rf"^ +{each.name}: ", text, re.M), f"{name} does not explain {each.name}"
-        assert "\nRaises:\n" in text and "\nExample:\n" in text
+        assert "\nRaises:\n" in text and "\nExamples:\n" in text
         assert "\nReturns:\n" in text or signature.return_annotation is None
 
 

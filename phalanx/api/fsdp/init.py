@@ -25,18 +25,18 @@ def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
     """Set the tensor-parallel and sharding degrees of a script whose model is then wrapped in FSDP or FSDP2.
 
     Call it on all ranks, before the model is wrapped. It initializes the default process group, if there is none, with
-    the ranks that torchrun, Slurm or ``phalanx run`` started.
+    the ranks that torchrun, Slurm or `phalanx run` started.
 
     Args:
-        config: A mapping, or the path of a JSON file, with at most two keys. ``tensor``: how many neighboring ranks
-            hold slices of the same tensors, once :func:`phalanx.transform` is called; default 1. ``shard_degree``: how
+        config: A mapping, or the path of a JSON file, with at most two keys. `tensor`: how many neighboring ranks
+            hold slices of the same tensors, once `phalanx.transform` is called; default 1. `shard_degree`: how
             many ranks FSDP shards one copy of the model over, the others holding further copies; default None, over
             all; 1 over none. None: FSDP shards as the script says.
 
     Raises:
         errors.ConfigError: a key is unknown, the degrees do not divide the ranks, or they were set differently before.
 
-    Example:
+    Examples:
         >>> phalanx.init({"tensor": 1, "shard_degree": 1})
         >>> model = phalanx.transform(torch.nn.Linear(3, 1))  # then FSDP(model) or fully_shard(model)
     """
@@ -92,12 +92,12 @@ def transform(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Split a model's tensors over the tensor-parallel ranks of :func:`phalanx.init`. Collective.
+    """Split a model's tensors over the tensor-parallel ranks of `phalanx.init`. Collective.
 
     Args:
-        model: A model of transformers, whose layers are split in place. With ``tensor`` 1 any module, left as it is.
+        model: A model of transformers, whose layers are split in place. With `tensor` 1 any module, left as it is.
         load_state_dict_from_rank0: Whether rank 0 alone has the weights to keep. They are sent to the ranks that split
-            tensors; without tensor parallelism give FSDP ``sync_module_states=True``.
+            tensors; without tensor parallelism give FSDP `sync_module_states=True`.
         device: Where the parameters are moved to. Default: they stay.
         dtype: The type of the parameters. Default: as it is.
 
@@ -105,9 +105,9 @@ def transform(
         The same model.
 
     Raises:
-        errors.ConfigError: called before :func:`phalanx.init`, or for a model that cannot be split.
+        errors.ConfigError: called before `phalanx.init`, or for a model that cannot be split.
 
-    Example:
+    Examples:
         >>> phalanx.init({"tensor": 1, "shard_degree": 1})
         >>> model = phalanx.transform(torch.nn.Linear(3, 1), dtype=torch.float64)
         >>> model.weight.dtype

@@ -315,7 +315,7 @@ def import_megatron(
 ) -> MegatronCheckpoint:
     """Convert the weights of a Megatron-LM or Megatron-LLaMA checkpoint to a Hugging Face folder.
 
-    Tensor and pipeline ranks are merged, whatever their number; neither Megatron nor a GPU is needed. ``model.from_hf``
+    Tensor and pipeline ranks are merged, whatever their number; neither Megatron nor a GPU is needed. `model.from_hf`
     of a recipe, and transformers, load the folder.
 
     Args:
@@ -325,23 +325,23 @@ def import_megatron(
         dtype: Type of the written weights: "bfloat16", "float16", "float32" or "float64". Default: as stored.
         max_shard_gb: Largest size of a file of weights, in 10^9 bytes.
         heads: Number of attention heads. This and all that follow replace what the checkpoint's arguments say, or lack.
-        kv_heads: Number of heads of keys and values. Default: ``heads``.
-        head_dim: Width of a head. Default: the model's width divided by ``heads``.
+        kv_heads: Number of heads of keys and values. Default: `heads`.
+        head_dim: Width of a head. Default: the model's width divided by `heads`.
         seq_len: The longest sequence, in tokens.
-        vocab_size: Size of the vocabulary without padding. Default: that of ``tokenizer``.
+        vocab_size: Size of the vocabulary without padding. Default: that of `tokenizer`.
         norm_eps: Epsilon of the norms.
         rope_theta: Base of the rotary embedding.
         rope_scaling_factor: Factor of the rotary scaling of Llama 3.1.
         qkv: Layout of queries, keys and values: "groups" as in Megatron-LM, or "blocks" as in Megatron-LLaMA.
 
     Returns:
-        The checkpoint that was read: its ``spec`` is the model's shape, ``iteration`` the number of its step, and
-        ``stale`` says whether its weights lag the optimizer by a step, as Megatron-LLaMA's overlapped optimizer has it.
+        The checkpoint that was read: its `spec` is the model's shape, `iteration` the number of its step, and
+        `stale` says whether its weights lag the optimizer by a step, as Megatron-LLaMA's overlapped optimizer has it.
 
     Raises:
-        errors.ConfigError: a file or an argument is missing, damaged or does not fit; or ``target`` is not empty.
+        errors.ConfigError: a file or an argument is missing, damaged or does not fit; or `target` is not empty.
 
-    Example:
+    Examples:
         >>> try:
         ...     phalanx.import_megatron("no-such-folder", "out")
         ... except phalanx.errors.ConfigError as error:
