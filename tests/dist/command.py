@@ -38,7 +38,7 @@ def call(
     `free_bytes`: what the device is said to have free. `room_bytes`: how much more memory this process can really map.
     `environment`: variables that are another, or None and not there.
     """
-    from phalanx.cli import main
+    from phalanx.cli import root
     from phalanx.system import accelerator
 
     os.chdir(folder)
@@ -58,7 +58,7 @@ def call(
         code: Any = "it returned"
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                main.main()
+                root.main()
             except SystemExit as leaving:
                 code = leaving.code
         results.append([code, out.getvalue(), err.getvalue()])
