@@ -94,12 +94,12 @@ def strike(pids: Sequence[int], number: int) -> None:
 
 def command_line(arguments: Sequence[str], output: Path) -> int:
     """In a forked child: be `phalanx` with these arguments; returns the exit code."""
-    from phalanx.cli import main
+    from phalanx.cli import root
 
     _speak_into(output)
     sys.argv = ["phalanx", *arguments]
     try:
-        main.main()
+        root.main()
     except SystemExit as leaving:
         return int(leaving.code or 0)
     return 0

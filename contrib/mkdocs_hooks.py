@@ -9,9 +9,19 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
            "tests/accelerator/README.md": "simulated-accelerator.md"}  # fmt: skip
-API = ["phalanx.api.shard.shard", "phalanx.api.sharded_model", "phalanx.api.fsdp.init", "phalanx.launch.from_python",
-       "phalanx.trainer.callback", "phalanx.tasks.task", "phalanx.models.model", "phalanx.comm.backend",
-       "phalanx.core.errors"]  # fmt: skip
+# Public names by subject, the order of the page.
+SUBJECTS = {
+    "Runs": ["train", "Run", "load_recipe", "Config", "plan", "Plan", "export", "generate_text", "import_megatron"],
+    "Custom tasks, models and callbacks": [
+        "Task", "Batch", "DataSet", "Images", "load_mnist", "Model", "CounterRNG", "Llama", "ModelSpec", "Callback",
+        "RunState",
+    ],
+    "Training loops": [
+        "shard", "ShardedModel", "ShardedStep", "start_of", "rebuild_buffers", "BatchSplitter", "init", "transform",
+    ],
+    "Errors": ["errors"],
+}  # fmt: skip
+OPTIONS = '{heading_level: 3, filters: ["!^_", "!^is_out_of_memory$", "!^fetch_hint$"]}'
 LINK = re.compile(r"\]\(([^)\s#:]*)(#[^)\s]*)?\)")
 
 
@@ -40,9 +50,17 @@ def on_files(files: Files, config: Any) -> Files:
     for path in [*(ROOT / "recipes").glob("*.yaml"), ROOT / "LICENSE"]:
         name = f"{path.relative_to(ROOT).as_posix()}.txt"
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
-    api = "# API\n\nPublic names, from their docstrings.\n\n" + "\n".join(f"::: {name}\n" for name in API)
-    files.append(File.generated(config, "api.md", content=api))
+    files.append(File.generated(config, "api.md", content=api_page()))
     return files
+
+
+def api_page() -> str:
+    """The page of the public names, from their docstrings."""
+    text = "# API\n\nEverything that `import phalanx` offers. Other modules may change with any release.\n"
+    for subject, names in SUBJECTS.items():
+        text += f"\n## {subject}\n"
+        text += "".join(f"\n::: phalanx.{name}\n    options: {OPTIONS}\n" for name in names)
+    return text
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

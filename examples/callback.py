@@ -1,15 +1,14 @@
-"""A callback that ends training at a loss, and evaluates whenever the mean loss has fallen by a tenth.
+"""A callback that stops training at a target loss, and evaluates whenever the mean loss has fallen by a tenth.
 
     phalanx train recipes/demo.yaml callback.code=examples/callback.py callback.options='{target_loss: 2.0}'
 
-The mean is a moving one, kept in checkpoints by `state_dict`, so that a run that was killed ends at the same step.
+`state_dict` puts the moving mean into checkpoints, so a run that was killed and resumed ends at the same step.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import phalanx
-from phalanx.trainer.callback import RunState
 
 
 class Callback(phalanx.Callback):
@@ -18,7 +17,7 @@ class Callback(phalanx.Callback):
         self.mean: float | None = None  # of the loss
         self.evaluated_at: float | None = None  # the mean at the last evaluation that was requested
 
-    def on_step_end(self, run: RunState, metrics: Mapping[str, Any]) -> None:
+    def on_step_end(self, run: phalanx.RunState, metrics: Mapping[str, Any]) -> None:
         loss = metrics["loss"]
         if loss is None:  # the step was skipped
             return
@@ -29,7 +28,7 @@ class Callback(phalanx.Callback):
         if self.mean <= self.target_loss:
             run.stop(f"the mean loss {self.mean:.4f} has reached {self.target_loss}")
 
-    def on_evaluate(self, run: RunState, results: Mapping[str, Mapping[str, float | None]]) -> None:
+    def on_evaluate(self, run: phalanx.RunState, results: Mapping[str, Mapping[str, float | None]]) -> None:
         if not run.replayed:
             with open(run.folder / "evaluations.txt", "a") as file:
                 file.write(f"step {run.step}: {results}\n")

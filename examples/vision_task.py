@@ -1,9 +1,9 @@
-"""Image classification as a task of one's own: a small residual network, and images in IDX files as MNIST ships them.
+"""Image classification as a custom task: a small residual network, and images in IDX files, the format of MNIST.
 
     phalanx train recipes/digits.yaml
 
-Without `task.options: {folder: FOLDER}` it learns scikit-learn's bundled digits, 8 x 8 pixels. No batch norm, whose
-statistics would depend on how a batch is cut; dropout draws by coordinates. So any devices walk the same curve.
+Without `task.options: {folder: FOLDER}` it learns scikit-learn's bundled digits of 8 x 8 pixels. Group norm and
+counter-based dropout do not depend on how a batch is divided, so any devices give the same loss curve.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.data.images import Images, mnist
-from phalanx.models.counter_rng import CounterRNG
-from phalanx.models.model import Model
-from phalanx.tasks.task import Batch, CustomTask
+import phalanx
 
 
 class Block(nn.Module):
@@ -27,14 +24,14 @@ class Block(nn.Module):
         self.norm, self.dropout = nn.GroupNorm(4, width), dropout
         self.first, self.second = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
 
-    def forward(self, x: Tensor, draws: CounterRNG | None, place: Tensor) -> Tensor:
+    def forward(self, x: Tensor, draws: phalanx.CounterRNG | None, place: Tensor) -> Tensor:
         y = self.second(F.gelu(self.first(self.norm(x))))
         if draws is not None:  # a draw for each (sample, pixel, channel)
             y = draws.dropout(y.flatten(2).transpose(1, 2), place, self.dropout).transpose(1, 2).view_as(x)
         return x + y
 
 
-class Net(Model):
+class Net(phalanx.Model):
     """Images (B, 1, H, W) -> logits (B, classes). Its units are stem, layers.0 and so on, norm and head."""
 
     def __init__(self, width: int, depth: int, classes: int, dropout: float) -> None:
@@ -44,7 +41,7 @@ class Net(Model):
         self.norm = nn.GroupNorm(4, width)
         self.head = nn.Linear(width, classes)
 
-    def forward(self, images: Tensor, draws: CounterRNG | None = None) -> Tensor:
+    def forward(self, images: Tensor, draws: phalanx.CounterRNG | None = None) -> Tensor:
         x = self.stem(images)
         places = torch.arange(len(self.layers), device=x.device)  # as tensors: one compiled block serves all
         for place, block in zip(places, self.layers, strict=True):
@@ -52,38 +49,38 @@ class Net(Model):
         return self.head(F.gelu(self.norm(x)).amax((2, 3)))
 
 
-class Task(CustomTask):
+class Task(phalanx.Task):
     """What `task.code` looks for; the arguments are `task.options`."""
 
     def __init__(self, folder: str = "", width: int = 32, depth: int = 3, classes: int = 10, dropout: float = 0.1):
         self.folder, self.shape = folder, (width, depth, classes, dropout)
 
-    def model(self) -> Model:
+    def model(self) -> phalanx.Model:
         return Net(*self.shape)
 
-    def train(self) -> Images:
+    def train(self) -> phalanx.Images:
         return self.part("train", [number for number in range(1797) if number % 5])
 
-    def held_out(self) -> Images:
+    def held_out(self) -> phalanx.Images:
         return self.part("t10k", list(range(0, 1797, 5)))
 
-    def part(self, name: str, of_digits: list[int]) -> Images:
+    def part(self, name: str, of_digits: list[int]) -> phalanx.Images:
         if self.folder:
-            return mnist(self.folder, name, classes=self.shape[2])
+            return phalanx.load_mnist(self.folder, name, classes=self.shape[2])
         from sklearn.datasets import load_digits
 
         digits = load_digits()
         images, labels = (digits.images[of_digits] * 15).astype(np.uint8), digits.target[of_digits]
-        return Images(images, labels, "scikit-learn's digits", self.shape[2])
+        return phalanx.Images(images, labels, "scikit-learn's digits", self.shape[2])
 
-    def collate(self, samples: Sequence[tuple[np.ndarray, int]]) -> Batch:
+    def collate(self, samples: Sequence[tuple[np.ndarray, int]]) -> phalanx.Batch:
         images = torch.from_numpy(np.stack([image for image, _ in samples]))[:, None].float() / 255
-        return Batch({"images": images, "labels": torch.tensor([label for _, label in samples])}, len(samples))
+        return phalanx.Batch({"images": images, "labels": torch.tensor([label for _, label in samples])}, len(samples))
 
-    def loss_sum(self, model: nn.Module, batch: Batch, draws: CounterRNG | None) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: phalanx.Batch, draws: phalanx.CounterRNG | None) -> Tensor:
         return F.cross_entropy(model(batch.inputs["images"], draws), batch.inputs["labels"], reduction="sum")
 
-    def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def counts(self, model: nn.Module, batch: phalanx.Batch) -> dict[str, Tensor]:
         right = model(batch.inputs["images"]).argmax(-1) == batch.inputs["labels"]
         return {"right": right.sum(), "images": torch.tensor(right.numel())}
 

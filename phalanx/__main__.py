@@ -1,6 +1,6 @@
 """`python -m phalanx` is the `phalanx` command."""
 
-from phalanx.cli.main import main
+from phalanx.cli.root import main
 
 if __name__ == "__main__":
     main()

@@ -18,7 +18,7 @@ import click
 import pytest
 import typer
 
-from phalanx.cli import main
+from phalanx.cli import root
 from phalanx.config import explain, load
 from phalanx.config.schema import Config, iter_knobs
 from phalanx.core import faults, renamed
@@ -156,7 +156,7 @@ def commands() -> dict[str, click.Command]:
         for name, child in children.items():
             yield from below(child, [*words, name])
 
-    return dict(below(typer.main.get_command(main.app), []))
+    return dict(below(typer.main.get_command(root.app), []))
 
 
 def flags_of(command: Any) -> set[str]:

@@ -83,7 +83,7 @@ def _start(client: socket.socket) -> tuple[int, int]:
         words, folder, environment = json.loads(told.read(int.from_bytes(size, "little")))
 
     def command() -> int:
-        from phalanx.cli import main
+        from phalanx.cli import root
 
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
@@ -92,7 +92,7 @@ def _start(client: socket.socket) -> tuple[int, int]:
         os.environ.update(environment)
         sys.argv = ["phalanx", *words]
         try:
-            main.main()
+            root.main()
         except SystemExit as leaving:
             return int(leaving.code or 0)
         return 0

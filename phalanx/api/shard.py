@@ -1,46 +1,39 @@
-"""`phalanx.shard`: the sharded engine for a training loop of one's own.
+"""`phalanx.shard`: the sharded engine for a training loop of your own.
 
-What is checked and agreed on before the first step is here; what a loop then calls is in `sharded_model`.
+What is checked and agreed on before the first step is here and in `model_checks`; what a loop then calls is in
+`sharded_model`.
 """
 
 import contextlib
-import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.api.sharded_model import Rate, ShardedModel, finite_rate
+from phalanx.api.model_checks import check_model, find_axes, find_units, join_mesh, resolve_units
+from phalanx.api.sharded_model import Rate, ShardedModel
+from phalanx.api.sharded_step import finite_rate
 from phalanx.comm.collectives import device_for_group
 from phalanx.comm.compression import CODECS, NO_COMPRESSION
-from phalanx.comm.mesh import Mesh, attach_mesh, join
+from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.config import optimizers
 from phalanx.core.errors import ConfigError
-from phalanx.core.placement import Placement
-from phalanx.engine.hooks import find_unit_hooks
-from phalanx.engine.interface import Precision
 from phalanx.engine.schedule import NO_GAIN
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.engine.sharding_spec import ShardingSpec
-from phalanx.layout.mesh_axes import ALONE, MeshAxes
 from phalanx.layout.tensor_shards import TensorShard, count_copies, whole_shapes
-from phalanx.models.model import Model
 from phalanx.optim.make_rule import make_named_rule
 from phalanx.optim.state import Shard
 from phalanx.optim.update import UpdateRule
-from phalanx.parallel.hf_transform import find_tensor_axis, find_tensor_shards
+from phalanx.parallel.hf_transform import find_tensor_shards
 from phalanx.parallel.model_part import fill_by_rows
-from phalanx.system import accelerator
-from phalanx.system.torchrun_env import from_environment
 
 BETAS, EPS = (0.9, 0.95), 1e-8
-LISTS = (nn.ModuleList, nn.ModuleDict)
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def shard(
@@ -63,42 +56,53 @@ def shard(
     fill: Callable[[Shard], None] | None = None,
     timeout_s: float = 600.0,
 ) -> ShardedModel:
-    """Put `model` on the sharded engine; every rank calls it alike.
+    """Shard a model's optimizer state, gradients and parameters over the ranks, in parts of any size.
 
-    Ranks are those of `torch.distributed` if that has been set up, else those that torchrun or `srun` started, else
-    this process alone. All begin with the values of rank 0. Parameters stay the same objects, but are views of the
-    engine's buffers from here on: read them by calling the model, or within `full_parameters()`, and nowhere else.
-    Those that need no gradient now are frozen for good.
+    Every rank makes the same call. The ranks are those of `torch.distributed` if it is initialized, else those that
+    torchrun or `srun` started, else this process alone. All ranks begin with the values of rank 0. Parameters stay
+    the same objects, but become views of the engine's buffers: read them by calling the model or within
+    `ShardedModel.full_parameters` only. A parameter that needs no gradient now stays frozen.
 
-    A model that was transformed (`parallel.transform`) is sharded over its copies alone: ranks that hold slices of one
-    copy are given the same micro-batches and count the same weight. Such a group counts as one in `weights` and in
-    `shard_degree`.
+    A model that `transform` divided is sharded over its copies: the ranks of one copy see the same micro-batches
+    and count the same weight. Such a group counts as one in `weights` and `shard_degree`.
 
     Args:
-        lr: Learning rate, or what gives it for the number of a step (the first is 1).
-        rule: Update rule: "adamw", "adamw8bit" or an element-wise class of torch.optim in lower case.
-        betas: Of Adam's family, by default (0.9, 0.95).
-        eps: Of Adam's family, by default 1e-8.
-        weight_decay: By default 0.1 for adamw and adamw8bit, else 0; of parameters with two dims or more.
-        options: Further arguments of the rule's class, such as {"momentum": 0.9} for "sgd".
-        clip_norm: Limit of the norm of the whole mean gradient.
-        zero: What is kept in shards between uses; 1: the rule's state; 2: gradients, too; 3: parameters, too.
-        reduce: "per_step": micro-batches' gradients are summed on each rank first; "per_micro_batch": sent each time;
-            "auto": per_step with zero 1, else per_micro_batch.
-        weights: How much each rank keeps, in order of rank; 0 keeps nothing. By default all the same.
-        shard_degree: Over so many neighbouring ranks a copy of all that is sharded; `weights` are theirs then. By
-            default over all.
-        slots: 2 keeps the state of the step before, so that updates may begin before all is reduced.
-        compress: "bf16" or "int8" rounds all weights that are computed with, and gradients that cross nodes, so that
-            they are sent in fewer bytes; the curve is then another one. "none" rounds nothing.
-        units: Modules, or their names, that are moved as one, in the order of their use. By default the members of
-            ModuleLists and what lies beside these.
-        fill: Writes the starting values of a part of a parameter that is on meta: of the whole one, where this rank has
-            a slice.
-        timeout_s: How long ranks wait for one another in a collective.
+        model: The module to train, all of one floating-point type and on one device, or on meta (see `fill`).
+        lr: Learning rate, or a function from the number of a step (the first is 1) to it.
+        rule: Optimizer: "adamw", "adamw8bit", or an element-wise class of `torch.optim` in lower case.
+        betas: Of the Adam family. Default: (0.9, 0.95).
+        eps: Of the Adam family. Default: 1e-8.
+        weight_decay: Of parameters with two dimensions or more. Default: 0.1 for adamw and adamw8bit, else 0.
+        options: Further arguments of the optimizer, such as `{"momentum": 0.9}` for "sgd".
+        clip_norm: Largest norm of the mean gradient of all parameters. Default: no clipping.
+        zero: What is sharded between uses. 1: optimizer state; 2: gradients, too; 3: parameters, too.
+        reduce: "per_step" sums the gradients of micro-batches on each rank first, "per_micro_batch" sends each;
+            "auto" is per_step with zero 1, else per_micro_batch.
+        weights: Relative size of each rank's shard, in order of rank; 0: none. Default: equal shards.
+        shard_degree: Number of neighboring ranks that hold one sharded copy; `weights` are theirs. Default: all.
+        slots: 2 keeps the state of the previous step, so that updates begin before all gradients are reduced.
+        compress: "bf16" or "int8" rounds all weights, and gradients that cross nodes, to send fewer bytes; this
+            changes the loss curve. "none" rounds nothing.
+        units: Modules, or their names, that are gathered as one, in order of use. Default: the members of
+            `nn.ModuleList` and what lies beside them.
+        fill: Writes the initial values of its argument, a part of a parameter on meta (see `start_of`).
+        timeout_s: Seconds that ranks wait for one another in a collective.
+
+    Returns:
+        ShardedModel: a context manager with the training step, checkpoints and evaluation.
 
     Raises:
-        ConfigError: what was asked for is impossible, or the ranks ask for unlike things.
+        errors.ConfigError: the model or an argument cannot be used, or ranks made different calls.
+
+    Examples:
+        >>> net = torch.nn.Linear(3, 1)
+        >>> with phalanx.shard(net, lr=1e-2, zero=2, clip_norm=1.0) as sharded:
+        ...     batch = torch.ones(4, 3)
+        ...     with sharded.step([batch], weight=len(batch)) as step:
+        ...         for micro_batch in step:
+        ...             step.backward(net(micro_batch).square().sum())
+        ...     sharded.steps
+        1
     """
     if not callable(lr):
         finite_rate(lr, "phalanx.shard")
@@ -114,7 +118,7 @@ def shard(
     left = contextlib.ExitStack()
     try:
         slices = find_tensor_shards(model)
-        mesh = left.enter_context(_join_mesh(device, timeout_s, _axes(model)))
+        mesh = left.enter_context(join_mesh(device, timeout_s, find_axes(model)))
         copies = count_copies(dict(model.named_parameters()), slices, mesh.axes.tensor)
         shared = {"zero": zero, "reduce": sharding.reduce, "weights": sharding.weights, "shard_degree": shard_degree}
         own = {"slots": slots, "compress": compress, "clip_norm": clip_norm, "units": [name for name, _ in parts]}
@@ -200,172 +204,6 @@ def _sharding(
     except (TypeError, ValueError):
         raise ConfigError(f"weights is {weights!r}, which are no numbers; give one for each rank, or None") from None
     return ShardingSpec(zero, reduce, shares, slots, degree=shard_degree, compress=compress)
-
-
-def check_model(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple[Precision, torch.device]:
-    """The type and the device of a model's parameters. Raises ConfigError where it cannot be sharded."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "the model is in DistributedDataParallel, which would reduce its gradients, too; hand over .module"
-        )
-    if "_orig_mod" in dict(model.named_children()):
-        raise ConfigError(
-            "the model was compiled as a whole, so that nothing of it could be waited for; compile its parts "
-            "(block.forward = torch.compile(block.forward)) and hand over the plain module"
-        )
-    if (known := next(find_unit_hooks(model), None)) is not None:
-        if known.closed:
-            raise ConfigError(
-                "the model, or a part of it, was sharded with zero=3 and closed, which has left it without parameters; "
-                "make it anew, shard that, and load() what was saved"
-            )
-        raise ConfigError("the model, or a part of it, is sharded already; close() that first")
-    parameters = dict(model.named_parameters())
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(
-            "the model has no parameter that needs gradients, so there is nothing to train; unfreeze some"
-        )
-    for name, parameter in parameters.items():
-        if nn.parameter.is_lazy(parameter):
-            raise ConfigError(
-                f"parameter {name} has no shape yet (a Lazy layer); call the model once before it is sharded"
-            )
-        if type(parameter.data) is not torch.Tensor:
-            kind = type(parameter.data).__name__
-            raise ConfigError(
-                f"parameter {name} holds a {kind}, which cannot be sharded again; hand over the plain module"
-            )
-        if parameter.dtype not in DTYPES:
-            raise ConfigError(
-                f"parameter {name} is of {parameter.dtype}, in which nothing is summed without losses; make the model "
-                "bfloat16 or float32, and constants buffers"
-            )
-        if parameter.is_meta and fill is None:
-            raise ConfigError(f"parameter {name} is on meta, where it has no values; pass fill=, which writes them")
-    first, like = next(iter(parameters.items()))
-    for name, parameter in parameters.items():
-        if parameter.dtype != like.dtype:
-            raise ConfigError(
-                f"parameter {name} is of {parameter.dtype}, but {first} of {like.dtype}; make all of one type, such as "
-                "model.to(torch.float32)"
-            )
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ConfigError(
-                f"buffer {name} is on meta, where nobody would fill it; give it values before, of a model of "
-                "transformers by phalanx.rebuild_buffers(model)"
-            )
-    places = {name: p.device for name, p in parameters.items() if not p.is_meta}
-    return Precision(like.dtype, like.dtype), _device_of(places)
-
-
-def _device_of(places: Mapping[str, torch.device]) -> torch.device:
-    """The one device that parameters lie on; meta if they all do."""
-    if not places:
-        return torch.device("meta")
-    first, device = next(iter(places.items()))
-    for name, other in places.items():
-        if other != device:
-            raise ConfigError(f"parameter {name} is on {other}, but {first} on {device}; move the model to one device")
-    return device
-
-
-# --------------------------------------------------------------------------------------------------------------- units
-
-
-def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Parts of a model that are moved as one, by name, in the order in which they were declared: members of lists, and
-    what lies beside the lists. What one has besides belongs to the model itself."""
-    if isinstance(model, Model):
-        return [(name, unit) for name, unit in model.units() if name not in model.shared_units()]
-    return [(name, unit) for name, unit in _parts(model, "") if next(unit.parameters(), None) is not None]
-
-
-def _parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for short, child in module.named_children():
-        name = prefix + short
-        members = [(f"{name}.{key}", member) for key, member in child.named_children()]
-        if isinstance(child, LISTS):
-            for key, member in members:  # a list in a list is not called either
-                yield from _parts(member, f"{key}.") if isinstance(member, LISTS) else [(key, member)]
-        elif any(isinstance(each, nn.ModuleList) for each in child.modules()):
-            yield from _parts(child, f"{name}.")
-        elif isinstance(child, nn.Sequential) and not prefix:
-            yield from members
-        else:
-            yield name, child
-
-
-def resolve_units(model: nn.Module, units: Sequence[str | nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Chosen units with their names. Raises ConfigError for what is no part of the model, or part of another unit."""
-    names = {id(module): name for name, module in model.named_modules()}
-    found: list[tuple[str, nn.Module]] = []
-    for unit in units:
-        if isinstance(unit, nn.Module):
-            if id(unit) not in names:
-                raise ConfigError(f"a {type(unit).__name__} of units is no part of the model; name parts of it")
-            found.append((names[id(unit)], unit))
-        else:
-            if unit not in names.values():
-                raise ConfigError(f"units has {unit!r}, but the model has no part of this name; name parts of it")
-            found.append((unit, model.get_submodule(unit)))
-    for name, unit in found:
-        if isinstance(unit, LISTS):
-            raise ConfigError(f"unit {name} is a list, which is never called itself; name its members")
-        for other, inner in found:
-            if inner is not unit and any(inner is each for each in unit.modules()):
-                raise ConfigError(f"unit {other} lies within unit {name or 'of the whole model'}; name one of the two")
-    if len(dict(found)) < len(found) or any(not name for name, _ in found):
-        raise ConfigError("units has a part twice, or the model itself; name each part once, and not the whole")
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------ ranks
-
-
-def _axes(model: nn.Module) -> MeshAxes:
-    """How many ranks hold a copy of the model. Raises ConfigError where these are no neighbours."""
-    axis = find_tensor_axis(model)
-    if axis is None:
-        return ALONE
-    axes = MeshAxes(tensor=axis.size)
-    if axis.ranks not in set(axes.groups("tensor", dist.get_world_size())):
-        raise ConfigError(
-            f"the model was transformed over the ranks {', '.join(map(str, axis.ranks))}, but phalanx.shard needs "
-            f"{axis.size} neighbours that begin at a multiple of {axis.size}; transform it over such"
-        )
-    return axes
-
-
-@contextlib.contextmanager
-def _join_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) -> Iterator[Mesh]:
-    """Groups of this model's own; `device` is the parameters', or meta."""
-    if dist.is_initialized():
-        ours = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if ours is not None and device.type != "cpu":
-            ours = torch.device(ours.type, torch.accelerator.current_device_index())
-            check_device(device, ours)
-            device = ours
-        with attach_mesh(torch.device("cpu") if device.type == "meta" else device, timeout_s, axes) as mesh:
-            yield mesh
-        return
-    devices = [] if device.type == "cpu" else accelerator.list_devices()
-    first = (devices or ["cpu"])[0] if device.type == "meta" else str(device)
-    placement = from_environment(os.environ, devices) or Placement(0, 1, 0, 1, 0, first, store=None)
-    check_device(device, torch.device(placement.device))
-    if devices:
-        torch.accelerator.set_device_index(torch.device(placement.device).index or 0)
-    with join(placement, timeout_s) as mesh:
-        yield mesh
-
-
-def check_device(device: torch.device, ours: torch.device) -> None:
-    """Raise ConfigError unless parameters are on `ours`, this rank's device, or on meta."""
-    if device.type != "meta" and device != ours:
-        raise ConfigError(
-            f"the model's parameters are on {device}, but this rank's device is {ours}; move the model there "
-            f"(model.to({str(ours)!r})), or make {device} the current device"
-        )
 
 
 def _check_same_call(

@@ -1,52 +1,56 @@
-"""What a training loop of one's own calls once `phalanx.shard` has its model: steps, evaluation, checkpoints.
-
-    with phalanx.shard(model, lr=1e-3) as sharded:
-        for batches in data:
-            with sharded.step(batches, weight=samples_of(batches)) as step:
-                for batch in step:
-                    step.backward(loss_sum(model, batch))
+"""A sharded model in a training loop of your own: steps, evaluation, checkpoints.
 
 Losses are sums and weights are counts, so that neither ranks nor micro-batches change the mean.
 """
 
 import contextlib
 import json
-import math
-import operator
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from phalanx.api.sharded_step import Batch, ShardedStep, StepAgreement, check_weight, finite_rate
 from phalanx.checkpoint.disk.load import Checkpoint, agree_on_newest
 from phalanx.checkpoint.disk.save import CheckpointSaver
-from phalanx.comm.collectives import PendingCollective, all_reduce
 from phalanx.comm.compression import describe_node_change
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import CheckpointError, CollectiveError, ConfigError, RunError
-from phalanx.engine.interface import StepOutcome
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.layout.tensor_shards import TensorShard, whole_shapes
-from phalanx.optim import gradients
 from phalanx.parallel.model_part import make_shard_reader, to_whole_pieces
 
-Batch = TypeVar("Batch")
 Rate = float | Callable[[int], float]
 
 
 class ShardedModel:
-    """A model on the sharded engine. All ranks make the same calls in the same order.
+    """A model whose state is sharded over ranks. All ranks make the same calls in the same order.
 
-    `rank`, `world` and `device` are this process's, of those that are to see different data; `mesh` holds the process
-    groups, which are this model's own, and `engine` does the work. Of a model that was transformed the ranks that hold
-    slices of one copy count as one, and see the same data.
+    `phalanx.shard` returns it. Use it as a context manager, or call `close`.
+
+    Attributes:
+        model: The module that was sharded.
+        rank: This process's number among those that see different data, from 0. The ranks that hold one copy of a
+            transformed model count as one.
+        world: How many of these there are.
+        device: Where the parameters are.
+
+    Examples:
+        >>> net = torch.nn.Linear(3, 1)
+        >>> with phalanx.shard(net, lr=1e-2) as sharded:
+        ...     for inputs in [torch.ones(4, 3), torch.zeros(2, 3)]:
+        ...         with sharded.step([inputs], weight=len(inputs)) as step:
+        ...             for batch in step:
+        ...                 step.backward(net(batch).square().sum())
+        ...     sharded.save("checkpoints")
+        ...     sharded.steps
+        2
     """
 
     def __init__(
@@ -61,8 +65,7 @@ class ShardedModel:
         clip_norm: float | None,
         slices: Mapping[str, TensorShard] = MappingProxyType({}),
     ) -> None:
-        """`left` is closed when this is; `master` is the type of the engine's state; `slices` of parameters are what
-        this rank has of them."""
+        # `left` is closed when this is; `master` is the type of the engine's state; `slices` are this rank's.
         self.model, self.mesh, self._slices = model, mesh, dict(slices)
         self.rank, self.world, self.device = mesh.data.rank, mesh.data.world, mesh.device
         self.engine, self._exit_stack, self._lr, self._clip_norm = engine, left, lr, clip_norm
@@ -79,53 +82,69 @@ class ShardedModel:
 
     @property
     def steps(self) -> int:
-        """How many steps lie behind the parameters, those before `load` included."""
+        """The number of completed steps, including those before the checkpoint that `load` read."""
         return self.engine.step
 
     # --------------------------------------------------------------------------------------------------------- training
 
     @contextlib.contextmanager
     def step(self, batches: Iterable[Batch], *, weight: int, lr: float | None = None) -> Iterator["ShardedStep[Batch]"]:
-        """A context for one step: forward and backward passes within, and the update when it is left.
+        """Open a training step: forward and backward passes inside the `with` block, the update at its end.
 
-        `batches` are this rank's micro-batches, of any number, even none; `weight` is how many samples or tokens their
-        losses are sums over. `lr` is the learning rate of this step, if it is not to be that of `shard`.
+        Args:
+            batches: This rank's micro-batches, of any number and size, even none.
+            weight: The number of samples or tokens that this rank's losses are sums over.
+            lr: Learning rate of this step. Default: that of `phalanx.shard`.
+
+        Returns:
+            A context manager of a `ShardedStep`, which is iterated over for its micro-batches.
+
+        Raises:
+            errors.ConfigError: an argument is no count or rate, ranks differ, or a micro-batch had no passes.
+            errors.CollectiveError: a rank did not arrive within `timeout_s`; the message names it.
         """
         self._check_usable()
         self._check_parameters()
-        counted, rate = _counted(weight), self._rate(lr)
-        step = ShardedStep(self, list(batches), counted)
+        counted, rate = check_weight(weight), self._rate(lr)
+        step = ShardedStep(self.engine, list(batches), counted, self.sum, self._name_missing)
         self._inside = self._failed = True  # until it has ended well
         try:
-            with self.blaming():
+            with self._name_missing():
                 self.engine.begin_step(self.steps + 1, counted, rate, self._clip_norm)
-                asked = _StepAgreement(step.count, rate, self.mesh)
+                asked = StepAgreement(step.count, rate, self.mesh)
                 if self.engine.sharding.lockstep:
                     step.count = asked.max_micro_batches()
                 yield step
-                step.end()
+                step._end()
                 asked.check_learning_rates(self.steps + 1)
                 step.outcome = self.engine.finish_step()
                 self.engine.commit(self.steps + 1)
             self._failed = False
         except BaseException as error:
-            step.abandon(error)
+            step._abandon(error)
             raise
         finally:
             self._inside = False
 
     def sum(self, *values: float) -> list[float]:
-        """Sums of numbers over all ranks that see different data, such as losses and counts of an evaluation; every
-        rank gives as many."""
+        """Sum numbers over all ranks that see different data, such as the losses and counts of an evaluation.
+
+        Args:
+            values: Numbers; every rank gives as many.
+
+        Returns:
+            The sums, in the same order, the same on all ranks.
+        """
         self._check_open()
-        with self.blaming():
+        with self._name_missing():
             return self._side_mesh.sum([float(value) for value in values])
 
     def full_parameters(self) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
-        """A context in which the model's parameters are whole and may be read, by name or from the model itself.
+        """Gather all parameters for the length of a `with` block, in which they may be read but not written.
 
-        Of a model that was transformed: this rank's slices, which `parallel.hf_transform.full_state_dict` puts
-        together.
+        Returns:
+            A context manager of the parameters by name; the model's own are whole in it, too, so `state_dict()` and
+            evaluation work. Of a model that `transform` divided these are this rank's slices.
         """
         self._check_usable()
         return self._whole()
@@ -134,7 +153,7 @@ class ShardedModel:
     def _whole(self) -> Iterator[dict[str, torch.Tensor]]:
         self._inside = True
         try:
-            with self.blaming(), self.engine.full_parameters() as whole:
+            with self._name_missing(), self.engine.full_parameters() as whole:
                 yield whole
         finally:
             self._inside = False
@@ -142,9 +161,16 @@ class ShardedModel:
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
     def save(self, folder: Path | str, extra: Mapping[str, Any] | None = None, keep: int = 2) -> None:
-        """Save parameters and the rule's state under `folder`, which all ranks see; `extra` is any JSON of one's own.
+        """Save a checkpoint of the trained parameters and the optimizer state. Collective.
 
-        The `keep` newest stay. Frozen parameters and buffers are not saved. Raises RunError when nothing was saved.
+        Args:
+            folder: Where checkpoints go, a folder that all ranks see.
+            extra: Anything that JSON can hold, which `load` returns.
+            keep: How many of the newest checkpoints stay in the folder.
+
+        Raises:
+            errors.RunError: nothing was saved, as on a full disk.
+            errors.ConfigError: `extra` is not JSON, or `keep` is below 1.
         """
         self._check_usable()
         if keep < 1:
@@ -159,7 +185,7 @@ class ShardedModel:
             self.engine.pieces(), self._slices, self.mesh.tensor is None or self.mesh.tensor.rank == 0
         )
         said: list[str] = []
-        with self.blaming():
+        with self._name_missing():
             group = JsonGroup(self.mesh.checkpoint)
             saver = CheckpointSaver(
                 Path(folder), self.mesh.rank, group, keep, lambda kind, details: said.extend(_message(details))
@@ -172,14 +198,20 @@ class ShardedModel:
             raise RunError(f"step {self.steps} was not saved: {saver.outcome.reason}")
 
     def load(self, folder: Path | str) -> dict[str, Any] | None:
-        """Go on from the newest whole checkpoint under `folder`, whatever number of ranks has saved it.
+        """Load the newest complete checkpoint of a folder, saved by any number of ranks. Collective.
 
-        Returns the `extra` that was saved with it, or None if there is no checkpoint. Raises CheckpointError if there
-        are some, but none that is whole and of this model.
+        Args:
+            folder: Where `save` has put checkpoints.
+
+        Returns:
+            The `extra` of the checkpoint, or None if the folder has none.
+
+        Raises:
+            errors.CheckpointError: there are checkpoints, but none is complete and of this model.
         """
         self._check_usable()
         refused: list[str] = []
-        with self.blaming():
+        with self._name_missing():
             group = JsonGroup(self.mesh.checkpoint)
             found = agree_on_newest(
                 Path(folder), self.mesh.rank, group, self._fits, lambda kind, details: refused.append(details["reason"])
@@ -217,17 +249,17 @@ class ShardedModel:
     # -------------------------------------------------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Finish what is under way and leave the other ranks; the model's parameters are not sharded any more.
+        """Finish what is in flight and leave the process groups; the parameters are not sharded any longer.
 
-        Of several models, close the one that was sharded first last. With zero 3 the parameters are gone: take what is
-        needed from `full_parameters()` before.
+        Close several models in the opposite order of `phalanx.shard`. With `zero=3` the parameters are gone
+        afterwards: read them in `full_parameters` before.
         """
         if self._closed:
             return
         self._closed = True
         try:
             if not self._failed:
-                with self.blaming():
+                with self._name_missing():
                     for _ in self.engine.pieces():  # waits for the lane
                         break
                     self._side_mesh.sum([0.0])  # nobody leaves whom others still need
@@ -244,8 +276,8 @@ class ShardedModel:
         self.close()
 
     @contextlib.contextmanager
-    def blaming(self) -> Iterator[None]:
-        """Say which rank was late where a collective has failed."""
+    def _name_missing(self) -> Iterator[None]:
+        """Name the ranks that were late where a collective failed or timed out."""
         try:
             yield
         except RuntimeError as error:
@@ -295,145 +327,9 @@ class ShardedModel:
         return finite_rate(rate, f"step {self.steps + 1}")
 
 
-class ShardedStep(Generic[Batch]):
-    """One step: an iterable of its micro-batches, each of which is to be gone through to its end."""
-
-    def __init__(self, model: ShardedModel, batches: Sequence[Batch], weight: int) -> None:
-        self.count = max(1, len(batches))  # micro-batches, with those that are empty
-        self.outcome: StepOutcome | None = None
-        self._model, self._batches, self._weight = model, batches, weight
-        self._loss: torch.Tensor | float = 0.0
-        self._done, self._open, self._passed = 0, False, 0
-        self._running: Generator[Batch] | None = None
-
-    def __iter__(self) -> Iterator[Batch]:
-        if self._running is not None:
-            raise ConfigError("the micro-batches of a step were gone through before; do so once in a step")
-        self._running = self._run()
-        return self._running
-
-    def _run(self) -> Generator[Batch]:
-        for index in range(self.count):
-            with self._model.engine.micro_batch(last=index == self.count - 1):
-                if index < len(self._batches):
-                    self._open = True
-                    yield self._batches[index]
-                    self._open = False
-            self._done += 1
-
-    def abandon(self, error: BaseException) -> None:
-        """Let the engine know of an error, since it waits for what will not come."""
-        if self._running is not None:
-            with contextlib.suppress(type(error)):
-                self._running.throw(error)
-
-    def backward(self, loss_sum: torch.Tensor) -> None:
-        """The backward pass of a micro-batch, of the sum of its losses; once in each."""
-        if not self._open:
-            raise ConfigError(
-                "step.backward() was called outside of `for batch in step`, where gradients would be lost; call it "
-                "within"
-            )
-        if self._passed > self._done:
-            raise ConfigError("step.backward() was called twice for a micro-batch; add up its losses, and call it once")
-        if loss_sum.numel() != 1 or not loss_sum.requires_grad:
-            raise ConfigError(
-                f"step.backward() got a tensor of shape {tuple(loss_sum.shape)}, which must be one number that needs "
-                "gradients; sum the losses of the micro-batch"
-            )
-        self._passed = self._done + 1
-        self._loss = self._loss + loss_sum.detach().reshape(()).to(torch.promote_types(loss_sum.dtype, torch.float32))
-        gradients.backward(loss_sum, 1)
-
-    def end(self) -> None:
-        """Raise ConfigError unless all was done."""
-        if self._done < self.count:
-            raise ConfigError(
-                f"a step was left after {self._done} of {self.count} micro-batches; go through all by `for batch in "
-                "step`"
-            )
-        if self._weight and not self._passed:
-            raise ConfigError(
-                f"a step of weight {self._weight} had no step.backward(); call it for each micro-batch that has losses"
-            )
-
-    @property
-    def weight(self) -> int:
-        """What all ranks together have counted."""
-        return self._finished_outcome().weight
-
-    @property
-    def norm(self) -> float:
-        """Norm of the mean gradient, before clipping; waits until all gradients are reduced."""
-        return self._norm_and_skipped()[0]
-
-    @property
-    def skipped(self) -> bool:
-        """Whether nothing was updated, for want of weight or of a finite gradient; waits as `norm` does."""
-        return bool(self._norm_and_skipped()[1])
-
-    def mean_loss(self) -> float:
-        """The mean loss of all ranks, which all must ask for; waits for them."""
-        weight = self._finished_outcome().weight
-        return self._model.sum(float(self._loss))[0] / max(1, weight)
-
-    def _norm_and_skipped(self) -> tuple[float, float]:
-        with self._model.blaming():
-            return self._finished_outcome().get()
-
-    def _finished_outcome(self) -> StepOutcome:
-        if self.outcome is None:
-            raise ConfigError("what came of a step is known when its context has been left; ask there")
-        return self.outcome
-
-
-class _StepAgreement:
-    """What the ranks must take a step with alike, under way to all of them."""
-
-    def __init__(self, count: int, rate: float, mesh: Mesh) -> None:
-        self._table = torch.tensor([float(count), rate, -rate], dtype=torch.float64)
-        self._pending: PendingCollective = all_reduce(self._table, mesh.control, mesh.bookkeeping, dist.ReduceOp.MAX)
-
-    def max_micro_batches(self) -> int:
-        """The greatest number of micro-batches."""
-        self._pending.wait()
-        return int(self._table[0])
-
-    def check_learning_rates(self, step: int) -> None:
-        """Raise ConfigError on all ranks where learning rates differ."""
-        self._pending.wait()
-        _, most, least = self._table.tolist()
-        if most != -least:
-            raise ConfigError(f"learning rates of step {step} are from {-least:g} to {most:g}; give all ranks the same")
-
-
-def finite_rate(rate: Any, whose: str) -> float:
-    """A learning rate as a number. Raises ConfigError for what is none."""
-    try:
-        number = float(rate)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ConfigError(f"{whose} has the learning rate {rate!r}; give a finite one, 0 or above")
-    return number
-
-
 def _memory(parameter: nn.Parameter) -> int:
     return int(parameter.untyped_storage()._cdata)
 
 
 def _message(details: Mapping[str, Any]) -> list[str]:
     return [str(details["message"])] if "message" in details else []
-
-
-def _counted(weight: Any) -> int:
-    try:
-        counted = operator.index(weight)
-    except TypeError:
-        counted = -1
-    if counted < 0 or isinstance(weight, bool):
-        raise ConfigError(
-            f"a step has weight={weight!r}, which is no count; give the number of samples or tokens that its losses "
-            "are sums over"
-        )
-    return counted

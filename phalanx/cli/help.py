@@ -20,6 +20,13 @@ PLACEHOLDERS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 def unify_placeholders(command: Any) -> None:
     """Give the options of a command, and of all below it, the same placeholders; flags have none."""
+    unify_own_placeholders(command)
+    for child in getattr(command, "commands", {}).values():
+        unify_placeholders(child)
+
+
+def unify_own_placeholders(command: Any) -> None:
+    """The same for the options of a command alone."""
     for parameter in [*command.params, command.get_help_option(command.context_class(command, help_option_names=HELP))]:
         type_of = parameter.type_descriptor.annotation
         kind = next((each for each in PLACEHOLDERS if type_of is each or each in get_args(type_of)), None)
@@ -29,8 +36,6 @@ def unify_placeholders(command: Any) -> None:
             parameter.metavar = ""
         elif parameter.metavar is None and kind is not None:  # of a few words these are shown
             parameter.metavar = PLACEHOLDERS[kind]
-    for child in getattr(command, "commands", {}).values():
-        unify_placeholders(child)
 
 
 def check_options(command: Any, arguments: list[str]) -> None:

@@ -4,45 +4,27 @@ import contextlib
 import functools
 import json
 import os
-import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from phalanx import __version__
 from phalanx.cli import help
-from phalanx.cli.config import RecipeFile, config_app
-from phalanx.cli.data import Overrides, data_app
-from phalanx.cli.demo import demo_command, recipes_app
-from phalanx.cli.health import doctor_command, health_command
-from phalanx.cli.jobs import RunFolder, jobs_app
-from phalanx.cli.nodes import nodes_app
-from phalanx.cli.plan import plan_command
+from phalanx.cli.config import RecipeFile
+from phalanx.cli.data import Overrides
+from phalanx.cli.jobs import RunFolder
 from phalanx.config import load, schema
 from phalanx.core import faults
-from phalanx.core.errors import ConfigError, PhalanxError
-from phalanx.core.placement import ExitCode
+from phalanx.core.errors import ConfigError
 from phalanx.core.records import EventKind
-from phalanx.core.renamed import RenamedWarning
 from phalanx.core.run_paths import RunPaths, Url, redact_url
-from phalanx.elastic.membership import shared_secret
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.storage import files as storage
 from phalanx.storage import mirror, permissions
 
-app = typer.Typer(
-    name="phalanx",
-    help="Train large models on the GPUs you really have, with one loss curve.",
-    epilog="Any command takes --debug: errors then show where they come from.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": help.HELP},
-)
+app = typer.Typer()
 NodeCount = Annotated[
     int | None,
     typer.Option(
@@ -81,11 +63,6 @@ RendezvousTimeout = Annotated[
     ),
 ]
 PROMPT = "def "
-# Of `phalanx run`, each with a value behind it.
-RUN_OPTIONS = (
-    "--nproc", "--smp-config", "--nodes", "--node-rank", "--spares", "--min-nodes", "--rendezvous",
-    "--rendezvous-timeout", "--max-restarts", "--run-dir",
-)  # fmt: skip
 
 
 def _run_dir(text: str) -> str:
@@ -98,13 +75,6 @@ def _run_dir(text: str) -> str:
             "such options in the environment or the store's own configuration, and leave it out"
         )
     return text
-
-
-def _run_paths(place: str, wanted: schema.Config) -> RunPaths:
-    """The files of a run that is to be trained in a folder or at a URL."""
-    if storage.is_url(place):
-        return mirror.make_working_paths(place, wanted.data.cache, wanted.resilience.storage_timeout_s)
-    return RunPaths(Path(place))
 
 
 @contextlib.contextmanager
@@ -170,7 +140,7 @@ def train(
 
     Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
     """
-    from phalanx.launch import outcome, prepare, rendezvous_options, run
+    from phalanx.launch import child_run, outcome, prepare, rendezvous_options, run
 
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run; add that or leave it out")
@@ -193,8 +163,7 @@ def train(
             wanted, ranks, laid = prepare.choose_local_layout(wanted, RunPaths(Path(place)), ranks, on_cpu=shrink)
         _dry_run(wanted, ranks or 1, as_json, laid)
         return
-    paths = _run_paths(place, wanted)
-    permissions.restrict_permissions(paths.root, wanted.storage.private)
+    paths = child_run.prepare_run_folder(wanted, place)
     if meeting is None:
         meeting = rendezvous_options.rendezvous_from_allocation(paths, os.environ, spares)
     raise typer.Exit(run.train(wanted, paths, ranks, os.environ, meeting, on_cpu=shrink, planned=planned))
@@ -411,94 +380,8 @@ def report(run: RunFolder) -> None:
         typer.echo(f"wrote {paths.display_name}/{paths.report.name}" if paths.url else f"wrote {paths.report}")
 
 
-app.add_typer(config_app, name="config", rich_help_panel=help.DATA)
-app.add_typer(data_app, name="data", rich_help_panel=help.DATA)
-app.add_typer(nodes_app, name="nodes", rich_help_panel=help.MACHINES)
-app.add_typer(recipes_app, name="recipes", rich_help_panel=help.DATA)
-app.command("demo", rich_help_panel=help.TRAIN)(demo_command)
-app.command("doctor", rich_help_panel=help.MACHINES)(doctor_command)
-app.command("health", rich_help_panel=help.MACHINES)(health_command)
-app.command("plan", rich_help_panel=help.MACHINES)(plan_command)
-app.add_typer(jobs_app)
-
-
-def _version(value: bool) -> None:
-    if value:
-        typer.echo(f"phalanx {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Options of every command."""
-
-
-def _open_closed_streams() -> None:
-    """Give standard streams that the caller closed (`>&-`) /dev/null; else the next file opened would become one."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-            os.set_inheritable(number, True)
-    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
-
-
-def _complain(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it: the exit code has to do
-        typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
-
-
-def _split_script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Arguments of this command, and those behind the script of `phalanx run`, which are the script's own."""
-    if next((each for each in arguments if each != "--debug"), None) != "run":
-        return arguments, []
-    at = arguments.index("run") + 1
-    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "--":
-        at += 2 if arguments[at] in RUN_OPTIONS else 1
-    at += arguments[at : at + 1] == ["--"]
-    return arguments[: at + 1], arguments[at + 1 :]
-
-
-def _format_warning(others: Callable[..., str], message: Warning | str, category: type[Warning], *where: Any) -> str:
-    """A warning as a line of the command; those of libraries as Python shows them."""
-    return f"warning: {message}\n" if category is RenamedWarning else others(message, category, *where)
-
-
 def main() -> None:
-    """The entry point: runs a command and turns its errors into a sentence and an exit code."""
-    _open_closed_streams()
-    warnings.formatwarning = functools.partial(_format_warning, warnings.formatwarning)
-    ours, of_script = _split_script_arguments(sys.argv[1:])
-    debug = "--debug" in ours
-    arguments = [argument for argument in ours if argument != "--debug"] + of_script
-    try:
-        # What commands start, and what it starts, has no use for the secret by which nodes meet.
-        command = typer.main.get_command(app)
-        help.unify_placeholders(command)
-        help.check_options(command, ours)
-        command(args=arguments, prog_name="phalanx", obj=shared_secret.take_from_environment())
-    except (PhalanxError, RenamedWarning) as error:
-        if debug:
-            traceback.print_exc()
-        _complain(str(error))
-        sys.exit(error.exit_code)
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        elif isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
-            whose = "change its rights, or give the command as the user whose it is"
-            _complain(f"{os.fsdecode(error.filename)} cannot be read or written ({error.strerror}); {whose}")
-        else:
-            hint = "this is a fault of Phalanx; --debug shows where"
-            _complain(f"{type(error).__name__}: {error} ({hint})")
-        sys.exit(ExitCode.FAILED)
+    """The `phalanx` command, for entry points that an older version has installed."""
+    from phalanx.cli import root
+
+    root.main()

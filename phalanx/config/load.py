@@ -7,6 +7,7 @@ sentences that name the key and what would be legal.
 import ast
 import copy
 import itertools
+import json
 import re
 from collections.abc import Sequence
 from decimal import Decimal
@@ -283,7 +284,7 @@ def list_bundled_files() -> list[str]:
     found = [
         path
         for folder in FOLDERS
-        for kind in ("yaml", "py")
+        for kind in ("yaml", "py", "ipynb")
         for path in (package_data_root() / folder).rglob(f"*.{kind}")
     ]
     return sorted(
@@ -297,10 +298,12 @@ def short_name(name: str) -> str:
 
 
 def describe_bundled_file(name: str) -> str:
-    """The first sentence of a recipe's comment or an example's docstring, on one line."""
+    """The first sentence of a recipe's comment, an example's docstring or a notebook's text, on one line."""
     text = (package_data_root() / name).read_text(encoding="utf-8")
     if name.endswith(".py"):
         said = ast.get_docstring(ast.parse(text)) or ""
+    elif name.endswith(".ipynb"):
+        said = "".join(json.loads(text)["cells"][0]["source"]).partition("\n\n")[2]
     else:
         said = "\n".join(line[2:] for line in itertools.takewhile(lambda line: line[:1] == "#", text.splitlines()))
     first = " ".join(said.partition("\n\n")[0].split())

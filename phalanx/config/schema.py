@@ -211,7 +211,7 @@ class MemorySection(Section):
 
 
 class Config(Section):
-    """A whole run."""
+    """A checked recipe: the values of all keys by section, such as `config.train.steps`."""
 
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()

@@ -9,9 +9,8 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, cast
 
 from phalanx.core.placement import ExitCode
 
@@ -55,7 +54,6 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "phalanx.axes": ("phalanx.layout.mesh_axes", {"Axes": "MeshAxes", "Place": "MeshCoordinates"}),
     "phalanx.balance": ("phalanx.layout.balance", {}),
     "phalanx.cluster.placement": ("phalanx.system.torchrun_env", {}),
-    "phalanx.errors": ("phalanx.core.errors", {}),
     "phalanx.models.draws": (
         "phalanx.models.counter_rng",
         {"Draws": "CounterRNG", "key": "derive_key", "bits": "random_bits", "keep": "dropout_mask"},
@@ -80,7 +78,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
         "phalanx.core.run_paths",
         {"StepRecord": "phalanx.core.records.StepRecord", "read_steps": "phalanx.core.records.read_steps"},
     ),
-    "phalanx.sharded_model": ("phalanx.api.sharded_model", {"Step": "ShardedStep"}),
+    "phalanx.sharded_model": ("phalanx.api.sharded_model", {"Step": "phalanx.api.sharded_step.ShardedStep"}),
     "phalanx.sharding": ("phalanx.api.shard", {}),
     "phalanx.tasks.own": ("phalanx.tasks.task", {"OwnTask": "CustomTask"}),
     "phalanx.train.callback": ("phalanx.trainer.callback", {"Request": "CallbackRequest"}),
@@ -91,6 +89,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
 NAMES: dict[str, dict[str, str]] = {
     "phalanx.comm.backend": {"counters": "read_counters"},
     "phalanx.comm.mesh": {"alone": "single_rank_mesh", "beside": "attach_mesh"},
+    "phalanx.data.images": {"mnist": "load_mnist"},
     "phalanx.launch": {"train": "phalanx.launch.run.train"},
     "phalanx.models.layers": {"IGNORED": "IGNORE_INDEX"},
     "phalanx.models.llama": {"initial": "llama_init_rule"},
@@ -176,12 +175,12 @@ class _OldPackage(types.ModuleType):
         return importlib.import_module("phalanx").__getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)
 
 
-class OldNames(MetaPathFinder, Loader):
-    """Finds modules by their old import paths."""
+class OldNames:
+    """Finds and loads modules by their old import paths."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name in MODULES or name in PACKAGES:
-            return ModuleSpec(name, self, is_package=name in PACKAGES)
+            return ModuleSpec(name, cast(Any, self), is_package=name in PACKAGES)
         return None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:

@@ -1,4 +1,4 @@
-"""Labelled images as a data set: from IDX files, the format that MNIST and its kin are published in, or from arrays."""
+"""Image data sets with labels: from IDX files, the format of MNIST, or from arrays."""
 
 import gzip
 import struct
@@ -7,13 +7,30 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.core import renamed
 from phalanx.core.errors import DataError
 
 MOST_DIMS = 4
 
 
 class Images:
-    """A map-style data set of (image uint8 (H, W), label); `what` names it in errors. Raises DataError."""
+    """A map-style data set of grayscale images and their labels, from arrays.
+
+    Args:
+        images: Images as uint8, of shape (number, height, width).
+        labels: Class of each image as an integer from 0, of shape (number,).
+        what: Name of the data in error messages.
+        classes: Number of classes.
+
+    Raises:
+        errors.DataError: shapes do not match, or a label is not below `classes`.
+
+    Examples:
+        >>> images = phalanx.Images(np.zeros((5, 8, 8), np.uint8), np.arange(5), "blank images", classes=10)
+        >>> image, label = images[3]
+        >>> len(images), image.shape, label
+        (5, (8, 8), 3)
+    """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, what: str, classes: int) -> None:
         self.images, self.labels = images, labels
@@ -29,8 +46,24 @@ class Images:
         return self.images[number], int(self.labels[number])
 
 
-def mnist(folder: str | Path, part: str, classes: int = 10) -> Images:
-    """One part ("train" or "t10k") of a folder with the four files of MNIST, zipped or not. Raises DataError."""
+def load_mnist(folder: str | Path, part: str, classes: int = 10) -> Images:
+    """Load one part of MNIST, or of any data set in its format.
+
+    Args:
+        folder: Folder with the four IDX files, compressed by gzip or not.
+        part: "train" or "t10k".
+        classes: Number of classes.
+
+    Returns:
+        Images: the data set of this part.
+
+    Raises:
+        errors.DataError: a file is missing or damaged.
+
+    Examples:
+        >>> train = phalanx.load_mnist("mnist", "train")
+        >>> image, label = train[0]
+    """
     folder = Path(folder).expanduser()
     images, labels = (read_idx(folder, f"{part}-{what}-ubyte") for what in ("images-idx3", "labels-idx1"))
     return Images(images, labels, f"{folder}, {part}", classes)
@@ -53,3 +86,6 @@ def read_idx(folder: Path, name: str) -> np.ndarray:
     if len(raw) != 4 + 4 * dims + np.prod(shape, dtype=object):
         raise DataError(f"{path} has {len(raw)} bytes, but its header promises {shape}; fetch the file again")
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * dims).reshape(shape)
+
+
+__getattr__ = renamed.old_names(__name__)

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx import __version__
 from phalanx.core.errors import ConfigError, PhalanxError, RunError
+from phalanx.core.version import __version__
 from phalanx.doctor.results import CheckResult, CheckState, DoctorCheck, result_from_json, result_of_finding
 from phalanx.health import checks
 from phalanx.health import host as host_health

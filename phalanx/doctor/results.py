@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx import __version__
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.json_lines import write_atomic
+from phalanx.core.version import __version__
 from phalanx.health.findings import Finding, Severity
 
 # The names of checks, in their order: what needs no torch, torch itself, and what is tried with it.

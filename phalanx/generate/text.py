@@ -117,6 +117,46 @@ class TextGenerator:
         return streamer.text()
 
 
+def generate_text(
+    model: Path | str,
+    prompt: str,
+    *,
+    max_tokens: int = 100,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+) -> str:
+    """Continue a text with a trained language model, by transformers.
+
+    Args:
+        model: A run folder (its newest checkpoint is used, with adapters merged), a Hugging Face folder, an adapter
+            folder of PEFT whose base model is on this machine; or the URL of one.
+        prompt: The text to continue.
+        max_tokens: Most tokens to add.
+        temperature: 0 takes the likeliest token each time; higher values vary more.
+        top_p: Draw among the likeliest tokens of this total probability.
+        top_k: Draw among this many of the likeliest tokens; 0: among all.
+        repetition_penalty: Above 1 avoids tokens that were there before.
+        seed: The same seed gives the same text.
+
+    Returns:
+        What was added to `prompt`.
+
+    Raises:
+        errors.ConfigError: `model` is none of these, or writes no text.
+        errors.CheckpointError: the run has no valid checkpoint.
+
+    Examples:
+        >>> text = phalanx.generate_text("runs/trained", "import", max_tokens=3)
+    """
+    sampling = Sampling(max_tokens, temperature, top_p, top_k, repetition_penalty, seed)
+    with load_generator(model, sampling) as writer:
+        writer.reset_seed()
+        return writer.complete(prompt, show=False, echo=False)
+
+
 def complete_prompt(model: Path | str, prompt: str, sampling: Sampling, phases: Phases = no_progress) -> None:
     """Print the prompt and what the model adds to it, token by token. Ctrl-C cuts it off.
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-import phalanx
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, PhalanxError, RunError, Unhealthy
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
+from phalanx.core.version import __version__
 from phalanx.elastic.membership import epoch_files, rendezvous, rendezvous_client, shared_secret
 from phalanx.elastic.membership.admission import flat, make_hello
 from phalanx.elastic.membership.channel import Message
@@ -75,7 +75,7 @@ def make_command_hello(
 ) -> dict[str, Any]:
     """The same of the `settings` of this node's command."""
     rows = [[device.name, device.model, device.bf16, "", device.memory_bytes, device.cores] for device in devices]
-    versions = {"phalanx": phalanx.__version__, "torch": version("torch")}
+    versions = {"phalanx": __version__, "torch": version("torch")}
     return make_hello(options.node, options.total, rows, versions, settings)
 
 

@@ -84,7 +84,16 @@ class EncoderSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Everything that fixes a model's parameters and its mathematics; lengths in elements, `max_seq_len` in tokens."""
+    """The shape of a language model: all that fixes its parameters and its mathematics.
+
+    Lengths are in elements, `max_seq_len` in tokens. A recipe's section `model` has the same keys.
+
+    Examples:
+        >>> spec = phalanx.ModelSpec(vocab_size=64, hidden=16, layers=2, heads=2, kv_heads=2, head_dim=8,
+        ...                          intermediate=32, max_seq_len=32)
+        >>> spec.rope_theta
+        10000.0
+    """
 
     architecture: str = "llama"
     vocab_size: int

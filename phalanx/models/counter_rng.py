@@ -100,11 +100,22 @@ def _threshold(p: float) -> int:
 
 @dataclass
 class CounterRNG:
-    """The dropout of one micro-batch: `samples` (B,) int64 says which sample of the global order each row is.
+    """Counter-based random numbers for the dropout of a micro-batch: the same on any ranks and in any order.
 
-    `step` may be a 0-dim int64 tensor. What compiled code sees is `step_key`, a 0-dim tensor on the device of
-    `samples`, so that another step or seed never recompiles anything. `first` is the position in its row of the first
-    that a tensor holds, where it is cut along the sequence.
+    A task's `loss_sum` is given one, and hands it on to the model. Compiled code sees `step_key`, a 0-dim tensor,
+    so another step or seed never recompiles anything.
+
+    Args:
+        seed: `train.seed` of the recipe.
+        step: Number of the step, or a 0-dim int64 tensor of it.
+        samples: Position of each row's sample in the run, (B,) int64.
+        first: Position in its row of the first that a tensor holds, where sequences are split over ranks.
+
+    Examples:
+        >>> draws = phalanx.CounterRNG(seed=0, step=1, samples=torch.tensor([5, 6]))
+        >>> x = torch.ones(2, 4, 3)
+        >>> torch.equal(draws.dropout(x, site=0, p=0.5), draws.dropout(x, site=0, p=0.5))
+        True
     """
 
     seed: int
@@ -120,10 +131,14 @@ class CounterRNG:
         self.step_key = random_bits(derive_key(self.seed, "dropout"), step)
 
     def dropout(self, x: Tensor, site: int | Tensor, p: float) -> Tensor:
-        """`x` (B, S, D) with elements zeroed with probability `p`, the others scaled by 1 / (1 - p); `x` itself if 0.
+        """Zero elements with probability `p` and scale the others by 1 / (1 - p).
 
-        A draw depends on (seed, step, layer, sample, position, channel) only. `site` is any number that tells the
-        places of dropout in a model apart; as a 0-dim int64 tensor it is not compiled into the code.
+        A draw depends on the seed, the step, the site, the sample, the position and the channel alone.
+
+        Args:
+            x: A tensor (B, S, D) of samples, positions and channels.
+            site: A number for each place of dropout in the model; as a 0-dim int64 tensor it is not compiled into code.
+            p: The probability; 0 returns `x` itself.
         """
         if p == 0.0:
             return x

@@ -169,13 +169,22 @@ def llama_init_rule(name: str, spec: ModelSpec) -> InitRule:
 
 
 class Llama(StagedArchitecture):
-    """A model of the shape `spec`; parameters hold no useful values until they are drawn or read.
+    """The Llama language model, and the families that share its layers (Mistral, Qwen, Gemma).
 
-    Build it under `torch.device("meta")` to spend no memory. `embed.weight`, `layers.{i}...`, `head...` are its
-    parameters, in order of use and named as `parameter_shapes(spec)` says.
+    A subclass named `Model` in a file is a custom model (`model.code`). It may replace `block`, the class of a
+    layer, and says in `hf_names`, `hf_config` and `initial` how its parameters are named in a Hugging Face folder
+    and initialized, where that differs. Parameters have no useful values until they are drawn or loaded; build it under
+    `torch.device("meta")` to use no memory.
 
-    A subclass is a model of one's own: it may put another block in the place of `block` (called with what `Block` is),
-    and must then say what its parameters are called in a Hugging Face folder and how they start.
+    Args:
+        spec: The shape of the model.
+
+    Examples:
+        >>> spec = phalanx.ModelSpec(vocab_size=64, hidden=16, layers=2, heads=2, kv_heads=2, head_dim=8,
+        ...                          intermediate=32, max_seq_len=32)
+        >>> model = phalanx.Llama(spec)
+        >>> model(torch.zeros(1, 5, dtype=torch.int64)).shape
+        torch.Size([1, 5, 64])
     """
 
     block: ClassVar[type[nn.Module]] = Block

@@ -19,18 +19,35 @@ InitRule = tuple[str, float] | tuple[str]  # ("normal", standard deviation), ("o
 
 
 class Model(nn.Module):
-    """A network that can be trained. Parameters hold no useful values until they are drawn or read.
+    """Base class of a custom task's network: an `nn.Module` that may say how it is sharded and initialized.
 
-    It is built under `torch.device("meta")`, so a constructor must not look at values. Buffers are not filled by
-    anybody: what is constant is computed in the forward pass. Dropout is that of `draws` (models/counter_rng.py), which
-    the task hands on; without draws a model computes as in evaluation, whatever `training` says.
+    It is built under `torch.device("meta")`, so a constructor must not read values; initial values are drawn as
+    `start` says, each rank its own part. Buffers stay empty: compute constants in the forward pass. Dropout draws
+    from the `CounterRNG` that the task hands on; without it a model computes as in evaluation, whatever
+    `training` says.
+
+    Examples:
+        >>> class Net(phalanx.Model):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+        ...         self.head = torch.nn.Linear(3, 1)
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = layer(x).tanh()
+        ...         return self.head(x)
+        >>> [name for name, _ in Net().units()]
+        ['layers.0', 'layers.1', 'head']
     """
 
     def units(self) -> list[tuple[str, nn.Module]]:
-        """The parts that are sharded and gathered as one, by name, in order of use; each is called once in a pass.
+        """List the modules that are sharded and gathered as one, by name, in order of use.
 
-        By default the modules right below this one that have parameters; of a ModuleList or Sequential its members.
-        Parameters of the model itself stay whole from their first use to the end of the step.
+        Each is called once in a pass. Other parameters stay whole from their first use to the end of the step.
+
+        Returns:
+            Names and modules. Default: the direct submodules with parameters; of a `ModuleList` or `Sequential` its
+            members.
         """
         found: list[tuple[str, nn.Module]] = []
         for name, child in self.named_children():
@@ -40,27 +57,32 @@ class Model(nn.Module):
         return [(name, unit) for name, unit in found if next(unit.parameters(), None) is not None]
 
     def blocks(self) -> list[nn.Module]:
-        """The units of which there are many alike: those are compiled, and computed again in the backward pass.
+        """List the units that are repeated: they are compiled, and recomputed by activation checkpointing.
 
-        By default the members of ModuleLists.
+        Returns:
+            Modules. Default: the members of `ModuleList`.
         """
         inside = {id(m) for child in self.children() if isinstance(child, nn.ModuleList) for m in child}
         return [unit for _, unit in self.units() if id(unit) in inside]
 
     def shared_units(self) -> tuple[str, ...]:
-        """Names of units whose parameters another unit uses, too: they must be whole for both, and so as long as what
-        belongs to the model itself."""
+        """List the units with parameters that another unit uses, too, such as a tied embedding, by name."""
         return ()
 
     def losses(self) -> list[Any]:
-        """Modules with an attribute `cross_entropy_sum` in whose place another implementation may be put."""
+        """List the modules whose attribute `cross_entropy_sum` may be replaced by a faster implementation."""
         return []
 
     def start(self, name: str, shape: tuple[int, ...]) -> InitRule:
-        """How parameter `name` of `shape` starts.
+        """Return how a parameter is initialized.
 
-        By default a weight with one dim (of a norm) with ones, other vectors with zeros, and everything else with
-        normal draws of the standard deviation 1 / sqrt(elements that one output sums over).
+        Args:
+            name: The parameter's name in the model.
+            shape: Its whole shape.
+
+        Returns:
+            `("normal", standard deviation)`, `("ones",)` or `("zeros",)`. Default: ones for a one-dimensional
+            `weight`, zeros for other vectors, else normal with 1 / sqrt(fan-in).
         """
         if len(shape) < 2:
             return ("ones",) if name.rpartition(".")[2] == "weight" else ("zeros",)

@@ -100,10 +100,26 @@ def make_frozen_fill(fill: Fill) -> Fill:
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device | str | None = None) -> None:
-    """Make anew what modules of transformers compute in their constructors, such as rotary frequencies, where it is on
-    meta: on `device`, by default this process's accelerator, or the host where there is none.
+    """Compute the buffers of a transformers model that was built on meta, such as rotary frequencies.
 
-    Each module is made again from its own `config`. Raises ConfigError for a buffer of any other module.
+    Each module with such a buffer is built again from its own `config`.
+
+    Args:
+        model: A model of transformers, built under `torch.device("meta")`.
+        device: Where the buffers go. Default: this process's accelerator, or the CPU.
+
+    Raises:
+        errors.ConfigError: a buffer belongs to a module without a `config`.
+
+    Examples:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...                                   num_attention_heads=2)
+        >>> with torch.device("meta"):
+        ...     model = transformers.LlamaForCausalLM(config)
+        >>> phalanx.rebuild_buffers(model, "cpu")
+        >>> any(buffer.is_meta for buffer in model.buffers())
+        False
     """
     if device is None:
         device = (accelerator.list_devices() or ["cpu"])[0]
@@ -131,11 +147,32 @@ def _again(name: str, module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def start_of(model: nn.Module, seed: int) -> Fill:
-    """What draws the first weights of a model of transformers, for `phalanx.shard(model, fill=...)`.
+    """Make the `fill` of `shard` that draws the initial weights of a transformers model on meta.
 
-    Matrices are normal with the `initializer_range` of the model's config as standard deviation, the row of a token
-    that pads is 0, norms begin with ones and biases with zeros. A weight depends on (seed, name, its place in the whole
-    parameter) alone, so that no layout changes it. Raises ConfigError for a model without such a config.
+    Matrices are normal with the config's `initializer_range` as standard deviation, the embedding of the padding
+    token is 0, norms are ones and biases zeros. A weight depends on the seed, the name of its parameter and its
+    position there, so no layout changes it.
+
+    Args:
+        model: A model of transformers, built under `torch.device("meta")`.
+        seed: Of the draws.
+
+    Returns:
+        A function for `phalanx.shard(model, fill=...)`.
+
+    Raises:
+        errors.ConfigError: the model has no `config.initializer_range`.
+
+    Examples:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...                                   num_attention_heads=2)
+        >>> with torch.device("meta"):
+        ...     model = transformers.LlamaForCausalLM(config)
+        >>> phalanx.rebuild_buffers(model, "cpu")
+        >>> with phalanx.shard(model, lr=1e-4, fill=phalanx.start_of(model, seed=1)) as sharded:
+        ...     sharded.steps
+        0
     """
     std = getattr(getattr(model, "config", None), "initializer_range", None)
     if std is None:

@@ -1,5 +1,4 @@
-"""The best layout of a step over a cluster: enumerate what can be run, leave out what cannot fit, rank by seconds: of a
-step, or where failures count of a step that lasts.
+"""Search for the fastest parallel layout on a cluster: enumerate, leave out what cannot fit, rank by seconds a step.
 
 Every layout that is returned fits, by `memory`. Devices are taken in the cluster's order, from the first on; where some
 are better left idle, a smaller cluster or `LayoutChoice.devices` says so, with the reason. Unlike devices get shares by
@@ -48,13 +47,12 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout that fits: `cluster` is what it uses of the one that was given, in order of rank; `goodput` the share of
-    the time that goes into steps that last, 1 where nobody asks for failures."""
+    """A parallel layout that fits, with its predicted speed and the part of the cluster that it uses, by rank."""
 
     choice: LayoutChoice
     estimate: StepEstimate
     cluster: ClusterSpec
-    goodput: float = 1.0
+    goodput: float = 1.0  # share of the time that goes into steps that last; 1 without a failure model
 
     @property
     def effective_step_s(self) -> float:
@@ -63,10 +61,12 @@ class Plan:
 
     @property
     def effective_tokens_per_s(self) -> float:
+        """Tokens of lasting steps a second."""
         return self.estimate.tokens_per_s * self.goodput
 
     @property
     def devices(self) -> int:
+        """How many devices it uses."""
         return self.choice.devices or self.cluster.devices
 
     @property

@@ -117,8 +117,13 @@ def _leave_parent(parent: int, keep: Collection[int], mask: Collection[int], ses
 
 def die_with(parent: int) -> None:
     """Have the kernel SIGKILL this process when its parent ends, however it ends."""
+    signal_at_parent_death(parent, signal.SIGKILL)
+
+
+def signal_at_parent_death(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send a signal to this process when its parent ends, however it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os._exit(ExitCode.FAILED)  # the parent died before prctl: no signal will ever come

@@ -41,15 +41,25 @@ class SampleLike(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. `weight` is what its loss sum is a sum over; `samples` (B,) int64 are its places in the run, by
-    which dropout draws."""
+    """A micro-batch: tensors by name, and the number of losses that their sum has.
+
+    Args:
+        inputs: Tensors by name.
+        weight: The number of losses that `loss_sum` adds up, such as samples or labeled tokens.
+        samples: Position of each sample in the run, (B,) int64, by which dropout draws; a task leaves it out.
+
+    Examples:
+        >>> batch = phalanx.Batch({"x": torch.ones(3, 2)}, weight=3)
+        >>> batch.to("cpu").inputs["x"].shape
+        torch.Size([3, 2])
+    """
 
     inputs: dict[str, Tensor]
     weight: int
     samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     def to(self, device: torch.device | str) -> Self:
-        """The batch on a device; the host does not wait for the copies."""
+        """Copy the batch to a device, without the host waiting for the copies."""
         *inputs, samples = _to_device([*self.inputs.values(), self.samples], torch.device(device))
         return type(self)(dict(zip(self.inputs, inputs, strict=True)), self.weight, samples)
 
@@ -105,7 +115,10 @@ if TYPE_CHECKING:
 
 
 class DataSet(Protocol):
-    """A map-style set of samples, such as torch's. The same number must give the same sample on every rank."""
+    """A map-style data set, such as `torch.utils.data.Dataset`: a length, and samples by number.
+
+    The same number must give the same sample on every rank and at every start. A list is one.
+    """
 
     def __len__(self) -> int: ...
 
@@ -113,40 +126,71 @@ class DataSet(Protocol):
 
 
 class CustomTask(Task):
-    """The base of the class `Task` in a user's file; made on every rank as `Task(**task.options)`.
+    """Base class of a custom task: a network, data and a loss, in a file that `task.code` of a recipe names.
 
-    It needs `model`, `train`, `collate` and `loss_sum`; all else may stay as it is. Nothing in it may depend on the
-    rank, on a random generator of the process, or on the order of calls: what is random comes from `draws`.
+    The file's class `Task` derives from it, and every rank constructs it as `Task(**task.options)`. Override
+    `model`, `train`, `collate` and `loss_sum`; the rest is optional. Nothing may depend on the rank, on the
+    process's random generators or on the order of calls: random numbers come from `draws`.
+
+    Examples:
+        >>> class Task(phalanx.Task):
+        ...     def model(self):
+        ...         return Net()  # a phalanx.Model
+        ...     def train(self):
+        ...         return [torch.full((3,), float(number)) for number in range(100)]
+        ...     def collate(self, samples):
+        ...         return phalanx.Batch({"x": torch.stack(samples)}, weight=len(samples))
+        ...     def loss_sum(self, model, batch, draws):
+        ...         return (model(batch.inputs["x"]) - 1).square().sum()
+        >>> len(Task().train())
+        100
     """
 
     def model(self) -> Model:
-        """The network; it is built under `torch.device("meta")`."""
+        """Build the network; it is called under `torch.device("meta")`."""
         raise TypeError("the class Task has no model()")
 
     def train(self) -> DataSet:
-        """The samples to train on."""
+        """Return the training set."""
         raise TypeError("the class Task has no train()")
 
     def held_out(self) -> DataSet | Mapping[str, DataSet] | None:
-        """The samples to evaluate on, or several sets of them by name."""
+        """Return the data set to evaluate on, several by name, or None for no evaluation."""
         return None
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """`Batch(inputs, weight)` of one sample or more: tensors by name, and how many losses their sum is of."""
+        """Make a `Batch` of one sample or more.
+
+        Args:
+            samples: Items of a data set of `train` or `held_out`.
+        """
         raise TypeError("the class Task has no collate(samples)")
 
     def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
-        """The sum (a scalar) of the losses that `batch.weight` counts. `draws` is None in an evaluation."""
+        """Compute the sum of the losses that `batch.weight` counts.
+
+        Args:
+            model: The network of `model`; call it, not its methods.
+            batch: A micro-batch, on the model's device, floating-point inputs in the compute type.
+            draws: Random numbers for dropout; None in an evaluation.
+
+        Returns:
+            The sum as a scalar tensor, not the mean.
+        """
         raise TypeError("the class Task has no loss_sum(model, batch, draws)")
 
     def nominal_weight(self, global_batch: int) -> int:
-        """As many as samples, where each has one loss."""
+        """Return the weight of a full global batch, by which gradients are scaled. Default: its number of samples."""
         return global_batch
 
     def fingerprint(self, data: DataSet) -> str:
-        """What tells this data set from another, to notice that it has changed when a run goes on.
+        """Identify a data set, so that a resumed run notices another one.
 
-        By default a checksum of its length and of its first and last samples.
+        Args:
+            data: A data set of `train` or `held_out`.
+
+        Returns:
+            A text. Default: a checksum of its length and of its first and last samples.
         """
         digest = hashlib.sha256(str(len(data)).encode())
         last = len(data) - 1

@@ -21,12 +21,17 @@ class CallbackRequest(enum.IntFlag):
 
 @dataclass
 class RunState:
-    """The run as a callback sees it, and the requests that it can make.
+    """The run as a `Callback` sees it, and the requests that it can make.
 
-    `step` is the step that the callback is told of, `steps` the number of steps of the run (`train.steps`), `folder`
-    the local run folder, `world` the number of ranks, `attempt` how often ranks were started. `replayed` is true where
-    this step was told before: after a failure, a rollback or a restart. A request takes effect at the end of the next
-    step.
+    A request takes effect at the end of the next step.
+
+    Attributes:
+        step: The step that the callback is called for.
+        steps: Number of steps of the run (`train.steps`).
+        folder: The run folder, on the machine of rank 0.
+        world: Number of ranks.
+        attempt: How often the ranks were started.
+        replayed: Whether the callback was called for this step before: after a failure, a rollback or a restart.
     """
 
     request: Callable[[CallbackRequest, str], None]
@@ -38,7 +43,11 @@ class RunState:
     replayed: bool = False
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """End training as at the last step: with a checkpoint, an evaluation and exit code 0. `reason` is shown."""
+        """End training as at the last step, with a checkpoint and an evaluation.
+
+        Args:
+            reason: A text that the run's display and records show.
+        """
         self.request(CallbackRequest.STOP, reason)
 
     def save(self) -> None:
@@ -50,16 +59,27 @@ class RunState:
         self.request(CallbackRequest.EVALUATE, "")
 
     def gather_weights(self) -> None:
-        """Have `on_weights` called with a copy of all weights. Raises ConfigError with parallel.tensor or
-        parallel.pipeline above 1, where no rank can hold them all."""
+        """Have `Callback.on_weights` called with a copy of all weights.
+
+        Raises:
+            errors.ConfigError: `parallel.tensor` or `parallel.pipeline` is above 1: no rank can hold all weights.
+        """
         self.request(CallbackRequest.WEIGHTS, "")
 
 
 class Callback:
-    """Base class of callbacks. Each method does nothing until it is overridden.
+    """Base class of callbacks, which see each step's metrics, evaluations and checkpoints, and can stop a run.
 
-    Rank 0 makes one and calls its methods one at a time, on its main thread. A method must return within
-    `comm.timeout_s`, and must not use collectives, the generators of random numbers or the device's default settings.
+    A recipe names a file (`callback.code`) whose class `Callback` derives from it; `train` takes objects. A
+    method does nothing until it is overridden. Rank 0 calls them one at a time, on its main thread. A method must
+    return within `comm.timeout_s`, and must not use collectives, the default random generators or PyTorch's global
+    settings.
+
+    Examples:
+        >>> class StopAtLoss(phalanx.Callback):
+        ...     def on_step_end(self, run, metrics):
+        ...         if metrics["loss"] is not None and metrics["loss"] < 2.0:
+        ...             run.stop("the loss is below 2")
     """
 
     def on_train_begin(self, run: RunState) -> None:

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,14 +19,14 @@ from phalanx.data.workers import temporary_folder
 from phalanx.models import hf_config
 from phalanx.models.hf_export import copy_tokenizer, export, export_plain, new_folder
 from phalanx.models.hf_weights import Weights
-from phalanx.models.model import Architecture
+from phalanx.models.model import Architecture, Model
 from phalanx.models.peft import save_adapter
-from phalanx.models.user_model import hf_name, shapes_of
+from phalanx.models.user_model import build_on_meta, hf_name, shapes_of
 from phalanx.parallel.parallelize import DTYPES
 from phalanx.storage import files as storage
 from phalanx.trainer.run_folder import next_attempt, read_run_config
 from phalanx.workload import adapters, local_copies
-from phalanx.workload.workload import read_model_shape, resolve_model_class
+from phalanx.workload.workload import find_model_shape, make_workload, read_model_shape, resolve_model_class
 
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -50,9 +51,7 @@ def export_run(
     that a folder without it is no model. Raises RunError when `paths` holds no run, CheckpointError when it has no
     checkpoint to export, ConfigError when there is nothing to merge.
     """
-    wanted = read_run_config(paths)
-    if wanted is None:
-        raise RunError(f"{paths.display_name} holds no run (it has no {paths.config.name}); name a run folder")
+    wanted = _require_config(paths)
     if wanted.task.kind == "custom":
         return _export_custom(wanted, paths, folder, dtype, progress, note, merge, step)
     config = local_copies.use_local_copies(wanted)
@@ -143,6 +142,38 @@ def _export_custom(
             local, shapes, _make_reusing_reader(checkpoint), out_dtype, texts, progress=report, finished=finished
         )
     return _finish_export(checkpoint, paths, folder, note)
+
+
+def load_trained_model(paths: RunPaths, step: int | None = None) -> Model:
+    """The model of a run's newest valid checkpoint, or of that of `step`, on the CPU in float32 (float64 of an fp64
+    run), in evaluation mode; adapters are merged into it. Raises as `export_run` does."""
+    wanted = _require_config(paths)
+    config = local_copies.use_local_copies(wanted)
+    spec = find_model_shape(config, paths)
+    if spec is not None and spec.lora is not None:
+        local_copies.fetch_local_copies(wanted)
+    checkpoint = _newest(paths) if step is None else _of_step(paths, step)
+    with contextlib.closing(checkpoint):
+        read: Callable[[str], torch.Tensor] = functools.partial(_read, checkpoint)
+        if spec is not None and spec.lora is not None:
+            code = resolve_model_class(config, paths)
+            read = adapters.make_merged_reader(config, spec, code, paths, read)
+            model: Model = build_on_meta(replace(spec, lora=None), code)
+        else:
+            model = make_workload(config, spec, paths).model()
+        model = model.to_empty(device="cpu").to(DTYPES[_master_dtype(config)]).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(read(name).view_as(parameter))
+    return model
+
+
+def _require_config(paths: RunPaths) -> Config:
+    """The configuration of a run. Raises RunError where the folder holds none."""
+    config = read_run_config(paths)
+    if config is None:
+        raise RunError(f"{paths.display_name} holds no run (it has no {paths.config.name}); name a run folder")
+    return config
 
 
 def _newest(paths: RunPaths) -> Checkpoint:

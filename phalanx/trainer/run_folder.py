@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import phalanx
 from phalanx.config import load
 from phalanx.config.schema import Config
 from phalanx.core import format_versions
@@ -19,6 +18,7 @@ from phalanx.core.errors import RunError
 from phalanx.core.json_lines import read_lines, write_atomic
 from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import BASE_WEIGHTS, TOKENIZER_FILES, RunPaths
+from phalanx.core.version import __version__
 from phalanx.data.chat import load_template
 from phalanx.data.token_files import TokenFile
 from phalanx.storage import local_copies
@@ -293,7 +293,7 @@ def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -
 
 
 def _versions() -> dict[str, str]:
-    found = {"phalanx": phalanx.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    found = {"phalanx": __version__, "python": platform.python_version(), "platform": platform.platform()}
     for name in ("torch", "numpy", "tokenizers", "safetensors"):
         try:
             found[name] = version(name)

@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.schema import Config
+from phalanx.core.errors import PhalanxError
 from phalanx.core.placement import ExitCode, Placement
+from phalanx.system.exit_causes import describe_exception
+from phalanx.system.fork import error_of
 from tests.helpers import run_ranks
 
 RECIPE = """
@@ -34,7 +38,7 @@ def call(
     `free_bytes`: what the device is said to have free. `room_bytes`: how much more memory this process can really map.
     `environment`: variables that are another, or None and not there.
     """
-    from phalanx.cli import main
+    from phalanx.cli import root
     from phalanx.system import accelerator
 
     os.chdir(folder)
@@ -54,7 +58,7 @@ def call(
         code: Any = "it returned"
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                main.main()
+                root.main()
             except SystemExit as leaving:
                 code = leaving.code
         results.append([code, out.getvalue(), err.getvalue()])
@@ -98,3 +102,23 @@ def write_place(folder: Path) -> Path:
     (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
+
+
+def train_in_warm_child(config: Config, place: str, ranks: int | None) -> int:
+    """`child_run.train_in_child` in a process forked from one that has imported torch."""
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    request = {"config": tree, "run_dir": str(Path(place).absolute()), "ranks": ranks, "folder": str(Path.cwd())}
+    (answer,) = run_ranks(_train, 1, timeout_s=240, request=request)
+    if isinstance(answer, int):
+        return answer
+    raise error_of(answer)
+
+
+def _train(placement: Placement, request: dict[str, Any]) -> Any:
+    from phalanx.launch import child_run
+
+    os.chdir(request["folder"])
+    try:
+        return child_run._train(request)
+    except PhalanxError as error:
+        return describe_exception(error)

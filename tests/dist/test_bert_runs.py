@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+import phalanx
 from phalanx.config.load import build_config
 from phalanx.config.model_spec import build_model_spec
 from phalanx.config.resolve import resolve_autos
@@ -81,6 +82,8 @@ def test_what_was_pre_trained_is_transformers_bert(folder: Path) -> None:
     assert out.prediction_logits.shape[-1] == model.config.vocab_size
     assert model.config.architectures == ["BertForPreTraining"]
     assert not (folder / "pretrained" / "generation_config.json").exists()
+    loaded = sum(each.numel() for each in phalanx.Run(folder / "masked").load_model().parameters())
+    assert loaded == sum(each.numel() for each in model.parameters())
     (scores,) = [event["scores"] for event in events(folder / "masked", EventKind.EVALUATED)]
     assert set(scores) == {"accuracy", "next_accuracy"}
 

@@ -16,7 +16,7 @@ import torch
 
 from phalanx.checkpoint.memory.previous_state import InMemoryCheckpointReader
 from phalanx.checkpoint.memory.store import SharedMemoryStore
-from phalanx.cli import main
+from phalanx.cli import root
 from phalanx.comm.mesh import Mesh, join
 from phalanx.config import load, resolve
 from phalanx.core.errors import CheckpointError
@@ -415,7 +415,7 @@ def kill_the_agent(placement: Placement, folder: str, step: int, arguments: list
             sys.argv = ["phalanx", "train", "recipe.yaml", "--run-dir", str(paths.root), *arguments]
             code = 1
             try:
-                main.main()
+                root.main()
             except SystemExit as leaving:
                 code = int(leaving.code or 0)
             finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli import main
+from phalanx.cli import root
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.core.json_lines import read_last_line
@@ -87,7 +87,7 @@ def run_command(words: list[str]) -> None:
     """`phalanx`, with one scheduler more."""
     SCHEDULERS["toy"] = ToyScheduler()
     sys.argv = ["phalanx", *words]
-    main.main()
+    root.main()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from phalanx.models.llama import Llama, init_slice
 from phalanx.models.peft import Adapter
 from phalanx.models.user_model import build_on_meta, hf_name, shapes_of
 from phalanx.trainer import run_folder
-from phalanx.trainer.export import export_run
+from phalanx.trainer.export import export_run, load_trained_model
 from phalanx.workload import adapters
 from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks
@@ -179,6 +179,8 @@ def test_what_is_exported_is_what_was_trained(
     )
     assert export_run(paths, tmp_path / "merged", None, merge=True) == STEPS
     torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-11, atol=1e-11)
+    with torch.no_grad():
+        torch.testing.assert_close(load_trained_model(paths)(TOKENS), expected, rtol=1e-11, atol=1e-11)
     assert not torch.allclose(logits_of(base), expected, atol=1e-2)
     export_run(paths, tmp_path / "narrow", "bf16", merge=None)
     assert Weights(tmp_path / "narrow").dtype() == torch.bfloat16

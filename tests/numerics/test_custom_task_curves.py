@@ -19,7 +19,7 @@ from phalanx.models.counter_rng import CounterRNG
 from phalanx.parallel.init_weights import materialize
 from phalanx.tasks.task import Batch, Task
 from phalanx.trainer import run_folder, train_rank
-from phalanx.trainer.export import export_run
+from phalanx.trainer.export import export_run, load_trained_model
 from phalanx.trainer.loop import TrainingJob, TrainingLoop
 from phalanx.trainer.resolve import resolve_with_files
 from phalanx.workload.build import build_components
@@ -222,6 +222,8 @@ def learn(placement: Placement, run: str, text: str) -> float:
     made = task_class(width=16, depth=2)
     model = made.model()
     model.load_state_dict(load_file(Path(run) / "exported" / "model.safetensors"))
+    loaded = dict(load_trained_model(paths).named_parameters())
+    assert all(torch.equal(loaded[name].to(each.dtype), each) for name, each in model.named_parameters())
     held_out = made.held_out()
     batch = made.collate([held_out[number] for number in range(len(held_out))])
     with torch.no_grad():

@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from phalanx import __version__
-from phalanx.cli import help, main
+from phalanx.cli import help, root
 from phalanx.config import load
 from phalanx.config.schema import Config, iter_knobs
 from phalanx.core.errors import RunError
@@ -52,7 +52,7 @@ train: {steps: 3, global_batch: 3, micro_batch: 2, eval_sequences: 4, dtype: fp6
 # Runs each command line and says how it ended, what it printed, and which heavy packages it brought in.
 SCRIPT = """
 import contextlib, io, json, sys
-from phalanx.cli.main import main
+from phalanx.cli.root import main
 found = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["phalanx", *arguments]
@@ -141,6 +141,23 @@ def test_the_installed_script_is_the_same_command() -> None:
     assert done.stdout == phalanx("--version").stdout == f"phalanx {__version__}\n"
 
 
+def test_the_help_imports_no_command_and_says_what_their_docstrings_say() -> None:
+    script = (
+        "import contextlib, io, json, sys\nfrom phalanx.cli import root\nsys.argv = ['phalanx', '--help']\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n    root.main()\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    imported = json.loads(done.stdout)
+    ours = [name for name in imported if name.startswith("phalanx.")]
+    assert not set(imported) & {"torch", "numpy", "pydantic", "yaml", "fsspec"} and len(ours) < 20, ours
+    for name in root.COMMANDS:
+        command = root.load_command(name)
+        assert root.read_help(name) == (command.help or "").partition("\n\n")[0].partition("\f")[0], name
+        assert command.hidden == root.COMMANDS[name].hidden
+        assert command.hidden or command.rich_help_panel == root.COMMANDS[name].panel
+
+
 def test_no_arguments_show_the_help() -> None:
     done = phalanx()
     assert "Usage: phalanx" in done.stdout
@@ -187,7 +204,7 @@ def test_show_prints_a_recipe_that_means_the_same(here: Path) -> None:
 
 def test_help_is_by_task_and_fits_into_80_columns() -> None:
     """Options take one of a few placeholders, and flags none; nothing is folded within a word or cut."""
-    command = typer.main.get_command(main.app)
+    command = typer.main.get_command(root.app)
     help.unify_placeholders(command)
 
     def all_of(one: Any) -> Iterator[Any]:
@@ -315,7 +332,7 @@ def test_a_shrunk_run_starts_whatever_libraries_do(here: Path) -> None:
 
 INTERRUPTED = """
 import signal, sys
-from phalanx.cli.main import main
+from phalanx.cli.root import main
 from phalanx.data import workers
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not
 # As the terminal does in the midst of the work:
@@ -349,7 +366,7 @@ def test_what_may_not_be_read_is_a_sentence_and_no_fault_of_phalanx(
     monkeypatch.setattr("phalanx.cli.jobs._render_status", refused)
     monkeypatch.setattr(sys, "argv", ["phalanx", "status", str(tmp_path)])
     with pytest.raises(SystemExit) as left:
-        main.main()
+        root.main()
     assert left.value.code == ExitCode.FAILED
     said = capsys.readouterr().err
     assert said.startswith(f"error: {events} cannot be read or written (Permission denied); ")
@@ -388,15 +405,15 @@ def test_debug_anywhere_shows_where_an_error_comes_from(place: int, here: Path) 
     ],
 )
 def test_what_is_behind_a_script_is_its_own(before: list[str], behind: list[str], shows: bool) -> None:
-    ours, of_script = main._split_script_arguments([*before, "script.py", *behind])
+    ours, of_script = root._split_script_arguments([*before, "script.py", *behind])
     assert (ours, of_script) == ([*before, "script.py"], behind)
     assert ("--debug" in ours) is shows
 
 
 def test_every_option_of_run_that_has_a_value_is_known() -> None:
-    command = typer.main.get_command(main.app).commands["run"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(root.app).commands["run"]  # type: ignore[attr-defined]
     options = [name for each in command.params if not getattr(each, "is_flag", True) for name in each.opts]
-    assert sorted(options) == sorted(main.RUN_OPTIONS)
+    assert sorted(options) == sorted(root.RUN_OPTIONS)
 
 
 def test_a_script_gets_a_flag_that_is_called_as_one_of_ours(here: Path) -> None:

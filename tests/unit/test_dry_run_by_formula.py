@@ -162,7 +162,7 @@ def test_an_estimate_says_that_it_is_one(tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
-from phalanx.cli.main import main
+from phalanx.cli.root import main
 try:
     main()
 finally:

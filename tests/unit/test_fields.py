@@ -561,9 +561,8 @@ def with_few_files(placement: Placement) -> list[Any]:
 
 def away(placement: Placement) -> list[str]:
     """Runs at a URL of a store that does not answer."""
-    from phalanx.cli import main
     from phalanx.core.errors import StorageError
-    from phalanx.launch import run
+    from phalanx.launch import child_run, run
     from tests.stores import register
 
     register().dead = True
@@ -573,7 +572,7 @@ def away(placement: Placement) -> list[str]:
         for seconds in (0.2, 0.4):
             config = configured({"resilience.storage_timeout_s": seconds}, Path(folder))
             try:
-                run.train(config, main._run_paths(f"faulty://{folder}/run", config), 1, {})
+                run.train(config, child_run.prepare_run_folder(config, f"faulty://{folder}/run"), 1, {})
             except StorageError as error:
                 said.append(str(error))
     return said

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from phalanx.cli.main import app
+from phalanx.cli.root import app
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.data.masking import MaskingOptions, PremaskedRows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from phalanx.cli.main import app
+from phalanx.cli.root import app
 from phalanx.config import load
 from phalanx.config.validation import find_problems_for_world
 from phalanx.core.errors import ConfigError

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.api.shard import check_device, check_model, find_units, resolve_units
+from phalanx.api.model_checks import check_device, check_model, find_units, resolve_units
 from phalanx.core.errors import ConfigError
 from phalanx.models.model import Model
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from phalanx.cli import main
+from phalanx.cli import root
 from phalanx.compat import run as script_run
 from phalanx.config.operations import SlurmSection
 from phalanx.core.errors import ConfigError, RunError
@@ -306,7 +306,7 @@ def test_a_script_as_one_task_on_each_node_is_that_nodes_agent(tmp_path: Path, m
     for name, value in step.items():
         monkeypatch.setenv(name, value)
     words = ["run", "--spares", "1", "--run-dir", str(tmp_path / "run"), str(tmp_path / "script.py"), "--spares"]
-    done = CliRunner().invoke(main.app, words, obj=step)
+    done = CliRunner().invoke(root.app, words, obj=step)
     assert done.exit_code == 0, done.output
     ((script, meeting),) = met
     assert (meeting.nodes, meeting.spares, meeting.node, script.min_nodes) == (2, 1, 2, 2)

@@ -1,8 +1,6 @@
 """A model of one's own: what is wrong with its file is one sentence, and the run keeps what it was trained with."""
 
 import runpy
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from phalanx.config import load
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import RunPaths
 from phalanx.generate.text import Sampling, load_generator
+from phalanx.launch import child_run
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import parameter_count, parameter_shapes
 from phalanx.models.hf_config import BASE_KEY, config_from_spec, spec_from_config
@@ -152,16 +151,9 @@ def test_a_run_keeps_the_file_and_goes_on_with_no_other(tmp_path: Path) -> None:
         run_folder.check_run_code(paths, config, resuming=True)
 
 
-def forked(words: list[str], check: bool) -> None:
-    """What the example starts as a process of its own, forked from one that has imported torch."""
-    assert words[:3] == [sys.executable, "-m", "phalanx"] and check
-    code, _, err = command.phalanx(ROOT, *words[3:])
-    assert code == 0, err
-
-
 def test_the_example_trains_goes_on_exports_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(subprocess, "run", forked)
+    monkeypatch.setattr(child_run, "train_in_child", command.train_in_warm_child)
     example = runpy.run_path(str(EXAMPLE))
     assert example["main"](tmp_path / "own") < 1e-5
     kept = tmp_path / "own" / "run" / "model.py"

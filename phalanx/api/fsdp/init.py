@@ -1,10 +1,4 @@
-"""`phalanx.init` and `phalanx.transform`: sharding and tensor parallelism for a script of one's own, in two lines.
-
-    phalanx.init({"tensor": 2, "shard_degree": 4})
-    model = phalanx.transform(model)
-
-Then `FSDP(model)` or `fully_shard(model)`, as without: they shard over the ranks that see different data.
-"""
+"""`phalanx.init` and `phalanx.transform`: hybrid sharding and tensor parallelism for an FSDP script, in two lines."""
 
 import difflib
 import json
@@ -28,15 +22,23 @@ KEYS = {"tensor": 1, "shard_degree": None}
 
 
 def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
-    """Divide the ranks of this script, and let FSDP know.
+    """Set the tensor-parallel and sharding degrees of a script whose model is then wrapped in FSDP or FSDP2.
 
-    `config`, or the JSON file that it names, may have two keys. `tensor`: neighbouring ranks that hold slices of the
-    same tensors, once `phalanx.transform` was called. `shard_degree`: ranks over which FSDP shards one copy of the
-    model, the others holding further copies; None shards over all, 1 over none. Without `config` nothing is divided,
-    and FSDP shards as the script says.
+    Call it on all ranks, before the model is wrapped. It initializes the default process group, if there is none, with
+    the ranks that torchrun, Slurm or `phalanx run` started.
 
-    Makes the default process group where there is none yet, of the ranks that torchrun, Slurm or `phalanx run` has
-    started. To be called on all ranks, before the model is wrapped. Raises ConfigError for what cannot be.
+    Args:
+        config: A mapping, or the path of a JSON file, with at most two keys. `tensor`: how many neighboring ranks
+            hold slices of the same tensors, once `phalanx.transform` is called; default 1. `shard_degree`: how
+            many ranks FSDP shards one copy of the model over, the others holding further copies; default None, over
+            all; 1 over none. None: FSDP shards as the script says.
+
+    Raises:
+        errors.ConfigError: a key is unknown, the degrees do not divide the ranks, or they were set differently before.
+
+    Examples:
+        >>> phalanx.init({"tensor": 1, "shard_degree": 1})
+        >>> model = phalanx.transform(torch.nn.Linear(3, 1))  # then FSDP(model) or fully_shard(model)
     """
     settings = _read(config)
     world = sessions.world_size()
@@ -90,11 +92,26 @@ def transform(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Divide a model's tensors over the ranks that `phalanx.init` has set aside for it; gives the same model back.
+    """Split a model's tensors over the tensor-parallel ranks of `phalanx.init`. Collective.
 
-    Without such ranks the model stays as it is. `load_state_dict_from_rank0`: rank 0 alone has weights worth keeping;
-    they are sent where tensors are divided, and else FSDP must have `sync_module_states=True`. Raises ConfigError
-    before `phalanx.init`, and for a model that cannot be divided. Collective.
+    Args:
+        model: A model of transformers, whose layers are split in place. With `tensor` 1 any module, left as it is.
+        load_state_dict_from_rank0: Whether rank 0 alone has the weights to keep. They are sent to the ranks that split
+            tensors; without tensor parallelism give FSDP `sync_module_states=True`.
+        device: Where the parameters are moved to. Default: they stay.
+        dtype: The type of the parameters. Default: as it is.
+
+    Returns:
+        The same model.
+
+    Raises:
+        errors.ConfigError: called before `phalanx.init`, or for a model that cannot be split.
+
+    Examples:
+        >>> phalanx.init({"tensor": 1, "shard_degree": 1})
+        >>> model = phalanx.transform(torch.nn.Linear(3, 1), dtype=torch.float64)
+        >>> model.weight.dtype
+        torch.float64
     """
     session = sessions.current_session()
     if session is None:

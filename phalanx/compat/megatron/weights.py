@@ -18,6 +18,8 @@ from torch import Tensor
 from phalanx.compat.megatron.args import GROUPS, MegatronOverrides, MegatronTensorFacts, build_spec
 from phalanx.compat.megatron.files import rank_files, read_file
 from phalanx.core.errors import ConfigError
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.models.hf_export import export
 from phalanx.models.hf_weights import DTYPES
 
 # A part of a stage -> what it is called by Megatron-core, and by what came before it.
@@ -292,3 +294,84 @@ def _check_grid(args: dict[str, Any], ranks: int, stages: int, where: str) -> No
                 f"{where} was saved with {name} {args[name]!r}, but {found} lie beside it; fetch all mp_rank folders "
                 "of the checkpoint."
             )
+
+
+def import_megatron(
+    source: Path | str,
+    target: Path | str,
+    *,
+    tokenizer: Path | str | None = None,
+    dtype: str | None = None,
+    max_shard_gb: float = 5.0,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    seq_len: int | None = None,
+    vocab_size: int | None = None,
+    norm_eps: float | None = None,
+    rope_theta: float | None = None,
+    rope_scaling_factor: float | None = None,
+    qkv: str | None = None,
+) -> MegatronCheckpoint:
+    """Convert the weights of a Megatron-LM or Megatron-LLaMA checkpoint to a Hugging Face folder.
+
+    Tensor and pipeline ranks are merged, whatever their number; neither Megatron nor a GPU is needed. `model.from_hf`
+    of a recipe, and transformers, load the folder.
+
+    Args:
+        source: The folder with latest_checkpointed_iteration.txt, or one of its iterations.
+        target: The folder to write, which must not exist or be empty.
+        tokenizer: A folder with tokenizer files, which are copied.
+        dtype: Type of the written weights: "bfloat16", "float16", "float32" or "float64". Default: as stored.
+        max_shard_gb: Largest size of a file of weights, in 10^9 bytes.
+        heads: Number of attention heads. This and all that follow replace what the checkpoint's arguments say, or lack.
+        kv_heads: Number of heads of keys and values. Default: `heads`.
+        head_dim: Width of a head. Default: the model's width divided by `heads`.
+        seq_len: The longest sequence, in tokens.
+        vocab_size: Size of the vocabulary without padding. Default: that of `tokenizer`.
+        norm_eps: Epsilon of the norms.
+        rope_theta: Base of the rotary embedding.
+        rope_scaling_factor: Factor of the rotary scaling of Llama 3.1.
+        qkv: Layout of queries, keys and values: "groups" as in Megatron-LM, or "blocks" as in Megatron-LLaMA.
+
+    Returns:
+        The checkpoint that was read: its `spec` is the model's shape, `iteration` the number of its step, and
+        `stale` says whether its weights lag the optimizer by a step, as Megatron-LLaMA's overlapped optimizer has it.
+
+    Raises:
+        errors.ConfigError: a file or an argument is missing, damaged or does not fit; or `target` is not empty.
+
+    Examples:
+        >>> try:
+        ...     phalanx.import_megatron("no-such-folder", "out")
+        ... except phalanx.errors.ConfigError as error:
+        ...     print("refused")
+        refused
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    folder = Path(tokenizer) if tokenizer is not None else None
+    opened = load_tokenizer(folder) if folder is not None else None
+    overrides = MegatronOverrides(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        norm_eps=norm_eps,
+        rope_theta=rope_theta,
+        rope_scaling_factor=rope_scaling_factor,
+        qkv=qkv,
+        tokenizer_size=opened.vocab_size if opened is not None else None,
+    )
+    checkpoint = MegatronCheckpoint(Path(source), overrides)
+    export(
+        Path(target),
+        checkpoint.spec,
+        checkpoint.tensor,
+        DTYPES[dtype] if dtype is not None else checkpoint.dtype,
+        max_shard_bytes=int(max_shard_gb * 1e9),
+        tokenizer_folder=folder,
+        eos_id=opened.eos_id if opened is not None else None,
+    )
+    return checkpoint
