@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from phalanx.checkpoint.disk.load import find_missing, full_window
 from phalanx.core.errors import CheckpointError
 from phalanx.core.placement import InMemoryCheckpoint, StateFileLocation
 from phalanx.optim.quantized import QuantizedShard
+from phalanx.optim.state import Slot
 from phalanx.recovery.replica_client import RemoteStateFile, ReplicaClient
 from phalanx.recovery.state_file import StateFile
 
@@ -46,6 +47,14 @@ def read_tensor(file: AnyStateFile, slot: int, at: int, dtype: str, shape: list[
         return torch.frombuffer(file.map, dtype=DTYPES[dtype], count=count, offset=offset).view(shape)
     data = file.read_bytes(offset, count * DTYPES[dtype].itemsize)
     return torch.frombuffer(data, dtype=DTYPES[dtype], count=count).view(shape)
+
+
+def map_slot(file: StateFile, slot: int, tensors: Iterable[Sequence[Any]]) -> Slot:
+    """The tensors of a slot, of which an index says `tensors`."""
+    found: Slot = {}
+    for key, kind, dtype, shape, at in tensors:
+        found.setdefault(key, {})[kind] = read_tensor(file, slot, at, dtype, shape)
+    return found
 
 
 class InMemoryCheckpointReader:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint.disk.files import DTYPES
-from phalanx.checkpoint.memory.previous_state import read_tensor
+from phalanx.checkpoint.memory.previous_state import map_slot
 from phalanx.optim.state import Slot
 from phalanx.optim.update import AdamW, StepUpdate
 from phalanx.recovery.state_file import ALIGNED, StateFile, round_up
@@ -110,7 +110,7 @@ class GradientReplayer:
     def apply_update(self, file: StateFile, old: int, message: Mapping[str, Any]) -> None:
         """Update slot `old` of a replica into the other one."""
         if self._slots is None:
-            self._slots = self._slot(file, 0), self._slot(file, 1)
+            self._slots = map_slot(file, 0, self._tensors), map_slot(file, 1, self._tensors)
         source, target = self._slots[old], self._slots[1 - old]
         some = next(iter(source.values()), None)
         if some is None:  # a rank may hold nothing
@@ -126,12 +126,6 @@ class GradientReplayer:
         grads = {key: grad for key, grad in self._views.items() if key not in without}
         with torch.no_grad():
             self._rule.apply(source, target, grads, change)
-
-    def _slot(self, file: StateFile, number: int) -> Slot:
-        views: Slot = {}
-        for key, kind, dtype, shape, at in self._tensors:
-            views.setdefault(key, {})[kind] = read_tensor(file, number, at, dtype, shape)
-        return views
 
 
 def make_replayer(form: Mapping[str, Any]) -> GradientReplayer | None:
