@@ -10,8 +10,15 @@ from phalanx.optim.quantized import QuantizedShard
 # An allocator gives zero-filled buffers for state: (parameter name, kind, elements, dtype, device) -> flat tensor.
 Allocator = Callable[[str, str, int, torch.dtype, torch.device], torch.Tensor]
 
+ROW_KIND = "row_"  # what the name of a kind of state begins with of which there is one number for each row
+
 State = dict[str, torch.Tensor]  # what is kept of one shard: "param", and what the rule made
 Slot = dict[str, State]  # by a name of the shard
+
+
+def state_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
+    """The shape of a kind of state of a parameter of `shape`: the same, or one number for each row."""
+    return (*shape[:-1], 1) if kind.startswith(ROW_KIND) else shape
 
 
 @dataclass
@@ -28,14 +35,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A shard of one kind of state, as checkpoints keep it: elements [start, stop) of the flattened parameter.
+    """A shard of one kind of state, as checkpoints keep it: elements [start, stop) of the flattened parameter, or rows.
 
     With a `window` [first, last) they are elements of these columns alone, flattened: a part of a matrix that is cut by
     its last dim. `values` is a 1-D tensor on any device, or a coded one that is decoded whenever `tensor` is asked for.
     """
 
     name: str
-    kind: str  # "param" for the master weights, otherwise a state of the same shape such as "exp_avg"
+    kind: str  # "param" for the master weights, otherwise a state such as "exp_avg", of `state_shape`
     start: int
     stop: int
     values: torch.Tensor | QuantizedShard

@@ -32,14 +32,9 @@ class TorchRule:
     initial: Mapping[str, float]
 
     def make_state(
-        self,
-        name: str,
-        shape: Sequence[int],
-        elements: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, name: str, shape: Sequence[int], elements: int, dtype: torch.dtype, device: torch.device,
         allocate: Allocator,
-    ) -> State:
+    ) -> State:  # fmt: skip
         state = {kind: allocate(name, kind, elements, dtype, device) for kind in self.state_kinds}
         for kind, value in self.initial.items():
             state[kind].fill_(value)
@@ -51,13 +46,7 @@ class TorchRule:
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         return len(self.state_kinds) * itemsize * torch.Size(shape).numel()
 
-    def apply(
-        self,
-        source: Slot,
-        target: Slot,
-        grads: dict[str, torch.Tensor],
-        change: StepUpdate,
-    ) -> None:
+    def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
         if target is not source:
             for name in source.keys() - grads.keys():
                 for kind, tensor in source[name].items():

@@ -239,6 +239,19 @@ def test_pieces_that_leave_a_gap_are_an_error_that_surfaces(tmp_path: Path) -> N
     assert list_steps(tmp_path) == [2]
 
 
+def test_rows_that_nobody_saved_are_a_gap_too(tmp_path: Path) -> None:
+    saver = CheckpointSaver(tmp_path, 0, SingleRankGroup(), 1, lambda kind, details: None)
+    weight = StatePiece("weight", "param", 0, 12, torch.zeros(12))
+    saver.save(
+        {"step": 1},
+        {"weight": ((4, 3), "float32")},
+        [weight, StatePiece("weight", "row_square", 0, 3, torch.zeros(3))],
+        1,
+    )
+    with pytest.raises(ValueError, match=r"\[3, 4\) of row_square of parameter weight"):
+        saver.wait()
+
+
 def test_an_error_of_the_group_surfaces_at_the_next_save(tmp_path: Path) -> None:
     class Broken(SingleRankGroup):
         def broadcast_object(self, obj: Any) -> Any:

@@ -6,6 +6,7 @@ reads what this file writes.
 """
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -13,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
-
-import torch
 
 from phalanx.checkpoint.disk.load import (
     FORMAT,
@@ -40,7 +39,7 @@ from phalanx.checkpoint.disk.snapshot import HostBuffer, SnapshotFile, StoredPie
 from phalanx.core.errors import CutOff, PhalanxError, RunError
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import Url
-from phalanx.optim.state import StatePiece
+from phalanx.optim.state import StatePiece, state_shape
 
 
 @dataclass(frozen=True)
@@ -302,17 +301,18 @@ def describe_save_error(error: Exception, path: Path | Url) -> str:
 def build_manifest(job: SaveJob, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The manifest of a checkpoint, checksum included. Raises ValueError where the pieces of all ranks leave a gap."""
     spans: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
-    sizes = {name: torch.Size(shape).numel() for name, (shape, _dtype) in job.parameters.items()}
+    shapes = {name: shape for name, (shape, _dtype) in job.parameters.items()}
     windowed = False
     for entry in files.values():
         for name, kind, start, stop, _dtype, *window in entry["pieces"]:
-            if name not in sizes:
+            if name not in shapes:
                 raise ValueError(f"pieces of {name} were saved, but it is not among the parameters")
-            first, last = window[0] if window else full_window(job.parameters[name][0])
+            first, last = window[0] if window else full_window(shapes[name], kind)
             spans[name, kind].append((start, stop, (first, last)))
             windowed = windowed or bool(window)
-    for name, kind in [*spans, *((name, "param") for name in sizes)]:
-        missing = find_missing(spans[name, kind], 0, sizes[name], full_window(job.parameters[name][0]))
+    for name, kind in [*spans, *((name, "param") for name in shapes)]:
+        size = math.prod(state_shape(shapes[name], kind))
+        missing = find_missing(spans[name, kind], 0, size, full_window(shapes[name], kind))
         if missing is not None:
             (first, last), _ = missing
             raise ValueError(f"no rank saved elements [{first}, {last}) of {kind} of parameter {name}")

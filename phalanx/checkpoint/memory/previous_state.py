@@ -103,7 +103,7 @@ class InMemoryCheckpointReader:
     def _pieces(self) -> dict[tuple[str, str], list[PieceSpan]]:
         found: defaultdict[tuple[str, str], list[PieceSpan]] = defaultdict(list)
         for named, (_, _, row) in self._values.items():
-            whole = full_window(self._shapes.get(row["name"], ()))
+            whole = full_window(self._shapes.get(row["name"], ()), row["kind"])
             first, last = row.get("window", whole)
             found[row["name"], row["kind"]].append((row["start"], row["stop"], (first, last), named))
         return found
@@ -113,7 +113,7 @@ class InMemoryCheckpointReader:
     ) -> None:
         """As `Checkpoint.read_into`. Raises CheckpointError where no piece covers the range."""
         pieces = self._pieces.get((name, kind), [])
-        asked = full_window(self._shapes.get(name, ())) if window is None else window
+        asked = full_window(self._shapes.get(name, ()), kind) if window is None else window
         if find_missing([(low, high, w) for low, high, w, _ in pieces], start, stop, asked) is not None:
             raise CheckpointError(
                 f"the state files of step {self._checkpoint.step} do not hold all of {kind} of parameter {name}, so "
