@@ -35,6 +35,11 @@ def list_state_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []
 
 
+def list_with_replicas(folder: Path) -> list[Path]:
+    """The same, and in its folder of replicas."""
+    return [*list_state_files(folder), *list_state_files(folder / REPLICAS)]
+
+
 def read_state_files(folder: Path, run: bytes) -> list[StateFileMetadata]:
     """The whole state files of a run in a folder."""
     found = (read_metadata(path) for path in list_state_files(folder))
@@ -45,7 +50,7 @@ def find_damage(folder: Path) -> list[str]:
     """A sentence for each state file of a folder, replicas too, whose first page has been damaged or is of another
     release. One that nobody has finished making is neither."""
     found = []
-    for path in (*list_state_files(folder), *list_state_files(folder / REPLICAS)):
+    for path in list_with_replicas(folder):
         try:
             descriptor = open_descriptor(path, os.O_RDONLY)
             try:
@@ -164,7 +169,7 @@ def move_state_files(source: Path, target: Path) -> int:
     """Move the state files of a folder, replicas too, to another one in shared memory; returns how many. What is there
     already stays."""
     count = 0
-    for path in [*list_state_files(source), *list_state_files(source / REPLICAS)]:
+    for path in list_with_replicas(source):
         there = target / path.relative_to(source)
         if not there.exists():
             there.parent.mkdir(mode=0o700, exist_ok=True)
@@ -175,6 +180,6 @@ def move_state_files(source: Path, target: Path) -> int:
 
 def remove_unused_files(folder: Path, used: Collection[str]) -> None:
     """Remove what lies in a folder, replicas too, but for some paths."""
-    for path in [*list_state_files(folder), *list_state_files(folder / REPLICAS)]:
+    for path in list_with_replicas(folder):
         if str(path) not in used:
             path.unlink(missing_ok=True)

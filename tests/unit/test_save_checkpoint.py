@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from phalanx.checkpoint.disk.folders import write_file
 from phalanx.checkpoint.disk.load import (
     MANIFEST,
     Checkpoint,
@@ -29,7 +30,6 @@ from phalanx.checkpoint.disk.load import (
     open_and_verify,
     step_folder,
 )
-from phalanx.checkpoint.disk.local import write_file
 from phalanx.checkpoint.disk.save import CheckpointSaver, StatePiece
 from phalanx.checkpoint.disk.snapshot import HostBuffer, SnapshotFile
 from tests.unit.checkpoints import (

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.disk.assemble import PieceSpan, assemble
-from phalanx.checkpoint.disk.files import DTYPES
+from phalanx.checkpoint.disk.files import DTYPES, PieceSpan, assemble
 from phalanx.checkpoint.disk.load import find_missing, full_window
 from phalanx.core.errors import CheckpointError
 from phalanx.core.placement import InMemoryCheckpoint, StateFileLocation
@@ -114,7 +113,7 @@ class InMemoryCheckpointReader:
         """As `Checkpoint.read_into`. Raises CheckpointError where no piece covers the range."""
         pieces = self._pieces.get((name, kind), [])
         asked = full_window(self._shapes.get(name, ()), kind) if window is None else window
-        if find_missing([(low, high, w) for low, high, w, _ in pieces], start, stop, asked) is not None:
+        if find_missing(pieces, start, stop, asked) is not None:
             raise CheckpointError(
                 f"the state files of step {self._checkpoint.step} do not hold all of {kind} of parameter {name}, so "
                 "they do not fit this model; resume with the configuration that wrote them"

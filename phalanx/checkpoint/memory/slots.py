@@ -181,8 +181,7 @@ class StateFolder:
 
     def _list_previous(self, file: StateFile) -> list[Path]:
         """State files that attempts before have made, and that are not gone on with as `file` is."""
-        there = (self.path, self.path / inventory.REPLICAS)
-        facts = ((path, state_file.read_metadata(path)) for each in there for path in inventory.list_state_files(each))
+        facts = ((path, state_file.read_metadata(path)) for path in inventory.list_with_replicas(self.path))
         return [path for path, each in facts if each is None or each.generation != file.metadata.generation]
 
     def remove_previous(self, file: StateFile, hosted: Collection[int]) -> None:

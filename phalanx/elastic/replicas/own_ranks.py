@@ -21,6 +21,7 @@ from phalanx.core.placement import HostPort
 from phalanx.elastic.membership.channel import connect_and_greet
 from phalanx.elastic.membership.store_relay import CALL_S
 from phalanx.recovery import state_file
+from phalanx.recovery.catalog import unframe_record
 from phalanx.recovery.replica_client import Message, RemoteStateFile, receive_frame, receive_into, send_frame
 from phalanx.recovery.state_file import StateFile, StateFileMetadata, StateFileOwner
 
@@ -280,7 +281,7 @@ class RankRequests:
         slot = facts.steps.get(step)
         if slot is None:
             raise CheckpointError(f"{facts.path} does not hold step {step} any more")
-        header = state_file.unframe_header(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES])
+        header = unframe_record(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES]) or b""
         if told is not None and self._gradients is not None:
             send_frame(self._partner, {"replay": told, "header": header.decode()})
             self._partner.sendall(self._gradients)
