@@ -31,8 +31,7 @@ from phalanx.layout.mesh_axes import ALONE, MeshAxes
 from phalanx.layout.tensor_shards import TensorShard, count_copies, whole_shapes
 from phalanx.models.model import Model
 from phalanx.optim.make_rule import make_named_rule
-from phalanx.optim.state import Shard
-from phalanx.optim.update import UpdateRule
+from phalanx.optim.update import Shard, UpdateRule
 from phalanx.parallel.hf_transform import find_tensor_axis, find_tensor_shards
 from phalanx.parallel.model_part import fill_by_rows
 from phalanx.system import accelerator

@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 
 from phalanx.optim.quantized import QuantizedShard, split_row, zero_code
-from phalanx.optim.state import Allocator, Slot, State
-from phalanx.optim.update import MOMENTS, AdamW, StepUpdate, copy_slot
+from phalanx.optim.update import MOMENTS, AdamW, Allocator, Slot, State, StepUpdate, copy_slot
 
 MIN_ELEMENTS = 4096  # of a whole parameter; in smaller ones, and in vectors, moments stay as they are
 

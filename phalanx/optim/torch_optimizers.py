@@ -13,8 +13,7 @@ import torch
 
 from phalanx.config.optimizers import BETAS, OPTIMIZERS
 from phalanx.core.errors import ConfigError
-from phalanx.optim.state import Allocator, Slot, State
-from phalanx.optim.update import StepUpdate
+from phalanx.optim.update import Allocator, Slot, State, StepUpdate
 
 CHUNK_ELEMENTS = 2**24  # updated at a time: the new state lies beside the old one until it is known whether it counts
 SCALARS = frozenset(["step", "mu_product", "eta", "mu"])

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from phalanx.core.errors import CheckpointError, RunError
-from phalanx.core.placement import InMemoryCheckpoint, StateFileLocation
-from phalanx.recovery.catalog import HEADER_ONLY, StateFileInfo, choose_restore_point
+from phalanx.recovery.catalog import HEADER_ONLY, StateFileInfo
 from phalanx.recovery.state_file import (
     EMPTY_INDEX,
     UNFINISHED,
@@ -69,19 +68,6 @@ def find_damage(folder: Path) -> list[str]:
 def describe_skipped_file(path: Path | str, problem: str) -> str:
     """What is said of a state file that is damaged."""
     return f"the state file {path} {problem}: it was damaged in memory, so what else is kept is gone on from"
-
-
-def find_newest_checkpoint(found: Iterable[StateFileMetadata]) -> InMemoryCheckpoint | None:
-    """The newest step that is whole in state files of this node (`phalanx.recovery.catalog.choose_restore_point`)."""
-    facts = list(found)
-    choice = choose_restore_point({0: [make_file_info(each) for each in facts]})
-    if choice is None:
-        return None
-    paths = {each.rank: each for each in facts if (each.generation, each.way) == (choice.generation, choice.way)}
-    return InMemoryCheckpoint(
-        choice.step,
-        tuple(StateFileLocation(rank, str(paths[rank].path), paths[rank].layout.hex()) for rank in choice.files),
-    )
 
 
 def make_file_info(facts: StateFileMetadata, replica: bool = False) -> StateFileInfo:
@@ -144,12 +130,6 @@ def has_no_writers(folder: Path) -> bool:
     except RunError:
         return False
     return True
-
-
-def find_committed_step(folder: Path, run: bytes) -> int:
-    """The newest step that all ranks of a run hold there; 0: none."""
-    kept = find_newest_checkpoint(read_state_files(folder, run))
-    return max(0, kept.step) if kept is not None else 0
 
 
 def remove_rolled_back(folder: Path, run: bytes, rolled_back: Iterable[int]) -> list[Path]:

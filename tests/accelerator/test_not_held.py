@@ -8,7 +8,7 @@ import torch
 from phalanx.checkpoint.disk.snapshot import HostBuffer
 from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.core.placement import Placement
-from phalanx.optim.state import StatePiece
+from phalanx.optim.update import StatePiece
 from phalanx.parallel.offload import MIN_BYTES, ActivationOffloader
 from phalanx.system import accelerator
 from phalanx.tasks.task import Batch

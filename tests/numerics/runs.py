@@ -28,7 +28,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.data.token_files import TokenWriter
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.models.counter_rng import CounterRNG
-from phalanx.optim.state import state_shape
+from phalanx.optim.update import state_shape
 from phalanx.tasks.language import IGNORE_INDEX
 from phalanx.tasks.task import Batch, SampleLike, Task
 from phalanx.trainer import train_rank

@@ -12,8 +12,7 @@ import torch
 from phalanx.config.optimizers import ADAM, OPTIMIZERS, OptimizerInfo
 from phalanx.core.placement import Placement
 from phalanx.optim.make_rule import OWN_RULES
-from phalanx.optim.state import Allocator, Slot, State
-from phalanx.optim.update import AdamW, StepUpdate, copy_slot
+from phalanx.optim.update import AdamW, Allocator, Slot, State, StepUpdate, copy_slot
 from tests.dist.test_in_memory_checkpoints import begin, resumed, shared, train_and_die  # noqa: F401
 from tests.helpers import run_ranks
 from tests.numerics import runs

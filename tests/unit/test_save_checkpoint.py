@@ -382,7 +382,7 @@ import torch
 torch.set_num_threads(1)
 from phalanx.checkpoint.disk.load import SingleRankGroup, list_steps
 from phalanx.checkpoint.disk.save import CheckpointSaver
-from phalanx.optim.state import StatePiece
+from phalanx.optim.update import StatePiece
 
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 size = 6 << 20

@@ -14,9 +14,8 @@ from phalanx.config.resolve import resolve_autos
 from phalanx.config.schema import OptimSection
 from phalanx.core.errors import ConfigError
 from phalanx.optim.make_rule import make_rule
-from phalanx.optim.state import Slot
 from phalanx.optim.torch_optimizers import TorchRule
-from phalanx.optim.update import StepUpdate, allocate_zeros
+from phalanx.optim.update import Slot, StepUpdate, allocate_zeros
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (6, 7), "norm": (5,)}

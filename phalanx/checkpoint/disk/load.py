@@ -36,7 +36,7 @@ from phalanx.core import format_versions
 from phalanx.core.errors import CheckpointError, StorageError
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import MANIFEST, Url
-from phalanx.optim.state import state_shape
+from phalanx.optim.update import state_shape
 from phalanx.storage import files as storage
 
 FORMAT = "phalanx-pieces"

@@ -38,7 +38,7 @@ from phalanx.checkpoint.disk.snapshot import HostBuffer, SnapshotFile, StoredPie
 from phalanx.core.errors import CutOff, PhalanxError, RunError
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import Url
-from phalanx.optim.state import StatePiece, state_shape
+from phalanx.optim.update import StatePiece, state_shape
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from phalanx.checkpoint.disk.load import find_missing, full_window
 from phalanx.core.errors import CheckpointError
 from phalanx.core.placement import InMemoryCheckpoint, StateFileLocation
 from phalanx.optim.quantized import QuantizedShard
-from phalanx.optim.state import Slot
+from phalanx.optim.update import Slot
 from phalanx.recovery.replica_client import RemoteStateFile, ReplicaClient
 from phalanx.recovery.state_file import StateFile
 

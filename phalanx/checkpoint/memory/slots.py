@@ -17,7 +17,7 @@ from phalanx.core.errors import ConfigError, DamagedState
 from phalanx.core.placement import InMemoryCheckpoint, StateFileLocation
 from phalanx.core.records import EventKind
 from phalanx.optim.quantized import QuantizedShard
-from phalanx.optim.state import Slot, StatePiece
+from phalanx.optim.update import Slot, StatePiece
 from phalanx.recovery import inventory, state_file
 from phalanx.recovery.catalog import SLOTS
 from phalanx.recovery.inventory import describe_skipped_file

@@ -21,8 +21,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.core.placement import InMemoryCheckpoint
 from phalanx.core.records import EventKind
 from phalanx.engine.interface import StepOutcome
-from phalanx.optim.state import Slot, StatePiece
-from phalanx.optim.update import StepUpdate
+from phalanx.optim.update import Slot, StatePiece, StepUpdate
 from phalanx.recovery.replica_client import ReplicaClient
 from phalanx.recovery.state_file import StateFile
 from phalanx.system import accelerator
