@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import CheckpointError, CollectiveError
+from phalanx.core.json_lines import parse_object
 from phalanx.core.placement import HostPort
 from phalanx.recovery.state_file import PAGE, StateFileReader, parse_metadata
 
@@ -32,11 +33,8 @@ def receive_frame(connection: socket.socket) -> Message:
     length = int.from_bytes(receive_into(connection, memoryview(bytearray(4))), "little")
     if length > FRAME_BYTES:
         raise ConnectionError("it sent a frame that is too long")
-    try:
-        message = json.loads(receive_into(connection, memoryview(bytearray(length))).tobytes())
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict):
+    message = parse_object(receive_into(connection, memoryview(bytearray(length))).tobytes())
+    if message is None:
         raise ConnectionError("it sent what is no frame")
     return message
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from phalanx.core import format_versions
 from phalanx.core.errors import CheckpointError
+from phalanx.core.json_lines import parse_object
 from phalanx.recovery.catalog import (
     VOID_WORD,
     checksum,
@@ -144,7 +145,7 @@ class StateFileReader(Protocol):
 
     def index(self) -> dict[str, Any]:
         """What lies where in a slot. Raises CheckpointError where it is not that of the file's layout."""
-        index = _object(self.read_bytes(INDEX, self.metadata.index_bytes))
+        index = parse_object(bytes(self.read_bytes(INDEX, self.metadata.index_bytes)))
         if index is None or digest_json(index) != self.metadata.layout:
             raise _refuse(self.metadata.path, "has an index that does not match its digest")
         return index
@@ -155,7 +156,7 @@ class StateFileReader(Protocol):
 
     def header(self, slot: int) -> dict[str, Any]:
         """The same, read. Raises CheckpointError where it is none."""
-        header = _object(self.raw_header(slot))
+        header = parse_object(self.raw_header(slot))
         if header is None:
             raise _refuse(self.metadata.path, "has a header that does not match its checksum")
         return header
@@ -266,14 +267,6 @@ def _step(word: int, slot: int) -> int:
     """What a slot's word says; one that has been damaged says that the slot holds nothing."""
     step = None if word == VOID_WORD else decode_word(word, slot)
     return VOID if step is None else step
-
-
-def _object(raw: bytes | memoryview) -> dict[str, Any] | None:
-    try:
-        found = json.loads(bytes(raw))
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def create_state_file(

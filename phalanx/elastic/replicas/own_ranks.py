@@ -13,8 +13,9 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from phalanx.core.errors import CheckpointError
 from phalanx.core.placement import HostPort
@@ -123,8 +124,13 @@ def _heed(there: socket.socket) -> None:
 
 def fetch_for(fetches: StateFileFetcher, message: Message) -> StateFileFetch:
     """The copy that a message speaks of."""
-    host, port = message["of"]
-    return fetches.fetch(str(message["fetch"]), (str(host), int(port)), int(message["step"]), int(message["slots"]))
+    address = _address(message["of"])
+    return fetches.fetch(str(message["fetch"]), address, int(message["step"]), int(message["slots"]))
+
+
+def _address(said: Sequence[Any]) -> HostPort:
+    host, port = said
+    return str(host), int(port)
 
 
 class RankRequests:
@@ -182,8 +188,7 @@ class RankRequests:
 
     def _reader(self, message: Message) -> socket.socket:
         """The connection with the node that a message speaks of."""
-        host, port = message["of"]
-        address = (str(host), int(port))
+        address = _address(message["of"])
         if address not in self._readers:
             self._readers[address] = connect_and_greet(address, self._secret, {"role": ROLE}, CALL_S)
         return self._readers[address]
@@ -210,11 +215,10 @@ class RankRequests:
         send_frame(self._connection, {"whole": copy.whole})
 
     def _begin(self, message: Message) -> Message:
-        host, port = message["to"]
         self._file = file = StateFile(self._folder / str(message["replicate"]))
         facts = file.metadata
         hello = {"role": ROLE, "attempt": int(message["attempt"])}
-        self._partner = connect_and_greet((str(host), int(port)), self._secret, hello, CALL_S)
+        self._partner = connect_and_greet(_address(message["to"]), self._secret, hello, CALL_S)
         who = [facts.generation, facts.rank, facts.world, facts.part, facts.parts]
         bare = message["bare"] is True
         self._bytes = 0 if bare else facts.slot_bytes
