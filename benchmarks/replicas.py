@@ -31,7 +31,7 @@ PRELOAD = (
     "torch._dynamo",
     "phalanx.comm.mesh",
     "phalanx.checkpoint.memory.store",
-    "phalanx.checkpoint.memory.replica_update",
+    "phalanx.checkpoint.memory.replication",
 )
 SECRET, RUN = "of this benchmark", b"b" * 32
 GRADIENTS, STATE = "gradients", "the state itself"
@@ -43,7 +43,7 @@ TOLD = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 def node(placement: Placement, folder: str, address: str) -> Path:
     """Begin to keep replicas on this node, and let others in. Before there are threads."""
-    from phalanx.checkpoint.memory.replica_update import make_replayer
+    from phalanx.checkpoint.memory.replication import make_replayer
 
     mine = Path(folder) / f"node-{placement.rank}"
     mine.mkdir(mode=0o700)

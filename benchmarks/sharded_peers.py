@@ -26,7 +26,7 @@ from phalanx.engine.interface import Precision
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.optim import update
-from phalanx.optim.state import Shard
+from phalanx.optim.update import Shard
 
 LR, BETAS, EPS, DECAY, SEED = 1e-3, (0.9, 0.95), 1e-8, 0.1, 0
 

@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.harness import Check, Row, at_most, machine, options, report, result, spread
-from phalanx.optim.state import Slot
-from phalanx.optim.update import MOMENTS, AdamW, StepUpdate, copy_slot
+from phalanx.optim.update import MOMENTS, AdamW, Slot, StepUpdate, copy_slot
 from phalanx.recovery.catalog import PAGE_BYTES, checksum
 from phalanx.recovery.shared_memory import SHM_ROOT
 

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.placement import Placement
+from phalanx.core.placement import InMemoryCheckpoint, Placement, StateFileLocation
+from phalanx.recovery import inventory
+from phalanx.recovery.catalog import choose_restore_point
+from phalanx.recovery.state_file import StateFileMetadata
 
 ROOT = Path(__file__).resolve().parent.parent
 # `make test-all` sets it: curves at their full length, and all of what `make test` samples.
@@ -164,3 +167,22 @@ def stop_zygote() -> None:
     zygote.wait()
     Path(str(zygote.args[-1])).unlink(missing_ok=True)  # type: ignore[index]
     _zygote.cache_clear()
+
+
+def find_newest_checkpoint(found: Iterable[StateFileMetadata]) -> InMemoryCheckpoint | None:
+    """The newest step that is whole in state files of one node."""
+    facts = list(found)
+    choice = choose_restore_point({0: [inventory.make_file_info(each) for each in facts]})
+    if choice is None:
+        return None
+    paths = {each.rank: each for each in facts if (each.generation, each.way) == (choice.generation, choice.way)}
+    return InMemoryCheckpoint(
+        choice.step,
+        tuple(StateFileLocation(rank, str(paths[rank].path), paths[rank].layout.hex()) for rank in choice.files),
+    )
+
+
+def find_committed_step(folder: Path, run: bytes) -> int:
+    """The newest step that all ranks of a run hold in a folder; 0: none."""
+    kept = find_newest_checkpoint(inventory.read_state_files(folder, run))
+    return max(0, kept.step) if kept is not None else 0

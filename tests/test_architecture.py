@@ -317,7 +317,6 @@ STATES = {"hidden_shape", "pinned_bytes", "shared_units", "held_out"}
 MOST_LINES, MOST_ATTRIBUTES, MOST_METHODS = 400, 20, 25
 LARGE_FILES = {
     "phalanx.autotune.measure": 468,
-    "phalanx.checkpoint.memory.store": 522,
     "phalanx.data.prepare": 504,
     "phalanx.data.read_chunks": 463,
     "phalanx.layout.hardware": 456,
@@ -329,7 +328,6 @@ LARGE_CLASSES = {
     "phalanx.core.run_paths:RunPaths": (2, 45),
     "phalanx.comm.backend:ProcessGroupPhalanx": (4, 33),
     # The others are to be divided.
-    "phalanx.checkpoint.memory.store:SharedMemoryStore": (39, 34),
     "phalanx.config.model:ModelSection": (21, 0),
     "phalanx.config.model:DataSection": (21, 0),
     "phalanx.core.records:StepRecord": (22, 0),

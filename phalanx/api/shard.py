@@ -28,8 +28,7 @@ from phalanx.engine.sharded import ShardedEngine
 from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.layout.tensor_shards import TensorShard, count_copies, whole_shapes
 from phalanx.optim.make_rule import make_named_rule
-from phalanx.optim.state import Shard
-from phalanx.optim.update import UpdateRule
+from phalanx.optim.update import Shard, UpdateRule
 from phalanx.parallel.hf_transform import find_tensor_shards
 from phalanx.parallel.model_part import fill_by_rows
 

@@ -10,7 +10,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.engine.interface import Engine
 from phalanx.engine.single import SingleEngine
 from phalanx.models.model import Model
-from phalanx.optim.state import Shard
+from phalanx.optim.update import Shard
 from phalanx.parallel.init_weights import materialize
 from phalanx.parallel.parallelize import parallelize
 from phalanx.system import accelerator

@@ -17,8 +17,9 @@ class OptimizerInfo:
     """One rule: its class in torch.optim (None: our own), the keys of `optim` that it reads, its further options.
 
     Of each element of a parameter it keeps `numbers` in the type of the master weights, one more for each option of
-    STATE_OPTIONS, and `coded_bytes`. `granularity`: what of a parameter a rank must hold whole to update it alone.
-    `replays`: a replica on another node can repeat the update from the gradient, bit for bit.
+    STATE_OPTIONS, and `coded_bytes`; of each row of a matrix `row_numbers`. `granularity`: what of a parameter a rank
+    must hold whole to update it alone. `replays`: a replica on another node can repeat the update from the gradient,
+    bit for bit.
     """
 
     torch_class: str | None
@@ -26,15 +27,17 @@ class OptimizerInfo:
     options: Mapping[str, type] = field(default_factory=dict)  # float: any number; bool: true or false
     numbers: float = 2.0
     coded_bytes: float = 0.0
+    row_numbers: float = 0.0
     granularity: Literal["element", "row"] = "element"
     replays: bool = False
     weight_decay: float = 0.0  # what `auto` means
     smaller: str | None = None  # nearly the same rule with less state
 
-    def state_bytes(self, options: Mapping[str, bool | int | float], number_bytes: int) -> float:
-        """Bytes that it keeps of an element beside the parameter, whose numbers take `number_bytes` each."""
+    def state_bytes(self, options: Mapping[str, bool | int | float], number_bytes: int, columns: int) -> float:
+        """Bytes that it keeps of an element beside the parameter, whose numbers take `number_bytes` each and whose rows
+        have `columns`."""
         more = sum(bool(options.get(name)) for name in STATE_OPTIONS)
-        return (self.numbers + more) * number_bytes + self.coded_bytes
+        return (self.numbers + more + self.row_numbers / columns) * number_bytes + self.coded_bytes
 
 
 STATE_OPTIONS = ("amsgrad", "momentum", "centered")

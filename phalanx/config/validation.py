@@ -229,8 +229,8 @@ def _model_parallel_problems(config: Config) -> list[str]:
     rule = optimizers.OPTIMIZERS.get(config.optim.name)
     if parallel.tensor > 1 and rule is not None and rule.granularity == "row":
         found.append(
-            f"optim.name {config.optim.name} rounds the moments of whole rows of a matrix together, which "
-            "parallel.tensor cuts; set optim.name=adamw"
+            f"optim.name {config.optim.name} updates whole rows of a matrix together, which parallel.tensor cuts; set "
+            "optim.name=adamw"
         )
     if parallel.pipeline > 1 and config.resilience.on_spike == "skip":
         found.append(

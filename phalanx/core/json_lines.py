@@ -1,6 +1,5 @@
 """JSON-lines files that processes append to, and files that are replaced whole or not at all."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -56,18 +55,21 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def parse_object(raw: bytes | str) -> dict[str, Any] | None:
+    """The object that a JSON text is; None where it is torn or something else."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a JSON-lines file; a torn line (a writer died in it) is passed over."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+        yield from (record for line in file if (record := parse_object(line)) is not None)
 
 
 def read_recent_lines(path: Path, least_bytes: int) -> list[dict[str, Any]]:
@@ -78,13 +80,7 @@ def read_recent_lines(path: Path, least_bytes: int) -> list[dict[str, Any]]:
         start = max(0, file.seek(0, os.SEEK_END) - least_bytes)
         file.seek(start)
         lines = file.read().splitlines()[1 if start else 0 :]
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                found.append(record)
-    return found
+    return [record for line in lines if (record := parse_object(line)) is not None]
 
 
 def read_last_line(path: Path) -> dict[str, Any] | None:

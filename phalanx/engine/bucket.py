@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from phalanx.comm.comm_thread import POLL_S, CommThread, StreamEvent
 from phalanx.engine.interface import Precision
 from phalanx.layout.buckets import Bucket, BucketMember, Fragment
-from phalanx.optim.state import Shard, Slot
+from phalanx.optim.update import Shard, Slot
 from phalanx.system import accelerator
 
 IN_FLIGHT = 3  # gradient buffers of one size: one that is filled, one that is sent, one between

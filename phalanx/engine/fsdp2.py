@@ -24,8 +24,18 @@ from phalanx.engine.interface import DeviceStepOutcome, InMemoryStore, Precision
 from phalanx.engine.state_slots import GlobalNorm, OwnedShards
 from phalanx.layout.buckets import Fragment, ParameterSpec
 from phalanx.optim import gradients
-from phalanx.optim.state import Allocator, Shard, Slot, StatePiece
-from phalanx.optim.update import NO_REPLICAS, ReadState, StepUpdate, UpdateRule, allocate_zeros, copy_slot
+from phalanx.optim.update import (
+    NO_REPLICAS,
+    Allocator,
+    ReadState,
+    Shard,
+    Slot,
+    StatePiece,
+    StepUpdate,
+    UpdateRule,
+    allocate_zeros,
+    copy_slot,
+)
 
 
 class Fsdp2Engine:

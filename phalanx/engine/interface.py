@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from phalanx.optim.gradients import LossScale
-from phalanx.optim.state import Shard, Slot, StatePiece
-from phalanx.optim.update import StepUpdate
+from phalanx.optim.update import Shard, Slot, StatePiece, StepUpdate
 from phalanx.system import accelerator
 
 

@@ -35,8 +35,7 @@ from phalanx.engine.zero1_2 import KeptParameters
 from phalanx.engine.zero3 import GatheredParameters
 from phalanx.layout import buckets
 from phalanx.optim import gradients
-from phalanx.optim.state import Allocator, Shard, StatePiece
-from phalanx.optim.update import NO_REPLICAS, ReadState, UpdateRule, allocate_zeros
+from phalanx.optim.update import NO_REPLICAS, Allocator, ReadState, Shard, StatePiece, UpdateRule, allocate_zeros
 
 EVEN_SHARDING = ShardingSpec()
 # Early updates: after so many gathers the ranks begin to agree, and must have agreed; the link is not idle meanwhile.

@@ -12,8 +12,16 @@ from phalanx.engine.interface import DeviceStepOutcome, InMemoryStore, Precision
 from phalanx.engine.state_slots import GlobalNorm, OwnedShards, StateSlots
 from phalanx.layout.buckets import Fragment, ParameterSpec
 from phalanx.optim import gradients
-from phalanx.optim.state import Allocator, Shard, StatePiece
-from phalanx.optim.update import NO_REPLICAS, ReadState, StepUpdate, UpdateRule, allocate_zeros
+from phalanx.optim.update import (
+    NO_REPLICAS,
+    Allocator,
+    ReadState,
+    Shard,
+    StatePiece,
+    StepUpdate,
+    UpdateRule,
+    allocate_zeros,
+)
 
 # Gradients are widened to the master's type in portions, so that the copies stay small beside the state.
 CHUNK_ELEMENTS = 2**26

@@ -13,9 +13,12 @@ import torch
 from phalanx.engine.interface import InMemoryStore, StepOutcome
 from phalanx.layout.buckets import Fragment
 from phalanx.optim import gradients
-from phalanx.optim.state import Allocator, Shard, Slot, StatePiece
 from phalanx.optim.update import (
+    Allocator,
     ReadState,
+    Shard,
+    Slot,
+    StatePiece,
     StepUpdate,
     UpdateRule,
     allocate_zeros,

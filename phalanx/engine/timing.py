@@ -18,8 +18,7 @@ from phalanx.comm.collectives import Traffic
 from phalanx.engine.interface import Engine
 from phalanx.layout import link_rate
 from phalanx.layout.comm_schedule import StepTimings
-from phalanx.optim.state import Slot
-from phalanx.optim.update import StepUpdate, UpdateRule
+from phalanx.optim.update import Slot, StepUpdate, UpdateRule
 from phalanx.system.event_times import EventTimes, record_time, seconds_between
 
 WINDOW = 5  # micro-batches whose median counts

@@ -25,7 +25,7 @@ from phalanx.engine.sharded_update import ShardedUpdate, StepState
 from phalanx.engine.sharding_spec import PREFETCH, ShardingSpec
 from phalanx.layout.buckets import Bucket
 from phalanx.layout.comm_simulation import TransferOp
-from phalanx.optim.state import Shard
+from phalanx.optim.update import Shard
 
 IN_FLIGHT_ZERO3 = 2  # gradient buffers: the backward pass waits for the link anyway
 

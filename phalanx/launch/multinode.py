@@ -184,7 +184,7 @@ def watch_for_takeover(paths: RunPaths, poll_once: Callable[[], None], before: i
 def make_replica_updater(form: Mapping[str, Any]) -> Any:
     """What makes updates of other nodes' ranks again; in the process that keeps their replicas, which was forked with
     all that this imports."""
-    from phalanx.checkpoint.memory.replica_update import make_replayer
+    from phalanx.checkpoint.memory.replication import make_replayer
 
     return make_replayer(form)
 

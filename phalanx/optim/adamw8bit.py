@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 
 from phalanx.optim.quantized import QuantizedShard, split_row, zero_code
-from phalanx.optim.state import Allocator, Slot, State
-from phalanx.optim.update import MOMENTS, AdamW, StepUpdate, copy_slot
+from phalanx.optim.update import MOMENTS, AdamW, Allocator, Slot, State, StepUpdate, copy_slot
 
 MIN_ELEMENTS = 4096  # of a whole parameter; in smaller ones, and in vectors, moments stay as they are
 
@@ -26,14 +25,9 @@ class AdamW8bit:
     state_kinds: ClassVar[tuple[str, ...]] = MOMENTS
 
     def make_state(
-        self,
-        name: str,
-        shape: Sequence[int],
-        elements: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, name: str, shape: Sequence[int], elements: int, dtype: torch.dtype, device: torch.device,
         allocate: Allocator,
-    ) -> State:
+    ) -> State:  # fmt: skip
         if not _is_quantized(shape):
             return self.adamw.make_state(name, shape, elements, dtype, device, allocate)
         rows, (count, length) = elements // shape[-1], split_row(shape[-1])
@@ -54,13 +48,7 @@ class AdamW8bit:
         count, length = split_row(shape[-1])
         return 2 * math.prod(shape[:-1]) * count * (length + itemsize)
 
-    def apply(
-        self,
-        source: Slot,
-        target: Slot,
-        grads: dict[str, torch.Tensor],
-        change: StepUpdate,
-    ) -> None:
+    def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
         copy_slot(source, target)
         change = self.adamw.divide_grads(grads, change)
         plain = {name: grad for name, grad in grads.items() if "exp_avg" in target[name]}

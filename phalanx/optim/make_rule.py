@@ -11,7 +11,11 @@ from phalanx.optim.update import AdamW, UpdateRule
 if TYPE_CHECKING:  # pydantic is not needed to follow a rule
     from phalanx.config.schema import OptimSection
 
-OWN_RULES: dict[str, Callable[[AdamW], UpdateRule]] = {"adamw": lambda adamw: adamw, "adamw8bit": AdamW8bit}
+# Made of AdamW's numbers, of which some are the rule's own, and of `optim.options`.
+OWN_RULES: dict[str, Callable[[AdamW, Mapping[str, bool | int | float]], UpdateRule]] = {
+    "adamw": lambda adamw, _: adamw,
+    "adamw8bit": lambda adamw, _: AdamW8bit(adamw),
+}
 
 
 def make_named_rule(
@@ -20,7 +24,7 @@ def make_named_rule(
 ) -> UpdateRule:  # fmt: skip
     """The rule that is called `name` in `OPTIMIZERS`. Raises ConfigError where its class refuses a value."""
     if OPTIMIZERS[name].torch_class is None:
-        return OWN_RULES[name](AdamW(*betas, eps, weight_decay))
+        return OWN_RULES[name](AdamW(*betas, eps, weight_decay), options)
     return make_torch_rule(name, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, options=options)
 
 

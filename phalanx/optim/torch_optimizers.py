@@ -13,8 +13,7 @@ import torch
 
 from phalanx.config.optimizers import BETAS, OPTIMIZERS
 from phalanx.core.errors import ConfigError
-from phalanx.optim.state import Allocator, Slot, State
-from phalanx.optim.update import StepUpdate
+from phalanx.optim.update import Allocator, Slot, State, StepUpdate
 
 CHUNK_ELEMENTS = 2**24  # updated at a time: the new state lies beside the old one until it is known whether it counts
 SCALARS = frozenset(["step", "mu_product", "eta", "mu"])
@@ -32,14 +31,9 @@ class TorchRule:
     initial: Mapping[str, float]
 
     def make_state(
-        self,
-        name: str,
-        shape: Sequence[int],
-        elements: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, name: str, shape: Sequence[int], elements: int, dtype: torch.dtype, device: torch.device,
         allocate: Allocator,
-    ) -> State:
+    ) -> State:  # fmt: skip
         state = {kind: allocate(name, kind, elements, dtype, device) for kind in self.state_kinds}
         for kind, value in self.initial.items():
             state[kind].fill_(value)
@@ -51,13 +45,7 @@ class TorchRule:
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         return len(self.state_kinds) * itemsize * torch.Size(shape).numel()
 
-    def apply(
-        self,
-        source: Slot,
-        target: Slot,
-        grads: dict[str, torch.Tensor],
-        change: StepUpdate,
-    ) -> None:
+    def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
         if target is not source:
             for name in source.keys() - grads.keys():
                 for kind, tensor in source[name].items():

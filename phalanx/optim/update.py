@@ -12,12 +12,72 @@ from typing import ClassVar, Protocol
 import torch
 
 from phalanx.optim.quantized import QuantizedShard
-from phalanx.optim.state import Allocator, Slot, State, StatePiece
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NO_REPLICAS: Mapping[str, int] = MappingProxyType({})  # no parameter is held alike by ranks of one model
 
 ReadState = Callable[[str, str, int, int, torch.Tensor], None]  # name, kind, start, stop, out
+
+# --------------------------------------------------------------------------------------------------------------- state
+# The state of an optimizer: shards of parameters, and the pieces by which checkpoints keep what belongs to them.
+
+
+# An allocator gives zero-filled buffers for state: (parameter name, kind, elements, dtype, device) -> flat tensor.
+Allocator = Callable[[str, str, int, torch.dtype, torch.device], torch.Tensor]
+
+ROW_KIND = "row_"  # what the name of a kind of state begins with of which there is one number for each row
+
+State = dict[str, torch.Tensor]  # what is kept of one shard: "param", and what the rule made
+Slot = dict[str, State]  # by a name of the shard
+
+
+def state_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
+    """The shape of a kind of state of a parameter of `shape`: the same, or one number for each row."""
+    return (*shape[:-1], 1) if kind.startswith(ROW_KIND) else shape
+
+
+@dataclass
+class Shard:
+    """Elements [start, stop) of a parameter, flattened in row-major order: what one rank keeps of it."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]  # of the whole parameter
+    tensor: torch.Tensor  # its master values, flat; of a frozen parameter the values themselves, in the compute type
+    trainable: bool = True  # False: frozen, so no checkpoint holds it
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """A shard of one kind of state, as checkpoints keep it: elements [start, stop) of the flattened parameter, or rows.
+
+    With a `window` [first, last) they are elements of these columns alone, flattened: a part of a matrix that is cut by
+    its last dim. `values` is a 1-D tensor on any device, or a coded one that is decoded whenever `tensor` is asked for.
+    """
+
+    name: str
+    kind: str  # "param" for the master weights, otherwise a state such as "exp_avg", of `state_shape`
+    start: int
+    stop: int
+    values: torch.Tensor | QuantizedShard
+    window: tuple[int, int] | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The elements; ask for it once, since decoding takes time and memory."""
+        return self.values if isinstance(self.values, torch.Tensor) else self.values.dequantize()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
 
 
 @dataclass(frozen=True)
@@ -35,20 +95,17 @@ class StepUpdate:
 
 class UpdateRule(Protocol):
     """How a gradient changes a parameter. `state_kinds` are the kinds of state beside the master weights, as
-    checkpoints name them: each has the parameter's shape."""
+    checkpoints name them, of which a parameter may lack some. Each has a number for each element, or, if its name
+    begins with "row_", for each row (all but the last dim), where `needs_whole_rows` says that no rank has a part of
+    one."""
 
     @property
     def state_kinds(self) -> tuple[str, ...]: ...
 
     def make_state(
-        self,
-        name: str,
-        shape: Sequence[int],
-        elements: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, name: str, shape: Sequence[int], elements: int, dtype: torch.dtype, device: torch.device,
         allocate: Allocator,
-    ) -> State:
+    ) -> State:  # fmt: skip
         """Allocate the state, without the master weights, of a shard of `elements` of the parameter of that `shape`."""
         ...
 
@@ -60,13 +117,7 @@ class UpdateRule(Protocol):
         """Bytes of that state for a whole parameter whose master weights take `itemsize` bytes each."""
         ...
 
-    def apply(
-        self,
-        source: Slot,
-        target: Slot,
-        grads: dict[str, torch.Tensor],
-        change: StepUpdate,
-    ) -> None:
+    def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
         """Write the state after the step into `target`; `grads`, flat and of the shards, may be overwritten."""
         ...
 
@@ -78,27 +129,29 @@ def allocate_zeros(name: str, kind: str, elements: int, dtype: torch.dtype, devi
 
 def state_pieces(rule: UpdateRule, name: str, state: State, start: int) -> Iterator[StatePiece]:
     """The state of a shard that begins at element `start`, kind by kind; what is coded is decoded when asked for."""
-    stop = start + state["param"].numel()
+    elements = state["param"].numel()
     for kind in ("param", *rule.state_kinds):
-        yield StatePiece(name, kind, start, stop, _state_values(state, kind))
+        if kind in state:
+            values = state[kind]
+            # Rows are counted where there are some: of a shard without elements nothing lies anywhere.
+            row = max(1, elements // max(1, values.numel())) if kind.startswith(ROW_KIND) else 1
+            yield StatePiece(name, kind, start // row, start // row + values.numel(), values)
+        elif f"{kind}.codes" in state:
+            yield StatePiece(name, kind, start, start + elements, QuantizedShard.from_state(state, kind, elements))
 
 
 def load_state(rule: UpdateRule, name: str, state: State, start: int, read: ReadState) -> None:
     """Fill the state of a shard that begins at element `start`."""
-    for kind in ("param", *rule.state_kinds):
-        found = _state_values(state, kind)
+    for piece in state_pieces(rule, name, state, start):
+        found = piece.values
         if isinstance(found, torch.Tensor):
-            read(name, kind, start, start + found.numel(), found)
+            read(name, piece.kind, piece.start, piece.stop, found)
         else:
             for first, last in found.row_chunks():
                 low, high = start + first * found.columns, start + last * found.columns
                 values = torch.empty(high - low, dtype=found.dtype, device=found.device)
-                read(name, kind, low, high, values)
+                read(name, piece.kind, low, high, values)
                 found.quantize_rows(first, last, values)
-
-
-def _state_values(state: State, kind: str) -> torch.Tensor | QuantizedShard:
-    return state[kind] if kind in state else QuantizedShard.from_state(state, kind, state["param"].numel())
 
 
 def copy_slot(source: Slot, target: Slot) -> None:
@@ -120,14 +173,9 @@ class AdamW:
     state_kinds: ClassVar[tuple[str, ...]] = MOMENTS
 
     def make_state(
-        self,
-        name: str,
-        shape: Sequence[int],
-        elements: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, name: str, shape: Sequence[int], elements: int, dtype: torch.dtype, device: torch.device,
         allocate: Allocator,
-    ) -> State:
+    ) -> State:  # fmt: skip
         return {kind: allocate(name, kind, elements, dtype, device) for kind in MOMENTS}
 
     def needs_whole_rows(self, shape: Sequence[int]) -> bool:
@@ -136,13 +184,7 @@ class AdamW:
     def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         return 2 * itemsize * torch.Size(shape).numel()
 
-    def apply(
-        self,
-        source: Slot,
-        target: Slot,
-        grads: dict[str, torch.Tensor],
-        change: StepUpdate,
-    ) -> None:
+    def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
         copy_slot(source, target)
         self.update_in_place(target, grads, self.divide_grads(grads, change))
 
@@ -153,12 +195,7 @@ class AdamW:
         torch._foreach_div_(list(grads.values()), change.divisor)
         return replace(change, divisor=torch.ones_like(change.divisor, dtype=torch.float32))
 
-    def update_in_place(
-        self,
-        slot: Slot,
-        grads: Mapping[str, torch.Tensor],
-        change: StepUpdate,
-    ) -> None:
+    def update_in_place(self, slot: Slot, grads: Mapping[str, torch.Tensor], change: StepUpdate) -> None:
         """The update of a slot whose moments are plain tensors."""
         for decay in (True, False):
             names = [name for name in grads if (name not in change.no_decay) is decay and grads[name].numel()]

@@ -19,7 +19,7 @@ from phalanx.models.hf_weights import Weights
 from phalanx.models.lora import init_adapter_slice, is_adapter
 from phalanx.models.model import InitRule, Model, draw_init_slice
 from phalanx.models.peft import Adapter
-from phalanx.optim.state import Shard
+from phalanx.optim.update import Shard
 from phalanx.parallel.tensor import VocabParallelEmbedding
 from phalanx.system import accelerator
 

@@ -21,7 +21,7 @@ from phalanx.layout.pipeline_stages import PipelineStages, divide_layers, stages
 from phalanx.layout.tensor_shards import TensorShard, count_copies, plan_tensor_shards
 from phalanx.models.families.catalog import family_of, parameter_shapes
 from phalanx.models.model import Model, StagedArchitecture
-from phalanx.optim.state import Shard, StatePiece
+from phalanx.optim.update import Shard, StatePiece
 from phalanx.parallel.init_weights import Fill
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.tensor import apply_tensor_parallel, copy_shard, make_tensor_context

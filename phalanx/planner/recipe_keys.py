@@ -120,7 +120,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         head_dim=spec.head_dim,
         precision=precision,
         master_bytes=number_bytes,
-        state_bytes=rule.state_bytes(config.optim.options, number_bytes),
+        state_bytes=rule.state_bytes(config.optim.options, number_bytes, spec.hidden),
         reduce_bytes=number_bytes,
         gather_bytes=4 if mixed else WIDTH[precision],
         far_bytes=COMPRESSED_BYTES[config.comm.compress],

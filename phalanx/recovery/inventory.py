@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from phalanx.core.errors import CheckpointError, RunError
-from phalanx.core.placement import InMemoryCheckpoint, StateFileLocation
-from phalanx.recovery.catalog import HEADER_ONLY, StateFileInfo, choose_restore_point
+from phalanx.recovery.catalog import HEADER_ONLY, StateFileInfo
 from phalanx.recovery.state_file import (
     EMPTY_INDEX,
     UNFINISHED,
@@ -35,6 +34,11 @@ def list_state_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []
 
 
+def list_with_replicas(folder: Path) -> list[Path]:
+    """The same, and in its folder of replicas."""
+    return [*list_state_files(folder), *list_state_files(folder / REPLICAS)]
+
+
 def read_state_files(folder: Path, run: bytes) -> list[StateFileMetadata]:
     """The whole state files of a run in a folder."""
     found = (read_metadata(path) for path in list_state_files(folder))
@@ -45,7 +49,7 @@ def find_damage(folder: Path) -> list[str]:
     """A sentence for each state file of a folder, replicas too, whose first page has been damaged or is of another
     release. One that nobody has finished making is neither."""
     found = []
-    for path in (*list_state_files(folder), *list_state_files(folder / REPLICAS)):
+    for path in list_with_replicas(folder):
         try:
             descriptor = open_descriptor(path, os.O_RDONLY)
             try:
@@ -64,19 +68,6 @@ def find_damage(folder: Path) -> list[str]:
 def describe_skipped_file(path: Path | str, problem: str) -> str:
     """What is said of a state file that is damaged."""
     return f"the state file {path} {problem}: it was damaged in memory, so what else is kept is gone on from"
-
-
-def find_newest_checkpoint(found: Iterable[StateFileMetadata]) -> InMemoryCheckpoint | None:
-    """The newest step that is whole in state files of this node (`phalanx.recovery.catalog.choose_restore_point`)."""
-    facts = list(found)
-    choice = choose_restore_point({0: [make_file_info(each) for each in facts]})
-    if choice is None:
-        return None
-    paths = {each.rank: each for each in facts if (each.generation, each.way) == (choice.generation, choice.way)}
-    return InMemoryCheckpoint(
-        choice.step,
-        tuple(StateFileLocation(rank, str(paths[rank].path), paths[rank].layout.hex()) for rank in choice.files),
-    )
 
 
 def make_file_info(facts: StateFileMetadata, replica: bool = False) -> StateFileInfo:
@@ -141,12 +132,6 @@ def has_no_writers(folder: Path) -> bool:
     return True
 
 
-def find_committed_step(folder: Path, run: bytes) -> int:
-    """The newest step that all ranks of a run hold there; 0: none."""
-    kept = find_newest_checkpoint(read_state_files(folder, run))
-    return max(0, kept.step) if kept is not None else 0
-
-
 def remove_rolled_back(folder: Path, run: bytes, rolled_back: Iterable[int]) -> list[Path]:
     """Remove the state files of a run in a folder, replicas too, that were not there when training went back:
     `rolled_back` has the attempt of each time. What they hold belongs to a way that was given up; returns
@@ -164,7 +149,7 @@ def move_state_files(source: Path, target: Path) -> int:
     """Move the state files of a folder, replicas too, to another one in shared memory; returns how many. What is there
     already stays."""
     count = 0
-    for path in [*list_state_files(source), *list_state_files(source / REPLICAS)]:
+    for path in list_with_replicas(source):
         there = target / path.relative_to(source)
         if not there.exists():
             there.parent.mkdir(mode=0o700, exist_ok=True)
@@ -175,6 +160,6 @@ def move_state_files(source: Path, target: Path) -> int:
 
 def remove_unused_files(folder: Path, used: Collection[str]) -> None:
     """Remove what lies in a folder, replicas too, but for some paths."""
-    for path in [*list_state_files(folder), *list_state_files(folder / REPLICAS)]:
+    for path in list_with_replicas(folder):
         if str(path) not in used:
             path.unlink(missing_ok=True)

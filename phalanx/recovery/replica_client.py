@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import CheckpointError, CollectiveError
+from phalanx.core.json_lines import parse_object
 from phalanx.core.placement import HostPort
-from phalanx.recovery import state_file
-from phalanx.recovery.state_file import HEADER_BYTES, HEADERS, INDEX, PAGE
+from phalanx.recovery.state_file import PAGE, StateFileReader, parse_metadata
 
 SOCKET = "replicas.sock"
 FRAME_BYTES = 64 << 20  # the longest frame: an index has a line for each parameter
@@ -33,11 +33,8 @@ def receive_frame(connection: socket.socket) -> Message:
     length = int.from_bytes(receive_into(connection, memoryview(bytearray(4))), "little")
     if length > FRAME_BYTES:
         raise ConnectionError("it sent a frame that is too long")
-    try:
-        message = json.loads(receive_into(connection, memoryview(bytearray(length))).tobytes())
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict):
+    message = parse_object(receive_into(connection, memoryview(bytearray(length))).tobytes())
+    if message is None:
         raise ConnectionError("it sent what is no frame")
     return message
 
@@ -194,30 +191,17 @@ class ReplicaClient:
         )
 
 
-class RemoteStateFile:
+class RemoteStateFile(StateFileReader):
     """A state file on another node, to be read: `read(at, count)` gets bytes of it."""
 
     def __init__(self, name: str, read: Callable[[int, int], bytearray]) -> None:
         """Raises CheckpointError where it is none, and what `read` does where it cannot be reached."""
         self._read_bytes = read
-        self.metadata = state_file.parse_metadata(Path(name), bytes(self._read_bytes(0, PAGE)))
+        self.metadata = parse_metadata(Path(name), bytes(self._read_bytes(0, PAGE)))
         if self.metadata.index_bytes > FRAME_BYTES:
             raise CheckpointError(f"the state file {name} on another node says that its index is longer than any")
 
     def read_bytes(self, at: int, count: int) -> memoryview:
-        """So many bytes of the file, as they are."""
         if not 0 <= at <= at + count <= self.metadata.end:
             raise CheckpointError(f"the state file {self.metadata.path} on another node is shorter than its index says")
         return memoryview(self._read_bytes(at, count))
-
-    def index(self) -> dict[str, Any]:
-        """What lies where in a slot."""
-        return state_file.parse_index(self.metadata, self.read_bytes(INDEX, self.metadata.index_bytes))
-
-    def raw_header(self, slot: int) -> bytes:
-        """The header of a slot that holds a step, as it lies there."""
-        return state_file.unframe_header(self.read_bytes(HEADERS[slot], HEADER_BYTES))
-
-    def header(self, slot: int) -> dict[str, Any]:
-        """The same, read."""
-        return state_file.parse_header(self.metadata.path, self.raw_header(slot))

@@ -21,10 +21,11 @@ import struct
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.core import format_versions
 from phalanx.core.errors import CheckpointError
+from phalanx.core.json_lines import parse_object
 from phalanx.recovery.catalog import (
     VOID_WORD,
     checksum,
@@ -133,7 +134,35 @@ def round_up(count: int, to: int) -> int:
     return -(-count // to) * to
 
 
-class StateFile:
+class StateFileReader(Protocol):
+    """What is read of a state file, here or on another node."""
+
+    metadata: StateFileMetadata
+
+    def read_bytes(self, at: int, count: int) -> memoryview:
+        """So many bytes of the file, as they are."""
+        ...
+
+    def index(self) -> dict[str, Any]:
+        """What lies where in a slot. Raises CheckpointError where it is not that of the file's layout."""
+        index = parse_object(bytes(self.read_bytes(INDEX, self.metadata.index_bytes)))
+        if index is None or digest_json(index) != self.metadata.layout:
+            raise _refuse(self.metadata.path, "has an index that does not match its digest")
+        return index
+
+    def raw_header(self, slot: int) -> bytes:
+        """The header of a slot that holds a step, as it lies there; empty where it has been damaged."""
+        return unframe_record(self.read_bytes(HEADERS[slot], HEADER_BYTES)) or b""
+
+    def header(self, slot: int) -> dict[str, Any]:
+        """The same, read. Raises CheckpointError where it is none."""
+        header = parse_object(self.raw_header(slot))
+        if header is None:
+            raise _refuse(self.metadata.path, "has a header that does not match its checksum")
+        return header
+
+
+class StateFile(StateFileReader):
     """A state file, mapped: for who writes to it, or (`writable` false) to be read, when changes stay in this process.
     `at_once`: all of it now, and not page by page as it is touched."""
 
@@ -154,12 +183,7 @@ class StateFile:
             raise _refuse(path, "is shorter than it says")
         self._words = memoryview(self.map).cast("Q")
 
-    def index(self) -> dict[str, Any]:
-        """What lies where in a slot."""
-        return parse_index(self.metadata, self.read_bytes(INDEX, self.metadata.index_bytes))
-
     def read_bytes(self, at: int, count: int) -> memoryview:
-        """So many bytes of the file, as they are."""
         return memoryview(self.map)[at : at + count]
 
     def slot_offset(self, slot: int) -> int:
@@ -224,14 +248,6 @@ class StateFile:
             return f"does not have the checksum of step {step} any more"
         return None
 
-    def header(self, slot: int) -> dict[str, Any]:
-        """The header of a slot that holds a step."""
-        return parse_header(self.metadata.path, self.raw_header(slot))
-
-    def raw_header(self, slot: int) -> bytes:
-        """The same, as it lies there."""
-        return unframe_header(self.read_bytes(HEADERS[slot], HEADER_BYTES))
-
 
 def invalidate_damaged_step(path: Path, step: int) -> str | None:
     """What is wrong with what a file holds of a step, which is void from then on; None where nothing is. One that
@@ -247,39 +263,10 @@ def invalidate_damaged_step(path: Path, step: int) -> str | None:
     return problem
 
 
-def unframe_header(page: bytes | memoryview) -> bytes:
-    """A header, out of what is kept for one in a file; empty where it has been damaged."""
-    return unframe_record(page) or b""
-
-
 def _step(word: int, slot: int) -> int:
     """What a slot's word says; one that has been damaged says that the slot holds nothing."""
     step = None if word == VOID_WORD else decode_word(word, slot)
     return VOID if step is None else step
-
-
-def parse_header(path: Path, raw: bytes) -> dict[str, Any]:
-    """Read a header. Raises CheckpointError where it is none."""
-    header = _object(raw)
-    if header is None:
-        raise _refuse(path, "has a header that does not match its checksum")
-    return header
-
-
-def parse_index(facts: StateFileMetadata, raw: bytes | memoryview) -> dict[str, Any]:
-    """Read an index. Raises CheckpointError where it is not the one of that layout."""
-    index = _object(bytes(raw))
-    if index is None or digest_json(index) != facts.layout:
-        raise _refuse(facts.path, "has an index that does not match its digest")
-    return index
-
-
-def _object(raw: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def create_state_file(

@@ -9,7 +9,9 @@ import torch
 
 from phalanx.checkpoint.disk.load import Checkpoint, agree_on_newest, list_steps
 from phalanx.checkpoint.memory.previous_state import InMemoryCheckpointReader
-from phalanx.checkpoint.memory.store import MEMORY_KEY, REPLICATE_KEY, SharedMemoryStore
+from phalanx.checkpoint.memory.replication import REPLICATE_KEY
+from phalanx.checkpoint.memory.slots import MEMORY_KEY
+from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.comm.compression import describe_node_change
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup

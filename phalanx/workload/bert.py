@@ -20,7 +20,7 @@ from phalanx.models.hf_config import read_config
 from phalanx.models.hf_weights import Weights
 from phalanx.models.model import Model
 from phalanx.models.user_model import build_on_meta, load_family_class
-from phalanx.optim.state import Shard
+from phalanx.optim.update import Shard
 from phalanx.parallel.init_weights import Fill, make_hf_fill, make_random_fill
 from phalanx.tasks.labels import SequenceClassificationTask, TokenClassificationTask
 from phalanx.tasks.masked import MaskedLMTask

@@ -5,7 +5,7 @@ import torch
 from phalanx.engine.interface import Engine
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.engine.single import SingleEngine
-from phalanx.optim.state import StatePiece
+from phalanx.optim.update import StatePiece
 
 
 def keeps_whole_parameters(engine: Engine) -> bool:

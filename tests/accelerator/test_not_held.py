@@ -8,7 +8,7 @@ import torch
 from phalanx.checkpoint.disk.snapshot import HostBuffer
 from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.core.placement import Placement
-from phalanx.optim.state import StatePiece
+from phalanx.optim.update import StatePiece
 from phalanx.parallel.offload import MIN_BYTES, ActivationOffloader
 from phalanx.system import accelerator
 from phalanx.tasks.task import Batch
@@ -93,7 +93,7 @@ def kept(placement: Placement) -> list[Any]:
     state = {f"p{number}": {"param": torch.full((10,), float(number), device=device)} for number in range(5)}
     memory._mesh, memory.slots, memory.in_place = type("Mesh", (), {"device": device}), [slot], False  # type: ignore[assignment]
     memory._file = file = Slots(slot)  # type: ignore[assignment]
-    memory.replicas = None
+    memory._replication = None
     inner, found = accelerator.synchronize_stream, []
 
     def noted(device: torch.device) -> None:

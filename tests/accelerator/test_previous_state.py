@@ -13,6 +13,7 @@ from phalanx.recovery import inventory, state_file
 from phalanx.system import accelerator
 from tests.accelerator import curves
 from tests.accelerator.device import needs_device, run_on_device
+from tests.helpers import find_newest_checkpoint
 from tests.numerics import runs
 
 pytestmark = needs_device
@@ -82,7 +83,7 @@ def test_over_a_slow_link_every_nth_step_is_kept_and_said(tokens: Path, tmp_path
     """Each step would wait for the copy of the one before."""
     (every,) = walked(tmp_path / "auto", tokens, shared, "auto", 1)
     assert every > 1
-    kept = inventory.find_newest_checkpoint(
+    kept = find_newest_checkpoint(
         inventory.read_state_files(shared, state_file.compute_run_id(RunPaths(tmp_path / "auto").events))
     )
     assert kept is not None
@@ -92,7 +93,7 @@ def test_over_a_slow_link_every_nth_step_is_kept_and_said(tokens: Path, tmp_path
 
 def test_what_is_asked_for_is_kept_however_slow_the_link(tokens: Path, tmp_path: Path, shared: Path) -> None:
     assert walked(tmp_path / "asked", tokens, shared, True, 1) == []
-    kept = inventory.find_newest_checkpoint(
+    kept = find_newest_checkpoint(
         inventory.read_state_files(shared, state_file.compute_run_id(RunPaths(tmp_path / "asked").events))
     )
     assert kept is not None and kept.step == STEPS

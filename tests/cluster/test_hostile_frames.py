@@ -374,7 +374,7 @@ RAW = st.binary(max_size=64) | st.just(b"\xff" * 16) | st.just(bytes(4096))
 
 
 def replay_of(form: Any) -> Any:
-    from phalanx.checkpoint.memory.replica_update import GradientReplayer
+    from phalanx.checkpoint.memory.replication import GradientReplayer
 
     return GradientReplayer(form)
 

@@ -19,8 +19,7 @@ from phalanx.engine.sharded import ShardedEngine
 from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.optim import gradients
 from phalanx.optim.gradients import LossScale
-from phalanx.optim.state import Shard
-from phalanx.optim.update import AdamW, UpdateRule
+from phalanx.optim.update import AdamW, Shard, UpdateRule
 
 WIDTH = 5
 NOMINAL = 8

@@ -27,7 +27,7 @@ from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.layers import IGNORE_INDEX
 from phalanx.models.llama import Llama
 from phalanx.optim import gradients
-from phalanx.optim.state import Shard
+from phalanx.optim.update import Shard
 from phalanx.parallel import activations
 from phalanx.parallel.init_weights import make_random_fill, materialize
 from phalanx.parallel.model_part import fill_by_rows, make_shard_reader, to_whole_pieces

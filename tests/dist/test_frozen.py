@@ -14,7 +14,7 @@ from phalanx.engine.interface import Engine
 from phalanx.engine.single import SingleEngine
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.user_model import build_on_meta
-from phalanx.optim.state import Shard
+from phalanx.optim.update import Shard
 from phalanx.parallel.init_weights import make_frozen_fill, make_random_fill, materialize
 from phalanx.parallel.parallelize import parallelize
 from phalanx.system import accelerator

@@ -35,7 +35,7 @@ from phalanx.system.fork import die_with
 from phalanx.trainer import train_rank
 from tests.dist.command import write_place
 from tests.dist.engine_cases import ADAMW, FLOAT64, NOMINAL, WIDTH, Mix, Net, batches, fill_from, rate
-from tests.helpers import run_ranks, wait_until
+from tests.helpers import find_committed_step, find_newest_checkpoint, run_ranks, wait_until
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, distance, farthest, on_one_thread, same_bits, walk
 
@@ -301,7 +301,7 @@ def in_the_background(placement: Placement, folder: str, kind: str) -> list[Any]
             step(engine, number, mesh)
         engine.keeper_settles()
         mesh.sum([0.0])
-        kept = inventory.find_newest_checkpoint(inventory.read_state_files(Path(folder), b"r" * 32))
+        kept = find_newest_checkpoint(inventory.read_state_files(Path(folder), b"r" * 32))
         assert kept is not None
         same = True
         source = InMemoryCheckpointReader(
@@ -401,7 +401,7 @@ def kill_the_agent(placement: Placement, folder: str, step: int, arguments: list
     def committed() -> int:
         nonlocal place
         place = shared_memory.find_folder(paths) or place
-        return inventory.find_committed_step(place, state_file.compute_run_id(paths.events))
+        return find_committed_step(place, state_file.compute_run_id(paths.events))
 
     def command() -> int:
         import sys

@@ -8,8 +8,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.engine.interface import Precision
 from phalanx.engine.single import SingleEngine
-from phalanx.optim.state import Shard
-from phalanx.optim.update import AdamW
+from phalanx.optim.update import AdamW, Shard
 from phalanx.parallel.init_weights import materialize
 from tests.helpers import run_ranks
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.checkpoint.memory import replica_update
+from phalanx.checkpoint.memory import replication
 from phalanx.checkpoint.memory.previous_state import InMemoryCheckpointReader
-from phalanx.checkpoint.memory.replica_update import SharedGradients, make_replayer
+from phalanx.checkpoint.memory.replication import SharedGradients, make_replayer
 from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.comm import mesh as meshes
 from phalanx.comm.mesh import Mesh, join
@@ -134,7 +134,7 @@ def walks(placement: Placement, folder: str, kind: str, by: str) -> dict[str, An
     log = Path(folder) / f"log-{placement.rank}"
     counting(log)
     if by == "by other kernels":
-        replica_update.describe_kernels = lambda: f"of node {placement.rank}"
+        replication.describe_kernels = lambda: f"of node {placement.rank}"
     node = Node(Path(folder), placement.rank).open()
     with join(placement, 30) as mesh:
         memory = memory_of(mesh, node, events, rule=RULES[by])

@@ -14,7 +14,7 @@ from phalanx.api.sharded_model import ShardedModel
 from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
-from phalanx.optim.state import Shard
+from phalanx.optim.update import Shard
 from phalanx.parallel.hf_transform import full_state_dict, transform
 from phalanx.parallel.init_weights import rebuild_buffers, start_of
 from tests.dist.tensor_cases import among

@@ -28,6 +28,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.data.token_files import TokenWriter
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.models.counter_rng import CounterRNG
+from phalanx.optim.update import state_shape
 from phalanx.tasks.language import IGNORE_INDEX
 from phalanx.tasks.task import Batch, SampleLike, Task
 from phalanx.trainer import train_rank
@@ -189,7 +190,9 @@ def state(run: Path, step: int | None = None) -> dict[str, Tensor]:
     tensors = {}
     for name, (shape, dtype) in checkpoint.parameters.items():
         for kind in checkpoint.kinds(name):
-            tensors[f"{kind}/{name}"] = out = torch.empty(math.prod(shape), dtype=getattr(torch, dtype))
+            tensors[f"{kind}/{name}"] = out = torch.empty(
+                math.prod(state_shape(shape, kind)), dtype=getattr(torch, dtype)
+            )
             checkpoint.read_into(name, kind, 0, out.numel(), out)
     checkpoint.close()
     return tensors

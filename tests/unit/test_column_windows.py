@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.disk import assemble
-from phalanx.checkpoint.disk.assemble import Window, covers, iter_rectangles, lift, project, split_bands
+from phalanx.checkpoint.disk import files
+from phalanx.checkpoint.disk.files import Window, covers, iter_rectangles, lift, project, split_bands
 from phalanx.checkpoint.disk.load import MANIFEST, Checkpoint, find_missing, step_folder
 from phalanx.checkpoint.disk.save import StatePiece
 from phalanx.core.errors import CheckpointError
@@ -95,7 +95,7 @@ def test_columns_are_read_in_any_other_division(tmp_path_factory: pytest.TempPat
 
 
 def test_long_columns_are_read_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "_ELEMENTS", 2 * COLUMNS)
+    monkeypatch.setattr(files, "_ELEMENTS", 2 * COLUMNS)
     checkpoint = Checkpoint(save(tmp_path, cut_pieces([0, COLUMNS], 1)))
     out = torch.empty(ROWS * 4)
     checkpoint.read_into("down", "param", 0, ROWS * 4, out, (3, 7))

@@ -19,8 +19,7 @@ from phalanx.optim.quantized import (
     split_row,
     zero_code,
 )
-from phalanx.optim.state import Slot
-from phalanx.optim.update import AdamW, StepUpdate, allocate_zeros, load_state, state_pieces
+from phalanx.optim.update import AdamW, Slot, StepUpdate, allocate_zeros, load_state, state_pieces
 
 CPU = torch.device("cpu")
 RULE = AdamW8bit(AdamW(0.9, 0.95, 1e-8, 0.1))

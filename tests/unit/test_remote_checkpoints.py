@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.checkpoint.disk.folders import RemoteCheckpoints
 from phalanx.checkpoint.disk.load import (
     MANIFEST,
     Checkpoint,
@@ -19,7 +20,6 @@ from phalanx.checkpoint.disk.load import (
     open_and_verify,
     step_folder,
 )
-from phalanx.checkpoint.disk.remote import RemoteCheckpoints
 from phalanx.core.errors import RunError, StorageError
 from phalanx.core.run_paths import Url
 from phalanx.storage import files as storage

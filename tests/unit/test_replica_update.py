@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.checkpoint.memory import replica_update
+from phalanx.checkpoint.memory import replication
 from phalanx.checkpoint.memory.previous_state import read_tensor
-from phalanx.checkpoint.memory.replica_update import SharedGradients, make_replayer
-from phalanx.optim.state import Slot
-from phalanx.optim.update import AdamW, StepUpdate
+from phalanx.checkpoint.memory.replication import SharedGradients, make_replayer
+from phalanx.optim.update import AdamW, Slot, StepUpdate
 from phalanx.recovery import state_file
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)
@@ -55,7 +54,7 @@ def test_an_update_made_again_has_the_same_bits(dtype: str, skip: float, tmp_pat
     gradients.note_updates(["a", "empty", "unused"], {key: grads[key] for key in ("a", "empty")}, change)
     form = {
         "rule": dataclasses.asdict(RULE),
-        "kernels": replica_update.describe_kernels(),
+        "kernels": replication.describe_kernels(),
         "index": {"tensors": tensors},
     }
     made = make_replayer(form)
@@ -73,4 +72,4 @@ def test_an_update_made_again_has_the_same_bits(dtype: str, skip: float, tmp_pat
 def test_nothing_is_made_again_by_other_kernels() -> None:
     form = {"rule": dataclasses.asdict(RULE), "kernels": "torch 2, of another processor", "index": {"tensors": []}}
     assert make_replayer(form) is None
-    assert make_replayer({**form, "kernels": replica_update.describe_kernels()}) is not None
+    assert make_replayer({**form, "kernels": replication.describe_kernels()}) is not None

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from phalanx.checkpoint.disk.folders import write_file
 from phalanx.checkpoint.disk.load import (
     MANIFEST,
     Checkpoint,
@@ -29,7 +30,6 @@ from phalanx.checkpoint.disk.load import (
     open_and_verify,
     step_folder,
 )
-from phalanx.checkpoint.disk.local import write_file
 from phalanx.checkpoint.disk.save import CheckpointSaver, StatePiece
 from phalanx.checkpoint.disk.snapshot import HostBuffer, SnapshotFile
 from tests.unit.checkpoints import (
@@ -239,6 +239,19 @@ def test_pieces_that_leave_a_gap_are_an_error_that_surfaces(tmp_path: Path) -> N
     assert list_steps(tmp_path) == [2]
 
 
+def test_rows_that_nobody_saved_are_a_gap_too(tmp_path: Path) -> None:
+    saver = CheckpointSaver(tmp_path, 0, SingleRankGroup(), 1, lambda kind, details: None)
+    weight = StatePiece("weight", "param", 0, 12, torch.zeros(12))
+    saver.save(
+        {"step": 1},
+        {"weight": ((4, 3), "float32")},
+        [weight, StatePiece("weight", "row_square", 0, 3, torch.zeros(3))],
+        1,
+    )
+    with pytest.raises(ValueError, match=r"\[3, 4\) of row_square of parameter weight"):
+        saver.wait()
+
+
 def test_an_error_of_the_group_surfaces_at_the_next_save(tmp_path: Path) -> None:
     class Broken(SingleRankGroup):
         def broadcast_object(self, obj: Any) -> Any:
@@ -369,7 +382,7 @@ import torch
 torch.set_num_threads(1)
 from phalanx.checkpoint.disk.load import SingleRankGroup, list_steps
 from phalanx.checkpoint.disk.save import CheckpointSaver
-from phalanx.optim.state import StatePiece
+from phalanx.optim.update import StatePiece
 
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 size = 6 << 20

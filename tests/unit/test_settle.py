@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phalanx.checkpoint.memory.interval import SnapshotInterval
+from phalanx.checkpoint.memory.interval import SlotRotation, SnapshotInterval
+from phalanx.checkpoint.memory.replication import Replication
 from phalanx.checkpoint.memory.store import SharedMemoryStore
 from phalanx.comm.collectives import Traffic
 from phalanx.core.progress_page import ProgressPage, read_progress
@@ -27,10 +28,11 @@ def test_who_waits_for_its_replica_neither_works_nor_hangs(in_a_lane: bool) -> N
         time.sleep(WAIT_S)
 
     memory = SharedMemoryStore.__new__(SharedMemoryStore)
-    memory._comm_thread, memory._confirmed_step, memory._last_step, memory._replicates = None, 4, 5, True
+    memory._comm_thread, memory._confirmed_step, memory._last_step = None, 4, 5
     memory._interval = SnapshotInterval(torch.device("cpu"), wanted=False, unit=None)
-    memory._mesh = SimpleNamespace(bookkeeping=traffic)  # type: ignore[assignment]
-    memory.replicas = SimpleNamespace(wait_for_ack=acknowledged)  # type: ignore[assignment]
+    client, mesh = SimpleNamespace(wait_for_ack=acknowledged), SimpleNamespace(bookkeeping=traffic)
+    memory._replication = Replication(client, mesh, "auto", SlotRotation(None), None, print)  # type: ignore[arg-type]
+    memory._replication.active = True
     if in_a_lane:
         lane = threading.Thread(target=memory.wait_for_commit)
         lane.start()

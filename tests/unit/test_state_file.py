@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import CheckpointError, RunError
 from phalanx.recovery import inventory, state_file
 from phalanx.recovery.state_file import StateFile, StateFileMetadata, StateFileOwner
-from tests.helpers import ROOT, is_alive
+from tests.helpers import ROOT, find_committed_step, find_newest_checkpoint, is_alive
 
 RUN = state_file.digest_json("a run")
 INDEX = {"tensors": [["w", "param", "F32", [4], 0]], "pieces": []}
@@ -125,22 +125,22 @@ def facts(generation: int, rank: int, world: int, words: tuple[int, int]) -> Sta
 
 
 def test_the_newest_step_that_all_ranks_hold(tmp_path: Path) -> None:
-    kept = inventory.find_newest_checkpoint([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, 5))])
+    kept = find_newest_checkpoint([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, 5))])
     assert kept is not None
     assert kept.step == 5
     assert [(file.rank, file.path) for file in kept.files] == [(0, "state-000001-00000"), (1, "state-000001-00001")]
-    assert inventory.find_newest_checkpoint([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, -1))]) is None
-    assert inventory.find_newest_checkpoint([facts(1, 0, 2, (6, 5))]) is None  # a rank is missing
-    assert inventory.find_newest_checkpoint([facts(1, 0, 2, (6, 5)), facts(1, 1, 3, (6, 5))]) is None
-    assert inventory.find_newest_checkpoint([]) is None
+    assert find_newest_checkpoint([facts(1, 0, 2, (6, 5)), facts(1, 1, 2, (4, -1))]) is None
+    assert find_newest_checkpoint([facts(1, 0, 2, (6, 5))]) is None  # a rank is missing
+    assert find_newest_checkpoint([facts(1, 0, 2, (6, 5)), facts(1, 1, 3, (6, 5))]) is None
+    assert find_newest_checkpoint([]) is None
 
 
 def test_of_two_generations_the_newer_step_counts_and_of_one_step_the_newer_generation() -> None:
     old = [facts(1, rank, 2, (8, 7)) for rank in (0, 1)]
     taken_over = [facts(2, 0, 1, (8, -1))]
-    assert [file.path for file in inventory.find_newest_checkpoint([*old, *taken_over]).files] == ["state-000002-00000"]  # type: ignore[union-attr]
+    assert [file.path for file in find_newest_checkpoint([*old, *taken_over]).files] == ["state-000002-00000"]  # type: ignore[union-attr]
     unfinished = [facts(2, 0, 1, (-1, -1))]
-    assert len(inventory.find_newest_checkpoint([*old, *unfinished]).files) == 2  # type: ignore[union-attr]
+    assert len(find_newest_checkpoint([*old, *unfinished]).files) == 2  # type: ignore[union-attr]
 
 
 def test_what_is_not_gone_on_from_is_removed(tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ def test_what_is_not_gone_on_from_is_removed(tmp_path: Path) -> None:
     made(tmp_path, 2)  # that nobody came to fill
     made(tmp_path, 3, run=state_file.digest_json("another run in the same folder"))
     (tmp_path / "lock").touch()
-    assert inventory.find_committed_step(tmp_path, RUN) == 5
-    kept = inventory.find_newest_checkpoint(inventory.read_state_files(tmp_path, RUN))
+    assert find_committed_step(tmp_path, RUN) == 5
+    kept = find_newest_checkpoint(inventory.read_state_files(tmp_path, RUN))
     assert kept is not None
     assert kept.step == 5
     inventory.remove_unused_files(tmp_path, {file.path for file in kept.files})
@@ -218,7 +218,7 @@ def test_whenever_all_are_killed_they_hold_a_step_in_common(world: int, turns: l
         elif phase[rank] == 3:
             done[rank] = step
         phase[rank] = (phase[rank] + 1) % 4
-        found = inventory.find_newest_checkpoint(
+        found = find_newest_checkpoint(
             [facts(1, each, world, (words[each][0], words[each][1])) for each in range(world)]
         )
         committed = [max(each) for each in words]

@@ -14,9 +14,8 @@ from phalanx.config.resolve import resolve_autos
 from phalanx.config.schema import OptimSection
 from phalanx.core.errors import ConfigError
 from phalanx.optim.make_rule import make_rule
-from phalanx.optim.state import Slot
 from phalanx.optim.torch_optimizers import TorchRule
-from phalanx.optim.update import StepUpdate, allocate_zeros
+from phalanx.optim.update import Slot, StepUpdate, allocate_zeros
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (6, 7), "norm": (5,)}
@@ -142,7 +141,7 @@ def test_the_table_knows_how_much_a_rule_keeps_and_what_a_rank_must_hold_whole(n
     for chosen in ([], stateful):
         options = {key: 0.9 if known.options[key] is float else True for key in chosen}
         rule = make_rule(OptimSection(name=name, options=options, weight_decay=0.0))
-        assert known.state_bytes(options, number) == rule.state_bytes(shape, number) / (64 * 1024)
+        assert known.state_bytes(options, number, shape[-1]) == rule.state_bytes(shape, number) / (64 * 1024)
         assert (known.granularity == "row") is rule.needs_whole_rows(shape)
 
 

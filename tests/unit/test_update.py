@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.optim import gradients
-from phalanx.optim.state import Slot
-from phalanx.optim.update import AdamW, StepUpdate, allocate_zeros
+from phalanx.optim.update import AdamW, Slot, StepUpdate, allocate_zeros
 
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)
 KINDS = ("param", *RULE.state_kinds)

@@ -3,7 +3,8 @@
 A checkpoint is a folder `step-00000050/`, local or at a URL, of safetensors files and a `manifest.json`, which is
 written last. A piece is
 a run of elements [start, stop) of one row-major flattened parameter (`kind` "param") or of a state that has its shape
-("exp_avg", ...), so a checkpoint written by any number of ranks is read on any other number by coordinates alone.
+("exp_avg", ...) or a number for each of its rows ("row_..."), so a checkpoint written by any number of ranks is read on
+any other number by coordinates alone.
 With a window it is a run of elements of some columns (column_windows.py), which no reader need know of.
 Nothing is unpickled.
 """
@@ -14,19 +15,28 @@ import json
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
 from torch import Tensor
 
-from phalanx.checkpoint.disk.assemble import Window, assemble, covers, project, split_bands
-from phalanx.checkpoint.disk.files import LocalFiles, RemoteFiles
+from phalanx.checkpoint.disk.files import (
+    LocalFiles,
+    PieceSpan,
+    RemoteFiles,
+    Window,
+    assemble,
+    covers,
+    project,
+    split_bands,
+)
 from phalanx.core import format_versions
 from phalanx.core.errors import CheckpointError, StorageError
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import MANIFEST, Url
+from phalanx.optim.update import state_shape
 from phalanx.storage import files as storage
 
 FORMAT = "phalanx-pieces"
@@ -87,15 +97,17 @@ def manifest_checksum(manifest: dict[str, Any]) -> str:
     ).hexdigest()
 
 
-def full_window(shape: tuple[int, ...]) -> Window:
-    """The window that is a whole parameter of `shape`."""
-    return 0, max(1, shape[-1]) if shape else 1
+def full_window(shape: tuple[int, ...], kind: str) -> Window:
+    """The window that is all of a kind of state of a parameter of `shape`."""
+    return 0, max(1, (1, *state_shape(shape, kind))[-1])
 
 
-def find_missing(spans: list[Span], start: int, stop: int, columns: Window) -> tuple[tuple[int, int], Window] | None:
+def find_missing(
+    spans: Sequence[Span | PieceSpan], start: int, stop: int, columns: Window
+) -> tuple[tuple[int, int], Window] | None:
     """The first elements of [start, stop) of a window that no span covers, and the columns they are numbered in."""
-    for band in split_bands((window for _, _, window in spans), columns):
-        here = [(project(low, w, band), project(high, w, band)) for low, high, w in spans if covers(w, band)]
+    for band in split_bands((span[2] for span in spans), columns):
+        here = [(project(low, w, band), project(high, w, band)) for low, high, w, *_ in spans if covers(w, band)]
         gap = find_gap(here, project(start, columns, band), project(stop, columns, band))
         if gap is not None:
             return gap, band
@@ -135,10 +147,10 @@ class Checkpoint:
                 Path(name).name: entry for name, entry in manifest["files"].items()
             }
             self.bytes = sum(int(entry["bytes"]) for entry in self.files.values())
-            self._pieces: defaultdict[tuple[str, str], list[tuple[int, int, Window, str]]] = defaultdict(list)
+            self._pieces: defaultdict[tuple[str, str], list[PieceSpan]] = defaultdict(list)
             for file, entry in self.files.items():
                 for name, kind, start, stop, _dtype, *window in entry["pieces"]:
-                    first, last = window[0] if window else full_window(self.parameters[name][0])
+                    first, last = window[0] if window else full_window(self.parameters[name][0], kind)
                     self._pieces[name, kind].append((start, stop, (first, last), file))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._refuse(MANIFEST, f"does not have the fields of its version ({error!r})") from error
@@ -175,9 +187,9 @@ class Checkpoint:
         """
         assert out.shape == (stop - start,), (name, kind, start, stop, tuple(out.shape))
         pieces = self._pieces.get((name, kind), [])
-        whole = full_window(self.parameters[name][0] if name in self.parameters else ())
+        whole = full_window(self.parameters[name][0] if name in self.parameters else (), kind)
         asked = whole if window is None else window
-        missing = find_missing([(low, high, w) for low, high, w, _ in pieces], start, stop, asked)
+        missing = find_missing(pieces, start, stop, asked)
         if missing is not None:
             (first, last), band = missing
             columns = "" if band == whole else f" in columns {band[0]} to {band[1]}"
@@ -186,7 +198,7 @@ class Checkpoint:
                 " it does not fit this model; resume with the configuration that wrote it"
             )
 
-        def values(piece: tuple[int, int, Window, str], first: int, last: int) -> Tensor:
+        def values(piece: PieceSpan, first: int, last: int) -> Tensor:
             low, high, _, file = piece
             with self._reading(file):
                 return self._source.read_values(file, tensor_name(name, kind, low, high), first, last)

@@ -1,11 +1,12 @@
 """The writing half of checkpoints: snapshot pieces, write them behind training's back, commit all or nothing.
 
 Every rank writes its file; when all are safe, rank 0 writes the manifest and thereby makes the checkpoint: a step has a
-whole one or none. How that is done differs between a folder (`local`) and a URL (`remote`). `checkpoint/disk/load.py`
-reads what this file writes.
+whole one or none. How that is done differs between a folder and a URL (`checkpoint/disk/folders.py`).
+`checkpoint/disk/load.py` reads what this file writes.
 """
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -14,8 +15,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import torch
-
+from phalanx.checkpoint.disk.folders import LocalCheckpoints, RemoteCheckpoints, open_folder, retain
 from phalanx.checkpoint.disk.load import (
     FORMAT,
     VERSION,
@@ -34,13 +34,11 @@ from phalanx.checkpoint.disk.load import (
     open_and_verify,
     step_folder,
 )
-from phalanx.checkpoint.disk.local import LocalCheckpoints
-from phalanx.checkpoint.disk.remote import RemoteCheckpoints
 from phalanx.checkpoint.disk.snapshot import HostBuffer, SnapshotFile, StoredPiece
 from phalanx.core.errors import CutOff, PhalanxError, RunError
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import Url
-from phalanx.optim.state import StatePiece
+from phalanx.optim.update import StatePiece, state_shape
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class CheckpointSaver:
         if members is not None:
             try:
                 for later in [other for other in list_steps(self.folder) if other > step]:
-                    self._place().remove(later)
+                    open_folder(self.folder).remove(later)
             except (OSError, PhalanxError) as error:
                 failure = f"checkpoints behind step {step} in {self.folder} cannot be removed ({error})"
         failure = self._group.broadcast_object(failure)
@@ -166,7 +164,7 @@ class CheckpointSaver:
 
     def _save(self, job: SaveJob) -> None:
         started = time.perf_counter()
-        place = self._place()
+        place = open_folder(self.folder)
         failure, present, replaced = self._find_existing(job, place)
         unexpected: Exception | None = None
         if failure is not None:
@@ -179,12 +177,9 @@ class CheckpointSaver:
         saved = verdict["reason"] is None
         self.outcome = SaveOutcome(job.step, saved, verdict["reason"], verdict["rank"], verdict["bytes"], seconds)
         if self._rank == 0:
-            self._report(job, place, self.outcome, present is not None, replaced)
+            self._report(job, self.outcome, present is not None, replaced)
         if unexpected is not None:
             raise unexpected
-
-    def _place(self) -> LocalCheckpoints | RemoteCheckpoints:
-        return RemoteCheckpoints(self.folder) if isinstance(self.folder, Url) else LocalCheckpoints(self.folder)
 
     def _find_existing(
         self, job: SaveJob, place: LocalCheckpoints | RemoteCheckpoints
@@ -266,14 +261,7 @@ class CheckpointSaver:
         expected = isinstance(error, OSError | PhalanxError) and not isinstance(error, RunError | CutOff)
         return verdict, None if expected else error
 
-    def _report(
-        self,
-        job: SaveJob,
-        place: LocalCheckpoints | RemoteCheckpoints,
-        outcome: SaveOutcome,
-        already_there: bool,
-        replaced: str | None,
-    ) -> None:
+    def _report(self, job: SaveJob, outcome: SaveOutcome, already_there: bool, replaced: str | None) -> None:
         if not outcome.saved:
             failure = {"step": job.step, "reason": outcome.reason, "rank": outcome.rank}
             self._on_event(EventKind.CHECKPOINT_FAILED, failure)
@@ -285,7 +273,7 @@ class CheckpointSaver:
             details["replaced"] = replaced
         self._on_event(EventKind.CHECKPOINT_SAVED, details)
         try:
-            place.retain(self._keep, job.step, job.protected)
+            retain(self.folder, self._keep, job.step, job.protected)
         except (OSError, PhalanxError) as error:
             message = f"old checkpoints in {self.folder} cannot be removed ({error}), so their place may fill"
             self._on_event(EventKind.WARNING, {"message": f"{message}; remove them by hand"})
@@ -302,17 +290,18 @@ def describe_save_error(error: Exception, path: Path | Url) -> str:
 def build_manifest(job: SaveJob, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The manifest of a checkpoint, checksum included. Raises ValueError where the pieces of all ranks leave a gap."""
     spans: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
-    sizes = {name: torch.Size(shape).numel() for name, (shape, _dtype) in job.parameters.items()}
+    shapes = {name: shape for name, (shape, _dtype) in job.parameters.items()}
     windowed = False
     for entry in files.values():
         for name, kind, start, stop, _dtype, *window in entry["pieces"]:
-            if name not in sizes:
+            if name not in shapes:
                 raise ValueError(f"pieces of {name} were saved, but it is not among the parameters")
-            first, last = window[0] if window else full_window(job.parameters[name][0])
+            first, last = window[0] if window else full_window(shapes[name], kind)
             spans[name, kind].append((start, stop, (first, last)))
             windowed = windowed or bool(window)
-    for name, kind in [*spans, *((name, "param") for name in sizes)]:
-        missing = find_missing(spans[name, kind], 0, sizes[name], full_window(job.parameters[name][0]))
+    for name, kind in [*spans, *((name, "param") for name in shapes)]:
+        size = math.prod(state_shape(shapes[name], kind))
+        missing = find_missing(spans[name, kind], 0, size, full_window(shapes[name], kind))
         if missing is not None:
             (first, last), _ = missing
             raise ValueError(f"no rank saved elements [{first}, {last}) of {kind} of parameter {name}")

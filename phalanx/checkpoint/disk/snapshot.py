@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.disk.files import CHUNK_BYTES, DTYPES
 from phalanx.checkpoint.disk.load import tensor_name
-from phalanx.optim.state import StatePiece
+from phalanx.optim.update import StatePiece
 from phalanx.system import accelerator
 
 SEGMENT_BYTES = 64 << 20

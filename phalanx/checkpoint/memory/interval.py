@@ -1,18 +1,21 @@
-"""How often an accelerator's state is copied to the host: each step, or every Nth where each would cost too much.
+"""Which steps are kept: how often an accelerator's state is copied to the host, and which slot holds which step.
 
-What it costs is measured in the first steps of an attempt, which are all kept: for how long the device itself could not
-update, as the step before was still being copied. What is hidden behind the next step's passes costs nothing.
+Each step is copied, or every Nth where each would cost too much. What it costs is measured in the first steps of an
+attempt, which are all kept: for how long the device itself could not update, as the step before was still being copied.
+What is hidden behind the next step's passes costs nothing.
 """
 
 import itertools
 import math
 import statistics
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from phalanx.comm.mesh import Mesh
+from phalanx.recovery.state_file import StateFile
 from phalanx.system.event_times import record_time, seconds_between
 
 MAX_OVERHEAD = 0.005  # of a step, that keeping it may take by what is measured here: memory and link are shared besides
@@ -72,3 +75,74 @@ def choose_interval(share: float, unit: int = 1) -> int:
     """Which steps are kept where one that is takes so much longer, as a share of one that is not."""
     every = math.ceil(share / MAX_OVERHEAD)
     return 1 if every <= 1 else -(-every // unit) * unit
+
+
+class SlotRotation:
+    """Which slot holds the newest step and which is written next, and which steps other nodes get: every one, or every
+    Nth (`every`).
+
+    In the latter case there is a third slot: in it the last step stays that all nodes have, which ranks that live go
+    back to with those of a lost node. Its place is taken by the next such step once nobody can have to go back behind
+    that.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every = every
+        self.current_index, self.current_step = 0, 0
+        self._pinned: int | None = None  # the slot with a step that all nodes have
+        # A step that other nodes get whatever its number is, as they lack what this attempt began with.
+        self._base_step = 0
+
+    @property
+    def slot_count(self) -> int:
+        return 2 if self.every is None else 3
+
+    def next_index(self, file: StateFile) -> int:
+        """The slot that the next step is written to, the same until that is committed: one that nobody goes back to
+        once all ranks are through with the step in the current one, and all nodes have that which get it."""
+        used = {self.current_index, self._pinned if not self._moves else None}
+        return min((slot for slot in range(self.slot_count) if slot not in used), key=file.slot_step)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether the step that is gone back to with a lost node is the one in the current slot from here on."""
+        return self.every is not None and self.current_step > 0 and self.is_due(self.current_step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether other nodes get that step, or have had it."""
+        base = self._base_step
+        return self.every is None or step == base or (step % self.every == 0 and step != base - 1)
+
+    def advance(self, step: int, file: StateFile) -> None:
+        """The next slot holds `step`, and is the current one."""
+        before, moves = self.current_index, self._moves
+        self.current_index = self.next_index(file)
+        self._pinned = before if moves else self._pinned
+        self.current_step = step
+
+    def adopt(self, step: int, file: StateFile, found: bool) -> None:
+        """The current slot holds `step`, which was `found` in it or came from elsewhere; others but the pinned one are
+        void."""
+        self.current_step = step
+        if not found:
+            self._pinned, self._base_step = None, step + 1 if step else 0
+        for slot in range(self.slot_count):
+            if slot not in (self.current_index, self._pinned):
+                file.invalidate(slot)
+
+    def pin(self, file: StateFile, there: Collection[int] | None, mesh: Mesh) -> None:
+        """Find, in files that were kept, the step that all nodes have besides that which is gone on from (`there`:
+        those that the partner has; None: all); where there is none, or all should have this one, all get the next.
+        Collective."""
+        steps, current = file.metadata.steps, self.current_step
+        shared = (each for each in steps if there is None or each in there)
+        step = max((each for each in shared if each <= current and self.is_due(each)), default=-1)
+        (least,), (most,) = mesh.min([float(step)]), mesh.max([float(step)])
+        if least == most > 0 and step < current:
+            self._pinned = steps[step]
+        if least != most or (step != current and (self._pinned is None or self.is_due(current))):
+            self._base_step = current + 1
+
+    def unpin(self) -> None:
+        """Nothing that is kept is gone back to any more."""
+        self._pinned = None

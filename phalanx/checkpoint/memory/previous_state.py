@@ -2,19 +2,19 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.disk.assemble import PieceSpan, assemble
-from phalanx.checkpoint.disk.files import DTYPES
+from phalanx.checkpoint.disk.files import DTYPES, PieceSpan, assemble
 from phalanx.checkpoint.disk.load import find_missing, full_window
 from phalanx.core.errors import CheckpointError
 from phalanx.core.placement import InMemoryCheckpoint, StateFileLocation
 from phalanx.optim.quantized import QuantizedShard
+from phalanx.optim.update import Slot
 from phalanx.recovery.replica_client import RemoteStateFile, ReplicaClient
 from phalanx.recovery.state_file import StateFile
 
@@ -46,6 +46,14 @@ def read_tensor(file: AnyStateFile, slot: int, at: int, dtype: str, shape: list[
         return torch.frombuffer(file.map, dtype=DTYPES[dtype], count=count, offset=offset).view(shape)
     data = file.read_bytes(offset, count * DTYPES[dtype].itemsize)
     return torch.frombuffer(data, dtype=DTYPES[dtype], count=count).view(shape)
+
+
+def map_slot(file: StateFile, slot: int, tensors: Iterable[Sequence[Any]]) -> Slot:
+    """The tensors of a slot, of which an index says `tensors`."""
+    found: Slot = {}
+    for key, kind, dtype, shape, at in tensors:
+        found.setdefault(key, {})[kind] = read_tensor(file, slot, at, dtype, shape)
+    return found
 
 
 class InMemoryCheckpointReader:
@@ -94,7 +102,7 @@ class InMemoryCheckpointReader:
     def _pieces(self) -> dict[tuple[str, str], list[PieceSpan]]:
         found: defaultdict[tuple[str, str], list[PieceSpan]] = defaultdict(list)
         for named, (_, _, row) in self._values.items():
-            whole = full_window(self._shapes.get(row["name"], ()))
+            whole = full_window(self._shapes.get(row["name"], ()), row["kind"])
             first, last = row.get("window", whole)
             found[row["name"], row["kind"]].append((row["start"], row["stop"], (first, last), named))
         return found
@@ -104,8 +112,8 @@ class InMemoryCheckpointReader:
     ) -> None:
         """As `Checkpoint.read_into`. Raises CheckpointError where no piece covers the range."""
         pieces = self._pieces.get((name, kind), [])
-        asked = full_window(self._shapes.get(name, ())) if window is None else window
-        if find_missing([(low, high, w) for low, high, w, _ in pieces], start, stop, asked) is not None:
+        asked = full_window(self._shapes.get(name, ()), kind) if window is None else window
+        if find_missing(pieces, start, stop, asked) is not None:
             raise CheckpointError(
                 f"the state files of step {self._checkpoint.step} do not hold all of {kind} of parameter {name}, so "
                 "they do not fit this model; resume with the configuration that wrote them"

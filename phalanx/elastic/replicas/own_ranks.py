@@ -13,14 +13,16 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from phalanx.core.errors import CheckpointError
 from phalanx.core.placement import HostPort
 from phalanx.elastic.membership.channel import connect_and_greet
 from phalanx.elastic.membership.store_relay import CALL_S
 from phalanx.recovery import state_file
+from phalanx.recovery.catalog import unframe_record
 from phalanx.recovery.replica_client import Message, RemoteStateFile, receive_frame, receive_into, send_frame
 from phalanx.recovery.state_file import StateFile, StateFileMetadata, StateFileOwner
 
@@ -122,8 +124,13 @@ def _heed(there: socket.socket) -> None:
 
 def fetch_for(fetches: StateFileFetcher, message: Message) -> StateFileFetch:
     """The copy that a message speaks of."""
-    host, port = message["of"]
-    return fetches.fetch(str(message["fetch"]), (str(host), int(port)), int(message["step"]), int(message["slots"]))
+    address = _address(message["of"])
+    return fetches.fetch(str(message["fetch"]), address, int(message["step"]), int(message["slots"]))
+
+
+def _address(said: Sequence[Any]) -> HostPort:
+    host, port = said
+    return str(host), int(port)
 
 
 class RankRequests:
@@ -181,8 +188,7 @@ class RankRequests:
 
     def _reader(self, message: Message) -> socket.socket:
         """The connection with the node that a message speaks of."""
-        host, port = message["of"]
-        address = (str(host), int(port))
+        address = _address(message["of"])
         if address not in self._readers:
             self._readers[address] = connect_and_greet(address, self._secret, {"role": ROLE}, CALL_S)
         return self._readers[address]
@@ -209,11 +215,10 @@ class RankRequests:
         send_frame(self._connection, {"whole": copy.whole})
 
     def _begin(self, message: Message) -> Message:
-        host, port = message["to"]
         self._file = file = StateFile(self._folder / str(message["replicate"]))
         facts = file.metadata
         hello = {"role": ROLE, "attempt": int(message["attempt"])}
-        self._partner = connect_and_greet((str(host), int(port)), self._secret, hello, CALL_S)
+        self._partner = connect_and_greet(_address(message["to"]), self._secret, hello, CALL_S)
         who = [facts.generation, facts.rank, facts.world, facts.part, facts.parts]
         bare = message["bare"] is True
         self._bytes = 0 if bare else facts.slot_bytes
@@ -280,7 +285,7 @@ class RankRequests:
         slot = facts.steps.get(step)
         if slot is None:
             raise CheckpointError(f"{facts.path} does not hold step {step} any more")
-        header = state_file.unframe_header(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES])
+        header = unframe_record(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES]) or b""
         if told is not None and self._gradients is not None:
             send_frame(self._partner, {"replay": told, "header": header.decode()})
             self._partner.sendall(self._gradients)

@@ -248,7 +248,7 @@ class _Node:
 
     def _there(self, name: str) -> StateFileMetadata:
         """A state file of the run. Raises CheckpointError where there is none of that name."""
-        paths = [*inventory.list_state_files(self._folder), *inventory.list_state_files(self._folder / REPLICAS)]
+        paths = inventory.list_with_replicas(self._folder)
         found = [path for path in paths if str(path.relative_to(self._folder)) == name]
         facts = state_file.read_metadata(found[0]) if found else None
         if facts is None or facts.run != self._run:
