@@ -314,8 +314,6 @@ LARGE_FILES = {
     "phalanx.autotune.measure": 468,
     "phalanx.checkpoint.memory.store": 522,
     "phalanx.cli.main": 504,
-    "phalanx.data.prepare": 504,
-    "phalanx.data.read_chunks": 463,
     "phalanx.layout.hardware": 456,
     "phalanx.planner.search": 503,
     "phalanx.report.event_text": 475,

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.record_files import as_message
-from phalanx.data.token_files import token_dtype
+from phalanx.data.record_files import token_dtype
+from phalanx.data.records import as_message
 from phalanx.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from phalanx.data.sources import Record, RecordFormat
+    from phalanx.data.records import Record, RecordFormat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Templates that write today's date would make other tokens tomorrow; they are given this one, Llama 3's own default.

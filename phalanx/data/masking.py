@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.record_files import RecordSet
+from phalanx.data.record_files import RecordFile, TokenFile
 from phalanx.data.shuffle import random_bits
-from phalanx.data.token_files import TokenFile
 from phalanx.data.wordpiece import SpecialTokens
 
 IGNORE_INDEX = -100  # a label that no loss is computed for
@@ -159,14 +158,14 @@ class MaskedPairs(MaskedWindows):
 class PremaskedRows:
     """Rows that were masked when they were written, the same in every epoch."""
 
-    def __init__(self, columns: RecordSet, form: MaskingOptions) -> None:
-        self.file, self._form = columns, form
-        self.count = columns.count
-        self._vocab_size = int(columns.facts["vocab_size"])
-        longest = int(columns.lengths("tokens").max(initial=0))
+    def __init__(self, file: RecordFile, form: MaskingOptions) -> None:
+        self.file, self._form = file, form
+        self.count = file.count
+        self._vocab_size = int(file.facts["vocab_size"])
+        longest = int(file.lengths("tokens").max(initial=0))
         if longest > form.seq_len:
             raise DataError(
-                f"{columns.folder} has rows of {longest} tokens, but data.seq_len is {form.seq_len}; raise it to that"
+                f"{file.folder} has rows of {longest} tokens, but data.seq_len is {form.seq_len}; raise it to that"
             )
 
     def sample(self, number: int, position: int) -> MaskedSample:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
+from phalanx.data.record_files import TokenFile
 from phalanx.data.shuffle import shuffle_indices
-from phalanx.data.token_files import TokenFile
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.data.loader import Loader
 from phalanx.data.masking import MaskingOptions, make_masked_rows
 from phalanx.data.packing import PackingOptions, Sample, make_rows
+from phalanx.data.record_files import TokenFile, TokenWriter
+from phalanx.data.records import is_held_out, text_digest
 from phalanx.data.shuffle import shuffle_indices
-from phalanx.data.sources import is_held_out, text_digest
-from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.data.wordpiece import SpecialTokens
 from phalanx.layout.balance import Division
 from phalanx.layout.model_shape import ModelSpec

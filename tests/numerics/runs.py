@@ -25,7 +25,7 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.data.token_files import TokenWriter
+from phalanx.data.record_files import TokenWriter
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.tasks.language import IGNORE_INDEX

@@ -14,7 +14,7 @@ import pytest
 from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.packing import PackedRows, PackingOptions
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile, TokenWriter
 from tests.numerics.runs import VOCAB, Outcome, events, same_bits, walk
 from tests.numerics.test_rank_layout import assert_same
 

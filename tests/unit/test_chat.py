@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from phalanx.core.errors import ConfigError, DataError, PhalanxError
 from phalanx.data.chat import TEMPLATES, ChatEncoder
-from phalanx.data.sources import Record
+from phalanx.data.records import Record
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"

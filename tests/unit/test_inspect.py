@@ -12,7 +12,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.data.inspect import compute_stats, find_token_sets
 from phalanx.data.packing import PackingOptions
 from phalanx.data.prepare import prepare
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile, TokenWriter
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
 from phalanx.report import tables
 from phalanx.report.logs import open_terminal

@@ -18,7 +18,7 @@ from phalanx.data.masking import (
     make_masked_rows,
     mask_tokens,
 )
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile, TokenWriter
 from phalanx.data.wordpiece import SpecialTokens
 
 PAD, UNK, CLS, SEP, MASK = range(5)

@@ -13,7 +13,7 @@ from phalanx.core.placement import Placement
 from phalanx.data import megatron_dataset, read_chunks
 from phalanx.data.megatron_dataset import open_indexed_dataset, write_indexed_dataset
 from phalanx.data.prepare import prepare
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile, TokenWriter
 from phalanx.data.tokenizer import train_tokenizer
 from tests.helpers import run_ranks
 

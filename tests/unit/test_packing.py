@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import DataError
 from phalanx.data.loader import Loader
 from phalanx.data.packing import PackedRows, PackingOptions, TextWindows, make_rows, pack_documents
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile, TokenWriter
 from phalanx.layout.balance import Division
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import parameter_shapes

@@ -14,13 +14,14 @@ import pytest
 
 from phalanx.config.model import DataSection, SourceSection
 from phalanx.core.errors import DataError, StorageError
+from phalanx.data import cache as cache_module
 from phalanx.data import prepare as prepare_module
-from phalanx.data import read_chunks, token_files, workers
-from phalanx.data import workers as cache_module
+from phalanx.data import read_chunks, record_files, workers
+from phalanx.data import tokenizer as tokenizer_module
 from phalanx.data.encode import EncodeTask
 from phalanx.data.prepare import PreparedData, prepare
-from phalanx.data.sources import RecordFormat, is_held_out, text_digest
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
+from phalanx.data.records import RecordFormat, is_held_out, text_digest
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
 from phalanx.storage import local_copies
 from tests.stores import Faults
@@ -230,7 +231,7 @@ def test_a_mixture_and_validation_sets_share_a_tokenizer(tmp_path: Path, monkeyp
     assert run(mixture, tmp_path / "c").tokenizer_folder != made.tokenizer_folder
     with_folder = run(mixture, tmp_path / "c", tokenizer=str(made.tokenizer_folder))
     assert [folder for folder, _ in with_folder.train] == [folder for folder, _ in made.train]
-    monkeypatch.setattr(prepare_module, "JOIN_TOKENS", 7)
+    monkeypatch.setattr(record_files, "COPY_RECORDS", 3)
     again = run(mixture, tmp_path / "d", tokenizer=str(made.tokenizer_folder)).held_out["held_out"]
     assert TokenFile(again).checksum == TokenFile(made.held_out["held_out"]).checksum
 
@@ -240,26 +241,26 @@ def test_weights_say_how_much_of_the_tokenizers_sample_a_source_gives(
 ) -> None:
     from phalanx.data.sources import list_files
 
-    monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 20_000)
-    monkeypatch.setattr(prepare_module, "SAMPLE_CHARS", 100)
+    monkeypatch.setattr(tokenizer_module, "SAMPLE_BYTES", 20_000)
+    monkeypatch.setattr(tokenizer_module, "SAMPLE_CHARS", 100)
     files = []
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name * 100_000)
         files.append(list_files([str(tmp_path / f"{name}.txt")]))
     sources = [(files[0], 3.0), (files[1], 1.0)]
-    sample = "".join(prepare_module.sample_for_tokenizer(sources, RecordFormat(), 0.0, lambda *_: None))
+    sample = "".join(tokenizer_module.sample_for_tokenizer(sources, RecordFormat(), 0.0, lambda *_: None))
     assert 13_000 < sample.count("a") < 17_000
     assert 4_000 < sample.count("b") < 6_000
 
 
 def test_only_a_part_of_a_huge_source_is_read_for_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [read_chunks.Chunk("JSON lines", ["a"], i, i + 1, 10) for i in range(1000)]
-    drawn = prepare_module._draw_chunks(chunks, 200)
+    drawn = tokenizer_module._draw_chunks(chunks, 200)
     assert len(drawn) == 20
     starts = [chunk.start for chunk in drawn]
     assert starts == sorted(starts)
     assert max(starts) > 500 > min(starts)
-    assert prepare_module._draw_chunks(chunks, 10_000) == chunks
+    assert tokenizer_module._draw_chunks(chunks, 10_000) == chunks
 
 
 def test_an_empty_validation_set_is_named(tmp_path: Path) -> None:
@@ -367,5 +368,5 @@ def test_pieces_of_another_cut_are_not_taken_for_this_one(tmp_path: Path, monkey
 
 
 def test_ids_of_a_large_vocabulary_fit() -> None:
-    assert token_files.token_dtype(1 << 17).itemsize == 4
-    assert np.iinfo(token_files.token_dtype(1 << 16)).max == (1 << 16) - 1
+    assert record_files.token_dtype(1 << 17).itemsize == 4
+    assert np.iinfo(record_files.token_dtype(1 << 16)).max == (1 << 16) - 1

@@ -13,7 +13,7 @@ import pytest
 from phalanx.core.errors import RunError
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile, TokenWriter
 from phalanx.elastic.supervisor import node_requests
 from phalanx.launch.schedulers import background
 from phalanx.trainer import run_folder
