@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.data.record_files import TokenWriter
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import parameter_shapes
 from phalanx.models.hf_config import config_from_spec
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.user_model import hf_name
+from tests.token_sets import TokenWriter
 
 LR, BETAS, EPS, DECAY, CLIP, SEED = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 0
 

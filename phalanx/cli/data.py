@@ -190,10 +190,10 @@ def _is_recipe(name: str) -> bool:
 
 def _are_shards(sources: list[str]) -> bool:
     """Whether HDF5 files are named, which hold nothing but masked sequences."""
-    from phalanx.data.records import SHARDS
+    from phalanx.data.records import FileKind
     from phalanx.data.sources import list_files
 
-    return any(file.kind == SHARDS for file in list_files(sources))
+    return any(file.kind == FileKind.SHARDS for file in list_files(sources))
 
 
 def _recipe_for_data(whole: schema.Config) -> schema.Config:

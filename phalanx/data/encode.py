@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
+from phalanx.core.json_lines import write_atomic
 from phalanx.core.run_paths import redact_url
 from phalanx.data import megatron_dataset
 from phalanx.data.file_formats import read_shard_blocks
 from phalanx.data.read_chunks import Chunk, Meter, count_lines_before, read_records
-from phalanx.data.record_files import MASK_COLUMN, TOKEN_COLUMN, Columns, token_dtype, write_and_sync
-from phalanx.data.records import LINES, SHARDS, TOKENS, Record, RecordFormat, is_held_out, record_digest
+from phalanx.data.record_files import MASK_COLUMN, TOKEN_COLUMN, Columns, token_dtype
+from phalanx.data.records import FileKind, Record, RecordFormat, is_held_out, record_digest
 from phalanx.data.tokenizer import encode_documents, load_tokenizer
 
 PIECE_CHARS = 8 << 20  # text of one piece
@@ -87,15 +88,7 @@ def make_encoder(tokenizer_folder: Path, format: RecordFormat, group_chars: int)
     if format.format in ("chat", "prompt"):
         from phalanx.data.chat import ChatEncoder
 
-        chat = ChatEncoder(
-            tokenizer_folder,
-            format.format,
-            messages_key=format.messages_key,
-            prompt_key=format.prompt_key,
-            completion_key=format.completion_key,
-            template=format.chat_template,
-            loss_on=format.loss_on,
-        )
+        chat = ChatEncoder(tokenizer_folder, format)
 
         def encode_talks(records: list[Record]) -> tuple[Columns, list[str]]:
             ids, lengths, mask = chat.encode(records)
@@ -181,13 +174,13 @@ def encode_chunk(task: EncodeTask, encoder: RecordEncoder, on_bytes: Callable[[i
             on_bytes(min(meter.bytes, task.chunk.size_bytes) - told)
             told = min(meter.bytes, task.chunk.size_bytes)
     except DataError:
-        if task.chunk.kind != LINES or not task.chunk.start:
+        if task.chunk.kind != FileKind.LINES or not task.chunk.start:
             raise
         # How many lines lie before a chunk takes long to count, so it is only counted to name one.
         for _ in _pieces(task, encoder, Meter(), skipped, count_lines_before(task.chunk, task.format) + 1):
             continue
         raise
-    _write_json(folder / f"{task.name}.json", {"pieces": done, "chunk": asdict(task.chunk)})
+    write_atomic(folder / f"{task.name}.json", json.dumps({"pieces": done, "chunk": asdict(task.chunk)}))
     on_bytes(task.chunk.size_bytes - told)
 
 
@@ -233,11 +226,11 @@ def _pieces(
     task: EncodeTask, encoder: RecordEncoder, meter: Meter, skipped: int, first_line: int = 1
 ) -> Iterator[Piece]:
     """The pieces of a chunk behind the first `skipped` records; empty ones are passed over."""
-    if task.chunk.kind == TOKENS:
+    if task.chunk.kind == FileKind.TOKENS:
         if not skipped:  # a chunk of tokens is one piece
             yield from _token_piece(task, encoder, meter)
         return
-    if task.chunk.kind == SHARDS:
+    if task.chunk.kind == FileKind.SHARDS:
         yield from _shard_pieces(task, encoder, meter, skipped)
         return
     keys = task.format.columns()
@@ -317,11 +310,4 @@ def _write_piece(path: Path, piece: Piece, types: dict[str, str]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.rename(temporary, path.with_suffix(".npz"))
-    _write_json(path.with_suffix(".json"), {"documents": piece.taken, "labels": piece.labels})
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a small JSON file that is there whole or not at all, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.writing")
-    write_and_sync(temporary, json.dumps(content).encode())
-    os.rename(temporary, path)
+    write_atomic(path.with_suffix(".json"), json.dumps({"documents": piece.taken, "labels": piece.labels}))

@@ -17,18 +17,7 @@ from phalanx.data.cache import ABOUT_FILE
 from phalanx.data.packing import PackedRows, PackingOptions
 from phalanx.data.read_chunks import Meter, plan_chunks, read_records
 from phalanx.data.record_files import MANIFEST, RecordFile, TokenFile
-from phalanx.data.records import (
-    LINES,
-    LIST,
-    REMOTE,
-    ROWS,
-    TEXT,
-    Record,
-    RecordFormat,
-    SourceFile,
-    make_format,
-    record_digest,
-)
+from phalanx.data.records import FileKind, Record, RecordFormat, SourceFile, make_format, record_digest
 from phalanx.data.sources import check_format, list_requests
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.storage import files as storage
@@ -184,8 +173,14 @@ def check_first_records(config: "Config") -> None:
 
 
 def _first_records(file: SourceFile, format: RecordFormat) -> Iterator[Record]:
-    readable = (LINES, ROWS, TEXT, REMOTE) if format.labelled else (LINES, ROWS)
-    if file.kind in readable or (file.kind == LIST and (format.labelled or file.size_bytes <= MOST_LIST_BYTES)):
+    readable = (
+        (FileKind.LINES, FileKind.ROWS, FileKind.TEXT, FileKind.REMOTE)
+        if format.labelled
+        else (FileKind.LINES, FileKind.ROWS)
+    )
+    if file.kind in readable or (
+        file.kind == FileKind.LIST and (format.labelled or file.size_bytes <= MOST_LIST_BYTES)
+    ):
         for chunk in plan_chunks([file], format)[:1]:
             yield from read_records(chunk, format, Meter())
 

@@ -6,37 +6,19 @@ are cut may change at every step and changes nothing but who computes what.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
-from phalanx.data.packing import PackedRows, TextWindows
+from phalanx.data.packing import PackedRows, SampleSet, TextWindows
 from phalanx.data.shuffle import mixture_block, shuffle_by_blocks, shuffle_indices
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.layout import balance
 from phalanx.layout.balance import Division
 
 ALL = slice(None)
-
-
-class SampleSet(Protocol):
-    """A set of samples by number, `count` of them, read only when they are asked for."""
-
-    count: int
-
-    def sample(self, number: int, position: int) -> Any:
-        """Sample `number` as the task's collate takes it; `position` is its place in the run, which no other has."""
-        ...
-
-    def describe(self) -> str:
-        """What this is and how many samples it makes, as the beginning of a sentence that says they are too few."""
-        ...
-
-    def warnings(self) -> list[str]:
-        """Sentences on what of the data is not used as one might expect."""
-        ...
 
 
 class Loader:

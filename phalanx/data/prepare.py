@@ -36,7 +36,7 @@ from phalanx.data.encode import (
 from phalanx.data.inspect import check_first_records
 from phalanx.data.read_chunks import plan_chunks
 from phalanx.data.record_files import RecordFile, RecordFileWriter, copy_records, renumber
-from phalanx.data.records import SHARDS, TALKS, TOKENS, RecordFormat, SourceFile, make_format
+from phalanx.data.records import FileKind, RecordFormat, SourceFile, make_format
 from phalanx.data.sources import DatasetRequest, check_format, list_requests
 from phalanx.data.tokenizer import (
     ENCODE_CHARS,
@@ -127,7 +127,7 @@ def prepare(
         raise ConfigError(
             f"data.held_out is {data.held_out}, which leaves nothing to train on; set it to 0 or more and below 1"
         )
-    progress = progress or _ignore_progress
+    progress = progress or (lambda phase, done, total: None)
     format = make_format(data, kind, storage_timeout_s)
     train, validation = list_requests(data, storage_timeout_s)
     requests = [*(request for request, _ in train), *validation.values()]
@@ -185,7 +185,7 @@ def _name_key(kind: str, parts: list[Any]) -> str:
 def _identify_files(files: list[SourceFile]) -> list[Any]:
     return [
         [file.path, file.kind, file.size_bytes, file.version, file.lenient]
-        + ([stdlib_chat.VERSION] if file.kind == TALKS else [])
+        + ([stdlib_chat.VERSION] if file.kind == FileKind.TALKS else [])
         for file in files
     ]
 
@@ -207,7 +207,7 @@ def _obtain_tokenizer(
         return Path(folder), folder
     check_vocab(data.tokenizer_vocab)
     for request, _ in train:
-        if ids := next((file for file in request.files if file.kind in (TOKENS, SHARDS)), None):
+        if ids := next((file for file in request.files if file.kind in (FileKind.TOKENS, FileKind.SHARDS)), None):
             raise ConfigError(
                 f"{redact_url(ids.path)} holds token ids, so no tokenizer can be trained on it; set data.tokenizer to "
                 f"the folder of the one that made them"
@@ -333,7 +333,3 @@ def _sum_progress(phase: str, progress: Progress, total: int) -> Callable[[int],
         progress(phase, done, total)
 
     return tell
-
-
-def _ignore_progress(phase: str, done: int, total: int) -> None:
-    """Where nobody watches."""

@@ -26,21 +26,7 @@ from phalanx.data.file_formats import (
     read_parquet_rows,
     read_whole,
 )
-from phalanx.data.records import (
-    COMPRESSIONS,
-    LINES,
-    LIST,
-    REMOTE,
-    ROWS,
-    SHARDS,
-    TALKS,
-    TEXT,
-    TOKENS,
-    Record,
-    RecordFormat,
-    SourceFile,
-    parse_record,
-)
+from phalanx.data.records import COMPRESSIONS, FileKind, Record, RecordFormat, SourceFile, parse_record
 from phalanx.data.stdlib_chat import make_conversations
 
 # Of source, in one chunk. A kill costs the work on the chunks at hand, some seconds; with many chunks, processes end
@@ -78,7 +64,9 @@ def plan_chunks(files: list[SourceFile], format: RecordFormat) -> list[Chunk]:
     chunks: list[Chunk] = []
     group: list[SourceFile] = []
     for file in files:
-        whole = file.kind in (TEXT, LIST, TALKS) and not (file.kind == TEXT and format.labelled)
+        whole = file.kind in (FileKind.TEXT, FileKind.LIST, FileKind.TALKS) and not (
+            file.kind == FileKind.TEXT and format.labelled
+        )
         unlike = group and (file.kind, file.lenient) != (group[0].kind, group[0].lenient)
         if group and (not whole or unlike or sum(one.size_bytes for one in group) >= size_bytes):
             chunks.append(_group(group))
@@ -101,22 +89,22 @@ def _group(files: list[SourceFile]) -> Chunk:
 
 
 def _cut(file: SourceFile, format: RecordFormat, size_bytes: int) -> list[Chunk]:
-    if file.kind == LINES and not file.path.lower().endswith(COMPRESSIONS):
+    if file.kind == FileKind.LINES and not file.path.lower().endswith(COMPRESSIONS):
         starts = range(0, file.size_bytes, size_bytes)
         ends = [*starts[1:], file.size_bytes]
-        return [Chunk(LINES, [file.path], a, b, b - a) for a, b in zip(starts, ends, strict=True)]
-    if file.kind in (LINES, TEXT, SHARDS):
+        return [Chunk(FileKind.LINES, [file.path], a, b, b - a) for a, b in zip(starts, ends, strict=True)]
+    if file.kind in (FileKind.LINES, FileKind.TEXT, FileKind.SHARDS):
         return [Chunk(file.kind, [file.path], 0, 0, file.size_bytes)]
-    if file.kind == ROWS:
+    if file.kind == FileKind.ROWS:
         return _row_groups(file, format, size_bytes)
-    if file.kind == TOKENS:
+    if file.kind == FileKind.TOKENS:
         with megatron_dataset.open_indexed_dataset(file.path, format.storage_timeout_s) as pair:
             bounds = pair.split_bounds(size_bytes)
             share = file.size_bytes // max(1, len(bounds) - 1)
-            return [Chunk(TOKENS, [file.path], a, b, share) for a, b in itertools.pairwise(bounds)]
-    assert file.kind == REMOTE
+            return [Chunk(FileKind.TOKENS, [file.path], a, b, share) for a, b in itertools.pairwise(bounds)]
+    assert file.kind == FileKind.REMOTE
     count = sources.count_shards(file.path)
-    return [Chunk(REMOTE, [file.path], i, count, file.size_bytes // count) for i in range(count)]
+    return [Chunk(FileKind.REMOTE, [file.path], i, count, file.size_bytes // count) for i in range(count)]
 
 
 def read_records(chunk: Chunk, format: RecordFormat, meter: Meter, first_line: int = 1) -> Iterator[Record]:
@@ -126,7 +114,7 @@ def read_records(chunk: Chunk, format: RecordFormat, meter: Meter, first_line: i
     `first_line` is the number of the first line that begins in a chunk of JSON lines. Raises DataError naming file and
     place.
     """
-    text = chunk.kind == TEXT and not format.labelled
+    text = chunk.kind == FileKind.TEXT and not format.labelled
     try:
         names = read_label_names(chunk, format)
         for found, where in _read(chunk, format, meter, first_line):
@@ -141,21 +129,21 @@ def read_records(chunk: Chunk, format: RecordFormat, meter: Meter, first_line: i
 def _read(chunk: Chunk, format: RecordFormat, meter: Meter, first_line: int) -> Iterator[tuple[Any, str]]:
     """What each record of a chunk is in its file: a text or an object; and its place."""
     path = chunk.paths[0]
-    if chunk.kind == LINES:
+    if chunk.kind == FileKind.LINES:
         yield from _lines(chunk, format, meter, first_line)
-    elif chunk.kind == ROWS:
+    elif chunk.kind == FileKind.ROWS:
         choose = functools.partial(_choose_columns, format=format)
         groups = range(chunk.start, chunk.stop)
         for row, fields in read_parquet_rows(path, groups, choose, chunk.before, format.storage_timeout_s):
             yield fields, f"{redact_url(path)}, row {row}"
         meter.bytes = chunk.size_bytes
-    elif chunk.kind == REMOTE:
+    elif chunk.kind == FileKind.REMOTE:
         for number, fields in enumerate(sources.read_shard(path, chunk.start, chunk.stop), 1):
             yield fields, f"{path}, document {number} of shard {chunk.start + 1}"
         meter.bytes = chunk.size_bytes
-    elif chunk.kind == TEXT and format.format == "tags":
+    elif chunk.kind == FileKind.TEXT and format.format == "tags":
         yield from _conll(path, format, meter)
-    elif chunk.kind == TEXT and format.format == "classes":
+    elif chunk.kind == FileKind.TEXT and format.format == "classes":
         yield from _table(path, format, meter)
     else:
         for path in chunk.paths:
@@ -174,10 +162,10 @@ def count_lines_before(chunk: Chunk, format: RecordFormat) -> int:
 
 def read_label_names(chunk: Chunk, format: RecordFormat) -> list[str] | None:
     """What the numbers of labels stand for, where a dataset's own description says so."""
-    if not format.labelled or chunk.kind not in (ROWS, REMOTE):
+    if not format.labelled or chunk.kind not in (FileKind.ROWS, FileKind.REMOTE):
         return None
     key = format.columns()[-1]
-    if chunk.kind == REMOTE:
+    if chunk.kind == FileKind.REMOTE:
         return sources.read_hub_label_names(chunk.paths[0], key)
     with open_parquet(chunk.paths[0], format.storage_timeout_s) as table:
         described = (table.schema_arrow.metadata or {}).get(b"huggingface")
@@ -240,9 +228,9 @@ def _whole_file(path: str, chunk: Chunk, format: RecordFormat, meter: Meter) -> 
     with open_raw(path, format.storage_timeout_s) as stream, decompress(stream, path) as content:
         raw = b"".join(read_whole(content, path, by_line=False))
         meter.bytes += stream.tell()
-    if chunk.kind == TEXT:
+    if chunk.kind == FileKind.TEXT:
         yield decode_text(raw, name, 1, chunk.lenient), name
-    elif chunk.kind == TALKS:
+    elif chunk.kind == FileKind.TALKS:
         module = os.path.splitext(os.path.basename(path))[0]
         if module == "__init__":
             module = os.path.basename(os.path.dirname(path))
@@ -278,11 +266,18 @@ def _row_groups(file: SourceFile, format: RecordFormat, size_bytes: int) -> list
             rows += group.num_rows
             size += group.total_byte_size
             if size >= size_bytes or number == metadata.num_row_groups - 1:
-                chunks.append(Chunk(ROWS, [file.path], start, number + 1, 0, before=first_row))
+                chunks.append(Chunk(FileKind.ROWS, [file.path], start, number + 1, 0, before=first_row))
                 start, first_row, size = number + 1, rows, 0
     share, rest = divmod(file.size_bytes, len(chunks))
     return [
-        Chunk(ROWS, chunk.paths, chunk.start, chunk.stop, share + (rest if not number else 0), before=chunk.before)
+        Chunk(
+            FileKind.ROWS,
+            chunk.paths,
+            chunk.start,
+            chunk.stop,
+            share + (rest if not number else 0),
+            before=chunk.before,
+        )
         for number, chunk in enumerate(chunks)
     ]
 

@@ -116,6 +116,15 @@ class RecordFile:
         assert 0 <= start <= stop <= self.values, f"values [{start}, {stop}) of {self.values}"
         return np.ones(stop - start, np.bool_) if self._mask is None else self._mask[start:stop].astype(np.bool_)
 
+    def check_tokens(self, tokens: NDArray[np.int64], where: str) -> None:
+        """Raise DataError for a token beyond the vocabulary."""
+        vocab_size = self.facts["vocab_size"]
+        if tokens.max(initial=0) >= vocab_size:
+            raise DataError(
+                f"{self.folder} has a token beyond its vocabulary of {vocab_size} {where}, so the file is damaged; "
+                "delete that folder and prepare the data again"
+            )
+
     def lengths(self, name: str) -> NDArray[np.int64]:
         """How many values each record has in a column."""
         return np.diff(self.indexes[name])
@@ -277,34 +286,6 @@ class RecordFileWriter:
         sync_folder(self._temporary)
         os.rename(self._temporary, self.folder)
         sync_folder(self.folder.parent)
-
-
-class TokenWriter:
-    """Writes a token file: see RecordFileWriter. It has a mask if its first documents have one."""
-
-    def __init__(
-        self, folder: Path, vocab_size: int, eos_id: int, key: str, specials: SpecialTokens | None = None
-    ) -> None:
-        assert 0 <= eos_id < vocab_size, f"EOS {eos_id} with a vocabulary of {vocab_size}"
-        self._eos_id = eos_id
-        facts = {"vocab_size": vocab_size, "eos_id": eos_id, "key": key}
-        facts |= {} if specials is None else {"specials": specials.to_json()}
-        self._writer = RecordFileWriter(folder, {TOKEN_COLUMN: token_dtype(vocab_size).str}, facts)
-        self.finish = self._writer.finish
-
-    def append(self, document: NDArray[Any]) -> None:
-        """Add one document (ids of shape (n,), without EOS) and its EOS."""
-        tokens = np.append(document, self._eos_id)
-        self.extend(tokens, np.array([len(tokens)], np.int64))
-
-    def extend(self, tokens: NDArray[Any], lengths: NDArray[np.int64], mask: NDArray[np.bool_] | None = None) -> None:
-        """Add documents that lie behind one another in `tokens`, each ending with EOS; `lengths` count it.
-
-        `mask` says for each token whether it is learnt; a set has it for all of its documents or for none.
-        """
-        self._writer.extend(
-            {TOKEN_COLUMN: (tokens, lengths)} | ({} if mask is None else {MASK_COLUMN: (mask, lengths)})
-        )
 
 
 def copy_records(writer: RecordFileWriter, file: RecordFile, numbers: Mapping[str, NDArray[Any]]) -> None:

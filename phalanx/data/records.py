@@ -6,6 +6,7 @@ Layouts that other projects made common (ShareGPT's and Alpaca's) are read as co
 import hashlib
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.errors import DataError
@@ -16,23 +17,27 @@ if TYPE_CHECKING:
 
 HUB = "hub:"
 COMPRESSIONS = (".gz", ".zst")
-# Kinds of files: how their bytes become documents.
-TEXT = "running text"  # one document
-LINES = "JSON lines"  # one document a line
-LIST = "a JSON list"  # one document an element
-ROWS = "Parquet"  # one document a row
-TOKENS = "Megatron tokens"  # token ids already
-TALKS = "conversations"  # Python modules, of whose functions and classes conversations are made
-REMOTE = "a hub dataset"
-SHARDS = "masked shards"  # HDF5 files of sequences that are masked already
+
+
+class FileKind(StrEnum):
+    """Kinds of files: how their bytes become documents."""
+
+    TEXT = "running text"  # one document
+    LINES = "JSON lines"  # one document a line
+    LIST = "a JSON list"  # one document an element
+    ROWS = "Parquet"  # one document a row
+    TOKENS = "Megatron tokens"  # token ids already
+    TALKS = "conversations"  # Python modules, of whose functions and classes conversations are made
+    REMOTE = "a hub dataset"
+    SHARDS = "masked shards"  # HDF5 files of sequences that are masked already
+
+
 KINDS = {
-    ".jsonl": LINES, ".ndjson": LINES, ".json": LIST, ".parquet": ROWS, ".idx": TOKENS, ".hdf5": SHARDS, ".h5": SHARDS,
+    ".jsonl": FileKind.LINES, ".ndjson": FileKind.LINES, ".json": FileKind.LIST, ".parquet": FileKind.ROWS,
+    ".idx": FileKind.TOKENS, ".hdf5": FileKind.SHARDS, ".h5": FileKind.SHARDS,
 }  # fmt: skip
-FORMATS = {
-    "tag": "tags",
-    "classify": "classes",
-    "shards": "masked",
-}  # task -> how its records are read, else data.format
+# How the records of a kind of task are read; those of others as data.format says.
+FORMATS = {"tag": "tags", "classify": "classes", "shards": "masked"}
 
 
 @dataclass(frozen=True)
@@ -95,25 +100,22 @@ class RecordFormat:
 
     def columns(self) -> list[str]:
         """The keys of a record that matter."""
-        return {
-            "text": [self.text_key],
-            "chat": [self.messages_key],
-            "prompt": [self.prompt_key, self.completion_key],
-            "tags": [self.tokens_key, self.tags_key],
-            "classes": [self.text_key, *([self.pair_key] if self.pair_key else []), self.label_key],
-            "masked": [],
-        }[self.format]
+        return [key for key in self._options().values() if key]
 
     def option_name(self, key: str) -> str:
         """What `data.{what}_key` names this key of a record."""
-        named: dict[str, dict[str | None, str]] = {
-            "text": {self.text_key: "text"},
-            "chat": {self.messages_key: "messages"},
-            "prompt": {self.completion_key: "completion", self.prompt_key: "prompt"},
-            "tags": {self.tags_key: "tags", self.tokens_key: "tokens"},
-            "classes": {self.pair_key: "pair", self.label_key: "label", self.text_key: "text"},
+        return next(what for what, named in self._options().items() if named == key)
+
+    def _options(self) -> dict[str, str | None]:
+        options: dict[str, dict[str, str | None]] = {
+            "text": {"text": self.text_key},
+            "chat": {"messages": self.messages_key},
+            "prompt": {"prompt": self.prompt_key, "completion": self.completion_key},
+            "tags": {"tokens": self.tokens_key, "tags": self.tags_key},
+            "classes": {"text": self.text_key, "pair": self.pair_key, "label": self.label_key},
+            "masked": {},
         }
-        return named[self.format][key]
+        return options[self.format]
 
 
 def make_format(data: "DataSection", kind: str, storage_timeout_s: float = storage.TIMEOUT_S) -> RecordFormat:

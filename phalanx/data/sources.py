@@ -18,20 +18,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.core.errors import DataError
 from phalanx.core.run_paths import redact_url
 from phalanx.data.file_formats import shorten_error
-from phalanx.data.records import (
-    COMPRESSIONS,
-    HUB,
-    KINDS,
-    LINES,
-    LIST,
-    REMOTE,
-    ROWS,
-    SHARDS,
-    TALKS,
-    TEXT,
-    TOKENS,
-    SourceFile,
-)
+from phalanx.data.records import COMPRESSIONS, HUB, KINDS, FileKind, SourceFile
 from phalanx.storage import files as storage
 
 if TYPE_CHECKING:
@@ -109,19 +96,19 @@ def check_format(files: Iterable[SourceFile], format: str) -> None:
     for file in files:
         name = redact_url(file.path)
         if format in ("tags", "classes", "masked"):
-            if (file.kind == SHARDS) != (format == "masked") or file.kind in (TALKS, TOKENS):
+            if (file.kind == FileKind.SHARDS) != (format == "masked") or file.kind in (FileKind.TALKS, FileKind.TOKENS):
                 need = "shards of masked sequences" if format == "masked" else "labelled records"
                 raise DataError(f"{name} is {file.kind}, but {need} are asked for; name other files")
             continue
-        if file.kind == SHARDS:
+        if file.kind == FileKind.SHARDS:
             raise DataError(
                 f"{name} is an HDF5 file, which holds sequences that are masked already; set data.format=masked, or "
                 "name other files"
             )
-        if file.kind == TALKS and format != "chat":
+        if file.kind == FileKind.TALKS and format != "chat":
             raise DataError(f'"{STDLIB_CHAT}" holds conversations, but data.format is {format}; set data.format=chat')
-        if file.kind in (TEXT, TOKENS) and format != "text":
-            what = "running text" if file.kind == TEXT else "token ids"
+        if file.kind in (FileKind.TEXT, FileKind.TOKENS) and format != "text":
+            what = "running text" if file.kind == FileKind.TEXT else "token ids"
             raise DataError(
                 f"{name} is {what}, but data.format is {format}, which needs records (.jsonl, .json, .parquet); set "
                 "data.format=text or name files of records"
@@ -138,7 +125,7 @@ def file_suffix(path: str) -> str:
 
 def guess_kind(path: str) -> str:
     """What a file holds, told from its name."""
-    return KINDS.get(file_suffix(path), TEXT)
+    return KINDS.get(file_suffix(path), FileKind.TEXT)
 
 
 # ------------------------------------------------------------------------------------------------------------- finding
@@ -146,7 +133,7 @@ def guess_kind(path: str) -> str:
 
 def _files(source: str, key: str, timeout_s: float) -> list[SourceFile]:
     if source in (STDLIB, STDLIB_CHAT):
-        kind = TEXT if source == STDLIB else TALKS
+        kind = FileKind.TEXT if source == STDLIB else FileKind.TALKS
         return [_local(path, key, lenient=True, kind=kind) for path in _stdlib_paths(source, key)]
     if not source:
         raise DataError(f"{key} has an empty entry; name a file, a folder, a glob or a URL, or remove it")
@@ -175,7 +162,7 @@ def _local(path: str, key: str, lenient: bool = False, kind: str | None = None) 
     try:
         status = os.stat(path)
         size, version = status.st_size, str(status.st_mtime_ns)
-        if kind == TOKENS:  # the bytes lie in the other file of the pair
+        if kind == FileKind.TOKENS:  # the bytes lie in the other file of the pair
             other = os.stat(f"{path.removesuffix('.idx')}.bin")
             size, version = other.st_size, f"{version} {status.st_size} {other.st_mtime_ns}"
     except FileNotFoundError as error:
@@ -215,7 +202,7 @@ def _of_folder(folder: str, names: list[str], key: str) -> list[str]:
     first: dict[str, str] = {}
     for name in known:
         kind = guess_kind(name)
-        first.setdefault("records" if kind in (LINES, LIST, ROWS) else kind, name)
+        first.setdefault("records" if kind in (FileKind.LINES, FileKind.LIST, FileKind.ROWS) else kind, name)
     if len(first) > 1:
         (kind, name), (other_kind, other) = sorted(first.items())[:2]
         raise DataError(
@@ -254,7 +241,7 @@ def _remote_files(source: str, key: str, timeout_s: float) -> list[SourceFile]:
     files = []
     for path in paths:
         size, version = entries[path].size, entries[path].version
-        if guess_kind(path) == TOKENS:
+        if guess_kind(path) == FileKind.TOKENS:
             other = storage.get_entry(f"{path.removesuffix('.idx')}.bin", timeout_s)
             if other is None:
                 raise DataError(f"{key} names {redact_url(path)}, but its .bin file is missing; restore it")
@@ -303,7 +290,7 @@ def resolve_hub_source(source: str, key: str) -> SourceFile:
     if os.path.isdir(name):
         name = os.path.abspath(name)
     path = HUB + ":".join([name, config or "", split])
-    return SourceFile(path, REMOTE, size, json.dumps(facts))
+    return SourceFile(path, FileKind.REMOTE, size, json.dumps(facts))
 
 
 def read_hub_label_names(source: str, key: str) -> list[str] | None:
@@ -334,7 +321,9 @@ def _saved_file(source: str, folder: str, key: str) -> SourceFile:
             f"name another split as hub:FOLDER::SPLIT, or save it again"
         ) from None
     name, config, split = _parts(source)
-    return SourceFile(HUB + ":".join([os.path.abspath(name), config or "", split]), REMOTE, size, json.dumps(facts))
+    return SourceFile(
+        HUB + ":".join([os.path.abspath(name), config or "", split]), FileKind.REMOTE, size, json.dumps(facts)
+    )
 
 
 def count_shards(source: str) -> int:

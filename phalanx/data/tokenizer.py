@@ -28,7 +28,7 @@ from phalanx.data.read_chunks import (
     read_records,
 )
 from phalanx.data.record_files import token_dtype, write_and_sync
-from phalanx.data.records import LINES, Record, RecordFormat, SourceFile, is_held_out, record_digest, text_digest
+from phalanx.data.records import FileKind, Record, RecordFormat, SourceFile, is_held_out, record_digest, text_digest
 from phalanx.data.wordpiece import SpecialTokens
 
 if TYPE_CHECKING:  # which needs pydantic
@@ -158,7 +158,7 @@ def _texts(chunk: Chunk, format: RecordFormat, held_out: float) -> Iterator[str]
             if not record.empty and not is_held_out(record_digest(record, format.columns()), held_out):
                 yield from _strings(record, format)
     except DataError:
-        if chunk.kind == LINES and chunk.start:  # see encode_chunk
+        if chunk.kind == FileKind.LINES and chunk.start:  # see encode_chunk
             for record in read_records(chunk, format, Meter(), count_lines_before(chunk, format) + 1):
                 record_digest(record, format.columns())
         raise
@@ -358,25 +358,15 @@ def _load_converted(folder: Path) -> Any:
 def _eos_id(folder: Path, backend: Any) -> int | None:
     """The id of the end-of-text token: by name in the tokenizer's files, or by number in the model's."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _json(folder / name).get("eos_token")
+        token = wordpiece.read_json(folder / name).get("eos_token")
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str):
             found = backend.token_to_id(content)
             if found is not None:
                 return int(found)
     for name in ("generation_config.json", "config.json"):
-        number = _json(folder / name).get("eos_token_id")
+        number = wordpiece.read_json(folder / name).get("eos_token_id")
         first = number[0] if isinstance(number, list) and number else number
         if isinstance(first, int):
             return first
     return None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}); restore the file") from None
-    return content if isinstance(content, dict) else {}

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phalanx.core.errors import ConfigError
-from phalanx.data.label_rows import LabelledRows, LabelledSample, LabelRowOptions, order_labels
+from phalanx.data.bert_rows import (
+    IGNORE_INDEX,
+    LabelledRows,
+    LabelledSample,
+    LabelRowOptions,
+    MaskedSample,
+    MaskingOptions,
+    PremaskedRows,
+    make_masked_rows,
+    order_labels,
+)
 from phalanx.data.loader import SampleSet
-from phalanx.data.masking import IGNORE_INDEX, MaskedSample, MaskingOptions, PremaskedRows, make_masked_rows
 from phalanx.data.record_files import RecordFile, TokenFile
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.bert import encoder_of, labels_of

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.records import EventKind
-from phalanx.data.record_files import RecordFileWriter, TokenWriter
+from phalanx.data.record_files import RecordFileWriter
 from phalanx.data.wordpiece import SpecialTokens
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.model import draw_init_slice
@@ -24,6 +24,7 @@ from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import VOCAB, distance, farthest, job, same_bits, walk
+from tests.token_sets import TokenWriter
 
 EXACT = 1e-9
 SPECIALS = SpecialTokens(0, 1, 2, 3, 4, tuple(range(45, VOCAB)))

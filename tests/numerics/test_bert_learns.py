@@ -8,7 +8,7 @@ import numpy as np
 
 from phalanx.config.schema import Config
 from phalanx.core.records import EventKind
-from phalanx.data.label_rows import order_labels
+from phalanx.data.bert_rows import order_labels
 from phalanx.data.prepare import PreparedData, prepare_for
 from phalanx.data.record_files import RecordFile, TokenFile
 from tests.code_tags import write_conll

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from phalanx.cli.main import app
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.masking import MaskingOptions, PremaskedRows
+from phalanx.data.bert_rows import MaskingOptions, PremaskedRows
 from phalanx.data.prepare import PreparedData, prepare_for
 from phalanx.data.record_files import RecordFile, TokenFile
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer

@@ -18,7 +18,7 @@ from torch import nn
 from phalanx.config.model import DataSection
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.label_rows import LabelledRows, LabelledSample, LabelRowOptions, order_labels
+from phalanx.data.bert_rows import LabelledRows, LabelledSample, LabelRowOptions, order_labels
 from phalanx.data.prepare import PreparedData, prepare, prepare_for
 from phalanx.data.record_files import RecordFile
 from phalanx.data.tokenizer import load_tokenizer

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import DataError
-from phalanx.data.record_files import MANIFEST, RecordFile, TokenFile, TokenWriter
+from phalanx.data.record_files import MANIFEST, RecordFile, TokenFile
+from tests.token_sets import TokenWriter
 
 EOS = 7
 TOKENS, INDEX, MASK = "tokens.bin", "tokens.index.bin", "tokens.mask.bin"
