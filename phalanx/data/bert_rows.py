@@ -136,9 +136,7 @@ class MaskedPairs(MaskedWindows):
             second = self._tokens(from_, min(from_ + self._max_tokens - len(first), end))
         else:
             second = self._tokens(middle, stop)
-        cls, sep = [self._vocabulary.specials.cls], [self._vocabulary.specials.sep]
-        tokens = np.concatenate([cls, first, sep, second, sep])
-        segments = np.repeat(np.array([0, 1]), [len(first) + 2, len(second) + 1])
+        tokens, segments = _join_pair(self._vocabulary.specials, first, second)
         places, labels = mask_tokens(tokens, self._vocabulary, self._form, self._seed, position)
         return MaskedSample(tokens, segments, places, labels, int(elsewhere), position)
 
@@ -256,7 +254,7 @@ class LabelledRows(SampleSet):
                 f"({', '.join(form.labels[:8])}); add it there, or set task.labels=auto"
             )
         # The last entry is what UNTAGGED, as an index, finds.
-        self._numbers = np.array([*(numbers[label] for label in file.facts["labels"]), -100], np.int64)
+        self._numbers = np.array([*(numbers[label] for label in file.facts["labels"]), IGNORE_INDEX], np.int64)
         self._pairs = "pair" in file.types
         lengths = file.lengths("tokens") + 2
         if self._pairs:
@@ -271,16 +269,13 @@ class LabelledRows(SampleSet):
         record = self.file.record(int(self._rows[number]))
         first, labels = record["tokens"], self._numbers[record["labels"]]
         second = record["pair"] if self._pairs else first[:0]
-        cls, sep = [self._specials.cls], [self._specials.sep]
         room = self._form.seq_len - 2 - (len(second) > 0)
         if len(second):
-            first, second = _cut(first, second, room)
-            tokens = np.concatenate([cls, first, sep, second, sep])
-            segments = np.repeat(np.array([0, 1]), [len(first) + 2, len(second) + 1])
+            tokens, segments = _join_pair(self._specials, *_cut(first, second, room))
             return LabelledSample(tokens, segments, labels, position)
-        tokens = np.concatenate([cls, first[:room], sep])
+        tokens = np.concatenate([[self._specials.cls], first[:room], [self._specials.sep]])
         if not self._pairs:
-            labels = np.concatenate([[-100], labels[:room], [-100]])
+            labels = np.concatenate([[IGNORE_INDEX], labels[:room], [IGNORE_INDEX]])
         return LabelledSample(tokens, np.zeros_like(tokens), labels, position)
 
     def describe(self) -> str:
@@ -290,6 +285,14 @@ class LabelledRows(SampleSet):
         """What became of records that are longer than a row."""
         done, form = "cut, and what is cut off is not scored", self._form
         return describe_too_long(self.file, "records", self.too_long, form.seq_len, form.drop_long, done)
+
+
+def _join_pair(
+    specials: SpecialTokens, first: NDArray[np.int64], second: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[CLS] A [SEP] B [SEP], and which segment each token is of."""
+    tokens = np.concatenate([[specials.cls], first, [specials.sep], second, [specials.sep]])
+    return tokens, np.repeat(np.array([0, 1]), [len(first) + 2, len(second) + 1])
 
 
 def _cut(first: NDArray[np.int64], second: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -173,14 +173,8 @@ def check_first_records(config: "Config") -> None:
 
 
 def _first_records(file: SourceFile, format: RecordFormat) -> Iterator[Record]:
-    readable = (
-        (FileKind.LINES, FileKind.ROWS, FileKind.TEXT, FileKind.REMOTE)
-        if format.labelled
-        else (FileKind.LINES, FileKind.ROWS)
-    )
-    if file.kind in readable or (
-        file.kind == FileKind.LIST and (format.labelled or file.size_bytes <= MOST_LIST_BYTES)
-    ):
+    quick = file.kind in (FileKind.LINES, FileKind.ROWS)
+    if quick or format.labelled or (file.kind == FileKind.LIST and file.size_bytes <= MOST_LIST_BYTES):
         for chunk in plan_chunks([file], format)[:1]:
             yield from read_records(chunk, format, Meter())
 

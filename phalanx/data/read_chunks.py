@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import DataError, StorageError
@@ -64,9 +64,8 @@ def plan_chunks(files: list[SourceFile], format: RecordFormat) -> list[Chunk]:
     chunks: list[Chunk] = []
     group: list[SourceFile] = []
     for file in files:
-        whole = file.kind in (FileKind.TEXT, FileKind.LIST, FileKind.TALKS) and not (
-            file.kind == FileKind.TEXT and format.labelled
-        )
+        text = file.kind == FileKind.TEXT and not format.labelled
+        whole = text or file.kind in (FileKind.LIST, FileKind.TALKS)
         unlike = group and (file.kind, file.lenient) != (group[0].kind, group[0].lenient)
         if group and (not whole or unlike or sum(one.size_bytes for one in group) >= size_bytes):
             chunks.append(_group(group))
@@ -269,17 +268,7 @@ def _row_groups(file: SourceFile, format: RecordFormat, size_bytes: int) -> list
                 chunks.append(Chunk(FileKind.ROWS, [file.path], start, number + 1, 0, before=first_row))
                 start, first_row, size = number + 1, rows, 0
     share, rest = divmod(file.size_bytes, len(chunks))
-    return [
-        Chunk(
-            FileKind.ROWS,
-            chunk.paths,
-            chunk.start,
-            chunk.stop,
-            share + (rest if not number else 0),
-            before=chunk.before,
-        )
-        for number, chunk in enumerate(chunks)
-    ]
+    return [replace(chunk, size_bytes=share + (0 if number else rest)) for number, chunk in enumerate(chunks)]
 
 
 def _choose_columns(names: list[str], format: RecordFormat) -> list[str]:

@@ -271,7 +271,7 @@ def resolve_hub_source(source: str, key: str) -> SourceFile:
 
     Raises DataError for a dataset, configuration or split that is not there or cannot be reached.
     """
-    name, config, split = _parts(source)
+    split = _parts(source)[2]
     if (saved := _saved(source)) is not None:
         return _saved_file(source, saved, key)
     builder = _builder(source, key)
@@ -287,10 +287,13 @@ def resolve_hub_source(source: str, key: str) -> SourceFile:
         origins = zip(files[split], files[split].origin_metadata, strict=True)
         facts += [[str(file), [str(fact) for fact in origin]] for file, origin in origins]
         size = sum(os.path.getsize(file) for file in files[split] if os.path.isfile(file)) or len(files[split])
-    if os.path.isdir(name):
-        name = os.path.abspath(name)
-    path = HUB + ":".join([name, config or "", split])
-    return SourceFile(path, FileKind.REMOTE, size, json.dumps(facts))
+    return _hub_file(source, size, facts)
+
+
+def _hub_file(source: str, size: int, facts: list[Any]) -> SourceFile:
+    name, config, split = _parts(source)
+    path = ":".join([os.path.abspath(name) if os.path.isdir(name) else name, config or "", split])
+    return SourceFile(HUB + path, FileKind.REMOTE, size, json.dumps(facts))
 
 
 def read_hub_label_names(source: str, key: str) -> list[str] | None:
@@ -320,10 +323,7 @@ def _saved_file(source: str, folder: str, key: str) -> SourceFile:
             f"{key} names {source}, but {folder} is no whole dataset of the datasets library ({shorten_error(error)}); "
             f"name another split as hub:FOLDER::SPLIT, or save it again"
         ) from None
-    name, config, split = _parts(source)
-    return SourceFile(
-        HUB + ":".join([os.path.abspath(name), config or "", split]), FileKind.REMOTE, size, json.dumps(facts)
-    )
+    return _hub_file(source, size, facts)
 
 
 def count_shards(source: str) -> int:

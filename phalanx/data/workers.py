@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from phalanx.core.errors import ConfigError, DataError, PhalanxError, StorageError
 from phalanx.core.run_paths import redact_url
@@ -45,16 +45,9 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
             )
-
-    @property
-    def stdin(self) -> IO[bytes]:
         assert self.process.stdin is not None
-        return self.process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes]:
         assert self.process.stdout is not None
-        return self.process.stdout
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
 
     def assign(self, index: int, task: EncodeTask) -> None:
         self.task = index
@@ -225,12 +218,5 @@ def _listen(tasks: "queue.SimpleQueue[str]") -> None:
 
 
 def _parse_task(content: dict[str, Any]) -> EncodeTask:
-    return EncodeTask(
-        content["name"],
-        content["folder"],
-        content["tokenizer"],
-        RecordFormat(**content["format"]),
-        content["held_out"],
-        Chunk(**content["chunk"]),
-        tuple(content["limits"]),
-    )
+    format, chunk = RecordFormat(**content["format"]), Chunk(**content["chunk"])
+    return EncodeTask(**content | {"format": format, "chunk": chunk, "limits": tuple(content["limits"])})

@@ -93,6 +93,29 @@ def test_conversations_are_encoded_with_their_masks(tmp_path: Path, monkeypatch:
     assert not TokenFile(everything.train[0][0]).masked
 
 
+def test_labelled_records_are_encoded_in_processes_too(tmp_path: Path, small_chunks: None) -> None:
+    rows = [json.dumps({"text": text(i, 40), "label": f"label {i * 7 % 11}"}) for i in range(90)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(rows))
+    train_tokenizer([text(i, 40) for i in range(90)], 300, tmp_path / "tokenizer", pieces=True)
+
+    def prepare_with(count: int, cache: Path) -> PreparedData:
+        data = {"source": str(path), "cache": str(cache), "tokenizer": str(tmp_path / "tokenizer")}
+        return prepare(DataSection.model_validate({**data, "held_out": 0.2, "workers": count}), kind="classify")
+
+    one, three = prepare_with(1, tmp_path / "c1"), prepare_with(3, tmp_path / "c3")
+    assert same_files(folder_of(one), folder_of(three))
+    sides = [record_files.RecordFile(folder) for folder in (one.train[0][0], one.held_out["held_out"])]
+    assert [side.count for side in sides] == [90 - sides[1].count, sides[1].count] and sides[1].count > 5
+    # Labels have numbers in the order of the records, whichever chunk and side these are in.
+    assert all(side.facts["labels"] == [f"label {i * 7 % 11}" for i in range(11)] for side in sides)
+    rows[70] = '{"text": "a", "label": null}'
+    path.write_text("\n".join(rows))
+    with pytest.raises(DataError, match=r"a\.jsonl, line 71 has null under 'label', which is no label"):
+        prepare_with(3, tmp_path / "c3")
+    assert not children()
+
+
 def test_the_first_mistake_in_order_is_told_with_its_line(tmp_path: Path, small_chunks: None) -> None:
     texts = [text(i, 40) for i in range(60)]
     path = Path(write_jsonl(tmp_path / "a.jsonl", texts))
