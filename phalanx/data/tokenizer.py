@@ -37,9 +37,8 @@ if TYPE_CHECKING:  # which needs pydantic
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257  # the 256 bytes and the end of text
 SEGMENT_CHARS = 1 << 18  # longer documents are cut, so that all cores work on them and memory stays small
-ENCODE_CHARS = (
-    1 << 23
-)  # text handed to one call of the tokenizer: fewer idle cores at its end, more memory (some 100 bytes a token)
+# Text handed to one call of the tokenizer: fewer idle cores at its end, more memory (some 100 bytes a token).
+ENCODE_CHARS = 1 << 23
 WINDOW_CHARS = 256  # text on each side of a cut that must be encoded alike with and without the cut
 CANDIDATES = 16  # places tried for one cut
 SAMPLE_BYTES = 8 << 20  # text that a tokenizer is trained on at most; more changes few merges
