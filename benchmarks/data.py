@@ -21,8 +21,9 @@ from phalanx.data.loader import Loader
 from phalanx.data.packing import PackingOptions, make_rows
 from phalanx.data.prepare import prepare
 from phalanx.data.read_chunks import Meter, plan_chunks, read_records
-from phalanx.data.sources import RecordFormat, list_files
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
+from phalanx.data.records import RecordFormat
+from phalanx.data.sources import list_files
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.layout.balance import Division
 from phalanx.tasks.language import CausalLMTask

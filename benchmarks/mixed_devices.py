@@ -32,7 +32,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node import agent
 
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp", "phalanx.config.load", "phalanx.trainer.train_rank",
-           "phalanx.trainer.resolve", "phalanx.data.token_files")  # fmt: skip
+           "phalanx.trainer.resolve", "phalanx.data.record_files")  # fmt: skip
 TARGET, STRETCH = 0.97, 0.985
 LOAD = 0.8  # of all cores: the rest is the system's, so that a quota is what a process really gets
 FASTEST = 0.9  # of a core, for one rank

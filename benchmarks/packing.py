@@ -21,8 +21,8 @@ from phalanx.config.model import DataSection
 from phalanx.data.loader import Loader
 from phalanx.data.packing import PackedRows, PackingOptions
 from phalanx.data.prepare import prepare
+from phalanx.data.record_files import TokenFile
 from phalanx.data.shuffle import shuffle_indices
-from phalanx.data.token_files import TokenFile
 from phalanx.layout.balance import Division
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import parameter_shapes

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.data.token_files import TokenWriter
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import parameter_shapes
 from phalanx.models.hf_config import config_from_spec
 from phalanx.models.llama import Llama, init_slice
 from phalanx.models.user_model import hf_name
+from tests.token_sets import TokenWriter
 
 LR, BETAS, EPS, DECAY, CLIP, SEED = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 0
 
@@ -169,7 +169,7 @@ def batches_of(case: Case, tokens: Path) -> Callable[[int], tuple[Tensor, Tensor
     """The trainer's own batches: a function of the step (the first is 0) to tokens and labels, on the host."""
     from phalanx.data.loader import Loader
     from phalanx.data.packing import PackingOptions, make_rows
-    from phalanx.data.token_files import TokenFile
+    from phalanx.data.record_files import TokenFile
     from phalanx.layout.balance import Division
     from phalanx.tasks.language import CausalLMTask
 

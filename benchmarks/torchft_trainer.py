@@ -40,7 +40,7 @@ from benchmarks.torchft_peer import (
 )
 from phalanx.data.loader import Loader
 from phalanx.data.packing import PackingOptions, make_rows
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
 from phalanx.layout import balance
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.llama import Llama

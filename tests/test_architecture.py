@@ -317,8 +317,6 @@ STATES = {"hidden_shape", "pinned_bytes", "shared_units", "held_out"}
 MOST_LINES, MOST_ATTRIBUTES, MOST_METHODS = 400, 20, 25
 LARGE_FILES = {
     "phalanx.autotune.measure": 468,
-    "phalanx.data.prepare": 504,
-    "phalanx.data.read_chunks": 463,
     "phalanx.layout.hardware": 456,
     "phalanx.planner.search": 503,
     "phalanx.report.event_text": 475,

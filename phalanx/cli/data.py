@@ -178,7 +178,7 @@ def data_megatron(
 ) -> None:
     """Write a token set as an indexed dataset of Megatron's."""
     from phalanx.data.megatron_dataset import write_indexed_dataset
-    from phalanx.data.token_files import TokenFile
+    from phalanx.data.record_files import TokenFile
 
     count = write_indexed_dataset(TokenFile(expand_user(token_set, "the token set")), expand_user(prefix, "the prefix"))
     typer.echo(f"{count:,} documents are now in {prefix}.bin and {prefix}.idx")
@@ -190,9 +190,10 @@ def _is_recipe(name: str) -> bool:
 
 def _are_shards(sources: list[str]) -> bool:
     """Whether HDF5 files are named, which hold nothing but masked sequences."""
-    from phalanx.data.sources import SHARDS, list_files
+    from phalanx.data.records import FileKind
+    from phalanx.data.sources import list_files
 
-    return any(file.kind == SHARDS for file in list_files(sources))
+    return any(file.kind == FileKind.SHARDS for file in list_files(sources))
 
 
 def _recipe_for_data(whole: schema.Config) -> schema.Config:
@@ -212,7 +213,7 @@ def _recipe_for_data(whole: schema.Config) -> schema.Config:
 
 
 def _prepare_data(wanted: schema.Config, aside: bool = False) -> "PreparedData":
-    from phalanx.data.prepare_records import prepare_for
+    from phalanx.data.prepare import prepare_for
     from phalanx.report.logs import phase_progress
 
     with phase_progress(aside=aside) as progress:
@@ -227,9 +228,8 @@ def _sets_of(done: "PreparedData") -> dict[str, Path]:
 
 
 def _size_of(name: str, folder: Path) -> str:
-    from phalanx.data.inspect import open_token_set
+    from phalanx.data.record_files import RecordFile
 
-    file = open_token_set(folder)
-    return (
-        f"{name}: {file.tokens:,} tokens in {file.documents:,} documents, vocabulary {file.vocab_size:,}, in {folder}"
-    )
+    file = RecordFile(folder)
+    vocabulary = file.facts["vocab_size"]
+    return f"{name}: {file.values:,} tokens in {file.count:,} documents, vocabulary {vocabulary:,}, in {folder}"

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.record_files import as_message
-from phalanx.data.token_files import token_dtype
+from phalanx.data.record_files import token_dtype
+from phalanx.data.records import as_message
 from phalanx.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from phalanx.data.sources import Record, RecordFormat
+    from phalanx.data.records import Record, RecordFormat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Templates that write today's date would make other tokens tomorrow; they are given this one, Llama 3's own default.
@@ -97,19 +97,9 @@ class ChatEncoder:
     `load_template`. Raises ConfigError for a tokenizer or a template that cannot be used.
     """
 
-    def __init__(
-        self,
-        tokenizer_folder: Path,
-        format: str,
-        *,
-        messages_key: str = "messages",
-        prompt_key: str = "prompt",
-        completion_key: str = "completion",
-        template: str | None = None,
-        loss_on: str = "assistant",
-    ) -> None:
-        assert format in ("chat", "prompt"), format
-        assert loss_on in ("assistant", "all"), loss_on
+    def __init__(self, tokenizer_folder: Path, format: "RecordFormat") -> None:
+        assert format.format in ("chat", "prompt"), format
+        assert format.loss_on in ("assistant", "all"), format
         tokenizer = load_tokenizer(tokenizer_folder)
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self._backend = tokenizer.backend
@@ -120,13 +110,12 @@ class ChatEncoder:
         self._backend.post_processor = None
         added = self._backend.get_added_tokens_decoder()
         self._special = {number for number, token in added.items() if token.special}
-        self._format, self._learn_all = format, loss_on == "all"
-        self._messages_key, self._prompt_key, self._completion_key = messages_key, prompt_key, completion_key
+        self._format, self._learn_all = format, format.loss_on == "all"
         self._folder = tokenizer_folder
-        self._template_text = load_template(template)
+        self._template_text = load_template(format.chat_template)
         self._template: str | None = None
         self._names: dict[str, Any] = {}
-        if format == "chat":
+        if format.format == "chat":
             self._open_template()
 
     def encode(self, records: "Sequence[Record]") -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.bool_] | None]:
@@ -150,11 +139,11 @@ class ChatEncoder:
         for record in records:
             fields, where = record.fields, record.where
             assert fields is not None, "a record of text for an encoder of conversations"
-            if self._format == "chat":
-                messages = _conversation_of(fields, self._messages_key, where)
+            if self._format.format == "chat":
+                messages = _conversation_of(fields, self._format.messages_key, where)
                 rendered.append((*self._conversation(messages, _tools(fields, where), where), None))
                 continue
-            prompt, completion = _pair_of(fields, self._prompt_key, self._completion_key, where)
+            prompt, completion = _pair_of(fields, self._format.prompt_key, self._format.completion_key, where)
             if isinstance(prompt, str) and isinstance(completion, str):
                 rendered.append((prompt + completion, [(len(prompt), len(prompt + completion))], False, prompt))
                 continue
@@ -214,14 +203,14 @@ class ChatEncoder:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(
                 f"transformers cannot open the tokenizer in {self._folder} ({reason}), which data.format "
-                f"{self._format} needs for its chat template; restore its files"
+                f"{self._format.format} needs for its chat template; restore its files"
             ) from None
         own = library.chat_template
         if isinstance(own, dict):  # several by name
             own = own.get("default")
         found = self._template_text or own
         if not found:
-            raise ConfigError(describe_missing_template(f"the tokenizer in {self._folder}", self._format))
+            raise ConfigError(describe_missing_template(f"the tokenizer in {self._folder}", self._format.format))
         self._template = str(found)
         return self._template
 

@@ -1,40 +1,39 @@
-"""One chunk of a source to token ids, in pieces on disk: what a worker process does, and the process itself.
+"""One chunk of a source to columns of token ids, in pieces on disk: what a worker process does with it.
 
-A piece is an `.npz` with the ids, lengths and perhaps masks of training and held-out documents, and then, once that is
-safe on the disk, a `.json` that says how many documents of the chunk lie before the next piece. A chunk is done when
-its own `.json` says so.
+A piece is an `.npz` with the columns of training and held-out records, and then, once that is safe on the disk, a
+`.json` that says how many records of the chunk lie before the next piece, and what its numbers of labels stand for. A
+chunk is done when its own `.json` says so.
 """
 
 import hashlib
+import itertools
 import json
 import os
-import queue
-import signal
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.errors import DataError, PhalanxError
+from phalanx.core.errors import DataError
+from phalanx.core.json_lines import write_atomic
 from phalanx.core.run_paths import redact_url
 from phalanx.data import megatron_dataset
+from phalanx.data.file_formats import read_shard_blocks
 from phalanx.data.read_chunks import Chunk, Meter, count_lines_before, read_records
-from phalanx.data.sources import LINES, TOKENS, Record, RecordFormat, is_held_out, record_digest
-from phalanx.data.token_files import token_dtype, write_and_sync
-from phalanx.data.tokenizer import Tokenizer, encode_documents, load_tokenizer
+from phalanx.data.record_files import MASK_COLUMN, TOKEN_COLUMN, Columns, token_dtype
+from phalanx.data.records import FileKind, Record, RecordFormat, is_held_out, record_digest
+from phalanx.data.tokenizer import encode_documents, load_tokenizer
 
 PIECE_CHARS = 8 << 20  # text of one piece
 GROUP_CHARS = 1 << 20  # text handed to the tokenizer at once where each process has one core: more memory, no speed
+GROUP_RECORDS = 1024  # labelled records handed to it at once
 PIECE_RECORDS = 1 << 16  # documents of one piece at most
 SPLITS = ("train", "held_out")
-
-Arrays = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.bool_] | None]  # ids, lengths with EOS, which are learnt
+UNTAGGED = -1  # in the column of labels: no word begins with this piece
 
 
 @dataclass(frozen=True)
@@ -50,45 +49,114 @@ class EncodeTask:
     limits: tuple[int, int] = (PIECE_CHARS, PIECE_RECORDS)
 
 
-class RecordEncoder(Protocol):
-    """Records to ids."""
+@dataclass(frozen=True)
+class Piece:
+    """Records of a chunk: their columns, what the numbers of their labels stand for, which of them are held out, and
+    how many records of the chunk there are up to their end."""
+
+    columns: Columns
+    labels: list[str]
+    held_out: NDArray[np.bool_]
+    taken: int
+
+
+# ------------------------------------------------------------------------------------------------------------ encoding
+
+
+@dataclass(frozen=True)
+class RecordEncoder:
+    """`encode` makes columns of records, and says what the numbers of their labels stand for."""
 
     vocab_size: int
     eos_id: int
-
-    def encode(self, records: list[Record]) -> Arrays:
-        """All documents behind one another, each with EOS; their lengths; which tokens are learnt, None for all."""
+    encode: Callable[[list[Record]], tuple[Columns, list[str]]]
 
 
-class TextEncoder:
-    """Encodes running text."""
-
-    def __init__(self, tokenizer: Tokenizer, group_chars: int) -> None:
-        self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
-        self._tokenizer = tokenizer
-        self._group_chars = group_chars
-
-    def encode(self, records: list[Record]) -> Arrays:
-        """See Encoder; every token is learnt."""
-        texts = [record.text for record in records if record.text is not None]
-        return *encode_documents(self._tokenizer, texts, self._group_chars), None
+def column_types(format: str, vocab_size: int) -> dict[str, str]:
+    """The columns of a set of records of this format, and the types of their values."""
+    wide = token_dtype(vocab_size).str
+    more = {
+        "tags": {"labels": "<i4"},
+        "classes": {"pair": wide, "labels": "<i4"},
+        "masked": {"segments": "<u1", "places": "<u2", "labels": wide, "follows": "<u1"},
+    }
+    return {TOKEN_COLUMN: wide, **more.get(format, {})}
 
 
 def make_encoder(tokenizer_folder: Path, format: RecordFormat, group_chars: int) -> RecordEncoder:
     """The encoder of a format. Raises ConfigError and DataError for a tokenizer that cannot be used."""
-    if format.format == "text":
-        return TextEncoder(load_tokenizer(tokenizer_folder), group_chars)
-    from phalanx.data.chat import ChatEncoder
+    if format.format in ("chat", "prompt"):
+        from phalanx.data.chat import ChatEncoder
 
-    return ChatEncoder(
-        tokenizer_folder,
-        format.format,
-        messages_key=format.messages_key,
-        prompt_key=format.prompt_key,
-        completion_key=format.completion_key,
-        template=format.chat_template,
-        loss_on=format.loss_on,
-    )
+        chat = ChatEncoder(tokenizer_folder, format)
+
+        def encode_talks(records: list[Record]) -> tuple[Columns, list[str]]:
+            ids, lengths, mask = chat.encode(records)
+            return {TOKEN_COLUMN: (ids, lengths)} | ({} if mask is None else {MASK_COLUMN: (mask, lengths)}), []
+
+        return RecordEncoder(chat.vocab_size, chat.eos_id, encode_talks)
+    tokenizer = load_tokenizer(tokenizer_folder)
+
+    def encode_texts(records: list[Record]) -> tuple[Columns, list[str]]:
+        texts = [record.text for record in records if record.text is not None]
+        return {TOKEN_COLUMN: encode_documents(tokenizer, texts, group_chars)}, []
+
+    def encode_labelled(records: list[Record]) -> tuple[Columns, list[str]]:
+        assert tokenizer.specials is not None
+        types, labels = column_types(format.format, tokenizer.vocab_size), dict[str, int]()
+        rows: list[dict[str, list[int]]] = []
+        for start in range(0, len(records), GROUP_RECORDS):
+            group = records[start : start + GROUP_RECORDS]
+            if format.format == "tags":
+                rows += _encode_tags(tokenizer.backend, tokenizer.specials.unk, group, labels)
+            else:
+                rows += _encode_classes(tokenizer.backend, group, labels)
+        return {name: _column([row[name] for row in rows], kind) for name, kind in types.items()}, list(labels)
+
+    encode = encode_labelled if format.labelled else encode_texts
+    return RecordEncoder(tokenizer.vocab_size, tokenizer.eos_id, encode)
+
+
+def _column(rows: list[list[int]], kind: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    values = np.fromiter(itertools.chain.from_iterable(rows), np.dtype(kind))
+    return values, np.fromiter(map(len, rows), np.int64, len(rows))
+
+
+def _encode_tags(backend: Any, unk: int, batch: Sequence[Record], ids: dict[str, int]) -> list[dict[str, list[int]]]:
+    """Columns of tagged sentences: `tokens`, and in `labels` the number of a word's tag at its first piece.
+
+    A word of which the tokenizer leaves nothing becomes [UNK]. New tags get the next number in `ids`.
+    """
+    encodings = backend.encode_batch([list(one.texts) for one in batch], is_pretokenized=True, add_special_tokens=False)
+    found = []
+    for one, encoding in zip(batch, encodings, strict=True):
+        pieces: list[list[int]] = [[] for _ in one.texts]
+        for word, id in zip(encoding.word_ids, encoding.ids, strict=True):
+            pieces[word].append(id)
+        tokens: list[int] = []
+        labels: list[int] = []
+        for tag, parts in zip(one.labels, pieces, strict=True):
+            parts = parts or [unk]
+            tokens += parts
+            labels += [ids.setdefault(tag, len(ids))] + [UNTAGGED] * (len(parts) - 1)
+        found.append({"tokens": tokens, "labels": labels})
+    return found
+
+
+def _encode_classes(backend: Any, batch: Sequence[Record], ids: dict[str, int]) -> list[dict[str, list[int]]]:
+    """Columns of labelled texts: `tokens` of the first, `pair` of the second if any, and one number in `labels`."""
+    texts = [text for one in batch for text in one.texts]
+    encodings = iter(backend.encode_batch(texts, add_special_tokens=False))
+    found = []
+    for one in batch:
+        parts = [list(next(encodings).ids) for _ in one.texts]
+        second = parts[1] if len(parts) > 1 else []
+        label = ids.setdefault(one.labels[0], len(ids))
+        found.append({"tokens": parts[0], "pair": second, "labels": [label]})
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- pieces
 
 
 def encode_chunk(task: EncodeTask, encoder: RecordEncoder, on_bytes: Callable[[int], None]) -> None:
@@ -97,25 +165,55 @@ def encode_chunk(task: EncodeTask, encoder: RecordEncoder, on_bytes: Callable[[i
     Raises DataError naming file and place.
     """
     folder, meter, told = Path(task.folder), Meter(), 0
-    done, skipped = count_finished_pieces(folder, task.name)
+    done, skipped = _count_finished_pieces(folder, task.name)
     try:
-        for number, (arrays, taken) in enumerate(_pieces(task, encoder, meter, skipped), done):
-            _write_piece(folder / f"{task.name}-{number:04d}", arrays, taken)
+        for number, piece in enumerate(_pieces(task, encoder, meter, skipped), done):
+            types = column_types(task.format.format, encoder.vocab_size)
+            _write_piece(folder / f"{task.name}-{number:04d}", piece, types)
             done = number + 1
             on_bytes(min(meter.bytes, task.chunk.size_bytes) - told)
             told = min(meter.bytes, task.chunk.size_bytes)
     except DataError:
-        if task.chunk.kind != LINES or not task.chunk.start:
+        if task.chunk.kind != FileKind.LINES or not task.chunk.start:
             raise
         # How many lines lie before a chunk takes long to count, so it is only counted to name one.
         for _ in _pieces(task, encoder, Meter(), skipped, count_lines_before(task.chunk, task.format) + 1):
             continue
         raise
-    write_json(folder / f"{task.name}.json", {"pieces": done, "chunk": asdict(task.chunk)})
+    write_atomic(folder / f"{task.name}.json", json.dumps({"pieces": done, "chunk": asdict(task.chunk)}))
     on_bytes(task.chunk.size_bytes - told)
 
 
-def count_finished_pieces(folder: Path, name: str) -> tuple[int, int]:
+def list_pieces(task: EncodeTask) -> list[Path] | None:
+    """The pieces of a chunk in order; None unless all are there. What another cut of the sources left is removed."""
+    folder = Path(task.folder)
+    note = folder / f"{task.name}.json"
+    if note.is_file():
+        content = json.loads(note.read_text())
+        if content["chunk"] == asdict(task.chunk):
+            return [folder / f"{task.name}-{number:04d}.npz" for number in range(content["pieces"])]
+        for stale in folder.glob(f"{task.name}*"):
+            stale.unlink()
+    return None
+
+
+def read_piece(path: Path) -> tuple[dict[str, Columns], list[str]]:
+    """The columns of a piece by side, and what its numbers of labels stand for. Raises DataError for one that is
+    damaged."""
+    found: dict[str, Any] = {side: {} for side in SPLITS}
+    try:
+        labels = json.loads(path.with_suffix(".json").read_text())["labels"]
+        with np.load(path, allow_pickle=False) as arrays:
+            for name in arrays.files:
+                side, column, part = name.split("/")
+                if part == "values":
+                    found[side][column] = (arrays[name], arrays[f"{side}/{column}/lengths"])
+    except (zipfile.BadZipFile, ValueError, KeyError) as error:
+        raise DataError(f"{path} is damaged ({error}); delete {path.parent} and prepare the data again") from None
+    return found, labels
+
+
+def _count_finished_pieces(folder: Path, name: str) -> tuple[int, int]:
     """How many pieces of a chunk are there, and how many of its documents they hold."""
     count = skipped = 0
     while (note := folder / f"{name}-{count:04d}.json").is_file() and note.with_suffix(".npz").is_file():
@@ -126,37 +224,30 @@ def count_finished_pieces(folder: Path, name: str) -> tuple[int, int]:
 
 def _pieces(
     task: EncodeTask, encoder: RecordEncoder, meter: Meter, skipped: int, first_line: int = 1
-) -> Iterator[tuple[dict[str, NDArray[Any]], int]]:
-    """(arrays of a piece, documents of the chunk up to its end)."""
-    if task.chunk.kind == TOKENS:
-        yield from _token_pieces(task, encoder, meter, skipped)
+) -> Iterator[Piece]:
+    """The pieces of a chunk behind the first `skipped` records; empty ones are passed over."""
+    if task.chunk.kind == FileKind.TOKENS:
+        if not skipped:  # a chunk of tokens is one piece
+            yield from _token_piece(task, encoder, meter)
         return
-    for train, held_out, taken in _batches(task, meter, skipped, first_line):
-        ids, lengths, mask = encoder.encode(train + held_out)
-        assert len(lengths) == len(train) + len(held_out)
-        yield _split(ids, lengths, mask, len(train)), taken
-
-
-def _batches(
-    task: EncodeTask, meter: Meter, skipped: int, first_line: int
-) -> Iterator[tuple[list[Record], list[Record], int]]:
-    """(training records, held-out records, documents of the chunk up to here); empty texts are passed over."""
+    if task.chunk.kind == FileKind.SHARDS:
+        yield from _shard_pieces(task, encoder, meter, skipped)
+        return
     keys = task.format.columns()
-    train: list[Record] = []
-    held_out: list[Record] = []
-    chars = 0
-    taken = skipped
+    records: list[Record] = []
+    held_out: list[bool] = []
+    chars, taken = 0, skipped
     for taken, record in enumerate(read_records(task.chunk, task.format, meter, first_line), 1):
-        if taken <= skipped or record.text == "":
+        if taken <= skipped or record.empty:
             continue
-        side = held_out if is_held_out(record_digest(record, keys), task.held_out) else train
-        side.append(record)
-        chars += len(record.text) if record.text is not None else _chars(record.fields)
-        if chars >= task.limits[0] or len(train) + len(held_out) >= task.limits[1]:
-            yield train, held_out, taken
-            train, held_out, chars = [], [], 0
-    if train or held_out:
-        yield train, held_out, taken
+        records.append(record)
+        held_out.append(is_held_out(record_digest(record, keys), task.held_out))
+        chars += _chars(record.text or record.fields or list(record.texts))
+        if chars >= task.limits[0] or len(records) >= task.limits[1]:
+            yield Piece(*encoder.encode(records), np.array(held_out), taken)
+            records, held_out, chars = [], [], 0
+    if records:
+        yield Piece(*encoder.encode(records), np.array(held_out), taken)
 
 
 def _chars(value: Any) -> int:
@@ -167,15 +258,12 @@ def _chars(value: Any) -> int:
     return sum(map(_chars, value)) if isinstance(value, list) else 8
 
 
-def _token_pieces(
-    task: EncodeTask, encoder: RecordEncoder, meter: Meter, skipped: int
-) -> Iterator[tuple[dict[str, NDArray[Any]], int]]:
+def _token_piece(task: EncodeTask, encoder: RecordEncoder, meter: Meter) -> Iterator[Piece]:
     """Documents that are token ids already; those without EOS at their end get it."""
     name, dtype = redact_url(task.chunk.paths[0]), token_dtype(encoder.vocab_size)
+    found: list[NDArray[Any]] = []
+    held_out: list[bool] = []
     with megatron_dataset.open_indexed_dataset(task.chunk.paths[0], task.format.storage_timeout_s) as pair:
-        if skipped:
-            return  # a chunk of tokens is one piece
-        sides: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
         for number, ids in enumerate(pair.read_documents(task.chunk.start, task.chunk.stop), task.chunk.start):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < encoder.vocab_size:
                 wrong = int(ids.max()) if ids.min() >= 0 else int(ids.min())
@@ -185,104 +273,41 @@ def _token_pieces(
                 )
             body = ids[:-1] if len(ids) and ids[-1] == encoder.eos_id else ids
             if len(body):
-                side = is_held_out(_ids_digest(body), task.held_out)
-                sides[side].append(np.append(body, encoder.eos_id).astype(dtype))
-    everything = [*sides[0], *sides[1]]
+                held_out.append(is_held_out(_ids_digest(body), task.held_out))
+                found.append(np.append(body, encoder.eos_id).astype(dtype))
     meter.bytes = task.chunk.size_bytes
-    if everything:
-        lengths = np.fromiter(map(len, everything), np.int64, len(everything))
-        yield _split(np.concatenate(everything), lengths, None, len(sides[0])), task.chunk.stop - task.chunk.start
+    if found:
+        lengths = np.fromiter(map(len, found), np.int64, len(found))
+        taken = task.chunk.stop - task.chunk.start
+        yield Piece({TOKEN_COLUMN: (np.concatenate(found), lengths)}, [], np.array(held_out), taken)
+
+
+def _shard_pieces(task: EncodeTask, encoder: RecordEncoder, meter: Meter, skipped: int) -> Iterator[Piece]:
+    """Sequences that are masked already, as they are."""
+    taken = 0
+    for tokens, columns, part in read_shard_blocks(task.chunk.paths[0], encoder.vocab_size):
+        taken += len(tokens)
+        meter.bytes = int(task.chunk.size_bytes * part)
+        if taken > skipped:
+            held_out = [is_held_out(_ids_digest(row), task.held_out) for row in tokens]
+            yield Piece(columns, [], np.array(held_out), taken)
 
 
 def _ids_digest(ids: NDArray[Any]) -> bytes:
     return hashlib.sha256(ids.astype("<i4").tobytes()).digest()
 
 
-def _split(
-    ids: NDArray[Any], lengths: NDArray[np.int64], mask: NDArray[np.bool_] | None, train: int
-) -> dict[str, NDArray[Any]]:
-    border = int(lengths[:train].sum())
-    arrays = {
-        "train": ids[:border],
-        "train_lengths": lengths[:train],
-        "held_out": ids[border:],
-        "held_out_lengths": lengths[train:],
-    }
-    if mask is not None:
-        arrays |= {"train_mask": mask[:border], "held_out_mask": mask[border:]}
-    return arrays
-
-
-def _write_piece(path: Path, arrays: dict[str, NDArray[Any]], taken: int) -> None:
+def _write_piece(path: Path, piece: Piece, types: dict[str, str]) -> None:
+    arrays = {}
+    for side, chosen in zip(SPLITS, (~piece.held_out, piece.held_out), strict=True):
+        for name, (values, lengths) in piece.columns.items():
+            inside = values if chosen.all() else values[np.repeat(chosen, lengths)]
+            arrays[f"{side}/{name}/values"] = inside.astype(types.get(name, "<u1"), copy=False)
+            arrays[f"{side}/{name}/lengths"] = lengths[chosen]
     temporary = path.with_suffix(".writing")
     with open(temporary, "wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
         file.flush()
         os.fsync(file.fileno())
     os.rename(temporary, path.with_suffix(".npz"))
-    write_json(path.with_suffix(".json"), {"documents": taken})
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a small JSON file that is there whole or not at all, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.writing")
-    write_and_sync(temporary, json.dumps(content).encode())
-    os.rename(temporary, path)
-
-
-# ------------------------------------------------------------------------------------------------- the worker's process
-
-
-def main() -> None:
-    """A worker process: a line of JSON in on standard input is a task, lines out are progress, its end or its error.
-
-    It ends when its input does, so also when its parent dies in whatever way.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends its workers
-    # All cores are busy with processes already. The tokenizer's library reads the C environment, not Python's copy.
-    os.putenv("TOKENIZERS_PARALLELISM", "false")
-    # What libraries print must not come between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    tasks: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(tasks,), daemon=True).start()
-    encoders: dict[tuple[str, RecordFormat], RecordEncoder] = {}
-
-    def answer(**content: Any) -> None:
-        answers.write(json.dumps(content) + "\n")
-        answers.flush()
-
-    while True:
-        task = _parse_task(json.loads(tasks.get()))
-        try:
-            known = (task.tokenizer, task.format)
-            if known not in encoders:
-                encoders[known] = make_encoder(Path(task.tokenizer), task.format, GROUP_CHARS)
-            encode_chunk(task, encoders[known], lambda count: answer(bytes=count))
-            answer(done=True)
-        except BrokenPipeError:
-            return  # the parent is gone
-        except PhalanxError as error:
-            answer(error=type(error).__name__, message=str(error))
-        except OSError as error:
-            answer(errno=error.errno, message=error.strerror or str(error), file=str(error.filename))
-        except Exception:
-            answer(error="", message=traceback.format_exc())
-
-
-def _listen(tasks: "queue.SimpleQueue[str]") -> None:
-    for line in sys.stdin:
-        tasks.put(line)
-    os._exit(0)
-
-
-def _parse_task(content: dict[str, Any]) -> EncodeTask:
-    return EncodeTask(
-        content["name"],
-        content["folder"],
-        content["tokenizer"],
-        RecordFormat(**content["format"]),
-        content["held_out"],
-        Chunk(**content["chunk"]),
-        tuple(content["limits"]),
-    )
+    write_atomic(path.with_suffix(".json"), json.dumps({"documents": piece.taken, "labels": piece.labels}))

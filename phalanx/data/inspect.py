@@ -12,16 +12,14 @@ import numpy as np
 
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import HELD_OUT
-from phalanx.data import chat, label_rows
+from phalanx.data import chat
+from phalanx.data.cache import ABOUT_FILE
 from phalanx.data.packing import PackedRows, PackingOptions
-from phalanx.data.prepare import list_requests, make_document_format
 from phalanx.data.read_chunks import Meter, plan_chunks, read_records
-from phalanx.data.record_files import RecordSet, is_record_set
-from phalanx.data.source_file import SourceFile
-from phalanx.data.sources import LINES, LIST, ROWS, Record, RecordFormat, check_format
-from phalanx.data.token_files import MANIFEST, TokenFile
+from phalanx.data.record_files import MANIFEST, RecordFile, TokenFile
+from phalanx.data.records import FileKind, Record, RecordFormat, SourceFile, make_format, record_digest
+from phalanx.data.sources import check_format, list_requests
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.data.workers import ABOUT_FILE
 from phalanx.storage import files as storage
 
 BLOCK_TOKENS = 8 << 20
@@ -29,31 +27,6 @@ BARS = 12  # of the histogram
 SAMPLE_TOKENS = 400  # shown of one document at most
 
 TextRun = tuple[str, bool]  # text, and whether it is learnt
-
-
-class RecordTokens:
-    """The tokens of a set of records, as those of a token set; a record is a document."""
-
-    masked = False
-
-    def __init__(self, folder: Path) -> None:
-        self._columns = RecordSet(folder)
-        self.tokens, self.documents = self._columns.values, self._columns.count
-        self.vocab_size = int(self._columns.facts["vocab_size"])
-        self.index = self._columns.index["tokens"]
-
-    def slice(self, start: int, stop: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        """See TokenFile."""
-        return self._columns.slice("tokens", start, stop)
-
-    def mask(self, start: int, stop: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-        """See TokenFile."""
-        return np.ones(stop - start, np.bool_)
-
-
-def open_token_set(folder: Path) -> TokenFile | RecordTokens:
-    """A token set or a set of records. Raises DataError for what is neither."""
-    return RecordTokens(folder) if is_record_set(folder) else TokenFile(folder)
 
 
 @dataclass(frozen=True)
@@ -87,36 +60,33 @@ def compute_stats(
 
     Raises DataError for a set that cannot be read, ConfigError for a tokenizer that cannot be opened.
     """
-    file = open_token_set(folder)
-    counts = np.zeros(file.vocab_size, np.int64)
+    file = RecordFile(folder)
+    counts = np.zeros(file.facts["vocab_size"], np.int64)
     learnt = 0
-    for start in range(0, file.tokens, BLOCK_TOKENS):
-        stop = min(start + BLOCK_TOKENS, file.tokens)
+    for start in range(0, file.values, BLOCK_TOKENS):
+        stop = min(start + BLOCK_TOKENS, file.values)
         found = np.bincount(file.slice(start, stop))
         if len(found) > len(counts):  # damaged: the loader names such a set
             counts = np.pad(counts, (0, len(found) - len(counts)))
         counts[: len(found)] += found
         learnt += int(file.mask(start, stop).sum())
     lengths = np.diff(file.index)
-    packs = form is not None and form.packed and isinstance(file, TokenFile)
-    packed = PackedRows(file, form, seed=0) if packs else None  # type: ignore[arg-type]
+    packed = PackedRows(TokenFile(folder), form, seed=0) if form is not None and form.packed else None
     backend = load_tokenizer(tokenizer) if tokenizer is not None and samples else None
     some: list[int] = (
-        np.unique((2 * np.arange(samples) + 1) * file.documents // max(1, 2 * samples)).tolist()
-        if file.documents
-        else []
+        np.unique((2 * np.arange(samples) + 1) * file.count // max(1, 2 * samples)).tolist() if file.count else []
     )
     return TokenSetStats(
         name=name,
         folder=str(folder),
-        documents=file.documents,
-        tokens=file.tokens,
+        documents=file.count,
+        tokens=file.values,
         mean=float(lengths.mean()) if len(lengths) else 0.0,
         median=float(np.median(lengths)) if len(lengths) else 0.0,
         p95=float(np.percentile(lengths, 95)) if len(lengths) else 0.0,
         longest=int(lengths.max(initial=0)),
         lengths=_histogram(lengths),
-        vocab_size=file.vocab_size,
+        vocab_size=file.facts["vocab_size"],
         used=int((counts > 0).sum()),
         learnt=learnt if file.masked else None,
         rows=packed.count if packed else None,
@@ -137,7 +107,7 @@ def _histogram(lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> list[tu
     return [(a, b - 1, int(count)) for (a, b), count in zip(bounds, found, strict=True)]
 
 
-def _runs(file: TokenFile | RecordTokens, number: int, tokenizer: Tokenizer) -> Iterator[TextRun]:
+def _runs(file: RecordFile, number: int, tokenizer: Tokenizer) -> Iterator[TextRun]:
     """A document's beginning as text, cut where learning begins or ends."""
     start, stop = int(file.index[number]), int(file.index[number + 1])
     stop = min(stop, start + SAMPLE_TOKENS)
@@ -188,30 +158,23 @@ def check_first_records(config: "Config") -> None:
     ConfigError where conversations have no chat template. A task of the user's own reads its data itself."""
     if config.task.code is not None or config.data.format == "masked":
         return
-    timeout_s = config.resilience.storage_timeout_s
-    kind = config.task.kind if config.task.kind in label_rows.FORMATS else None
-    format = (
-        label_rows.make_labelled_format(config.data, kind, timeout_s)
-        if kind
-        else make_document_format(config.data, timeout_s)
-    )
-    train, validation = list_requests(config.data, timeout_s)
+    format = make_format(config.data, config.task.kind, config.resilience.storage_timeout_s)
+    train, validation = list_requests(config.data, config.resilience.storage_timeout_s)
     for wanted in [*(wanted for wanted, _ in train), *validation.values()]:
-        if kind is None:
-            check_format(wanted.files, config.data.format)
+        check_format(wanted.files, format.format)
         for file in wanted.files[:CHECKED_FILES]:
-            for record in itertools.islice(_first(file, format, kind), CHECKED_RECORDS):
-                if record is not None and format.format in ("chat", "prompt"):
+            for record in itertools.islice(_first_records(file, format), CHECKED_RECORDS):
+                if format.format in ("chat", "prompt"):
                     chat.check_chat_record(record, format)
+                else:
+                    record_digest(record, format.columns())
     if format.format == "chat":
         _check_template(config)
 
 
-def _first(file: SourceFile, format: RecordFormat, kind: str | None) -> Iterator[Record | None]:
-    """Its first records, or None for each that was read and has nothing else to be looked at."""
-    if kind is not None:
-        yield from (None for _ in label_rows.read_labelled_records(file, format, Meter()))
-    elif file.kind in (LINES, ROWS) or (file.kind == LIST and file.size_bytes <= MOST_LIST_BYTES):
+def _first_records(file: SourceFile, format: RecordFormat) -> Iterator[Record]:
+    quick = file.kind in (FileKind.LINES, FileKind.ROWS)
+    if quick or format.labelled or (file.kind == FileKind.LIST and file.size_bytes <= MOST_LIST_BYTES):
         for chunk in plan_chunks([file], format)[:1]:
             yield from read_records(chunk, format, Meter())
 

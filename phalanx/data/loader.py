@@ -4,41 +4,21 @@ What step k holds is a function of the data, the seed and k alone. A rank takes 
 are cut may change at every step and changes nothing but who computes what.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
-from phalanx.data.packing import PackedRows, TextWindows
-from phalanx.data.shuffle import shuffle_indices
+from phalanx.data.packing import PackedRows, SampleSet, TextWindows
+from phalanx.data.shuffle import mixture_block, shuffle_by_blocks, shuffle_indices
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.layout import balance
 from phalanx.layout.balance import Division
 
-ORDER_BLOCK = 1024
 ALL = slice(None)
-
-
-class SampleSet(Protocol):
-    """A set of samples by number, `count` of them, read only when they are asked for."""
-
-    count: int
-
-    def sample(self, number: int, position: int) -> Any:
-        """Sample `number` as the task's collate takes it; `position` is its place in the run, which no other has."""
-        ...
-
-    def describe(self) -> str:
-        """What this is and how many samples it makes, as the beginning of a sentence that says they are too few."""
-        ...
-
-    def warnings(self) -> list[str]:
-        """Sentences on what of the data is not used as one might expect."""
-        ...
 
 
 class Loader:
@@ -170,34 +150,6 @@ def _cut(samples: list[Any], parts: int) -> list[list[Any]]:
     size, longer = divmod(len(samples), parts)
     bounds = [number * size + min(number, longer) for number in range(parts + 1)]
     return [samples[bounds[number] : bounds[number + 1]] for number in range(parts)]
-
-
-def shuffle_by_blocks(seed: int, epoch: int, n: int, index: NDArray[np.int64], name: str) -> NDArray[np.int64]:
-    """`shuffle_indices`, remembered in blocks: of a few elements it costs nearly as much as of a thousand."""
-    result = np.empty_like(index)
-    blocks, within = np.divmod(index, ORDER_BLOCK)
-    for block in range(int(blocks.min(initial=0)), int(blocks.max(initial=-1)) + 1):
-        here = blocks == block
-        result[here] = shuffle_block(seed, epoch, n, block, name)[within[here]]
-    return result
-
-
-@functools.lru_cache(maxsize=64)
-def shuffle_block(seed: int, epoch: int, n: int, block: int, name: str) -> NDArray[np.int64]:
-    """The order of the elements [block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK) of `n`."""
-    start = block * ORDER_BLOCK
-    return shuffle_indices(seed, epoch, n, np.arange(start, min(start + ORDER_BLOCK, n)), name)
-
-
-@functools.lru_cache(maxsize=4)
-def mixture_block(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each sequence of a block of a mixture, its source and how many of the block before it have the same one."""
-    slots = shuffle_indices(seed, block, sum(quotas), np.arange(sum(quotas)), "mixture")
-    takes = np.searchsorted(np.cumsum(quotas), slots, side="right").astype(np.int64)
-    nth = np.empty_like(takes)
-    for source, quota in enumerate(quotas):
-        nth[takes == source] = np.arange(quota)
-    return takes, nth
 
 
 # --------------------------------------------------------------------------------------------------------------- batch

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, DataError, StorageError
 from phalanx.core.run_paths import redact_url
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
 from phalanx.storage import files as storage
 
 HEADER = b"MMIDIDX\x00\x00"

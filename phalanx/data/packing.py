@@ -6,13 +6,13 @@ documents' lengths and the seed: every rank computes it for itself.
 
 import bisect
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.errors import DataError
+from phalanx.data.record_files import RecordFile, TokenFile
 from phalanx.data.shuffle import shuffle_indices
-from phalanx.data.token_files import TokenFile
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,33 @@ class PackingOptions:
     drop_long: bool = False
 
 
+class SampleSet(Protocol):
+    """A set of samples by number, `count` of them, read only when they are asked for."""
+
+    count: int
+
+    def sample(self, number: int, position: int) -> Any:
+        """Sample `number` as the task's collate takes it; `position` is its place in the run, which no other has."""
+        ...
+
+    def describe(self) -> str:
+        """What this is and how many samples it makes, as the beginning of a sentence that says they are too few."""
+        ...
+
+    def warnings(self) -> list[str]:
+        """Sentences on what of the data is not used as one might expect."""
+        return []
+
+
 @dataclass(frozen=True)
-class TokenRow:
-    """`tokens` (seq_len + 1,) int64. `learnt` (seq_len,): which labels count; `lengths` int64: how many of the inputs
-    belong to each document, in all seq_len. Both None: all count, and all attend to all before them."""
+class Sample:
+    """A row: `tokens` (seq_len + 1,) int64. `learnt` (seq_len,): which labels count; `lengths` int64: how many of the
+    inputs belong to each document, in all seq_len. Both None: all count, and all attend to all before them. `position`:
+    its place in the run, which no other has."""
 
     tokens: NDArray[np.int64]
     learnt: NDArray[np.bool_] | None = None
     lengths: NDArray[np.int64] | None = None
-
-
-@dataclass(frozen=True)
-class Sample(TokenRow):
-    """A row that has its place in the run, which no other has."""
-
     position: int = 0
 
 
@@ -51,33 +64,28 @@ def make_rows(file: TokenFile, form: PackingOptions, seed: int) -> "TextWindows 
     return PackedRows(file, form, seed) if form.packed else TextWindows(file, form)
 
 
-class TextWindows:
+class TextWindows(SampleSet):
     """Windows of running text, one behind the other. They overlap by one token: labels are inputs shifted by one."""
 
     def __init__(self, file: TokenFile, form: PackingOptions) -> None:
         self.file, self._form = file, form
         self.count = max(0, (file.tokens - 1) // form.seq_len)
 
-    def sample(self, number: int, position: int) -> Sample:
-        return _at_position(self.row(number), position)
-
     def describe(self) -> str:
         return f"{self.file.folder} has {self.file.tokens} tokens, {_describe_rows(self.count, self._form)}"
-
-    def warnings(self) -> list[str]:
-        return []
 
     def span(self, number: int) -> tuple[int, int]:
         """The tokens [start, stop) of a window: `seq_len` inputs and one more, which is a label only."""
         start = number * self._form.seq_len
         return start, start + self._form.seq_len + 1
 
-    def row(self, number: int) -> TokenRow:
+    def sample(self, number: int, position: int) -> Sample:
         seq_len = self._form.seq_len
         start, stop = self.span(number)
-        tokens = _tokens(self.file, start, stop)
+        tokens = self.file.slice(start, stop)
+        self.file.check_tokens(tokens, f"near number {start}")
         if not self._form.isolated:
-            return TokenRow(tokens)
+            return Sample(tokens, position=position)
         index = self.file.index
         inside = slice(np.searchsorted(index, start, side="right"), np.searchsorted(index, start + seq_len))
         inner = np.array(index[inside] - start, np.int64)
@@ -85,10 +93,10 @@ class TextWindows:
         learnt[inner - 1] = False  # the end of a document says nothing about the next one
         if index[inside.stop] == start + seq_len:
             learnt[-1] = False
-        return TokenRow(tokens, learnt, np.diff(inner, prepend=0, append=seq_len))
+        return Sample(tokens, learnt, np.diff(inner, prepend=0, append=seq_len), position)
 
 
-class PackedRows:
+class PackedRows(SampleSet):
     """Rows of whole documents, each packed as full as possible.
 
     Attributes: `too_long`, how many documents were longer than a row and so cut (or, with `drop_long`, left out), and
@@ -108,28 +116,19 @@ class PackedRows:
         kept = np.minimum(lengths[self._documents], room).sum()
         self.filled = float(kept / (self.count * room)) if self.count else 0.0
 
-    def sample(self, number: int, position: int) -> Sample:
-        return _at_position(self.row(number), position)
-
     def describe(self) -> str:
         held = f"{self.file.tokens} tokens in {self.file.documents} documents"
         return f"{self.file.folder} has {held}, {_describe_rows(self.count, self._form)}"
 
     def warnings(self) -> list[str]:
         """What became of documents that no row can hold."""
-        if not self.too_long:
-            return []
-        done = "left out" if self._form.drop_long else "cut"
-        return [
-            f"{self.too_long} of {self.file.documents} documents are longer than data.seq_len {self._form.seq_len} and "
-            f"are {done} (data.too_long), in {self.file.folder}"
-        ]
+        return describe_too_long(self.file, "documents", self.too_long, self._form.seq_len, self._form.drop_long, "cut")
 
     def documents(self, number: int) -> NDArray[np.int64]:
         """The numbers of the documents that lie in a row, in their order."""
         return self._documents[self._first[number] : self._first[number + 1]]
 
-    def row(self, number: int) -> TokenRow:
+    def sample(self, number: int, position: int) -> Sample:
         room = self._form.seq_len + 1
         documents = self.documents(number)
         starts = self.file.index[documents]
@@ -140,13 +139,13 @@ class PackedRows:
         learnt = np.zeros(room, np.bool_)
         places = np.arange(filled) + np.repeat(starts - (ends - lengths), lengths)
         tokens[:filled], learnt[:filled] = self.file.gather(places)
-        _check_tokens(self.file, tokens, int(starts[0]))
+        self.file.check_tokens(tokens, f"near number {int(starts[0])}")
         learnt[ends - lengths] = False  # nothing before it in its own document
         if filled == room:
             lengths[-1] -= 1  # the last token is a label only
         elif filled < room - 1:
             lengths = np.concatenate([lengths, [room - 1 - filled]])
-        return TokenRow(tokens, learnt[1:], lengths)
+        return Sample(tokens, learnt[1:], lengths, position)
 
 
 def pack_documents(lengths: NDArray[np.int64], capacity: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -204,23 +203,12 @@ def pack_documents(lengths: NDArray[np.int64], capacity: int, seed: int) -> tupl
     return np.concatenate(documents), np.concatenate([[0], np.cumsum(np.concatenate(row_sizes))])
 
 
-def _at_position(row: TokenRow, position: int) -> Sample:
-    return Sample(row.tokens, row.learnt, row.lengths, position)
-
-
 def _describe_rows(count: int, form: PackingOptions) -> str:
     return f"which make {count} sequences of {form.seq_len}" + ("" if count else " (data.seq_len)")
 
 
-def _tokens(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:
-    tokens = file.slice(start, stop)
-    _check_tokens(file, tokens, start)
-    return tokens
-
-
-def _check_tokens(file: TokenFile, tokens: NDArray[np.int64], start: int) -> None:
-    if tokens.max() >= file.vocab_size:
-        raise DataError(
-            f"{file.folder} has a token beyond its vocabulary of {file.vocab_size} near number {start}, so the file is "
-            "damaged; delete that folder and prepare the data again"
-        )
+def describe_too_long(file: RecordFile, noun: str, count: int, seq_len: int, drop: bool, otherwise: str) -> list[str]:
+    """What became of records that no row can hold, if there are any."""
+    done = "left out" if drop else otherwise
+    said = f"{count} of {file.count} {noun} are longer than data.seq_len {seq_len} and are {done} (data.too_long)"
+    return [f"{said}, in {file.folder}"] if count else []

@@ -1,4 +1,4 @@
-"""Sources: which files they are, of which kind each is, and what one document of them looks like.
+"""Sources: which files they are, and of which kind each is; datasets of the Hugging Face hub.
 
 A source is the word `stdlib` (the standard library of the running Python), `stdlib-chat` (conversations made of it), a
 file, a folder, a glob, a URL of one of these, or `hub:NAME[:CONFIG[:SPLIT]]`, a dataset of the Hugging Face hub or of a
@@ -6,35 +6,28 @@ local folder.
 """
 
 import glob
-import hashlib
 import json
+import logging
 import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.core.errors import DataError
 from phalanx.core.run_paths import redact_url
-from phalanx.data.source_file import HUB, SourceFile
+from phalanx.data.file_formats import shorten_error
+from phalanx.data.records import COMPRESSIONS, HUB, KINDS, FileKind, SourceFile
 from phalanx.storage import files as storage
+
+if TYPE_CHECKING:
+    from phalanx.config.model import DataSection
 
 STDLIB = "stdlib"
 STDLIB_CHAT = "stdlib-chat"
+DEFAULT_SPLIT = "train"  # of a dataset of the hub
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib"})
-COMPRESSIONS = (".gz", ".zst")
-# Kinds of files: how their bytes become documents.
-TEXT = "running text"  # one document
-LINES = "JSON lines"  # one document a line
-LIST = "a JSON list"  # one document an element
-ROWS = "Parquet"  # one document a row
-TOKENS = "Megatron tokens"  # token ids already
-TALKS = "conversations"  # Python modules, of whose functions and classes conversations are made
-SHARDS = "masked shards"  # HDF5 files of sequences that are masked already
-KINDS = {
-    ".jsonl": LINES, ".ndjson": LINES, ".json": LIST, ".parquet": ROWS, ".idx": TOKENS, ".hdf5": SHARDS, ".h5": SHARDS,
-}  # fmt: skip
 # Endings of running text that a folder is searched for; a file or a glob may name any other.
 TEXT_ENDINGS = frozenset(
     {
@@ -47,55 +40,36 @@ TEXT_ENDINGS = frozenset(
 
 
 @dataclass(frozen=True)
-class Record:
-    """One document as its source holds it: `text`, or for conversations and prompts the object with their `fields`.
+class DatasetRequest:
+    """One token set, or the two sides of one: `key` is what its sources were set under."""
 
-    `where` names the place for a user: "FILE, line 3" or alike.
-    """
+    key: str
+    files: list[SourceFile]
+    held_out: float
 
-    text: str | None
-    fields: dict[str, Any] | None
-    where: str
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
 
 
-@dataclass(frozen=True)
-class RecordFormat:
-    """What is read of a record, by key, and how it is encoded: the keys of `data` with these names."""
+def list_requests(
+    data: "DataSection", storage_timeout_s: float
+) -> tuple[list[tuple[DatasetRequest, float]], dict[str, DatasetRequest]]:
+    """The training sets with their weights, and the validation sets by name; raises DataError, StorageError."""
 
-    format: str = "text"
-    text_key: str = "text"
-    messages_key: str = "messages"
-    prompt_key: str = "prompt"
-    completion_key: str = "completion"
-    chat_template: str | None = None
-    loss_on: str = "assistant"
-    storage_timeout_s: float = storage.TIMEOUT_S  # how long a store is tried for
-    # Of labelled records, which task.kind asks for:
-    tokens_key: str = "tokens"
-    tags_key: str = "ner_tags"
-    label_key: str = "label"
-    pair_key: str | None = None
+    def request(key: str, paths: list[str], held_out: float) -> DatasetRequest:
+        return DatasetRequest(key, list_files(paths, key, storage_timeout_s), held_out)
 
-    def columns(self) -> list[str]:
-        """The keys of a record that matter."""
-        return {
-            "text": [self.text_key],
-            "chat": [self.messages_key],
-            "prompt": [self.prompt_key, self.completion_key],
-            "tags": [self.tokens_key, self.tags_key],
-            "classes": [self.text_key, *([self.pair_key] if self.pair_key else []), self.label_key],
-        }[self.format]
+    train = [(request("data.source", paths, data.held_out), weight) for paths, weight in split_mixture(data.source)]
+    return train, {name: request(f"data.validation.{name}", paths, 1.0) for name, paths in data.validation.items()}
 
-    def option_name(self, key: str) -> str:
-        """What `data.{what}_key` names this key of a record."""
-        named: dict[str, dict[str | None, str]] = {
-            "text": {self.text_key: "text"},
-            "chat": {self.messages_key: "messages"},
-            "prompt": {self.completion_key: "completion", self.prompt_key: "prompt"},
-            "tags": {self.tags_key: "tags", self.tokens_key: "tokens"},
-            "classes": {self.pair_key: "pair", self.label_key: "label", self.text_key: "text"},
-        }
-        return named[self.format][key]
+
+def split_mixture(source: Iterable[Any]) -> list[tuple[list[str], float]]:
+    """The sources that are prepared each by itself, and their weights: one, unless an entry has a weight of its own."""
+    entries = list(source)
+    if all(isinstance(entry, str) for entry in entries):
+        return [(entries, 1.0)]
+    return [([entry], 1.0) if isinstance(entry, str) else (list(entry.path), entry.weight) for entry in entries]
 
 
 def list_files(
@@ -120,18 +94,24 @@ def list_files(
 def check_format(files: Iterable[SourceFile], format: str) -> None:
     """Raise DataError for files that cannot hold documents of the format."""
     for file in files:
-        if file.kind == SHARDS:
+        name = redact_url(file.path)
+        if format in ("tags", "classes", "masked"):
+            if (file.kind == FileKind.SHARDS) != (format == "masked") or file.kind in (FileKind.TALKS, FileKind.TOKENS):
+                need = "shards of masked sequences" if format == "masked" else "labelled records"
+                raise DataError(f"{name} is {file.kind}, but {need} are asked for; name other files")
+            continue
+        if file.kind == FileKind.SHARDS:
             raise DataError(
-                f"{redact_url(file.path)} is an HDF5 file, which holds sequences that are masked already; set "
-                "data.format=masked, or name other files"
+                f"{name} is an HDF5 file, which holds sequences that are masked already; set data.format=masked, or "
+                "name other files"
             )
-        if file.kind == TALKS and format != "chat":
+        if file.kind == FileKind.TALKS and format != "chat":
             raise DataError(f'"{STDLIB_CHAT}" holds conversations, but data.format is {format}; set data.format=chat')
-        if file.kind in (TEXT, TOKENS) and format != "text":
-            what = "running text" if file.kind == TEXT else "token ids"
+        if file.kind in (FileKind.TEXT, FileKind.TOKENS) and format != "text":
+            what = "running text" if file.kind == FileKind.TEXT else "token ids"
             raise DataError(
-                f"{redact_url(file.path)} is {what}, but data.format is {format}, which needs records (.jsonl, .json, "
-                f".parquet); set data.format=text or name files of records"
+                f"{name} is {what}, but data.format is {format}, which needs records (.jsonl, .json, .parquet); set "
+                "data.format=text or name files of records"
             )
 
 
@@ -145,32 +125,7 @@ def file_suffix(path: str) -> str:
 
 def guess_kind(path: str) -> str:
     """What a file holds, told from its name."""
-    return KINDS.get(file_suffix(path), TEXT)
-
-
-def text_digest(text: str) -> bytes:
-    """The sha256 of a document: what decides on which side it falls, on any machine and in any order of files."""
-    return hashlib.sha256(text.encode()).digest()
-
-
-def record_digest(record: Record, keys: list[str]) -> bytes:
-    """The same for a record, of its text or of the fields under `keys`. Raises DataError for what is no text."""
-    text = record.text
-    if text is None:
-        assert record.fields is not None
-        known = {key: record.fields[key] for key in keys if key in record.fields}
-        text = json.dumps(known, sort_keys=True, ensure_ascii=False, default=str)
-    try:
-        return text_digest(text)
-    except UnicodeEncodeError:  # JSON can spell what is no character, as in \\ud800
-        raise DataError(
-            f"{record.where} holds half of a surrogate pair, not text; correct or delete the line"
-        ) from None
-
-
-def is_held_out(digest: bytes, fraction: float) -> bool:
-    """Whether a document is kept for evaluation: its digest, read as a number in [0, 1), is below `fraction`."""
-    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
+    return KINDS.get(file_suffix(path), FileKind.TEXT)
 
 
 # ------------------------------------------------------------------------------------------------------------- finding
@@ -178,13 +133,11 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
 
 def _files(source: str, key: str, timeout_s: float) -> list[SourceFile]:
     if source in (STDLIB, STDLIB_CHAT):
-        kind = TEXT if source == STDLIB else TALKS
+        kind = FileKind.TEXT if source == STDLIB else FileKind.TALKS
         return [_local(path, key, lenient=True, kind=kind) for path in _stdlib_paths(source, key)]
     if not source:
         raise DataError(f"{key} has an empty entry; name a file, a folder, a glob or a URL, or remove it")
     if source.startswith(HUB):
-        from phalanx.data.hub import resolve_hub_source
-
         return [resolve_hub_source(source, key)]
     if storage.is_url(source):
         return _remote_files(source, key, timeout_s)
@@ -209,7 +162,7 @@ def _local(path: str, key: str, lenient: bool = False, kind: str | None = None) 
     try:
         status = os.stat(path)
         size, version = status.st_size, str(status.st_mtime_ns)
-        if kind == TOKENS:  # the bytes lie in the other file of the pair
+        if kind == FileKind.TOKENS:  # the bytes lie in the other file of the pair
             other = os.stat(f"{path.removesuffix('.idx')}.bin")
             size, version = other.st_size, f"{version} {status.st_size} {other.st_mtime_ns}"
     except FileNotFoundError as error:
@@ -249,7 +202,7 @@ def _of_folder(folder: str, names: list[str], key: str) -> list[str]:
     first: dict[str, str] = {}
     for name in known:
         kind = guess_kind(name)
-        first.setdefault("records" if kind in (LINES, LIST, ROWS) else kind, name)
+        first.setdefault("records" if kind in (FileKind.LINES, FileKind.LIST, FileKind.ROWS) else kind, name)
     if len(first) > 1:
         (kind, name), (other_kind, other) = sorted(first.items())[:2]
         raise DataError(
@@ -288,7 +241,7 @@ def _remote_files(source: str, key: str, timeout_s: float) -> list[SourceFile]:
     files = []
     for path in paths:
         size, version = entries[path].size, entries[path].version
-        if guess_kind(path) == TOKENS:
+        if guess_kind(path) == FileKind.TOKENS:
             other = storage.get_entry(f"{path.removesuffix('.idx')}.bin", timeout_s)
             if other is None:
                 raise DataError(f"{key} names {redact_url(path)}, but its .bin file is missing; restore it")
@@ -307,3 +260,128 @@ def _stdlib_paths(source: str, key: str) -> list[str]:
     if not files:
         raise DataError(f'{key} names "{source}", but {root} holds no .py files; name files of your own')
     return [str(path) for path in files]
+
+
+# ----------------------------------------------------------------------------------------------------------------- hub
+# Datasets of the Hugging Face hub, or of a local folder in its layout, streamed by the `datasets` library.
+
+
+def resolve_hub_source(source: str, key: str) -> SourceFile:
+    """`hub:NAME[:CONFIG[:SPLIT]]` as one file of a source; its version is that of the dataset's files.
+
+    Raises DataError for a dataset, configuration or split that is not there or cannot be reached.
+    """
+    split = _parts(source)[2]
+    if (saved := _saved(source)) is not None:
+        return _saved_file(source, saved, key)
+    builder = _builder(source, key)
+    files = builder.config.data_files
+    if files is not None and split not in files:
+        raise DataError(
+            f"{key} names {source}, but the dataset has no split {split} (it has: {', '.join(map(str, files))}); name "
+            f"one as hub:NAME:CONFIG:SPLIT"
+        )
+    facts = [builder.hash, builder.config.name]
+    size = 1
+    if files is not None:
+        origins = zip(files[split], files[split].origin_metadata, strict=True)
+        facts += [[str(file), [str(fact) for fact in origin]] for file, origin in origins]
+        size = sum(os.path.getsize(file) for file in files[split] if os.path.isfile(file)) or len(files[split])
+    return _hub_file(source, size, facts)
+
+
+def _hub_file(source: str, size: int, facts: list[Any]) -> SourceFile:
+    name, config, split = _parts(source)
+    path = ":".join([os.path.abspath(name) if os.path.isdir(name) else name, config or "", split])
+    return SourceFile(HUB + path, FileKind.REMOTE, size, json.dumps(facts))
+
+
+def read_hub_label_names(source: str, key: str) -> list[str] | None:
+    """What the numbers of a column stand for, where the dataset says so."""
+    _stream(source)  # only then a folder of files has been looked into
+    feature = (_stream(source).features or {}).get(key)
+    names = getattr(getattr(feature, "feature", feature), "names", None)
+    return None if names is None else [str(name) for name in names]
+
+
+def _saved(source: str) -> str | None:
+    """The folder of a local dataset, or of its split, that was written by its save_to_disk."""
+    name, _, split = _parts(source)
+    if os.path.isfile(os.path.join(name, "dataset_dict.json")):
+        return os.path.join(os.path.abspath(name), split)
+    return os.path.abspath(name) if os.path.isfile(os.path.join(name, "state.json")) else None
+
+
+def _saved_file(source: str, folder: str, key: str) -> SourceFile:
+    try:
+        with open(os.path.join(folder, "state.json"), encoding="utf-8") as file:
+            names = [one["filename"] for one in json.load(file)["_data_files"]]
+        facts = [[name, os.stat(os.path.join(folder, name)).st_mtime_ns] for name in names]
+        size = sum(os.path.getsize(os.path.join(folder, name)) for name in names)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{key} names {source}, but {folder} is no whole dataset of the datasets library ({shorten_error(error)}); "
+            f"name another split as hub:FOLDER::SPLIT, or save it again"
+        ) from None
+    return _hub_file(source, size, facts)
+
+
+def count_shards(source: str) -> int:
+    """Into how many parts a dataset falls by itself."""
+    return max(1, int(_stream(source).num_shards))
+
+
+def read_shard(source: str, index: int, count: int) -> Iterator[dict[str, Any]]:
+    """The records of shard `index` of `count`. Raises DataError when the stream breaks."""
+    stream = _stream(source).shard(num_shards=count, index=index)
+    rows = iter(stream)
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # its readers raise whatever the file format's library raises
+            raise DataError(
+                f"{source} broke off in shard {index + 1} of {count} ({shorten_error(error)}); start again to go on "
+                "there"
+            ) from None
+        if row is None:
+            return
+        yield row
+
+
+def _parts(source: str) -> tuple[str, str | None, str]:
+    name, _, rest = source.removeprefix(HUB).partition(":")
+    config, _, split = rest.partition(":")
+    return os.path.expanduser(name), config or None, split or DEFAULT_SPLIT
+
+
+def _builder(source: str, key: str = "data.source") -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    for library in ("datasets", "huggingface_hub"):  # they tell of each try
+        logging.getLogger(library).setLevel(logging.ERROR)
+    name, config, _ = _parts(source)
+    try:
+        return datasets.load_dataset_builder(name, config)
+    except Exception as error:  # of the network, the hub, the dataset's own files: all of them are one sentence here
+        raise DataError(
+            f"{key} names {source}, which the datasets library cannot open ({shorten_error(error)}); correct the name "
+            f"(hub:NAME:CONFIG:SPLIT), or look at the network"
+        ) from None
+
+
+def _stream(source: str) -> Any:
+    if (saved := _saved(source)) is not None:
+        import datasets
+
+        try:
+            return datasets.load_from_disk(saved).to_iterable_dataset()
+        except Exception as error:  # of its readers, as below
+            raise DataError(f"{source} cannot be read ({shorten_error(error)}); save the dataset again") from None
+    builder = _builder(source)
+    try:
+        return builder.as_streaming_dataset(split=_parts(source)[2])
+    except ValueError as error:
+        raise DataError(
+            f"{source} cannot be streamed ({shorten_error(error)}); name another split or dataset"
+        ) from None

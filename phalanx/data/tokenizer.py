@@ -1,11 +1,11 @@
-"""Tokenizers: train one, open one of a local Hugging Face folder, and turn many documents into token ids fast."""
+"""Tokenizers: train one on a sample, open one of a local Hugging Face folder, and turn many documents into ids fast."""
 
 import hashlib
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,18 @@ from phalanx.core.errors import ConfigError, DataError, fetch_hint
 from phalanx.core.json_lines import sync_folder
 from phalanx.core.run_paths import TOKENIZER_FILES, VOCABULARY_FILES
 from phalanx.data import wordpiece
-from phalanx.data.token_files import token_dtype, write_and_sync
+from phalanx.data.read_chunks import (
+    CHUNK_BYTES,
+    MANY_CHUNKS,
+    MAX_CHUNK_BYTES,
+    Chunk,
+    Meter,
+    count_lines_before,
+    plan_chunks,
+    read_records,
+)
+from phalanx.data.record_files import token_dtype, write_and_sync
+from phalanx.data.records import FileKind, Record, RecordFormat, SourceFile, is_held_out, record_digest, text_digest
 from phalanx.data.wordpiece import SpecialTokens
 
 if TYPE_CHECKING:  # which needs pydantic
@@ -26,11 +37,13 @@ if TYPE_CHECKING:  # which needs pydantic
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257  # the 256 bytes and the end of text
 SEGMENT_CHARS = 1 << 18  # longer documents are cut, so that all cores work on them and memory stays small
-ENCODE_CHARS = (
-    1 << 23
-)  # text handed to one call of the tokenizer: fewer idle cores at its end, more memory (some 100 bytes a token)
+# Text handed to one call of the tokenizer: fewer idle cores at its end, more memory (some 100 bytes a token).
+ENCODE_CHARS = 1 << 23
 WINDOW_CHARS = 256  # text on each side of a cut that must be encoded alike with and without the cut
 CANDIDATES = 16  # places tried for one cut
+SAMPLE_BYTES = 8 << 20  # text that a tokenizer is trained on at most; more changes few merges
+SAMPLE_CHARS = 1 << 16  # the sample is drawn in chunks of this length, so that one huge document is no exception
+SAMPLE_READ = 64  # times its size is read of a source to draw the sample
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,9 @@ class Tokenizer:
     vocab_size: int
     eos_id: int
     specials: SpecialTokens | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------ training
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, folder: Path, pieces: bool = False) -> None:
@@ -90,6 +106,76 @@ def _train_byte_bpe(documents: Iterable[str], vocab_size: int) -> tuple[Any, dic
     return backend, {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
 
 
+def list_sample_sizes() -> list[int]:
+    """What says which text of a source is drawn. The size of chunks matters where only some of them are read."""
+    return [SAMPLE_BYTES, SAMPLE_CHARS, SAMPLE_READ, CHUNK_BYTES, MAX_CHUNK_BYTES, MANY_CHUNKS]
+
+
+def sample_for_tokenizer(
+    sources: list[tuple[list[SourceFile], float]],
+    format: RecordFormat,
+    held_out: float,
+    progress: Callable[[str, int, int], None],
+) -> Iterator[str]:
+    """Text of training documents, all of it or a sample of about SAMPLE_BYTES chosen by hash, to which each source of a
+    mixture gives its weight's part."""
+    weights = sum(weight for _, weight in sources)
+    drawn = []
+    for files, weight in sources:
+        target = SAMPLE_BYTES * weight / weights
+        chunks = _draw_chunks(plan_chunks(files, format), int(SAMPLE_READ * target))
+        size = sum(chunk.size_bytes for chunk in chunks)
+        drawn.append((chunks, min(1.0, target / max(1, size)), size))
+    total, done = sum(size for _, _, size in drawn), 0
+    for chunks, share, _ in drawn:
+        for chunk in chunks:
+            progress("tokenizer", done, total)
+            for text in _texts(chunk, format, held_out):
+                digest = text_digest(text)
+                for start in range(0, len(text), SAMPLE_CHARS):
+                    if is_held_out(hashlib.sha256(digest + start.to_bytes(8, "big")).digest(), share):
+                        yield text[start : start + SAMPLE_CHARS]
+            done += chunk.size_bytes
+    progress("tokenizer", total, total)
+
+
+def _draw_chunks(chunks: list[Chunk], limit_bytes: int) -> list[Chunk]:
+    """As many chunks, chosen by hash, as hold that much; in their order."""
+    if sum(chunk.size_bytes for chunk in chunks) <= limit_bytes:
+        return chunks
+    shuffled = sorted(range(len(chunks)), key=lambda number: hashlib.sha256(b"%d" % number).digest())
+    sizes = itertools.accumulate(chunks[number].size_bytes for number in shuffled)
+    enough = next(count for count, size in enumerate(sizes, 1) if size >= limit_bytes)
+    return [chunks[number] for number in sorted(shuffled[:enough])]
+
+
+def _texts(chunk: Chunk, format: RecordFormat, held_out: float) -> Iterator[str]:
+    """The texts of a chunk's training documents; of conversations and prompts, each string under their keys; of
+    labelled records, their words or texts as one."""
+    try:
+        for record in read_records(chunk, format, Meter()):
+            if not record.empty and not is_held_out(record_digest(record, format.columns()), held_out):
+                yield from _strings(record, format)
+    except DataError:
+        if chunk.kind == FileKind.LINES and chunk.start:  # see encode_chunk
+            for record in read_records(chunk, format, Meter(), count_lines_before(chunk, format) + 1):
+                record_digest(record, format.columns())
+        raise
+
+
+def _strings(record: Record, format: RecordFormat) -> list[str]:
+    def inside(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            for one in value.values() if isinstance(value, dict) else value:
+                yield from inside(one)
+
+    if record.fields is None:
+        return [" ".join(record.texts) if record.text is None else record.text]
+    return [text for key in format.columns() for text in inside(record.fields[key])]
+
+
 def check_vocab(vocab_size: int) -> None:
     """Raise ConfigError when a trained tokenizer of this size could not hold every byte."""
     if vocab_size < SMALLEST_VOCAB:
@@ -98,6 +184,9 @@ def check_vocab(vocab_size: int) -> None:
             f"bytes and the "
             f"end of text; set it to {SMALLEST_VOCAB} or more"
         )
+
+
+# ------------------------------------------------------------------------------------------------------------- opening
 
 
 def default_tokenizer(from_hf: str | None) -> tuple[str, str]:
@@ -268,25 +357,15 @@ def _load_converted(folder: Path) -> Any:
 def _eos_id(folder: Path, backend: Any) -> int | None:
     """The id of the end-of-text token: by name in the tokenizer's files, or by number in the model's."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _json(folder / name).get("eos_token")
+        token = wordpiece.read_json(folder / name).get("eos_token")
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str):
             found = backend.token_to_id(content)
             if found is not None:
                 return int(found)
     for name in ("generation_config.json", "config.json"):
-        number = _json(folder / name).get("eos_token_id")
+        number = wordpiece.read_json(folder / name).get("eos_token_id")
         first = number[0] if isinstance(number, list) and number else number
         if isinstance(first, int):
             return first
     return None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}); restore the file") from None
-    return content if isinstance(content, dict) else {}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.errors import ConfigError
+
 # What each special token is called in a tokenizer's files, and how it is spelt where they do not say.
 SPECIAL_NAMES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 CONTINUATION_PREFIX = "##"
@@ -42,7 +44,7 @@ def find_specials(folder: Path, backend: Any) -> SpecialTokens | None:
     names = dict(SPECIAL_NAMES)
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name in names:
-            token = _json(folder / file).get(f"{name}_token")
+            token = read_json(folder / file).get(f"{name}_token")
             content = token.get("content") if isinstance(token, dict) else token
             if isinstance(content, str):
                 names[name] = content
@@ -56,11 +58,14 @@ def find_specials(folder: Path, backend: Any) -> SpecialTokens | None:
     return SpecialTokens(**ids, continuing=tuple(continuing))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """One of a tokenizer's files; empty where there is none. Raises ConfigError where it is no JSON."""
+    if not path.is_file():
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # whoever opens the tokenizer says what is wrong with its files
-        return {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}); restore the file") from None
     return content if isinstance(content, dict) else {}
 
 

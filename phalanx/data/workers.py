@@ -4,31 +4,28 @@ They are fresh interpreters, not forks, so the parent may have any number of thr
 """
 
 import contextlib
-import fcntl
 import json
 import os
-import re
-import secrets
+import queue
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import time
+import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from phalanx.core.errors import ConfigError, DataError, PhalanxError, StorageError
-from phalanx.core.json_lines import sync_folder
 from phalanx.core.run_paths import redact_url
-from phalanx.data.encode import EncodeTask
-from phalanx.storage import files as storage
-from phalanx.storage import local_copies
+from phalanx.data.encode import GROUP_CHARS, EncodeTask, RecordEncoder, encode_chunk, make_encoder
+from phalanx.data.read_chunks import Chunk
+from phalanx.data.records import RecordFormat
 
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.encode import main; main()"
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.data.workers import main; main()"
 TRIES = 2  # of a chunk whose worker dies
 ERROR_TYPES: dict[str, type[PhalanxError]] = {error.__name__: error for error in (ConfigError, DataError, StorageError)}
 
@@ -48,16 +45,9 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
             )
-
-    @property
-    def stdin(self) -> IO[bytes]:
         assert self.process.stdin is not None
-        return self.process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes]:
         assert self.process.stdout is not None
-        return self.process.stdout
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
 
     def assign(self, index: int, task: EncodeTask) -> None:
         self.task = index
@@ -181,135 +171,52 @@ def _what(task: EncodeTask) -> str:
     return f"{redact_url(task.chunk.paths[0])}{more}{place}"
 
 
-# --------------------------------------------------------------------------------------------------------------- cache
-# The folder where prepared data lies: one folder a result, there whole or not at all, made by one process at a time.
-# Where the cache is a URL, results lie below it as well: fetched from there, and put there once they are made.
+# ------------------------------------------------------------------------------------------------- the worker's process
 
 
-ABOUT_FILE = "prepared.json"  # what a result was made of; in a store it comes last and says that all is there
-STALE_S = 7 * 24 * 3600.0  # what a killed run left is kept that long, so that it may go on
-EXPORT_PREFIX = "export-"  # how names begin of what nobody goes on with: it is removed as soon as nobody holds it
-_LEFTOVER = re.compile(r"[a-z-]*[0-9a-f]{32}\.(partial|lock)")
+def main() -> None:
+    """A worker process: a line of JSON in on standard input is a task, lines out are progress, its end or its error.
 
+    It ends when its input does, so also when its parent dies in whatever way.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends its workers
+    # All cores are busy with processes already. The tokenizer's library reads the C environment, not Python's copy.
+    os.putenv("TOKENIZERS_PARALLELISM", "false")
+    # What libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    tasks: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(tasks,), daemon=True).start()
+    encoders: dict[tuple[str, RecordFormat], RecordEncoder] = {}
 
-@dataclass(frozen=True)
-class Cache:
-    """`folder` is local; `url` is where results are kept for others too, if anywhere."""
+    def answer(**content: Any) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
 
-    folder: Path
-    url: str | None
-    lock_timeout_s: float = local_copies.LOCK_TIMEOUT_S
-    storage_timeout_s: float = storage.TIMEOUT_S
-
-    def has(self, key: str) -> bool:
-        """Whether a result is here whole."""
-        return is_complete(self.folder / key)
-
-    def get_or_make(self, key: str, make: Callable[[Path, Path], None]) -> Path:
-        """The folder of a result: from here, from the store, or made by `make(partial, out)`.
-
-        `partial` is kept when `make` is interrupted and given to it again; what it writes to `out`, a fresh folder, is
-        the result. Raises ConfigError when another process holds it for too long.
-        """
-        folder = self.folder / key
-        if not is_complete(folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with local_copies.lock_file(self.folder / f"{key}.lock", self.lock_timeout_s):
-                if not is_complete(folder):  # whoever held the lock before may have made it
-                    partial = self.folder / f"{key}.partial"
-                    partial.mkdir(exist_ok=True)
-                    out = partial / "out"
-                    _fresh(out)  # a run may have been killed while it made it
-                    if not (self.url and self._fetch(key, out)):
-                        _fresh(out)
-                        make(partial, out)
-                    sync_folder(out)
-                    if folder.exists():  # somebody deleted a part of it
-                        shutil.rmtree(folder)
-                    os.rename(out, folder)
-                    sync_folder(folder.parent)
-                    shutil.rmtree(partial)
-        if self.url and not storage.exists(storage.join_url(self.url, key, ABOUT_FILE), self.storage_timeout_s):
-            self._put(key, folder)
-        return folder
-
-    def _fetch(self, key: str, out: Path) -> bool:
-        assert self.url is not None
-        base = storage.join_url(self.url, key)
+    while True:
+        task = _parse_task(json.loads(tasks.get()))
         try:
-            about = storage.read_bytes(storage.join_url(base, ABOUT_FILE), timeout_s=self.storage_timeout_s)
-        except FileNotFoundError:
-            return False
-        try:
-            for name in json.loads(about)["files"]:
-                storage.download(storage.join_url(base, name), out / name, self.storage_timeout_s)
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            # Somebody deleted or damaged a part of it: without this file it is put there again.
-            storage.remove([storage.join_url(base, ABOUT_FILE)], self.storage_timeout_s)
-            return False
-        (out / ABOUT_FILE).write_bytes(about)
-        return True
-
-    def _put(self, key: str, folder: Path) -> None:
-        assert self.url is not None
-        for name in [*json.loads((folder / ABOUT_FILE).read_text())["files"], ABOUT_FILE]:
-            storage.upload(folder / name, storage.join_url(self.url, key, name), self.storage_timeout_s)
+            known = (task.tokenizer, task.format)
+            if known not in encoders:
+                encoders[known] = make_encoder(Path(task.tokenizer), task.format, GROUP_CHARS)
+            encode_chunk(task, encoders[known], lambda count: answer(bytes=count))
+            answer(done=True)
+        except BrokenPipeError:
+            return  # the parent is gone
+        except PhalanxError as error:
+            answer(error=type(error).__name__, message=str(error))
+        except OSError as error:
+            answer(errno=error.errno, message=error.strerror or str(error), file=str(error.filename))
+        except Exception:
+            answer(error="", message=traceback.format_exc())
 
 
-def _fresh(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
+def _listen(tasks: "queue.SimpleQueue[str]") -> None:
+    for line in sys.stdin:
+        tasks.put(line)
+    os._exit(0)
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a folder holds a whole result: nobody has deleted a part of it."""
-    try:
-        files = json.loads((folder / ABOUT_FILE).read_text())["files"]
-    except (OSError, ValueError, KeyError):
-        return False
-    return all((folder / name).is_file() for name in files)
-
-
-def write_description(out: Path, content: dict[str, Any]) -> None:
-    """Write what a result was made of, and its files, into its folder."""
-    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
-    (out / ABOUT_FILE).write_text(json.dumps({"files": files, **content}, indent=1))
-
-
-@contextlib.contextmanager
-def temporary_folder(folder: Path) -> Iterator[Path]:
-    """A new folder in the cache, for as long as the block lasts; one whose process was killed is removed by the next
-    `prune`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    prune(folder)
-    path = folder / f"{EXPORT_PREFIX}{secrets.token_hex(16)}.partial"
-    lock = path.with_suffix(".lock")
-    with local_copies.lock_file(lock, local_copies.LOCK_TIMEOUT_S):
-        try:
-            path.mkdir()
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-            lock.unlink(missing_ok=True)
-
-
-def prune(folder: Path) -> None:
-    """Remove what killed runs left long ago, and killed exports just now, and nobody holds."""
-    for path in sorted(folder.glob("*")):
-        if not _LEFTOVER.fullmatch(path.name) or not (path.name.startswith(EXPORT_PREFIX) or _is_stale(path)):
-            continue
-        lock = path.with_suffix(".lock")
-        with contextlib.suppress(OSError), open(lock, "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.suffix == ".partial":
-                shutil.rmtree(path)
-            lock.unlink(missing_ok=True)
-
-
-def _is_stale(path: Path) -> bool:
-    try:
-        newest = max(one.lstat().st_mtime for one in (path, *path.glob("*")))
-    except OSError:  # its owner has just finished
-        return False
-    return time.time() - newest > STALE_S
+def _parse_task(content: dict[str, Any]) -> EncodeTask:
+    format, chunk = RecordFormat(**content["format"]), Chunk(**content["chunk"])
+    return EncodeTask(**content | {"format": format, "chunk": chunk, "limits": tuple(content["limits"])})

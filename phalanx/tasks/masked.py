@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from phalanx.tasks.labels import pad_rows, row_width
+from phalanx.tasks.labels import LabelledLike, pad_rows, row_width
 from phalanx.tasks.task import Batch, Task
 
 if TYPE_CHECKING:
@@ -19,27 +19,15 @@ IGNORE_INDEX = -100  # a label that no loss is computed for
 PREDICTIONS_MULTIPLE = 8  # predictions of a row are padded to a multiple of it
 
 
-class MaskedLike(Protocol):
+class MaskedLike(LabelledLike, Protocol):
     """A row without padding: `tokens` and `segments` (n,), `places` (p,) and what stood there in `labels` (p,), all
     int64; `follows` is 0 where the second segment follows, 1 where not, IGNORED where nobody asks."""
-
-    @property
-    def tokens(self) -> NDArray[np.int64]: ...
-
-    @property
-    def segments(self) -> NDArray[np.int64]: ...
 
     @property
     def places(self) -> NDArray[np.int64]: ...
 
     @property
-    def labels(self) -> NDArray[np.int64]: ...
-
-    @property
     def follows(self) -> int: ...
-
-    @property
-    def position(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError, RunError
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths, Url
-from phalanx.data.workers import temporary_folder
+from phalanx.data.cache import temporary_folder
 from phalanx.models import hf_config
 from phalanx.models.hf_export import copy_tokenizer, export, export_plain, new_folder
 from phalanx.models.hf_weights import Weights

@@ -20,10 +20,8 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.run_paths import HELD_OUT
 from phalanx.data.loader import Loader
-from phalanx.data.prepare import PreparedData, Progress
-from phalanx.data.prepare_records import prepare_for
-from phalanx.data.record_files import RecordSet
-from phalanx.data.token_files import TokenFile
+from phalanx.data.prepare import PreparedData, Progress, prepare_for
+from phalanx.data.record_files import RecordFile, TokenFile
 from phalanx.data.tokenizer import default_tokenizer
 from phalanx.layout import balance
 from phalanx.models.hf_config import read_config, spec_from_config
@@ -232,14 +230,14 @@ def token_folders(answer: dict[str, Any]) -> tuple[list[tuple[Path, float]], dic
 
 def _labels(prepared: PreparedData) -> list[str]:
     """All labels that the prepared data has."""
-    sets = [RecordSet(folder) for folder in [*(folder for folder, _ in prepared.train), *prepared.held_out.values()]]
+    sets = [RecordFile(folder) for folder in [*(folder for folder, _ in prepared.train), *prepared.held_out.values()]]
     return [label for each in sets for label in each.facts["labels"]]
 
 
 def _fingerprint_set(folder: Path, config: Config) -> dict[str, Any]:
     """What a set is known by."""
     if uses_record_files(config):
-        records = RecordSet(folder)
+        records = RecordFile(folder)
         return {"records": records.count, "crc32": records.checksum}
     return fingerprint_tokens(TokenFile(folder))
 
@@ -254,7 +252,7 @@ def _check_data(prepared: PreparedData, vocab_size: int, config: Config, workloa
             "raise model.vocab_size"
         )
     Loader(workload.train_data(prepared.train), config.train.global_batch, config.train.seed, rank=0)
-    opened: type[RecordSet] | type[TokenFile] = RecordSet if uses_record_files(config) else TokenFile
+    opened: type[RecordFile] | type[TokenFile] = RecordFile if uses_record_files(config) else TokenFile
     held_out = {name: opened(folder) for name, folder in prepared.held_out.items()}
     for token_set in [*(opened(folder) for folder, _ in prepared.train), *held_out.values()]:
         token_set.verify_once()

@@ -20,7 +20,7 @@ from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import BASE_WEIGHTS, TOKENIZER_FILES, RunPaths
 from phalanx.core.version import __version__
 from phalanx.data.chat import load_template
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
 from phalanx.storage import local_copies
 from phalanx.system import locks
 

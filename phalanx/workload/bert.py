@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phalanx.core.errors import ConfigError
-from phalanx.data.label_rows import LabelledRows, LabelledSample, LabelRowOptions, order_labels
+from phalanx.data.bert_rows import (
+    IGNORE_INDEX,
+    LabelledRows,
+    LabelledSample,
+    LabelRowOptions,
+    MaskedSample,
+    MaskingOptions,
+    PremaskedRows,
+    make_masked_rows,
+    order_labels,
+)
 from phalanx.data.loader import SampleSet
-from phalanx.data.masking import IGNORE_INDEX, MaskedSample, MaskingOptions, PremaskedRows, make_masked_rows
-from phalanx.data.record_files import RecordSet
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import RecordFile, TokenFile
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.bert import encoder_of, labels_of
 from phalanx.models.families.catalog import flops_per_token
@@ -65,11 +73,11 @@ class BertWorkload:
     def rows(self, folder: Path, seed: int, held_out: bool = False) -> SampleSet:
         """The samples of a prepared set."""
         if self._shards:
-            return PremaskedRows(RecordSet(folder), self.mask_form())
+            return PremaskedRows(RecordFile(folder), self.mask_form())
         if self._masks:
             return make_masked_rows(TokenFile(folder), self.mask_form(), seed, held_out)
         drop = self._config.data.too_long == "drop"
-        return LabelledRows(RecordSet(folder), LabelRowOptions(self._config.data.seq_len, self._encoder.labels, drop))
+        return LabelledRows(RecordFile(folder), LabelRowOptions(self._config.data.seq_len, self._encoder.labels, drop))
 
     def train_data(self, folders: Sequence[tuple[Path, float]]) -> list[tuple[SampleSet, float]]:
         return [(self.rows(folder, self._config.train.seed), weight) for folder, weight in folders]

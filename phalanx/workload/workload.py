@@ -14,7 +14,7 @@ import torch
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.loader import SampleSet
 from phalanx.data.packing import PackingOptions, Sample, make_rows
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES, family_of, flops_per_token
 from phalanx.models.families.family import ModelFamily

@@ -15,7 +15,7 @@ from benchmarks.peers import Case
 from phalanx.config.model import DataSection
 from phalanx.core.placement import Placement
 from phalanx.data.prepare import prepare
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.system import accelerator
 from tests.accelerator.curves import EVERYTHING

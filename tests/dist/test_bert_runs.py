@@ -111,10 +111,10 @@ def test_a_head_is_drawn_and_its_labels_are_kept(run: str, exported: str, head: 
 def test_what_was_scored_is_what_transformers_says(folder: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder / "classifier").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "classifier")
-    from phalanx.data.record_files import RecordSet
+    from phalanx.data.record_files import RecordFile
 
     (sets,) = [path.parent for path in (folder / "cache").glob("records-*/held_out/pair.bin")]
-    columns = RecordSet(sets)
+    columns = RecordFile(sets)
     losses = []
     for number in range(columns.count):
         record = columns.record(number)

@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
 from phalanx.layout import hardware
 from phalanx.recovery import shared_memory
 from tests.dist.command import call

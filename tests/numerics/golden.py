@@ -16,12 +16,12 @@ import torch
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
+from phalanx.data.bert_rows import MaskingOptions, make_masked_rows
 from phalanx.data.loader import Loader
-from phalanx.data.masking import MaskingOptions, make_masked_rows
 from phalanx.data.packing import PackingOptions, Sample, make_rows
+from phalanx.data.record_files import TokenFile
+from phalanx.data.records import is_held_out, text_digest
 from phalanx.data.shuffle import shuffle_indices
-from phalanx.data.sources import is_held_out, text_digest
-from phalanx.data.token_files import TokenFile, TokenWriter
 from phalanx.data.wordpiece import SpecialTokens
 from phalanx.layout.balance import Division
 from phalanx.layout.model_shape import ModelSpec
@@ -34,6 +34,7 @@ from phalanx.workload.workload import make_workload
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import VOCAB
+from tests.token_sets import TokenWriter
 
 FILE = Path(__file__).with_suffix(".json")
 Values = dict[str, list[int] | list[float]]

@@ -25,7 +25,6 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.data.token_files import TokenWriter
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.optim.update import state_shape
@@ -38,6 +37,7 @@ from phalanx.workload.build import build_components
 from phalanx.workload.sinks import RecordWriter
 from phalanx.workload.workload import read_model_shape
 from tests.helpers import run_ranks
+from tests.token_sets import TokenWriter
 
 VOCAB = 61  # divides by none of 2, 3 and 5, so that every engine's cut of the embedding is uneven
 STEPS = 30

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.records import EventKind
-from phalanx.data.record_files import RecordSetWriter
-from phalanx.data.token_files import TokenWriter
+from phalanx.data.record_files import RecordFileWriter
 from phalanx.data.wordpiece import SpecialTokens
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.model import draw_init_slice
@@ -25,6 +24,7 @@ from tests.dist.incidents import train_with_signal
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import VOCAB, distance, farthest, job, same_bits, walk
+from tests.token_sets import TokenWriter
 
 EXACT = 1e-9
 SPECIALS = SpecialTokens(0, 1, 2, 3, 4, tuple(range(45, VOCAB)))
@@ -51,7 +51,7 @@ def records(kind: str, columns: dict[str, str], make: Callable[[Any, Any], dict[
         generator = np.random.default_rng(5)
         facts = {"kind": kind, "vocab_size": VOCAB, "specials": SPECIALS.to_json(), "labels": LABELS}
         for name, count in (("train", 40), ("held_out", 13)):
-            writer = RecordSetWriter(folder / name, {"tokens": "<u2", **columns}, facts)
+            writer = RecordFileWriter(folder / name, {"tokens": "<u2", **columns}, facts)
             for _ in range(count):
                 tokens = 5 + np.cumsum(generator.integers(0, 3, int(generator.integers(6, 75)))) % (VOCAB - 5)
                 writer.append({"tokens": tokens, **make(generator, tokens)})

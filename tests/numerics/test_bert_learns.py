@@ -8,11 +8,9 @@ import numpy as np
 
 from phalanx.config.schema import Config
 from phalanx.core.records import EventKind
-from phalanx.data.label_rows import order_labels
-from phalanx.data.prepare import PreparedData
-from phalanx.data.prepare_records import prepare_for
-from phalanx.data.record_files import RecordSet
-from phalanx.data.token_files import TokenFile
+from phalanx.data.bert_rows import order_labels
+from phalanx.data.prepare import PreparedData, prepare_for
+from phalanx.data.record_files import RecordFile, TokenFile
 from tests.code_tags import write_conll
 from tests.numerics import runs
 from tests.numerics.runs import walk
@@ -55,7 +53,7 @@ def test_entities_are_found(tmp_path: Path) -> None:
     write_conll(tmp_path / "code.conll", ["json/decoder.py", "json/encoder.py", "heapq.py", "textwrap.py", "shlex.py"])
     source = str(tmp_path / "code.conll")
     made, sets = prepared(tmp_path, source, {"kind": "tag"}, tokenizer_vocab=600)
-    labels = order_labels(RecordSet(made.train[0][0]).facts["labels"])
+    labels = order_labels(RecordFile(made.train[0][0]).facts["labels"])
     assert labels == ["O", "B-ATTRIBUTE", "B-BUILTIN", "B-DEFINED", "B-KEYWORD", "B-NUMBER", "I-ATTRIBUTE"]
     walk(
         1, tmp_path / "run", sets, model=MODEL | {"vocab_size": made.vocab_size}, data__seq_len=64, train__steps=150,

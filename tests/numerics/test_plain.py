@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from phalanx.data.loader import Loader
 from phalanx.data.packing import PackingOptions, make_rows
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
 from phalanx.layout.balance import Division
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.families.catalog import parameter_shapes

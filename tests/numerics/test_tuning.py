@@ -14,9 +14,10 @@ import pytest
 from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.packing import PackedRows, PackingOptions
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile
 from tests.numerics.runs import VOCAB, Outcome, events, same_bits, walk
 from tests.numerics.test_rank_layout import assert_same
+from tests.token_sets import TokenWriter
 
 STEPS = 10
 TUNED: dict[str, Any] = {"data__format": "prompt", "train__steps": STEPS, "optim__decay_steps": STEPS,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from phalanx.config import load
-from phalanx.data.prepare_records import prepare_for
-from phalanx.data.token_files import TokenFile
+from phalanx.data.prepare import prepare_for
+from phalanx.data.record_files import TokenFile
 from tests.dist.command import phalanx, write_place
 
 MASK = 2**64 - 1

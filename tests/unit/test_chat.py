@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from phalanx.core.errors import ConfigError, DataError, PhalanxError
 from phalanx.data.chat import TEMPLATES, ChatEncoder
-from phalanx.data.sources import Record
+from phalanx.data.records import Record, RecordFormat
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
@@ -58,6 +58,10 @@ TALKS: list[list[dict[str, str]]] = [
     ],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
 ]
+
+
+def encoder_of(folder: Path, format: str, **keys: Any) -> ChatEncoder:
+    return ChatEncoder(folder, RecordFormat(format, **keys))
 
 
 def save_tokenizer(
@@ -129,7 +133,7 @@ def test_the_assistants_tokens_are_those_of_transformers(tmp_path: Path, templat
     for talk in TALKS:
         theirs: Any = library.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
         for folder in (plain, with_marks):
-            tokens, mask = one(ChatEncoder(folder, "chat"), chat(talk))
+            tokens, mask = one(encoder_of(folder, "chat"), chat(talk))
             assert tokens[-1] == library.eos_token_id
             assert tokens[:-1] == theirs["input_ids"]
             assert mask == [*map(bool, theirs["assistant_masks"]), False]
@@ -137,7 +141,7 @@ def test_the_assistants_tokens_are_those_of_transformers(tmp_path: Path, templat
 
 def test_what_is_learnt_is_what_the_model_has_to_say(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "t", CHATML, trims=True)
-    tokens, mask = one(ChatEncoder(folder, "chat"), chat(TALKS[1]))
+    tokens, mask = one(encoder_of(folder, "chat"), chat(TALKS[1]))
     answers = [talk["content"] + "<|im_end|>" for talk in TALKS[1] if talk["role"] == "assistant"]
     assert learnt_text(folder, tokens, mask) == "|".join(answers)
 
@@ -145,7 +149,7 @@ def test_what_is_learnt_is_what_the_model_has_to_say(tmp_path: Path) -> None:
 def test_the_end_of_the_turn_may_be_the_end_of_the_document(tmp_path: Path) -> None:
     # Llama 3's text ends with the end of the turn: where that is EOS no second one follows.
     folder = save_tokenizer(tmp_path / "t", LLAMA3, eos="<|eot_id|>")
-    tokens, mask = one(ChatEncoder(folder, "chat"), chat(TALKS[0]))
+    tokens, mask = one(encoder_of(folder, "chat"), chat(TALKS[0]))
     eot = AutoTokenizer.from_pretrained(str(folder)).eos_token_id
     assert tokens[-1] == eot != tokens[-2]
     assert mask[-1]
@@ -153,7 +157,7 @@ def test_the_end_of_the_turn_may_be_the_end_of_the_document(tmp_path: Path) -> N
 
 def test_where_no_token_ends_a_turn_the_end_of_the_document_is_learnt(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "t", PLAIN)
-    tokens, mask = one(ChatEncoder(folder, "chat"), chat(TALKS[0]))
+    tokens, mask = one(encoder_of(folder, "chat"), chat(TALKS[0]))
     assert learnt_text(folder, tokens, mask) == " In the west.\n<|endoftext|>"
     # and so with the built-in template for a tokenizer that knows none of its words
     bare = tmp_path / "bare"
@@ -163,7 +167,7 @@ def test_where_no_token_ends_a_turn_the_end_of_the_document_is_learnt(tmp_path: 
     (bare / "tokenizer.json").write_text(json.dumps(text))
     (bare / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
     assert "generation" in TEMPLATES["chatml"]
-    tokens, mask = one(ChatEncoder(bare, "chat", template="chatml"), chat(TALKS[1]))
+    tokens, mask = one(encoder_of(bare, "chat", chat_template="chatml"), chat(TALKS[1]))
     said = learnt_text(bare, tokens, mask)
     assert said.endswith("three<|im_end|><|endoftext|>")
     assert said.count("<|im_end|>") == 3
@@ -173,7 +177,7 @@ def test_the_built_in_template_is_chatml_but_for_the_last_newline(tmp_path: Path
     folder = save_tokenizer(tmp_path / "t", MARKED)
     for talk in TALKS:
         (own, own_mask), (built_in, mask) = (
-            one(ChatEncoder(folder, "chat", template=template), chat(talk)) for template in (None, "chatml")
+            one(encoder_of(folder, "chat", chat_template=template), chat(talk)) for template in (None, "chatml")
         )
         newline = own[-2]
         assert [*built_in[:-1], newline] == own[:-1]
@@ -182,17 +186,17 @@ def test_the_built_in_template_is_chatml_but_for_the_last_newline(tmp_path: Path
 
 def test_everything_is_learnt_if_asked(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "t", CHATML)
-    encoder = ChatEncoder(folder, "chat", loss_on="all")
+    encoder = encoder_of(folder, "chat", loss_on="all")
     tokens, _, mask = encoder.encode([chat(TALKS[0]), chat([{"role": "user", "content": "a"}])])
     assert mask is None
     assert (
-        tokens[: len(one(ChatEncoder(folder, "chat"), chat(TALKS[0]))[0])].tolist()
-        == one(ChatEncoder(folder, "chat"), chat(TALKS[0]))[0]
+        tokens[: len(one(encoder_of(folder, "chat"), chat(TALKS[0]))[0])].tolist()
+        == one(encoder_of(folder, "chat"), chat(TALKS[0]))[0]
     )
 
 
 def test_records_lie_behind_one_another(tmp_path: Path) -> None:
-    encoder = ChatEncoder(save_tokenizer(tmp_path / "t", CHATML), "chat", messages_key="talk")
+    encoder = encoder_of(save_tokenizer(tmp_path / "t", CHATML), "chat", messages_key="talk")
     records = [Record(None, {"talk": talk}, "x") for talk in TALKS]
     tokens, lengths, mask = encoder.encode(records)
     assert mask is not None
@@ -213,7 +217,7 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
         "{% if tools %}{{ tools[0]['name'] }}{% endif %}{% for m in messages %}[{{ m.role }}]"
         "{% generation %}{{ m.content or m.tool_calls[0].name }}{% endgeneration %}{% endfor %}"
     )
-    encoder = ChatEncoder(folder, "chat", template=str(template))
+    encoder = encoder_of(folder, "chat", chat_template=str(template))
     tokens, mask = one(encoder, chat([TALKS[0][0], call], tools=[{"name": "watch"}]))
     assert learnt_text(folder, tokens, mask).endswith("|clock<|endoftext|>")
     assert str(AutoTokenizer.from_pretrained(str(folder)).decode(tokens)).startswith("watch[user]")
@@ -253,7 +257,7 @@ def labels_of(tokens: list[int], mask: list[bool]) -> list[int]:
 def test_conversations_are_those_of_trl(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "t", LLAMA3_MARKED)
     rows = trl_rows(folder, [{"messages": talk} for talk in TALKS], tmp_path, assistant_only_loss=True)
-    encoder = ChatEncoder(folder, "chat")
+    encoder = encoder_of(folder, "chat")
     for row, talk in zip(rows, TALKS, strict=True):
         tokens, mask = one(encoder, chat(talk))
         assert tokens[:-1] == row["input_ids"]
@@ -267,7 +271,7 @@ def test_prompts_and_completions_are_those_of_trl(tmp_path: Path) -> None:
         {"prompt": "assistant", "completion": ""},
         {"prompt": "Grün ", "completion": "\U0001f30a<|endoftext|>"},
     ]
-    encoder = ChatEncoder(folder, "prompt")
+    encoder = encoder_of(folder, "prompt")
     for row, fields in zip(trl_rows(folder, texts, tmp_path), texts, strict=True):
         tokens, mask = one(encoder, Record(None, fields, "x"))
         assert tokens == row["input_ids"]
@@ -284,7 +288,7 @@ def test_a_token_across_the_border_is_cut_as_at_generation(tmp_path: Path) -> No
     library = AutoTokenizer.from_pretrained(str(folder))
     prompt, completion = "the se", "a is green"
     assert len(library.encode(prompt + completion)) < len(library.encode(prompt)) + len(library.encode(completion))
-    tokens, mask = one(ChatEncoder(folder, "prompt"), Record(None, {"prompt": prompt, "completion": completion}, "x"))
+    tokens, mask = one(encoder_of(folder, "prompt"), Record(None, {"prompt": prompt, "completion": completion}, "x"))
     assert tokens == [*library.encode(prompt), *library.encode(completion), library.eos_token_id]
     assert mask == [False] * len(library.encode(prompt)) + [True] * (len(library.encode(completion)) + 1)
 
@@ -294,7 +298,7 @@ def test_a_token_across_the_border_is_cut_as_at_generation(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
-    return ChatEncoder(save_tokenizer(tmp_path_factory.mktemp("chat") / "t", CHATML), "chat")
+    return encoder_of(save_tokenizer(tmp_path_factory.mktemp("chat") / "t", CHATML), "chat")
 
 
 USER = {"role": "user", "content": "a"}
@@ -335,7 +339,7 @@ def test_a_record_that_is_no_conversation_is_named(encoder: ChatEncoder, fields:
 )
 def test_a_record_that_is_no_prompt_is_named(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError) as caught:
-        ChatEncoder(save_tokenizer(tmp_path / "t", CHATML), "prompt").encode([Record(None, fields, "p.jsonl, line 2")])
+        encoder_of(save_tokenizer(tmp_path / "t", CHATML), "prompt").encode([Record(None, fields, "p.jsonl, line 2")])
     assert str(caught.value).startswith("p.jsonl, line 2")
     assert said in str(caught.value)
 
@@ -363,7 +367,7 @@ def test_a_template_that_cannot_be_used_is_one_sentence(
 ) -> None:
     folder = save_tokenizer(tmp_path / "t", template)
     with pytest.raises(kind) as caught:
-        ChatEncoder(folder, "chat").encode([chat([*TALKS[0], *TALKS[0]])])
+        encoder_of(folder, "chat").encode([chat([*TALKS[0], *TALKS[0]])])
     assert said in str(caught.value)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -374,24 +378,24 @@ def test_a_template_file_is_used_or_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"own\.jinja cannot be read \(No such file or directory\); name a Jinja file"
     ):
-        ChatEncoder(folder, "chat", template=str(file))
+        encoder_of(folder, "chat", chat_template=str(file))
     file.write_text(" \n")
     with pytest.raises(ConfigError, match=r"own\.jinja is empty; write a template or leave the key out"):
-        ChatEncoder(folder, "chat", template=str(file))
+        encoder_of(folder, "chat", chat_template=str(file))
     file.write_text(CHATML)
-    tokens, _ = one(ChatEncoder(folder, "chat", template=str(file)), chat(TALKS[0]))
-    assert tokens == one(ChatEncoder(save_tokenizer(tmp_path / "u", CHATML), "chat"), chat(TALKS[0]))[0]
+    tokens, _ = one(encoder_of(folder, "chat", chat_template=str(file)), chat(TALKS[0]))
+    assert tokens == one(encoder_of(save_tokenizer(tmp_path / "u", CHATML), "chat"), chat(TALKS[0]))[0]
 
 
 @pytest.mark.parametrize("today", ["{{ date_string }}", "{{ strftime_now('%d %b %Y') }}"])
 def test_a_template_that_writes_the_date_makes_the_same_tokens_every_day(tmp_path: Path, today: str) -> None:
     folder = save_tokenizer(tmp_path / "t", CHATML.replace("{% for", today + "{% for", 1))
-    tokens, _ = one(ChatEncoder(folder, "chat"), chat(TALKS[0]))
+    tokens, _ = one(encoder_of(folder, "chat"), chat(TALKS[0]))
     assert AutoTokenizer.from_pretrained(folder).decode(tokens).startswith("26 Jul 2024<|im_start|>")
 
 
 def test_prompts_of_text_need_no_template(tmp_path: Path) -> None:
-    encoder = ChatEncoder(save_tokenizer(tmp_path / "t", None), "prompt")
+    encoder = encoder_of(save_tokenizer(tmp_path / "t", None), "prompt")
     encoder.encode([Record(None, {"prompt": "a", "completion": "b"}, "x")])
     with pytest.raises(ConfigError, match=r"has no chat template, so data\.format prompt cannot write conversations"):
         encoder.encode([Record(None, {"prompt": [USER], "completion": TALKS[0][1:]}, "x")])

@@ -11,7 +11,7 @@ from phalanx.config import load
 from phalanx.core.errors import ConfigError, StorageError
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import Url
-from phalanx.data.workers import prune
+from phalanx.data.cache import prune
 from phalanx.storage import local_copies, retry
 from phalanx.trainer import export
 from tests.helpers import run_ranks

@@ -14,7 +14,7 @@ from phalanx.checkpoint.disk.load import Checkpoint, step_folder
 from phalanx.core import format_versions
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.run_paths import RunPaths
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
 from phalanx.elastic.membership.channel import PROTOCOL, Channel, Handshake
 from phalanx.layout import hardware
 from phalanx.recovery import inventory

@@ -13,11 +13,9 @@ from typer.testing import CliRunner
 from phalanx.cli.root import app
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.masking import MaskingOptions, PremaskedRows
-from phalanx.data.prepare import PreparedData
-from phalanx.data.prepare_records import prepare_for
-from phalanx.data.record_files import RecordSet
-from phalanx.data.token_files import TokenFile
+from phalanx.data.bert_rows import MaskingOptions, PremaskedRows
+from phalanx.data.prepare import PreparedData, prepare_for
+from phalanx.data.record_files import RecordFile, TokenFile
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
 from tests.shards import write_shard
 
@@ -43,7 +41,7 @@ def config(tmp_path: Path, tokenizer: Path | str, source: Path | str, **data: An
 def test_shards_are_kept_as_they_are(tmp_path: Path, tokenizer: Path) -> None:
     written = [write_shard(tmp_path / "shards" / f"part_{n}.hdf5", rows=20 + n, seed=n) for n in range(3)]
     prepared = prepare_for(config(tmp_path, tokenizer, tmp_path / "shards"))
-    columns = RecordSet(prepared.train[0][0])
+    columns = RecordFile(prepared.train[0][0])
     rows = PremaskedRows(columns, MaskingOptions(32, 0.15, pairs=True))
     assert rows.count == 63
     number = 0
@@ -66,9 +64,9 @@ def test_shards_are_kept_as_they_are(tmp_path: Path, tokenizer: Path) -> None:
 def test_a_part_of_the_sequences_is_held_out(tmp_path: Path, tokenizer: Path) -> None:
     write_shard(tmp_path / "a.hdf5", rows=300)
     prepared = prepare_for(config(tmp_path, tokenizer, tmp_path / "a.hdf5", held_out=0.2))
-    held_out = RecordSet(prepared.held_out["held_out"]).count
+    held_out = RecordFile(prepared.held_out["held_out"]).count
     assert 30 < held_out < 90
-    assert RecordSet(prepared.train[0][0]).count == 300 - held_out
+    assert RecordFile(prepared.train[0][0]).count == 300 - held_out
 
 
 def test_the_command_converts_and_shows_them(tmp_path: Path, tokenizer: Path) -> None:
@@ -194,7 +192,7 @@ def test_a_token_set_knows_its_special_tokens(tokenizer: Path, tmp_path: Path) -
         assert all(file.document(number)[-1] == file.specials.sep for number in range(9))
     manifest = prepared.train[0][0] / "manifest.json"
     content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(content | {"specials": {"pad": 0}}))
+    manifest.write_text(json.dumps(content | {"facts": content["facts"] | {"specials": {"pad": 0}}}))
     with pytest.raises(DataError, match=r"its special tokens are none"):
         TokenFile(prepared.train[0][0])
 

@@ -22,7 +22,7 @@ from phalanx.compat.megatron.weights import MegatronCheckpoint
 from phalanx.compat.sagemaker import loader
 from phalanx.compat.sagemaker.files import DistributedFileSystemReader, _is_covered
 from phalanx.core.errors import CheckpointError, ConfigError, DataError
-from phalanx.data import hdf5_shards, megatron_dataset
+from phalanx.data import file_formats, megatron_dataset
 from tests.hostile import examples
 from tests.shards import write_shard
 from tests.unit.test_import_megatron import arguments, lay_out, llama
@@ -112,9 +112,9 @@ def test_a_shard_of_masked_sequences(tmp_path: Path) -> None:
         head = int(len(whole) * 0.3) if early else len(whole)
         (tmp_path / "s.hdf5").write_bytes(damaged(whole[:head], how) + whole[head:])
         try:
-            for block, part in hdf5_shards.read_blocks(str(tmp_path / "s.hdf5"), 70):
-                assert 0 < part <= 1 and (block.tokens < 70).all()
-                block.columns(np.ones(len(block.tokens), bool))
+            for rows, columns, part in file_formats.read_shard_blocks(str(tmp_path / "s.hdf5"), 70):
+                assert 0 < part <= 1 and (rows < 70).all()
+                assert all(len(lengths) == len(rows) for _, lengths in columns.values())
         except DataError as error:
             names(error, "s.hdf5")
 

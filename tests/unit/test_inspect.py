@@ -12,10 +12,11 @@ from phalanx.core.errors import ConfigError
 from phalanx.data.inspect import compute_stats, find_token_sets
 from phalanx.data.packing import PackingOptions
 from phalanx.data.prepare import prepare
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
 from phalanx.report import tables
 from phalanx.report.logs import open_terminal
+from tests.token_sets import TokenWriter
 
 
 def masked_set(folder: Path, tokenizer: Path) -> TokenFile:

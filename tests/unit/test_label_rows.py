@@ -18,10 +18,9 @@ from torch import nn
 from phalanx.config.model import DataSection
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.label_rows import LabelledRows, LabelledSample, LabelRowOptions, order_labels
-from phalanx.data.prepare import PreparedData
-from phalanx.data.prepare_records import prepare_for, prepare_records
-from phalanx.data.record_files import RecordSet
+from phalanx.data.bert_rows import LabelledRows, LabelledSample, LabelRowOptions, order_labels
+from phalanx.data.prepare import PreparedData, prepare, prepare_for
+from phalanx.data.record_files import RecordFile
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.tasks.labels import IGNORE_INDEX, SequenceClassificationTask, TokenClassificationTask, find_entities
 
@@ -46,14 +45,14 @@ def data(tmp_path: Path, source: str | Path, **keys: Any) -> DataSection:
 
 
 def records_of(prepared: PreparedData) -> list[dict[str, list[int]]]:
-    columns = RecordSet(prepared.train[0][0])
+    columns = RecordFile(prepared.train[0][0])
     return [{name: values.tolist() for name, values in columns.record(n).items()} for n in range(columns.count)]
 
 
 def decoded(prepared: PreparedData, sentences: list[dict[str, list[int]]]) -> list[tuple[list[str], list[str]]]:
     """Words and tags, from the columns."""
     backend = load_tokenizer(prepared.tokenizer_folder).backend
-    names = RecordSet(prepared.train[0][0]).facts["labels"]
+    names = RecordFile(prepared.train[0][0]).facts["labels"]
     found = []
     for record in sentences:
         starts = [place for place, label in enumerate(record["labels"]) if label >= 0]
@@ -77,7 +76,7 @@ def test_conll_records_and_parquet_say_the_same(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(numbered).replace_schema_metadata(described), tmp_path / "a.parquet")
     found = []
     for name in ("a.conll", "a.jsonl", "a.json", "a.parquet"):
-        prepared = prepare_records(data(tmp_path, tmp_path / name), "tag")
+        prepared = prepare(data(tmp_path, tmp_path / name), kind="tag")
         found.append(decoded(prepared, records_of(prepared)))
     assert found == [[(words, tags) for words, tags in SENTENCES]] * 4
 
@@ -97,11 +96,11 @@ def test_datasets_of_a_folder_are_read(saved: bool, tmp_path: Path) -> None:
     else:
         folder.mkdir()
         dataset.to_parquet(folder / "train.parquet")
-    prepared = prepare_records(data(tmp_path, f"hub:{folder}"), "tag")
+    prepared = prepare(data(tmp_path, f"hub:{folder}"), kind="tag")
     assert decoded(prepared, records_of(prepared)) == [(words, tags) for words, tags in SENTENCES]
     if saved:
         with pytest.raises(DataError, match=r"is no whole dataset of the datasets library"):
-            prepare_records(data(tmp_path, f"hub:{folder}::test"), "tag")
+            prepare(data(tmp_path, f"hub:{folder}::test"), kind="tag")
 
 
 def test_texts_with_labels_are_read(tmp_path: Path) -> None:
@@ -112,16 +111,16 @@ def test_texts_with_labels_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "b.jsonl").write_text('{"text": "good", "label": 10}\n{"text": "bad", "label": 9}\n')
     pairs = [
-        records_of(prepare_records(data(tmp_path, tmp_path / name, pair_key="other"), "classify"))
+        records_of(prepare(data(tmp_path, tmp_path / name, pair_key="other"), kind="classify"))
         for name in ("a.csv", "a.jsonl")
     ]
     assert pairs[0] == pairs[1]
     assert [record["labels"] for record in pairs[0]] == [[0], [1]]
     assert all(record["tokens"] and record["pair"] for record in pairs[0])
     for name, labels in (("a.tsv", ["yes", "no"]), ("b.jsonl", ["10", "9"])):
-        prepared = prepare_records(data(tmp_path, tmp_path / name), "classify")
+        prepared = prepare(data(tmp_path, tmp_path / name), kind="classify")
         assert [record["pair"] for record in records_of(prepared)] == [[], []]
-        assert RecordSet(prepared.train[0][0]).facts["labels"] == labels
+        assert RecordFile(prepared.train[0][0]).facts["labels"] == labels
     assert order_labels(["10", "9"]) == ["9", "10"]
     assert order_labels(["B-X", "O", "I-X", "B-A"]) == ["O", "B-A", "B-X", "I-X"]
     assert order_labels(["b", "a"], ["b", "c", "a"]) == ["b", "c", "a"]
@@ -154,7 +153,7 @@ BAD = [
 def test_bad_files_are_a_sentence(kind: str, name: str, content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
-        prepare_records(data(tmp_path, tmp_path / name), kind)
+        prepare(data(tmp_path, tmp_path / name), kind=kind)
 
 
 def test_a_wrong_number_of_a_named_label_is_a_sentence(tmp_path: Path) -> None:
@@ -163,7 +162,7 @@ def test_a_wrong_number_of_a_named_label_is_a_sentence(tmp_path: Path) -> None:
     described = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
     parquet.write_table(table.replace_schema_metadata(described), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"row 2 has the number 2 under 'label', but there are 2 labels"):
-        prepare_records(data(tmp_path, tmp_path / "a.parquet"), "classify")
+        prepare(data(tmp_path, tmp_path / "a.parquet"), kind="classify")
 
 
 def test_sides_are_chosen_by_what_a_record_says(tmp_path: Path) -> None:
@@ -172,10 +171,10 @@ def test_sides_are_chosen_by_what_a_record_says(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("".join(lines[::-1]))
     sides = []
     for name in ("a.jsonl", "b.jsonl"):
-        prepared = prepare_records(data(tmp_path, tmp_path / name, held_out=0.2), "classify")
-        held_out = RecordSet(prepared.held_out["held_out"])
+        prepared = prepare(data(tmp_path, tmp_path / name, held_out=0.2), kind="classify")
+        held_out = RecordFile(prepared.held_out["held_out"])
         assert 30 < held_out.count < 90
-        assert RecordSet(prepared.train[0][0]).count == 300 - held_out.count
+        assert RecordFile(prepared.train[0][0]).count == 300 - held_out.count
         backend = load_tokenizer(prepared.tokenizer_folder).backend
         sides.append({backend.decode(held_out.record(n)["tokens"].tolist()) for n in range(held_out.count)})
     assert sides[0] == sides[1]
@@ -193,8 +192,8 @@ def test_a_mixture_keeps_labels_apart(tmp_path: Path) -> None:
     )  # fmt: skip
     prepared = prepare_for(config)
     assert [weight for _, weight in prepared.train] == [3.0, 1.0]
-    assert [RecordSet(folder).facts["labels"] for folder, _ in prepared.train] == [["x", "y"], ["z", "x"]]
-    both = RecordSet(prepared.held_out["held_out"])
+    assert [RecordFile(folder).facts["labels"] for folder, _ in prepared.train] == [["x", "y"], ["z", "x"]]
+    both = RecordFile(prepared.held_out["held_out"])
     backend = load_tokenizer(prepared.tokenizer_folder).backend
     for number in range(both.count):
         record = both.record(number)
@@ -208,8 +207,8 @@ def test_a_mixture_keeps_labels_apart(tmp_path: Path) -> None:
 def rows(tmp_path: Path, kind: str, content: str, name: str, seq_len: int, drop: bool = False) -> LabelledRows:
     (tmp_path / name).write_text(content)
     keys = {"pair_key": "pair"} if '"pair"' in content else {}
-    prepared = prepare_records(data(tmp_path, tmp_path / name, **keys), kind)
-    columns = RecordSet(prepared.train[0][0])
+    prepared = prepare(data(tmp_path, tmp_path / name, **keys), kind=kind)
+    columns = RecordFile(prepared.train[0][0])
     return LabelledRows(columns, LabelRowOptions(seq_len, tuple(order_labels(columns.facts["labels"])), drop))
 
 
@@ -246,7 +245,7 @@ def test_of_a_pair_the_longer_text_is_cut_first(tmp_path: Path) -> None:
 
 def test_labels_have_the_numbers_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good", "label": "yes"}\n{"text": "bad", "label": "no"}\n')
-    columns = RecordSet(prepare_records(data(tmp_path, tmp_path / "a.jsonl"), "classify").train[0][0])
+    columns = RecordFile(prepare(data(tmp_path, tmp_path / "a.jsonl"), kind="classify").train[0][0])
     found = LabelledRows(columns, LabelRowOptions(16, ("maybe", "no", "yes")))
     assert [int(found.sample(number, 0).labels[0]) for number in range(2)] == [2, 1]
     with pytest.raises(ConfigError, match=r"has the label 'yes', which is none of task.labels \(no, maybe\)"):

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import DataError
-from phalanx.data.loader import ORDER_BLOCK, Loader, shuffle_by_blocks
+from phalanx.data.loader import Loader
 from phalanx.data.packing import PackingOptions, Sample, make_rows
-from phalanx.data.shuffle import random_bits, shuffle_indices
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile
+from phalanx.data.shuffle import ORDER_BLOCK, random_bits, shuffle_by_blocks, shuffle_indices
 from phalanx.layout import balance
 from phalanx.layout.balance import Division, cut_into_micro_batches
+from tests.token_sets import TokenWriter
 
 SEQ_LEN = 4
 WINDOWS = 37

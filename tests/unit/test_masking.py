@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.masking import (
+from phalanx.data.bert_rows import (
     IGNORE_INDEX,
     MaskedPairs,
     MaskedSample,
@@ -18,8 +18,9 @@ from phalanx.data.masking import (
     make_masked_rows,
     mask_tokens,
 )
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile
 from phalanx.data.wordpiece import SpecialTokens
+from tests.token_sets import TokenWriter
 
 PAD, UNK, CLS, SEP, MASK = range(5)
 VOCAB = 50

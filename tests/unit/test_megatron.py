@@ -13,9 +13,10 @@ from phalanx.core.placement import Placement
 from phalanx.data import megatron_dataset, read_chunks
 from phalanx.data.megatron_dataset import open_indexed_dataset, write_indexed_dataset
 from phalanx.data.prepare import prepare
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile
 from phalanx.data.tokenizer import train_tokenizer
 from tests.helpers import run_ranks
+from tests.token_sets import TokenWriter
 
 # Written by megatron.core 0.16.1: four documents of one sequence each, one of them empty, and one of two sequences.
 DOCUMENTS = [[5, 6, 7, 0], [9, 0], [], [11, 12], [1, 2, 3, 4, 0]]

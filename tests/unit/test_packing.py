@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from phalanx.core.errors import DataError
 from phalanx.data.loader import Loader
 from phalanx.data.packing import PackedRows, PackingOptions, TextWindows, make_rows, pack_documents
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile
 from phalanx.layout.balance import Division
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import parameter_shapes
 from phalanx.models.llama import Llama, init_slice
 from phalanx.tasks.language import CausalLMTask
+from tests.token_sets import TokenWriter
 
 EOS = 1
 VOCAB = 50
@@ -80,7 +81,7 @@ def test_a_row_is_whole_documents_and_padding(tmp_path: Path, drop_long: bool) -
     assert rows.too_long == 2
     seen = []
     for number in range(rows.count):
-        row = rows.row(number)
+        row = rows.sample(number, 0)
         assert row.tokens.shape == (9,)
         assert row.learnt is not None
         assert row.lengths is not None
@@ -111,7 +112,7 @@ def test_a_row_is_whole_documents_and_padding(tmp_path: Path, drop_long: bool) -
 
 def test_a_row_that_its_documents_fill_but_for_a_last_label_has_no_padding_to_attend_to(tmp_path: Path) -> None:
     file = write(tmp_path / "set", [5, 3], masked=False)
-    row = PackedRows(file, PackingOptions(8, packed=True), seed=0).row(0)
+    row = PackedRows(file, PackingOptions(8, packed=True), seed=0).sample(0, 0)
     assert row.lengths is not None
     assert row.learnt is not None
     assert sorted(row.lengths.tolist()) == [3, 5]
@@ -142,11 +143,9 @@ def test_windows_know_their_documents_where_they_are_asked(tmp_path: Path) -> No
     assert plain.count == isolated.count == 6
     borders = set(file.index.tolist())
     for number in range(6):
-        row = isolated.row(number)
-        assert (
-            row.tokens.tolist() == plain.row(number).tokens.tolist() == file.slice(4 * number, 4 * number + 5).tolist()
-        )
-        assert plain.row(number).learnt is plain.row(number).lengths is None
+        row, other = isolated.sample(number, 0), plain.sample(number, 0)
+        assert row.tokens.tolist() == other.tokens.tolist() == file.slice(4 * number, 4 * number + 5).tolist()
+        assert other.learnt is other.lengths is None
         assert row.lengths is not None
         assert row.learnt is not None
         starts = [4 * number, *(4 * number + np.cumsum(row.lengths)[:-1]).tolist()]

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from phalanx.config.model import DataSection
 from phalanx.core.errors import ConfigError, DataError, PhalanxError
 from phalanx.data import encode as encode_module
-from phalanx.data import prepare as prepare_module
 from phalanx.data import read_chunks as reading_module
 from phalanx.data import tokenizer as tokenizer_module
 from phalanx.data.prepare import PreparedData, prepare
-from phalanx.data.sources import RecordFormat, is_held_out, list_files, text_digest
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
+from phalanx.data.records import RecordFormat, is_held_out, text_digest
+from phalanx.data.sources import list_files
 from phalanx.data.tokenizer import encode_documents, load_tokenizer, split_segments, train_tokenizer
 
 WORDS = [
@@ -362,10 +362,10 @@ def test_a_tokenizer_is_trained_on_training_documents_only(tmp_path: Path, token
 
 def test_a_tokenizer_is_trained_on_a_sample_of_a_large_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one.txt").write_text(text(1, 40_000))  # one document: a sample of documents would hold all or none
-    monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 40_000)
-    monkeypatch.setattr(prepare_module, "SAMPLE_CHARS", 1000)
+    monkeypatch.setattr(tokenizer_module, "SAMPLE_BYTES", 40_000)
+    monkeypatch.setattr(tokenizer_module, "SAMPLE_CHARS", 1000)
     files = list_files([str(tmp_path / "one.txt")])
-    sample = prepare_module.sample_for_tokenizer([(files, 1.0)], RecordFormat(), 0.0, lambda *_: None)
+    sample = tokenizer_module.sample_for_tokenizer([(files, 1.0)], RecordFormat(), 0.0, lambda *_: None)
     assert 30_000 < sum(len(chunk.encode()) for chunk in sample) < 50_000 < files[0].size_bytes
 
 

@@ -14,13 +14,14 @@ import pytest
 
 from phalanx.config.model import DataSection, SourceSection
 from phalanx.core.errors import DataError, StorageError
+from phalanx.data import cache as cache_module
 from phalanx.data import prepare as prepare_module
-from phalanx.data import read_chunks, token_files, workers
-from phalanx.data import workers as cache_module
+from phalanx.data import read_chunks, record_files, workers
+from phalanx.data import tokenizer as tokenizer_module
 from phalanx.data.encode import EncodeTask
 from phalanx.data.prepare import PreparedData, prepare
-from phalanx.data.sources import RecordFormat, is_held_out, text_digest
-from phalanx.data.token_files import TokenFile
+from phalanx.data.record_files import TokenFile
+from phalanx.data.records import RecordFormat, is_held_out, text_digest
 from phalanx.data.tokenizer import load_tokenizer, train_tokenizer
 from phalanx.storage import local_copies
 from tests.stores import Faults
@@ -90,6 +91,29 @@ def test_conversations_are_encoded_with_their_masks(tmp_path: Path, monkeypatch:
     assert "ask" not in answer
     everything = run(str(path), tmp_path / "all", format="chat", chat_template=CHAT_TEMPLATE, loss_on="all")
     assert not TokenFile(everything.train[0][0]).masked
+
+
+def test_labelled_records_are_encoded_in_processes_too(tmp_path: Path, small_chunks: None) -> None:
+    rows = [json.dumps({"text": text(i, 40), "label": f"label {i * 7 % 11}"}) for i in range(90)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(rows))
+    train_tokenizer([text(i, 40) for i in range(90)], 300, tmp_path / "tokenizer", pieces=True)
+
+    def prepare_with(count: int, cache: Path) -> PreparedData:
+        data = {"source": str(path), "cache": str(cache), "tokenizer": str(tmp_path / "tokenizer")}
+        return prepare(DataSection.model_validate({**data, "held_out": 0.2, "workers": count}), kind="classify")
+
+    one, three = prepare_with(1, tmp_path / "c1"), prepare_with(3, tmp_path / "c3")
+    assert same_files(folder_of(one), folder_of(three))
+    sides = [record_files.RecordFile(folder) for folder in (one.train[0][0], one.held_out["held_out"])]
+    assert [side.count for side in sides] == [90 - sides[1].count, sides[1].count] and sides[1].count > 5
+    # Labels have numbers in the order of the records, whichever chunk and side these are in.
+    assert all(side.facts["labels"] == [f"label {i * 7 % 11}" for i in range(11)] for side in sides)
+    rows[70] = '{"text": "a", "label": null}'
+    path.write_text("\n".join(rows))
+    with pytest.raises(DataError, match=r"a\.jsonl, line 71 has null under 'label', which is no label"):
+        prepare_with(3, tmp_path / "c3")
+    assert not children()
 
 
 def test_the_first_mistake_in_order_is_told_with_its_line(tmp_path: Path, small_chunks: None) -> None:
@@ -230,7 +254,7 @@ def test_a_mixture_and_validation_sets_share_a_tokenizer(tmp_path: Path, monkeyp
     assert run(mixture, tmp_path / "c").tokenizer_folder != made.tokenizer_folder
     with_folder = run(mixture, tmp_path / "c", tokenizer=str(made.tokenizer_folder))
     assert [folder for folder, _ in with_folder.train] == [folder for folder, _ in made.train]
-    monkeypatch.setattr(prepare_module, "JOIN_TOKENS", 7)
+    monkeypatch.setattr(record_files, "COPY_RECORDS", 3)
     again = run(mixture, tmp_path / "d", tokenizer=str(made.tokenizer_folder)).held_out["held_out"]
     assert TokenFile(again).checksum == TokenFile(made.held_out["held_out"]).checksum
 
@@ -240,26 +264,26 @@ def test_weights_say_how_much_of_the_tokenizers_sample_a_source_gives(
 ) -> None:
     from phalanx.data.sources import list_files
 
-    monkeypatch.setattr(prepare_module, "SAMPLE_BYTES", 20_000)
-    monkeypatch.setattr(prepare_module, "SAMPLE_CHARS", 100)
+    monkeypatch.setattr(tokenizer_module, "SAMPLE_BYTES", 20_000)
+    monkeypatch.setattr(tokenizer_module, "SAMPLE_CHARS", 100)
     files = []
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name * 100_000)
         files.append(list_files([str(tmp_path / f"{name}.txt")]))
     sources = [(files[0], 3.0), (files[1], 1.0)]
-    sample = "".join(prepare_module.sample_for_tokenizer(sources, RecordFormat(), 0.0, lambda *_: None))
+    sample = "".join(tokenizer_module.sample_for_tokenizer(sources, RecordFormat(), 0.0, lambda *_: None))
     assert 13_000 < sample.count("a") < 17_000
     assert 4_000 < sample.count("b") < 6_000
 
 
 def test_only_a_part_of_a_huge_source_is_read_for_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [read_chunks.Chunk("JSON lines", ["a"], i, i + 1, 10) for i in range(1000)]
-    drawn = prepare_module._draw_chunks(chunks, 200)
+    drawn = tokenizer_module._draw_chunks(chunks, 200)
     assert len(drawn) == 20
     starts = [chunk.start for chunk in drawn]
     assert starts == sorted(starts)
     assert max(starts) > 500 > min(starts)
-    assert prepare_module._draw_chunks(chunks, 10_000) == chunks
+    assert tokenizer_module._draw_chunks(chunks, 10_000) == chunks
 
 
 def test_an_empty_validation_set_is_named(tmp_path: Path) -> None:
@@ -367,5 +391,5 @@ def test_pieces_of_another_cut_are_not_taken_for_this_one(tmp_path: Path, monkey
 
 
 def test_ids_of_a_large_vocabulary_fit() -> None:
-    assert token_files.token_dtype(1 << 17).itemsize == 4
-    assert np.iinfo(token_files.token_dtype(1 << 16)).max == (1 << 16) - 1
+    assert record_files.token_dtype(1 << 17).itemsize == 4
+    assert np.iinfo(record_files.token_dtype(1 << 16)).max == (1 << 16) - 1

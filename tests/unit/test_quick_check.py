@@ -14,7 +14,8 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import PhalanxError
 from phalanx.data import inspect, read_chunks
 from phalanx.data.read_chunks import Meter, plan_chunks, read_records
-from phalanx.data.sources import RecordFormat, list_files
+from phalanx.data.records import RecordFormat
+from phalanx.data.sources import list_files
 from tests.dist.command import refused
 
 TALK = {"messages": [{"role": "user", "content": "7 x 6?"}, {"role": "assistant", "content": "42"}]}

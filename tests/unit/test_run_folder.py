@@ -13,12 +13,13 @@ import pytest
 from phalanx.core.errors import RunError
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
-from phalanx.data.token_files import TokenFile, TokenWriter
+from phalanx.data.record_files import TokenFile
 from phalanx.elastic.supervisor import node_requests
 from phalanx.launch.schedulers import background
 from phalanx.trainer import run_folder
 from tests.another_user import as_root, begin, open_path
 from tests.helpers import wait_until
+from tests.token_sets import TokenWriter
 
 __all__ = ["open_path"]
 

@@ -17,7 +17,8 @@ from pyarrow import parquet
 from phalanx.core.errors import DataError, StorageError
 from phalanx.data import read_chunks
 from phalanx.data.read_chunks import Chunk, Meter, count_lines_before, plan_chunks, read_records
-from phalanx.data.sources import Record, RecordFormat, check_format, list_files, record_digest
+from phalanx.data.records import Record, RecordFormat, record_digest
+from phalanx.data.sources import check_format, list_files
 from phalanx.data.stdlib_chat import make_conversations
 from phalanx.storage import retry
 from tests.stores import Faults

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import DataError
-from phalanx.data.token_files import INDEX, MANIFEST, MASK, TOKENS, TokenFile, TokenWriter
+from phalanx.data.record_files import MANIFEST, RecordFile, TokenFile
+from tests.token_sets import TokenWriter
 
 EOS = 7
+TOKENS, INDEX, MASK = "tokens.bin", "tokens.index.bin", "tokens.mask.bin"
 
 
 def write(folder: Path, documents: list[list[int]], vocab_size: int = 100) -> TokenFile:
@@ -86,6 +88,11 @@ def change_manifest(path: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
+def change_column(path: Path, **fields: object) -> None:
+    columns = json.loads(path.read_text())["columns"]
+    change_manifest(path, columns=columns | {"tokens": columns["tokens"] | fields})
+
+
 def move_offsets(path: Path) -> None:
     path.write_bytes((np.frombuffer(path.read_bytes(), "<i8") + 1).tobytes())
 
@@ -102,9 +109,10 @@ def move_offsets(path: Path) -> None:
         (MANIFEST, lambda path: path.write_text("[]"), "not a manifest"),
         (MANIFEST, lambda path: path.write_bytes(b"\xff"), "not a manifest"),
         (MANIFEST, lambda path: change_manifest(path, format_version=99), "is of format version 99"),
-        (MANIFEST, lambda path: change_manifest(path, tokens="5"), "fields"),
-        (MANIFEST, lambda path: change_manifest(path, dtype="<f4"), "fields"),
-        (MANIFEST, lambda path: change_manifest(path, tokens=6), "its manifest says 12"),
+        (MANIFEST, lambda path: change_column(path, values="5"), "fields"),
+        (MANIFEST, lambda path: change_column(path, dtype="<f4"), "fields"),
+        (MANIFEST, lambda path: change_manifest(path, facts={}), "fields"),
+        (MANIFEST, lambda path: change_column(path, values=6), "its manifest says 12"),
     ],
 )
 def test_damage_is_named_with_the_file_and_a_remedy(tmp_path: Path, name: str, damage, said: str) -> None:
@@ -171,7 +179,7 @@ def test_a_set_has_a_mask_for_all_documents_or_for_none(tmp_path: Path) -> None:
     for number, masks in enumerate([(None, np.array([True])), (np.array([True]), None)]):
         writer = TokenWriter(tmp_path / str(number), 100, EOS, "key")
         writer.extend(np.array([EOS]), np.array([1]), masks[0])
-        with pytest.raises(AssertionError, match="a mask for some documents"):
+        with pytest.raises(AssertionError, match="a column for some records"):
             writer.extend(np.array([EOS]), np.array([1]), masks[1])
     empty = TokenWriter(tmp_path / "empty", 100, EOS, "key")
     empty.finish()
@@ -184,11 +192,42 @@ def test_a_damaged_mask_is_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"mask\.bin.*checksum"):
+    with pytest.raises(DataError, match=r"tokens\.mask\.bin.*checksum"):
         file.verify()
     shorten(path)
     with pytest.raises(DataError, match="5 bytes, its manifest says 6"):
         TokenFile(tmp_path / "set")
     path.unlink()
-    with pytest.raises(DataError, match=r"mask\.bin.*missing"):
+    with pytest.raises(DataError, match=r"tokens\.mask\.bin.*missing"):
         TokenFile(tmp_path / "set")
+
+
+def make_old(folder: Path) -> None:
+    """A token set as version 1 has it."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    names = {TOKENS: TOKENS, INDEX: "index.bin", MASK: "mask.bin"}
+    for new, old in names.items():
+        if (folder / new).exists():
+            (folder / new).rename(folder / old)
+    column, crc32 = manifest["columns"]["tokens"], {names[name]: each for name, each in manifest["crc32"].items()}
+    old = {"format_version": 1, "dtype": column["dtype"], "tokens": column["values"], "documents": manifest["records"]}
+    (folder / MANIFEST).write_text(json.dumps(old | manifest["facts"] | {"crc32": crc32}))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_token_sets_of_version_1_are_read(tmp_path: Path, masked: bool) -> None:
+    new = write_masked(tmp_path / "set") if masked else write(tmp_path / "set", [[1, 2], [], [3]])
+    make_old(tmp_path / "set")
+    old = TokenFile(tmp_path / "set")
+    old.verify()
+    assert old.facts == new.facts and old.masked == masked
+    assert old.checksum == new.checksum  # what a run that goes on compares
+    assert [old.document(i).tolist() for i in range(3)] == [new.document(i).tolist() for i in range(3)]
+    assert old.mask(0, 6).tolist() == new.mask(0, 6).tolist()
+    change_manifest(tmp_path / "set" / MANIFEST, tokens=5)
+    with pytest.raises(DataError, match="12 bytes, its manifest says 10"):
+        TokenFile(tmp_path / "set")
+    (tmp_path / "set" / "index.bin").unlink()
+    change_manifest(tmp_path / "set" / MANIFEST, tokens=6)
+    with pytest.raises(DataError, match=r"/index\.bin cannot be used: it is missing"):
+        RecordFile(tmp_path / "set")

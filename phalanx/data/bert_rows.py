@@ -1,19 +1,21 @@
-"""Rows to pre-train BERT on: [CLS] text [SEP], or [CLS] A [SEP] B [SEP], with some tokens masked.
+"""Rows for BERT: [CLS] text [SEP], or [CLS] A [SEP] B [SEP], with some tokens masked, or with labels.
 
 Everything that is drawn (which tokens are masked, as what, where A ends and what B is) is a function of the seed and of
 the sample's place in the run: other ranks, shares and restarts draw the same, and every epoch draws anew.
 Source: Devlin et al., "BERT", 2018; windows of running text as in Liu et al., "RoBERTa", 2019 (FULL-SENTENCES).
 """
 
+import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.data.record_files import RecordSet
+from phalanx.data.packing import SampleSet, describe_too_long
+from phalanx.data.record_files import RecordFile, TokenFile
 from phalanx.data.shuffle import random_bits
-from phalanx.data.token_files import TokenFile
 from phalanx.data.wordpiece import SpecialTokens
 
 IGNORE_INDEX = -100  # a label that no loss is computed for
@@ -81,7 +83,7 @@ def make_masked_rows(
     return rows
 
 
-class MaskedWindows:
+class MaskedWindows(SampleSet):
     """Windows of running text, one behind the other; each document in them ends with [SEP]."""
 
     def __init__(self, file: TokenFile, vocabulary: MaskingVocabulary, form: MaskingOptions, seed: int) -> None:
@@ -98,22 +100,13 @@ class MaskedWindows:
 
     def _tokens(self, start: int, stop: int) -> NDArray[np.int64]:
         tokens = self.file.slice(start, stop)
-        if tokens.max(initial=0) >= self._vocabulary.size:
-            raise DataError(
-                f"{self.file.folder} has a token beyond its vocabulary of {self._vocabulary.size} near number {start}, "
-                "so the file is damaged; delete that folder and prepare the data again"
-            )
+        self.file.check_tokens(tokens, f"near number {start}")
         return tokens
 
     def describe(self) -> str:
-        """As the loader's Rows."""
         held = f"{self.file.tokens} tokens in {self.file.documents} documents"
         why = "" if self.count else " (data.seq_len)"
         return f"{self.file.folder} has {held}, which make {self.count} sequences of {self._form.seq_len}{why}"
-
-    def warnings(self) -> list[str]:
-        """As the loader's Rows."""
-        return []
 
 
 class MaskedPairs(MaskedWindows):
@@ -143,9 +136,7 @@ class MaskedPairs(MaskedWindows):
             second = self._tokens(from_, min(from_ + self._max_tokens - len(first), end))
         else:
             second = self._tokens(middle, stop)
-        cls, sep = [self._vocabulary.specials.cls], [self._vocabulary.specials.sep]
-        tokens = np.concatenate([cls, first, sep, second, sep])
-        segments = np.repeat(np.array([0, 1]), [len(first) + 2, len(second) + 1])
+        tokens, segments = _join_pair(self._vocabulary.specials, first, second)
         places, labels = mask_tokens(tokens, self._vocabulary, self._form, self._seed, position)
         return MaskedSample(tokens, segments, places, labels, int(elsewhere), position)
 
@@ -156,36 +147,27 @@ class MaskedPairs(MaskedWindows):
         return document, start, min(start + self._max_tokens, int(self.file.index[document + 1]) - 1)
 
 
-class PremaskedRows:
+class PremaskedRows(SampleSet):
     """Rows that were masked when they were written, the same in every epoch."""
 
-    def __init__(self, columns: RecordSet, form: MaskingOptions) -> None:
-        self.file, self._form = columns, form
-        self.count = columns.count
-        self._vocab_size = int(columns.facts["vocab_size"])
-        longest = int(columns.lengths("tokens").max(initial=0))
+    def __init__(self, file: RecordFile, form: MaskingOptions) -> None:
+        self.file, self._form = file, form
+        self.count = file.count
+        longest = int(file.lengths("tokens").max(initial=0))
         if longest > form.seq_len:
             raise DataError(
-                f"{columns.folder} has rows of {longest} tokens, but data.seq_len is {form.seq_len}; raise it to that"
+                f"{file.folder} has rows of {longest} tokens, but data.seq_len is {form.seq_len}; raise it to that"
             )
 
     def sample(self, number: int, position: int) -> MaskedSample:
         record = self.file.record(number)
-        if max(int(record["tokens"].max(initial=0)), int(record["labels"].max(initial=0))) >= self._vocab_size:
-            raise DataError(
-                f"{self.file.folder} has a token beyond the vocabulary of {self._vocab_size} in record {number}, so "
-                "the file is damaged; delete that folder and prepare the data again"
-            )
+        for name in ("tokens", "labels"):
+            self.file.check_tokens(record[name], f"in record {number}")
         follows = int(record["follows"][0]) if self._form.pairs else IGNORE_INDEX
         return MaskedSample(record["tokens"], record["segments"], record["places"], record["labels"], follows, position)
 
     def describe(self) -> str:
-        """As the loader's Rows."""
         return f"{self.file.folder} has {self.count} masked sequences"
-
-    def warnings(self) -> list[str]:
-        """As the loader's Rows."""
-        return []
 
 
 def mask_tokens(
@@ -230,3 +212,110 @@ def _words(
             if not left:
                 break
     return np.concatenate(chosen) if chosen else candidates[:0]
+
+
+# -------------------------------------------------------------------------------------------------------------- labels
+
+
+@dataclass(frozen=True)
+class LabelledSample:
+    """A row as the model is given it, without padding: `tokens`, `segments` (n,) int64; `labels` int64 (n,) with -100
+    where no word begins, or (1,) of the whole; its place in the run."""
+
+    tokens: NDArray[np.int64]
+    segments: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position: int
+
+
+@dataclass(frozen=True)
+class LabelRowOptions:
+    """How records become rows: of at most `seq_len` tokens, the longer ones cut, or left out with `drop_long`.
+
+    `labels`: the names of all labels, by their numbers in the model.
+    """
+
+    seq_len: int
+    labels: tuple[str, ...]
+    drop_long: bool = False
+
+
+class LabelledRows(SampleSet):
+    """Records as [CLS] A [SEP] or [CLS] A [SEP] B [SEP], by number."""
+
+    def __init__(self, file: RecordFile, form: LabelRowOptions) -> None:
+        self.file, self._form = file, form
+        self._specials = SpecialTokens.from_json(file.facts["specials"])
+        numbers = {label: number for number, label in enumerate(form.labels)}
+        unknown = [label for label in file.facts["labels"] if label not in numbers]
+        if unknown:
+            raise ConfigError(
+                f"the data in {file.folder} has the label {unknown[0]!r}, which is none of task.labels "
+                f"({', '.join(form.labels[:8])}); add it there, or set task.labels=auto"
+            )
+        # The last entry is what UNTAGGED, as an index, finds.
+        self._numbers = np.array([*(numbers[label] for label in file.facts["labels"]), IGNORE_INDEX], np.int64)
+        self._pairs = "pair" in file.types
+        lengths = file.lengths("tokens") + 2
+        if self._pairs:
+            second = file.lengths("pair")
+            lengths = lengths + second + (second > 0)
+        fits = lengths <= form.seq_len
+        self.too_long = int(len(fits) - fits.sum())
+        self._rows = np.flatnonzero(fits) if form.drop_long else np.arange(file.count)
+        self.count = len(self._rows)
+
+    def sample(self, number: int, position: int) -> LabelledSample:
+        record = self.file.record(int(self._rows[number]))
+        first, labels = record["tokens"], self._numbers[record["labels"]]
+        second = record["pair"] if self._pairs else first[:0]
+        room = self._form.seq_len - 2 - (len(second) > 0)
+        if len(second):
+            tokens, segments = _join_pair(self._specials, *_cut(first, second, room))
+            return LabelledSample(tokens, segments, labels, position)
+        tokens = np.concatenate([[self._specials.cls], first[:room], [self._specials.sep]])
+        if not self._pairs:
+            labels = np.concatenate([[IGNORE_INDEX], labels[:room], [IGNORE_INDEX]])
+        return LabelledSample(tokens, np.zeros_like(tokens), labels, position)
+
+    def describe(self) -> str:
+        return f"{self.file.folder} has {self.file.count} records, of which {self.count} are used"
+
+    def warnings(self) -> list[str]:
+        """What became of records that are longer than a row."""
+        done, form = "cut, and what is cut off is not scored", self._form
+        return describe_too_long(self.file, "records", self.too_long, form.seq_len, form.drop_long, done)
+
+
+def _join_pair(
+    specials: SpecialTokens, first: NDArray[np.int64], second: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[CLS] A [SEP] B [SEP], and which segment each token is of."""
+    tokens = np.concatenate([[specials.cls], first, [specials.sep], second, [specials.sep]])
+    return tokens, np.repeat(np.array([0, 1]), [len(first) + 2, len(second) + 1])
+
+
+def _cut(first: NDArray[np.int64], second: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Both together at most `room` tokens: the longer one loses its end, then both do."""
+    over = len(first) + len(second) - room
+    if over <= 0:
+        return first, second
+    shorter = min(len(first), len(second))
+    if shorter <= room // 2:
+        keep = room - shorter
+        return (first[:keep], second) if len(first) > len(second) else (first, second[:keep])
+    return first[: room - room // 2], second[: room // 2]
+
+
+def order_labels(found: Sequence[str], known: Sequence[str] | None = None) -> list[str]:
+    """The names of labels in their order in the model: as `known` has them where these are all, else numbers by size
+    and words by the alphabet, with O, which stands for no entity, before them."""
+    if known is not None and set(found) <= set(known):
+        return list(known)
+
+    def place(label: str) -> tuple[int, int, str]:
+        digits = label.lstrip("-")
+        number = int(label) if digits and all(letter in string.digits for letter in digits) else 0
+        return (0 if label == "O" else 1, number, label)
+
+    return sorted(set(found), key=place)
