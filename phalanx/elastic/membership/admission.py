@@ -5,12 +5,60 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, model_validator
 
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import redact_url
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.messages import find_hello_problem
+from phalanx.elastic.membership.messages import (
+    Address,
+    Count,
+    MessagePart,
+    MessageRecord,
+    Name,
+    Node,
+    PingMessage,
+    Port,
+    Ranks,
+    Token,
+    check_printable,
+    find_schema_problem,
+    parse_message,
+)
+
+
+def _device(row: list[Any]) -> list[Any]:
+    if len(row) < 3 or not all(isinstance(value, kind) for value, kind in zip(row, (str, str, bool), strict=False)):
+        raise ValueError("a device is no name, model and whether it has bf16")
+    check_printable(row[0] + row[1])
+    return row
+
+
+class _At(MessagePart):
+    token: Token
+    address: Address
+    port: Port
+    beats: Port
+
+
+class _Hello(MessagePart):
+    role: Literal["node"]
+    node: Node
+    nodes: Ranks
+    host: Name
+    pid: Count
+    devices: list[Annotated[list[Any], AfterValidator(lambda row: _device(row))]]
+    versions: dict[Name, Name]
+    recipe: dict[Name, Any]
+    at: _At | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "_Hello":
+        if self.devices and self.at is None:  # nodes that only look at each other have none, and are no members
+            raise ValueError("it does not say where it is called")
+        return self
 
 
 def make_hello(node: int, nodes: int, devices: list[Any], versions: Message, recipe: Message) -> Message:
@@ -35,7 +83,7 @@ def find_mismatch(hello: Message, leader: Message, to_node_0: bool) -> str | Non
 
     `to_node_0`: whether that is node 0 at the first meeting, whose number nobody else may have.
     """
-    if (wrong := find_hello_problem(hello)) is not None:
+    if (wrong := find_schema_problem(_Hello, hello)) is not None:
         return f"a node sent a greeting that makes no sense ({wrong}); use the same version of Phalanx on all nodes"
     if leader["devices"] and not hello["devices"]:
         return (
@@ -64,6 +112,22 @@ def find_mismatch(hello: Message, leader: Message, to_node_0: bool) -> str | Non
             "nothing can be exchanged; hide the accelerators of all nodes, or of none"
         )
     return None
+
+
+def receive_messages(channel: Channel) -> Iterator[MessageRecord]:
+    """What the other side of a meeting has said since the last call; who asks whether this one is there is answered,
+    and who sends nonsense, or does not answer itself, is lost."""
+    for message in channel.receive():
+        try:
+            record = parse_message(message)
+        except ValueError as error:
+            channel.close(str(error))
+            break
+        if isinstance(record, PingMessage):
+            channel.send({"pong": True})
+        else:
+            yield record
+    channel.check_alive()
 
 
 class Admission:

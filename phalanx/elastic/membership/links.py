@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from phalanx.elastic.membership.channel import LINGER_S, Channel, Handshake, Message, start_connecting
 from phalanx.elastic.membership.member_list import AgentMember
-from phalanx.elastic.membership.messages import NONSENSE, find_message_problem
+from phalanx.elastic.membership.messages import MessageRecord, parse_message
 
 AGAIN_S = 0.3  # between two calls to one who does not answer
 
@@ -78,17 +78,18 @@ class MemberLinks(dict[int, MemberLink]):
                 continue
             link.handshake = Handshake(link.channel, self._secret, calling=True)
 
-    def receive(self, node: int) -> tuple[list[Message], str | None]:
+    def receive(self, node: int) -> tuple[list[MessageRecord], str | None]:
         """What a member has said since the last call, and why it is lost, if it is."""
         link = self[node]
         if link.channel is None:
             return [], None
-        heard: list[Message] = []
+        heard: list[MessageRecord] = []
         for message in link.channel.receive():
             if link.handshake is None:
-                if (wrong := find_message_problem(message)) is not None:
-                    return heard, NONSENSE.format(wrong)
-                heard.append(message)
+                try:
+                    heard.append(parse_message(message))
+                except ValueError as error:
+                    return heard, str(error)
             elif link.handshake.failed is None:
                 link.handshake.feed(message)
                 if link.handshake.done:

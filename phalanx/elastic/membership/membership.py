@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from phalanx.elastic.membership import messages
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.election import Claim, Election
 from phalanx.elastic.membership.failure_detector import FailureDetector
@@ -60,7 +61,7 @@ class Membership(MemberView):
         self.links = MemberLinks(me, listener.secret)
         self.detector = FailureDetector(self, heartbeats, heartbeat_sender, heartbeat_s)
         self.election = Election(self, self.send, self.detector.is_silent, claim, make_vote, describe_run)
-        self._inbox: list[tuple[int, Message]] = []
+        self._inbox: list[tuple[int, messages.MessageRecord]] = []
         self._reliable_messages: list[Message] = []
 
     @property
@@ -95,7 +96,7 @@ class Membership(MemberView):
     def send(self, node: int, message: Message) -> None:
         """Tell a member something, as soon as it can be reached; a lost one hears nothing."""
         if node == self.me.node:
-            self._inbox.append((node, message))
+            self._inbox.append((node, messages.build_message(message)))
         elif node in self.member_list.nodes and node not in self.lost:
             self.links.link(node).send(message)
 
@@ -109,7 +110,7 @@ class Membership(MemberView):
             if node != but:
                 self.send(node, message)
 
-    def receive(self) -> list[tuple[int, Message]]:
+    def receive(self) -> list[tuple[int, messages.MessageRecord]]:
         """What members have said since the last call."""
         new, self._inbox = self._inbox, []
         return new
@@ -189,29 +190,30 @@ class Membership(MemberView):
     def _hear(self, node: int) -> None:
         if (link := self.links.get(node)) is None:
             return
-        messages, why = self.links.receive(node)
-        for message in messages:
+        heard, why = self.links.receive(node)
+        for message in heard:
             self._take(node, message)
         if why is not None and self.links.get(node) is link:
             self._lose(node, why)
 
-    def _take(self, node: int, message: Message) -> None:
-        if "gone" in message:
-            self._fence(GIVEN_UP)
-        elif "roster" in message:
-            self._follow(node, parse_member_list(message["roster"]))
-        elif "follow" in message:
+    def _take(self, node: int, message: messages.MessageRecord) -> None:
+        match message:
+            case messages.GoneMessage():
+                self._fence(GIVEN_UP)
+            case messages.MemberListMessage():
+                self._follow(node, parse_member_list(message.roster))
             # A leader may die when some have heard of its roster: of two nodes of different epochs the one that is
             # behind gets the newer roster, or neither part would be a majority.
-            if message["follow"] == self.member_list.epoch:
-                self.election.take_vote(node, message["ballot"])
-            elif message["follow"] < self.member_list.epoch:
+            case messages.FollowMessage() if message.follow == self.member_list.epoch:
+                self.election.take_vote(node, message.ballot)
+            case messages.FollowMessage() if message.follow < self.member_list.epoch:
                 self.election.hand_on(node)
-            else:
+            case messages.FollowMessage():
                 self.send(node, {"follow": self.member_list.epoch, "ballot": None})
-        else:
-            self.finished |= node == self.member_list.leader and ("finish" in message or "dropped" in message)
-            self._inbox.append((node, message))
+            case _:
+                is_last = isinstance(message, messages.FinishMessage | messages.DroppedMessage)
+                self.finished |= is_last and node == self.member_list.leader
+                self._inbox.append((node, message))
 
     # ------------------------------------------------------------------------------------------------------- agreeing
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phalanx.core.errors import CollectiveError, ConfigError
-from phalanx.elastic.membership import rendezvous, shared_secret
+from phalanx.elastic.membership import messages, rendezvous, shared_secret
+from phalanx.elastic.membership.admission import receive_messages
 from phalanx.elastic.membership.channel import HANDSHAKE_TIMEOUT_S, Channel, Message, open_channel
 from phalanx.elastic.membership.listener import bind
 from phalanx.elastic.membership.member_list import AgentMember, MemberList, parse_member, parse_member_list
-from phalanx.elastic.membership.messages import NONSENSE, find_message_problem
 from phalanx.elastic.membership.rendezvous import RendezvousPoint
 
 CONNECT_S = 3.0  # what an address gets before another one of node 0's is tried
@@ -56,21 +56,16 @@ class RendezvousClient:
 
     def poll_once(self) -> None:
         """Do all that can be done without waiting."""
-        for message in self.channel.receive():
-            if (wrong := find_message_problem(message)) is not None:
-                self.channel.close(NONSENSE.format(wrong))
-                break
-            if "refused" in message:
-                self.refusal = str(message["refused"])
-            elif "offer" in message:
-                self.offer = message["offer"]
-            elif "roster" in message:
-                self.member_list = parse_member_list(message["roster"])
-            elif "finish" in message:
-                self.over = int(message["finish"]), str(message["text"])
-            elif "ping" in message:
-                self.channel.send({"pong": True})
-        self.channel.check_alive()
+        for message in receive_messages(self.channel):
+            match message:
+                case messages.RefusedMessage():
+                    self.refusal = message.refused
+                case messages.OfferMessage():
+                    self.offer = message.offer
+                case messages.MemberListMessage():
+                    self.member_list = parse_member_list(message.roster)
+                case messages.FinishMessage():
+                    self.over = message.finish, message.text
 
     def send(self, message: Message) -> None:
         """Tell node 0 something; lost where it is gone."""
@@ -84,7 +79,7 @@ class RendezvousClient:
     def close(self) -> None:
         """Leave; what was said is still sent. A member's address stays open: it is its circle's."""
         if self.channel.lost is None:
-            self.channel.send_and_close({"bye": True}, "this node has left")
+            self.channel.linger("this node has left")
         if self.member_list is None:
             self.at.close()
 

@@ -17,12 +17,11 @@ from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError, RunE
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
 from phalanx.elastic.membership import channel as wire
-from phalanx.elastic.membership import rendezvous, shared_secret
-from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch
+from phalanx.elastic.membership import messages, rendezvous, shared_secret
+from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch, receive_messages
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener, bind
 from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
-from phalanx.elastic.membership.messages import NONSENSE, find_message_problem
 
 LOOK_S = 2.0  # between two looks whether the address file is still there
 NOTE_S = 60.0  # after which it is said, and said again, who is not ready
@@ -169,12 +168,8 @@ class RendezvousHost:
             host, self.listener.flooding_host = self.listener.flooding_host, None
             self.notice(EventKind.WARNING, {"message": explain_flood(host, 0)})
         for node, seat in list(self._connected.items()):
-            for message in seat.channel.receive():
-                if (wrong := find_message_problem(message)) is not None:
-                    seat.channel.close(NONSENSE.format(wrong))
-                    break
+            for message in receive_messages(seat.channel):
                 self._hear(node, seat, message)
-            seat.channel.check_alive()
             if seat.channel.lost is not None:
                 self._lose(node, seat.channel.lost)
             elif time.monotonic() > seat.pinged_at + wire.SILENT_S:
@@ -231,24 +226,23 @@ class RendezvousHost:
         seat.channel.close(why)
         self.notice(EventKind.NODE_LOST, {"node": node, "host": seat.hello["host"], "reason": why})
 
-    def _hear(self, node: int, seat: ConnectedNode, message: Message) -> None:
-        if "answer" in message and isinstance(message["answer"], dict):
-            seat.answer = message["answer"]
-        elif "unfit" in message:
-            unhealthy = message.get("code") == ExitCode.UNHEALTHY
-            others = self._connected.keys() - self.replaced_by_spares.keys() - {node}
-            if unhealthy and len(self.replaced_by_spares) < self._spares and others:
-                self.replaced_by_spares[node] = str(message["unfit"])
-            else:
-                error = Unhealthy if unhealthy else ConfigError
-                self.refusal = error(f"node {node} ({seat.hello['host']}): {message['unfit']}")
-        elif "stop" in message:
-            self.stop_signal = self.stop_signal or str(message["stop"])
-        elif "ping" in message:
-            seat.channel.send({"pong": True})
-        elif "pong" in message:
-            seat.pinged_at = math.inf
-            self._admission.confirm(node)
+    def _hear(self, node: int, seat: ConnectedNode, message: messages.MessageRecord) -> None:
+        match message:
+            case messages.AnswerMessage():
+                seat.answer = message.answer
+            case messages.UnfitMessage():
+                unhealthy = message.code == ExitCode.UNHEALTHY
+                others = self._connected.keys() - self.replaced_by_spares.keys() - {node}
+                if unhealthy and len(self.replaced_by_spares) < self._spares and others:
+                    self.replaced_by_spares[node] = message.unfit
+                else:
+                    error = Unhealthy if unhealthy else ConfigError
+                    self.refusal = error(f"node {node} ({seat.hello['host']}): {message.unfit}")
+            case messages.StopMessage():
+                self.stop_signal = self.stop_signal or message.stop
+            case messages.PongMessage():
+                seat.pinged_at = math.inf
+                self._admission.confirm(node)
 
     def _keep_published(self, folder: Path) -> None:
         self._looked = time.monotonic()
