@@ -136,22 +136,21 @@ def _follow(meeting: RendezvousOptions, own: dict[str, Any]) -> int:
             ways = _probe_peers(meeting.node, offer["peers"], secret, poll_once)
             told = {str(to): way.to_json() for to, way in ways.items()}
             node.send({"answer": {"result": own | {"ways": told}}})
-            multinode.poll_until(node, lambda: _is_settled(node, poll_once))
+            multinode.poll_until(node, lambda: _is_settled(node), poll_once)
         if node.refusal is not None:
             raise ConfigError(node.refusal)
         assert node.over is not None
         return node.over[0]
 
 
-def _is_settled(node: RendezvousClient, poll_once: Callable[[], None]) -> bool:
-    poll_once()
+def _is_settled(node: RendezvousClient) -> bool:
     return node.over is not None or node.refusal is not None
 
 
 def _wait_for_offer(node: RendezvousClient, poll_once: Callable[[], None], key: str) -> dict[str, Any] | None:
     """What node 0 offers once it has `key`; None where the meeting ends before."""
-    multinode.poll_until(node, lambda: _is_settled(node, poll_once) or (node.offer is not None and key in node.offer))
-    return None if node.over is not None or node.refusal is not None else node.offer
+    multinode.poll_until(node, lambda: _is_settled(node) or (node.offer is not None and key in node.offer), poll_once)
+    return None if _is_settled(node) else node.offer
 
 
 def _probe_peers(

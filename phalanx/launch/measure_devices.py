@@ -128,7 +128,7 @@ def _prepare(
     first = held.enter_context(multinode.host_rendezvous(meeting, said))
     poll_once = multinode.raise_on_remote_stop(first)
     multinode.gather(first, meeting, poll_once)
-    rows = [each["devices"] for each in first.hellos()]
+    rows = first.devices(meeting.total)
     elsewhere = [DeviceInfo(*row) for each in rows[1:] for row in each]
     world = here + len(elsewhere)
     prepared = prepare.prepare_run(

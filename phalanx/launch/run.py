@@ -133,10 +133,8 @@ class TrainingStart:
                 # Before all have met: what nobody holds then belongs to no node.
                 run = held.enter_context(self._session(said))
                 replaces = "replace" in wanted.resilience.on_lost_node
-                first: multinode.Meeting = multinode.SoloMeeting(said)
-                if options.total > 1:
-                    spares = options.spares if replaces else 0
-                    first = held.enter_context(multinode.host_rendezvous(options, said, spares))
+                spares = options.spares if replaces else 0
+                first = held.enter_context(multinode.host_rendezvous(options, said, spares))
                 poll_once = multinode.raise_on_remote_stop(first)
                 multinode.gather(first, options, multinode.watch_for_takeover(paths, poll_once, before))
                 if (done := prepare.exit_code_if_complete(wanted, paths)) is not None:
@@ -147,8 +145,7 @@ class TrainingStart:
                     noticed = health_check.check_node_if_enabled(wanted, paths, self.devices)
                 except Unhealthy as error:
                     noticed, run.unfit_reason = None, first.yield_to_spare(str(error), alone=paths.url is not None)
-                hellos = first.hellos()
-                rows_of = [each["devices"] for each in hellos[: options.nodes]]  # spares have no part yet
+                rows_of = first.devices(options.nodes)
                 by_node = [[DeviceInfo(*row) for row in rows] for rows in rows_of]
                 everywhere = [device for devices_there in by_node for device in devices_there]
                 mine, world = len(self.devices), len(everywhere)
@@ -178,10 +175,7 @@ class TrainingStart:
                 run.inventories |= {
                     node: inventory_from_message(each.get("held", [])) for node, each in first.answers().items()
                 }
-                hosts = [each["host"] for each in hellos]
-                there = {"hosts": hosts[: options.nodes], "spares": hosts[options.nodes :]}
-                left_out = [(node, why) for node, why in first.replaced_by_spares.items() if node]  # 0 leaves later
-                lost = [{"node": node, "host": hosts[node], "reason": why} for node, why in left_out]
+                there, lost = first.describe_nodes(options.nodes)
                 run.begin(prepare.describe_start(prepared, everywhere, world) | there, prepared, noticed, lost)
                 epoch = 1
                 if run.claim is not None and options.total > 1:

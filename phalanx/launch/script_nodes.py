@@ -145,7 +145,7 @@ def _lead(
                 noticed = run.check_health(poll_once)
             except Unhealthy as error:
                 run.unfit_reason = first.yield_to_spare(str(error), alone=False)
-            rows = [each["devices"] for each in first.hellos()[: options.nodes]]
+            rows = first.devices(options.nodes)
             run.first_attempt = run_folder.next_attempt(paths)
             told = run.make_offer(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
             until_all_meet = held.enter_context(contextlib.ExitStack())
@@ -252,16 +252,11 @@ class ScriptNodeSession(NodeParticipant):
 
     def begin(self, first: RendezvousHost, noticed: dict[str, Any] | None) -> None:
         """Be the first to lead: from now on the run is recorded and shown."""
-        hellos = first.hellos()
-        rows = [DeviceInfo(*row) for each in hellos[: self.context.nodes] for row in each["devices"]]
-        hosts = [each["host"] for each in hellos]
-        there = {"hosts": hosts[: self.context.nodes], "spares": hosts[self.context.nodes :]}
+        rows = [DeviceInfo(*row) for each in first.devices(self.context.nodes) for row in each]
+        there, lost = first.describe_nodes(self.context.nodes)
         event = write_event(self.paths.events, EventKind.RUN_STARTED, self.first_attempt, **self._facts(rows), **there)
         later = [] if noticed is None else [(str(EventKind.HEALTH), noticed)]
-        for node, why in first.replaced_by_spares.items():
-            if node:  # this one leaves later
-                later.append((EventKind.NODE_LOST, {"node": node, "host": hosts[node], "reason": why}))
-        self.start_recording(self._recorder(), event, later)
+        self.start_recording(self._recorder(), event, [*later, *((EventKind.NODE_LOST, each) for each in lost)])
 
     def _facts(self, devices: Sequence[DeviceInfo]) -> dict[str, Any]:
         return {

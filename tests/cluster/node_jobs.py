@@ -207,7 +207,7 @@ class Node:
         multinode.gather(first, self.meeting, first.poll_once)
         if self.options.pop("unhealthy", False):
             self.unfit = first.yield_to_spare("node 0 is not fit to be trained on: it smokes", alone=False)
-        rows = [hello["devices"] for hello in first.hellos()[: self.options["nodes"]]]
+        rows = first.devices(self.options["nodes"])
         offer = self.prepare(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
         multinode.offer_to_all(first, lambda node: offer, first.poll_once)
         peer = NodeAgent(first.secret, self.make, self.lead)
@@ -225,7 +225,7 @@ class Node:
 
         while True:
             other = rendezvous_client.connect_to_leader(self.meeting.point, self.hello, self.meeting.timeout_s, tell)
-            multinode.poll_until(other, functools.partial(is_answered, other))
+            multinode.poll_until(other, functools.partial(is_answered, other), other.poll_once)
             peer = NodeAgent(other.secret, self.make, self.lead)
             if other.offer is not None:
                 try:
@@ -235,7 +235,7 @@ class Node:
                     other.close()
                     raise
                 other.send({"answer": {}})
-                multinode.poll_until(other, functools.partial(is_settled, other))
+                multinode.poll_until(other, functools.partial(is_settled, other), other.poll_once)
             if other.member_list is not None:
                 door = ConnectionListener(other.at.listener, other.secret, lambda host, why: None)
                 heartbeat_s = self.options.get("heartbeat_s", PATIENT_S)

@@ -4,7 +4,7 @@ fits, and who has a number that two claim."""
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, model_validator
@@ -128,6 +128,12 @@ def receive_messages(channel: Channel) -> Iterator[MessageRecord]:
         else:
             yield record
     channel.check_alive()
+
+
+def can_start_without(node: int, unfit: Collection[int], here: Collection[int], spares: int) -> bool:
+    """Whether a job that has so many spares begins without a node that is not fit: `unfit` are those of which that is
+    known already, `here` the nodes but node 0, of which one has to be left."""
+    return len(unfit) < spares and bool(set(here) - set(unfit) - {node})
 
 
 class Admission:

@@ -18,10 +18,17 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
 from phalanx.elastic.membership import channel as wire
 from phalanx.elastic.membership import messages, rendezvous, shared_secret
-from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch, receive_messages
+from phalanx.elastic.membership.admission import (
+    Admission,
+    can_start_without,
+    explain_flood,
+    find_mismatch,
+    receive_messages,
+)
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener, bind
 from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
+from phalanx.elastic.membership.solo import NoNetwork
 
 LOOK_S = 2.0  # between two looks whether the address file is still there
 NOTE_S = 60.0  # after which it is said, and said again, who is not ready
@@ -39,12 +46,12 @@ class ConnectedNode:
 
 class RendezvousHost:
     """`hello` is what this node would say of itself; `notice(kind, details)` is told who comes and goes. Of the `nodes`
-    as many may turn out not to be fit as there are `spares` among them."""
+    as many may turn out not to be fit as there are `spares` among them. Without a `listener` this is the only node."""
 
     def __init__(
         self,
         nodes: int,
-        listener: socket.socket,
+        listener: socket.socket | None,
         address: rendezvous.HostAddress | str,
         folder: Path | None,
         hello: Message,
@@ -55,7 +62,7 @@ class RendezvousHost:
         self.nodes, self.notice, self._timeout_s, self._spares = nodes, notice, timeout_s, spares
         self._folder, self._address = folder, address
         self.secret = address if isinstance(address, str) else address.secret
-        self.listener = ConnectionListener(listener, self.secret, self._refused)
+        self.listener = ConnectionListener(listener, self.secret, self._refused) if listener else NoNetwork()
         self._admission = Admission(
             self._objection, self._find_holder, self._challenge, self._add_node, notice, wire.LINGER_S
         )
@@ -86,6 +93,18 @@ class RendezvousHost:
         told = self._hellos | {node: seat.hello for node, seat in self._connected.items()}
         return [told[node] for node in range(self.nodes)]
 
+    def devices(self, nodes: int) -> list[list[Any]]:
+        """Those of the first `nodes`, which get ranks; spares have no part yet."""
+        return [hello["devices"] for hello in self.hellos()[:nodes]]
+
+    def describe_nodes(self, nodes: int) -> tuple[dict[str, list[str]], list[dict[str, Any]]]:
+        """What the event of the start says of the nodes, of which the others than the first `nodes` are spares; and the
+        nodes that are lost before the first attempt, as they are not fit. Node 0 leaves later."""
+        hosts = [hello["host"] for hello in self.hellos()]
+        unfit = [(node, why) for node, why in self.replaced_by_spares.items() if node]
+        lost = [{"node": node, "host": hosts[node], "reason": why} for node, why in unfit]
+        return {"hosts": hosts[:nodes], "spares": hosts[nodes:]}, lost
+
     def missing(self) -> list[int]:
         """Nodes that are not there, and are waited for."""
         return [
@@ -110,13 +129,14 @@ class RendezvousHost:
     def yield_to_spare(self, why: str, alone: bool) -> str:
         """This node is not fit: once all have entered it leaves, and a spare takes its place. Returns `why`. Raises
         Unhealthy where none can: there is none left, or this node `alone` can write the run's records."""
-        fit = self._connected.keys() - self.replaced_by_spares.keys()
+        if self.nodes == 1:
+            raise Unhealthy(why)
         if alone:
             raise Unhealthy(
                 f"{why}; this is node 0, which alone writes to the run's URL, so no spare takes its place: start its "
                 "command on another machine"
             )
-        if len(self.replaced_by_spares) >= self._spares or not fit:
+        if not can_start_without(0, self.replaced_by_spares, self._connected, self._spares):
             raise Unhealthy(
                 f"{why}; this is node 0, for which all wait, and there is no spare to take its place: start its "
                 "command on another machine, or all with --spares 1 and one node more (and replace in "
@@ -164,8 +184,7 @@ class RendezvousHost:
                 channel.send_and_close({"ok": True}, "it only asked whether there is a node 0")
             else:
                 self._admission.greet(channel, hello)
-        if self.listener.flooding_host is not None:
-            host, self.listener.flooding_host = self.listener.flooding_host, None
+        if (host := self.listener.take_flooding_host()) is not None:
             self.notice(EventKind.WARNING, {"message": explain_flood(host, 0)})
         for node, seat in list(self._connected.items()):
             for message in receive_messages(seat.channel):
@@ -232,8 +251,7 @@ class RendezvousHost:
                 seat.answer = message.answer
             case messages.UnfitMessage():
                 unhealthy = message.code == ExitCode.UNHEALTHY
-                others = self._connected.keys() - self.replaced_by_spares.keys() - {node}
-                if unhealthy and len(self.replaced_by_spares) < self._spares and others:
+                if unhealthy and can_start_without(node, self.replaced_by_spares, self._connected, self._spares):
                     self.replaced_by_spares[node] = message.unfit
                 else:
                     error = Unhealthy if unhealthy else ConfigError
@@ -262,6 +280,7 @@ class RendezvousHost:
         """This machine's address as the other nodes know it, with the sockets for them; at others of its addresses
         nothing listens any more. Raises RunError."""
         found = [str(seat.channel.socket.getsockname()[0]).removeprefix("::ffff:") for seat in self._connected.values()]
+        assert isinstance(self.listener, ConnectionListener)
         address = min(found, key=rendezvous.is_loopback)
         try:
             self.listener.restrict_to(address)

@@ -16,7 +16,9 @@ class NoNetwork:
     """Stands for a node's listener, for its heartbeats and for who sends them."""
 
     secret = ""
-    flooding_host: str | None = None
+
+    def take_flooding_host(self) -> str | None:
+        return None
 
     def descriptors(self) -> dict[int, int]:
         return {}

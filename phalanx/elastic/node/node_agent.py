@@ -66,7 +66,7 @@ class NodeAgent:
         self,
         me: AgentMember,
         member_list: MemberList,
-        listener: ConnectionListener,
+        listener: ConnectionListener | NoNetwork,
         at: BoundAddress,
         heartbeat_s: float,
         claim: Claim | None,
@@ -148,8 +148,7 @@ class NodeAgent:
         for channel, hello in callers:
             self._greet(channel, hello)
         self.calls.tend(self)
-        if (host := self.membership.listener.flooding_host) is not None and not self.is_leaderless:
-            self.membership.listener.flooding_host = None
+        if not self.is_leaderless and (host := self.membership.listener.take_flooding_host()) is not None:
             self.tell_leader({"strangers": host})
         if self.membership.is_leader and self._leading is None and self.membership.fenced is None:
             self._leading = self._lead(self)
