@@ -4,7 +4,7 @@ fits, and who has a number that two claim."""
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, model_validator
@@ -128,6 +128,23 @@ def receive_messages(channel: Channel) -> Iterator[MessageRecord]:
         else:
             yield record
     channel.check_alive()
+
+
+def find_changed_devices(hello: Message, offered: Mapping[int, Message]) -> str | None:
+    """Why a node cannot come back to a meeting where a job was `offered` to nodes that said these, by number."""
+    node, devices = hello["node"], hello["devices"]
+    if node not in offered or offered[node]["devices"] == devices:
+        return None
+    has, had = (_ranks(each) for each in (devices, offered[node]["devices"]))
+    return (
+        f"node {node} ({hello['host']}) has {has} now, and the job was started with {had} there; start it as before, "
+        "or stop the job and start all nodes anew"
+    )
+
+
+def _ranks(devices: list[Any]) -> str:
+    models = ", ".join(sorted({str(device[1]) for device in devices}))
+    return f"{len(devices)} rank{'s' if len(devices) > 1 else ''} on {models}"
 
 
 def can_start_without(node: int, unfit: Collection[int], here: Collection[int], spares: int) -> bool:

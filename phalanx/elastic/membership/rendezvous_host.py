@@ -22,6 +22,7 @@ from phalanx.elastic.membership.admission import (
     Admission,
     can_start_without,
     explain_flood,
+    find_changed_devices,
     find_mismatch,
     receive_messages,
 )
@@ -64,9 +65,15 @@ class RendezvousHost:
         self.secret = address if isinstance(address, str) else address.secret
         self.listener = ConnectionListener(listener, self.secret, self._refused) if listener else NoNetwork()
         self._admission = Admission(
-            self._objection, self._find_holder, self._challenge, self._add_node, notice, wire.LINGER_S
+            lambda theirs: find_mismatch(theirs, hello, to_node_0=True) or find_changed_devices(theirs, self._offered),
+            self._find_holder,
+            self._challenge,
+            self._add_node,
+            notice,
+            wire.LINGER_S,
         )
-        self._hellos: dict[int, Message] = {0: hello}  # of all nodes that the job was resolved for
+        self._hello = hello
+        self._offered: dict[int, Message] = {}  # hellos of all nodes that the job was resolved for
         self._connected: dict[int, ConnectedNode] = {}
         self._offer: Callable[[int], Message] | None = None
         self._over = False
@@ -90,7 +97,7 @@ class RendezvousHost:
 
     def hellos(self) -> list[Message]:
         """What each node has said of itself, by node. All must be there."""
-        told = self._hellos | {node: seat.hello for node, seat in self._connected.items()}
+        told = {0: self._hello, **self._offered, **{node: seat.hello for node, seat in self._connected.items()}}
         return [told[node] for node in range(self.nodes)]
 
     def devices(self, nodes: int) -> list[list[Any]]:
@@ -116,7 +123,9 @@ class RendezvousHost:
         job's rendezvous."""
         now = time.monotonic()
         if self._folder is not None and now > self._looked + LOOK_S:
-            self._keep_published(self._folder)
+            self._looked = now
+            assert isinstance(self._address, rendezvous.HostAddress)
+            rendezvous.keep_published(self._folder, self._address)
         missing = self.missing()
         if missing and now > self._missing_since + self._timeout_s:
             names = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.nodes}"
@@ -151,7 +160,7 @@ class RendezvousHost:
         is."""
         self._offer, self._note_at = offer, time.monotonic() + NOTE_S
         for node, seat in self._connected.items():
-            self._hellos[node] = seat.hello
+            self._offered[node] = seat.hello
             seat.channel.send({"offer": offer(node)})
 
     def are_all_ready(self) -> bool:
@@ -206,18 +215,6 @@ class RendezvousHost:
             {"message": f"a caller from {host} was refused: {why}; if it is a node of this job, {mend}"},
         )
 
-    def _objection(self, hello: Message) -> str | None:
-        """Why a node cannot take part, as a sentence for its user."""
-        if (wrong := find_mismatch(hello, self._hellos[0], to_node_0=True)) is not None:
-            return wrong
-        node, devices, before = hello["node"], hello["devices"], self._hellos.get(hello["node"])
-        if self._offer is not None and before is not None and before["devices"] != devices:
-            return (
-                f"node {node} ({hello['host']}) has {_ranks(devices)} now, and the job was started with "
-                f"{_ranks(before['devices'])} there; start it as before, or stop the job and start all nodes anew"
-            )
-        return None
-
     def _find_holder(self, node: int) -> str | None:
         hello = self._connected[node].hello if node in self._connected else None
         return None if hello is None else f"process {hello['pid']} on {hello['host']}"
@@ -262,18 +259,6 @@ class RendezvousHost:
                 seat.pinged_at = math.inf
                 self._admission.confirm(node)
 
-    def _keep_published(self, folder: Path) -> None:
-        self._looked = time.monotonic()
-        there = rendezvous.read_address(folder)
-        assert isinstance(self._address, rendezvous.HostAddress)
-        if there is None:
-            rendezvous.publish(folder, self._address)
-        elif there != self._address:
-            raise RunError(
-                f"the rendezvous folder {folder} is used by another job now, whose node 0 is process {there.process}; "
-                "give each job a folder of its own"
-            )
-
     # ------------------------------------------------------------------------------------------------------- the end
 
     def bind_address(self) -> BoundAddress:
@@ -291,7 +276,7 @@ class RendezvousHost:
     def make_member_list(self, epoch: int, at: BoundAddress) -> MemberList:
         """All that are here as members of a first epoch. All must be there."""
         told = [
-            self._hellos[0] | at.to_message(),
+            self._hello | at.to_message(),
             *(seat.hello | seat.hello["at"] for _, seat in sorted(self._connected.items())),
         ]
         return MemberList(epoch, 0, tuple(parse_member(each) for each in told))
@@ -315,8 +300,3 @@ class RendezvousHost:
         for seat in self._connected.values():
             seat.channel.linger(why)
         self._connected = {}
-
-
-def _ranks(devices: list[Any]) -> str:
-    models = ", ".join(sorted({str(device[1]) for device in devices}))
-    return f"{len(devices)} rank{'s' if len(devices) > 1 else ''} on {models}"
