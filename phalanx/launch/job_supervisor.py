@@ -33,9 +33,8 @@ from phalanx.launch.launched_run import (
     read_launch_spec,
     read_start_outcome,
 )
-from phalanx.launch.schedulers.background import hold_lock
 from phalanx.launch.schedulers.registry import find_scheduler
-from phalanx.launch.schedulers.scheduler import JobTask, Scheduler
+from phalanx.launch.schedulers.scheduler import JobTask, Scheduler, hold_lock
 from phalanx.storage import permissions
 from phalanx.system.exit_causes import signal_name
 from phalanx.system.fork import STOP_SIGNALS, active_stop_signals, die_with

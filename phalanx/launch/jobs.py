@@ -28,9 +28,8 @@ from phalanx.launch.launched_run import (
     scheduler_of,
     write_launch_spec,
 )
-from phalanx.launch.schedulers.background import find_local_process, find_lock_holder
 from phalanx.launch.schedulers.registry import find_scheduler
-from phalanx.launch.schedulers.scheduler import Job, LaunchOptions
+from phalanx.launch.schedulers.scheduler import Job, LaunchOptions, find_local_process, find_lock_holder
 from phalanx.report.console import Console, Follower
 from phalanx.report.logs import open_terminal
 from phalanx.storage import lease, permissions

@@ -18,7 +18,7 @@ from phalanx.core.errors import ConfigError, PhalanxError, RunError
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files, rendezvous, rendezvous_client, shared_secret
+from phalanx.elastic.membership import election, rendezvous, rendezvous_client, shared_secret
 from phalanx.elastic.membership.admission import flat, make_hello
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.election import Claim
@@ -46,7 +46,7 @@ def lead_or_follow(
     for file in shared_secret.remove_unused_secrets(options.point.secret_file):
         options.notify_user(f"removed {file}, the secret of a rendezvous that nobody has used for a long time")
     # Others may begin another epoch while this node checks whether the run continues.
-    before = epoch_files.read_epoch_number(paths) if options.node == 0 else 0
+    before = election.read_epoch_number(paths) if options.node == 0 else 0
     if options.node == 0 and not is_run_active(paths, options):
         try:
             return lead(before)
@@ -101,7 +101,7 @@ def poll_until(
 def is_run_active(paths: RunPaths, options: RendezvousOptions) -> bool:
     """Whether the run goes on already, led by another node, which this one then comes back to."""
     if options.point.folder is None:
-        leader = epoch_files.read_leader_address(paths)
+        leader = election.read_leader_address(paths)
         return leader is not None and rendezvous_client.is_run_active((leader[0],), leader[1], options.point.secret)
     there = rendezvous.read_address(options.point.folder)
     return there is not None and rendezvous_client.is_run_active(there.hosts, there.port, there.secret)
@@ -111,7 +111,7 @@ def has_new_leader(paths: RunPaths, options: RendezvousOptions) -> bool:
     """Whether others go on with a run that node 0 was about to begin: started again at once, it may be there before
     they have agreed on who leads now."""
     until = time.monotonic() + TAKEOVER_S
-    while epoch_files.read_newest_epoch(paths) is not None and time.monotonic() < until:
+    while election.read_newest_epoch(paths) is not None and time.monotonic() < until:
         if is_run_active(paths, options):
             return True
         time.sleep(rendezvous_client.PAUSE_S)
@@ -127,7 +127,7 @@ def watch_for_takeover(paths: RunPaths, poll_once: Callable[[], None], before: i
         poll_once()
         if time.monotonic() > look_at:
             look_at = time.monotonic() + LOOK_S
-            if epoch_files.read_epoch_number(paths) != before:
+            if election.read_epoch_number(paths) != before:
                 raise RunError(
                     f"another node leads the run in {paths.display_name} now; start this one again, and it comes back"
                 )

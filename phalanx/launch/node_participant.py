@@ -20,7 +20,7 @@ from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files, rendezvous
+from phalanx.elastic.membership import election, rendezvous
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.rendezvous import refresh_listing
@@ -111,7 +111,7 @@ class NodeParticipant(abc.ABC):
     @property
     def claim(self) -> Claim | None:
         """Creates the files of epochs; a URL has none."""
-        return None if self.paths.url is not None else functools.partial(epoch_files.claim, self.paths)
+        return None if self.paths.url is not None else functools.partial(election.claim, self.paths)
 
     def count_ranks(self, offer: Message) -> int:
         """How many ranks this node has in a division, or would have in the place of another one."""

@@ -17,7 +17,7 @@ from phalanx.core.errors import Unhealthy
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files
+from phalanx.elastic.membership import election
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.worker import StopRequested, raise_on_stop_signal
 from phalanx.health.findings import DeviceInfo, assign_devices, preload_and_find_devices
@@ -63,7 +63,7 @@ def train(
         there = options or ONE_NODE
         run = TrainingStart(wanted, paths, assign_devices(found, accelerators, ranks), there, planned, tuple(callbacks))
         if there.total == 1:
-            return run.lead(epoch_files.read_epoch_number(paths))
+            return run.lead(election.read_epoch_number(paths))
         return multinode.lead_or_follow(paths, there, run.lead, run.follow)
     except StopRequested as asked:
         open_terminal().print(outcome.describe_early_stop(paths, str(asked)))
@@ -117,7 +117,7 @@ class TrainingStart:
             hooks = multinode.AgentHooks(
                 run.make_job, run.make_coordinator, run.claim, self.wanted.resilience.heartbeat_timeout_s
             )
-            where = functools.partial(epoch_files.read_leader_address, self.paths)
+            where = functools.partial(election.read_leader_address, self.paths)
             agent = multinode.join_job(hello, self.options, hooks, where)
             return agent if isinstance(agent, int) else int(run.run_to_end(agent))
 
@@ -179,7 +179,7 @@ class TrainingStart:
                 run.begin(prepare.describe_start(prepared, everywhere, world) | there, prepared, noticed, lost)
                 epoch = 1
                 if run.claim is not None and options.total > 1:
-                    epoch = epoch_files.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
+                    epoch = election.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
             enter = functools.partial(
                 multinode.start_membership,
                 first,

@@ -21,7 +21,7 @@ from phalanx.core.errors import ConfigError, Unhealthy
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files
+from phalanx.elastic.membership import election
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.node_agent import NodeAgent
@@ -154,7 +154,7 @@ def _lead(
             peer = NodeAgent(first.secret, run.make_job, run.make_coordinator)
             peer.adopt_job(told, run.job_for(told))
             run.begin(first, noticed)
-            epoch = epoch_files.claim_next(paths, {"attempt": run.first_attempt, "leader": 0})
+            epoch = election.claim_next(paths, {"attempt": run.first_attempt, "leader": 0})
         enter = functools.partial(
             multinode.start_membership, first, peer, run.claim, HEARTBEAT_S, epoch, until_all_meet
         )
@@ -164,7 +164,7 @@ def _lead(
 def _follow(script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions) -> int:
     run = _member(script, paths, devices, options)
     works = multinode.AgentHooks(run.make_job, run.make_coordinator, run.claim, HEARTBEAT_S)
-    peer = multinode.join_job(run.hello, options, works, functools.partial(epoch_files.read_leader_address, paths))
+    peer = multinode.join_job(run.hello, options, works, functools.partial(election.read_leader_address, paths))
     return peer if isinstance(peer, int) else run.run_to_end(peer)
 
 

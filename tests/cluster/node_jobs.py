@@ -21,7 +21,7 @@ from phalanx.core.errors import ConfigError, CutOff, PhalanxError, Unhealthy
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import channel as channels
-from phalanx.elastic.membership import epoch_files, rendezvous_client
+from phalanx.elastic.membership import election, rendezvous_client
 from phalanx.elastic.membership.admission import make_hello
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.listener import ConnectionListener
@@ -170,7 +170,7 @@ class Node:
             grow=options.get("grow", True),
             group=options.get("group", 1),
         )
-        self.claim = functools.partial(epoch_files.claim, self.paths) if options.get("files", True) else None
+        self.claim = functools.partial(election.claim, self.paths) if options.get("files", True) else None
         self.leads: Coordinator | None = None
         self.unfit: str | None = None
 
@@ -213,7 +213,7 @@ class Node:
         peer = NodeAgent(first.secret, self.make, self.lead)
         peer.adopt_job(offer, self.make(offer, first.poll_once))
         self.paths.root.mkdir(exist_ok=True)
-        epoch = 1 if self.claim is None else epoch_files.claim_next(self.paths, {"attempt": 1})
+        epoch = 1 if self.claim is None else election.claim_next(self.paths, {"attempt": 1})
         multinode.start_membership(first, peer, self.claim, self.options.get("heartbeat_s", PATIENT_S), epoch)
         return peer
 

@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import election, epoch_files
+from phalanx.elastic.membership import election
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.heartbeat import HeartbeatSocket
 from phalanx.elastic.membership.listener import ConnectionListener, bind
@@ -41,7 +41,7 @@ class Nodes:
         told = [{"node": node, "host": "", "devices": [["cpu", "any", True]]} for node in range(count)]
         members = tuple(parse_member({**told[node], **place.to_message()}) for node, place in enumerate(places))
         beats = [HeartbeatSocket(place.beats, SECRET) for place in places]
-        claim = functools.partial(epoch_files.claim, self.paths)
+        claim = functools.partial(election.claim, self.paths)
         self.circles = {
             node: Membership(
                 members[node],
@@ -128,7 +128,7 @@ def after_a_dead_claimant(placement: Placement, folder: str) -> list[Any]:
     found = []
     for count in (5, 4):
         with nodes(count, f"{folder}/{count}") as there:
-            assert epoch_files.claim(there.paths, 2, {"leader": 1, "from": 1}) is None
+            assert election.claim(there.paths, 2, {"leader": 1, "from": 1}) is None
             there.lose(0, 1)
             there.until(lambda: any(each.lost for each in there.circles.values()))
             there.until(there.decided)
@@ -305,7 +305,7 @@ def past_an_epoch(placement: Placement, folder: str, texts: list[dict[str, Any]]
     found = []
     for number, text in enumerate(texts):
         with nodes(5, f"{folder}/{number}") as there:
-            assert epoch_files.claim(there.paths, 2, text) is None
+            assert election.claim(there.paths, 2, text) is None
             there.lose(0)
             there.until(lambda: all(each.member_list.epoch > 1 or each.fenced for each in there.circles.values()))
             found.append(there.told())
@@ -326,7 +326,7 @@ def slow_files(placement: Placement, folder: str) -> list[Any]:
 
     def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] | None:
         time.sleep(1.0)
-        return epoch_files.claim(paths, epoch, text)
+        return election.claim(paths, epoch, text)
 
     for count in (2, 3):
         with nodes(count, f"{folder}/{count}") as there:

@@ -27,9 +27,9 @@ from phalanx.elastic.membership.admission import (
     receive_messages,
 )
 from phalanx.elastic.membership.channel import Channel, Message
+from phalanx.elastic.membership.heartbeat import NoNetwork
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener, bind
 from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
-from phalanx.elastic.membership.solo import NoNetwork
 
 LOOK_S = 2.0  # between two looks whether the address file is still there
 NOTE_S = 60.0  # after which it is said, and said again, who is not ready

@@ -16,11 +16,10 @@ from phalanx.core.placement import ExitCode, InMemoryCheckpoint, StoreAddress
 from phalanx.elastic.membership import messages
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.election import Claim
-from phalanx.elastic.membership.heartbeat import HeartbeatSenderProcess, HeartbeatSocket
+from phalanx.elastic.membership.heartbeat import HeartbeatSenderProcess, HeartbeatSocket, NoNetwork, make_solo_member
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
 from phalanx.elastic.membership.membership import Membership
-from phalanx.elastic.membership.solo import NoNetwork, make_solo_member
 from phalanx.elastic.membership.store_relay import CALL_S, Relay, hand_over, start_client_relay, start_host_relay
 from phalanx.elastic.node import watchdog
 from phalanx.elastic.node.standby import StandbyPool

@@ -15,7 +15,7 @@ from phalanx.core.records import EventKind
 from phalanx.elastic.membership import messages
 from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.failure_detector import MEET_S
+from phalanx.elastic.membership.heartbeat import MEET_S
 from phalanx.elastic.membership.member_list import AgentMember, member_list_to_message, parse_member
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.watchdog import JobHangDetector
