@@ -16,7 +16,6 @@ from phalanx.core import placement
 from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError, Unhealthy
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
-from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import rendezvous_client
 from phalanx.elastic.membership.connectivity import ConnectionProbe, EchoServer, probe
@@ -320,15 +319,6 @@ def request_replacement(paths: RunPaths, findings: Sequence[Finding]) -> None:
         reason = "; ".join(unique_sentences(broken))
         with contextlib.suppress(PhalanxError):  # it cannot be written; the event has said it
             node_requests.write_request(paths, host, NodeRequestKind.REPLACE, reason, node_requests.BY_HEALTH)
-
-
-def make_event_writer(paths: RunPaths) -> Callable[[int, dict[str, Any]], None]:
-    """What a Watch may `tell`: an event of the run."""
-
-    def tell(attempt: int, seen: dict[str, Any]) -> None:
-        write_event(paths.events, EventKind.HEALTH, attempt, **seen)
-
-    return tell
 
 
 class HealthWatch:

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import ConfigError, RunError
@@ -32,6 +31,7 @@ from phalanx.elastic.supervisor.node_requests import NodeRequest
 from phalanx.health.findings import DeviceInfo
 from phalanx.launch import health_check
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder, TryAgain
+from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.recovery.catalog import StateFileInfo
 from phalanx.report import event_text
 
@@ -40,25 +40,14 @@ SEEN_S = 3.0  # what a network file system gets to show what another node has ju
 Tend = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class NodeContext:
-    """This node's number, how many train, the folder where they meet, if it is one, and whether there is no other."""
-
-    node: int
-    nodes: int
-    rendezvous_folder: Path | None
-    alone: bool = False
-
-
 @dataclass
 class NodeParticipant(abc.ABC):
-    """`hello`: what this node says of itself; `notify_user` is for the user who sits here, while another node leads."""
+    """`hello`: what this node says of itself."""
 
     paths: RunPaths
     devices: Sequence[DeviceInfo]
-    context: NodeContext
+    options: RendezvousOptions
     hello: Message
-    notify_user: Callable[[str], None]
     recorder: EventRecorder | LocalRecorder | None = field(default=None, init=False)
     first_attempt: int = field(default=0, init=False)
     committed: int = field(default=0, init=False)
@@ -76,6 +65,10 @@ class NodeParticipant(abc.ABC):
         self.health_watch = health_check.HealthWatch(
             self.paths, health_check.list_accelerator_uuids(self.devices), self._seen
         )
+
+    def notify_user(self, text: str) -> None:
+        """Tell the user who sits here, while another node leads."""
+        self.options.notify_user(text)
 
     @property
     @abc.abstractmethod
@@ -117,7 +110,7 @@ class NodeParticipant(abc.ABC):
         """How many ranks this node has in a division, or would have in the place of another one."""
         ranks = dict(zip(offer["seats"], (ranks for ranks, _ in offer["slots"]), strict=True))
         # Of one that has come back with fewer devices than its ranks had, as many as it has: it cannot take them again.
-        return min(len(self.devices), ranks.get(self.context.node, max(ranks.values())))
+        return min(len(self.devices), ranks.get(self.options.node, max(ranks.values())))
 
     # ---------------------------------------------------------------------------------------------------- what happens
 
@@ -199,7 +192,7 @@ class NodeParticipant(abc.ABC):
                         held.callback(os.close, locks[0])
 
             again()
-            place = self.context.rendezvous_folder
+            place = self.options.point.folder
             if place is not None:
                 there = rendezvous.HostAddress((address,), port, secret, f"{agent} on {self.hello['host']}")
                 with contextlib.suppress(RunError):  # then no node comes back, and the others go on
@@ -217,7 +210,7 @@ class NodeParticipant(abc.ABC):
             try:
                 code = run_agent(agent, self.grace_s, signals)
                 if agent.over is not None and agent.is_leader:
-                    agent.over = code, _ending(code, self.paths, self.context.node)
+                    agent.over = code, _ending(code, self.paths, self.options.node)
             finally:
                 agent.close()
                 self.health_watch.close()

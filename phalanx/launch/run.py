@@ -23,7 +23,6 @@ from phalanx.elastic.node.worker import StopRequested, raise_on_stop_signal
 from phalanx.health.findings import DeviceInfo, assign_devices, preload_and_find_devices
 from phalanx.launch import health_check, multinode, node_session, outcome, prepare, started_rank
 from phalanx.launch.launched_run import mirror_while_running
-from phalanx.launch.node_participant import NodeContext
 from phalanx.launch.rendezvous_options import ONE_NODE, RendezvousOptions
 from phalanx.recovery import shared_memory
 from phalanx.recovery.catalog import inventory_from_message
@@ -95,9 +94,8 @@ class TrainingStart:
             run = node_session.NodeSession(
                 self.paths,
                 self.devices,
-                NodeContext(node.node, node.nodes, node.point.folder, alone=node.total == 1),
+                node,
                 hello,
-                self.options.notify_user,
                 self.wanted,
                 shared,
                 self.planned,

@@ -33,7 +33,6 @@ from phalanx.health.findings import DeviceInfo, assign_devices, distinct_models,
 from phalanx.launch import health_check, multinode
 from phalanx.launch.node_participant import (
     CHECK_S,
-    NodeContext,
     NodeParticipant,
     Tend,
     check_shared_folder,
@@ -122,9 +121,7 @@ def _digest(content: bytes) -> str:
 def _member(
     script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions
 ) -> "ScriptNodeSession":
-    where = NodeContext(options.node, options.nodes, options.point.folder)
-    said = _hello(script, devices, options)
-    return ScriptNodeSession(paths, devices, where, said, options.notify_user, script)
+    return ScriptNodeSession(paths, devices, options, _hello(script, devices, options), script)
 
 
 def _lead(
@@ -187,7 +184,7 @@ class ScriptNodeSession(NodeParticipant):
     # ------------------------------------------------------------------------------------------------------ its ranks
 
     def make_job(self, offer: Message, poll_once: Tend) -> NodeJob:
-        if failover.parse_policy(offer) != self.script.policy(self.context.nodes):
+        if failover.parse_policy(offer) != self.script.policy(self.options.nodes):
             raise ConfigError("the leader offers another policy than this command has; use one version of Phalanx")
         check_shared_folder(self.paths, offer["sign"], poll_once)
         noticed = self.check_health(poll_once)
@@ -243,7 +240,7 @@ class ScriptNodeSession(NodeParticipant):
         world = sum(ranks for _, ranks in plan)
         script_run.check_settings(self.script.settings, world)
         told = {"sign": ensure_run_sign(self.paths, first), "world": world, "attempt": self.first_attempt}
-        return told | failover.describe_division(division, plan, devices, self.script.policy(self.context.nodes))
+        return told | failover.describe_division(division, plan, devices, self.script.policy(self.options.nodes))
 
     def prepare_offer(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
         rows = [DeviceInfo(*row) for each in devices for row in each]
@@ -252,8 +249,8 @@ class ScriptNodeSession(NodeParticipant):
 
     def begin(self, first: RendezvousHost, noticed: dict[str, Any] | None) -> None:
         """Be the first to lead: from now on the run is recorded and shown."""
-        rows = [DeviceInfo(*row) for each in first.devices(self.context.nodes) for row in each]
-        there, lost = first.describe_nodes(self.context.nodes)
+        rows = [DeviceInfo(*row) for each in first.devices(self.options.nodes) for row in each]
+        there, lost = first.describe_nodes(self.options.nodes)
         event = write_event(self.paths.events, EventKind.RUN_STARTED, self.first_attempt, **self._facts(rows), **there)
         later = [] if noticed is None else [(str(EventKind.HEALTH), noticed)]
         self.start_recording(self._recorder(), event, [*later, *((EventKind.NODE_LOST, each) for each in lost)])
