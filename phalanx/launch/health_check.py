@@ -72,17 +72,14 @@ def _shareable_report(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lead(meeting: RendezvousOptions, own: dict[str, Any], as_json: bool) -> tuple[int, dict[str, Any]]:
     with contextlib.ExitStack() as held:
-        first = held.enter_context(
-            multinode.host_rendezvous(meeting, multinode.make_training_hello(Config(), [], meeting, COMMAND))
-        )
-        poll_once = multinode.raise_on_remote_stop(first)
-        multinode.gather(first, meeting, poll_once)
+        said = multinode.make_training_hello(Config(), [], meeting, COMMAND)
+        first, poll_once = held.enter_context(multinode.meet_nodes(meeting, said))
         secret = secrets.token_hex(32)
         echo = EchoServer(dict(interfaces()).get(first.interface() or "lo", "127.0.0.1"), secret)
         held.callback(echo.close)
-        multinode.offer_to_all(first, lambda node: {"secret": secret}, poll_once)
+        multinode.offer_to_all(first, {"secret": secret}, poll_once)
         peers = [list(echo.address), *(answer["echo"] for answer in first.answers().values())]
-        first.offer(lambda node: {"secret": secret, "peers": peers})
+        first.offer({"secret": secret, "peers": peers})
         ways = {0: _probe_peers(0, peers, secret, poll_once)}
         _wait_for_all(first, poll_once)
         answers = [own, *(answer["result"] for answer in first.answers().values())]

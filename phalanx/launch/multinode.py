@@ -178,9 +178,9 @@ def raise_on_remote_stop(first: RendezvousHost) -> Callable[[], None]:
     return poll_once
 
 
-def offer_to_all(first: RendezvousHost, what: Callable[[int], dict[str, Any]], poll_once: Callable[[], None]) -> None:
-    """Tell each node `what(node)` says, and wait until all are ready. Raises as `RendezvousHost.are_all_ready`."""
-    first.offer(what)
+def offer_to_all(first: RendezvousHost, offer: Message, poll_once: Callable[[], None]) -> None:
+    """Tell all nodes of an offer, and wait until they are ready. Raises as `RendezvousHost.are_all_ready`."""
+    first.offer(offer)
     poll_until(first, first.are_all_ready, poll_once)
 
 
@@ -236,6 +236,18 @@ def host_rendezvous(options: RendezvousOptions, hello: dict[str, Any], spares: i
         except BaseException as error:
             first.finish(ExitCode.FAILED, f"node 0 failed: {type(error).__name__}: {error}")
             raise
+
+
+@contextlib.contextmanager
+def meet_nodes(
+    options: RendezvousOptions, hello: Message, spares: int = 0, paths: RunPaths | None = None, before: int = 0
+) -> Iterator[tuple[RendezvousHost, Callable[[], None]]]:
+    """Node 0 with all others there, and a function that hears them, as that of `raise_on_remote_stop`. Where it leads
+    the run at `paths`, no other node may have begun another epoch than `before` meanwhile."""
+    with host_rendezvous(options, hello, spares) as first:
+        poll_once = raise_on_remote_stop(first)
+        gather(first, options, poll_once if paths is None else watch_for_takeover(paths, poll_once, before))
+        yield first, poll_once
 
 
 # --------------------------------------------------------------------------------------------------------- other nodes

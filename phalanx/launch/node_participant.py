@@ -23,13 +23,14 @@ from phalanx.elastic.membership import election, rendezvous
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.rendezvous import refresh_listing
+from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.agent import run_agent
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.worker import NodeJob, StopSignals
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.node_requests import NodeRequest
 from phalanx.health.findings import DeviceInfo
-from phalanx.launch import health_check
+from phalanx.launch import health_check, multinode
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder, TryAgain
 from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.recovery.catalog import StateFileInfo
@@ -74,6 +75,11 @@ class NodeParticipant(abc.ABC):
     @abc.abstractmethod
     def checks_health(self) -> bool:
         """Whether this node is looked at after a death."""
+
+    @property
+    @abc.abstractmethod
+    def heartbeat_s(self) -> float:
+        """Seconds of silence after which a node is lost."""
 
     @property
     @abc.abstractmethod
@@ -200,7 +206,25 @@ class NodeParticipant(abc.ABC):
                     held.callback(rendezvous.withdraw, place, there, made)
             yield again
 
-    # --------------------------------------------------------------------------------------------------------- the end
+    # ----------------------------------------------------------------------------------------- the meeting and the end
+
+    def begin_epoch(
+        self, first: RendezvousHost, agent: NodeAgent, until_all_meet: contextlib.ExitStack
+    ) -> Callable[[], None]:
+        """Begin an epoch, as node 0 when all are ready. Returns what makes all who have met members of it."""
+        epoch = 1
+        if self.claim is not None and self.options.total > 1:
+            epoch = election.claim_next(self.paths, {"attempt": self.first_attempt, "leader": 0})
+        return functools.partial(
+            multinode.start_membership, first, agent, self.claim, self.heartbeat_s, epoch, until_all_meet
+        )
+
+    def follow(self) -> int:
+        """Take part in a run that node 0, or whoever leads by now, has. Returns the exit code."""
+        hooks = multinode.AgentHooks(self.make_job, self.make_coordinator, self.claim, self.heartbeat_s)
+        where = functools.partial(election.read_leader_address, self.paths)
+        agent = multinode.join_job(self.hello, self.options, hooks, where)
+        return agent if isinstance(agent, int) else self.run_to_end(agent)
 
     def run_to_end(self, agent: NodeAgent, start_membership: Callable[[], None] = lambda: None) -> int:
         """Run this node's part and say how the run ended. Returns the exit code. `start_membership` makes all who have

@@ -136,6 +136,10 @@ class NodeSession(NodeParticipant):
         return self.requested_config.resilience.health != "off"
 
     @property
+    def heartbeat_s(self) -> float:
+        return self.requested_config.resilience.heartbeat_timeout_s
+
+    @property
     def grace_s(self) -> float:
         return self.requested_config.comm.timeout_s
 

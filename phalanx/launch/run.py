@@ -7,7 +7,6 @@ on is in `node_session.py` and `elastic/`.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -108,16 +107,10 @@ class TrainingStart:
 
     def follow(self) -> int:
         """Take part in a run that node 0, or whoever leads by now, resolves."""
-        hello = self.hello
-        with self._session(hello) as run:
+        with self._session(self.hello) as run:
             for message in run.warnings:
                 self.options.notify_user(message)
-            hooks = multinode.AgentHooks(
-                run.make_job, run.make_coordinator, run.claim, self.wanted.resilience.heartbeat_timeout_s
-            )
-            where = functools.partial(election.read_leader_address, self.paths)
-            agent = multinode.join_job(hello, self.options, hooks, where)
-            return agent if isinstance(agent, int) else int(run.run_to_end(agent))
+            return int(run.follow())
 
     def lead(self, before: int) -> int:
         """Be node 0: bring all together, prepare the run, and then be one of the members. `before`: the run's epoch."""
@@ -132,9 +125,8 @@ class TrainingStart:
                 run = held.enter_context(self._session(said))
                 replaces = "replace" in wanted.resilience.on_lost_node
                 spares = options.spares if replaces else 0
-                first = held.enter_context(multinode.host_rendezvous(options, said, spares))
-                poll_once = multinode.raise_on_remote_stop(first)
-                multinode.gather(first, options, multinode.watch_for_takeover(paths, poll_once, before))
+                meeting = multinode.meet_nodes(options, said, spares, paths, before)
+                first, poll_once = held.enter_context(meeting)
                 if (done := prepare.exit_code_if_complete(wanted, paths)) is not None:
                     first.finish(done, "the run is complete already")
                     run.code = done
@@ -165,7 +157,7 @@ class TrainingStart:
                 told = node_session.make_offer(wanted, prepared, paths, 1, plan, rows_of, options.nodes)
                 until_all_meet = held.enter_context(contextlib.ExitStack())
                 until_all_meet.callback(paths.node0_marker.unlink, missing_ok=True)
-                multinode.offer_to_all(first, lambda node: told, poll_once)
+                multinode.offer_to_all(first, told, poll_once)
                 run.clean_memory(paths, poll_once)
                 agent = NodeAgent(first.secret, run.make_job, run.make_coordinator, multinode.make_replica_updater)
                 agent.adopt_job(told, run.job_for(job, mine, world))
@@ -175,16 +167,5 @@ class TrainingStart:
                 }
                 there, lost = first.describe_nodes(options.nodes)
                 run.begin(prepare.describe_start(prepared, everywhere, world) | there, prepared, noticed, lost)
-                epoch = 1
-                if run.claim is not None and options.total > 1:
-                    epoch = election.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
-            enter = functools.partial(
-                multinode.start_membership,
-                first,
-                agent,
-                run.claim,
-                wanted.resilience.heartbeat_timeout_s,
-                epoch,
-                until_all_meet,
-            )
+                enter = run.begin_epoch(first, agent, until_all_meet)
             return int(run.run_to_end(agent, enter))

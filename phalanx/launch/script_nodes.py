@@ -21,7 +21,6 @@ from phalanx.core.errors import ConfigError, Unhealthy
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import election
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.node_agent import NodeAgent
@@ -98,7 +97,7 @@ def run_script_on_node(script: ScriptJob, paths: RunPaths, ranks: int | None, op
             found, accelerators = preload_and_find_devices(False, script_run.PRELOAD)
         devices = assign_devices(found, accelerators, ranks)
         lead = functools.partial(_lead, script, paths, devices, options)
-        return multinode.lead_or_follow(paths, options, lead, lambda: _follow(script, paths, devices, options))
+        return multinode.lead_or_follow(paths, options, lead, lambda: _member(script, paths, devices, options).follow())
     except StopRequested as asked:
         options.notify_user(f"stopped by {asked} before the script was started")
         return ExitCode.STOPPED
@@ -134,9 +133,8 @@ def _lead(
         with raise_on_stop_signal():
             held.enter_context(run_folder.hold_run_folder(paths))
             run = _member(script, paths, devices, options)
-            first = held.enter_context(multinode.host_rendezvous(options, run.hello, spares=options.spares))
-            poll_once = multinode.raise_on_remote_stop(first)
-            multinode.gather(first, options, multinode.watch_for_takeover(paths, poll_once, before))
+            meeting = multinode.meet_nodes(options, run.hello, options.spares, paths, before)
+            first, poll_once = held.enter_context(meeting)
             noticed = None
             try:
                 noticed = run.check_health(poll_once)
@@ -147,22 +145,12 @@ def _lead(
             told = run.make_offer(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
             until_all_meet = held.enter_context(contextlib.ExitStack())
             until_all_meet.callback(paths.node0_marker.unlink, missing_ok=True)
-            multinode.offer_to_all(first, lambda node: told, poll_once)
+            multinode.offer_to_all(first, told, poll_once)
             peer = NodeAgent(first.secret, run.make_job, run.make_coordinator)
             peer.adopt_job(told, run.job_for(told))
             run.begin(first, noticed)
-            epoch = election.claim_next(paths, {"attempt": run.first_attempt, "leader": 0})
-        enter = functools.partial(
-            multinode.start_membership, first, peer, run.claim, HEARTBEAT_S, epoch, until_all_meet
-        )
+            enter = run.begin_epoch(first, peer, until_all_meet)
         return run.run_to_end(peer, enter)
-
-
-def _follow(script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions) -> int:
-    run = _member(script, paths, devices, options)
-    works = multinode.AgentHooks(run.make_job, run.make_coordinator, run.claim, HEARTBEAT_S)
-    peer = multinode.join_job(run.hello, options, works, functools.partial(election.read_leader_address, paths))
-    return peer if isinstance(peer, int) else run.run_to_end(peer)
 
 
 @dataclass
@@ -176,6 +164,10 @@ class ScriptNodeSession(NodeParticipant):
     @property
     def checks_health(self) -> bool:
         return self.script.checks_health
+
+    @property
+    def heartbeat_s(self) -> float:
+        return HEARTBEAT_S
 
     @property
     def grace_s(self) -> float:

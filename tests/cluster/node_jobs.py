@@ -209,7 +209,7 @@ class Node:
             self.unfit = first.yield_to_spare("node 0 is not fit to be trained on: it smokes", alone=False)
         rows = first.devices(self.options["nodes"])
         offer = self.prepare(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
-        multinode.offer_to_all(first, lambda node: offer, first.poll_once)
+        multinode.offer_to_all(first, offer, first.poll_once)
         peer = NodeAgent(first.secret, self.make, self.lead)
         peer.adopt_job(offer, self.make(offer, first.poll_once))
         self.paths.root.mkdir(exist_ok=True)

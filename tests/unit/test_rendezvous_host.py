@@ -25,7 +25,7 @@ def test_who_is_not_ready_is_named_now_and_then(monkeypatch: pytest.MonkeyPatch)
         first = RendezvousHost(3, listener, "a secret of a test", None, {"devices": []}, 600.0, notice)
         for node in (1, 2):
             first._connected[node] = ConnectedNode(SimpleNamespace(send=lambda message: None), {})  # type: ignore[arg-type]
-        first.offer(lambda node: {})
+        first.offer({})
         assert not first.are_all_ready() and said == []
         clock[0] += 61
         assert not first.are_all_ready() and not first.are_all_ready()
@@ -61,7 +61,7 @@ def test_a_job_starts_without_a_node_where_a_spare_and_another_node_are_left(
 def test_the_one_node_of_a_job_waits_for_nobody() -> None:
     hello = {"host": "here", "devices": [["cpu", "any", True]] * 2}
     alone = RendezvousHost(1, None, "", None, hello, 600.0, lambda kind, details: None)
-    alone.offer(lambda node: {})
+    alone.offer({})
     alone.poll_once()
     assert alone.have_all_nodes() and alone.are_all_ready() and alone.descriptors() == {}
     assert (alone.devices(1), alone.answers()) == ([hello["devices"]], {})

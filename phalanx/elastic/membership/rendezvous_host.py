@@ -75,7 +75,7 @@ class RendezvousHost:
         self._hello = hello
         self._offered: dict[int, Message] = {}  # hellos of all nodes that the job was resolved for
         self._connected: dict[int, ConnectedNode] = {}
-        self._offer: Callable[[int], Message] | None = None
+        self._offer: Message | None = None
         self._over = False
         self._missing_since = self._looked = time.monotonic()
         self._note_at = math.inf
@@ -155,13 +155,12 @@ class RendezvousHost:
         self.notice(EventKind.WARNING, {"message": f"{why}; node 0 brings all together, and a spare takes its place"})
         return why
 
-    def offer(self, offer: Callable[[int], Message]) -> None:
-        """Tell every node, now and when it comes back, what `offer(node)` says; from now on each has to come back as it
-        is."""
+    def offer(self, offer: Message) -> None:
+        """Tell every node of an offer, now and when it comes back; from now on each has to come back as it is."""
         self._offer, self._note_at = offer, time.monotonic() + NOTE_S
         for node, seat in self._connected.items():
             self._offered[node] = seat.hello
-            seat.channel.send({"offer": offer(node)})
+            seat.channel.send({"offer": offer})
 
     def are_all_ready(self) -> bool:
         """Whether all nodes can start. Raises as `have_all_nodes`, and an error with the words of a node that cannot:
@@ -233,7 +232,7 @@ class RendezvousHost:
         self._connected[node] = ConnectedNode(channel, hello)
         self.notice(EventKind.NODE_JOINED, {"node": node, "host": hello["host"], "ranks": len(hello["devices"])})
         if self._offer is not None:
-            channel.send({"offer": self._offer(node)})
+            channel.send({"offer": self._offer})
 
     def _lose(self, node: int, why: str) -> None:
         if not self.missing():
