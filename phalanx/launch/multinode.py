@@ -312,10 +312,10 @@ def _take_part(node: RendezvousClient, options: RendezvousOptions, hooks: AgentH
             )
             if node.offer is not None and not settled():
                 peer.adopt_job(node.offer, hooks.make_job(node.offer, poll_once))
-                node.send({"answer": {"held": peer.list_inventory()}})
+                node.send(peer.describe_ready())
                 poll_until(node, lambda: settled() or node.member_list is not None, node.poll_once)
     except StopRequested as asked:
-        node.report_stop_signal(str(asked))
+        node.send({"stop": str(asked)})
         raise
     except PhalanxError as error:
         node.send({"unfit": str(error), "code": int(error.exit_code)})

@@ -234,7 +234,7 @@ class Node:
                     other.send({"unfit": str(error), "code": int(error.exit_code)})
                     other.close()
                     raise
-                other.send({"answer": {}})
+                other.send(peer.describe_ready())
                 multinode.poll_until(other, functools.partial(is_settled, other), other.poll_once)
             if other.member_list is not None:
                 door = ConnectionListener(other.at.listener, other.secret, lambda host, why: None)

@@ -257,7 +257,6 @@ class _Result(BaseModel):
 
 
 class _Answer(MessagePart):
-    held: list[_InventoryEntry] = []
     echo: Echo | None = None
     result: _Result | None = None
 

@@ -5,7 +5,6 @@ one of the members.
 """
 
 import math
-import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -71,10 +70,6 @@ class RendezvousClient:
         """Tell node 0 something; lost where it is gone."""
         if self.channel.lost is None:
             self.channel.send(message)
-
-    def report_stop_signal(self, name: str) -> None:
-        """Tell node 0 that this node was asked to stop."""
-        self.send({"stop": name})
 
     def close(self) -> None:
         """Leave; what was said is still sent. A member's address stays open: it is its circle's."""
@@ -149,11 +144,10 @@ def _asked(host: str, port: int, secret: str) -> Message | None:
     except OSError:
         return None
     channel.send({"role": "first"})
-    until, poll = time.monotonic() + HANDSHAKE_TIMEOUT_S, select.poll()
+    until = time.monotonic() + HANDSHAKE_TIMEOUT_S
     heard: list[Message] = []
     while not heard and channel.lost is None and time.monotonic() < until:
-        poll.register(channel, channel.awaits)
-        poll.poll(100)
+        channel.wait(0.1)
         heard = channel.receive()
     channel.close("that was all")
     return heard[0] if heard else {}

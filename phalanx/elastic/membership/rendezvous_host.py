@@ -243,6 +243,8 @@ class RendezvousHost:
 
     def _hear(self, node: int, seat: ConnectedNode, message: messages.MessageRecord) -> None:
         match message:
+            case messages.ReadyMessage():
+                seat.answer = {"held": message.held or []}
             case messages.AnswerMessage():
                 seat.answer = message.answer
             case messages.UnfitMessage():

@@ -242,7 +242,11 @@ class NodeAgent:
 
     def report_ready(self) -> None:
         self._ready_unheard = self.is_leaderless  # the next leader hears it, whose vote may be older
-        self.tell_leader({"ready": self.division, "held": self.list_inventory()})
+        self.tell_leader(self.describe_ready())
+
+    def describe_ready(self) -> Message:
+        """What to say to whoever leads, at the start of a job or later, once this node has what a division needs."""
+        return {"ready": self.division, "held": self.list_inventory()}
 
     def take_start_order(self) -> tuple[int, NodeAssignment] | None:
         """The attempt that is to be started, and this node's seat in it, if it has one; once."""
@@ -377,17 +381,13 @@ class AttemptCalls:
         running = agent.running
         for channel, hello, until in waiting:
             of_replicas, attempt = hello["role"] == ROLE, int(hello["attempt"])
+            is_early = attempt > agent.last_seen_attempt and time.monotonic() < until
             here = running if running is not None and running.number == attempt else None
             if here is not None and of_replicas:
                 agent.memory.hand_over(agent.job, channel, writes=True)
             elif here is not None and here.serves_store:
                 here.join_store(channel)
-            elif (
-                attempt > agent.last_seen_attempt
-                and time.monotonic() < until
-                and not channel.receive()
-                and not channel.lost
-            ):
+            elif is_early and not channel.receive() and not channel.lost:
                 self._waiting.append((channel, hello, until))
             else:
                 channel.close("it belongs to another attempt")
