@@ -233,12 +233,10 @@ def mirror_while_running(paths: RunPaths) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        missing = end()
-        if missing is not None:
+        if (missing := end()) is not None:
             open_terminal().print(missing, style="yellow")
         raise
-    missing = end()
-    if missing is not None:
+    if (missing := end()) is not None:
         raise StorageError(missing)
 
 

@@ -5,7 +5,6 @@ The rules of meeting are in `elastic/membership/`. A job on one node meets nobod
 
 import contextlib
 import functools
-import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import election, rendezvous, rendezvous_client, shared_secret
 from phalanx.elastic.membership.admission import flat, make_hello
-from phalanx.elastic.membership.channel import Message
+from phalanx.elastic.membership.channel import Message, poll_descriptors
 from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.membership.rendezvous_client import RendezvousClient
@@ -88,10 +87,7 @@ def poll_until(
     """Let `poll_once` hear the others until something holds."""
     poll_once()
     while not until():
-        poll = select.poll()
-        for descriptor, events in others.descriptors().items():
-            poll.register(descriptor, events)
-        poll.poll(1000 * min(IDLE_S, others.due_s()))
+        poll_descriptors(others.descriptors(), min(IDLE_S, others.due_s()))
         poll_once()
 
 
@@ -321,7 +317,11 @@ def _take_part(node: RendezvousClient, options: RendezvousOptions, hooks: AgentH
         node.send({"unfit": str(error), "code": int(error.exit_code)})
         raise
     if node.member_list is not None:
-        door = ConnectionListener(node.at.listener, node.secret, functools.partial(_refused, options))
+        door = ConnectionListener(
+            node.at.listener,
+            node.secret,
+            lambda host, why: options.notify_user(f"a caller from {host} was refused: {why}"),
+        )
         peer.join_membership(node.member, node.member_list, door, node.at, hooks.heartbeat_s, hooks.claim)
         return peer
     if node.refusal is not None:
@@ -330,7 +330,3 @@ def _take_part(node: RendezvousClient, options: RendezvousOptions, hooks: AgentH
         options.notify_user(node.over[1])
         return node.over[0]
     return None
-
-
-def _refused(options: RendezvousOptions, host: str, why: str) -> None:
-    options.notify_user(f"a caller from {host} was refused: {why}")

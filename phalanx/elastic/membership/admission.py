@@ -11,47 +11,33 @@ from pydantic import AfterValidator, model_validator
 
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import redact_url
+from phalanx.elastic.membership import messages
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.messages import (
-    Address,
-    Count,
-    MessagePart,
-    MessageRecord,
-    Name,
-    Node,
-    PingMessage,
-    Port,
-    Ranks,
-    Token,
-    check_printable,
-    find_schema_problem,
-    parse_message,
-)
 
 
 def _device(row: list[Any]) -> list[Any]:
     if len(row) < 3 or not all(isinstance(value, kind) for value, kind in zip(row, (str, str, bool), strict=False)):
         raise ValueError("a device is no name, model and whether it has bf16")
-    check_printable(row[0] + row[1])
+    messages.check_printable(row[0] + row[1])
     return row
 
 
-class _At(MessagePart):
-    token: Token
-    address: Address
-    port: Port
-    beats: Port
+class _At(messages.MessagePart):
+    token: messages.Token
+    address: messages.Address
+    port: messages.Port
+    beats: messages.Port
 
 
-class _Hello(MessagePart):
+class _Hello(messages.MessagePart):
     role: Literal["node"]
-    node: Node
-    nodes: Ranks
-    host: Name
-    pid: Count
+    node: messages.Node
+    nodes: messages.Ranks
+    host: messages.Name
+    pid: messages.Count
     devices: list[Annotated[list[Any], AfterValidator(lambda row: _device(row))]]
-    versions: dict[Name, Name]
-    recipe: dict[Name, Any]
+    versions: dict[messages.Name, messages.Name]
+    recipe: dict[messages.Name, Any]
     at: _At | None = None
 
     @model_validator(mode="after")
@@ -83,7 +69,7 @@ def find_mismatch(hello: Message, leader: Message, to_node_0: bool) -> str | Non
 
     `to_node_0`: whether that is node 0 at the first meeting, whose number nobody else may have.
     """
-    if (wrong := find_schema_problem(_Hello, hello)) is not None:
+    if (wrong := messages.find_schema_problem(_Hello, hello)) is not None:
         return f"a node sent a greeting that makes no sense ({wrong}); use the same version of Phalanx on all nodes"
     if leader["devices"] and not hello["devices"]:
         return (
@@ -114,16 +100,16 @@ def find_mismatch(hello: Message, leader: Message, to_node_0: bool) -> str | Non
     return None
 
 
-def receive_messages(channel: Channel) -> Iterator[MessageRecord]:
+def receive_messages(channel: Channel) -> Iterator[messages.MessageRecord]:
     """What the other side of a meeting has said since the last call; who asks whether this one is there is answered,
     and who sends nonsense, or does not answer itself, is lost."""
     for message in channel.receive():
         try:
-            record = parse_message(message)
+            record = messages.parse_message(message)
         except ValueError as error:
             channel.close(str(error))
             break
-        if isinstance(record, PingMessage):
+        if isinstance(record, messages.PingMessage):
             channel.send({"pong": True})
         else:
             yield record

@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 PROTOCOL = 4  # of messages; a node says at the meeting that it is ready by another one than in 3
@@ -81,9 +82,7 @@ class Channel:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is something to send or to receive."""
-        poll = select.poll()
-        poll.register(self.socket, self.awaits)
-        poll.poll(1000 * timeout_s)
+        poll_descriptors({self.fileno(): self.awaits}, timeout_s)
 
     def push_back(self, messages: list[Message]) -> None:
         """Have these, the last of what was heard, heard again: they are for whoever owns the channel next."""
@@ -222,6 +221,14 @@ class Handshake:
             self.channel.most_bytes = MAX_MESSAGE_BYTES
             self.until = time.monotonic() + HANDSHAKE_TIMEOUT_S  # to say who it is
         return self.done
+
+
+def poll_descriptors(descriptors: Mapping[int, int], timeout_s: float) -> bool:
+    """Wait until one of the descriptors has what poll() looks at it for; returns whether one has."""
+    poll = select.poll()
+    for descriptor, events in descriptors.items():
+        poll.register(descriptor, events)
+    return bool(poll.poll(1000 * timeout_s))
 
 
 def enable_keepalive(connection: socket.socket) -> None:
