@@ -46,19 +46,23 @@ TESTS = {
         f"{UNIT}coordinator.py",
         "tests/cluster/test_membership.py",
     ],
-    "elastic/membership/election.py": ["tests/cluster/test_membership_turns.py", "tests/cluster/test_membership.py"],
-    "elastic/membership/failure_detector.py": [
+    "elastic/membership/election.py": [
+        f"{UNIT}fencing.py",
         "tests/cluster/test_membership_turns.py",
         "tests/cluster/test_membership.py",
     ],
-    "elastic/membership/links.py": ["tests/cluster/test_membership_turns.py", "tests/cluster/test_membership.py"],
+    "elastic/membership/heartbeat.py": [
+        f"{UNIT}heartbeat_sender.py",
+        "tests/cluster/test_membership_turns.py",
+        "tests/cluster/test_membership.py",
+    ],
     "elastic/membership/membership.py": ["tests/cluster/test_membership_turns.py", "tests/cluster/test_membership.py"],
     "elastic/supervisor/assignment.py": [f"{UNIT}assignment.py", *NODES],
 }
 
 # "file function: code -> other code" -> why it is no other program.
 EQUIVALENT: dict[str, str] = {
-    "elastic/membership/failure_detector.py FailureDetector.wake: at > now -> (at) >= (now)": "it is now either way",
+    "elastic/membership/heartbeat.py FailureDetector.wake: at > now -> (at) >= (now)": "it is now either way",
     "layout/balance.py _split_below: (count := sum(had)) <= total -> ((count := sum(had))) < (total)": "split gives "
     "the rest itself",
     "layout/balance.py _split_below: 3 -> 4 in aim = (total - len(lines) / 4 - below) / (above - below) if turn % 3 < "

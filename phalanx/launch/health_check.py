@@ -16,7 +16,6 @@ from phalanx.core import placement
 from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError, Unhealthy
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
-from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import rendezvous_client
 from phalanx.elastic.membership.connectivity import ConnectionProbe, EchoServer, probe
@@ -73,17 +72,14 @@ def _shareable_report(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lead(meeting: RendezvousOptions, own: dict[str, Any], as_json: bool) -> tuple[int, dict[str, Any]]:
     with contextlib.ExitStack() as held:
-        first = held.enter_context(
-            multinode.host_rendezvous(meeting, multinode.make_training_hello(Config(), [], meeting, COMMAND))
-        )
-        poll_once = multinode.raise_on_remote_stop(first)
-        multinode.gather(first, meeting, poll_once)
+        said = multinode.make_training_hello(Config(), [], meeting, COMMAND)
+        first, poll_once = held.enter_context(multinode.meet_nodes(meeting, said))
         secret = secrets.token_hex(32)
         echo = EchoServer(dict(interfaces()).get(first.interface() or "lo", "127.0.0.1"), secret)
         held.callback(echo.close)
-        multinode.offer_to_all(first, lambda node: {"secret": secret}, poll_once)
+        multinode.offer_to_all(first, {"secret": secret}, poll_once)
         peers = [list(echo.address), *(answer["echo"] for answer in first.answers().values())]
-        first.offer(lambda node: {"secret": secret, "peers": peers})
+        first.offer({"secret": secret, "peers": peers})
         ways = {0: _probe_peers(0, peers, secret, poll_once)}
         _wait_for_all(first, poll_once)
         answers = [own, *(answer["result"] for answer in first.answers().values())]
@@ -136,22 +132,21 @@ def _follow(meeting: RendezvousOptions, own: dict[str, Any]) -> int:
             ways = _probe_peers(meeting.node, offer["peers"], secret, poll_once)
             told = {str(to): way.to_json() for to, way in ways.items()}
             node.send({"answer": {"result": own | {"ways": told}}})
-            multinode.poll_until(node, lambda: _is_settled(node, poll_once))
+            multinode.poll_until(node, lambda: _is_settled(node), poll_once)
         if node.refusal is not None:
             raise ConfigError(node.refusal)
         assert node.over is not None
         return node.over[0]
 
 
-def _is_settled(node: RendezvousClient, poll_once: Callable[[], None]) -> bool:
-    poll_once()
+def _is_settled(node: RendezvousClient) -> bool:
     return node.over is not None or node.refusal is not None
 
 
 def _wait_for_offer(node: RendezvousClient, poll_once: Callable[[], None], key: str) -> dict[str, Any] | None:
     """What node 0 offers once it has `key`; None where the meeting ends before."""
-    multinode.poll_until(node, lambda: _is_settled(node, poll_once) or (node.offer is not None and key in node.offer))
-    return None if node.over is not None or node.refusal is not None else node.offer
+    multinode.poll_until(node, lambda: _is_settled(node) or (node.offer is not None and key in node.offer), poll_once)
+    return None if _is_settled(node) else node.offer
 
 
 def _probe_peers(
@@ -321,15 +316,6 @@ def request_replacement(paths: RunPaths, findings: Sequence[Finding]) -> None:
         reason = "; ".join(unique_sentences(broken))
         with contextlib.suppress(PhalanxError):  # it cannot be written; the event has said it
             node_requests.write_request(paths, host, NodeRequestKind.REPLACE, reason, node_requests.BY_HEALTH)
-
-
-def make_event_writer(paths: RunPaths) -> Callable[[int, dict[str, Any]], None]:
-    """What a Watch may `tell`: an event of the run."""
-
-    def tell(attempt: int, seen: dict[str, Any]) -> None:
-        write_event(paths.events, EventKind.HEALTH, attempt, **seen)
-
-    return tell
 
 
 class HealthWatch:

@@ -33,9 +33,8 @@ from phalanx.launch.launched_run import (
     read_launch_spec,
     read_start_outcome,
 )
-from phalanx.launch.schedulers.background import hold_lock
 from phalanx.launch.schedulers.registry import find_scheduler
-from phalanx.launch.schedulers.scheduler import JobTask, Scheduler
+from phalanx.launch.schedulers.scheduler import JobTask, Scheduler, hold_lock
 from phalanx.storage import permissions
 from phalanx.system.exit_causes import signal_name
 from phalanx.system.fork import STOP_SIGNALS, active_stop_signals, die_with
@@ -216,7 +215,8 @@ def _record_outcome(paths: RunPaths, launched: LaunchSpec, node: int, start: str
     if there is not None and _is_final(there, node, code):
         return there.next_action
     saved = outcome.checkpoint_step_in_events(paths)
-    before = [over for other in _other_outcome_files(paths, path) if (over := read_start_outcome(other)) is not None]
+    others = [read_start_outcome(other) for other in list_outcome_files(paths) if other != path]
+    before = [over for over in others if over is not None]
     follow, why = decide_restart(launched, code, paths.cancelled.exists(), saved, before)
     text = f"{int(code)} {follow} {saved} {node}\n"
     with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
@@ -250,10 +250,6 @@ def _create_file(path: Path, text: str) -> bool:
     finally:
         temporary.unlink(missing_ok=True)
     return True
-
-
-def _other_outcome_files(paths: RunPaths, path: Path) -> list[Path]:
-    return [other for other in list_outcome_files(paths) if other != path]
 
 
 def _end_orphaned_job(

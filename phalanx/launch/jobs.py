@@ -19,7 +19,6 @@ from phalanx.launch.launched_run import (
     ASK_S,
     RESTART,
     LaunchSpec,
-    StartOutcome,
     has_ended,
     newest_job,
     read_start_outcome,
@@ -28,9 +27,8 @@ from phalanx.launch.launched_run import (
     scheduler_of,
     write_launch_spec,
 )
-from phalanx.launch.schedulers.background import find_local_process, find_lock_holder
 from phalanx.launch.schedulers.registry import find_scheduler
-from phalanx.launch.schedulers.scheduler import Job, LaunchOptions
+from phalanx.launch.schedulers.scheduler import Job, LaunchOptions, find_local_process, find_lock_holder
 from phalanx.report.console import Console, Follower
 from phalanx.report.logs import open_terminal
 from phalanx.storage import lease, permissions
@@ -139,13 +137,15 @@ def wait_for_end(paths: RunPaths, config: Config) -> int:
                     console.say(words)
             if gone is not None:
                 refresh_listing(paths.launch)
-            over, ended = _newest_outcome(paths), answers and has_ended(paths, state)
+            over = next(reversed(read_start_outcomes(paths)), None)
+            ended = answers and has_ended(paths, state)
             if over is not None and over.next_action != RESTART and ended:
                 return over.code
             if ended:
                 gone = gone if gone is not None else now
                 if now > gone + OUTCOME_WAIT_S:
-                    if state is not None and (over := _outcome_of_job(paths, state)) is not None:
+                    last = None if state is None else paths.start_outcome(f"{state.id}-{state.restarts + 1}")
+                    if last is not None and (over := read_start_outcome(last)) is not None:
                         return over.code  # whatever was to follow: somebody has ended the job itself
                     raise RunError(_no_outcome_message(paths, state))
             else:
@@ -171,16 +171,6 @@ def _describe_job(job: Job | None) -> str:
     why = f" ({job.reason})" if job.waits and job.reason else ""
     where = f" on {job.nodes}" if job.nodes and not job.waits else ""
     return f"job {job.id} is {job.state}{why}{where}"
-
-
-def _newest_outcome(paths: RunPaths) -> StartOutcome | None:
-    found = read_start_outcomes(paths)
-    return found[-1] if found else None
-
-
-def _outcome_of_job(paths: RunPaths, job: Job) -> StartOutcome | None:
-    """How the last start of a job ended, as its nodes say."""
-    return read_start_outcome(paths.start_outcome(f"{job.id}-{job.restarts + 1}"))
 
 
 def _no_outcome_message(paths: RunPaths, job: Job | None) -> str:

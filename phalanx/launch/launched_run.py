@@ -14,9 +14,8 @@ from phalanx.core.errors import PhalanxError, StorageError
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths, Url
-from phalanx.launch.schedulers.background import find_local_process, find_lock_holder
 from phalanx.launch.schedulers.registry import DEFAULT, LOCAL, SCHEDULERS, find_scheduler
-from phalanx.launch.schedulers.scheduler import Job, Scheduler
+from phalanx.launch.schedulers.scheduler import Job, Scheduler, find_local_process, find_lock_holder
 from phalanx.recovery import fencing
 from phalanx.report.logs import open_terminal
 from phalanx.storage import lease, mirror
@@ -234,12 +233,10 @@ def mirror_while_running(paths: RunPaths) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        missing = end()
-        if missing is not None:
+        if (missing := end()) is not None:
             open_terminal().print(missing, style="yellow")
         raise
-    missing = end()
-    if missing is not None:
+    if (missing := end()) is not None:
         raise StorageError(missing)
 
 

@@ -125,10 +125,8 @@ def _prepare(
     if meeting is None:
         return prepare.prepare_run(wanted, paths, devices, here, here, writes=False), None
     said = multinode.make_training_hello(wanted, devices, meeting, COMMAND)
-    first = held.enter_context(multinode.host_rendezvous(meeting, said))
-    poll_once = multinode.raise_on_remote_stop(first)
-    multinode.gather(first, meeting, poll_once)
-    rows = [each["devices"] for each in first.hellos()]
+    first, poll_once = held.enter_context(multinode.meet_nodes(meeting, said))
+    rows = first.devices(meeting.total)
     elsewhere = [DeviceInfo(*row) for each in rows[1:] for row in each]
     world = here + len(elsewhere)
     prepared = prepare.prepare_run(
@@ -137,7 +135,7 @@ def _prepare(
     plan = [(node, len(each)) for node, each in enumerate(rows)]
     told = {"config": node_session.render_shared_config(wanted, prepared), "world": world}
     told |= describe_division(1, plan, rows, RecoveryPolicy(len(rows), max_restarts=0, on_lost_node=()))
-    multinode.offer_to_all(first, lambda node: told, poll_once)
+    multinode.offer_to_all(first, told, poll_once)
     works = _measuring_callbacks(wanted, said, devices, paths, as_json=meeting.quiet)
     peer = NodeAgent(first.secret, works.make_job, works.make_coordinator)
     peer.adopt_job(told, _job(prepared.job, devices, paths))

@@ -1,12 +1,10 @@
 """How the nodes of a job meet that no scheduler ties together: one command on each, whatever these run.
 
-The rules of meeting are in `elastic/membership/`. A job on one node meets nobody (`SoloMeeting`).
+The rules of meeting are in `elastic/membership/`. A job on one node meets nobody.
 """
 
 import contextlib
 import functools
-import math
-import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +12,14 @@ from importlib.metadata import version
 from typing import Any
 
 from phalanx.config.schema import Config
-from phalanx.core.errors import ConfigError, PhalanxError, RunError, Unhealthy
+from phalanx.core.errors import ConfigError, PhalanxError, RunError
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.core.version import __version__
-from phalanx.elastic.membership import epoch_files, rendezvous, rendezvous_client, shared_secret
+from phalanx.elastic.membership import election, rendezvous, rendezvous_client, shared_secret
 from phalanx.elastic.membership.admission import flat, make_hello
-from phalanx.elastic.membership.channel import Message
+from phalanx.elastic.membership.channel import Message, poll_descriptors
 from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.membership.rendezvous_client import RendezvousClient
@@ -47,7 +45,7 @@ def lead_or_follow(
     for file in shared_secret.remove_unused_secrets(options.point.secret_file):
         options.notify_user(f"removed {file}, the secret of a rendezvous that nobody has used for a long time")
     # Others may begin another epoch while this node checks whether the run continues.
-    before = epoch_files.read_epoch_number(paths) if options.node == 0 else 0
+    before = election.read_epoch_number(paths) if options.node == 0 else 0
     if options.node == 0 and not is_run_active(paths, options):
         try:
             return lead(before)
@@ -83,71 +81,23 @@ def _show(options: RendezvousOptions, kind: str, details: dict[str, Any]) -> Non
     options.notify_user(event_text.describe_event({"kind": kind, **details}))
 
 
-def poll_until(others: RendezvousHost | RendezvousClient, until: Callable[[], bool]) -> None:
-    """Let others be heard until something holds."""
-    others.poll_once()
+def poll_until(
+    others: RendezvousHost | RendezvousClient, until: Callable[[], bool], poll_once: Callable[[], None]
+) -> None:
+    """Let `poll_once` hear the others until something holds."""
+    poll_once()
     while not until():
-        poll = select.poll()
-        for descriptor, events in others.descriptors().items():
-            poll.register(descriptor, events)
-        poll.poll(1000 * min(IDLE_S, others.due_s()))
-        others.poll_once()
+        poll_descriptors(others.descriptors(), min(IDLE_S, others.due_s()))
+        poll_once()
 
 
 # -------------------------------------------------------------------------------------------------------------- node 0
 
 
-class SoloMeeting:
-    """What a `RendezvousHost` is to node 0, where there is no other node."""
-
-    secret = ""
-    stop_signal: str | None = None
-
-    def __init__(self, hello: Message) -> None:
-        self._hello = hello
-        self.replaced_by_spares: dict[int, str] = {}
-
-    def hellos(self) -> list[Message]:
-        return [self._hello]
-
-    def answers(self) -> dict[int, Message]:
-        return {}
-
-    def missing(self) -> list[int]:
-        return []
-
-    def have_all_nodes(self) -> bool:
-        return True
-
-    def are_all_ready(self) -> bool:
-        return True
-
-    def offer(self, what: Callable[[int], Message]) -> None:
-        pass
-
-    def poll_once(self) -> None:
-        pass
-
-    def descriptors(self) -> dict[int, int]:
-        return {}
-
-    def due_s(self) -> float:
-        return math.inf
-
-    def yield_to_spare(self, why: str, alone: bool) -> str:
-        raise Unhealthy(why)
-
-    def finish(self, code: int, text: str) -> None:
-        pass
-
-
-Meeting = RendezvousHost | SoloMeeting
-
-
 def is_run_active(paths: RunPaths, options: RendezvousOptions) -> bool:
     """Whether the run goes on already, led by another node, which this one then comes back to."""
     if options.point.folder is None:
-        leader = epoch_files.read_leader_address(paths)
+        leader = election.read_leader_address(paths)
         return leader is not None and rendezvous_client.is_run_active((leader[0],), leader[1], options.point.secret)
     there = rendezvous.read_address(options.point.folder)
     return there is not None and rendezvous_client.is_run_active(there.hosts, there.port, there.secret)
@@ -157,7 +107,7 @@ def has_new_leader(paths: RunPaths, options: RendezvousOptions) -> bool:
     """Whether others go on with a run that node 0 was about to begin: started again at once, it may be there before
     they have agreed on who leads now."""
     until = time.monotonic() + TAKEOVER_S
-    while epoch_files.read_newest_epoch(paths) is not None and time.monotonic() < until:
+    while election.read_newest_epoch(paths) is not None and time.monotonic() < until:
         if is_run_active(paths, options):
             return True
         time.sleep(rendezvous_client.PAUSE_S)
@@ -173,7 +123,7 @@ def watch_for_takeover(paths: RunPaths, poll_once: Callable[[], None], before: i
         poll_once()
         if time.monotonic() > look_at:
             look_at = time.monotonic() + LOOK_S
-            if epoch_files.read_epoch_number(paths) != before:
+            if election.read_epoch_number(paths) != before:
                 raise RunError(
                     f"another node leads the run in {paths.display_name} now; start this one again, and it comes back"
                 )
@@ -190,7 +140,7 @@ def make_replica_updater(form: Mapping[str, Any]) -> Any:
 
 
 def start_membership(
-    first: Meeting,
+    first: RendezvousHost,
     agent: NodeAgent,
     claim: Claim | None,
     heartbeat_s: float,
@@ -200,8 +150,8 @@ def start_membership(
     """Have all who have met enter the circle, node 0 with them; by what holds `until_all_meet` they go on, and come
     back, without this node too, so it stays. Raises RunError, and StopAsked once one of them was asked to stop."""
     raise_on_remote_stop(first)()  # a node that was asked to stop has left by now, and all shall stop
-    if isinstance(first, SoloMeeting):
-        agent.join_alone(first.hellos()[0]["devices"])
+    if first.nodes == 1:
+        agent.join_alone(first.devices(1)[0])
         return
     at = first.bind_address()
     member_list = first.make_member_list(epoch, at)
@@ -213,7 +163,7 @@ def start_membership(
         until_all_meet.pop_all()
 
 
-def raise_on_remote_stop(first: Meeting) -> Callable[[], None]:
+def raise_on_remote_stop(first: RendezvousHost) -> Callable[[], None]:
     """A function that hears the other nodes; it raises StopAsked once one of them was asked to stop."""
 
     def poll_once() -> None:
@@ -224,37 +174,37 @@ def raise_on_remote_stop(first: Meeting) -> Callable[[], None]:
     return poll_once
 
 
-def offer_to_all(first: Meeting, what: Callable[[int], dict[str, Any]], poll_once: Callable[[], None]) -> None:
-    """Tell each node `what(node)` says, and wait until all are ready. Raises as `RendezvousHost.are_all_ready`."""
-    first.offer(what)
-    while not first.are_all_ready():
-        _look(first, poll_once)
+def offer_to_all(first: RendezvousHost, offer: Message, poll_once: Callable[[], None]) -> None:
+    """Tell all nodes of an offer, and wait until they are ready. Raises as `RendezvousHost.are_all_ready`."""
+    first.offer(offer)
+    poll_until(first, first.are_all_ready, poll_once)
 
 
-def gather(first: Meeting, options: RendezvousOptions, poll_once: Callable[[], None]) -> None:
+def gather(first: RendezvousHost, options: RendezvousOptions, poll_once: Callable[[], None]) -> None:
     """Wait until all nodes are there; `poll_once` hears them. Raises as `RendezvousHost.have_all_nodes`."""
     said: list[int] = []
-    while not first.have_all_nodes():
+
+    def are_there() -> bool:
+        nonlocal said
+        if first.have_all_nodes():
+            return True
         if first.missing() != said:
             said = first.missing()
             names = f"node{'s' if len(said) > 1 else ''} {', '.join(map(str, said))}"
             options.notify_user(f"waiting for {names} at {options.point.text}, for {options.timeout_s:g} s at most")
-        _look(first, poll_once)
+        return False
 
-
-def _look(first: Meeting, poll_once: Callable[[], None]) -> None:
-    poll = select.poll()
-    for descriptor, events in first.descriptors().items():
-        poll.register(descriptor, events)
-    poll.poll(1000 * min(IDLE_S, first.due_s()))
-    poll_once()
+    poll_until(first, are_there, poll_once)
 
 
 @contextlib.contextmanager
 def host_rendezvous(options: RendezvousOptions, hello: dict[str, Any], spares: int = 0) -> Iterator[RendezvousHost]:
     """Node 0, to be found by the others, of which `spares` make up for such as are not fit. However it ends, they are
-    told, and nothing stays behind."""
-    place = options.point
+    told, and nothing stays behind. The one node of a job meets nobody."""
+    place, show = options.point, functools.partial(_show, options)
+    if options.total == 1:
+        yield RendezvousHost(1, None, "", None, hello, options.timeout_s, show)
+        return
     if place.folder is not None:
         there = rendezvous.read_address(place.folder)
         if there is not None and rendezvous_client.is_there(there):
@@ -270,7 +220,6 @@ def host_rendezvous(options: RendezvousOptions, hello: dict[str, Any], spares: i
             address = rendezvous.make_host_address(listener)
             made = rendezvous.publish(place.folder, address)
             held.callback(rendezvous.withdraw, place.folder, address, made)
-        show = functools.partial(_show, options)
         first = RendezvousHost(options.total, listener, address, place.folder, hello, options.timeout_s, show, spares)
         try:
             yield first
@@ -283,6 +232,18 @@ def host_rendezvous(options: RendezvousOptions, hello: dict[str, Any], spares: i
         except BaseException as error:
             first.finish(ExitCode.FAILED, f"node 0 failed: {type(error).__name__}: {error}")
             raise
+
+
+@contextlib.contextmanager
+def meet_nodes(
+    options: RendezvousOptions, hello: Message, spares: int = 0, paths: RunPaths | None = None, before: int = 0
+) -> Iterator[tuple[RendezvousHost, Callable[[], None]]]:
+    """Node 0 with all others there, and a function that hears them, as that of `raise_on_remote_stop`. Where it leads
+    the run at `paths`, no other node may have begun another epoch than `before` meanwhile."""
+    with host_rendezvous(options, hello, spares) as first:
+        poll_once = raise_on_remote_stop(first)
+        gather(first, options, poll_once if paths is None else watch_for_takeover(paths, poll_once, before))
+        yield first, poll_once
 
 
 # --------------------------------------------------------------------------------------------------------- other nodes
@@ -342,19 +303,25 @@ def _take_part(node: RendezvousClient, options: RendezvousOptions, hooks: AgentH
     try:
         with raise_on_stop_signal(), contextlib.suppress(_Changed):
             options.notify_user("reached node 0, which prepares the run when all are there")
-            poll_until(node, lambda: settled() or node.offer is not None or node.member_list is not None)
+            poll_until(
+                node, lambda: settled() or node.offer is not None or node.member_list is not None, node.poll_once
+            )
             if node.offer is not None and not settled():
                 peer.adopt_job(node.offer, hooks.make_job(node.offer, poll_once))
-                node.send({"answer": {"held": peer.list_inventory()}})
-                poll_until(node, lambda: settled() or node.member_list is not None)
+                node.send(peer.describe_ready())
+                poll_until(node, lambda: settled() or node.member_list is not None, node.poll_once)
     except StopRequested as asked:
-        node.report_stop_signal(str(asked))
+        node.send({"stop": str(asked)})
         raise
     except PhalanxError as error:
         node.send({"unfit": str(error), "code": int(error.exit_code)})
         raise
     if node.member_list is not None:
-        door = ConnectionListener(node.at.listener, node.secret, functools.partial(_refused, options))
+        door = ConnectionListener(
+            node.at.listener,
+            node.secret,
+            lambda host, why: options.notify_user(f"a caller from {host} was refused: {why}"),
+        )
         peer.join_membership(node.member, node.member_list, door, node.at, hooks.heartbeat_s, hooks.claim)
         return peer
     if node.refusal is not None:
@@ -363,7 +330,3 @@ def _take_part(node: RendezvousClient, options: RendezvousOptions, hooks: AgentH
         options.notify_user(node.over[1])
         return node.over[0]
     return None
-
-
-def _refused(options: RendezvousOptions, host: str, why: str) -> None:
-    options.notify_user(f"a caller from {host} was refused: {why}")

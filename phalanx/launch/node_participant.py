@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import ConfigError, RunError
@@ -20,18 +19,20 @@ from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files, rendezvous
+from phalanx.elastic.membership import election, rendezvous
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.rendezvous import refresh_listing
+from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.agent import run_agent
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.worker import NodeJob, StopSignals
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
 from phalanx.elastic.supervisor.node_requests import NodeRequest
 from phalanx.health.findings import DeviceInfo
-from phalanx.launch import health_check
+from phalanx.launch import health_check, multinode
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder, TryAgain
+from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.recovery.catalog import StateFileInfo
 from phalanx.report import event_text
 
@@ -40,25 +41,14 @@ SEEN_S = 3.0  # what a network file system gets to show what another node has ju
 Tend = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class NodeContext:
-    """This node's number, how many train, the folder where they meet, if it is one, and whether there is no other."""
-
-    node: int
-    nodes: int
-    rendezvous_folder: Path | None
-    alone: bool = False
-
-
 @dataclass
 class NodeParticipant(abc.ABC):
-    """`hello`: what this node says of itself; `notify_user` is for the user who sits here, while another node leads."""
+    """`hello`: what this node says of itself."""
 
     paths: RunPaths
     devices: Sequence[DeviceInfo]
-    context: NodeContext
+    options: RendezvousOptions
     hello: Message
-    notify_user: Callable[[str], None]
     recorder: EventRecorder | LocalRecorder | None = field(default=None, init=False)
     first_attempt: int = field(default=0, init=False)
     committed: int = field(default=0, init=False)
@@ -77,10 +67,19 @@ class NodeParticipant(abc.ABC):
             self.paths, health_check.list_accelerator_uuids(self.devices), self._seen
         )
 
+    def notify_user(self, text: str) -> None:
+        """Tell the user who sits here, while another node leads."""
+        self.options.notify_user(text)
+
     @property
     @abc.abstractmethod
     def checks_health(self) -> bool:
         """Whether this node is looked at after a death."""
+
+    @property
+    @abc.abstractmethod
+    def heartbeat_s(self) -> float:
+        """Seconds of silence after which a node is lost."""
 
     @property
     @abc.abstractmethod
@@ -111,13 +110,13 @@ class NodeParticipant(abc.ABC):
     @property
     def claim(self) -> Claim | None:
         """Creates the files of epochs; a URL has none."""
-        return None if self.paths.url is not None else functools.partial(epoch_files.claim, self.paths)
+        return None if self.paths.url is not None else functools.partial(election.claim, self.paths)
 
     def count_ranks(self, offer: Message) -> int:
         """How many ranks this node has in a division, or would have in the place of another one."""
         ranks = dict(zip(offer["seats"], (ranks for ranks, _ in offer["slots"]), strict=True))
         # Of one that has come back with fewer devices than its ranks had, as many as it has: it cannot take them again.
-        return min(len(self.devices), ranks.get(self.context.node, max(ranks.values())))
+        return min(len(self.devices), ranks.get(self.options.node, max(ranks.values())))
 
     # ---------------------------------------------------------------------------------------------------- what happens
 
@@ -199,7 +198,7 @@ class NodeParticipant(abc.ABC):
                         held.callback(os.close, locks[0])
 
             again()
-            place = self.context.rendezvous_folder
+            place = self.options.point.folder
             if place is not None:
                 there = rendezvous.HostAddress((address,), port, secret, f"{agent} on {self.hello['host']}")
                 with contextlib.suppress(RunError):  # then no node comes back, and the others go on
@@ -207,7 +206,25 @@ class NodeParticipant(abc.ABC):
                     held.callback(rendezvous.withdraw, place, there, made)
             yield again
 
-    # --------------------------------------------------------------------------------------------------------- the end
+    # ----------------------------------------------------------------------------------------- the meeting and the end
+
+    def begin_epoch(
+        self, first: RendezvousHost, agent: NodeAgent, until_all_meet: contextlib.ExitStack
+    ) -> Callable[[], None]:
+        """Begin an epoch, as node 0 when all are ready. Returns what makes all who have met members of it."""
+        epoch = 1
+        if self.claim is not None and self.options.total > 1:
+            epoch = election.claim_next(self.paths, {"attempt": self.first_attempt, "leader": 0})
+        return functools.partial(
+            multinode.start_membership, first, agent, self.claim, self.heartbeat_s, epoch, until_all_meet
+        )
+
+    def follow(self) -> int:
+        """Take part in a run that node 0, or whoever leads by now, has. Returns the exit code."""
+        hooks = multinode.AgentHooks(self.make_job, self.make_coordinator, self.claim, self.heartbeat_s)
+        where = functools.partial(election.read_leader_address, self.paths)
+        agent = multinode.join_job(self.hello, self.options, hooks, where)
+        return agent if isinstance(agent, int) else self.run_to_end(agent)
 
     def run_to_end(self, agent: NodeAgent, start_membership: Callable[[], None] = lambda: None) -> int:
         """Run this node's part and say how the run ended. Returns the exit code. `start_membership` makes all who have
@@ -217,7 +234,7 @@ class NodeParticipant(abc.ABC):
             try:
                 code = run_agent(agent, self.grace_s, signals)
                 if agent.over is not None and agent.is_leader:
-                    agent.over = code, _ending(code, self.paths, self.context.node)
+                    agent.over = code, _ending(code, self.paths, self.options.node)
             finally:
                 agent.close()
                 self.health_watch.close()

@@ -136,6 +136,10 @@ class NodeSession(NodeParticipant):
         return self.requested_config.resilience.health != "off"
 
     @property
+    def heartbeat_s(self) -> float:
+        return self.requested_config.resilience.heartbeat_timeout_s
+
+    @property
     def grace_s(self) -> float:
         return self.requested_config.comm.timeout_s
 
@@ -161,13 +165,13 @@ class NodeSession(NodeParticipant):
         config = read_offered_config(offer)
         prepare.check_offer(self.requested_config, config)
         prepare.check_faults(self.requested_faults, faults.faults_from_message(offer["faults"]))
-        if failover.parse_policy(offer) != make_policy(config, self.context.nodes):
+        if failover.parse_policy(offer) != make_policy(config, self.options.nodes):
             raise ConfigError("the leader offers another resilience than its recipe has; use one version of Phalanx")
         paths = self.paths
         if paths.url is None:
             check_shared_folder(paths, offer["sign"], poll_once)
-        elif self.context.node > 0:
-            paths = mirror.make_working_paths(paths.url.text, config.data.cache, paths.url.timeout_s, self.context.node)
+        elif self.options.node > 0:
+            paths = mirror.make_working_paths(paths.url.text, config.data.cache, paths.url.timeout_s, self.options.node)
             fetch_records(paths, poll_once)
             self.limits = hardware.watch_limits(paths)  # where this node's ranks note theirs
         self.clean_memory(paths, poll_once)
@@ -224,7 +228,7 @@ class NodeSession(NodeParticipant):
         if not self.memory.state:
             return
         with contextlib.closing(
-            shared_memory.hold_orphaned_folders(self.paths, self.context.node, self.shared.parent)
+            shared_memory.hold_orphaned_folders(self.paths, self.options.node, self.shared.parent)
         ) as folders:
             for number, folder in folders:
                 _await_the_dead(folder, poll_once)
@@ -273,7 +277,7 @@ class NodeSession(NodeParticipant):
         later = [] if prepared.layout_event is None else [(EventKind.LAYOUT_CHOSEN, prepared.layout_event)]
         later += [] if noticed is None else [(EventKind.HEALTH, noticed)]
         later += [(EventKind.NODE_LOST, each) for each in lost]
-        make = LocalRecorder if self.context.alone else EventRecorder
+        make = LocalRecorder if self.options.total == 1 else EventRecorder
         recorder = make(self.paths, prepared.config.train.steps, prepared.unit)
         self.start_recording(recorder, event, later)
         for message in prepared.warnings:
@@ -299,8 +303,8 @@ class NodeSession(NodeParticipant):
     def prepare_offer(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
         """Resolve the recipe for other ranks; runs in a child."""
         rows = [(node, DeviceInfo(*row)) for (node, _), each in zip(plan, devices, strict=True) for row in each]
-        mine = [device for node, device in rows if node == self.context.node] or list(self.devices)
-        elsewhere = [device for node, device in rows if node != self.context.node]
+        mine = [device for node, device in rows if node == self.options.node] or list(self.devices)
+        elsewhere = [device for node, device in rows if node != self.options.node]
         by_node = [[DeviceInfo(*row) for row in each] for each in devices]
         prepared = prepare.prepare_run(
             self.requested_config,
@@ -318,7 +322,7 @@ class NodeSession(NodeParticipant):
         if prepared.layout_event is not None:
             write_event(self.paths.events, EventKind.LAYOUT_CHOSEN, prepared.attempt, **prepared.layout_event)
         return make_offer(
-            self.requested_config, prepared, self.paths, division, plan, devices, self.context.nodes, first=False
+            self.requested_config, prepared, self.paths, division, plan, devices, self.options.nodes, first=False
         )
 
     def take_committed_steps(self) -> list[int]:

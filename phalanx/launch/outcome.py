@@ -3,7 +3,7 @@
 import contextlib
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,17 @@ def describe_early_stop(paths: RunPaths, signal_name: str) -> str:
     return f"stopped by {signal_name} before any further step; the same command goes on from {where}"
 
 
+def _read_events_since(paths: RunPaths, attempt: int) -> Iterator[dict[str, Any]]:
+    events = read_events(paths.events)
+    return (event for event in events if type(event.get("attempt")) is int and event["attempt"] >= attempt)
+
+
 def resolve_exit_code(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
     """The exit code of a start whose agent ended with `code`, and whether it had been asked to stop.
 
     What was saved has not failed: ranks that are killed (a second Ctrl-C) while they leave have done their work.
     """
-    kinds = [
-        event.get("kind")
-        for event in read_events(paths.events)
-        if type(event.get("attempt")) is int and event["attempt"] >= first_attempt
-    ]
+    kinds = [event.get("kind") for event in _read_events_since(paths, first_attempt)]
     asked = EventKind.STOP_REQUESTED in kinds
     if code == ExitCode.FAILED and asked and EventKind.FINISHED in kinds:
         return ExitCode.DONE, asked
@@ -94,13 +95,8 @@ def write_finish_event(paths: RunPaths, step: int, attempt: int) -> None:
 
 def warn_missing_faults(paths: RunPaths, planned: Sequence[Fault], first_attempt: int) -> None:
     """Say which faults were asked for and did not happen in this start, or they would be taken for tried."""
-    happened = {
-        str(event.get("fault"))
-        for event in read_events(paths.events)
-        if event.get("kind") == EventKind.INJECTED
-        and type(event.get("attempt")) is int
-        and event["attempt"] >= first_attempt
-    }
+    since = _read_events_since(paths, first_attempt)
+    happened = {str(event.get("fault")) for event in since if event.get("kind") == EventKind.INJECTED}
     for fault in faults.find_missed_faults(planned, happened):
         message = f"--inject {fault.text} did not happen: the run did not get there in that attempt"
         open_terminal().print(message, style="yellow", soft_wrap=True)

@@ -7,7 +7,6 @@ on is in `node_session.py` and `elastic/`.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,12 @@ from phalanx.core.errors import Unhealthy
 from phalanx.core.faults import Fault
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files
+from phalanx.elastic.membership import election
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.worker import StopRequested, raise_on_stop_signal
 from phalanx.health.findings import DeviceInfo, assign_devices, preload_and_find_devices
 from phalanx.launch import health_check, multinode, node_session, outcome, prepare, started_rank
 from phalanx.launch.launched_run import mirror_while_running
-from phalanx.launch.node_participant import NodeContext
 from phalanx.launch.rendezvous_options import ONE_NODE, RendezvousOptions
 from phalanx.recovery import shared_memory
 from phalanx.recovery.catalog import inventory_from_message
@@ -63,7 +61,7 @@ def train(
         there = options or ONE_NODE
         run = TrainingStart(wanted, paths, assign_devices(found, accelerators, ranks), there, planned, tuple(callbacks))
         if there.total == 1:
-            return run.lead(epoch_files.read_epoch_number(paths))
+            return run.lead(election.read_epoch_number(paths))
         return multinode.lead_or_follow(paths, there, run.lead, run.follow)
     except StopRequested as asked:
         open_terminal().print(outcome.describe_early_stop(paths, str(asked)))
@@ -95,9 +93,8 @@ class TrainingStart:
             run = node_session.NodeSession(
                 self.paths,
                 self.devices,
-                NodeContext(node.node, node.nodes, node.point.folder, alone=node.total == 1),
+                node,
                 hello,
-                self.options.notify_user,
                 self.wanted,
                 shared,
                 self.planned,
@@ -110,16 +107,10 @@ class TrainingStart:
 
     def follow(self) -> int:
         """Take part in a run that node 0, or whoever leads by now, resolves."""
-        hello = self.hello
-        with self._session(hello) as run:
+        with self._session(self.hello) as run:
             for message in run.warnings:
                 self.options.notify_user(message)
-            hooks = multinode.AgentHooks(
-                run.make_job, run.make_coordinator, run.claim, self.wanted.resilience.heartbeat_timeout_s
-            )
-            where = functools.partial(epoch_files.read_leader_address, self.paths)
-            agent = multinode.join_job(hello, self.options, hooks, where)
-            return agent if isinstance(agent, int) else int(run.run_to_end(agent))
+            return int(run.follow())
 
     def lead(self, before: int) -> int:
         """Be node 0: bring all together, prepare the run, and then be one of the members. `before`: the run's epoch."""
@@ -133,12 +124,9 @@ class TrainingStart:
                 # Before all have met: what nobody holds then belongs to no node.
                 run = held.enter_context(self._session(said))
                 replaces = "replace" in wanted.resilience.on_lost_node
-                first: multinode.Meeting = multinode.SoloMeeting(said)
-                if options.total > 1:
-                    spares = options.spares if replaces else 0
-                    first = held.enter_context(multinode.host_rendezvous(options, said, spares))
-                poll_once = multinode.raise_on_remote_stop(first)
-                multinode.gather(first, options, multinode.watch_for_takeover(paths, poll_once, before))
+                spares = options.spares if replaces else 0
+                meeting = multinode.meet_nodes(options, said, spares, paths, before)
+                first, poll_once = held.enter_context(meeting)
                 if (done := prepare.exit_code_if_complete(wanted, paths)) is not None:
                     first.finish(done, "the run is complete already")
                     run.code = done
@@ -147,8 +135,7 @@ class TrainingStart:
                     noticed = health_check.check_node_if_enabled(wanted, paths, self.devices)
                 except Unhealthy as error:
                     noticed, run.unfit_reason = None, first.yield_to_spare(str(error), alone=paths.url is not None)
-                hellos = first.hellos()
-                rows_of = [each["devices"] for each in hellos[: options.nodes]]  # spares have no part yet
+                rows_of = first.devices(options.nodes)
                 by_node = [[DeviceInfo(*row) for row in rows] for rows in rows_of]
                 everywhere = [device for devices_there in by_node for device in devices_there]
                 mine, world = len(self.devices), len(everywhere)
@@ -170,7 +157,7 @@ class TrainingStart:
                 told = node_session.make_offer(wanted, prepared, paths, 1, plan, rows_of, options.nodes)
                 until_all_meet = held.enter_context(contextlib.ExitStack())
                 until_all_meet.callback(paths.node0_marker.unlink, missing_ok=True)
-                multinode.offer_to_all(first, lambda node: told, poll_once)
+                multinode.offer_to_all(first, told, poll_once)
                 run.clean_memory(paths, poll_once)
                 agent = NodeAgent(first.secret, run.make_job, run.make_coordinator, multinode.make_replica_updater)
                 agent.adopt_job(told, run.job_for(job, mine, world))
@@ -178,21 +165,7 @@ class TrainingStart:
                 run.inventories |= {
                     node: inventory_from_message(each.get("held", [])) for node, each in first.answers().items()
                 }
-                hosts = [each["host"] for each in hellos]
-                there = {"hosts": hosts[: options.nodes], "spares": hosts[options.nodes :]}
-                left_out = [(node, why) for node, why in first.replaced_by_spares.items() if node]  # 0 leaves later
-                lost = [{"node": node, "host": hosts[node], "reason": why} for node, why in left_out]
+                there, lost = first.describe_nodes(options.nodes)
                 run.begin(prepare.describe_start(prepared, everywhere, world) | there, prepared, noticed, lost)
-                epoch = 1
-                if run.claim is not None and options.total > 1:
-                    epoch = epoch_files.claim_next(paths, {"attempt": prepared.attempt, "leader": 0})
-            enter = functools.partial(
-                multinode.start_membership,
-                first,
-                agent,
-                run.claim,
-                wanted.resilience.heartbeat_timeout_s,
-                epoch,
-                until_all_meet,
-            )
+                enter = run.begin_epoch(first, agent, until_all_meet)
             return int(run.run_to_end(agent, enter))

@@ -21,7 +21,6 @@ from phalanx.core.errors import ConfigError, Unhealthy
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.node_agent import NodeAgent
@@ -33,7 +32,6 @@ from phalanx.health.findings import DeviceInfo, assign_devices, distinct_models,
 from phalanx.launch import health_check, multinode
 from phalanx.launch.node_participant import (
     CHECK_S,
-    NodeContext,
     NodeParticipant,
     Tend,
     check_shared_folder,
@@ -99,7 +97,7 @@ def run_script_on_node(script: ScriptJob, paths: RunPaths, ranks: int | None, op
             found, accelerators = preload_and_find_devices(False, script_run.PRELOAD)
         devices = assign_devices(found, accelerators, ranks)
         lead = functools.partial(_lead, script, paths, devices, options)
-        return multinode.lead_or_follow(paths, options, lead, lambda: _follow(script, paths, devices, options))
+        return multinode.lead_or_follow(paths, options, lead, lambda: _member(script, paths, devices, options).follow())
     except StopRequested as asked:
         options.notify_user(f"stopped by {asked} before the script was started")
         return ExitCode.STOPPED
@@ -122,9 +120,7 @@ def _digest(content: bytes) -> str:
 def _member(
     script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions
 ) -> "ScriptNodeSession":
-    where = NodeContext(options.node, options.nodes, options.point.folder)
-    said = _hello(script, devices, options)
-    return ScriptNodeSession(paths, devices, where, said, options.notify_user, script)
+    return ScriptNodeSession(paths, devices, options, _hello(script, devices, options), script)
 
 
 def _lead(
@@ -137,35 +133,24 @@ def _lead(
         with raise_on_stop_signal():
             held.enter_context(run_folder.hold_run_folder(paths))
             run = _member(script, paths, devices, options)
-            first = held.enter_context(multinode.host_rendezvous(options, run.hello, spares=options.spares))
-            poll_once = multinode.raise_on_remote_stop(first)
-            multinode.gather(first, options, multinode.watch_for_takeover(paths, poll_once, before))
+            meeting = multinode.meet_nodes(options, run.hello, options.spares, paths, before)
+            first, poll_once = held.enter_context(meeting)
             noticed = None
             try:
                 noticed = run.check_health(poll_once)
             except Unhealthy as error:
                 run.unfit_reason = first.yield_to_spare(str(error), alone=False)
-            rows = [each["devices"] for each in first.hellos()[: options.nodes]]
+            rows = first.devices(options.nodes)
             run.first_attempt = run_folder.next_attempt(paths)
             told = run.make_offer(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
             until_all_meet = held.enter_context(contextlib.ExitStack())
             until_all_meet.callback(paths.node0_marker.unlink, missing_ok=True)
-            multinode.offer_to_all(first, lambda node: told, poll_once)
+            multinode.offer_to_all(first, told, poll_once)
             peer = NodeAgent(first.secret, run.make_job, run.make_coordinator)
             peer.adopt_job(told, run.job_for(told))
             run.begin(first, noticed)
-            epoch = epoch_files.claim_next(paths, {"attempt": run.first_attempt, "leader": 0})
-        enter = functools.partial(
-            multinode.start_membership, first, peer, run.claim, HEARTBEAT_S, epoch, until_all_meet
-        )
+            enter = run.begin_epoch(first, peer, until_all_meet)
         return run.run_to_end(peer, enter)
-
-
-def _follow(script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions) -> int:
-    run = _member(script, paths, devices, options)
-    works = multinode.AgentHooks(run.make_job, run.make_coordinator, run.claim, HEARTBEAT_S)
-    peer = multinode.join_job(run.hello, options, works, functools.partial(epoch_files.read_leader_address, paths))
-    return peer if isinstance(peer, int) else run.run_to_end(peer)
 
 
 @dataclass
@@ -181,13 +166,17 @@ class ScriptNodeSession(NodeParticipant):
         return self.script.checks_health
 
     @property
+    def heartbeat_s(self) -> float:
+        return HEARTBEAT_S
+
+    @property
     def grace_s(self) -> float:
         return script_run.GRACE_S
 
     # ------------------------------------------------------------------------------------------------------ its ranks
 
     def make_job(self, offer: Message, poll_once: Tend) -> NodeJob:
-        if failover.parse_policy(offer) != self.script.policy(self.context.nodes):
+        if failover.parse_policy(offer) != self.script.policy(self.options.nodes):
             raise ConfigError("the leader offers another policy than this command has; use one version of Phalanx")
         check_shared_folder(self.paths, offer["sign"], poll_once)
         noticed = self.check_health(poll_once)
@@ -243,7 +232,7 @@ class ScriptNodeSession(NodeParticipant):
         world = sum(ranks for _, ranks in plan)
         script_run.check_settings(self.script.settings, world)
         told = {"sign": ensure_run_sign(self.paths, first), "world": world, "attempt": self.first_attempt}
-        return told | failover.describe_division(division, plan, devices, self.script.policy(self.context.nodes))
+        return told | failover.describe_division(division, plan, devices, self.script.policy(self.options.nodes))
 
     def prepare_offer(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
         rows = [DeviceInfo(*row) for each in devices for row in each]
@@ -252,16 +241,11 @@ class ScriptNodeSession(NodeParticipant):
 
     def begin(self, first: RendezvousHost, noticed: dict[str, Any] | None) -> None:
         """Be the first to lead: from now on the run is recorded and shown."""
-        hellos = first.hellos()
-        rows = [DeviceInfo(*row) for each in hellos[: self.context.nodes] for row in each["devices"]]
-        hosts = [each["host"] for each in hellos]
-        there = {"hosts": hosts[: self.context.nodes], "spares": hosts[self.context.nodes :]}
+        rows = [DeviceInfo(*row) for each in first.devices(self.options.nodes) for row in each]
+        there, lost = first.describe_nodes(self.options.nodes)
         event = write_event(self.paths.events, EventKind.RUN_STARTED, self.first_attempt, **self._facts(rows), **there)
         later = [] if noticed is None else [(str(EventKind.HEALTH), noticed)]
-        for node, why in first.replaced_by_spares.items():
-            if node:  # this one leaves later
-                later.append((EventKind.NODE_LOST, {"node": node, "host": hosts[node], "reason": why}))
-        self.start_recording(self._recorder(), event, later)
+        self.start_recording(self._recorder(), event, [*later, *((EventKind.NODE_LOST, each) for each in lost)])
 
     def _facts(self, devices: Sequence[DeviceInfo]) -> dict[str, Any]:
         return {

@@ -1,5 +1,5 @@
 """Whether a rank may still write: files of epochs in the run folder say which attempt goes on
-(`elastic/membership/epoch_files.py`).
+(`elastic/membership/election.py`).
 
 A node that was cut off from the others ends its ranks within a second or so; until then they could still complete a
 checkpoint beside the one of those who go on. No torch here.

@@ -21,7 +21,7 @@ from phalanx.core.errors import ConfigError, CutOff, PhalanxError, Unhealthy
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import channel as channels
-from phalanx.elastic.membership import epoch_files, rendezvous_client
+from phalanx.elastic.membership import election, rendezvous_client
 from phalanx.elastic.membership.admission import make_hello
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.listener import ConnectionListener
@@ -170,7 +170,7 @@ class Node:
             grow=options.get("grow", True),
             group=options.get("group", 1),
         )
-        self.claim = functools.partial(epoch_files.claim, self.paths) if options.get("files", True) else None
+        self.claim = functools.partial(election.claim, self.paths) if options.get("files", True) else None
         self.leads: Coordinator | None = None
         self.unfit: str | None = None
 
@@ -207,13 +207,13 @@ class Node:
         multinode.gather(first, self.meeting, first.poll_once)
         if self.options.pop("unhealthy", False):
             self.unfit = first.yield_to_spare("node 0 is not fit to be trained on: it smokes", alone=False)
-        rows = [hello["devices"] for hello in first.hellos()[: self.options["nodes"]]]
+        rows = first.devices(self.options["nodes"])
         offer = self.prepare(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
-        multinode.offer_to_all(first, lambda node: offer, first.poll_once)
+        multinode.offer_to_all(first, offer, first.poll_once)
         peer = NodeAgent(first.secret, self.make, self.lead)
         peer.adopt_job(offer, self.make(offer, first.poll_once))
         self.paths.root.mkdir(exist_ok=True)
-        epoch = 1 if self.claim is None else epoch_files.claim_next(self.paths, {"attempt": 1})
+        epoch = 1 if self.claim is None else election.claim_next(self.paths, {"attempt": 1})
         multinode.start_membership(first, peer, self.claim, self.options.get("heartbeat_s", PATIENT_S), epoch)
         return peer
 
@@ -225,7 +225,7 @@ class Node:
 
         while True:
             other = rendezvous_client.connect_to_leader(self.meeting.point, self.hello, self.meeting.timeout_s, tell)
-            multinode.poll_until(other, functools.partial(is_answered, other))
+            multinode.poll_until(other, functools.partial(is_answered, other), other.poll_once)
             peer = NodeAgent(other.secret, self.make, self.lead)
             if other.offer is not None:
                 try:
@@ -234,8 +234,8 @@ class Node:
                     other.send({"unfit": str(error), "code": int(error.exit_code)})
                     other.close()
                     raise
-                other.send({"answer": {}})
-                multinode.poll_until(other, functools.partial(is_settled, other))
+                other.send(peer.describe_ready())
+                multinode.poll_until(other, functools.partial(is_settled, other), other.poll_once)
             if other.member_list is not None:
                 door = ConnectionListener(other.at.listener, other.secret, lambda host, why: None)
                 heartbeat_s = self.options.get("heartbeat_s", PATIENT_S)

@@ -120,7 +120,7 @@ def _lead(channel: channels.Channel, secret: str, hello: dict[str, Any], code: s
     at = bind("127.0.0.1")
     channel.send(hello | {"at": at.to_message()})
     offer = _heard(channel, "offer")
-    channel.send({"answer": {"held": []}})
+    channel.send({"ready": 1, "held": []})
     member_list = parse_member_list(_heard(channel, "roster"))
     first = member_list.member(0)
     assert first is not None

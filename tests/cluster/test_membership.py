@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import election, epoch_files
+from phalanx.elastic.membership import election
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.heartbeat import HeartbeatSocket
 from phalanx.elastic.membership.listener import ConnectionListener, bind
@@ -41,7 +41,7 @@ class Nodes:
         told = [{"node": node, "host": "", "devices": [["cpu", "any", True]]} for node in range(count)]
         members = tuple(parse_member({**told[node], **place.to_message()}) for node, place in enumerate(places))
         beats = [HeartbeatSocket(place.beats, SECRET) for place in places]
-        claim = functools.partial(epoch_files.claim, self.paths)
+        claim = functools.partial(election.claim, self.paths)
         self.circles = {
             node: Membership(
                 members[node],
@@ -128,7 +128,7 @@ def after_a_dead_claimant(placement: Placement, folder: str) -> list[Any]:
     found = []
     for count in (5, 4):
         with nodes(count, f"{folder}/{count}") as there:
-            assert epoch_files.claim(there.paths, 2, {"leader": 1, "from": 1}) is None
+            assert election.claim(there.paths, 2, {"leader": 1, "from": 1}) is None
             there.lose(0, 1)
             there.until(lambda: any(each.lost for each in there.circles.values()))
             there.until(there.decided)
@@ -254,7 +254,7 @@ def ready_unheard(placement: Placement, folder: str) -> list[Any]:
         there.until(lambda: bool(there.circles[2].adopted), [there.circles[1], there.circles[2]])
         peer.poll_once()
         there.until(lambda: there.circles[1].has_messages)
-        return there.circles[1].receive()
+        return [(node, vars(message)) for node, message in there.circles[1].receive()]
 
 
 def test_what_a_node_got_ready_for_between_two_leaders_the_next_one_hears(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def past_an_epoch(placement: Placement, folder: str, texts: list[dict[str, Any]]
     found = []
     for number, text in enumerate(texts):
         with nodes(5, f"{folder}/{number}") as there:
-            assert epoch_files.claim(there.paths, 2, text) is None
+            assert election.claim(there.paths, 2, text) is None
             there.lose(0)
             there.until(lambda: all(each.member_list.epoch > 1 or each.fenced for each in there.circles.values()))
             found.append(there.told())
@@ -326,7 +326,7 @@ def slow_files(placement: Placement, folder: str) -> list[Any]:
 
     def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] | None:
         time.sleep(1.0)
-        return epoch_files.claim(paths, epoch, text)
+        return election.claim(paths, epoch, text)
 
     for count in (2, 3):
         with nodes(count, f"{folder}/{count}") as there:
@@ -352,14 +352,14 @@ def with_a_word_for_the_leader(placement: Placement, folder: str) -> list[Any]:
         heard = []
         for circle in (there.circles[0], there.circles[1]):
             there.until(lambda circle=circle: circle.has_messages)  # type: ignore[misc]
-            heard.append(circle.receive())
+            heard.append([(node, vars(message)) for node, message in circle.receive()])
             there.lose(circle.me.node)
         return heard
 
 
 def test_what_a_lost_leader_was_told_the_next_one_is_told_again(tmp_path: Path) -> None:
     heard = run_ranks(with_a_word_for_the_leader, 1, folder=str(tmp_path))[0]
-    assert heard == [[[3, {"stop": "SIGTERM"}]], [[3, {"stop": "SIGTERM", "again": True}]]]
+    assert heard == [[[3, {"stop": "SIGTERM", "again": False}]], [[3, {"stop": "SIGTERM", "again": True}]]]
 
 
 def last_words(placement: Placement, folder: str) -> list[Any]:

@@ -13,6 +13,7 @@ from phalanx.elastic.membership.election import VOTES_S
 from phalanx.elastic.membership.heartbeat import DECLARED_LOST, LIVES, Heartbeat
 from phalanx.elastic.membership.member_list import member_list_to_message
 from phalanx.elastic.membership.membership import GIVEN_UP, Membership
+from phalanx.elastic.membership.messages import build_message
 from tests.cluster.test_membership import PATIENCE_S, Nodes, vote
 from tests.helpers import wait_until
 
@@ -83,7 +84,7 @@ def test_only_the_leader_says_that_a_job_is_over(there: Nodes) -> None:
     for node, word, over in ((1, "finish", False), (0, "start", False), (0, "finish", True), (0, "dropped", True)):
         circle = there.circles[2]
         circle.finished = False
-        circle._take(node, {word: 0})
+        circle._take(node, build_message({word: 0}))
         assert circle.finished is over, (node, word)
 
 
@@ -221,7 +222,7 @@ def test_a_roster_of_somebody_who_was_not_voted_for_is_not_followed(there: Nodes
         assert last.member_list.epoch == 1
     assert list(last.lost) == [1]
     last.election.voted, last.lost = (1, True), {}
-    last._take(1, {"roster": member_list_to_message(member_list)})
+    last._take(1, build_message({"roster": member_list_to_message(member_list)}))
     assert (
         last.member_list.epoch,
         last.member_list.leader,
@@ -253,7 +254,7 @@ def test_a_lost_leaders_roster_is_taken_from_another_unless_a_vote_may_have_gone
         claiming = SimpleNamespace(result=lambda: None, cancel=lambda: None)
         circle.election.claiming = claiming  # type: ignore[assignment]
     circle.election._claimed = (following, True) if state == "claimed" else None
-    circle._take(2, {"roster": member_list_to_message(following)})
+    circle._take(2, build_message({"roster": member_list_to_message(following)}))
     assert circle.member_list.epoch == (2 if follows else 1)
     if follows:
         assert list(circle.lost) == [0]  # who hands it on does not know better
@@ -269,7 +270,7 @@ def test_of_two_nodes_of_different_epochs_the_one_that_is_behind_gets_the_roster
         circle._lose(0, "cut")
     ahead._agree(0.0)
     assert ahead.election.voted == (1, True)
-    ahead._take(1, {"follow": 1, "ballot": None})
+    ahead._take(1, build_message({"follow": 1, "ballot": None}))
     assert ahead.election.voted is None and ahead.election.voters == set()
     ahead._agree(0.0)
     there.until(lambda: behind.member_list.epoch == 3, [behind])

@@ -23,7 +23,7 @@ from phalanx.elastic.membership.rendezvous import RendezvousPoint
 from phalanx.elastic.supervisor.state import JobPhase
 from phalanx.health.findings import DeviceInfo
 from phalanx.launch import health_check, rendezvous_options, script_nodes
-from phalanx.launch.node_participant import NodeContext
+from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.launch.script_nodes import ScriptJob, ScriptNodeSession
 from tests.cluster import networks
 from tests.helpers import ROOT, run_ranks, wait_until
@@ -48,6 +48,8 @@ if os.environ["RANK"] == "1":
     raise ValueError("there is no such file: train.txt")
 time.sleep(60)
 """
+
+OPTIONS = RendezvousOptions(3, 1, RendezvousPoint("there"), 60.0, quiet=True)
 
 
 @pytest.fixture
@@ -136,7 +138,11 @@ def test_a_mistake_that_comes_again_ends_the_script_with_what_its_rank_said(tmp_
 
 def member(folder: Path, script: ScriptJob) -> ScriptNodeSession:
     return ScriptNodeSession(
-        RunPaths(folder), [DeviceInfo("cpu", "any", True)], NodeContext(1, 3, None), {}, lambda text: None, script
+        RunPaths(folder),
+        [DeviceInfo("cpu", "any", True)],
+        OPTIONS,
+        {},
+        script,
     )
 
 

@@ -311,7 +311,11 @@ def _watched(placement: Placement, folder: str) -> dict[str, Any]:
     from phalanx.launch import health_check
 
     paths = RunPaths(Path(folder))
-    watch = health_check.HealthWatch(paths, [], health_check.make_event_writer(paths))
+
+    def write(attempt: int, seen: dict[str, Any]) -> None:
+        write_event(paths.events, EventKind.HEALTH, attempt, **seen)
+
+    watch = health_check.HealthWatch(paths, [], write)
     watch.request_check(3, "the death of rank 1")
     begun = paths.events.exists()
     watch.poll_once()

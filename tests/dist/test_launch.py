@@ -15,7 +15,7 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import launched_run
-from phalanx.launch.schedulers import background
+from phalanx.launch.schedulers import scheduler
 from tests.dist import command
 from tests.helpers import ROOT, is_alive, wait_until
 
@@ -44,7 +44,7 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
     words = ["launch", "recipe.yaml", "train.steps=100000", "checkpoint.every=3", "--local", "--run-dir", "run"]
     started = phalanx(place, *words)
     assert (started.returncode, "run is going on as process " in started.stdout) == (0, True), started.stderr
-    held = background.find_lock_holder(paths.job_supervisor)
+    held = scheduler.find_lock_holder(paths.job_supervisor)
     assert held is not None and f"process {held[0]};" in started.stdout
     try:
         wait_until(lambda: _step(paths) > 4, timeout_s=180)
@@ -52,7 +52,7 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
         assert refused == (
             f"the run run is going on already, as process {held[0]} on {held[1]}; `phalanx cancel run` ends that one"
         )
-        trains = background.find_lock_holder(paths.lock)
+        trains = scheduler.find_lock_holder(paths.lock)
         assert trains is not None and trains[0] != held[0]
         os.kill(trains[0], signal.SIGKILL)  # the agent, and with it its ranks
         wait_until(lambda: _count(paths, EventKind.RESUMED) == 1, timeout_s=180)

@@ -11,7 +11,7 @@ import pytest
 from phalanx.core.errors import CutOff, RunError
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files
+from phalanx.elastic.membership import election
 from phalanx.recovery import fencing
 from phalanx.system.exit_causes import WorkerExit, describe_exception, is_secondary_failure
 
@@ -40,7 +40,7 @@ def test_a_rank_may_write_that_was_started_in_the_newest_epoch(
 ) -> None:
     fencing.check_before_commit(paths, attempt, epoch)  # there are no files
     for number in (1, 2):
-        assert epoch_files.claim(paths, number, {"since": number, "attempt": 2 * number}) is None
+        assert election.claim(paths, number, {"since": number, "attempt": 2 * number}) is None
     if over:
         with pytest.raises(RunError if epoch is None else CutOff, match=TELLS):
             fencing.check_before_commit(paths, attempt, epoch)
@@ -57,7 +57,7 @@ def test_a_lone_file_that_is_being_written_says_nothing(text: str, paths: RunPat
 
 def test_a_job_that_begins_leaves_nobody_of_an_earlier_one_writing(paths: RunPaths) -> None:
     told: dict[str, Any] = {"attempt": 1, "leader": 0}
-    assert [epoch_files.claim_next(paths, told) for _ in range(2)] == [1, 2]
+    assert [election.claim_next(paths, told) for _ in range(2)] == [1, 2]
     assert fencing.read_newest_epoch(paths) == {"epoch": 2, "since": 2, **told}
     with pytest.raises(CutOff, match=TELLS):
         fencing.check_before_commit(paths, 1, 1)
@@ -68,7 +68,7 @@ def test_a_job_that_begins_leaves_nobody_of_an_earlier_one_writing(paths: RunPat
 def test_while_a_file_is_being_written_the_one_before_counts(begun: str, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     for epoch, attempt in ((1, 1), (9, 2)):  # numbers, not names
-        epoch_files.claim(paths, epoch, {"attempt": attempt})
+        election.claim(paths, epoch, {"attempt": attempt})
     paths.epoch(10).write_text(begun)
     fencing.check_before_commit(paths, 2, 9)
     with pytest.raises(CutOff):
@@ -86,8 +86,8 @@ def test_it_is_no_mistake_of_the_recipe_and_no_first_cause() -> None:
 
 def test_an_epoch_is_written_before_others_find_it(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    monkeypatch.setattr(epoch_files.os, "fsync", lambda descriptor: found.append(paths.epoch(1).exists()))
-    assert epoch_files.claim(paths, 1, {"leader": 3}) is None
+    monkeypatch.setattr(election.os, "fsync", lambda descriptor: found.append(paths.epoch(1).exists()))
+    assert election.claim(paths, 1, {"leader": 3}) is None
     assert found == [False]
     assert fencing.read_epoch(paths, 1) == {"epoch": 1, "leader": 3}
     assert [path.name for path in paths.epoch(1).parent.iterdir()] == [paths.epoch(1).name]
@@ -106,7 +106,7 @@ def test_an_epoch_is_claimed_once_where_there_are_no_hard_links_or_their_answer_
         link(passing, path)
 
     for epoch, how in ((1, refuse), (2, make_twice)):
-        monkeypatch.setattr(epoch_files.os, "link", how)
-        assert epoch_files.claim(paths, epoch, {"leader": 3}) is None
-        assert epoch_files.claim(paths, epoch, {"leader": 4}) == {"epoch": epoch, "leader": 3}
+        monkeypatch.setattr(election.os, "link", how)
+        assert election.claim(paths, epoch, {"leader": 3}) is None
+        assert election.claim(paths, epoch, {"leader": 4}) == {"epoch": epoch, "leader": 3}
     assert len(list(paths.epoch(1).parent.iterdir())) == 2

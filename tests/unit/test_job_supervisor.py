@@ -21,10 +21,10 @@ from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files
+from phalanx.elastic.membership import election
 from phalanx.launch import job_supervisor, jobs, launched_run
 from phalanx.launch.launched_run import END, RESTART, STALLED, LaunchSpec, StartOutcome, decide_restart
-from phalanx.launch.schedulers import background, slurm
+from phalanx.launch.schedulers import scheduler, slurm
 from phalanx.launch.schedulers.scheduler import Job
 from phalanx.system.slurm_env import SlurmStep
 from phalanx.trainer import run_folder
@@ -92,8 +92,8 @@ def test_what_is_shown_is_the_log_of_the_node_that_leads(tmp_path: Path) -> None
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
     paths.node_log(0).parent.mkdir()
-    epoch_files.claim(paths, 1, {"leader": 0})
-    epoch_files.claim(paths, 2, {"leader": 1})
+    election.claim(paths, 1, {"leader": 0})
+    election.claim(paths, 2, {"leader": 1})
     assert launched_run.find_leading_node(paths) == 0  # of a run that was never launched there are no such logs
     launched_run.write_launch_spec(paths, LAUNCHED)
     assert launched_run.find_leading_node(paths) == 0
@@ -163,7 +163,7 @@ def test_a_run_on_several_nodes_is_not_ended_at_once_by_the_death_of_one(
     write_event(paths.events, EventKind.RUN_STARTED, 1, hosts=["n1", "n2"][:hosts])
     leads = subprocess.Popen([sys.executable, "-c", LEADS, str(paths.lock), str(heeds)])
     try:
-        wait_until(lambda: background.find_local_process(paths) is not None)
+        wait_until(lambda: scheduler.find_local_process(paths) is not None)
         if code is None:
             with pytest.raises(RunError, match="was asked to end it on all nodes and has not within 2 s"):
                 jobs.cancel_run(paths, now=True)
@@ -400,12 +400,12 @@ def test_who_looks_whether_a_run_goes_on_is_in_nobodys_way(tmp_path: Path) -> No
     """`phalanx launch --local` looks every 20 ms whether the process that it has started holds the run."""
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
-    for lock, held in ((paths.job_supervisor, background.hold_lock), (paths.lock, run_folder.hold_run_folder)):
+    for lock, held in ((paths.job_supervisor, scheduler.hold_lock), (paths.lock, run_folder.hold_run_folder)):
         looks = os.open(lock, os.O_RDWR | os.O_CREAT)
         fcntl.flock(looks, fcntl.LOCK_SH)
         threading.Timer(0.1, os.close, [looks]).start()
         with held(paths):
-            assert background.find_lock_holder(lock) == (os.getpid(), platform.node())
+            assert scheduler.find_lock_holder(lock) == (os.getpid(), platform.node())
             with pytest.raises(RunError, match=f"process {os.getpid()}"), held(paths):
                 pass
 
@@ -413,10 +413,10 @@ def test_who_looks_whether_a_run_goes_on_is_in_nobodys_way(tmp_path: Path) -> No
 def test_a_lock_names_its_holder_while_it_is_held(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
-    assert background.find_lock_holder(paths.job_supervisor) is None
-    with background.hold_lock(paths):
-        assert background.find_lock_holder(paths.job_supervisor) == (os.getpid(), platform.node())
-    assert background.find_lock_holder(paths.job_supervisor) is None
+    assert scheduler.find_lock_holder(paths.job_supervisor) is None
+    with scheduler.hold_lock(paths):
+        assert scheduler.find_lock_holder(paths.job_supervisor) == (os.getpid(), platform.node())
+    assert scheduler.find_lock_holder(paths.job_supervisor) is None
 
 
 def test_the_end_of_a_start_that_another_launch_forgets_is_passed_over(tmp_path: Path) -> None:

@@ -17,22 +17,30 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership.rendezvous import RendezvousPoint
 from phalanx.elastic.supervisor import node_requests
 from phalanx.health.findings import DeviceInfo
 from phalanx.launch import outcome
-from phalanx.launch.node_participant import NodeContext
 from phalanx.launch.node_session import NodeSession, make_policy
 from phalanx.launch.recorder import LocalRecorder
+from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.recovery.shared_memory import LOCK, TOUCHED_S, hold_folder, remove_stale_folders
 from phalanx.report import event_text
 from phalanx.trainer import run_folder
+
+OPTIONS = RendezvousOptions(2, 1, RendezvousPoint("there"), 60.0, quiet=True)
 
 
 def test_what_a_run_of_days_keeps_is_not_taken_for_left_behind(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     with hold_folder(paths, 1, tmp_path) as memory:
         member = NodeSession(
-            paths, [DeviceInfo("cpu", "any", True)], NodeContext(1, 2, None), {}, lambda text: None, Config(), memory
+            paths,
+            [DeviceInfo("cpu", "any", True)],
+            OPTIONS,
+            {},
+            Config(),
+            memory,
         )
         job = member.job_for(SimpleNamespace(paths=paths, config=Config()), 1, 2)
         assert job.shared == memory.folder
@@ -56,7 +64,7 @@ def test_that_a_run_is_done_is_written_where_rank_0_was_lost_before_it_had(tmp_p
 def test_what_is_done_is_not_kept(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     with hold_folder(paths, 1, tmp_path) as memory:
-        member = NodeSession(paths, [], NodeContext(1, 2, None), {}, lambda text: None, Config(), memory)
+        member = NodeSession(paths, [], OPTIONS, {}, Config(), memory)
         member.code = ExitCode.DONE
         member.settle_memory()
     assert not memory.folder.exists()
@@ -86,7 +94,12 @@ def test_nothing_that_a_leader_offers_beside_the_recipe_is_imported(
     paths = RunPaths(tmp_path / "run")
     with hold_folder(paths, 1, tmp_path) as memory:
         member = NodeSession(
-            paths, [DeviceInfo("cpu", "any", True)], NodeContext(1, 2, None), {}, lambda text: None, wanted, memory
+            paths,
+            [DeviceInfo("cpu", "any", True)],
+            OPTIONS,
+            {},
+            wanted,
+            memory,
         )
         with pytest.raises(ConfigError, match=expected):
             member.make_job(offer, lambda: None)

@@ -8,7 +8,7 @@ import pytest
 from phalanx.config import load
 from phalanx.core.errors import RunError
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import epoch_files
+from phalanx.elastic.membership import election
 from phalanx.elastic.membership.rendezvous import RendezvousPoint
 from phalanx.launch import multinode, rendezvous_options, run
 from tests.helpers import ROOT
@@ -19,12 +19,12 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
 ) -> None:
     """Else it would wait for them to come, and they for it."""
     paths, looks, led = RunPaths(tmp_path), list[int](), list[int]()
-    assert epoch_files.claim(paths, 1, {"attempt": 1, "leader": 0}) is None
+    assert election.claim(paths, 1, {"attempt": 1, "leader": 0}) is None
 
     def goes_on(paths: RunPaths, meeting: rendezvous_options.RendezvousOptions) -> bool:
         looks.append(len(looks))
         if len(looks) == 1:  # nobody answers yet, and a moment later node 1 leads
-            assert epoch_files.claim(paths, 2, {"attempt": 2, "leader": 1}) is None
+            assert election.claim(paths, 2, {"attempt": 2, "leader": 1}) is None
         return len(looks) > 1
 
     def lead(start: Any, before: int) -> int:
@@ -49,9 +49,9 @@ def test_an_epoch_that_others_begin_while_it_looks_whether_they_lead_is_seen(
 def test_no_other_epoch_is_no_reason_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multinode, "LOOK_S", -1.0)
     paths, tended = RunPaths(tmp_path), list[int]()
-    look = multinode.watch_for_takeover(paths, lambda: tended.append(1), epoch_files.read_epoch_number(paths))
+    look = multinode.watch_for_takeover(paths, lambda: tended.append(1), election.read_epoch_number(paths))
     look()
-    assert epoch_files.claim(paths, 1, {"attempt": 1, "leader": 1}) is None
+    assert election.claim(paths, 1, {"attempt": 1, "leader": 1}) is None
     with pytest.raises(RunError, match="another node leads the run"):
         look()
     assert tended == [1, 1]

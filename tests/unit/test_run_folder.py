@@ -15,7 +15,7 @@ from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.record_files import TokenFile
 from phalanx.elastic.supervisor import node_requests
-from phalanx.launch.schedulers import background
+from phalanx.launch.schedulers import scheduler
 from phalanx.trainer import run_folder
 from tests.another_user import as_root, begin, open_path
 from tests.helpers import wait_until
@@ -68,7 +68,7 @@ def test_a_refused_start_leaves_a_folder_that_was_there(
 def test_a_lock_names_whoever_it_is_held_for(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     lock, _ = run_folder.lock_run_folder(paths, 4711)
-    assert background.find_lock_holder(paths.lock) == (4711, platform.node())
+    assert scheduler.find_lock_holder(paths.lock) == (4711, platform.node())
     os.close(lock)
 
 

@@ -238,11 +238,12 @@ def test_what_an_agent_tells_of_its_ranks_is_heard_as_it_was() -> None:
         (there, dataclasses.replace(there, rank=3, device_behind=(3, "forward", 1))), {2: ProcessStatus(True)}, PATIENCE
     )
     told = json.loads(json.dumps(watchdog.encode_report(4, word)))
-    assert messages.find_message_problem({"pulses": told}) is None
+    messages.parse_message({"pulses": told})
     assert watchdog.decode_report(told) == (4, word)
     for behind in ([3, "forward"], ["forward", 3, 1], 3):
         told["beats"][1][-1] = behind
-        assert messages.find_message_problem({"pulses": told}) is not None
+        with pytest.raises(ValueError, match="makes no sense"):
+            messages.parse_message({"pulses": told})
 
 
 def test_of_ranks_of_several_nodes_the_one_behind_is_named() -> None:

@@ -4,13 +4,47 @@ fits, and who has a number that two claim."""
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, model_validator
 
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import redact_url
+from phalanx.elastic.membership import messages
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.messages import find_hello_problem
+
+
+def _device(row: list[Any]) -> list[Any]:
+    if len(row) < 3 or not all(isinstance(value, kind) for value, kind in zip(row, (str, str, bool), strict=False)):
+        raise ValueError("a device is no name, model and whether it has bf16")
+    messages.check_printable(row[0] + row[1])
+    return row
+
+
+class _At(messages.MessagePart):
+    token: messages.Token
+    address: messages.Address
+    port: messages.Port
+    beats: messages.Port
+
+
+class _Hello(messages.MessagePart):
+    role: Literal["node"]
+    node: messages.Node
+    nodes: messages.Ranks
+    host: messages.Name
+    pid: messages.Count
+    devices: list[Annotated[list[Any], AfterValidator(lambda row: _device(row))]]
+    versions: dict[messages.Name, messages.Name]
+    recipe: dict[messages.Name, Any]
+    at: _At | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "_Hello":
+        if self.devices and self.at is None:  # nodes that only look at each other have none, and are no members
+            raise ValueError("it does not say where it is called")
+        return self
 
 
 def make_hello(node: int, nodes: int, devices: list[Any], versions: Message, recipe: Message) -> Message:
@@ -35,7 +69,7 @@ def find_mismatch(hello: Message, leader: Message, to_node_0: bool) -> str | Non
 
     `to_node_0`: whether that is node 0 at the first meeting, whose number nobody else may have.
     """
-    if (wrong := find_hello_problem(hello)) is not None:
+    if (wrong := messages.find_schema_problem(_Hello, hello)) is not None:
         return f"a node sent a greeting that makes no sense ({wrong}); use the same version of Phalanx on all nodes"
     if leader["devices"] and not hello["devices"]:
         return (
@@ -64,6 +98,45 @@ def find_mismatch(hello: Message, leader: Message, to_node_0: bool) -> str | Non
             "nothing can be exchanged; hide the accelerators of all nodes, or of none"
         )
     return None
+
+
+def receive_messages(channel: Channel) -> Iterator[messages.MessageRecord]:
+    """What the other side of a meeting has said since the last call; who asks whether this one is there is answered,
+    and who sends nonsense, or does not answer itself, is lost."""
+    for message in channel.receive():
+        try:
+            record = messages.parse_message(message)
+        except ValueError as error:
+            channel.close(str(error))
+            break
+        if isinstance(record, messages.PingMessage):
+            channel.send({"pong": True})
+        else:
+            yield record
+    channel.check_alive()
+
+
+def find_changed_devices(hello: Message, offered: Mapping[int, Message]) -> str | None:
+    """Why a node cannot come back to a meeting where a job was `offered` to nodes that said these, by number."""
+    node, devices = hello["node"], hello["devices"]
+    if node not in offered or offered[node]["devices"] == devices:
+        return None
+    has, had = (_ranks(each) for each in (devices, offered[node]["devices"]))
+    return (
+        f"node {node} ({hello['host']}) has {has} now, and the job was started with {had} there; start it as before, "
+        "or stop the job and start all nodes anew"
+    )
+
+
+def _ranks(devices: list[Any]) -> str:
+    models = ", ".join(sorted({str(device[1]) for device in devices}))
+    return f"{len(devices)} rank{'s' if len(devices) > 1 else ''} on {models}"
+
+
+def can_start_without(node: int, unfit: Collection[int], here: Collection[int], spares: int) -> bool:
+    """Whether a job that has so many spares begins without a node that is not fit: `unfit` are those of which that is
+    known already, `here` the nodes but node 0, of which one has to be left."""
+    return len(unfit) < spares and bool(set(here) - set(unfit) - {node})
 
 
 class Admission:

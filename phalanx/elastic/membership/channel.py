@@ -14,9 +14,10 @@ import secrets
 import select
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-PROTOCOL = 3  # of messages; an offered recipe has other keys than in 2
+PROTOCOL = 4  # of messages; a node says at the meeting that it is ready by another one than in 3
 MAX_HANDSHAKE_BYTES = 1 << 10  # the longest line of a side that has not proved itself
 MAX_MESSAGE_BYTES = 16 << 20
 HANDSHAKE_TIMEOUT_S = 10.0  # what a side gets to prove itself
@@ -79,6 +80,10 @@ class Channel:
             self.close(TOO_LONG)
         return messages
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is something to send or to receive."""
+        poll_descriptors({self.fileno(): self.awaits}, timeout_s)
+
     def push_back(self, messages: list[Message]) -> None:
         """Have these, the last of what was heard, heard again: they are for whoever owns the channel next."""
         self._in[:0] = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
@@ -107,14 +112,13 @@ class Channel:
     def linger(self, why: str, timeout_s: float = LINGER_S) -> None:
         """Close, once what was said has gone. A slow network, and the other side's own last words, get a moment:
         closing over what has not been read would take back what was sent."""
-        until, poll, told = time.monotonic() + timeout_s, select.poll(), False
+        until, told = time.monotonic() + timeout_s, False
         while self.lost is None and time.monotonic() < until:
             if not self._out and not told:
                 told = True
                 with contextlib.suppress(OSError):  # it has gone already, as the next look shows
                     self.socket.shutdown(socket.SHUT_WR)
-            poll.register(self.socket, self.awaits)
-            poll.poll(50)
+            self.wait(0.05)
             self.receive()
         self.close(why)
 
@@ -219,6 +223,14 @@ class Handshake:
         return self.done
 
 
+def poll_descriptors(descriptors: Mapping[int, int], timeout_s: float) -> bool:
+    """Wait until one of the descriptors has what poll() looks at it for; returns whether one has."""
+    poll = select.poll()
+    for descriptor, events in descriptors.items():
+        poll.register(descriptor, events)
+    return bool(poll.poll(1000 * timeout_s))
+
+
 def enable_keepalive(connection: socket.socket) -> None:
     """Have the kernel end a connection whose other side has been silent for SILENT_S, and send small parts at once."""
     options = [
@@ -243,10 +255,8 @@ def open_channel(address: tuple[str, int], secret: str, connect_s: float, handsh
     channel = Channel(socket.create_connection(address, timeout=connect_s))
     until = time.monotonic() + handshake_s
     proof = Handshake(channel, secret, calling=True)
-    poll = select.poll()
     while not proof.done and not proof.failed and channel.lost is None and time.monotonic() < until:
-        poll.register(channel, channel.awaits)
-        poll.poll(100)
+        channel.wait(0.1)
         for message in channel.receive():
             proof.feed(message)
     if proof.failed:
@@ -294,10 +304,8 @@ def connect_and_greet(address: tuple[str, int], secret: str, hello: Message, tim
                 raise
             time.sleep(AGAIN_S)
     channel.send(hello)
-    poll = select.poll()
     while channel.lost is None and time.monotonic() < until:
-        poll.register(channel, channel.awaits)
-        poll.poll(100)
+        channel.wait(0.1)
         if {"ok": True} in channel.receive():
             channel.socket.setblocking(True)
             return channel.socket

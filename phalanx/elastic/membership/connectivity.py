@@ -6,7 +6,6 @@ echo runs in a forked process that ends with its parent.
 
 import contextlib
 import os
-import select
 import socket
 import struct
 import threading
@@ -90,9 +89,7 @@ def _is_friend(channel: Channel, secret: str) -> bool:
     """Whether who calls knows the secret and wants an echo; then it was told that it gets one."""
     proof = Handshake(channel, secret, calling=False)
     while channel.lost is None and proof.failed is None and time.monotonic() < proof.until:
-        poll = select.poll()
-        poll.register(channel, channel.awaits)
-        poll.poll(100)
+        channel.wait(0.1)
         for message in channel.receive():
             if not proof.done:
                 proof.feed(message)

@@ -14,18 +14,22 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import mmap
 import os
+import platform
+import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.elastic.membership.member_list import AgentMember
+from phalanx.elastic.membership.channel import Channel, Message
+from phalanx.elastic.membership.member_list import TOKEN_BYTES, AgentMember, MemberList, MemberView
 from phalanx.system.fork import fork, kill_group
 
 EVERY_S = 0.1
@@ -226,3 +230,135 @@ def _is_well(agent: int, turn_ns: int) -> bool:
 
 def _has_ended(pidfd: int) -> bool:
     return os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------- solo
+# The membership of a job on one node: the same code decides, and this node listens nowhere and sends nothing.
+
+
+LOOPBACK = "127.0.0.1"
+
+
+class NoNetwork:
+    """Stands for a node's listener, for its heartbeats and for who sends them."""
+
+    secret = ""
+
+    def take_flooding_host(self) -> str | None:
+        return None
+
+    def descriptors(self) -> dict[int, int]:
+        return {}
+
+    def due_s(self) -> float:
+        return math.inf
+
+    def accept(self) -> list[tuple[Channel, Message]]:
+        return []
+
+    def receive(self) -> list[tuple[Heartbeat, Address]]:
+        return []
+
+    def send(self, beat: Heartbeat, to: Address) -> None:
+        raise AssertionError("there is no other node")
+
+    def send_to(self, epoch: int, to: Sequence[Address]) -> None:
+        assert not to, "there is no other node"
+
+    def next_number(self) -> int:
+        return 0
+
+    def close(self, why: str = "") -> None:
+        pass
+
+
+def make_solo_member(devices: Sequence[Sequence[object]], epoch: int = 1) -> tuple[AgentMember, MemberList]:
+    """This node as the only member of a job; `devices` has a row (name, model, bf16, ...) for each of its ranks."""
+    rows = tuple((str(row[0]), str(row[1]), bool(row[2])) for row in devices)
+    me = AgentMember(0, platform.node(), secrets.token_hex(TOKEN_BYTES), LOOPBACK, 0, 0, rows)
+    return me, MemberList(epoch, 0, (me,))
+
+
+# ------------------------------- failure detection: a member of which no heartbeat was heard for `heartbeat_s` is lost
+
+
+OVERSLEPT_S = 0.3  # between two turns: who was silent meanwhile may have spoken to nobody, and gets that time back
+LATE_MS = 10_000  # an answer to a beat older than that says nothing of now
+MEET_S = 10.0  # what a new member gets until its first sign of life
+
+
+class FailureDetector:
+    """Judges the members that this one exchanges heartbeats with; `sender` says that this one lives."""
+
+    def __init__(
+        self,
+        view: MemberView,
+        heartbeats: HeartbeatSocket | NoNetwork,
+        sender: HeartbeatSender,
+        heartbeat_s: float,
+    ) -> None:
+        self.heartbeat_s, self.heartbeats, self.sender, self._view = heartbeat_s, heartbeats, sender, view
+        now = time.monotonic()
+        self.heard_at, self._watched = dict.fromkeys(view.member_list.nodes, now + MEET_S), set[int]()
+        self._numbers: dict[str, int] = {}  # the last beat of each token
+        self._turn = now
+
+    def wake(self, now: float) -> None:
+        """Another turn: where it comes late, its socket may have been full, and nobody is to be judged by that."""
+        slept_s, self._turn = now - self._turn, now
+        if slept_s > OVERSLEPT_S:
+            self.heard_at = {node: at if at > now else min(at + slept_s, now) for node, at in self.heard_at.items()}
+
+    def receive(self, now: float, joining: Collection[str] = ()) -> bool:
+        """Take the heartbeats that have come; returns whether one says that the others have given this one up.
+        `joining`: tokens of processes that are about to be members."""
+        view, gone = self._view, False
+        for beat, address in self.heartbeats.receive():
+            token = beat.token.hex()
+            member = view.member_list.member(beat.node)
+            if beat.kind == DECLARED_LOST:
+                number = self.sender.next_number()
+                gone |= token == view.me.token and number - LATE_MS <= beat.number <= number
+            elif member is not None and member.token == token and beat.node not in view.lost:
+                if beat.number > self._numbers.get(token, 0):
+                    self._numbers[token] = beat.number
+                    self.heard_at[beat.node] = now
+            elif beat.epoch < view.member_list.epoch and token not in joining:
+                answer = Heartbeat(DECLARED_LOST, view.member_list.epoch, beat.node, beat.token, beat.number)
+                self.heartbeats.send(answer, address)
+        return gone
+
+    def send(self) -> None:
+        """Say whom this agent's heartbeats go to."""
+        self.sender.send_to(
+            self._view.member_list.epoch, [(member.address, member.beats) for member in self._view.list_watched()]
+        )
+
+    def find_lost(self, now: float) -> list[int]:
+        """Members of which nothing was heard for too long."""
+        watched = [member.node for member in self._view.list_watched()]
+        for node in set(watched) - self._watched:  # it may not have seen yet that it has to tell this one
+            self.heard_at[node] = max(self.heard_at.get(node, now), now + self.heartbeat_s)
+        self._watched = set(watched)
+        return [node for node in watched if now > self.heard_at.get(node, now) + self.heartbeat_s]
+
+    def due_s(self) -> float:
+        """Seconds until one of them is lost, if nothing is heard of it before."""
+        heard = [self.heard_at.get(member.node, math.inf) for member in self._view.list_watched()]
+        return min(heard, default=math.inf) + self.heartbeat_s - time.monotonic()
+
+    def is_silent(self, node: int) -> bool:
+        """Whether a member has been silent for half of the time after which it is lost."""
+        silent_s = time.monotonic() - self.heard_at.get(node, 0.0)
+        return node != self._view.me.node and silent_s > self.heartbeat_s / 2
+
+    def reset(self, before: MemberList) -> None:
+        """Judge the members of a new list; those of the list `before` it have been heard now, others are to come."""
+        now, after = time.monotonic(), self._view.member_list
+        self.heard_at = {
+            member.node: now if before.member(member.node) == member else now + MEET_S for member in after.members
+        }
+
+    def close(self) -> None:
+        self.sender.close()
+        self.heartbeats.close()

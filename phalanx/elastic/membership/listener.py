@@ -89,14 +89,12 @@ def bind(address: str, listener: socket.socket | None = None) -> BoundAddress:
 
 
 class ConnectionListener:
-    """`on_refused(host, why)` is told once of each address whose call was refused. `flooding_host` is the address from
-    which more than CROWD have called without a proof, for the owner to tell of; None: there was none, or it was
-    taken."""
+    """`on_refused(host, why)` is told once of each address whose call was refused."""
 
     def __init__(self, listener: socket.socket, secret: str, on_refused: Callable[[str, str], None]) -> None:
         listener.setblocking(False)
         self.socket, self.secret, self.on_refused = listener, secret, on_refused
-        self.flooding_host: str | None = None
+        self._flooding_host: str | None = None
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = MAX_PENDING if files == resource.RLIM_INFINITY else max(4, min(MAX_PENDING, files // 4))
         self._pending: dict[int, PendingConnection] = {}  # by descriptor, the oldest first
@@ -134,6 +132,11 @@ class ConnectionListener:
         if self.socket.fileno() in ready:
             self._let_in()
         return found
+
+    def take_flooding_host(self) -> str | None:
+        """The address from which FLOOD_THRESHOLD have called without a proof, for the owner to tell of; once."""
+        host, self._flooding_host = self._flooding_host, None
+        return host
 
     def restrict_to(self, address: str) -> None:
         """From now on listen at this address alone, at the same port, where it was at all of this machine's: by which
@@ -230,7 +233,7 @@ class ConnectionListener:
         elif not pending.handshake.done and (host in self._unproved or len(self._unproved) < self._most):
             self._unproved[host] = self._unproved.get(host, 0) + 1
             if self._unproved[host] == FLOOD_THRESHOLD:
-                self.flooding_host = host
+                self._flooding_host = host
 
     def _forget(self, number: int, pending: PendingConnection) -> None:
         """It is this one's no more; its descriptor may be closed already, and has then left by itself."""

@@ -97,10 +97,6 @@ def explain_lost_quorum(count: int, of: int) -> str:
     return f"{few} of {of} can be reached from here, and those that cannot may go on with the run"
 
 
-def member_to_message(member: AgentMember) -> dict[str, Any]:
-    return asdict(member)
-
-
 def parse_member(tree: dict[str, Any]) -> AgentMember:
     """Read a member. Raises KeyError, TypeError or ValueError for what is none."""
     devices = tuple((str(row[0]), str(row[1]), bool(row[2])) for row in tree["devices"])
@@ -111,11 +107,7 @@ def parse_member(tree: dict[str, Any]) -> AgentMember:
 
 
 def member_list_to_message(member_list: MemberList) -> dict[str, Any]:
-    return {
-        "epoch": member_list.epoch,
-        "leader": member_list.leader,
-        "members": [member_to_message(member) for member in member_list.members],
-    }
+    return asdict(member_list)
 
 
 def parse_member_list(tree: dict[str, Any]) -> MemberList:

@@ -1,24 +1,24 @@
 """The agents of a job as equals: who is there, who leads, and what they tell each other.
 
 Every agent exchanges signs of life and messages with the leader and two deputies, and these with all. Who is silent for
-`heartbeat_timeout_s` (`failure_detector.py`), or whose connection ends (`links.py`), is lost. The leader then makes a
+`heartbeat_timeout_s` (`heartbeat.py`), or whose connection ends (`MemberLinks`), is lost. The leader then makes a
 roster without it; where the leader itself is lost, the lowest of the others takes the votes of the rest
 (`election.py`). Either needs a majority of the last roster, or the file of the epoch where it is just half
-(`epoch_files.py`); whoever gets neither is `fenced`: it must end its ranks and leave. Who votes has lost whoever led
+(`election.py`); whoever gets neither is `fenced`: it must end its ranks and leave. Who votes has lost whoever led
 before, and says later what its ranks have come to; so of many nodes the file is made while they end. Nothing here
 waits.
 """
 
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.elastic.membership.channel import Channel, Message
+from phalanx.elastic.membership import messages
+from phalanx.elastic.membership.channel import LINGER_S, Channel, Handshake, Message, start_connecting
 from phalanx.elastic.membership.election import Claim, Election
-from phalanx.elastic.membership.failure_detector import FailureDetector
-from phalanx.elastic.membership.heartbeat import HeartbeatSender, HeartbeatSocket
-from phalanx.elastic.membership.links import MemberLinks
+from phalanx.elastic.membership.heartbeat import FailureDetector, HeartbeatSender, HeartbeatSocket, NoNetwork
 from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.membership.member_list import (
     AgentMember,
@@ -27,7 +27,7 @@ from phalanx.elastic.membership.member_list import (
     member_list_to_message,
     parse_member_list,
 )
-from phalanx.elastic.membership.solo import NoNetwork
+from phalanx.elastic.membership.messages import MessageRecord, parse_message
 
 SOON_S = 0.001  # the least between two turns that nothing but time asks for
 GIVEN_UP = "the other nodes had given this one up, since nothing was heard of it"
@@ -60,7 +60,7 @@ class Membership(MemberView):
         self.links = MemberLinks(me, listener.secret)
         self.detector = FailureDetector(self, heartbeats, heartbeat_sender, heartbeat_s)
         self.election = Election(self, self.send, self.detector.is_silent, claim, make_vote, describe_run)
-        self._inbox: list[tuple[int, Message]] = []
+        self._inbox: list[tuple[int, messages.MessageRecord]] = []
         self._reliable_messages: list[Message] = []
 
     @property
@@ -95,7 +95,7 @@ class Membership(MemberView):
     def send(self, node: int, message: Message) -> None:
         """Tell a member something, as soon as it can be reached; a lost one hears nothing."""
         if node == self.me.node:
-            self._inbox.append((node, message))
+            self._inbox.append((node, messages.build_message(message)))
         elif node in self.member_list.nodes and node not in self.lost:
             self.links.link(node).send(message)
 
@@ -109,7 +109,7 @@ class Membership(MemberView):
             if node != but:
                 self.send(node, message)
 
-    def receive(self) -> list[tuple[int, Message]]:
+    def receive(self) -> list[tuple[int, messages.MessageRecord]]:
         """What members have said since the last call."""
         new, self._inbox = self._inbox, []
         return new
@@ -189,29 +189,30 @@ class Membership(MemberView):
     def _hear(self, node: int) -> None:
         if (link := self.links.get(node)) is None:
             return
-        messages, why = self.links.receive(node)
-        for message in messages:
+        heard, why = self.links.receive(node)
+        for message in heard:
             self._take(node, message)
         if why is not None and self.links.get(node) is link:
             self._lose(node, why)
 
-    def _take(self, node: int, message: Message) -> None:
-        if "gone" in message:
-            self._fence(GIVEN_UP)
-        elif "roster" in message:
-            self._follow(node, parse_member_list(message["roster"]))
-        elif "follow" in message:
+    def _take(self, node: int, message: messages.MessageRecord) -> None:
+        match message:
+            case messages.GoneMessage():
+                self._fence(GIVEN_UP)
+            case messages.MemberListMessage():
+                self._follow(node, parse_member_list(message.roster))
             # A leader may die when some have heard of its roster: of two nodes of different epochs the one that is
             # behind gets the newer roster, or neither part would be a majority.
-            if message["follow"] == self.member_list.epoch:
-                self.election.take_vote(node, message["ballot"])
-            elif message["follow"] < self.member_list.epoch:
+            case messages.FollowMessage() if message.follow == self.member_list.epoch:
+                self.election.take_vote(node, message.ballot)
+            case messages.FollowMessage() if message.follow < self.member_list.epoch:
                 self.election.hand_on(node)
-            else:
+            case messages.FollowMessage():
                 self.send(node, {"follow": self.member_list.epoch, "ballot": None})
-        else:
-            self.finished |= node == self.member_list.leader and ("finish" in message or "dropped" in message)
-            self._inbox.append((node, message))
+            case _:
+                is_last = isinstance(message, messages.FinishMessage | messages.DroppedMessage)
+                self.finished |= is_last and node == self.member_list.leader
+                self._inbox.append((node, message))
 
     # ------------------------------------------------------------------------------------------------------- agreeing
 
@@ -271,3 +272,116 @@ class Membership(MemberView):
         self.detector.sender.close()
         self.links.close(why)
         self.election.stop()
+
+
+# --------------------------------------------------------------------------------------------------------------- links
+# Connections between the agents of a job: one to each member that this one exchanges messages with.
+
+
+AGAIN_S = 0.3  # between two calls to one who does not answer
+
+
+@dataclass
+class MemberLink:
+    """The connection to one other member, and what waits for it to be there."""
+
+    channel: Channel | None = None
+    handshake: Handshake | None = None  # while it is being made from here
+    again_at: float = 0.0
+    waiting: list[Message] = field(default_factory=list)
+
+    @property
+    def is_up(self) -> bool:
+        return self.channel is not None and self.handshake is None
+
+    def send(self, message: Message) -> None:
+        """Send a message, now or as soon as the connection is up."""
+        self.waiting.append(message)
+        self.flush()
+
+    def flush(self) -> None:
+        while self.is_up and self.channel is not None and self.waiting:
+            self.channel.send(self.waiting.pop(0))
+
+    def close(self, why: str) -> None:
+        if self.channel is not None:
+            self.channel.close(why)
+
+
+class MemberLinks(dict[int, MemberLink]):
+    """The connections of the agent `me`, by node. Of two members the one with the higher number calls. Nothing here
+    waits."""
+
+    def __init__(self, me: AgentMember, secret: str) -> None:
+        super().__init__()
+        self._me, self._secret = me, secret
+
+    def link(self, node: int) -> MemberLink:
+        """The connection to a member, which may have to be made yet."""
+        return self.setdefault(node, MemberLink())
+
+    def descriptors(self) -> dict[int, int]:
+        """What poll() has to look at, and for what."""
+        channels = [link.channel for link in self.values() if link.channel is not None]
+        return {channel.fileno(): channel.awaits for channel in channels if channel.lost is None}
+
+    def accept(self, node: int, channel: Channel) -> None:
+        """Take the call of a member."""
+        link = self.link(node)
+        if link.is_up:
+            channel.close("it is here already")
+            return
+        link.close("it has called itself")
+        link.channel, link.handshake = channel, None
+        link.flush()
+
+    def call(self, members: Iterable[AgentMember], now: float) -> None:
+        """Call those of these members that are not to call this one."""
+        for member in members:
+            link = self.link(member.node)
+            if member.node > self._me.node or link.channel is not None or now < link.again_at:
+                continue
+            link.again_at = now + AGAIN_S
+            try:
+                link.channel = start_connecting((member.address, member.port))
+            except OSError:  # there is no way now: it is called again, until it is lost
+                continue
+            link.handshake = Handshake(link.channel, self._secret, calling=True)
+
+    def receive(self, node: int) -> tuple[list[MessageRecord], str | None]:
+        """What a member has said since the last call, and why it is lost, if it is."""
+        link = self[node]
+        if link.channel is None:
+            return [], None
+        heard: list[MessageRecord] = []
+        for message in link.channel.receive():
+            if link.handshake is None:
+                try:
+                    heard.append(parse_message(message))
+                except ValueError as error:
+                    return heard, str(error)
+            elif link.handshake.failed is None:
+                link.handshake.feed(message)
+                if link.handshake.done:
+                    link.handshake = None
+                    link.channel.send({"role": "peer", "node": self._me.node, "token": self._me.token})
+                    link.flush()
+        if link.handshake is None:
+            return heard, link.channel.lost
+        now = time.monotonic()
+        if link.channel.lost or link.handshake.failed or now > link.handshake.until:
+            link.close("it did not answer")
+            link.channel = link.handshake = None
+            link.again_at = now + AGAIN_S
+        return heard, None
+
+    def remove(self, node: int, why: str) -> None:
+        """Close the connection to a member, and forget what waits for it."""
+        self.pop(node, MemberLink()).close(why)
+
+    def close(self, why: str, linger: bool = False) -> None:
+        """Close all; with `linger`, what was said gets a moment to be taken."""
+        for link in self.values():
+            if link.channel is not None:
+                link.channel.linger(why, LINGER_S if linger else 0.0)
+        self.clear()

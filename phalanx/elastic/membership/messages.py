@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetPydanticSchema, ValidationError, model_validator
 
 from phalanx.elastic.membership.channel import Message
 
@@ -24,7 +24,7 @@ Ranks = Annotated[int, Field(ge=1, lt=1 << 20)]
 Port = Annotated[int, Field(ge=1, lt=1 << 16)]
 Code = Annotated[int, Field(ge=-255, le=255)]
 Kind = type | tuple[type, ...] | list[type]  # of a value; a list: of such values, or nothing
-Name = Annotated[str, Field(max_length=1024), AfterValidator(lambda text: _printable(text))]
+Name = Annotated[str, Field(max_length=1024), AfterValidator(lambda text: check_printable(text))]
 Text = Annotated[str, Field(max_length=1 << 20)]
 Token = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Layout = Annotated[str, Field(pattern=r"^(bare|[0-9a-f]{0,128})$")]
@@ -35,7 +35,7 @@ def _address(text: str) -> str:
     return text
 
 
-def _printable(text: str) -> str:
+def check_printable(text: str) -> str:
     if not text.isprintable():
         raise ValueError("a name holds what is no text")  # and what a terminal might take for more than that
     return text
@@ -53,10 +53,10 @@ def _row(*kinds: Kind) -> AfterValidator:
 
 
 def _fits(row: list[Any], kinds: Sequence[Kind]) -> bool:
-    return len(row) == len(kinds) and all(_is(value, kind) for value, kind in zip(row, kinds, strict=True))
+    return len(row) == len(kinds) and all(has_kind(value, kind) for value, kind in zip(row, kinds, strict=True))
 
 
-def _is(value: Any, kind: Kind) -> bool:
+def has_kind(value: Any, kind: Kind) -> bool:
     if isinstance(kind, list):
         return value is None or (isinstance(value, list) and _fits(value, kind))
     if isinstance(value, bool):
@@ -77,11 +77,13 @@ Slot = Annotated[list[Any], _row(int, str)]
 Echo = Annotated[list[Any], _row(str, int)]
 
 
-class _Part(BaseModel):
+class MessagePart(BaseModel):
+    """An object in a message: all of its fields, and no others."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class _Member(_Part):
+class _Member(MessagePart):
     node: Node
     host: Name
     token: Token
@@ -91,7 +93,7 @@ class _Member(_Part):
     devices: Annotated[list[Device], Field(min_length=1)]
 
 
-class _MemberList(_Part):
+class _MemberList(MessagePart):
     epoch: Epoch
     leader: Node
     members: Annotated[list[_Member], Field(min_length=1)]
@@ -104,7 +106,7 @@ class _MemberList(_Part):
         return self
 
 
-class _InventoryEntry(_Part):
+class _InventoryEntry(MessagePart):
     generation: Count
     way: Count
     rank: Count
@@ -132,7 +134,7 @@ class _Cause(BaseModel):
     step: Count | None
 
 
-class _End(_Part):
+class _End(MessagePart):
     rank: Count
     pid: Count
     signal: Annotated[int, Field(ge=1, le=64)] | None
@@ -143,26 +145,22 @@ class _End(_Part):
     starved: bool = False
 
 
-class _Ended(_Part):
+class _Ended(MessagePart):
     attempt: Count
     code: Code
     ends: list[_End]
     lowered: bool = False
 
 
-class _Nothing(_Part):
-    """An empty object."""
-
-
-class _Vote(_Part):
+class _Vote(MessagePart):
     ready: Count
     offered: Count
-    last: _Ended | _Nothing
+    last: _Ended | Annotated[Message, Field(max_length=0)]  # nothing has ended yet
     held: list[_InventoryEntry]
     attempt: Count
 
 
-class _Choice(_Part):
+class _Choice(MessagePart):
     step: Count
     generation: Count
     way: Count
@@ -170,13 +168,13 @@ class _Choice(_Part):
 
 
 def _file(row: list[Any]) -> list[Any]:
-    if len(row) != 2 or not _is(row[0], int) or not 0 <= row[0] < 1 << 16:
+    if len(row) != 2 or not has_kind(row[0], int) or not 0 <= row[0] < 1 << 16:
         raise ValueError("it names no node and file")
     _InventoryEntry.model_validate(row[1])
     return row
 
 
-class _Budget(_Part):
+class _Budget(MessagePart):
     failures: Count = 0
     reached: Count = 0
     committed: Count = 0
@@ -184,7 +182,7 @@ class _Budget(_Part):
     crash: Crash = Field(default_factory=lambda: ["", 0])
 
 
-class _Start(_Part):
+class _Start(MessagePart):
     attempt: Count
     epoch: Epoch
     division: Count
@@ -202,7 +200,7 @@ class _Start(_Part):
         return self
 
 
-class _Policy(_Part):
+class _Policy(MessagePart):
     nodes: Ranks
     max_restarts: Count
     on_lost_node: list[Literal["replace", "shrink", "wait"]]
@@ -214,7 +212,7 @@ class _Policy(_Part):
     least: Ranks
 
 
-class _Offer(_Part):
+class _Offer(MessagePart):
     division: Count
     slots: Annotated[list[Slot], Field(min_length=1)]
     seats: Annotated[list[Node], Field(min_length=1)]
@@ -236,14 +234,14 @@ class _Offer(_Part):
         return self
 
 
-class _Pulses(_Part):
+class _Pulses(MessagePart):
     attempt: Count
     beats: list[ProgressRow]
     signs: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], ProcessStatusRow]
     patience: HangTimeoutsRow
 
 
-class _Examination(_Part):
+class _Examination(MessagePart):
     """What node 0 offers where nodes are looked at together, and nothing is trained."""
 
     secret: Name
@@ -258,89 +256,135 @@ class _Result(BaseModel):
     ways: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], dict[str, Any]]
 
 
-class _Answer(_Part):
-    held: list[_InventoryEntry] = []
+class _Answer(MessagePart):
     echo: Echo | None = None
     result: _Result | None = None
 
 
-def _record(**fields: Any) -> type[BaseModel]:
-    """A kind of message: its fields, and for those that may be left out what is meant then."""
-    wanted: Any = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in fields.items()}
-    return create_model("_Record", __base__=_Part, **wanted)
+class MessageRecord(MessagePart):
+    """What nodes of a job say to each other once they have said who they are; the first field tells the kind."""
 
 
-# All that nodes of a job say once they have said who they are, by the first field of each record.
-_RECORDS = {
-    "gone": _record(gone=Epoch),
-    "roster": _record(roster=_MemberList),
-    "follow": _record(follow=Epoch, ballot=_Vote | None),
-    "offer": _record(offer=_Offer | _Examination),
-    "start": _record(start=_Start),
-    "end": _record(end=Count, known=bool),
-    "pause": _record(pause=Count),
-    "hung": _record(hung=Count, ranks=list[Blame]),
-    "signal": _record(signal=Signal),
-    "finish": _record(finish=Code, text=Text),
-    "dropped": _record(dropped=Text, code=Code),
-    "ended": _record(held=(list[_InventoryEntry], []), ended=_Ended),
-    "ready": _record(held=(list[_InventoryEntry], []), ready=Count),
-    "unfit": _record(unfit=Text, code=Code),
-    "pulses": _record(pulses=_Pulses),
-    "stop": _record(stop=Signal, again=(bool, False)),
-    "strangers": _record(strangers=Name),
-    "answer": _record(answer=_Answer),
-    "refused": _record(refused=Text),
-    "ping": _record(ping=bool),
-    "pong": _record(pong=bool),
-    "bye": _record(bye=bool),
-}
+def _raw(kind: Any) -> GetPydanticSchema:
+    """A part of a message that has to be of a kind, and is used as it came: it is told others, or read elsewhere."""
+    return GetPydanticSchema(lambda _, make: make(kind))
 
 
-def _device(row: list[Any]) -> list[Any]:
-    if len(row) < 3 or not _is(row[0], str) or not _is(row[1], str) or not _is(row[2], bool):
-        raise ValueError("a device is no name, model and whether it has bf16")
-    _printable(row[0] + row[1])
-    return row
+Inventory = Annotated[list[Message] | None, _raw(list[_InventoryEntry] | None)]
 
 
-class _At(_Part):
-    token: Token
-    address: Address
-    port: Port
-    beats: Port
+class GoneMessage(MessageRecord):
+    gone: Epoch
 
 
-class _Hello(_Part):
-    role: Literal["node"]
-    node: Node
-    nodes: Ranks
-    host: Name
-    pid: Count
-    devices: list[Annotated[list[Any], AfterValidator(lambda row: _device(row))]]
-    versions: dict[Name, Name]
-    recipe: dict[Name, Any]
-    at: _At | None = None
-
-    @model_validator(mode="after")
-    def _agrees(self) -> "_Hello":
-        if self.devices and self.at is None:  # nodes that only look at each other have none, and are no members
-            raise ValueError("it does not say where it is called")
-        return self
+class MemberListMessage(MessageRecord):
+    roster: Annotated[Message, _raw(_MemberList)]
 
 
-def find_message_problem(message: Message) -> str | None:
-    """What is wrong with what a node says, in a few words; None for nothing."""
-    record = next((_RECORDS[name] for name in message if name in _RECORDS), None)
-    return "no message that is known" if record is None else _problem(record, message)
+class FollowMessage(MessageRecord):
+    follow: Epoch
+    ballot: Annotated[Message | None, _raw(_Vote | None)]
 
 
-def find_hello_problem(hello: Message) -> str | None:
-    """The same of what a node says of itself."""
-    return _problem(_Hello, hello)
+class OfferMessage(MessageRecord):
+    offer: Annotated[Message, _raw(_Offer | _Examination)]
 
 
-def _problem(schema: type[BaseModel], message: Message) -> str | None:
+class StartMessage(MessageRecord):
+    start: Annotated[Message, _raw(_Start)]
+
+
+class EndMessage(MessageRecord):
+    end: Count
+    known: bool
+
+
+class PauseMessage(MessageRecord):
+    pause: Count
+
+
+class HungMessage(MessageRecord):
+    hung: Count
+    ranks: list[Blame]
+
+
+class SignalMessage(MessageRecord):
+    signal: Signal
+
+
+class FinishMessage(MessageRecord):
+    finish: Code
+    text: Text
+
+
+class DroppedMessage(MessageRecord):
+    dropped: Text
+    code: Code
+
+
+class EndedMessage(MessageRecord):
+    ended: Annotated[Message, _raw(_Ended)]
+    held: Inventory = None
+
+
+class ReadyMessage(MessageRecord):
+    ready: Count
+    held: Inventory = None
+
+
+class UnfitMessage(MessageRecord):
+    unfit: Text
+    code: Code
+
+
+class ProgressMessage(MessageRecord):
+    pulses: Annotated[Message, _raw(_Pulses)]
+
+
+class StopMessage(MessageRecord):
+    stop: Signal
+    again: bool = False
+
+
+class StrangersMessage(MessageRecord):
+    strangers: Name
+
+
+class AnswerMessage(MessageRecord):
+    answer: Annotated[Message, _raw(_Answer)]
+
+
+class RefusedMessage(MessageRecord):
+    refused: Text
+
+
+class PingMessage(MessageRecord):
+    ping: bool
+
+
+class PongMessage(MessageRecord):
+    pong: bool
+
+
+_KINDS = {next(iter(kind.model_fields)): kind for kind in MessageRecord.__subclasses__()}
+
+
+def parse_message(message: Message) -> MessageRecord:
+    """What a node says. Raises ValueError, which says why that node is lost, where it does not keep to the schema."""
+    kind = next((_KINDS[name] for name in message if name in _KINDS), None)
+    wrong = "no message that is known" if kind is None else find_schema_problem(kind, message)
+    if wrong is not None:
+        raise ValueError(NONSENSE.format(wrong))
+    return build_message(message)
+
+
+def build_message(message: Message) -> MessageRecord:
+    """The same of what this node says to itself, which is not held against the schema."""
+    return next(_KINDS[name] for name in message if name in _KINDS).model_construct(**message)
+
+
+def find_schema_problem(schema: type[BaseModel], message: Message) -> str | None:
+    """What is wrong with a message that should be as `schema` says, in a few words; None for nothing."""
     try:
         schema.model_validate(message)
     except ValidationError as error:

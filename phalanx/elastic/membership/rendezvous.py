@@ -276,6 +276,18 @@ def publish(folder: Path, address: HostAddress) -> bool:
     return made
 
 
+def keep_published(folder: Path, address: HostAddress) -> None:
+    """Put the address file into place again where it is gone. Raises RunError where it is another job's by now."""
+    there = read_address(folder)
+    if there is None:
+        publish(folder, address)
+    elif there != address:
+        raise RunError(
+            f"the rendezvous folder {folder} is used by another job now, whose node 0 is process {there.process}; "
+            "give each job a folder of its own"
+        )
+
+
 def withdraw(folder: Path, address: HostAddress, made: bool) -> None:
     """Take the address file away, unless it is another's by now, and the folder where it was `made` for this."""
     with contextlib.suppress(OSError, RunError):  # it is gone, or the folder is, or it is another's by now

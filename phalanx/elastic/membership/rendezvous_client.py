@@ -5,16 +5,15 @@ one of the members.
 """
 
 import math
-import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phalanx.core.errors import CollectiveError, ConfigError
-from phalanx.elastic.membership import rendezvous, shared_secret
+from phalanx.elastic.membership import messages, rendezvous, shared_secret
+from phalanx.elastic.membership.admission import receive_messages
 from phalanx.elastic.membership.channel import HANDSHAKE_TIMEOUT_S, Channel, Message, open_channel
 from phalanx.elastic.membership.listener import bind
 from phalanx.elastic.membership.member_list import AgentMember, MemberList, parse_member, parse_member_list
-from phalanx.elastic.membership.messages import NONSENSE, find_message_problem
 from phalanx.elastic.membership.rendezvous import RendezvousPoint
 
 CONNECT_S = 3.0  # what an address gets before another one of node 0's is tried
@@ -56,35 +55,26 @@ class RendezvousClient:
 
     def poll_once(self) -> None:
         """Do all that can be done without waiting."""
-        for message in self.channel.receive():
-            if (wrong := find_message_problem(message)) is not None:
-                self.channel.close(NONSENSE.format(wrong))
-                break
-            if "refused" in message:
-                self.refusal = str(message["refused"])
-            elif "offer" in message:
-                self.offer = message["offer"]
-            elif "roster" in message:
-                self.member_list = parse_member_list(message["roster"])
-            elif "finish" in message:
-                self.over = int(message["finish"]), str(message["text"])
-            elif "ping" in message:
-                self.channel.send({"pong": True})
-        self.channel.check_alive()
+        for message in receive_messages(self.channel):
+            match message:
+                case messages.RefusedMessage():
+                    self.refusal = message.refused
+                case messages.OfferMessage():
+                    self.offer = message.offer
+                case messages.MemberListMessage():
+                    self.member_list = parse_member_list(message.roster)
+                case messages.FinishMessage():
+                    self.over = message.finish, message.text
 
     def send(self, message: Message) -> None:
         """Tell node 0 something; lost where it is gone."""
         if self.channel.lost is None:
             self.channel.send(message)
 
-    def report_stop_signal(self, name: str) -> None:
-        """Tell node 0 that this node was asked to stop."""
-        self.send({"stop": name})
-
     def close(self) -> None:
         """Leave; what was said is still sent. A member's address stays open: it is its circle's."""
         if self.channel.lost is None:
-            self.channel.send_and_close({"bye": True}, "this node has left")
+            self.channel.linger("this node has left")
         if self.member_list is None:
             self.at.close()
 
@@ -154,11 +144,10 @@ def _asked(host: str, port: int, secret: str) -> Message | None:
     except OSError:
         return None
     channel.send({"role": "first"})
-    until, poll = time.monotonic() + HANDSHAKE_TIMEOUT_S, select.poll()
+    until = time.monotonic() + HANDSHAKE_TIMEOUT_S
     heard: list[Message] = []
     while not heard and channel.lost is None and time.monotonic() < until:
-        poll.register(channel, channel.awaits)
-        poll.poll(100)
+        channel.wait(0.1)
         heard = channel.receive()
     channel.close("that was all")
     return heard[0] if heard else {}

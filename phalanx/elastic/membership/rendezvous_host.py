@@ -17,12 +17,19 @@ from phalanx.core.errors import CollectiveError, ConfigError, PhalanxError, RunE
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
 from phalanx.elastic.membership import channel as wire
-from phalanx.elastic.membership import rendezvous, shared_secret
-from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch
+from phalanx.elastic.membership import messages, rendezvous, shared_secret
+from phalanx.elastic.membership.admission import (
+    Admission,
+    can_start_without,
+    explain_flood,
+    find_changed_devices,
+    find_mismatch,
+    receive_messages,
+)
 from phalanx.elastic.membership.channel import Channel, Message
+from phalanx.elastic.membership.heartbeat import NoNetwork
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener, bind
 from phalanx.elastic.membership.member_list import MemberList, member_list_to_message, parse_member
-from phalanx.elastic.membership.messages import NONSENSE, find_message_problem
 
 LOOK_S = 2.0  # between two looks whether the address file is still there
 NOTE_S = 60.0  # after which it is said, and said again, who is not ready
@@ -40,12 +47,12 @@ class ConnectedNode:
 
 class RendezvousHost:
     """`hello` is what this node would say of itself; `notice(kind, details)` is told who comes and goes. Of the `nodes`
-    as many may turn out not to be fit as there are `spares` among them."""
+    as many may turn out not to be fit as there are `spares` among them. Without a `listener` this is the only node."""
 
     def __init__(
         self,
         nodes: int,
-        listener: socket.socket,
+        listener: socket.socket | None,
         address: rendezvous.HostAddress | str,
         folder: Path | None,
         hello: Message,
@@ -56,13 +63,19 @@ class RendezvousHost:
         self.nodes, self.notice, self._timeout_s, self._spares = nodes, notice, timeout_s, spares
         self._folder, self._address = folder, address
         self.secret = address if isinstance(address, str) else address.secret
-        self.listener = ConnectionListener(listener, self.secret, self._refused)
+        self.listener = ConnectionListener(listener, self.secret, self._refused) if listener else NoNetwork()
         self._admission = Admission(
-            self._objection, self._find_holder, self._challenge, self._add_node, notice, wire.LINGER_S
+            lambda theirs: find_mismatch(theirs, hello, to_node_0=True) or find_changed_devices(theirs, self._offered),
+            self._find_holder,
+            self._challenge,
+            self._add_node,
+            notice,
+            wire.LINGER_S,
         )
-        self._hellos: dict[int, Message] = {0: hello}  # of all nodes that the job was resolved for
+        self._hello = hello
+        self._offered: dict[int, Message] = {}  # hellos of all nodes that the job was resolved for
         self._connected: dict[int, ConnectedNode] = {}
-        self._offer: Callable[[int], Message] | None = None
+        self._offer: Message | None = None
         self._over = False
         self._missing_since = self._looked = time.monotonic()
         self._note_at = math.inf
@@ -84,8 +97,20 @@ class RendezvousHost:
 
     def hellos(self) -> list[Message]:
         """What each node has said of itself, by node. All must be there."""
-        told = self._hellos | {node: seat.hello for node, seat in self._connected.items()}
+        told = {0: self._hello, **self._offered, **{node: seat.hello for node, seat in self._connected.items()}}
         return [told[node] for node in range(self.nodes)]
+
+    def devices(self, nodes: int) -> list[list[Any]]:
+        """Those of the first `nodes`, which get ranks; spares have no part yet."""
+        return [hello["devices"] for hello in self.hellos()[:nodes]]
+
+    def describe_nodes(self, nodes: int) -> tuple[dict[str, list[str]], list[dict[str, Any]]]:
+        """What the event of the start says of the nodes, of which the others than the first `nodes` are spares; and the
+        nodes that are lost before the first attempt, as they are not fit. Node 0 leaves later."""
+        hosts = [hello["host"] for hello in self.hellos()]
+        unfit = [(node, why) for node, why in self.replaced_by_spares.items() if node]
+        lost = [{"node": node, "host": hosts[node], "reason": why} for node, why in unfit]
+        return {"hosts": hosts[:nodes], "spares": hosts[nodes:]}, lost
 
     def missing(self) -> list[int]:
         """Nodes that are not there, and are waited for."""
@@ -98,7 +123,9 @@ class RendezvousHost:
         job's rendezvous."""
         now = time.monotonic()
         if self._folder is not None and now > self._looked + LOOK_S:
-            self._keep_published(self._folder)
+            self._looked = now
+            assert isinstance(self._address, rendezvous.HostAddress)
+            rendezvous.keep_published(self._folder, self._address)
         missing = self.missing()
         if missing and now > self._missing_since + self._timeout_s:
             names = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.nodes}"
@@ -111,13 +138,14 @@ class RendezvousHost:
     def yield_to_spare(self, why: str, alone: bool) -> str:
         """This node is not fit: once all have entered it leaves, and a spare takes its place. Returns `why`. Raises
         Unhealthy where none can: there is none left, or this node `alone` can write the run's records."""
-        fit = self._connected.keys() - self.replaced_by_spares.keys()
+        if self.nodes == 1:
+            raise Unhealthy(why)
         if alone:
             raise Unhealthy(
                 f"{why}; this is node 0, which alone writes to the run's URL, so no spare takes its place: start its "
                 "command on another machine"
             )
-        if len(self.replaced_by_spares) >= self._spares or not fit:
+        if not can_start_without(0, self.replaced_by_spares, self._connected, self._spares):
             raise Unhealthy(
                 f"{why}; this is node 0, for which all wait, and there is no spare to take its place: start its "
                 "command on another machine, or all with --spares 1 and one node more (and replace in "
@@ -127,13 +155,12 @@ class RendezvousHost:
         self.notice(EventKind.WARNING, {"message": f"{why}; node 0 brings all together, and a spare takes its place"})
         return why
 
-    def offer(self, offer: Callable[[int], Message]) -> None:
-        """Tell every node, now and when it comes back, what `offer(node)` says; from now on each has to come back as it
-        is."""
+    def offer(self, offer: Message) -> None:
+        """Tell every node of an offer, now and when it comes back; from now on each has to come back as it is."""
         self._offer, self._note_at = offer, time.monotonic() + NOTE_S
         for node, seat in self._connected.items():
-            self._hellos[node] = seat.hello
-            seat.channel.send({"offer": offer(node)})
+            self._offered[node] = seat.hello
+            seat.channel.send({"offer": offer})
 
     def are_all_ready(self) -> bool:
         """Whether all nodes can start. Raises as `have_all_nodes`, and an error with the words of a node that cannot:
@@ -165,16 +192,11 @@ class RendezvousHost:
                 channel.send_and_close({"ok": True}, "it only asked whether there is a node 0")
             else:
                 self._admission.greet(channel, hello)
-        if self.listener.flooding_host is not None:
-            host, self.listener.flooding_host = self.listener.flooding_host, None
+        if (host := self.listener.take_flooding_host()) is not None:
             self.notice(EventKind.WARNING, {"message": explain_flood(host, 0)})
         for node, seat in list(self._connected.items()):
-            for message in seat.channel.receive():
-                if (wrong := find_message_problem(message)) is not None:
-                    seat.channel.close(NONSENSE.format(wrong))
-                    break
+            for message in receive_messages(seat.channel):
                 self._hear(node, seat, message)
-            seat.channel.check_alive()
             if seat.channel.lost is not None:
                 self._lose(node, seat.channel.lost)
             elif time.monotonic() > seat.pinged_at + wire.SILENT_S:
@@ -191,18 +213,6 @@ class RendezvousHost:
             EventKind.WARNING,
             {"message": f"a caller from {host} was refused: {why}; if it is a node of this job, {mend}"},
         )
-
-    def _objection(self, hello: Message) -> str | None:
-        """Why a node cannot take part, as a sentence for its user."""
-        if (wrong := find_mismatch(hello, self._hellos[0], to_node_0=True)) is not None:
-            return wrong
-        node, devices, before = hello["node"], hello["devices"], self._hellos.get(hello["node"])
-        if self._offer is not None and before is not None and before["devices"] != devices:
-            return (
-                f"node {node} ({hello['host']}) has {_ranks(devices)} now, and the job was started with "
-                f"{_ranks(before['devices'])} there; start it as before, or stop the job and start all nodes anew"
-            )
-        return None
 
     def _find_holder(self, node: int) -> str | None:
         hello = self._connected[node].hello if node in self._connected else None
@@ -222,7 +232,7 @@ class RendezvousHost:
         self._connected[node] = ConnectedNode(channel, hello)
         self.notice(EventKind.NODE_JOINED, {"node": node, "host": hello["host"], "ranks": len(hello["devices"])})
         if self._offer is not None:
-            channel.send({"offer": self._offer(node)})
+            channel.send({"offer": self._offer})
 
     def _lose(self, node: int, why: str) -> None:
         if not self.missing():
@@ -231,36 +241,24 @@ class RendezvousHost:
         seat.channel.close(why)
         self.notice(EventKind.NODE_LOST, {"node": node, "host": seat.hello["host"], "reason": why})
 
-    def _hear(self, node: int, seat: ConnectedNode, message: Message) -> None:
-        if "answer" in message and isinstance(message["answer"], dict):
-            seat.answer = message["answer"]
-        elif "unfit" in message:
-            unhealthy = message.get("code") == ExitCode.UNHEALTHY
-            others = self._connected.keys() - self.replaced_by_spares.keys() - {node}
-            if unhealthy and len(self.replaced_by_spares) < self._spares and others:
-                self.replaced_by_spares[node] = str(message["unfit"])
-            else:
-                error = Unhealthy if unhealthy else ConfigError
-                self.refusal = error(f"node {node} ({seat.hello['host']}): {message['unfit']}")
-        elif "stop" in message:
-            self.stop_signal = self.stop_signal or str(message["stop"])
-        elif "ping" in message:
-            seat.channel.send({"pong": True})
-        elif "pong" in message:
-            seat.pinged_at = math.inf
-            self._admission.confirm(node)
-
-    def _keep_published(self, folder: Path) -> None:
-        self._looked = time.monotonic()
-        there = rendezvous.read_address(folder)
-        assert isinstance(self._address, rendezvous.HostAddress)
-        if there is None:
-            rendezvous.publish(folder, self._address)
-        elif there != self._address:
-            raise RunError(
-                f"the rendezvous folder {folder} is used by another job now, whose node 0 is process {there.process}; "
-                "give each job a folder of its own"
-            )
+    def _hear(self, node: int, seat: ConnectedNode, message: messages.MessageRecord) -> None:
+        match message:
+            case messages.ReadyMessage():
+                seat.answer = {"held": message.held or []}
+            case messages.AnswerMessage():
+                seat.answer = message.answer
+            case messages.UnfitMessage():
+                unhealthy = message.code == ExitCode.UNHEALTHY
+                if unhealthy and can_start_without(node, self.replaced_by_spares, self._connected, self._spares):
+                    self.replaced_by_spares[node] = message.unfit
+                else:
+                    error = Unhealthy if unhealthy else ConfigError
+                    self.refusal = error(f"node {node} ({seat.hello['host']}): {message.unfit}")
+            case messages.StopMessage():
+                self.stop_signal = self.stop_signal or message.stop
+            case messages.PongMessage():
+                seat.pinged_at = math.inf
+                self._admission.confirm(node)
 
     # ------------------------------------------------------------------------------------------------------- the end
 
@@ -268,6 +266,7 @@ class RendezvousHost:
         """This machine's address as the other nodes know it, with the sockets for them; at others of its addresses
         nothing listens any more. Raises RunError."""
         found = [str(seat.channel.socket.getsockname()[0]).removeprefix("::ffff:") for seat in self._connected.values()]
+        assert isinstance(self.listener, ConnectionListener)
         address = min(found, key=rendezvous.is_loopback)
         try:
             self.listener.restrict_to(address)
@@ -278,7 +277,7 @@ class RendezvousHost:
     def make_member_list(self, epoch: int, at: BoundAddress) -> MemberList:
         """All that are here as members of a first epoch. All must be there."""
         told = [
-            self._hellos[0] | at.to_message(),
+            self._hello | at.to_message(),
             *(seat.hello | seat.hello["at"] for _, seat in sorted(self._connected.items())),
         ]
         return MemberList(epoch, 0, tuple(parse_member(each) for each in told))
@@ -302,8 +301,3 @@ class RendezvousHost:
         for seat in self._connected.values():
             seat.channel.linger(why)
         self._connected = {}
-
-
-def _ranks(devices: list[Any]) -> str:
-    models = ", ".join(sorted({str(device[1]) for device in devices}))
-    return f"{len(devices)} rank{'s' if len(devices) > 1 else ''} on {models}"

@@ -23,7 +23,7 @@ from phalanx.core.errors import PhalanxError
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
 from phalanx.elastic.membership import rendezvous
-from phalanx.elastic.membership.channel import Message
+from phalanx.elastic.membership.channel import Message, poll_descriptors
 from phalanx.elastic.membership.membership import Membership
 from phalanx.elastic.node.attempt import IDLE_S, JobAttempt
 from phalanx.elastic.node.node_agent import AttemptLink, NodeAgent
@@ -170,12 +170,9 @@ def _attempt(agent: NodeAgent, number: int, assignment: NodeAssignment, signals:
 
 
 def _wait(agent: NodeAgent, signals: StopSignals) -> None:
-    poll = select.poll()
-    poll.register(signals, select.POLLIN)
-    for descriptor, events in agent.descriptors().items():
-        poll.register(descriptor, events)
     ready = agent.has_start_order or agent.membership.has_messages
-    poll.poll(0 if ready else min(IDLE_S, agent.membership.due_s()) * 1000)
+    descriptors = {signals.fileno(): select.POLLIN, **agent.descriptors()}
+    poll_descriptors(descriptors, 0 if ready else min(IDLE_S, agent.membership.due_s()))
     agent.poll_once()
 
 

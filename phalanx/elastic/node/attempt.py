@@ -16,6 +16,7 @@ from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.placement import ExitCode, Placement, StoreAddress
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership.channel import poll_descriptors
 from phalanx.elastic.node.node_agent import AttemptLink
 from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, Watchdog
@@ -211,14 +212,9 @@ class JobAttempt:
     def _wait(self, seconds: float, heed_signals: bool) -> None:
         """Sleep until a worker ends, a signal or another node's word comes or the time is up; reap every worker that
         has ended, and hear every word."""
-        poll = select.poll()
-        for descriptor, events in self.others.descriptors().items():
-            poll.register(descriptor, events)
-        if heed_signals:
-            poll.register(self.signals, select.POLLIN)
-        for process in self._live_processes():
-            poll.register(process.pidfd, select.POLLIN)
-        poll.poll(min(seconds, IDLE_S, self.others.due_s()) * 1000)  # other nodes wait for a sign of life, too
+        watched = [process.pidfd for process in self._live_processes()] + [self.signals.fileno()] * heed_signals
+        descriptors = {**self.others.descriptors(), **dict.fromkeys(watched, select.POLLIN)}
+        poll_descriptors(descriptors, min(seconds, IDLE_S, self.others.due_s()))  # they wait for a sign of life, too
         self.others.poll_once()
         for process in self._live_processes():
             if os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:

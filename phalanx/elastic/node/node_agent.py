@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx.core.placement import ExitCode, InMemoryCheckpoint, StoreAddress
+from phalanx.elastic.membership import messages
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.election import Claim
-from phalanx.elastic.membership.heartbeat import HeartbeatSenderProcess, HeartbeatSocket
+from phalanx.elastic.membership.heartbeat import HeartbeatSenderProcess, HeartbeatSocket, NoNetwork, make_solo_member
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
 from phalanx.elastic.membership.membership import Membership
-from phalanx.elastic.membership.messages import NONSENSE
-from phalanx.elastic.membership.solo import NoNetwork, make_solo_member
 from phalanx.elastic.membership.store_relay import CALL_S, Relay, hand_over, start_client_relay, start_host_relay
 from phalanx.elastic.node import watchdog
 from phalanx.elastic.node.standby import StandbyPool
@@ -66,7 +65,7 @@ class NodeAgent:
         self,
         me: AgentMember,
         member_list: MemberList,
-        listener: ConnectionListener,
+        listener: ConnectionListener | NoNetwork,
         at: BoundAddress,
         heartbeat_s: float,
         claim: Claim | None,
@@ -148,9 +147,8 @@ class NodeAgent:
         for channel, hello in callers:
             self._greet(channel, hello)
         self.calls.tend(self)
-        if (host := self.membership.listener.flooding_host) is not None and not self.is_leaderless:
-            self.membership.listener.flooding_host = None
-            self.membership.send(self.membership.member_list.leader, {"strangers": host})
+        if not self.is_leaderless and (host := self.membership.listener.take_flooding_host()) is not None:
+            self.tell_leader({"strangers": host})
         if self.membership.is_leader and self._leading is None and self.membership.fenced is None:
             self._leading = self._lead(self)
         self._hear()
@@ -173,33 +171,33 @@ class NodeAgent:
 
     # -------------------------------------------------------------------------------------------------------- messages
 
-    def _obey(self, message: Message) -> None:
+    def _obey(self, message: messages.MessageRecord) -> None:
         running = self.running
-        if "offer" in message:
-            self.offer = message["offer"]
-        elif "start" in message and self._exceeds(message["start"]):
-            self.membership.drop(
-                self.membership.member_list.leader, NONSENSE.format("more ranks than this node has devices")
-            )
-        elif "start" in message:
-            self.start, self.has_start_order = message["start"], True
-        elif "end" in message:
-            if running is not None and message["end"] == running.number:
-                running.ordered_to_end = True
-                running.cause_known |= message["known"] is True
-            if self.has_start_order and self.start is not None and message["end"] == self.start["attempt"]:
-                self.has_start_order = False
-                self.report_end(int(message["end"]), ExitCode.FAILED, [])  # nothing of it has begun here
-        elif "pause" in message and running is not None and message["pause"] == running.number:
-            self.stop_signals.append("SIGTERM")
-        elif "hung" in message and running is not None and message["hung"] == running.number:
-            running.hung = [Blame(*row) for row in message["ranks"]]
-        elif "signal" in message:
-            self.stop_signals.append(str(message["signal"]))
-        elif "finish" in message:
-            self.over = int(message["finish"]), str(message["text"])
-        elif "dropped" in message:
-            self.over = int(message["code"]), str(message["dropped"])
+        match message:
+            case messages.OfferMessage():
+                self.offer = message.offer
+            case messages.StartMessage() if self._exceeds(message.start):
+                why = messages.NONSENSE.format("more ranks than this node has devices")
+                self.membership.drop(self.membership.member_list.leader, why)
+            case messages.StartMessage():
+                self.start, self.has_start_order = message.start, True
+            case messages.EndMessage():
+                if running is not None and message.end == running.number:
+                    running.ordered_to_end = True
+                    running.cause_known |= message.known
+                if self.has_start_order and self.start is not None and message.end == self.start["attempt"]:
+                    self.has_start_order = False
+                    self.report_end(message.end, ExitCode.FAILED, [])  # nothing of it has begun here
+            case messages.PauseMessage() if running is not None and message.pause == running.number:
+                self.stop_signals.append("SIGTERM")
+            case messages.HungMessage() if running is not None and message.hung == running.number:
+                running.hung = [Blame(*row) for row in message.ranks]
+            case messages.SignalMessage():
+                self.stop_signals.append(message.signal)
+            case messages.FinishMessage():
+                self.over = message.finish, message.text
+            case messages.DroppedMessage():
+                self.over = message.code, message.dropped
 
     def _exceeds(self, start: Message) -> bool:  # more ranks than this node has got ready for
         seat = find_assignment(start, self.membership.me.node) if start["division"] == self.division else None
@@ -226,6 +224,9 @@ class NodeAgent:
         member = self.membership.member_list.member(node)
         return ("127.0.0.1", 1) if member is None else (member.address, member.port)
 
+    def tell_leader(self, message: Message) -> None:
+        self.membership.send(self.membership.member_list.leader, message)
+
     def end_attempt(self) -> None:
         """The attempt that ran here is over: its ranks are dead."""
         running, self.running = self.running, None
@@ -237,13 +238,15 @@ class NodeAgent:
         """Tell the leader how an attempt ended here."""
         ended = [dataclasses.asdict(end) for end in exits]
         self._last = {"attempt": number, "code": int(code), "ends": ended, "lowered": lowered}
-        self.membership.send(self.membership.member_list.leader, {"ended": self._last, "held": self.list_inventory()})
+        self.tell_leader({"ended": self._last, "held": self.list_inventory()})
 
     def report_ready(self) -> None:
         self._ready_unheard = self.is_leaderless  # the next leader hears it, whose vote may be older
-        self.membership.send(
-            self.membership.member_list.leader, {"ready": self.division, "held": self.list_inventory()}
-        )
+        self.tell_leader(self.describe_ready())
+
+    def describe_ready(self) -> Message:
+        """What to say to whoever leads, at the start of a job or later, once this node has what a division needs."""
+        return {"ready": self.division, "held": self.list_inventory()}
 
     def take_start_order(self) -> tuple[int, NodeAssignment] | None:
         """The attempt that is to be started, and this node's seat in it, if it has one; once."""
@@ -344,8 +347,7 @@ class AttemptLink:
 
     def report_progress(self, number: int, report: ProgressReport) -> None:
         """Tell the leader what this node sees of its ranks."""
-        membership = self._agent.membership
-        membership.send(membership.member_list.leader, {"pulses": watchdog.encode_report(number, report)})
+        self._agent.tell_leader({"pulses": watchdog.encode_report(number, report)})
 
     def take_hung_ranks(self) -> list[Blame]:
         new, self.hung = self.hung, []
@@ -379,17 +381,13 @@ class AttemptCalls:
         running = agent.running
         for channel, hello, until in waiting:
             of_replicas, attempt = hello["role"] == ROLE, int(hello["attempt"])
+            is_early = attempt > agent.last_seen_attempt and time.monotonic() < until
             here = running if running is not None and running.number == attempt else None
             if here is not None and of_replicas:
                 agent.memory.hand_over(agent.job, channel, writes=True)
             elif here is not None and here.serves_store:
                 here.join_store(channel)
-            elif (
-                attempt > agent.last_seen_attempt
-                and time.monotonic() < until
-                and not channel.receive()
-                and not channel.lost
-            ):
+            elif is_early and not channel.receive() and not channel.lost:
                 self._waiting.append((channel, hello, until))
             else:
                 channel.close("it belongs to another attempt")

@@ -23,6 +23,7 @@ from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode, HostPort, InMemoryCheckpoint, Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.channel import Channel, Message
+from phalanx.elastic.membership.messages import MessageRecord
 from phalanx.elastic.node.watchdog import HangTimeouts, StepHistory
 from phalanx.system.exit_causes import describe_exception
 from phalanx.system.fork import STOP_SIGNALS, active_stop_signals
@@ -203,7 +204,7 @@ class LeaderRole(Protocol):
     def poll_once(self) -> None:
         """Do all that can be done without waiting."""
 
-    def hear(self, node: int, message: Message) -> None:
+    def hear(self, node: int, message: MessageRecord) -> None:
         """Take what a member says."""
 
     def greet(self, channel: Channel, hello: Message) -> None:

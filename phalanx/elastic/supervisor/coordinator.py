@@ -12,9 +12,10 @@ from typing import Any
 
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
+from phalanx.elastic.membership import messages
 from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch
 from phalanx.elastic.membership.channel import Channel, Message
-from phalanx.elastic.membership.failure_detector import MEET_S
+from phalanx.elastic.membership.heartbeat import MEET_S
 from phalanx.elastic.membership.member_list import AgentMember, member_list_to_message, parse_member
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.watchdog import JobHangDetector
@@ -89,8 +90,7 @@ class Coordinator:
         self._ends: dict[int, list[WorkerExit]] = {}  # of this attempt, by node
         self._why: dict[str, str] = {}  # why members were lost, by token
         self._hang_detector = JobHangDetector()
-        self._interrupts = 0
-        self._crowded = False
+        self._interrupts, self._crowded = 0, False
         self._unfit_reason, self._meets_until = unfit_reason, time.monotonic() + MEET_S
         self._incident: OpenIncident | None = None
         # A new leader knows the roster before its own, and learns in its first turn who is gone.
@@ -100,11 +100,11 @@ class Coordinator:
             self._begin_incident()
             for node, vote in self.membership.election.votes.items():
                 # What a voter says of its ranks; one that the last order to start has not reached has none.
-                held = inventory_from_message(vote["held"])
-                self.handle_event(NodeInventoryReported(time.monotonic(), node, held))
+                now = time.monotonic()
+                self.handle_event(NodeInventoryReported(now, node, inventory_from_message(vote["held"])))
                 heard = bool(vote["last"]) and int(vote["last"]["attempt"]) == self.state.attempt
                 last = vote["last"] if heard else {"attempt": self.state.attempt, "code": 1, "ends": []}
-                self._hear_end(node, last, time.monotonic())
+                self._hear_end(node, last, now)
         self.admission = Admission(
             lambda theirs: find_mismatch(theirs, hello, to_node_0=False), self._find_holder, self._challenge,
             self._welcome_member, self._note, linger_s=0.05,
@@ -125,9 +125,8 @@ class Coordinator:
         if self._unfit_reason is not None:
             # Whoever has no connection to it yet would not see it leave, and would wait for its first sign of life.
             if self.membership.is_fully_connected or time.monotonic() > self._meets_until:
-                self.handle_event(
-                    NodeUnfit(time.monotonic(), self.membership.me.node, self._unfit_reason, int(ExitCode.UNHEALTHY))
-                )
+                me, code = self.membership.me.node, int(ExitCode.UNHEALTHY)
+                self.handle_event(NodeUnfit(time.monotonic(), me, self._unfit_reason, code))
             return
         for member, why in self.membership.losses:
             self._why[member.token] = why
@@ -170,49 +169,51 @@ class Coordinator:
         for member in list(self._members.values()) if self._requests else ():
             request = find_newest_request(self._requests.values(), member.node, member.host)
             if request is not None:
-                drained = request.wanted != NodeRequestKind.RETURN
+                drained, gently = request.wanted != NodeRequestKind.RETURN, request.by.startswith(BY_HEALTH)
                 done = "is to be left" if drained else "may be used again"
                 why = f"node {member.node} ({member.host}) {done}" + (f" ({request.reason})" * bool(request.reason))
-                gently = request.by.startswith(BY_HEALTH)
                 self.handle_event(NodeDrainChanged(time.monotonic(), member.node, drained, why, gently))
 
     def _see_hangs(self) -> None:
         """Say which ranks of the attempt hang; their agents end them, and those of the others see where theirs are."""
         if self.state.phase == JobPhase.RUNNING:
             awaited = [node for node in self.state.seats if node not in self.state.codes]
-            hang = self._hang_detector.find_hang(self.state.attempt, awaited)
-            if hang is not None:
+            if (hang := self._hang_detector.find_hang(self.state.attempt, awaited)) is not None:
                 rows = [astuple(blame) for blame in hang.assign_blame()]
                 self.membership.broadcast({"hung": self.state.attempt, "ranks": rows})
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
-    def hear(self, node: int, message: Message) -> None:
+    def hear(self, node: int, message: messages.MessageRecord) -> None:
         """Take what a member says."""
         now = time.monotonic()
-        if "held" in message:
-            self.handle_event(NodeInventoryReported(now, node, inventory_from_message(message["held"])))
-        if "ended" in message:
-            self._see_commits()  # what has become safe since the last turn counts
-            self._hear_end(node, message["ended"], now)
-        elif "ready" in message:
-            self.handle_event(NodeReady(now, node, int(message["ready"])))
-        elif "unfit" in message:
-            self.handle_event(NodeUnfit(now, node, str(message["unfit"]), int(message["code"])))
-        elif "pulses" in message:
-            self._hang_detector.add_report(node, message["pulses"])
-        elif "strangers" in message and not self._crowded:
-            self._crowded = True  # one line says it, wherever else they call
-            self._note(EventKind.WARNING, {"message": explain_flood(str(message["strangers"]), node)})
-        elif "stop" in message:
-            again = {"unless_written": True} if message.get("again") else {}
-            self._note(EventKind.STOP_REQUESTED, {"signal": message["stop"], **again})
-            # Who was asked passes it on to its own ranks, but those of an attempt that has begun since know of nothing.
-            self.membership.broadcast({"signal": str(message["stop"])}, but=None if again else node)
-            self._interrupts += message["stop"] == "SIGINT"
-            if self._interrupts >= 2:  # whoever sits there has no patience any more
-                self._tell_to_end(self.state.attempt, known=True)
-            self.handle_event(StopSignalReceived(now, str(message["stop"])))
+        if isinstance(message, messages.EndedMessage | messages.ReadyMessage) and message.held is not None:
+            self.handle_event(NodeInventoryReported(now, node, inventory_from_message(message.held)))
+        match message:
+            case messages.EndedMessage():
+                self._see_commits()  # what has become safe since the last turn counts
+                self._hear_end(node, message.ended, now)
+            case messages.ReadyMessage():
+                self.handle_event(NodeReady(now, node, message.ready))
+            case messages.UnfitMessage():
+                self.handle_event(NodeUnfit(now, node, message.unfit, message.code))
+            case messages.ProgressMessage():
+                self._hang_detector.add_report(node, message.pulses)
+            case messages.StrangersMessage() if not self._crowded:
+                self._crowded = True  # one line says it, wherever else they call
+                self._note(EventKind.WARNING, {"message": explain_flood(message.strangers, node)})
+            case messages.StopMessage():
+                self._hear_stop(node, message, now)
+
+    def _hear_stop(self, node: int, message: messages.StopMessage, now: float) -> None:
+        again = {"unless_written": True} if message.again else {}
+        self._note(EventKind.STOP_REQUESTED, {"signal": message.stop, **again})
+        # Who was asked passes it on to its own ranks, but those of an attempt that has begun since know of nothing.
+        self.membership.broadcast({"signal": message.stop}, but=None if again else node)
+        self._interrupts += message.stop == "SIGINT"
+        if self._interrupts >= 2:  # whoever sits there has no patience any more
+            self._tell_to_end(self.state.attempt, known=True)
+        self.handle_event(StopSignalReceived(now, message.stop))
 
     def _hear_end(self, node: int, told: Message, now: float) -> None:
         if not told or int(told["attempt"]) != self.state.attempt or node in self._ends:
@@ -332,9 +333,8 @@ class Coordinator:
         if len(self.membership.live_nodes()) == 1:
             self._note(EventKind.GAVE_UP, {"reason": why})
         else:
-            who = f"node {self.membership.me.node} ({self.membership.me.host})"
-            said = f"{who}, which led, leaves the others, as it cannot take part any more: {why}"
-            self._note(EventKind.WARNING, {"message": said})
+            who = f"node {self.membership.me.node} ({self.membership.me.host}), which led, leaves the others"
+            self._note(EventKind.WARNING, {"message": f"{who}, as it cannot take part any more: {why}"})
             self.membership.leave(why)
 
     def _see_preparation(self) -> None:

@@ -2,8 +2,7 @@
 
 from phalanx.core.errors import ConfigError
 from phalanx.launch.schedulers import slurm
-from phalanx.launch.schedulers.background import Background
-from phalanx.launch.schedulers.scheduler import Scheduler
+from phalanx.launch.schedulers.scheduler import Background, Scheduler
 
 SCHEDULERS: dict[str, Scheduler] = {"slurm": slurm, "background": Background()}
 DEFAULT, LOCAL = next(iter(SCHEDULERS)), "background"
