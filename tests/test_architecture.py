@@ -326,12 +326,9 @@ LARGE_CLASSES = {
     "phalanx.comm.backend:ProcessGroupPhalanx": (4, 33),
     # The others are to be divided.
     "phalanx.checkpoint.memory.store:SharedMemoryStore": (39, 34),
-    "phalanx.config.model:ModelSection": (21, 0),
-    "phalanx.config.model:DataSection": (21, 0),
     "phalanx.core.records:StepRecord": (22, 0),
     "phalanx.health.gpu:Gpu": (22, 0),
     "phalanx.planner.simulate:Scenario": (24, 1),
-    "phalanx.planner.work:StepWork": (31, 12),
 }
 
 
