@@ -31,8 +31,9 @@ def take_turns(placement: Placement, folder: str, tokens: str, config: str, pair
     from phalanx.comm.rendezvous import JsonGroup
     from phalanx.config import load
     from phalanx.system import accelerator
-    from phalanx.trainer.loop import TrainingJob, TrainingLoop
+    from phalanx.trainer.loop import TrainingLoop
     from phalanx.trainer.restore import make_in_memory_store
+    from phalanx.trainer.setup import TrainingJob, TrainingSetup
     from phalanx.trainer.stop_request import StopRequest
     from phalanx.workload.build import build_components
     from phalanx.workload.sinks import RecordWriter
@@ -52,7 +53,9 @@ def take_turns(placement: Placement, folder: str, tokens: str, config: str, pair
             saver = CheckpointSaver(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 1, records.write_event)
             run = TrainingJob(settings, spec, paths, rows, {})
             loops.append(
-                TrainingLoop(run, placement, mesh, parts, records, saver, StopRequest(), in_memory_store=memory)
+                TrainingLoop(
+                    TrainingSetup(run, placement, mesh, parts, records, saver, StopRequest(), in_memory_store=memory)
+                )
             )
             loops[-1].restore()
         for step in range(1, pairs + 4):
@@ -61,7 +64,7 @@ def take_turns(placement: Placement, folder: str, tokens: str, config: str, pair
                 mesh.sum([0.0])
                 begun = time.perf_counter()
                 loop.train_step(step)
-                list(loop.components.engine.pieces())  # waits until all of the step is done
+                list(loop.setup.components.engine.pieces())  # waits until all of the step is done
                 mesh.sum([0.0])
                 seconds.append(time.perf_counter() - begun)
             if step > 3:
@@ -72,9 +75,9 @@ def take_turns(placement: Placement, folder: str, tokens: str, config: str, pair
             begun = time.perf_counter()
             loops[0].save(pairs + 3)
             saves.append(mesh.max([time.perf_counter() - begun])[0])
-            loops[0].saver.wait()
+            loops[0].setup.saver.wait()
         for loop in loops:
-            loop.components.close()
+            loop.setup.components.close()
     if placement.rank == 0:
         (Path(folder) / FOUND).write_text(json.dumps({"steps": spent, "saves": saves}))
     return 0

@@ -147,7 +147,8 @@ def _worker(
     from phalanx.comm.mesh import join
     from phalanx.comm.rendezvous import JsonGroup
     from phalanx.system import accelerator
-    from phalanx.trainer.loop import TrainingJob, TrainingLoop
+    from phalanx.trainer.loop import TrainingLoop
+    from phalanx.trainer.setup import TrainingJob, TrainingSetup
     from phalanx.trainer.stop_request import StopRequest
     from phalanx.trainer.train_rank import run_steps
     from phalanx.workload.build import build_components
@@ -163,7 +164,7 @@ def _worker(
         saver = CheckpointSaver(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 1, records.write_event)
         speeds, link = find_rank_speeds(config, make_workload(config, job.spec), placement, mesh, paths, records)
         parts = build_components(config, job.spec, mesh, job.train_tokens, {}, paths, speeds, link)
-        loop = TrainingLoop(job, placement, mesh, parts, records, saver, StopRequest())
+        loop = TrainingLoop(TrainingSetup(job, placement, mesh, parts, records, saver, StopRequest()))
         code = run_steps(loop, loop.restore())
         records.close()
     _balance_file(paths, placement.rank).write_text(json.dumps(parts.work_split.balance_s))

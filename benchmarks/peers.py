@@ -120,7 +120,7 @@ class Phalanx:
         synchronise(self.device)
 
     def losses(self) -> list[float]:
-        self.loop.records.write_step(self.loop.recorder.flush())
+        self.loop.setup.records.write_step(self.loop.recorder.flush())
         return [record["loss"] for record in self.records]
 
     def on_step(self, record: dict[str, Any]) -> None:
@@ -138,7 +138,8 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
     from phalanx.comm.mesh import join
     from phalanx.comm.rendezvous import JsonGroup
     from phalanx.parallel.init_weights import make_adapter_fill
-    from phalanx.trainer.loop import TrainingJob, TrainingLoop
+    from phalanx.trainer.loop import TrainingLoop
+    from phalanx.trainer.setup import TrainingJob, TrainingSetup
     from phalanx.trainer.stop_request import StopRequest
     from phalanx.workload.build import build_components
     from phalanx.workload.sinks import RecordWriter
@@ -156,7 +157,7 @@ def phalanx(case: Case, tokens: Path, folder: Path) -> Iterator[Phalanx]:
             parts.starting_weights = make_adapter_fill(parts.starting_weights, SEED, None)
         saver = CheckpointSaver(paths.checkpoints, 0, JsonGroup(mesh.checkpoint), 1, records.write_event)
         run = TrainingJob(config, case.spec, paths, [(tokens, 1.0)], {})
-        peer.loop = TrainingLoop(run, placement, mesh, parts, records, saver, StopRequest())
+        peer.loop = TrainingLoop(TrainingSetup(run, placement, mesh, parts, records, saver, StopRequest()))
         peer.loop.restore()
         try:
             yield peer

@@ -326,12 +326,9 @@ LARGE_CLASSES = {
     "phalanx.core.run_paths:RunPaths": (2, 45),
     "phalanx.comm.backend:ProcessGroupPhalanx": (4, 33),
     # The others are to be divided.
-    "phalanx.config.model:ModelSection": (21, 0),
-    "phalanx.config.model:DataSection": (21, 0),
     "phalanx.core.records:StepRecord": (22, 0),
     "phalanx.health.gpu:Gpu": (22, 0),
     "phalanx.planner.simulate:Scenario": (24, 1),
-    "phalanx.planner.work:StepWork": (31, 12),
 }
 
 
@@ -495,6 +492,59 @@ def test_a_recipe_is_changed_by_keys_that_are_checked() -> None:
     assert [
         name for name in MODULES for node in ast.walk(tree_of(name)) if getattr(node, "attr", "") == "model_copy"
     ] == []
+
+
+# A recipe is resolved in one direction, by what launches a run, what tries one, and what its ranks agree on when they
+# meet: whoever reads a configuration after that changes nothing in it.
+RESOLVERS = {
+    "phalanx.autotune.dry_run",
+    "phalanx.cli.data",
+    "phalanx.config.explain",  # which reads what is resolved anew
+    "phalanx.launch.auto_layout",
+    "phalanx.launch.dry_run_estimate",
+    "phalanx.launch.prepare",
+    "phalanx.trainer.resolve",
+}
+AFTER_RESOLVING = (
+    "checkpoint",
+    "comm",
+    "data",
+    "engine",
+    "health",
+    "models",
+    "optim",
+    "parallel",
+    "tasks",
+    "trainer",
+    "workload",
+)
+MAY_CHANGE = {
+    "phalanx.trainer.resolve",
+    "phalanx.workload.engines",  # what ranks agree on: `agree_on_sharding`
+    "phalanx.workload.local_copies",  # the local copy of a folder for its URL, and back
+}
+
+
+def test_a_recipe_is_resolved_in_one_direction() -> None:
+    resolving = {name for name in MODULES if "phalanx.config.resolve" in imports_of(name)}
+    assert resolving == RESOLVERS
+    changing = {
+        name
+        for name in MODULES
+        for called, _ in calls_of(name)
+        if called.split(".")[-1] in ("update_config", "setattr")
+    }
+    assert {name for name in changing if unit_of(name) in AFTER_RESOLVING} <= MAY_CHANGE
+
+
+def test_a_recipe_and_what_the_loop_works_with_are_frozen() -> None:
+    from phalanx.config.fields import Section
+    from phalanx.config.schema import Config
+
+    assert Section.model_config["frozen"] and Config.model_config["frozen"]
+    setup = next(each for each in tree_of("phalanx.trainer.setup").body if getattr(each, "name", "") == "TrainingSetup")
+    assert isinstance(setup, ast.ClassDef)
+    assert [ast.unparse(each) for each in setup.decorator_list] == ["dataclass(frozen=True)"]
 
 
 def test_only_one_file_knows_what_kind_of_device_there_is() -> None:

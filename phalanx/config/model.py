@@ -53,8 +53,8 @@ class LoraSection(Section):
     )
 
 
-class ModelSection(Section):
-    """What is trained. Shapes come from `preset` or `from_hf`; a shape set here replaces the preset's."""
+class ModelSourceSection(Section):
+    """Which model is trained, by name, folder or file."""
 
     preset: Text | None = knob(
         None, "a published shape, such as llama-3.2-1b; see `phalanx config presets`", trajectory=True
@@ -69,6 +69,11 @@ class ModelSection(Section):
     code: Text | None = knob(
         None, "a Python file whose class Model is trained instead of the built-in", trajectory=True
     )
+
+
+class ModelSection(ModelSourceSection):
+    """What is trained. Shapes come from `preset` or `from_hf`; a shape set here replaces the preset's."""
+
     vocab_size: Count | Auto = knob(
         "auto", "rows of the embedding; auto: the preset's, else the tokenizer's", trajectory=True
     )
@@ -141,8 +146,8 @@ class SourceSection(Section):
     weight: Positive = knob(1.0, "its share of the sequences, relative to the other sources' weights", trajectory=True)
 
 
-class DataSection(Section):
-    """What it is trained on."""
+class DocumentSection(Section):
+    """Where documents and their tokens come from, and the keys that hold their parts."""
 
     source: Annotated[list[Text | SourceSection], Field(min_length=1), BeforeValidator(as_sources)] = knob(
         ["stdlib"],
@@ -174,6 +179,11 @@ class DataSection(Section):
     pair_key: Text | None = knob(
         None, "classify: the key or column that holds a second text; default: there is none", trajectory=True
     )
+
+
+class DataSection(DocumentSection):
+    """What it is trained on."""
+
     chat_template: Text | None = knob(
         None, "a Jinja file, or chatml, to use instead of the tokenizer's", trajectory=True
     )

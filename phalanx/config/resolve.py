@@ -6,7 +6,7 @@ A recipe is resolved in this order, and `launch/prepare.py` calls it from top to
 2. `resolve_layout`: the layout of the ranks, where the planner chooses it (`launch/auto_layout.py`).
 3. `resolve_autos`: what follows from other keys, the number of ranks and the kinds of their devices (here).
 4. `resolve_with_files`: what follows from data, models and memory (`trainer/resolve.py`, in a process of its own).
-5. `agree_on_sharding` and `resolve_stage_sizes`: what ranks agree on once they have met (`trainer/train_rank.py`).
+5. `agree_on_sharding` and `resolve_stage_sizes`: what ranks agree on once they have met (`trainer/setup.py`).
 
 Each step returns another Config and the decisions that tell how it differs, which become events.
 """

@@ -147,18 +147,13 @@ def _measuring_callbacks(
     wanted: Config, hello: Message, devices: Sequence[DeviceInfo], paths: RunPaths, as_json: bool
 ) -> multinode.AgentHooks:
     """What a node does that measures with others. A node that is lost ends it."""
-    from phalanx.trainer.loop import TrainingJob
-    from phalanx.trainer.resolve import token_folders
-    from phalanx.workload import local_copies
-    from phalanx.workload.workload import find_model_shape
+    from phalanx.trainer.resolve import make_training_job
 
     def make(offer: Message, poll_once: Callable[[], None]) -> NodeJob:
         config = load.build_config(load.parse_yaml(offer["config"], "node 0's configuration"), "node 0's configuration")
         prepare.check_offer(wanted, config)
         answer = prepare.resolve_on_node(config, devices, int(offer["world"]), poll_once)
-        what = "the resolved configuration"
-        here = local_copies.use_local_copies(load.build_config(load.parse_yaml(answer["config"], what), what))
-        return _job(TrainingJob(here, find_model_shape(here, paths), paths, *token_folders(answer)), devices, paths)
+        return _job(make_training_job(answer, paths), devices, paths)
 
     def refuse_division(division: int, plan: Plan, devices: list[list[Any]]) -> Message:
         raise ConfigError("devices are measured together, or not at all")

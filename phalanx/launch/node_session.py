@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from phalanx.config import load
 from phalanx.config.schema import Config, get_knob
 from phalanx.core import faults
@@ -157,10 +155,7 @@ class NodeSession(NodeParticipant):
 
     def make_job(self, offer: Message, poll_once: Tend) -> NodeJob:
         """What this node's agent runs in a division. Raises PhalanxError where this node does not fit it."""
-        from phalanx.trainer.loop import TrainingJob
-        from phalanx.trainer.resolve import token_folders
-        from phalanx.workload import local_copies
-        from phalanx.workload.workload import find_model_shape
+        from phalanx.trainer.resolve import make_training_job
 
         config = read_offered_config(offer)
         prepare.check_offer(self.requested_config, config)
@@ -184,15 +179,11 @@ class NodeSession(NodeParticipant):
             self.notify_user(event_text.describe_event({"kind": EventKind.HEALTH, **noticed}))
         answer = prepare.resolve_on_node(config, self.devices[:mine], int(offer["world"]), poll_once)
         check_data(answer, {**offer["data"], WEIGHTS: offer["weights"]})
-        here = local_copies.use_local_copies(
-            load.build_config(yaml.safe_load(answer["config"]), "the resolved configuration")
-        )
         planned = faults.faults_from_message(offer["faults"])
-        training = TrainingJob(here, find_model_shape(here, paths), paths, *token_folders(answer), faults=planned)
-        return self.job_for(training, mine, int(offer["world"]))
+        return self.job_for(make_training_job(answer, paths, planned), mine, int(offer["world"]))
 
     def job_for(self, training: Any, ranks: int, world: int) -> NodeJob:
-        """`ranks` of a trainer's Run on this node."""
+        """`ranks` of a TrainingJob on this node."""
         return NodeJob(
             world=ranks,
             worker=functools.partial(prepare.worker, training),

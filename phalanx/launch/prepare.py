@@ -46,7 +46,7 @@ class PreparedRun:
     """What is left to do once a run may start."""
 
     config: Config
-    job: Any  # train.loop.Run; its module imports torch, so this one does not
+    job: Any  # trainer.setup.TrainingJob; its module imports torch, so this one does not
     attempt: int
     parameters: int  # of the whole model, without adapters
     trainable: int
@@ -90,10 +90,7 @@ def prepare_run(
     if this is not the only one; `meanwhile` is called while this takes long.
     """
     from phalanx.trainer import run_folder
-    from phalanx.trainer.loop import TrainingJob
-    from phalanx.trainer.resolve import token_folders
-    from phalanx.workload import local_copies
-    from phalanx.workload.workload import find_model_shape
+    from phalanx.trainer.resolve import make_training_job
 
     saved = run_folder.read_run_config(paths)
     everywhere = [*devices, *elsewhere]
@@ -113,7 +110,6 @@ def prepare_run(
     config = load.build_config(yaml.safe_load(answer["config"]), "the resolved configuration")
     attempt = run_folder.next_attempt(paths)
     warnings = [*find_unused_keys(wanted, several=world > local_world), *answer["warnings"]]
-    train_tokens, held_out_tokens = token_folders(answer)
     if writes:
         with run_folder.report_disk_errors(paths):
             run_folder.check_run_data(paths, answer["data"], resuming=saved is not None, base=answer["base"])
@@ -125,11 +121,11 @@ def prepare_run(
                 write_event(paths.events, EventKind.AUTO_RESOLVED, attempt, key=key, value=value, reason=reason)
             for message in warnings:
                 write_event(paths.events, EventKind.WARNING, attempt, message=message)
-    here = local_copies.use_local_copies(config)
-    job = TrainingJob(here, find_model_shape(here, paths), paths, train_tokens, held_out_tokens)
     facts = {name: answer[name] for name in ("parameters", "trainable", "unit", "weights")}
     planned = None if laid is None else auto_layout.layout_event(laid)
-    return PreparedRun(config, job, attempt, warnings=warnings, layout_event=planned, **facts)
+    return PreparedRun(
+        config, make_training_job(answer, paths), attempt, warnings=warnings, layout_event=planned, **facts
+    )
 
 
 def add_faults(prepared: PreparedRun, planned: Sequence[Fault]) -> PreparedRun:
@@ -184,7 +180,7 @@ def resolve_text(text: str, devices: list[str], world: int, local_world: int, sh
 def resolve_on_node(
     config: Config, devices: Sequence[DeviceInfo], world: int, meanwhile: Callable[[], None]
 ) -> dict[str, Any]:
-    """What `train.resolve` says on this node of a configuration that another node has resolved."""
+    """What `resolve_with_files` says on this node of a configuration that another node has resolved."""
     unlike = list({device.model: device.name for device in devices}.values())
     refresh_listing(storage.local_cache(config.data.cache))  # that node may just have made there what this one needs
     text = load.to_yaml(config)
@@ -240,7 +236,7 @@ def hang_limits(config: Config) -> HangTimeouts | None:
 
 
 def reduce_memory_of(job: Any) -> Callable[[int, int, int], str | None]:
-    """What has a rank of a trainer's Run ask for less that the kernel has killed for want of memory."""
+    """What has a rank of a TrainingJob ask for less that the kernel has killed for want of memory."""
     return functools.partial(hardware.record_kernel_kill, job.paths)
 
 

@@ -1,6 +1,6 @@
 """What a training step has to do, as plain numbers: the shape of a decoder and of its batch. No torch here."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from phalanx.layout.model_shape import LoraSpec
@@ -9,20 +9,13 @@ WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp64": 8}  # bytes of an el
 
 
 @dataclass(frozen=True)
-class StepWork:
-    """A decoder of `layers` equal blocks, and the step that trains it on `global_batch` sequences of `seq_len` tokens.
+class DecoderShape:
+    """A decoder of `layers` equal blocks, as plain numbers.
 
-    `precision` is the type of matrix products; `master_bytes` and `state_bytes` are kept for each trained parameter
-    (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes` at most from node to node
-    where that is compressed. With `lora` its adapters alone are trained.
     `positions` are rows of a learnt table of positions. `biases`: matrices add one and norms have two vectors, as in
-    GPT-2.
-    With `attention_dropout` scores are written to memory, whatever a layout has for attention.
+    GPT-2. `qk_norm`: each head's queries and keys are normalised. With `lora` its adapters alone are trained.
     A position sees itself and those before it, with a `window` no more than so many, but in `full_layers` of the layers
-    all the same, and `both_ways` all positions. `horizon` is a recipe's `memory.offload_prefetch_blocks`.
-    `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
-    `replays`: other nodes can make updates again. `qk_norm`: each head's queries and keys are normalised.
-    `own_positions`: those of a row are not 0, 1, 2 ..., since it holds several documents.
+    all the same, and `both_ways` all positions.
     """
 
     layers: int
@@ -31,36 +24,17 @@ class StepWork:
     kv_heads: int
     ffn: int
     vocabulary: int
-    seq_len: int
-    global_batch: int
+    _: KW_ONLY
     tied: bool = False
     gated: bool = True
     biases: bool = False
-    dropout: bool = False
-    attention_dropout: bool = False
+    qk_norm: bool = False
     positions: int = 0
     head_dim: int = 0  # 0: hidden / heads
-    precision: str = "bf16"
-    master_bytes: int = 4
-    state_bytes: float = 8.0
-    reduce_bytes: int = 4
-    gather_bytes: int = 2
-    far_bytes: float | None = None
-    lora: LoraSpec | None = None
     window: int = 0  # 0: none
     full_layers: int = 0
     both_ways: bool = False
-    horizon: int = 2
-    memory: bool | str = False
-    replicate: int | str = "off"
-    replays: bool = False
-    qk_norm: bool = False
-    own_positions: bool = False
-
-    @cached_property
-    def width(self) -> int:
-        """Bytes of an activation's element."""
-        return WIDTH[self.precision]
+    lora: LoraSpec | None = None
 
     @cached_property
     def head_channels(self) -> int:
@@ -76,11 +50,6 @@ class StepWork:
     def key_channels(self) -> int:
         """Channels of all keys, and of all values."""
         return self.kv_heads * self.head_channels
-
-    @cached_property
-    def windowed_share(self) -> float:
-        """The share of layers whose window is shorter than a sequence."""
-        return 1.0 - self.full_layers / self.layers if 0 < self.window < self.seq_len else 0.0
 
     @cached_property
     def matrix_parameters(self) -> int:
@@ -112,6 +81,48 @@ class StepWork:
         """All of them: for plain decoders 12 layers hidden^2 and the embedding (Narayanan et al. 2021, equation 2)."""
         return self.embedding_parameters + self.layers * self.block_parameters + self.head_parameters
 
+
+@dataclass(frozen=True)
+class StepWork(DecoderShape):
+    """The step that trains a decoder on `global_batch` sequences of `seq_len` tokens.
+
+    `precision` is the type of matrix products; `master_bytes` and `state_bytes` are kept for each trained parameter
+    (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes` at most from node to node
+    where that is compressed.
+    With `attention_dropout` scores are written to memory, whatever a layout has for attention.
+    `horizon` is a recipe's `memory.offload_prefetch_blocks`.
+    `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
+    `replays`: other nodes can make updates again.
+    `own_positions`: those of a row are not 0, 1, 2 ..., since it holds several documents.
+    """
+
+    seq_len: int
+    global_batch: int
+    _: KW_ONLY
+    dropout: bool = False
+    attention_dropout: bool = False
+    precision: str = "bf16"
+    master_bytes: int = 4
+    state_bytes: float = 8.0
+    reduce_bytes: int = 4
+    gather_bytes: int = 2
+    far_bytes: float | None = None
+    horizon: int = 2
+    memory: bool | str = False
+    replicate: int | str = "off"
+    replays: bool = False
+    own_positions: bool = False
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of an activation's element."""
+        return WIDTH[self.precision]
+
+    @cached_property
+    def windowed_share(self) -> float:
+        """The share of layers whose window is shorter than a sequence."""
+        return 1.0 - self.full_layers / self.layers if 0 < self.window < self.seq_len else 0.0
+
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
@@ -127,7 +138,7 @@ class StepWork:
         return products + 12.0 * self.query_channels * self.seq_len * self.layers
 
 
-def adapter_widths(work: StepWork) -> dict[str, tuple[int, int]]:
+def adapter_widths(work: DecoderShape) -> dict[str, tuple[int, int]]:
     """(columns, rows) of each of a block's matrices with an adapter: A is rank x columns, B rows x rank (Hu 2021)."""
     if work.lora is None:
         return {}
@@ -139,11 +150,11 @@ def adapter_widths(work: StepWork) -> dict[str, tuple[int, int]]:
     return {name: widths[name] for name in work.lora.targets}
 
 
-def count_adapter_parameters(work: StepWork) -> int:
+def count_adapter_parameters(work: DecoderShape) -> int:
     """Parameters of a block's adapters."""
     return work.lora.rank * sum(map(sum, adapter_widths(work).values())) if work.lora is not None else 0
 
 
-def find_trained_share(work: StepWork) -> float:
+def find_trained_share(work: DecoderShape) -> float:
     """The share of parameters that are trained; with adapters a few hundredths."""
     return work.layers * count_adapter_parameters(work) / work.parameters() if work.lora is not None else 1.0

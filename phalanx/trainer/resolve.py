@@ -18,7 +18,8 @@ from phalanx.config.model_spec import LABELLED, build_model_spec
 from phalanx.config.resolve import NOT_COMPILED_ON_CPU
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.core.run_paths import HELD_OUT
+from phalanx.core.faults import Fault
+from phalanx.core.run_paths import HELD_OUT, RunPaths
 from phalanx.data.loader import Loader
 from phalanx.data.prepare import PreparedData, Progress, prepare_for
 from phalanx.data.record_files import RecordFile, TokenFile
@@ -33,12 +34,13 @@ from phalanx.parallel.activations import check_horizon
 from phalanx.parallel.parallelize import find_compile_problem
 from phalanx.trainer.callback_runner import load_callback_class
 from phalanx.trainer.run_folder import fingerprint_tokens
+from phalanx.trainer.setup import TrainingJob
 from phalanx.workload import adapters, local_copies
 from phalanx.workload.bert import default_labels, uses_record_files
 from phalanx.workload.custom import CustomWorkload
 from phalanx.workload.custom_checks import check_custom_task
 from phalanx.workload.engines import make_sharding_spec
-from phalanx.workload.workload import Workload, make_workload, resolve_model_class
+from phalanx.workload.workload import Workload, find_model_shape, make_workload, resolve_model_class
 
 ZERO_REASONS = {
     1: "parameters and gradients take no more than half of each memory",
@@ -226,6 +228,13 @@ def token_folders(answer: dict[str, Any]) -> tuple[list[tuple[Path, float]], dic
     """The training sets with their weights, and the sets to evaluate on by name, of such an answer."""
     train = [(Path(folder), float(weight)) for folder, weight in answer["train"]]
     return train, {name: Path(folder) for name, folder in answer["held_out"].items()}
+
+
+def make_training_job(answer: dict[str, Any], paths: RunPaths, faults: Sequence[Fault] = ()) -> TrainingJob:
+    """What the ranks of this node train, of such an answer."""
+    config = build_config(yaml.safe_load(answer["config"]), "the resolved configuration")
+    config = local_copies.use_local_copies(config)
+    return TrainingJob(config, find_model_shape(config, paths), paths, *token_folders(answer), faults=tuple(faults))
 
 
 def _labels(prepared: PreparedData) -> list[str]:

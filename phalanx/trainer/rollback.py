@@ -25,7 +25,8 @@ def roll_back(loop: TrainingLoop, request: RollbackRequest) -> int:
     Diverged where there is nothing to go back to, or it was done too often, and Corrupted for the same after
     corruption.
     """
-    first = request.step - loop.job.config.resilience.rollback_steps + 1
+    setup = loop.setup
+    first = request.step - setup.job.config.resilience.rollback_steps + 1
     target = max(0, first - 1) if request.good_step is None else request.good_step
     skips = loop.skipped_batches
     if request.good_step is None:
@@ -36,16 +37,16 @@ def roll_back(loop: TrainingLoop, request: RollbackRequest) -> int:
                 "or look at the data of these steps"
             )
         skips = skips.with_steps(max(1, first), request.step)
-    loop.step_hooks.enter_phase("restore")
-    loop.saver.wait()
-    if loop.in_memory_store is not None:  # before anything else: whoever is killed from here on goes back to the disk
-        loop.in_memory_store.discard_previous()
-    group = JsonGroup(loop.mesh.checkpoint)  # nothing is being saved now
-    folder, reason = loop.job.paths.checkpoints, request.reason
-    checkpoint = agree_on_newest(folder, loop.mesh.rank, group, None, loop.records.write_event, at_most=target)
+    setup.step_hooks.enter_phase("restore")
+    setup.saver.wait()
+    if setup.in_memory_store is not None:  # before anything else: whoever is killed from here on goes back to the disk
+        setup.in_memory_store.discard_previous()
+    group = JsonGroup(setup.mesh.checkpoint)  # nothing is being saved now
+    folder, reason = setup.job.paths.checkpoints, request.reason
+    checkpoint = agree_on_newest(folder, setup.mesh.rank, group, None, setup.records.write_event, at_most=target)
     if checkpoint is None and request.good_step is not None:  # all are younger: better one that may be wrong than none
         checkpoint = agree_on_newest(
-            folder, loop.mesh.rank, group, None, loop.records.write_event, at_most=request.step
+            folder, setup.mesh.rank, group, None, setup.records.write_event, at_most=request.step
         )
         reason += f"; no checkpoint of step {target} or before is left, so this one may hold what was wrong"
     if checkpoint is None:
@@ -57,20 +58,20 @@ def roll_back(loop: TrainingLoop, request: RollbackRequest) -> int:
             raise Corrupted(f"{said}; the next attempt begins again")
         raise Diverged(f"{said}; lower optim.lr, or save more often (checkpoint.every) and keep more (checkpoint.keep)")
     step = int(checkpoint.header["step"])
-    loop.saver.remove_after(step)
+    setup.saver.remove_after(step)
     with torch.no_grad():
-        loop.components.engine.load(
-            loop.components.model_part.make_reader(loop.step_hooks.wrap_with_progress_touch(checkpoint.read_into))
+        setup.components.engine.load(
+            setup.components.model_part.make_reader(setup.step_hooks.wrap_with_progress_touch(checkpoint.read_into))
         )
     header: dict[str, Any] = checkpoint.header
     checkpoint.close()
     details: dict[str, Any] = {"step": step, "from_step": request.step, "reason": reason}
     if skips is not loop.skipped_batches:
         details |= {"first": max(1, first), "last": request.step}
-    loop.records.write_event(EventKind.ROLLED_BACK, details)
+    setup.records.write_event(EventKind.ROLLED_BACK, details)
     loop.skipped_batches = skips
     loop.resume_at(step, header)
     if details.get("first"):
         loop.save(step)
-        loop.saver.wait()  # who dies from here on takes the way that was chosen
+        setup.saver.wait()  # who dies from here on takes the way that was chosen
     return step

@@ -1,5 +1,5 @@
-"""One optimizer step's forward and backward passes, and evaluation: the only places that call the model, but for those
-of a pipeline (parallel/pipeline.py)."""
+"""One optimizer step's forward and backward passes, evaluation, and the next token's logits, of a whole model and of a
+pipeline's stages: the only places that call the model."""
 
 import functools
 import math

@@ -26,11 +26,8 @@ class StepHooks:
         injector: FaultInjector | None = None,
         device_progress: DeviceProgress | None = None,
     ) -> None:
-        self.progress_page, self._injector, self._device_progress = (
-            progress_page or ProgressPage(),
-            injector,
-            device_progress,
-        )
+        self.progress_page = progress_page or ProgressPage()
+        self._injector, self._device_progress = injector, device_progress
 
     def watch_collectives(self, mesh: Mesh) -> "StepHooks":
         """The same, told also of the waits of a mesh's collectives."""
@@ -49,7 +46,7 @@ class StepHooks:
         return cast(Call, call)
 
     def enter_phase(self, phase: str, step: int | None = None, micro_batch: int = 0) -> None:
-        """This rank begins `phase`, one of `progress_page.PHASES`."""
+        """This rank begins `phase`, one of progress_page.PHASES."""
         self.progress_page.enter_phase(phase, step, micro_batch)
         if self._device_progress is not None and step is not None:
             self._device_progress.enter_phase(phase, step, micro_batch)
@@ -62,6 +59,11 @@ class StepHooks:
         self.enter_phase(name, step, micro_batch)
         with trace.phase(name):
             yield
+
+    def check_faults(self, engine: Engine) -> None:
+        """Raise ConfigError for a planned fault that cannot happen on this rank."""
+        if self._injector is not None:
+            self._injector.check_bit_flips(engine)
 
     def close(self) -> None:
         """The device is asked nothing any more."""

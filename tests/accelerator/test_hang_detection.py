@@ -79,7 +79,7 @@ def stopped_in_a_wait(placement: Placement, folder: str) -> Any:
 
     def hung(loop: TrainingLoop, step: int) -> Any:
         if step == 2:
-            torch.ops.hangs.for_ever(torch.zeros(1, device=loop.mesh.device))
+            torch.ops.hangs.for_ever(torch.zeros(1, device=loop.setup.mesh.device))
             waits.touch()
             torch.accelerator.synchronize()
         return train_one(loop, step)

@@ -22,7 +22,7 @@ from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention
 from phalanx.system import accelerator
-from phalanx.trainer.train_rank import find_kernel_differences
+from phalanx.trainer.setup import find_kernel_differences
 from tests.accelerator.curves import References, assert_near, on_device
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs

@@ -15,6 +15,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.trainer import best_checkpoint, loop
 from phalanx.trainer.best_checkpoint import BestEvaluation
 from phalanx.trainer.export import _of_step
+from phalanx.trainer.setup import TrainingSetup
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
@@ -36,9 +37,9 @@ def test_the_lowest_mean_over_the_sets_is_the_best() -> None:
 def trained(placement: Placement, run: str, data: str, changes: dict[str, Any], losses: list[float]) -> int:
     """A run whose evaluations, every second step, come to these losses."""
 
-    def evaluated(parts: Any, mesh: Any, records: Any, moments: Any, step: int, limit: int) -> dict[str, float]:
+    def evaluated(setup: TrainingSetup, step: int, limit: int) -> dict[str, float]:
         loss = losses[math.ceil(step / 2) - 1]
-        records.write_event(
+        setup.records.write_event(
             EventKind.EVALUATED, {"step": step, "set": "held_out", "loss": loss, "tokens": 1, "seconds": 0.0}
         )
         return {"held_out": loss}

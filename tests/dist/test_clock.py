@@ -22,13 +22,13 @@ def clocked(placement: Placement, run: str, data: str) -> list[Any]:
     """Seconds of a step by the host's clock, by the units' clock, and those waited."""
     described = runs.job(run, data, {"train.steps": 3, "train.eval_sequences": 0}, placement.world)
     with runs.loop_of(runs.on_one_thread(placement), described) as loop:
-        model, mesh = loop.components.model, loop.mesh
+        model, mesh = loop.setup.components.model, loop.setup.mesh
         units = UnitClock([unit for _, unit in model.units()], EventTimes(torch.device("cpu")))
         if placement.rank:
             for block in model.blocks():
                 block.get_submodule("attention").register_forward_hook(sleep)
         found: list[Any] = []
-        lap, settle = loop.clock.lap, loop.components.work_split.settle
+        lap, settle = loop.clock.lap, loop.setup.components.work_split.settle
         waits = [mesh.traffic, mesh.bookkeeping]
 
         def both() -> float:
@@ -43,7 +43,7 @@ def clocked(placement: Placement, run: str, data: str) -> list[Any]:
             units.start()
             return settle()
 
-        loop.components.work_split.settle = settled  # type: ignore[method-assign]
+        loop.setup.components.work_split.settle = settled  # type: ignore[method-assign]
         train_rank.run_steps(loop, loop.restore())
         return found
 

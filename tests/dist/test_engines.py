@@ -1,6 +1,7 @@
 """What the engine interface promises, for each engine: the same start anywhere, whole parameters, harmless repeats."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,14 @@ def whole_parameters(placement: Placement, run: str, data: str, changes: dict[st
     with runs.loop_of(placement, described) as loop:
         assert train_rank.run_steps(loop, loop.restore()) == 0
         saved = runs.state(Path(run), 2)
-        with loop.components.engine.full_parameters() as whole:
+        with loop.setup.components.engine.full_parameters() as whole:
             assert {f"param/{name}" for name in whole} == {name for name in saved if name.startswith("param/")}
             for name, tensor in whole.items():
                 assert not isinstance(tensor, DTensor)
                 assert torch.equal(tensor.flatten(), saved[f"param/{name}"].to(tensor.dtype)), name
-        loop.job = runs.job(run, data, changes | {"train.steps": 4}, placement.world)
+        loop.setup = dataclasses.replace(
+            loop.setup, job=runs.job(run, data, changes | {"train.steps": 4}, placement.world)
+        )
         return int(train_rank.run_steps(loop, 2))
 
 
@@ -114,14 +117,14 @@ def announce_again(placement: Placement, run: str, data: str, changes: dict[str,
     """Walk four steps, saying after every micro-batch, twice, that each unit's gradients are ready."""
     described = runs.job(run, data, changes | {"train.steps": 4, "train.micro_batch": 2}, placement.world)
     with runs.loop_of(placement, described) as loop:
-        engine: Any = loop.components.engine
+        engine: Any = loop.setup.components.engine
         inner = engine.micro_batch
 
         @contextlib.contextmanager
         def micro_batch(last: bool) -> Iterator[None]:
             with inner(last):
                 yield
-                for name, _ in reversed(loop.components.model.units()):
+                for name, _ in reversed(loop.setup.components.model.units()):
                     engine.grads_ready(name)
                     engine.grads_ready(name)
 
@@ -155,7 +158,7 @@ def gradients_by_hand(placement: Placement, run: str, data: str) -> float:
     """Give every parameter of every unit the gradient rank + 1, outside autograd, and return the step's norm."""
     described = runs.job(run, data, {"parallel.engine": "fsdp2"}, placement.world)
     with runs.loop_of(placement, described) as loop:
-        parts = loop.components
+        parts = loop.setup.components
         loop.restore()
         # One step as usual first: fully_shard sets itself up when it first runs.
         loop.train_step(1)

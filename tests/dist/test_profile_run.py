@@ -78,14 +78,14 @@ def fail_in_step_three(placement: Placement, run: str, data: str) -> list[str]:
     """A run whose third step fails, within the steps that are traced; what is found in its folder then."""
     described = runs.job(run, data, {"train.steps": 5, "train.profile": "2-4"}, placement.world)
     with runs.loop_of(placement, described) as loop:
-        finish = loop.components.engine.finish_step
+        finish = loop.setup.components.engine.finish_step
 
         def failing(*arguments: object) -> object:
-            if loop.components.engine.step == 2:
+            if loop.setup.components.engine.step == 2:
                 raise RuntimeError("the device is gone")
             return finish(*arguments)  # type: ignore[arg-type]
 
-        loop.components.engine.finish_step = failing  # type: ignore[method-assign,assignment]
+        loop.setup.components.engine.finish_step = failing  # type: ignore[method-assign,assignment]
         with pytest.raises(RuntimeError, match="the device is gone"), loop.profiler:
             train_rank.run_steps(loop, loop.restore())
     return sorted(path.name for path in RunPaths(Path(run)).profile.iterdir())

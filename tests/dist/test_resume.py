@@ -117,10 +117,10 @@ def copy_through(placement: Placement, run: str, data: str, copy: str) -> int:
     described = runs.job(run, data, {"train.steps": 4, "train.eval_sequences": 0}, placement.world)
     with runs.loop_of(placement, described) as loop:
         step = loop.restore()
-        loop.saver.folder = RunPaths(Path(copy)).checkpoints
+        loop.setup.saver.folder = RunPaths(Path(copy)).checkpoints
         loop.save(step)
-        loop.saver.wait()
-        loop.saver.folder = described.paths.checkpoints
+        loop.setup.saver.wait()
+        loop.setup.saver.folder = described.paths.checkpoints
         return int(train_rank.run_steps(loop, step))
 
 

@@ -1,5 +1,6 @@
 """Steps that must not be taken: without weight, or with a gradient that is no number. And ranks that never come."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ def train_badly(placement: Placement, run: str, data: str, changes: dict[str, An
     """A run whose third step has no weight, or a loss that is no number on the last rank."""
     described = runs.job(run, data, SHORT | changes, placement.world)
     with runs.loop_of(placement, described) as loop:
-        parts = loop.components
+        parts = loop.setup.components
         if kind == "empty":
             parts.task = Emptied(parts.task, 3, described.config.train.global_batch)
         else:
@@ -112,14 +113,16 @@ def train_with_a_spoiled_parameter(placement: Placement, run: str, data: str) ->
     """A run in which an element of the last rank's state is no number from step 3 on."""
     described = runs.job(run, data, SHORT, placement.world)
     with runs.loop_of(placement, described) as loop:
-        loop.job = runs.job(run, data, SHORT | {"train.steps": 2}, placement.world)
+        loop.setup = dataclasses.replace(
+            loop.setup, job=runs.job(run, data, SHORT | {"train.steps": 2}, placement.world)
+        )
         train_rank.run_steps(loop, loop.restore())
         if placement.rank == placement.world - 1:
-            piece = next(piece for piece in loop.components.engine.pieces() if piece.name == "head.norm.weight")
+            piece = next(piece for piece in loop.setup.components.engine.pieces() if piece.name == "head.norm.weight")
             assert piece.kind == "param"
             with torch.no_grad():
                 piece.tensor[0] = float("nan")
-        loop.job = described
+        loop.setup = dataclasses.replace(loop.setup, job=described)
         return int(train_rank.run_steps(loop, 2))
 
 

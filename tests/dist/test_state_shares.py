@@ -225,7 +225,7 @@ def copies(placement: Placement, run: str, data: str) -> bool:
     described = runs.job(run, data, changes, placement.world)
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        engine: Any = loop.components.engine
+        engine: Any = loop.setup.components.engine
         gather = engine._update.queue.gather
 
         def slowly(*arguments: Any) -> None:

@@ -31,7 +31,8 @@ from phalanx.optim.update import state_shape
 from phalanx.tasks.language import IGNORE_INDEX
 from phalanx.tasks.task import Batch, SampleLike, Task
 from phalanx.trainer import train_rank
-from phalanx.trainer.loop import TrainingJob, TrainingLoop
+from phalanx.trainer.loop import TrainingLoop
+from phalanx.trainer.setup import TrainingJob, TrainingSetup
 from phalanx.trainer.stop_request import StopRequest
 from phalanx.workload.build import build_components
 from phalanx.workload.sinks import RecordWriter
@@ -109,7 +110,7 @@ def loop_among(mesh: Mesh, placement: Placement, described: TrainingJob) -> Trai
     records = RecordWriter(described.paths, placement.attempt, [], active=mesh.rank == 0)
     saver = CheckpointSaver(described.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 3, records.write_event)
     parts = build_components(described.config, described.spec, mesh, described.train_tokens, described.held_out_tokens)
-    return TrainingLoop(described, placement, mesh, parts, records, saver, StopRequest())
+    return TrainingLoop(TrainingSetup(described, placement, mesh, parts, records, saver, StopRequest()))
 
 
 def train(
@@ -126,7 +127,7 @@ def train(
     if not masked:
         return int(train_rank.run_training(described, on_one_thread(placement)))
     with loop_of(placement, described) as loop:
-        loop.components.task = Masked(loop.components.task)
+        loop.setup.components.task = Masked(loop.setup.components.task)
         return int(train_rank.run_steps(loop, loop.restore()))
 
 

@@ -153,10 +153,10 @@ def logits_of_run(placement: Placement, run: str, data: str, changed: dict[str, 
     weights = Weights(Path(described.config.model.from_hf or ""))
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        with loop.components.engine.full_parameters() as whole, torch.no_grad():
+        with loop.setup.components.engine.full_parameters() as whole, torch.no_grad():
             for name in shapes_of(Llama, described.spec):
                 assert torch.equal(whole[name].flatten(), weights.read(name, 0, whole[name].numel())), name
-            return loop.components.model(TOKENS).tolist()
+            return loop.setup.components.model(TOKENS).tolist()
 
 
 def logits_of(exported: Path) -> torch.Tensor:

@@ -65,10 +65,10 @@ def one_step(placement: Placement, folder: str, data: str, cases: list[dict[str,
         for number, case in enumerate(cases):
             described = job(f"{folder}/{number}", data, fixed | case["changes"], placement.world)
             loop = loop_among(mesh, on_one_thread(placement), described)
-            loop.components.task = Speckled(loop.components.task, case["masks"])
+            loop.setup.components.task = Speckled(loop.setup.components.task, case["masks"])
             if placement.world > 1:
                 limits = [case["micro_batch"]] * placement.world
-                loop.components.work_split.division = balance.cut_into_micro_batches(case["shares"], limits)
+                loop.setup.components.work_split.division = balance.cut_into_micro_batches(case["shares"], limits)
             assert train_rank.run_steps(loop, loop.restore()) == 0
     return 0
 

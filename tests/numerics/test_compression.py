@@ -61,7 +61,7 @@ def on_two_nodes(placement: Placement, run: str, data: str, changes: dict[str, A
         try:
             return int(train_rank.run_steps(loop, loop.restore()))
         finally:
-            loop.components.engine.close()
+            loop.setup.components.engine.close()
 
 
 @pytest.mark.parametrize(("ranks", "compress"), [(2, "int8"), (4, "int8"), (4, "bf16")])

@@ -20,8 +20,9 @@ from phalanx.parallel.init_weights import materialize
 from phalanx.tasks.task import Batch, Task
 from phalanx.trainer import run_folder, train_rank
 from phalanx.trainer.export import export_run, load_trained_model
-from phalanx.trainer.loop import TrainingJob, TrainingLoop
+from phalanx.trainer.loop import TrainingLoop
 from phalanx.trainer.resolve import resolve_with_files
+from phalanx.trainer.setup import TrainingJob
 from phalanx.workload.build import build_components
 from phalanx.workload.step import evaluate, run_micro_batches
 from tests.helpers import ROOT, run_ranks
@@ -76,7 +77,7 @@ def train(placement: Placement, run: str, images: str, changes: dict[str, Any], 
 
         def train_one(loop: TrainingLoop, step: int) -> str | None:
             if step == dies_in and placement.rank == placement.world - 1:
-                loop.saver.wait()  # there is a checkpoint
+                loop.setup.saver.wait()  # there is a checkpoint
                 os._exit(9)
             return walk(loop, step)
 

@@ -67,9 +67,9 @@ def lose_a_parameter(placement: Placement, run: str, data: str) -> str:
     described = runs.job(run, data, changes | {"train.global_batch": 1, "train.micro_batch": 1}, 1)
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        piece = next(piece for piece in loop.components.engine.pieces() if piece.name == "head.norm.weight")
+        piece = next(piece for piece in loop.setup.components.engine.pieces() if piece.name == "head.norm.weight")
         with torch.no_grad():
-            loop.components.model.head.norm.weight[0] = piece.tensor[0] = float("nan")
+            loop.setup.components.model.head.norm.weight[0] = piece.tensor[0] = float("nan")
         try:
             train_rank.run_steps(loop, 0)
         except Diverged as error:

@@ -64,7 +64,7 @@ def count_forwards(placement: Placement, run: str, data: str, activations: str) 
 
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        for block in loop.components.model.layers:
+        for block in loop.setup.components.model.layers:
             block.mlp_norm.register_forward_pre_hook(note)
         loop.train_step(1)
     return calls
@@ -102,7 +102,7 @@ class _Counted(TorchDispatchMode):
 
 def batches_of(loop: TrainingLoop) -> list[Batch]:
     """The micro-batches of the first step."""
-    parts = loop.components
+    parts = loop.setup.components
     return [parts.task.collate(samples) for samples in parts.train.batches(0, parts.work_split.division)]
 
 
@@ -113,7 +113,9 @@ def keep(placement: Placement, run: str, data: str, activations: str) -> list[in
         loop.restore()
         batch = batches_of(loop)[0]
         with _Counted() as seen:
-            loss = loop.components.task.loss_sum(loop.components.model, batch, CounterRNG(0, 1, batch.samples))
+            loss = loop.setup.components.task.loss_sum(
+                loop.setup.components.model, batch, CounterRNG(0, 1, batch.samples)
+            )
             held = seen.held_bytes()
             seen.products = seen.attentions = 0
             loss.backward()
@@ -168,7 +170,7 @@ def sum_of_bf16_gradients(placement: Placement, run: str, data: str) -> int:
     """The same step's gradients, each computed in bf16 by itself, summed in float64 and saved as the first moment."""
     described = runs.job(run, data, ONE_STEP, 1)
     with runs.loop_of(placement, described) as loop:
-        parts = loop.components
+        parts = loop.setup.components
         loop.restore()
         wide: dict[str, torch.Tensor] = {}
         for batch in batches_of(loop):

@@ -39,8 +39,8 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
     described = runs.job(run, data, MIXED | changes, placement.world)
     with runs.loop_of(placement, described) as loop:
         restored = loop.restore()
-        if isinstance(loop.components.engine, ShardedEngine):
-            moves = loop.components.engine._update.queue.routes.trained
+        if isinstance(loop.setup.components.engine, ShardedEngine):
+            moves = loop.setup.components.engine._update.queue.routes.trained
             gather, reduce_scatter = moves.all_gather, moves.reduce_scatter
             noted = noting(lambda output, shard, cuts: gather(output, cuts))
             moves.all_gather = lambda tensor, cuts: noted(tensor, tensor, cuts)  # type: ignore[method-assign]
@@ -48,11 +48,11 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
             moves.reduce_scatter = lambda tensor, cuts, into: summed(tensor, into, cuts)  # type: ignore[method-assign]
         assert train_rank.run_steps(loop, restored) == 0
         saved = runs.state(Path(run))
-        with loop.components.engine.full_parameters() as whole:
+        with loop.setup.components.engine.full_parameters() as whole:
             for name, tensor in whole.items():
                 assert tensor.dtype == TYPES[types[placement.rank]]
                 assert torch.equal(tensor.flatten(), saved[f"param/{name}"].to(tensor.dtype)), name
-    return [sorted(travelled), loop.components.engine.loss_scale is not None]
+    return [sorted(travelled), loop.setup.components.engine.loss_scale is not None]
 
 
 def mixed(folder: Path, tokens: Path, types: list[str], **changes: Any) -> tuple[runs.Outcome, list[Any]]:

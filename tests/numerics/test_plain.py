@@ -16,7 +16,7 @@ from phalanx.models.llama import Llama, init_slice
 from phalanx.optim.lr_schedule import learning_rate
 from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Task
-from phalanx.trainer.loop import TrainingJob
+from phalanx.trainer.setup import TrainingJob
 from tests.numerics import runs
 
 

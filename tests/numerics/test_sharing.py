@@ -59,7 +59,7 @@ class Counted(Task):
 def counting(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:
     """A run; returns how many forward passes this rank has trained with."""
     with loop_of(on_one_thread(placement), job(run, data, changes, placement.world)) as loop:
-        loop.components.task = task = Counted(loop.components.task)
+        loop.setup.components.task = task = Counted(loop.setup.components.task)
         assert train_rank.run_steps(loop, loop.restore()) == 0
         return task.passes
 
@@ -124,7 +124,7 @@ def test_copies_of_a_model_run_their_own_micro_batches(
 def changing(placement: Placement, run: str, data: str, shares: list[list[int]]) -> int:
     """A run that is divided otherwise in each step."""
     with loop_of(on_one_thread(placement), job(run, data, {"train.micro_batch": 3}, placement.world)) as loop:
-        sharing, turns = loop.components.work_split, itertools.cycle(shares)
+        sharing, turns = loop.setup.components.work_split, itertools.cycle(shares)
         settle = sharing.settle
 
         def settled() -> bool:
@@ -184,8 +184,8 @@ def paced(placement: Placement, run: str, data: str, pauses: list[list[float]], 
     """A run that measures; returns the exit code and the seconds that balancing took."""
     placement = on_one_thread(placement)
     with loop_of(placement, job(run, data, AUTO | changes, placement.world)) as loop:
-        loop.components.task = loop.clock = Paced(loop.components.task, pauses[placement.rank])
-        return [int(train_rank.run_steps(loop, loop.restore())), loop.components.work_split.balance_s]
+        loop.setup.components.task = loop.clock = Paced(loop.setup.components.task, pauses[placement.rank])
+        return [int(train_rank.run_steps(loop, loop.restore())), loop.setup.components.work_split.balance_s]
 
 
 def walk_paced(ranks: int, run: Path, data: Path, pauses: list[list[float]], **changes: Any) -> Outcome:

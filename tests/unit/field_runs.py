@@ -112,16 +112,14 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
     from phalanx.launch import prepare
     from phalanx.system import accelerator
     from phalanx.trainer import run_folder
-    from phalanx.trainer.loop import TrainingJob
-    from phalanx.trainer.resolve import resolve_with_files, token_folders
-    from phalanx.workload.workload import find_model_shape
+    from phalanx.trainer.resolve import make_training_job, resolve_with_files
 
     run.mkdir()
     paths = RunPaths(run)
     answer = resolve_with_files(load.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
     config = load.build_config(load.parse_yaml(answer["config"], "answer"), "answer")
     run_folder.write_start(paths, config, answer["tokenizer"])
-    job = TrainingJob(config, find_model_shape(config, paths), paths, *token_folders(answer))
+    job = make_training_job(answer, paths)
     # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
     with mock.patch.object(accelerator, "set_arithmetic") as set_arithmetic:  # it is the whole process's
         code = prepare.worker(job, dataclasses.replace(placement, threads=1))

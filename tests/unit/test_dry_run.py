@@ -62,7 +62,7 @@ def state_of(placement: Placement, run: str, data: str, changes: dict[str, Any] 
     described = runs.job(run, data, changes or {}, placement.world)
     with runs.loop_of(placement, described) as loop:
         loop.restore()
-        pieces = list(loop.components.engine.pieces())
+        pieces = list(loop.setup.components.engine.pieces())
         return [
             sum(piece.tensor.numel() for piece in pieces if piece.kind == "param"),
             sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces),

@@ -223,7 +223,7 @@ def _timeout(base: Seen, seen: Seen) -> None:
 def wait_for_a_missing_rank(placement: Placement, timeout: float) -> dict[str, Any]:
     from phalanx.layout.model_shape import ModelSpec
     from phalanx.trainer import train_rank
-    from phalanx.trainer.loop import TrainingJob
+    from phalanx.trainer.setup import TrainingJob
 
     if placement.rank == 1:
         time.sleep(timeout + 0.5)
