@@ -35,7 +35,13 @@ WAITING = (
     "models/*.py", "api/**/*.py", "doctor/*.py",
 )  # fmt: skip
 # What waits for other hosts' numbers, and for files: no device is in it.
-HOSTS = {"workload/work_split.py", "trainer/checksums.py", "trainer/rollback.py", "api/sharded_model.py"}
+HOSTS = {
+    "workload/work_split.py",
+    "trainer/checksums.py",
+    "trainer/rollback.py",
+    "api/sharded_model.py",
+    "api/sharded_step.py",
+}
 # Conditions that ask whether a device, or another thread, is somewhere: without them it is.
 ASKS = {"is_recorded": ast.Attribute, "query": ast.Call}
 
@@ -60,6 +66,7 @@ TESTS = {
     "comm/": [LATE, UNITS, LAYOUT, MANY, KINDS],
     "checkpoint/memory/store.py": [FREE, f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
     "checkpoint/disk/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
+    "api/batch_splitter.py": ["tests/dist/test_own_loop.py"],
     "doctor/": [f"{HERE}doctor.py"],
     "models/layers.py": [ENGINE],
     "engine/schedule.py": [f"{UNIT}timing.py", LATE, f"{UNIT}comm_thread.py", *SHARDED, ENGINE, MANY, KINDS],
