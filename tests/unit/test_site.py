@@ -21,6 +21,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = {page.name: page.read_text(encoding="utf-8") for page in (tmp_path / "site").glob("*.html")}
     assert {"index.html", "quickstart.html", "api.html", "changelog.html"} <= pages.keys()
-    assert 'id="phalanx.api.shard.shard"' in pages["api.html"]
+    assert 'id="phalanx.shard"' in pages["api.html"]
     loaded = [re.findall(r'(?:src|<link[^>]*href)="(https?://[^"]+)"', page) for page in pages.values()]
     assert [address for addresses in loaded for address in addresses] == []
