@@ -1,4 +1,4 @@
-"""`phalanx.BatchSplitter`: load balancing of batches over heterogeneous ranks, for a training loop of your own."""
+"""`phalanx.BatchSplitter`: load balancing of batches over heterogeneous ranks, for a custom training loop."""
 
 import contextlib
 from collections import defaultdict
@@ -22,7 +22,7 @@ class BatchSplitter:
     """Divides each global batch over the ranks by their measured speed, and averages gradients by sample.
 
     Every rank makes one, with its copy of the model. Each gets as many samples of a step as it computes in the time
-    that the others need for theirs, measured anew all the time. The mean gradient is that of the global batch, so the
+    that the others need for theirs, measured at every step. The mean gradient is that of the global batch, so the
     loss curve is that of one device whatever the division. The order of samples depends on `seed` alone.
 
     The ranks are those of `torch.distributed` if it is initialized, else those that torchrun or `srun` started,

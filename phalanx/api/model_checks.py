@@ -39,7 +39,7 @@ def check_model(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple
         if known.closed:
             raise ConfigError(
                 "the model, or a part of it, was sharded with zero=3 and closed, which has left it without parameters; "
-                "make it anew, shard that, and load() what was saved"
+                "build it again, shard that, and load() what was saved"
             )
         raise ConfigError("the model, or a part of it, is sharded already; close() that first")
     parameters = dict(model.named_parameters())

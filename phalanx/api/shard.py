@@ -1,4 +1,4 @@
-"""`phalanx.shard`: the sharded engine for a training loop of your own.
+"""`phalanx.shard`: the sharded engine for a custom training loop.
 
 What is checked and agreed on before the first step is here and in `model_checks`; what a loop then calls is in
 `sharded_model`.

@@ -1,4 +1,4 @@
-"""A sharded model in a training loop of your own: steps, evaluation, checkpoints.
+"""A sharded model in a custom training loop: steps, evaluation, checkpoints.
 
 Losses are sums and weights are counts, so that neither ranks nor micro-batches change the mean.
 """

@@ -56,7 +56,7 @@ COMMANDS = {
     "logs": CommandPlace(JOBS, "jobs_app.logs", help.WATCH),
     "cancel": CommandPlace(JOBS, "jobs_app.cancel", help.WATCH),
 }
-# Of `phalanx run`, each with a value behind it.
+# Options of `phalanx run` that take a value.
 RUN_OPTIONS = (
     "--nproc", "--smp-config", "--nodes", "--node-rank", "--spares", "--min-nodes", "--rendezvous",
     "--rendezvous-timeout", "--max-restarts", "--run-dir",
@@ -191,7 +191,7 @@ def _complain(text: str) -> None:
 
 
 def _split_script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Arguments of this command, and those behind the script of `phalanx run`, which are the script's own."""
+    """Arguments of this command, and those after the script of `phalanx run`, which belong to the script."""
     if next((each for each in arguments if each != "--debug"), None) != "run":
         return arguments, []
     at = arguments.index("run") + 1
@@ -228,9 +228,9 @@ def main() -> None:
         if debug:
             traceback.print_exc()
         elif isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
-            whose = "change its rights, or give the command as the user whose it is"
+            whose = "change its rights, or run the command as its owner"
             _complain(f"{os.fsdecode(error.filename)} cannot be read or written ({error.strerror}); {whose}")
         else:
-            hint = "this is a fault of Phalanx; --debug shows where"
+            hint = "this is a bug of Phalanx; --debug shows where"
             _complain(f"{type(error).__name__}: {error} ({hint})")
         sys.exit(ExitCode.FAILED)

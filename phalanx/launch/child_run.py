@@ -33,8 +33,8 @@ FORCES_COLOR = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACT
 
 
 def prepare_run_folder(config: Config, place: str) -> RunPaths:
-    """The files of a run that is to be trained in a folder or at a URL; what is written from now on has the permissions
-    that the recipe, or the folder, asks for."""
+    """Paths of a run that trains in a folder or at a URL. Files written from now on have the permissions that the
+    recipe, or the folder, asks for."""
     if storage.is_url(place):
         paths = mirror.make_working_paths(place, config.data.cache, config.resilience.storage_timeout_s)
     else:
@@ -44,7 +44,7 @@ def prepare_run_folder(config: Config, place: str) -> RunPaths:
 
 
 def train_in_child(config: Config, place: str, ranks: int | None) -> int:
-    """Train in a process of its own, which shows the run on this process's output, and return its exit code.
+    """Train in a new process, which shows the run on this process's output, and return its exit code.
 
     Raises PhalanxError as the run did.
     """

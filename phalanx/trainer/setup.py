@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What every rank of a run is told; `config` has no `auto` left, and a network of a user's own no `spec`.
+    """What every rank of a run is told; `config` has no `auto` left, and a custom network no `spec`.
 
     `train_tokens`: token sets with their weights in the mixture; `held_out_tokens`: those to evaluate on, by name;
     `faults`: what shall go wrong; `callbacks`: those of the program that started the run, beside the recipe's.
@@ -92,7 +92,7 @@ def set_up_training(
 ) -> TrainingSetup:
     """Make the parts of a run on this rank, and resolve what its ranks agree on once they have met. Collective.
 
-    Raises PhalanxError for what a user can mend.
+    Raises PhalanxError for what a user can fix.
     """
     job = replace(job, config=agree_on_sharding(job.config, mesh))
     config, paths = job.config, job.paths
@@ -125,7 +125,7 @@ def set_up_training(
     config = stage_sizes.resolve_stage_sizes(config, workload, mesh, paths, records)
     job = replace(job, config=config)
     memory = make_in_memory_store(config, placement, mesh, paths, records)
-    # A task of a user's own, which may remember what it was asked to measure, is asked anew.
+    # A custom task, which may remember what it was asked to measure, is made again.
     again = None if workload.spec is None else (workload, made())
     tokens = job.train_tokens, job.held_out_tokens
     components = build_components(config, job.spec, mesh, *tokens, paths, speeds, link, weights, memory, again)

@@ -82,7 +82,7 @@ def sentence(found: int, err: str, code: int = ExitCode.CONFIG) -> str:
     assert err.count("\n") == 1
     assert err.endswith("\n")
     assert "Traceback" not in err
-    assert "fault of Phalanx" not in err
+    assert "bug of Phalanx" not in err
     assert len(err) < 700
     return err[len("error: ") : -1]
 

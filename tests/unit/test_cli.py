@@ -370,7 +370,7 @@ def test_what_may_not_be_read_is_a_sentence_and_no_fault_of_phalanx(
     assert left.value.code == ExitCode.FAILED
     said = capsys.readouterr().err
     assert said.startswith(f"error: {events} cannot be read or written (Permission denied); ")
-    assert "fault of Phalanx" not in said
+    assert "bug of Phalanx" not in said
 
 
 def test_another_users_run_is_not_said_to_be_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def find_changed_devices(hello: Message, offered: Mapping[int, Message]) -> str 
     has, had = (_ranks(each) for each in (devices, offered[node]["devices"]))
     return (
         f"node {node} ({hello['host']}) has {has} now, and the job was started with {had} there; start it as before, "
-        "or stop the job and start all nodes anew"
+        "or stop the job and start all nodes again"
     )
 
 
