@@ -100,7 +100,7 @@ class RecordFormat:
 
     def columns(self) -> list[str]:
         """The keys of a record that matter."""
-        return [key for key in self._options().values() if key]
+        return [key for key in self._options().values() if key is not None]
 
     def option_name(self, key: str) -> str:
         """What `data.{what}_key` names this key of a record."""
@@ -112,7 +112,7 @@ class RecordFormat:
             "chat": {"messages": self.messages_key},
             "prompt": {"prompt": self.prompt_key, "completion": self.completion_key},
             "tags": {"tokens": self.tokens_key, "tags": self.tags_key},
-            "classes": {"text": self.text_key, "pair": self.pair_key, "label": self.label_key},
+            "classes": {"text": self.text_key, "pair": self.pair_key or None, "label": self.label_key},
             "masked": {},
         }
         return options[self.format]
