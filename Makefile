@@ -11,8 +11,8 @@ help:
 	@echo "make demo         train a small LLaMA on two ranks, kill one, go on, export, generate (about three minutes)"
 	@echo "make docs         build the site of the pages into site/, links checked"
 	@echo "make dist         build a wheel and a source distribution into dist/"
-	@echo "make test         run the tests (WORKERS=N at a time; two cores serve three)"
-	@echo "make test-all     run them at full length, a user's first hour too, and the simulated accelerator in all orders"
+	@echo "make test         run the tests, each behaviour once (WORKERS=N at a time; two cores serve three)"
+	@echo "make test-all     run all combinations, long curves, a user's first hour, the simulated accelerator in all orders"
 	@echo "make accelerator  run those on the simulated accelerator in all orders of its streams"
 	@echo "make fuzz         hostile frames and files, FUZZ=10000 of each kind"
 	@echo "make mutants      take out each wait on a device, and change what decides in 300 places: a test must notice"
@@ -41,7 +41,7 @@ demo: setup
 docs: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "site/index.html"
+	@echo "site/index.html; for its search: python3 -m http.server -d site"
 
 # What an earlier build has left would be taken into the wheel.
 dist: setup
@@ -52,9 +52,9 @@ dist: setup
 WORKERS ?= 3
 test: setup
 	@$(BIN)/python -m tests.accelerator.build
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=60 --durations-min=4
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-# Curves at their full length as well, and the simulated accelerator in all orders.
+# All combinations and curves at their full length as well, and the simulated accelerator in all orders.
 test-all: export PHALANX_TEST_ALL = 1
 test-all: export PHALANX_TEST_ACCELERATOR = all
 test-all: test
@@ -70,6 +70,7 @@ fuzz: setup
 	PHALANX_TEST_FUZZ=$(FUZZ) $(BIN)/python -m pytest -n $(WORKERS) tests/cluster/test_hostile_frames.py tests/unit/test_hostile_files.py
 
 # The package with one line other than it is, again and again: the tests that know the line must fail.
+mutants: export PHALANX_TEST_ALL = 1
 mutants: setup
 	@$(BIN)/python -m tests.accelerator.build
 	$(BIN)/python -m tests.accelerator.mutants

@@ -30,8 +30,8 @@ from phalanx.layout import hardware
 from phalanx.layout.balance import split_evenly
 from phalanx.planner import measured_cluster, plan_file, tables
 from phalanx.planner.advice import PlanQuery
+from phalanx.planner.plan import Plan
 from phalanx.planner.recipe_keys import free_layout
-from phalanx.planner.search import Plan
 
 GIB = 2**30
 TARGET = 0.97

@@ -1,4 +1,5 @@
-"""Weights out to a Hugging Face folder and in again, beside plain writing and reading of as many bytes.
+"""Weights out to a Hugging Face folder and in again, beside plain writing and reading of as many bytes; with `--gb` the
+conversion of a large folder to Megatron and back.
 
 What is timed is what a run does: `export` rounds, writes, syncs and renames a folder of several files; an import reads
 every tensor of it into memory that is there already. Speeds are of the file's bytes. Reading is from the page cache
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
+from phalanx.compat.convert import convert_checkpoint
+from phalanx.compat.megatron.export import export_megatron, open_hf_source
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import PRESETS, parameter_shapes
 from phalanx.models.hf_export import export
@@ -63,6 +66,8 @@ def _resident() -> int:
 def drop(folder: Path) -> None:
     """Take files out of the page cache."""
     for path in folder.iterdir():
+        if path.is_dir():
+            continue
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -161,8 +166,52 @@ def compare(spec: ModelSpec, turns: int, place: Path, shard_bytes: int) -> tuple
     return rows, checks
 
 
+def compare_conversions(spec: ModelSpec, place: Path, shard_bytes: int) -> tuple[list[Row], list[Check]]:
+    """A row a conversion of a folder that another program reads or wrote, beside plain writing of as many bytes; the
+    memory is that of the process, beside mapped files."""
+    shapes = parameter_shapes(spec)
+    size = 2 * sum(math.prod(shape) for shape in shapes.values())
+    torch.manual_seed(0)
+    masters = torch.randn(max(math.prod(shape) for shape in shapes.values()))
+    hf, core, again, plain = (place / name for name in ("hf", "megatron", "again", "plain"))
+    ways: dict[str, Callable[[], object]] = {
+        "plain writing": functools.partial(write_plainly, plain, size, masters),
+        "Hugging Face to Megatron, 2 x 2 ranks": lambda: export_megatron(open_hf_source(hf), core, 2, 2),
+        "Megatron to Hugging Face": lambda: convert_checkpoint(core, again, config=None),
+    }
+    export(
+        hf, spec, lambda name: masters[: math.prod(shapes[name])], torch.bfloat16, max_shard_bytes=shard_bytes
+    )  # fmt: skip
+    rows: list[Row] = []
+    for way, work in ways.items():
+        for folder in (hf, core):
+            for each in [folder, *folder.rglob("*")] if folder.exists() else []:
+                if each.is_dir():
+                    drop(each)
+        begun = time.perf_counter()
+        with Added() as memory:
+            work()
+            os.sync()
+            taken = time.perf_counter() - begun
+        rows.append({"way": way, "GB": size / 1e9, "GB/s": size / 1e9 / taken, "memory added, GB": memory.bytes / 1e9})
+        plain.unlink(missing_ok=True)
+    file = max(path.stat().st_size for path in core.rglob("*") if path.is_file())
+    largest = file + 2 * masters.numel()  # and the matrix that a part is cut from
+    speed = float(rows[0]["GB/s"])
+    checks = [
+        check
+        for row in rows[1:]
+        for check in (
+            at_least(f"{row['way']}, GB/s", float(row["GB/s"]), speed / 2),
+            at_most(f"{row['way']}: memory, GB, one file and matrix", float(row["memory added, GB"]), largest / 1e9),
+        )
+    ]
+    return rows, checks
+
+
 def main() -> None:
     parser = options(__doc__)
+    parser.add_argument("--gb", type=float, help="convert a folder of this size to Megatron and back instead, once")
     parser.add_argument("--folder", type=Path, help="where to write, about 6 GB. Default: the temporary folder")
     arguments = parser.parse_args()
     spec = PRESETS["llama-3.2-1b"]
@@ -170,6 +219,11 @@ def main() -> None:
         spec = replace(spec, layers=2)
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
+        if arguments.gb is not None:
+            layers = max(2, 2 * round((arguments.gb - 0.53) / 0.122 / 2))
+            rows, checks = compare_conversions(replace(spec, layers=layers), Path(place), SHARD_BYTES)
+            report(result("convert", machine(None, threads), rows, checks), arguments.json)
+            return
         rows, checks = compare(spec, 3 if arguments.quick else 7, Path(place), SHARD_BYTES)
     report(result("convert", machine(None, threads), rows, checks), arguments.json)
 

@@ -303,7 +303,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "kill": (EventKind.WORKER_DIED, "killed by SIGKILL"),
     "crash": (EventKind.WORKER_DIED, "killed by SIGSEGV"),
     "exception": (EventKind.WORKER_DIED, "RuntimeError: --inject exception"),
-    "hang": (EventKind.WORKER_DIED, "nothing has changed for"),
+    "hang": (EventKind.WORKER_DIED, "no progress for"),
     "freeze": (EventKind.WORKER_DIED, "stopped by a signal"),
     "oom": (EventKind.WORKER_DIED, "ran out of memory"),
     "disk-full": (EventKind.CHECKPOINT_FAILED, "No space left"),
@@ -316,7 +316,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
 }
 # Of a run that has one fault, and is made to come upon it.
 EXPECTED_ALONE: dict[str, tuple[str, str]] = {
-    "spike": (EventKind.ROLLED_BACK, "the bound of the steps before"),
+    "spike": (EventKind.ROLLED_BACK, "the limit from the steps before"),
     "corrupt-checkpoint": (EventKind.CHECKPOINT_REFUSED, ""),
 }
 

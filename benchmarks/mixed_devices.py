@@ -142,7 +142,7 @@ def _worker(
     placement: Placement,
 ) -> int:
     """One rank: what train.trainer.run does, and beside it a note of what balancing took."""
-    from phalanx.autotune.measure import find_rank_speeds
+    from phalanx.autotune.rank_speeds import find_rank_speeds
     from phalanx.checkpoint.disk.save import CheckpointSaver
     from phalanx.comm.mesh import join
     from phalanx.comm.rendezvous import JsonGroup

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
+from phalanx.layout.batch_ramp import make_batch_schedule
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import parameter_shapes
 from phalanx.models.hf_config import config_from_spec
@@ -76,10 +77,17 @@ def settings(case: Case) -> Any:
     return SimpleNamespace(
         model=SimpleNamespace(from_hf=None, code=None, lora=case.spec.lora),
         data=SimpleNamespace(
-            seq_len=case.seq_len, format="text", isolate_documents=False, too_long="truncate"
+            seq_len=case.seq_len,
+            format="text",
+            isolate_documents=False,
+            mask_document_end=False,
+            too_long="truncate",
+            read_ahead=0,
         ),
         train=SimpleNamespace(
+            fp8="none",
             global_batch=case.global_batch,
+            batches=make_batch_schedule(case.global_batch),
             micro_batch=case.micro_batch,
             seed=SEED,
             dtype=case.dtype,
@@ -88,14 +96,17 @@ def settings(case: Case) -> Any:
             patience=0,
             profile=None,
             memory_snapshot=0,
+            stop_after=None,
+            stop_every=0,
+            steps=2**53,
         ),
         optim=SimpleNamespace(
             name="adamw", options={}, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
             weight_decay=DECAY, clip_norm=CLIP, schedule="constant", warmup_steps=0, decay_steps=1, min_lr_ratio=1.0,
         ),
         task=SimpleNamespace(kind="language", code=None, options={}),
-        balance=SimpleNamespace(batch="even", hardware=None),
-        parallel=SimpleNamespace(engine="single", resolve_sharding=(1, "per_step")),
+        balance=SimpleNamespace(batch="even", context="even", hardware=None),
+        parallel=SimpleNamespace(engine="single", context=1, resolve_sharding=(1, "per_step")),
         memory=SimpleNamespace(activations=case.activations),
         resilience=SimpleNamespace(on_nan="skip", on_spike="off", checksum_every=0),
         checkpoint=SimpleNamespace(best=False),

@@ -42,9 +42,10 @@ from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.cost import CostModel
 from phalanx.planner.device_catalog import DEVICE_KINDS, DeviceKind
 from phalanx.planner.memory import CHECKPOINT_COPY, DeviceMemory
+from phalanx.planner.plan import Plan
 from phalanx.planner.plan_file import as_overrides
 from phalanx.planner.recipe_keys import free_layout, keys_of, pins_of, space_of
-from phalanx.planner.search import Plan, search_layouts
+from phalanx.planner.search import search_layouts
 
 RECIPE = """
 model: {{hidden: {hidden}, layers: {layers}, heads: {heads}, intermediate: {intermediate}, vocab_size: {vocabulary}}}

@@ -231,7 +231,7 @@ def holds(mesh: Any, ours: Any, model: Any) -> list[int]:
     """The most bytes that an engine is seen to hold on this rank as its forward passes come to each block, and those of
     the formula."""
     from benchmarks.sharded_peers import seconds
-    from phalanx.engine.sharding_spec import estimate_engine_bytes
+    from phalanx.autotune.rank_bytes import StateLayout, count_sharded_items
 
     gc.collect()
     gc.freeze()  # what there is already does not count, and need not be looked through
@@ -240,10 +240,9 @@ def holds(mesh: Any, ours: Any, model: Any) -> list[int]:
         for block in way._model:
             block.register_forward_pre_hook(lambda *_: seen.append(live_bytes()))
         seconds(mesh, way, 1)
-        items = estimate_engine_bytes(
-            way.engine.buckets, mesh.rank, ours.sharding, way.engine._precision, way.engine._state.shards.rule
-        )
-    return [max(seen), sum(items.values())]
+        layout = StateLayout(way.engine._precision, mesh.world, way.engine._state.shards.rule, ours.sharding)
+        items = count_sharded_items(way.engine.buckets, mesh.rank, layout, accumulates=False)
+    return [max(seen), int(sum(items.values()))]
 
 
 def live_bytes() -> int:

@@ -19,9 +19,12 @@ SUBJECTS = {
     "Training loops": [
         "shard", "ShardedModel", "ShardedStep", "start_of", "rebuild_buffers", "BatchSplitter", "init", "transform",
     ],
+    "Machines": ["Cluster"],
     "Errors": ["errors"],
 }  # fmt: skip
 OPTIONS = '{heading_level: 3, filters: ["!^_", "!^is_out_of_memory$", "!^fetch_hint$"]}'
+# Names in tables are not broken; a table that is too wide scrolls.
+STYLE = ".md-typeset td code { word-break: normal; }\n"
 LINK = re.compile(r"\]\(([^)\s#:]*)(#[^)\s]*)?\)")
 
 
@@ -51,6 +54,7 @@ def on_files(files: Files, config: Any) -> Files:
         name = f"{path.relative_to(ROOT).as_posix()}.txt"
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
     files.append(File.generated(config, "api.md", content=api_page()))
+    files.append(File.generated(config, "extra.css", content=STYLE))
     return files
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phalanx.api.shard import shard
     from phalanx.api.sharded_model import ShardedModel
     from phalanx.api.sharded_step import ShardedStep
-    from phalanx.compat.megatron.weights import import_megatron
+    from phalanx.compat.megatron.import_folder import import_megatron
     from phalanx.config.schema import Config
     from phalanx.data.images import Images, load_mnist
     from phalanx.generate.text import generate_text
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from phalanx.models.llama import Llama
     from phalanx.models.model import Model
     from phalanx.parallel.init_weights import rebuild_buffers, start_of
-    from phalanx.planner.search import Plan
+    from phalanx.planner.plan import Plan
+    from phalanx.provision.cluster import Cluster
     from phalanx.tasks.task import Batch, DataSet
     from phalanx.tasks.task import CustomTask as Task
     from phalanx.trainer.callback import Callback, RunState
@@ -36,6 +37,7 @@ __all__ = [
     "Batch",
     "BatchSplitter",
     "Callback",
+    "Cluster",
     "Config",
     "CounterRNG",
     "DataSet",
@@ -72,10 +74,12 @@ _PLACES = {
     "load_recipe": "phalanx.launch.from_python",
     "Config": "phalanx.config.schema",
     "plan": "phalanx.launch.from_python",
-    "Plan": "phalanx.planner.search",
+    "Plan": "phalanx.planner.plan",
     "export": "phalanx.launch.from_python",
     "generate_text": "phalanx.generate.text",
-    "import_megatron": "phalanx.compat.megatron.weights",
+    "import_megatron": "phalanx.compat.megatron.import_folder",
+    # The machines.
+    "Cluster": "phalanx.provision.cluster",
     # What a recipe's task.code, model.code and callback.code name.
     "Task": "phalanx.tasks.task:CustomTask",
     "Batch": "phalanx.tasks.task",

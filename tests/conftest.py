@@ -27,6 +27,9 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes that compile would first import torch, each
 
+# No name is looked for on the real hub; tests/hub.py stands for it.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Modules are compiled once, also where the environment wants no files of it: the tests start Python hundreds of times.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -1,6 +1,7 @@
 """What tests share: running a function on several ranks, and meeting in a process group there."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -25,6 +26,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # `make test-all` sets it: curves at their full length, and all of what `make test` samples.
 ALL = "PHALANX_TEST_ALL" in os.environ
 START_S = 120  # what the zygote gets to import torch on a busy machine
+
+
+def cover(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which each value of each factor occurs; with `make test-all` all combinations."""
+    values = [list(factor) for factor in factors]
+    if ALL:
+        return list(itertools.product(*values))
+    return [tuple(each[case % len(each)] for each in values) for case in range(max(map(len, values)))]
 
 
 def free_port() -> int:

@@ -89,8 +89,8 @@ EQUIVALENT: dict[str, str] = {
     "layout/rebalance.py _decided: history.rejected[1] * (1 - moved) > sure_s * (1 - GAIN) -> "
     "(history.rejected[1] * (1 - moved)) >= (sure_s * (1 - GAIN))": "two measured times are never the same number",
     "layout/rank_speed.py RankSpeed._changed: -1 -> 1": "odd[-1] is asked for where there are two",
-    "layout/comm_schedule.py : 1.001 -> 0.5005 in NEAR_ENOUGH = 1.001  # of the bound: no search goes on "
-    "for less": "the search goes on, for an order that is at most a thousandth better",
+    "layout/comm_schedule.py : 1.001 -> 0.5005 in NEAR_ENOUGH = 1.001  # of the bound: the search stops "
+    "within it": "the search continues, for an order that is at most a thousandth better",
     "layout/buckets.py make_buckets: 0 -> 1 in needed = 1 + max((at for bucket in buckets for at, part "
     "in enumerate(bucket.parts) if part.elements), default=0)": "some bucket has elements, or there is none",
     "data/shuffle.py shuffle_indices: range(0, ROUNDS, 2) -> range(0, (ROUNDS) - 1, 2)": "ROUNDS is even",

@@ -3,6 +3,7 @@ reader can check."""
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -43,7 +44,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint", "comm", "config", "core", "data", "engine", "layout", "models", "optim", "parallel", "system",
         "tasks", "workload",
     },
-    "compat": {"api", "comm", "core", "data", "elastic", "layout", "models", "parallel", "storage", "system"},
+    "compat": {
+        "api", "checkpoint", "comm", "core", "data", "elastic", "layout", "models", "optim", "parallel", "storage",
+        "system",
+    },
     "workload": {
         "checkpoint", "comm", "config", "core", "data", "engine", "layout", "models", "optim", "parallel", "storage",
         "system", "tasks",
@@ -65,46 +69,51 @@ MAY_IMPORT: dict[str, set[str]] = {
         "autotune", "checkpoint", "compat", "config", "core", "data", "elastic", "health", "layout", "models",
         "planner", "recovery", "report", "storage", "system", "trainer", "workload",
     },
+    # Clusters: what is below a run.
+    "provision": {"config", "core", "elastic", "health", "launch", "storage", "system"},
     "doctor": {
         "autotune", "comm", "config", "core", "elastic", "health", "launch", "layout", "models", "parallel",
         "recovery", "report", "system",
     },
+    "dashboard": {"core", "elastic", "launch", "report"},
     "cli": {
-        "compat", "config", "core", "data", "doctor", "elastic", "generate", "health", "launch", "layout", "models",
-        "planner", "report", "storage", "system", "trainer", "workload",
+        "compat", "config", "core", "dashboard", "data", "doctor", "elastic", "generate", "health", "launch", "layout",
+        "models", "planner", "provision", "report", "storage", "system", "trainer", "workload",
     },
     "__main__": {"cli"},
     # What users import: lazily, so for types alone but for `core`.
     "phalanx": {
         "api", "compat", "config", "core", "data", "generate", "launch", "layout", "models", "parallel", "planner",
-        "tasks", "trainer",
+        "provision", "tasks", "trainer",
     },
 }  # fmt: skip
-MOST_PACKAGES, MOST_LEVELS = 28, 14
+MOST_PACKAGES, MOST_LEVELS = 29, 14
 
 # Third-party packages that a package may import.
 MAY_USE: dict[str, set[str]] = {
     "api": {"torch"},
     "autotune": {"torch"},
     "checkpoint": {"torch", "safetensors"},
-    "cli": {"torch", "transformers", "rich", "typer"},
+    "cli": {"prometheus_client", "torch", "transformers", "rich", "typer"},
     "comm": {"torch"},
     "compat": {"torch", "numpy", "transformers", "flash_attn"},
     "config": {"pydantic", "yaml"},
-    "data": {"datasets", "numpy", "pyarrow", "zstandard", "jinja2", "tokenizers", "transformers", "h5py"},
+    "dashboard": {"starlette", "uvicorn"},
+    "data": {"datasets", "numpy", "pyarrow", "zstandard", "jinja2", "tokenizers", "transformers", "h5py", "torch"},
     "doctor": {"torch"},
     "elastic": {"pydantic"},
     "engine": {"torch"},
     "generate": {"torch", "transformers"},
     "health": {"torch", "pynvml"},
-    "launch": {"rich", "yaml"},
+    "launch": {"prometheus_client", "rich", "yaml"},
     "models": {"torch", "safetensors"},  # never transformers: its models are a reference, not a part
     "optim": {"torch"},
     "parallel": {"torch"},
     "planner": {"rich"},
+    "provision": {"pydantic", "yaml"},
     "recovery": {"numpy"},
-    "report": {"IPython", "bokeh", "rich", "yaml"},
-    "storage": {"fsspec"},
+    "report": {"IPython", "bokeh", "prometheus_client", "rich", "yaml"},
+    "storage": {"fsspec", "huggingface_hub"},
     "system": {"torch"},
     "tasks": {"torch", "numpy"},
     "trainer": {"torch", "yaml"},
@@ -121,6 +130,8 @@ TORCH_FREE = (
     "planner",
     "health",
     "launch",
+    "dashboard",
+    "provision",
     "cli",
 )
 WITH_TORCH = {"phalanx.health.burn_in"}  # of these packages
@@ -154,7 +165,7 @@ HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 # the same; the interface of the engines, not the engines; and what is known of models without torch.
 IN_PART = {
     ("planner", "elastic"): {"phalanx.elastic.supervisor.state", "phalanx.elastic.supervisor.decide"},
-    ("planner", "report"): {"phalanx.report.event_text"},
+    ("planner", "report"): {"phalanx.report.formats"},
     ("planner", "models"): {"phalanx.models.families.catalog"},
     ("config", "models"): {"phalanx.models.families.catalog", "phalanx.models.families.family"},
     ("parallel", "engine"): {"phalanx.engine.interface"},
@@ -282,8 +293,20 @@ def test_imports_as_they_happen() -> None:
     assert json.loads(done.stdout) == {}
 
 
+def test_a_process_that_forks_starts_no_thread() -> None:
+    """Numerical libraries start threads at their import, unless the environment limits them, as that of the tests."""
+    script = "import os, phalanx.cli.main, phalanx.launch.run; print(len(os.listdir('/proc/self/task')))"
+    own = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1\n", done.stderr
+
+
 def test_the_data_package_needs_torch_no_more_than_the_command_that_prepares_data() -> None:
-    assert not any("torch" in set(imports_of(module)) for module in MODULES if unit_of(module) == "data")
+    assert not any(
+        "torch" in set(imports_of(module))
+        for module in MODULES
+        if unit_of(module) == "data" and module != "phalanx.data.images"
+    )  # reads tensors, when asked to
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -313,22 +336,14 @@ VERBS = {
 }
 # Adjectives before a noun, and the API of tasks.
 STATES = {"hidden_shape", "pinned_bytes", "shared_units", "held_out"}
-# Files of more lines, and classes of more attributes or methods, than they should have.
 MOST_LINES, MOST_ATTRIBUTES, MOST_METHODS = 400, 20, 25
-LARGE_FILES = {
-    "phalanx.autotune.measure": 468,
-    "phalanx.layout.hardware": 456,
-    "phalanx.planner.search": 503,
-    "phalanx.report.event_text": 475,
-}
+# Classes of more attributes or methods than they should have.
 LARGE_CLASSES = {
     # A catalogue of paths, and a backend of torch.distributed, are as large as they have to be.
-    "phalanx.core.run_paths:RunPaths": (2, 45),
+    "phalanx.core.run_paths:RunPaths": (2, 49),
     "phalanx.comm.backend:ProcessGroupPhalanx": (4, 33),
     # The others are to be divided.
     "phalanx.core.records:StepRecord": (22, 0),
-    "phalanx.health.gpu:Gpu": (22, 0),
-    "phalanx.planner.simulate:Scenario": (24, 1),
 }
 
 
@@ -381,10 +396,7 @@ def test_a_public_function_is_named_for_what_it_does_and_not_for_what_was_done()
 def test_files_and_classes_have_a_size_that_can_be_read() -> None:
     """And what is too large does not grow."""
     files = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in MODULES.items()}
-    assert {module: lines for module, lines in files.items() if lines > LARGE_FILES.get(module, MOST_LINES)} == {}
-    assert [module for module, lines in LARGE_FILES.items() if files.get(module, 0) <= MOST_LINES] == [], (
-        "list it no more"
-    )
+    assert {module: lines for module, lines in files.items() if lines > MOST_LINES} == {}
     classes = {name: _size(node) for name, node, _ in definitions() if isinstance(node, ast.ClassDef)}
     usual = MOST_ATTRIBUTES, MOST_METHODS
     larger = {
@@ -459,8 +471,8 @@ def _constants(node: ast.AST) -> set[object]:
 @pytest.mark.parametrize("module", MODULES)
 def test_only_the_families_of_models_know_architectures_by_name(module: str) -> None:
     """A comparison, a table or a `match` by the name of an architecture belongs into its ModelFamily."""
-    if module.startswith("phalanx.models.families."):
-        return
+    if module.startswith("phalanx.models.families.") or module == "phalanx.compat.hetseq_command_line":
+        return  # the latter: a task of HetSeq's has the name of one
     names, classes = _family_names()
     for node in ast.walk(tree_of(module)):
         where = f"{module}:{getattr(node, 'lineno', 0)}"
@@ -519,6 +531,7 @@ AFTER_RESOLVING = (
     "workload",
 )
 MAY_CHANGE = {
+    "phalanx.trainer.run_folder",  # the run folder's copies of the user's files for these
     "phalanx.trainer.resolve",
     "phalanx.workload.engines",  # what ranks agree on: `agree_on_sharding`
     "phalanx.workload.local_copies",  # the local copy of a folder for its URL, and back
@@ -562,6 +575,8 @@ KNOWS_SLURM = (
     "phalanx.system.torchrun_env",
     "phalanx.cli.health",
     "phalanx.doctor",
+    "phalanx.provision",
+    "phalanx.cli.cluster",
     "phalanx.compat.run",
     "phalanx.launch.rendezvous_options",
 )
@@ -588,7 +603,7 @@ FORBIDDEN_CALLS = {
 
 
 # What other programs have pickled is read by unpicklers that call nothing but what they list.
-BY_A_LIST = {"phalanx.compat.sagemaker.files": {"pickle"}}
+BY_A_LIST = {"phalanx.compat.pickles": {"pickle"}, "phalanx.compat.megatron.export": {"torch.save"}}  # which it writes
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -601,7 +616,8 @@ def test_nothing_read_from_disk_or_network_can_run(module: str) -> None:
     if module not in (
         "phalanx.models.hf_weights",
         "phalanx.models.peft",
-        "phalanx.compat.megatron.files",
+        "phalanx.compat.pickles",
+        "phalanx.data.images",
         "phalanx.compat.sagemaker.loader",
     ):  # old weights lie about in pickled files
         assert "torch.load(weights_only=True)" not in {name for name, _ in calls_of(module)}

@@ -30,6 +30,7 @@ WARM = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "torch.testing",
     "transformers.models.gpt_neox.modeling_gpt_neox",  # which takes each rank seconds

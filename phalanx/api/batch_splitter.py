@@ -104,7 +104,7 @@ class BatchSplitter:
         self._exchanged = False
         yield self._micro_batches()
         if not self._exchanged:
-            raise ConfigError("a step ended before its last micro-batch; iterate over all that step() gives")
+            raise ConfigError("a step ended before its last micro-batch; iterate over all micro-batches of step()")
         self._split.settle()
         self._clock.stop()
         self.steps += 1
@@ -152,7 +152,7 @@ class BatchSplitter:
 
 
 class _NumberedSamples:
-    """A data set as the loader reads it."""
+    """A data set with the interface of the loader."""
 
     def __init__(self, data: DataSet) -> None:
         self.count, self._data = len(data), data

@@ -1,4 +1,4 @@
-"""What a model must be before its state is sharded: its type and device, the units that are moved as one, its ranks."""
+"""Checks of a model before sharding: its dtype and device, its units, its ranks."""
 
 import contextlib
 import os
@@ -25,23 +25,21 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_model(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple[Precision, torch.device]:
-    """The type and the device of a model's parameters. Raises ConfigError where it cannot be sharded."""
+    """The dtype and the device of a model's parameters. Raises ConfigError if it cannot be sharded."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "the model is in DistributedDataParallel, which would reduce its gradients, too; hand over .module"
-        )
+        raise ConfigError("the model is in DistributedDataParallel, which would reduce its gradients too; pass .module")
     if "_orig_mod" in dict(model.named_children()):
         raise ConfigError(
-            "the model was compiled as a whole, so that nothing of it could be waited for; compile its parts "
-            "(block.forward = torch.compile(block.forward)) and hand over the plain module"
+            "the model was compiled as a whole, so its parts cannot be overlapped; compile its parts (block.forward "
+            "= torch.compile(block.forward)) and pass the plain module"
         )
     if (known := next(find_unit_hooks(model), None)) is not None:
         if known.closed:
             raise ConfigError(
-                "the model, or a part of it, was sharded with zero=3 and closed, which has left it without parameters; "
-                "build it again, shard that, and load() what was saved"
+                "the model, or a part of it, was sharded with zero=3 and closed, which left it without parameters; "
+                "build it again, shard it, and load() a checkpoint"
             )
-        raise ConfigError("the model, or a part of it, is sharded already; close() that first")
+        raise ConfigError("the model, or a part of it, is already sharded; close() it first")
     parameters = dict(model.named_parameters())
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(
@@ -54,13 +52,11 @@ def check_model(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple
             )
         if type(parameter.data) is not torch.Tensor:
             kind = type(parameter.data).__name__
-            raise ConfigError(
-                f"parameter {name} holds a {kind}, which cannot be sharded again; hand over the plain module"
-            )
+            raise ConfigError(f"parameter {name} holds a {kind}, which cannot be sharded again; pass the plain module")
         if parameter.dtype not in DTYPES:
             raise ConfigError(
-                f"parameter {name} is of {parameter.dtype}, in which nothing is summed without losses; make the model "
-                "bfloat16 or float32, and constants buffers"
+                f"parameter {name} is of {parameter.dtype}, which cannot be summed precisely; make the model "
+                "bfloat16 or float32, and make constants buffers"
             )
         if parameter.is_meta and fill is None:
             raise ConfigError(f"parameter {name} is on meta, where it has no values; pass fill=, which writes them")
@@ -74,15 +70,15 @@ def check_model(model: nn.Module, fill: Callable[[Shard], None] | None) -> tuple
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ConfigError(
-                f"buffer {name} is on meta, where nobody would fill it; give it values before, of a model of "
-                "transformers by phalanx.rebuild_buffers(model)"
+                f"buffer {name} is on meta, so it has no values; fill it first (for a transformers model, with "
+                "phalanx.rebuild_buffers(model))"
             )
     places = {name: p.device for name, p in parameters.items() if not p.is_meta}
     return Precision(like.dtype, like.dtype), _device_of(places)
 
 
 def _device_of(places: Mapping[str, torch.device]) -> torch.device:
-    """The one device that parameters lie on; meta if they all do."""
+    """The device of all parameters; meta if all are on meta."""
     if not places:
         return torch.device("meta")
     first, device = next(iter(places.items()))
@@ -96,8 +92,8 @@ def _device_of(places: Mapping[str, torch.device]) -> torch.device:
 
 
 def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Parts of a model that are moved as one, by name, in the order in which they were declared: members of lists, and
-    what lies beside the lists. What one has besides belongs to the model itself."""
+    """Units of a model, which are gathered as one, by name in order of declaration: members of lists, and the
+    modules beside the lists. Other parameters belong to the model itself."""
     if isinstance(model, Model):
         return [(name, unit) for name, unit in model.units() if name not in model.shared_units()]
     return [(name, unit) for name, unit in _parts(model, "") if next(unit.parameters(), None) is not None]
@@ -108,7 +104,7 @@ def _parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         name = prefix + short
         members = [(f"{name}.{key}", member) for key, member in child.named_children()]
         if isinstance(child, LISTS):
-            for key, member in members:  # a list in a list is not called either
+            for key, member in members:  # a list within a list is never called either
                 yield from _parts(member, f"{key}.") if isinstance(member, LISTS) else [(key, member)]
         elif any(isinstance(each, nn.ModuleList) for each in child.modules()):
             yield from _parts(child, f"{name}.")
@@ -119,26 +115,29 @@ def _parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def resolve_units(model: nn.Module, units: Sequence[str | nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Chosen units with their names. Raises ConfigError for what is no part of the model, or part of another unit."""
+    """Chosen units with their names. Raises ConfigError for one that is not part of the model, or part of another
+    unit."""
     names = {id(module): name for name, module in model.named_modules()}
     found: list[tuple[str, nn.Module]] = []
     for unit in units:
         if isinstance(unit, nn.Module):
             if id(unit) not in names:
-                raise ConfigError(f"a {type(unit).__name__} of units is no part of the model; name parts of it")
+                raise ConfigError(f"a {type(unit).__name__} of units is not a part of the model; name its parts")
             found.append((names[id(unit)], unit))
         else:
             if unit not in names.values():
-                raise ConfigError(f"units has {unit!r}, but the model has no part of this name; name parts of it")
+                raise ConfigError(f"units has {unit!r}, but the model has no such part; name its parts")
             found.append((unit, model.get_submodule(unit)))
     for name, unit in found:
         if isinstance(unit, LISTS):
-            raise ConfigError(f"unit {name} is a list, which is never called itself; name its members")
+            raise ConfigError(f"unit {name} is a list, which is never called; name its members")
         for other, inner in found:
             if inner is not unit and any(inner is each for each in unit.modules()):
-                raise ConfigError(f"unit {other} lies within unit {name or 'of the whole model'}; name one of the two")
+                raise ConfigError(
+                    f"unit {other} lies within unit {name or 'of the whole model'}; name only one of them"
+                )
     if len(dict(found)) < len(found) or any(not name for name, _ in found):
-        raise ConfigError("units has a part twice, or the model itself; name each part once, and not the whole")
+        raise ConfigError("units has a part twice, or the model itself; name each part once, and not the whole model")
     return found
 
 
@@ -146,7 +145,7 @@ def resolve_units(model: nn.Module, units: Sequence[str | nn.Module]) -> list[tu
 
 
 def find_axes(model: nn.Module) -> MeshAxes:
-    """How many ranks hold a copy of the model. Raises ConfigError where these are no neighbours."""
+    """How many ranks hold a copy of the model. Raises ConfigError if these are not consecutive."""
     axis = find_tensor_axis(model)
     if axis is None:
         return ALONE
@@ -154,14 +153,14 @@ def find_axes(model: nn.Module) -> MeshAxes:
     if axis.ranks not in set(axes.groups("tensor", dist.get_world_size())):
         raise ConfigError(
             f"the model was transformed over the ranks {', '.join(map(str, axis.ranks))}, but phalanx.shard needs "
-            f"{axis.size} neighbours that begin at a multiple of {axis.size}; transform it over such"
+            f"{axis.size} neighbours that begin at a multiple of {axis.size}; transform it over such ranks"
         )
     return axes
 
 
 @contextlib.contextmanager
 def join_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) -> Iterator[Mesh]:
-    """Groups of this model's own; `device` is the parameters', or meta."""
+    """Create process groups for this model; `device` is the parameters', or meta."""
     if dist.is_initialized():
         ours = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if ours is not None and device.type != "cpu":

@@ -1,7 +1,7 @@
 """`phalanx.shard`: the sharded engine for a custom training loop.
 
-What is checked and agreed on before the first step is here and in `model_checks`; what a loop then calls is in
-`sharded_model`.
+This module checks the arguments and compares them between ranks, with `model_checks`; `sharded_model` has the methods
+for the loop.
 """
 
 import contextlib
@@ -111,7 +111,9 @@ def shard(
     )
     sharding = _sharding(zero, reduce, weights, shard_degree, slots, compress)
     if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"clip_norm is {clip_norm:g}, which would stop all training; give a norm above 0, or None")
+        raise ConfigError(
+            f"clip_norm is {clip_norm:g}, which would stop training; give a norm above 0, or None to disable clipping"
+        )
     precision, device = check_model(model, fill)
     parts = find_units(model) if units is None else resolve_units(model, units)
     left = contextlib.ExitStack()
@@ -141,13 +143,13 @@ def shard(
         left.close()
 
 
-# ------------------------------------------------------------------------------------------------------ what is asked
+# ------------------------------------------------------------------------------------------------------ arguments
 
 
 def _rule(
     name: str, lr: Rate, chosen: Mapping[str, Any], options: Mapping[str, bool | int | float]
 ) -> tuple[UpdateRule, dict[str, Any]]:
-    """The update rule, and what it was made of. Raises ConfigError for one that cannot be sharded, or is not known."""
+    """The update rule and its options. Raises ConfigError for one that cannot be sharded, or is unknown."""
     keys = [key for key, value in chosen.items() if value or key != "weight_decay"]
     found = optimizers.find_rule_problems(name, options, ["beta1" if key == "betas" else key for key in keys])
     if found:
@@ -156,8 +158,8 @@ def _rule(
     decay = chosen.get("weight_decay", optimizers.default_weight_decay(name))
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or not (eps >= 0 and decay >= 0):
         raise ConfigError(
-            f"betas={betas}, eps={eps}, weight_decay={decay} cannot be; give two betas from 0 to below 1, and neither "
-            "of the others below 0"
+            f"betas={betas}, eps={eps}, weight_decay={decay} is invalid; give two betas from 0 to below 1, and eps "
+            "and weight_decay of 0 or more"
         )
     settings = {"rule": name, "betas": list(betas), "eps": eps, "weight_decay": decay, "options": dict(options)}
     try:
@@ -168,11 +170,11 @@ def _rule(
 
 
 def _as_argument(sentence: str) -> str:
-    """A sentence about keys of a recipe, said of arguments."""
+    """Reword a sentence about recipe keys for arguments."""
     return (
         sentence.replace("optim.name", "rule")
         .replace("optim.", "")
-        .replace("beta1 is set", "betas is set")
+        .replace("beta1 has no effect", "betas has no effect")
         .replace("beta1 and beta2", "betas")
     )
 
@@ -188,28 +190,31 @@ def _sharding(
     ):
         if value not in allowed:
             raise ConfigError(
-                f"{name} is {value!r}, which is none of {', '.join(map(str, allowed))}; choose one of these"
+                f"{name} is {value!r}, which is not supported; choose one of {', '.join(map(str, allowed))}"
             )
     if zero == 3 and slots == 2:
-        raise ConfigError("slots=2 has no effect with zero=3, whose parameters are gathered anew; leave it out")
+        raise ConfigError("slots=2 has no effect with zero=3, which gathers parameters again; remove it")
     if shard_degree is not None and not (isinstance(shard_degree, int) and shard_degree >= 1):
         raise ConfigError(
-            f"shard_degree is {shard_degree!r}, which is no number of ranks; give a divisor of theirs, or None"
+            f"shard_degree is {shard_degree!r}, which is not a number of ranks; give a divisor of the number of "
+            "ranks, or None"
         )
     if reduce == "auto":
         reduce = "per_step" if zero == 1 else "per_micro_batch"
     try:
         shares = None if weights is None else tuple(map(float, weights))
     except (TypeError, ValueError):
-        raise ConfigError(f"weights is {weights!r}, which are no numbers; give one for each rank, or None") from None
+        raise ConfigError(
+            f"weights is {weights!r}, which is not a list of numbers; give one for each rank, or None"
+        ) from None
     return ShardingSpec(zero, reduce, shares, slots, degree=shard_degree, compress=compress)
 
 
 def _check_same_call(
     group: JsonGroup, asked: Mapping[str, Any], model: nn.Module, slices: Mapping[str, TensorShard]
 ) -> None:
-    """Raise ConfigError on all ranks where one asks for something else than rank 0, or has another model, of which it
-    may have `slices`."""
+    """Raise ConfigError on all ranks if one passes other arguments than rank 0, or another model, of which it may
+    have `slices`."""
     whole = whole_shapes({name: tuple(p.shape) for name, p in model.named_parameters()}, slices)
     shapes = {name: [list(whole[name]), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()}
     everyones = group.all_gather_objects({"asked": asked, "parameters": shapes})
@@ -219,25 +224,26 @@ def _check_same_call(
             if value != first["asked"][key]:
                 raise ConfigError(
                     f"rank {other} calls phalanx.shard with {key}={value}, but rank 0 with "
-                    f"{key}={first['asked'][key]}; call it alike on all ranks"
+                    f"{key}={first['asked'][key]}; pass the same arguments on all ranks"
                 )
         if theirs["parameters"] != first["parameters"]:
             names = [*theirs["parameters"], *first["parameters"]]
             unlike = next(n for n in names if theirs["parameters"].get(n) != first["parameters"].get(n))
             raise ConfigError(
-                f"rank {other} has another model than rank 0: they differ in {unlike}; build the same on all"
+                f"rank {other} has a different model than rank 0 (they differ in {unlike}); build the same model on "
+                "all ranks"
             )
 
 
 def sync_initial_values(model: nn.Module, mesh: Mesh, shards: Mapping[str, TensorShard]) -> None:
-    """Give parameters and buffers the values of rank 0, sending those that differ somewhere; of `shards` those of the
-    first rank that holds the same."""
+    """Copy parameters and buffers from rank 0 where they differ; `shards` from the first rank that holds the same
+    slice."""
     if mesh.world == 1:
         return
     if odd := next((name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None):
         warnings.warn(
-            f"{odd} is a BatchNorm, whose statistics are those of one rank's samples, so the number of ranks changes "
-            "the result; nn.GroupNorm or nn.LayerNorm do not depend on it",
+            f"{odd} is a BatchNorm, whose statistics cover one rank's samples only, so the number of ranks changes "
+            "the result; use nn.GroupNorm or nn.LayerNorm to avoid that",
             stacklevel=3,
         )
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -262,7 +268,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _make_current_fill(model: nn.Module, fill: Callable[[Shard], None] | None) -> Callable[[Shard], None]:
-    """What writes the masters: the values that parameters have now."""
+    """Function that fills the masters with the current values of the parameters."""
     parameters = dict(model.named_parameters())
     without = {name for name, parameter in parameters.items() if parameter.is_meta}
 

@@ -65,11 +65,11 @@ class ShardedModel:
         clip_norm: float | None,
         slices: Mapping[str, TensorShard] = MappingProxyType({}),
     ) -> None:
-        # `left` is closed when this is; `master` is the type of the engine's state; `slices` are this rank's.
+        # `left` is closed with this object; `master` is the dtype of the engine's state; `slices` are this rank's.
         self.model, self.mesh, self._slices = model, mesh, dict(slices)
         self.rank, self.world, self.device = mesh.data.rank, mesh.data.world, mesh.device
         self.engine, self._exit_stack, self._lr, self._clip_norm = engine, left, lr, clip_norm
-        # What is asked for between steps has a group of its own: a rank that asks alone must not get another's answer.
+        # A separate group for calls between steps: a rank that calls alone must not receive another call's data.
         self._side_mesh = replace(mesh.data, control=mesh.data.checkpoint)
         memories = engine.memory_ids()
         # By identity, shape and memory.
@@ -107,7 +107,7 @@ class ShardedModel:
         self._check_parameters()
         counted, rate = check_weight(weight), self._rate(lr)
         step = ShardedStep(self.engine, list(batches), counted, self.sum, self._name_missing)
-        self._inside = self._failed = True  # until it has ended well
+        self._inside = self._failed = True  # until it has ended without error
         try:
             with self._name_missing():
                 self.engine.begin_step(self.steps + 1, counted, rate, self._clip_norm)
@@ -179,7 +179,7 @@ class ShardedModel:
         try:
             json.dumps(header, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"extra cannot be saved as JSON ({error}); keep numbers and text in it") from None
+            raise ConfigError(f"extra cannot be saved as JSON ({error}); use only numbers and strings in it") from None
         parameters = {name: (shape, self._master) for name, shape in self._shapes().items()}
         pieces = to_whole_pieces(
             self.engine.pieces(), self._slices, self.mesh.tensor is None or self.mesh.tensor.rank == 0
@@ -233,7 +233,7 @@ class ShardedModel:
         return extra
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all that is trained, whole."""
+        """Shapes of all trained parameters, whole."""
         return whole_shapes(self.engine.trainable, self._slices)
 
     def _fits(self, checkpoint: Checkpoint) -> bool:
@@ -242,7 +242,7 @@ class ShardedModel:
         if saved != ours:
             unlike = next(name for name in [*ours, *saved] if saved.get(name) != ours.get(name))
             raise CheckpointError(
-                f"checkpoint {checkpoint.path} is of another model: they differ in {unlike}; name another folder"
+                f"checkpoint {checkpoint.path} belongs to another model (they differ in {unlike}); use another folder"
             )
         return True
 
@@ -260,9 +260,9 @@ class ShardedModel:
         try:
             if not self._failed:
                 with self._name_missing():
-                    for _ in self.engine.pieces():  # waits for the lane
+                    for _ in self.engine.pieces():  # waits for the communication thread
                         break
-                    self._side_mesh.sum([0.0])  # nobody leaves whom others still need
+                    self._side_mesh.sum([0.0])  # no rank leaves while others need it
         finally:
             self.engine.close()
             self._exit_stack.close()
@@ -272,12 +272,12 @@ class ShardedModel:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._failed |= error is not None  # the other ranks may not come to the end
+        self._failed |= error is not None  # the other ranks may not finish the step
         self.close()
 
     @contextlib.contextmanager
     def _name_missing(self) -> Iterator[None]:
-        """Name the ranks that were late where a collective failed or timed out."""
+        """Name the late ranks if a collective failed or timed out."""
         try:
             yield
         except RuntimeError as error:
@@ -293,33 +293,33 @@ class ShardedModel:
     def _check_usable(self) -> None:
         self._check_open()
         if self._inside:
-            raise ConfigError("this was called within a step or full_parameters(); leave that before")
+            raise ConfigError("this was called within a step or full_parameters(); call it outside")
         if self._failed:
             raise ConfigError(
-                "a step of this model has failed half-way, so that parameters of ranks may differ; close this, make "
-                "and shard the model again, and load() what was saved"
+                "a step of this model failed half-way, so ranks may hold different parameters; close it, build and "
+                "shard the model again, and load() a checkpoint"
             )
 
     def _check_parameters(self) -> None:
-        """Raise ConfigError where the model's parameters are not those that were sharded."""
+        """Raise ConfigError if the model's parameters are not those that were sharded."""
         now = dict(self.model.named_parameters())
         for name, parameter, shape, trained, memories, version in self._known:
             found = now.pop(name, None)
             if found is not None and found.shape != shape:
                 what = f"has the shape {tuple(found.shape)}, and had {tuple(shape)} when it was sharded"
             elif found is not parameter or _memory(found) not in memories:
-                what = "was replaced, or got other memory, after the model was sharded"
+                what = "was replaced or moved to other memory after the model was sharded"
             elif found.requires_grad and not trained:
                 what = "needs gradients now, but was frozen when the model was sharded"
             elif found._version != version:
-                what = "was written to after the model was sharded, and its values are kept elsewhere"
+                what = "was written to after the model was sharded, but its values are stored elsewhere"
             else:
                 continue
-            raise ConfigError(f"parameter {name} {what}, so that would be lost; change a model before it is sharded")
+            raise ConfigError(f"parameter {name} {what}, so this would be lost; change a model before it is sharded")
         if now:
             raise ConfigError(
-                f"parameter {next(iter(now))} was added after the model was sharded, so that would be lost; "
-                "change a model before it is sharded"
+                f"parameter {next(iter(now))} was added after the model was sharded, so this would be lost; change a "
+                "model before it is sharded"
             )
 
     def _rate(self, lr: float | None) -> float:

@@ -1,4 +1,4 @@
-"""One step of a training loop over a sharded model: its micro-batches, its backward passes and what came of it."""
+"""One step of a training loop over a sharded model: its micro-batches, backward passes and results."""
 
 import contextlib
 import math
@@ -42,7 +42,7 @@ class ShardedStep(Generic[Batch]):
         sum_over_ranks: Callable[[float], list[float]],
         name_missing: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self.count = max(1, len(batches))  # micro-batches, with those that are empty
+        self.count = max(1, len(batches))  # micro-batches, including empty ones
         self.outcome: StepOutcome | None = None
         self._engine, self._batches, self._weight = engine, batches, weight
         self._sum_over_ranks, self._name_missing = sum_over_ranks, name_missing
@@ -52,7 +52,7 @@ class ShardedStep(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if self._running is not None:
-            raise ConfigError("the micro-batches of a step were gone through before; do so once in a step")
+            raise ConfigError("the micro-batches of a step can be iterated only once; use one loop per step")
         self._running = self._run()
         return self._running
 
@@ -66,7 +66,7 @@ class ShardedStep(Generic[Batch]):
             self._done += 1
 
     def _abandon(self, error: BaseException) -> None:
-        """Abort the engine's work on the step after an error: it waits for gradients that will not come."""
+        """Abort the engine's work on the step after an error: otherwise it waits for gradients that will not come."""
         if self._running is not None:
             with contextlib.suppress(type(error)):
                 self._running.throw(error)
@@ -88,21 +88,21 @@ class ShardedStep(Generic[Batch]):
                 "within"
             )
         if self._passed > self._done:
-            raise ConfigError("step.backward() was called twice for a micro-batch; add up its losses, and call it once")
+            raise ConfigError("step.backward() was called twice for a micro-batch; sum its losses and call it once")
         if loss_sum.numel() != 1 or not loss_sum.requires_grad:
             raise ConfigError(
-                f"step.backward() got a tensor of shape {tuple(loss_sum.shape)}, which must be one number that needs "
-                "gradients; sum the losses of the micro-batch"
+                f"step.backward() got a tensor of shape {tuple(loss_sum.shape)}, which must be a scalar that "
+                "requires gradients; sum the losses of the micro-batch"
             )
         self._passed = self._done + 1
         self._loss = self._loss + loss_sum.detach().reshape(()).to(torch.promote_types(loss_sum.dtype, torch.float32))
         gradients.backward(loss_sum, 1)
 
     def _end(self) -> None:
-        """Raise ConfigError unless all micro-batches had their passes."""
+        """Raise ConfigError unless all micro-batches had a backward pass."""
         if self._done < self.count:
             raise ConfigError(
-                f"a step was left after {self._done} of {self.count} micro-batches; go through all by `for batch in "
+                f"a step ended after {self._done} of {self.count} micro-batches; iterate over all with `for batch in "
                 "step`"
             )
         if self._weight and not self._passed:
@@ -136,7 +136,7 @@ class ShardedStep(Generic[Batch]):
 
     def _finished_outcome(self) -> StepOutcome:
         if self.outcome is None:
-            raise ConfigError("what came of a step is known when its context has been left; ask there")
+            raise ConfigError("results of a step are available after its `with` block; read them there")
         return self.outcome
 
 
@@ -157,11 +157,13 @@ class StepAgreement:
         self._pending.wait()
         _, most, least = self._table.tolist()
         if most != -least:
-            raise ConfigError(f"learning rates of step {step} are from {-least:g} to {most:g}; give all ranks the same")
+            raise ConfigError(
+                f"learning rates of step {step} are from {-least:g} to {most:g}; use the same on all ranks"
+            )
 
 
 def finite_rate(rate: Any, whose: str) -> float:
-    """A learning rate as a number. Raises ConfigError for what is none."""
+    """Convert a learning rate to a number. Raises ConfigError if it is invalid."""
     try:
         number = float(rate)
     except (TypeError, ValueError):
@@ -172,14 +174,14 @@ def finite_rate(rate: Any, whose: str) -> float:
 
 
 def check_weight(weight: Any) -> int:
-    """The weight of a step as a count. Raises ConfigError for what is none."""
+    """Convert the weight of a step to a count. Raises ConfigError if it is invalid."""
     try:
         counted = operator.index(weight)
     except TypeError:
         counted = -1
     if counted < 0 or isinstance(weight, bool):
         raise ConfigError(
-            f"a step has weight={weight!r}, which is no count; give the number of samples or tokens that its losses "
-            "are sums over"
+            f"a step has weight={weight!r}, which is not a count; give the number of samples or tokens that its "
+            "losses sum over"
         )
     return counted

@@ -1,4 +1,4 @@
-"""Which `memory.activations` a device needs: the least that lets a micro-batch fit, found by trying.
+"""Choose `memory.activations: auto`: the cheapest mode with which a micro-batch fits, found by measuring.
 
 Keeping everything costs no time, `selective` a little, and then there are two ways to keep only the blocks' inputs: on
 the device (`full`), or on the host (`offload`), which holds more and costs no more time where the link between the two
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.autotune.measure import COPY_BYTES, measure_copy_rate
+from phalanx.autotune.link_speed import COPY_BYTES, measure_copy_rate
 from phalanx.autotune.micro_batch import USABLE, MicroBatchFit, choose_probe_depths
 from phalanx.autotune.probe_model import ProbeModel, open_probe_model
 from phalanx.comm.mesh import join
@@ -27,7 +27,7 @@ from phalanx.workload.workload import Workload
 
 KEY = "memory.activations"
 HIDDEN = 0.8  # of a block's forward pass, which its input's way to the host may take: links are not always idle
-PASSES = 3  # of which the fastest counts
+PASSES = 3  # of these the fastest counts
 
 MicroBatchProbe = Callable[
     [Config], Sequence[MicroBatchFit]
@@ -36,7 +36,7 @@ MicroBatchProbe = Callable[
 
 @dataclass(frozen=True)
 class OffloadTiming:
-    """What the link between a device and its host has to do for one block and one sample, and how long it may take."""
+    """Offloading of one block's input for one sample: bytes, the link's rate, and the time to hide it in."""
 
     input_bytes: int
     bytes_per_s: float
@@ -57,7 +57,7 @@ class OffloadTiming:
 def choose_activation_mode(
     config: Config, workload: Workload, devices: Sequence[str], local_world: int, probe: MicroBatchProbe
 ) -> tuple[str, str, Sequence[MicroBatchFit]]:
-    """The mode for all `devices` (one of each model), the reason, and what `probe` found with it.
+    """Choose the mode for all `devices` (one of each model); returns it, the reason, and the result of `probe`.
 
     Raises ConfigError as `probe` does when nothing is enough.
     """
@@ -127,7 +127,7 @@ def _why_not_offload(
 
 
 def measure_offload_timing(config: Config, workload: Workload, device_name: str) -> OffloadTiming:
-    """Measure the way of a block's input to the host beside the block's forward pass, of one sample."""
+    """Measure the copy of a block's input to the host against the block's forward pass, for one sample."""
     device = torch.device(device_name)
     accelerator.set_device(device, 1)
     placement = Placement(rank=0, world=1, local_rank=0, local_world=1, node=0, device=str(device), store=None)

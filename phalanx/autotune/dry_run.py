@@ -1,13 +1,14 @@
-"""What a run would be, found without data and without memory: parameters, bytes by item, operations, steps.
+"""Dry run: parameters, memory by item, FLOPs and steps of a run, without data or device.
 
-Sizes come from the true shapes of a model on meta and from what the run itself counts by; activations are measured by
-walking one forward and backward pass with fake tensors, which have shapes and storages but hold nothing.
+Sizes come from the true shapes of a model on meta and from the run's own functions; activations are measured by one
+forward and backward pass with fake tensors, which have shapes and storages but no data.
 """
 
 import functools
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.autotune.footprint import RankFootprint, compute_kept_activations, compute_slice_bytes, make_all_footprints
-from phalanx.autotune.micro_batch import choose_probe_depths, compute_commit_bytes, state_items
-from phalanx.autotune.probe_model import UNSHARDED
+from phalanx.autotune.micro_batch import bytes_of_other_keys, choose_probe_depths
+from phalanx.autotune.probe_model import UNSHARDED, shorten_rows
+from phalanx.autotune.rank_bytes import HEAD_GRADIENT, StateLayout, commit_bytes, state_items
 from phalanx.autotune.run_size import (
     MODES,
     STATE_MEMORY_SHARE,
@@ -32,12 +34,11 @@ from phalanx.autotune.run_size import (
     micro_batch_to_assume,
 )
 from phalanx.config.load import update_config
-from phalanx.config.resolve import resolve_autos
+from phalanx.config.resolve import has_vocabulary_of_tokenizer, resolve_autos
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.data.tokenizer import predict_vocab_size
 from phalanx.engine.interface import Precision
-from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.models import layers as kernels
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.model import Model
@@ -47,16 +48,15 @@ from phalanx.parallel.activations import check_horizon
 from phalanx.parallel.offload import ActivationOffloader
 from phalanx.parallel.parallelize import DTYPES, cast_at_edges, change_blocks
 from phalanx.storage import files as storage
+from phalanx.storage.local_copies import fetch_folder
 from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Batch, Task
 from phalanx.workload import adapters, local_copies
+from phalanx.workload.context_task import resolve_context
 from phalanx.workload.custom import CustomWorkload
 from phalanx.workload.custom_checks import check_custom_task
 from phalanx.workload.engines import make_sharding_spec
 from phalanx.workload.workload import Workload, make_workload, read_model_shape, resolve_model_class
-
-# What the loss makes at once is measured with the activations, with the head's gradient in it.
-HEAD_GRADIENT = "gradient of the head"
 
 
 def dry_run(config: Config, ranks: int) -> dict[str, Any]:
@@ -79,7 +79,11 @@ def _fetch_urls(config: Config, temporary: Path) -> Config:
         except FileNotFoundError:
             raise ConfigError(f"model.from_hf {url} has no {name}; name a Hugging Face folder") from None
         config = update_config(config, {"model.from_hf": str(temporary)})
-    return local_copies.fetch_local_copies(config)
+    elif url is not None:
+        folder = fetch_folder(url, config.data.cache, weights=False)
+        config = update_config(config, {"model.from_hf": str(folder)})
+    keys = [key for key in local_copies.FOLDER_KEYS if key != "data.tokenizer" or has_vocabulary_of_tokenizer(config)]
+    return local_copies.fetch_local_copies(config, keys=keys)
 
 
 def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
@@ -98,21 +102,22 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     shard_over = 1 if config.parallel.engine == "single" else copies
     sharding = make_sharding_spec(config) if config.parallel.engine == "sharded" else None
     shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
+    layout = StateLayout(Precision(dtype, shared), shard_over, rule, sharding)
     held = make_all_footprints(subject, config)
-
-    def items(which: RankFootprint, how: ShardingSpec | None) -> dict[str, int]:
-        return state_items(which.model, spec, Precision(dtype, shared), shard_over, rule, how)
-
     zero_needs = {}
     if (
         sharding is not None and config.parallel.zero == "auto" and config.parallel.pipeline == 1
     ):  # as probe.least_zero decides, once there is a device
         for zero in (1, 2):
-            tried = make_sharding_spec(update_config(config, {"parallel.zero": zero}))
-            zero_needs[str(zero)] = int(max(sum(items(each, tried).values()) for each in held) / STATE_MEMORY_SHARE)
+            tried = replace(layout, sharding=make_sharding_spec(update_config(config, {"parallel.zero": zero})))
+            needed = max(sum(state_items(each.model, spec, tried).values()) for each in held)
+            zero_needs[str(zero)] = int(needed / STATE_MEMORY_SHARE)
     most, micro_batch = max_samples_per_replica(config, ranks), micro_batch_to_assume(config, ranks)
+    row_part, part_subject = shorten_rows(config, subject)  # of an even part of each row
     walked = {
-        mode: compute_activation_bytes(update_config(config, {"memory.activations": mode}), subject)
+        mode: _scale_to_largest_part(
+            config, compute_activation_bytes(update_config(row_part, {"memory.activations": mode}), part_subject)
+        )
         for mode in _modes(config)
     }
     if config.memory.activations == "offload":
@@ -120,16 +125,19 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     chosen = activation_mode_to_assume(config)
     memories, sequences = [], {}
     for each in held:
-        state = items(each, sharding)
+        state = state_items(each.model, spec, layout)
+        # What the loss makes at once is measured with the activations, with the head's gradient in it.
         head = state.pop(HEAD_GRADIENT)
         kept = {
             mode: _kept_activation_bytes(config, subject, each, walked[mode], mode, micro_batch, most)
             for mode in walked
         }
         # Of the loss a stage has nothing without a head, and a slice of a head has no more gradient than that.
-        whole_head = state_items(model, spec, Precision(dtype, shared), 1, rule)[HEAD_GRADIENT]
+        whole_head = state_items(model, spec, replace(layout, ranks=1, sharding=None))[HEAD_GRADIENT]
         loss = max(0, walked[chosen][0] - (whole_head - head)) if head or spec is None or not whole_head else 0
         state["activations"] = kept[chosen][1]
+        if config.parallel.context > 1:
+            state["keys and values of other ranks"] = micro_batch * bytes_of_other_keys(config, subject)
         state["loss and the head's gradient" if spec is not None else "loss"] = loss
         memories.append(state)
         sequences[len(memories) - 1] = {mode: one // micro_batch for mode, (one, _) in kept.items()}
@@ -142,7 +150,7 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         zero_needs=zero_needs,
         micro_batch=micro_batch,
         memory=memories[fullest],
-        committed=compute_commit_bytes(held[fullest].model, Precision(dtype, shared), shard_over, rule, sharding),
+        committed=commit_bytes(held[fullest].model, layout)[0],
         sequence=sequences[fullest],
         moments=len(rule.state_kinds),
         unit=subject.unit,
@@ -155,10 +163,19 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
     return build_tables(config, ranks, found)
 
 
+def _scale_to_largest_part(config: Config, walked: tuple[int, int, int]) -> tuple[int, int, int]:
+    """What was walked with an even part of each row, for the rank that has the largest part."""
+    shares, (once, ends, block) = config.balance.context, walked
+    if not isinstance(shares, list):
+        return walked
+    factor = max(shares) / sum(shares) * len(shares)
+    return once, int(ends * factor), int(block * factor)
+
+
 def _layout(
     config: Config, copies: int, held: Sequence[RankFootprint], memories: Sequence[dict[str, int]]
 ) -> dict[str, Any] | None:
-    """Who holds what, where several ranks hold one copy of the model; None where each holds all of it."""
+    """The parts of the model by rank, where several ranks hold one copy; None where each holds all of it."""
     if config.parallel.axes.model_parallel_size == 1:
         return None
     return {
@@ -212,10 +229,11 @@ def _make_workload(config: Config) -> tuple[Config, Workload, bool]:
         check_custom_task(own, config)
         return config, own, False
     vocabulary = None
-    if config.model.vocab_size == "auto" and not config.model.preset and not config.model.from_hf:
+    if has_vocabulary_of_tokenizer(config):
         vocabulary = predict_vocab_size(config.data)
         config = update_config(config, {"model.vocab_size": vocabulary})
     spec = read_model_shape(config)
+    config = update_config(config, {key: value for key, value, _ in resolve_context(config, spec)})
     if of_adapter := adapters.resolve_adapter_options(config, spec, resolve_model_class(config)):
         config = update_config(config, {key: value for key, value, _ in of_adapter})
         spec = read_model_shape(config)
@@ -230,7 +248,7 @@ def _compute_dtype(config: Config) -> torch.dtype:
 
 def compute_activation_bytes(config: Config, workload: Workload) -> tuple[int, int, int]:
     """What a forward and backward pass adds at its height, in bytes of the device: once, for each sample outside of
-    the blocks, and for each sample in each block; a network of a user's own is all outside.
+    the blocks, and for each sample in each block; a custom network counts as outside.
 
     Walked with one and two blocks and one and three samples, as the probe of `train.micro_batch` does with memory; for
     what moves to the host with one more than stay and another.
@@ -254,7 +272,7 @@ def _measure_peak_with_fakes(config: Config, workload: Workload, layers: int | N
     model, task, dtype = workload.model(layers), workload.task(), _compute_dtype(config)
     eager = update_config(config, UNSHARDED)
     # Only what is done to the model's own code is wanted: there are no ranks and there is no state.
-    mover = change_blocks(model, eager)
+    mover = change_blocks(model, eager, torch.device("cpu"))
     if workload.spec is None:
         cast_at_edges(model, dtype)
     else:  # as on an accelerator: there a chunk of logits is larger than on a CPU
@@ -340,7 +358,7 @@ def _storages(made: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _parts_by_name(counts: dict[str, int]) -> dict[str, int]:
-    """Parameters of a network of a user's own, by the first part of their names."""
+    """Parameters of a custom network, by the first part of their names."""
     parts: dict[str, int] = {}
     for name, count in counts.items():
         part = name.partition(".")[0]

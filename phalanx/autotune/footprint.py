@@ -1,4 +1,4 @@
-"""What the ranks of a layout hold, each its stages and slices: counted on meta, without ranks and without memory."""
+"""The footprint of each rank of a layout, its stages and slices, counted on meta."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

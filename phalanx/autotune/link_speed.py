@@ -1,4 +1,4 @@
-"""How fast all ranks sum a tensor, while they are idle and while they compute."""
+"""Measure the link: all-reduces of all ranks, idle and while computing; and copies between device and host."""
 
 import statistics
 import threading
@@ -14,6 +14,7 @@ from phalanx.system import accelerator
 LINK_BYTES = 2**20
 LATENCIES, LATENCIES_S = 7, 1.0  # how often the latency is measured while ranks compute, and for how long
 MATRIX = 192  # rows of what a rank multiplies meanwhile
+COPY_BYTES = 64 * 2**20
 LINK_S = 0.1  # a slow link is not given more to carry than it does in this time
 
 
@@ -42,9 +43,9 @@ def _computes_itself(mesh: Mesh) -> bool:
 
 def _busy_latency_s(mesh: Mesh) -> float | None:
     """Seconds of an all-reduce of one number, on the average, while each CPU computes in another thread; None where
-    there are accelerators alone. Not its least: each part of what travels waits for whoever is the last to look at it.
+    there are accelerators alone. The mean, not the minimum: each part of a transfer waits for the slowest rank.
     """
-    if not mesh.max([float(_computes_itself(mesh))])[0]:  # all ask, or CPUs beside accelerators would wait for them
+    if not mesh.max([float(_computes_itself(mesh))])[0]:  # all ranks take part, or CPUs would wait for accelerators
         return None
     over = threading.Event()
 
@@ -78,3 +79,24 @@ def _time_all_reduce(mesh: Mesh, size_bytes: int) -> tuple[float, float]:
     accelerator.synchronize(mesh.device)
     processor_s = time.process_time() - processor
     return mesh.max([time.perf_counter() - begun])[0], processor_s
+
+
+def measure_host_to_device(device: torch.device) -> float | None:
+    """Bytes per second of copies from the host's pinned memory; None for a CPU."""
+    if device.type == "cpu":
+        return None
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    here = torch.zeros(COPY_BYTES, dtype=torch.uint8).pin_memory()
+    return measure_copy_rate(here, there, device)
+
+
+def measure_copy_rate(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> float:
+    """Bytes per second at which the first is copied into the second, one of which is on `device`: the fastest of
+    four."""
+    best = float("inf")
+    for _ in range(4):  # the first of them may come behind what was queued before
+        begun = time.perf_counter()
+        target.copy_(source)
+        accelerator.synchronize(device)  # a copy within the device does not hold the host
+        best = min(best, time.perf_counter() - begun)
+    return source.nbytes / best

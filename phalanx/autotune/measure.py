@@ -1,48 +1,41 @@
-"""What each device of a job takes for this model: seconds by size of micro-batch, memory, copies, the link.
+"""Measure the devices of a job for this model: seconds by size of micro-batch, memory, copies, the link.
 
 Every rank measures its own device, all at the same time, since neighbours share a machine; the results are gathered, so
 that all ranks know the same. Times are of forward and backward passes, uncompiled; those of a deep model follow from
-models of one and two blocks, as its memory does (`micro_batch.py`). What is said here is where a run begins: it goes on
-measuring while it trains.
+models of one and two blocks, as its memory does (`micro_batch.py`). A run starts with these figures and continues to
+measure in training.
 """
 
-import contextlib
-import functools
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.autotune.link_speed import measure_link
+from phalanx.autotune.link_speed import measure_host_to_device, measure_link
 from phalanx.autotune.micro_batch import (
     SIZES,
     USABLE,
     choose_probe_depths,
     fit_micro_batch,
-    state_bytes,
-    suggest_remedy,
 )
-from phalanx.autotune.probe_model import ProbeModel, open_probe_model
+from phalanx.autotune.probe_model import ProbeModel, open_probe_model, shorten_rows
+from phalanx.autotune.rank_bytes import state_bytes
 from phalanx.autotune.state_shares import compute_state_weights
 from phalanx.comm.mesh import Mesh, join, single_rank_mesh
 from phalanx.comm.rendezvous import JsonGroup
-from phalanx.core.errors import ConfigError, OutOfMemory, is_out_of_memory
+from phalanx.core.errors import is_out_of_memory
 from phalanx.core.placement import ExitCode, Placement
-from phalanx.core.records import EventKind
-from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
-from phalanx.layout.balance import UNBOUND, Speed
-from phalanx.layout.hardware import Hardware, MeasuredDevice, MeasuredLink
+from phalanx.layout.balance import UNBOUND
+from phalanx.layout.hardware import Hardware, MeasuredDevice
 from phalanx.layout.model_shape import ModelSpec, list_timing_shapes
 from phalanx.system import accelerator
 from phalanx.workload.engines import StateWeights, agree_on_sharding
-from phalanx.workload.sinks import RecordWriter
-from phalanx.workload.work_split import WorkSplit
 from phalanx.workload.workload import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -54,198 +47,11 @@ BLOCKS = 5  # of each size; the second fastest counts, which a neighbour that co
 # device no size is begun of which a pass would take a quarter of it.
 BUDGET_S, LONG_BUDGET_S = 0.8, 4.0
 GROWTH = 3  # from one size to the next
-COPY_BYTES = 64 * 2**20
 STORE_KEY = "measured"  # in the store: how many ranks are
 
 
-# ------------------------------------------------------------------------------------------------- at a run's beginning
-
-
-def find_rank_speeds(
-    config: "Config",
-    workload: Workload,
-    placement: Placement,
-    mesh: Mesh,
-    paths: RunPaths,
-    records: RecordWriter,
-    weights: StateWeights = None,
-) -> tuple[list[Speed], MeasuredLink | None]:
-    """How fast the ranks are and how many sequences of a micro-batch each may have, in order of rank: as the run folder
-    says, or a file that the recipe names; measured where neither does. All alike where nobody asks for speeds. And the
-    link between them, where speeds are in seconds as it is.
-
-    Collective; the same on all ranks. Raises ConfigError where the file that the recipe names does not fit the job.
-    """
-    assert config.train.micro_batch != "auto"
-    group = JsonGroup(mesh.checkpoint)
-    models = _gather_all(group, accelerator.get_device_name(mesh.device))
-    if mesh.rank == 0:
-        hardware.drop_stale_limits(paths, models)
-    if mesh.axes.model_parallel_size > 1:
-        return _speeds_of_copies(config, mesh, paths, records), None
-    divides = mesh.world > 1 and config.balance.batch in ("auto", "measured-once")
-    wanted = divides or len(set(models)) > 1 or config.balance.hardware is not None
-    answer: dict[str, Any] = {}
-    if mesh.rank == 0:
-        answer = _look_up_hardware(config, paths, models, describe_work(config, workload)) if wanted else {}
-        changed = hardware.find_changed_device(paths, models) if wanted else None
-        if changed is not None and "refused" not in answer:
-            records.write_event(EventKind.DEVICES_CHANGED, {"reason": changed})  # before the file is of the new ones
-    answer = group.broadcast_object(answer)
-    if "refused" in answer:
-        raise ConfigError(answer["refused"])
-    known = hardware.from_json(answer["hardware"]) if "hardware" in answer else None
-    if known is not None and config.balance.hardware is not None and mesh.rank == 0:
-        _write_hardware(paths, known, records)  # a run folder holds all that a run was made of
-    if wanted and known is None:
-        begun = time.perf_counter()
-        records.write_event(EventKind.MEASURING, {"ranks": mesh.world, "reason": answer["why"]})
-        limit = hardware.read_micro_batch_limits(paths).get(mesh.rank, UNBOUND)
-        say = functools.partial(_report_remeasure, records, mesh)
-        known = measure_devices(config, workload, placement, mesh, say, weights=weights, limit=limit)
-        if mesh.rank == 0:
-            _write_hardware(paths, known, records)
-        records.write_event(EventKind.MEASURED, describe_measurement(known, time.perf_counter() - begun))
-    fits = [device.most for device in known.devices] if known else [UNBOUND] * mesh.world
-    most = _micro_batch_limits(config, mesh, paths, records, fits)
-    used = known is not None and divides
-    speeds = hardware.fit_speeds(known) if known is not None and used else [Speed(1.0)] * mesh.world
-    link = known.link if known is not None and used and all(device.times for device in known.devices) else None
-    return [replace(speed, most=few) for speed, few in zip(speeds, most, strict=True)], link
-
-
-def _report_remeasure(records: RecordWriter, mesh: Mesh, why: str) -> None:
-    records.write_event(EventKind.MEASURING, {"ranks": mesh.world, "reason": why})
-
-
-def _speeds_of_copies(config: "Config", mesh: Mesh, paths: RunPaths, records: RecordWriter) -> list[Speed]:
-    """The same where several ranks hold one copy of the model, so that none can measure it: the copies count as alike,
-    and each takes what the least of its ranks may have."""
-    most = [UNBOUND] * mesh.data.world
-    for rank, few in enumerate(_micro_batch_limits(config, mesh, paths, records, [UNBOUND] * mesh.world)):
-        copy = mesh.axes.coordinates(rank, mesh.world).data
-        most[copy] = min(most[copy], few)
-    return [Speed(1.0, most=few) for few in most]
-
-
-def _micro_batch_limits(
-    config: "Config", mesh: Mesh, paths: RunPaths, records: RecordWriter, fits: Sequence[int]
-) -> list[int]:
-    """Sequences of a micro-batch that each rank may have: as many as are asked for, as its device `fits`, and as it has
-    not yet run out of memory with. Collective."""
-    assert config.train.micro_batch != "auto"
-    limits = [int(most) for most in mesh.gather(hardware.read_micro_batch_limits(paths).get(mesh.rank, UNBOUND))]
-    # Ranks that one launcher did not start have each resolved train.micro_batch.
-    asked = [int(most) for most in mesh.gather(config.train.micro_batch)]
-    lowered = {rank: limit for rank, limit in enumerate(limits) if limit < min(asked[rank], fits[rank])}
-    if lowered:
-        records.write_event(EventKind.MEMORY_LIMITED, {"most": lowered})
-    return [min(each) for each in zip(asked, fits, limits, strict=True)]
-
-
-def _write_hardware(paths: RunPaths, known: Hardware, records: RecordWriter) -> None:
-    try:
-        hardware.write_hardware(paths.hardware, known)
-    except OSError as error:  # a full disk: the next start measures again
-        records.write_event(EventKind.WARNING, {"message": f"{paths.hardware} was not written: {error.strerror}"})
-
-
-def _look_up_hardware(config: "Config", paths: RunPaths, models: list[str], work: dict[str, Any]) -> dict[str, Any]:
-    """{"hardware": ...} from a file, or {"why": ...} nothing could be used, or {"refused": ...}. On rank 0."""
-    if config.balance.hardware is not None:
-        try:
-            known = read_hardware_file(config.balance.hardware, models, work)
-        except ConfigError as error:
-            return {"refused": str(error)}
-        return {"hardware": hardware.to_json(known)}
-    if not paths.hardware.exists():
-        return {"why": "nothing was known of these devices"}
-    try:
-        known = hardware.read_hardware(paths.hardware)
-    except ConfigError as error:
-        return {"why": str(error)}
-    misfit = hardware.explain_mismatch(known, models, work)
-    return {"why": misfit} if misfit is not None else {"hardware": hardware.to_json(known)}
-
-
-def read_hardware_file(path: str, models: Sequence[str | None], work: dict[str, Any]) -> Hardware:
-    """What the file that `balance.hardware` names says. Raises ConfigError where it cannot be read or was measured for
-    another job than this, of devices of these models (None: not known yet) doing `work`."""
-    known = hardware.read_hardware(Path(path).expanduser())
-    why = hardware.explain_mismatch(known, models, work)
-    if why is None:
-        return known
-    raise ConfigError(
-        f"balance.hardware {path} does not fit this job: {why}; measure anew with `phalanx hardware`, or remove "
-        "balance.hardware"
-    )
-
-
-def describe_work(config: "Config", workload: Workload) -> dict[str, Any]:
-    """What decides how long a pass takes and how much it holds, as JSON has it."""
-    shapes = {} if workload.spec is None else list_timing_shapes(workload.spec)
-    parameters = sum(parameter.numel() for parameter in workload.model().parameters())
-    how = {
-        "task": config.task.kind,
-        "parameters": parameters,
-        "positions": workload.positions,
-        "dtype": config.train.dtype,
-        "activations": config.memory.activations,
-    }
-    if config.memory.activations == "offload":
-        how["horizon"] = config.memory.offload_prefetch_blocks
-    work: dict[str, Any] = json.loads(json.dumps(how | shapes))
-    return work
-
-
-def describe_measurement(known: Hardware, seconds: float) -> dict[str, Any]:
-    """Details of the event: of each rank its device's model, largest micro-batch and sequences per second."""
-    rows = [
-        {
-            "rank": device.rank,
-            "model": device.model,
-            "most": device.most,
-            "sequences_per_s": max((size / took for size, took in device.times), default=None),
-        }
-        for device in known.devices
-    ]
-    return {"devices": rows, "seconds": seconds}
-
-
-def _gather_all(group: JsonGroup, mine: Any) -> list[Any]:
-    """What every rank says, in order of rank, on all of them."""
-    everyones: list[Any] = group.broadcast_object(group.gather_objects(mine))
-    return everyones
-
-
-# -------------------------------------------------------------------------------------------------------- out of memory
-
-
-@contextlib.contextmanager
-def limit_after_out_of_memory(paths: RunPaths, mesh: Mesh, work_split: WorkSplit, workload: Workload) -> Iterator[None]:
-    """Where memory runs out while it lasts, note in the run folder that this rank gets smaller micro-batches from the
-    next start on. Raises OutOfMemory that says so, or that there are none smaller."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        tried = work_split.largest_micro_batch(mesh.data.rank)
-        said = f"rank {mesh.rank} ran out of memory with micro-batches of"
-        if tried <= 1:
-            raise OutOfMemory(
-                f"{said} one sequence, and there are none smaller; shard the model over more ranks, set "
-                f"memory.activations=full, or {suggest_remedy(workload)}"
-            ) from error
-        most = hardware.record_out_of_memory(paths, mesh.rank, tried, accelerator.get_device_name(mesh.device))
-        raise OutOfMemory(f"{said} {tried} sequences; from the next start on it gets {most} at most") from error
-
-
-# ------------------------------------------------------------------------------------------------------------ measuring
-
-
 def run_measurement(config: "Config", spec: ModelSpec | None, placement: Placement, file: Path) -> ExitCode:
-    """One rank of a job that does nothing but measure; rank 0 writes `file`. Raises as training does."""
+    """Run one rank of a job that only measures; rank 0 writes `file`. Raises as training does."""
     threads = accelerator.threads_per_rank(placement.threads, placement.local_world)
     accelerator.set_device(torch.device(placement.device), threads)
     with join(placement, config.comm.timeout_s) as mesh:
@@ -255,7 +61,7 @@ def run_measurement(config: "Config", spec: ModelSpec | None, placement: Placeme
         known = measure_devices(config, subject, placement, mesh, lambda why: None, LONG_BUDGET_S, weights)
         if mesh.rank == 0:
             hardware.write_hardware(file, known)
-        mesh.min([1.0])  # who is done knows that it is written: a node that is lost from now on is not missed
+        mesh.min([1.0])  # the file is written: a node that is lost from now on does not matter
     return ExitCode.DONE
 
 
@@ -273,9 +79,10 @@ def measure_devices(
     much of the state each rank holds, if not all the same; no more than `limit` sequences are tried on this one.
 
     A device on which not even two blocks and one sequence fit has no times. Where devices of one model differ, all are
-    measured once more, and rank 0 has `report` tell why: nothing makes a device faster than it is, but whoever else
-    uses the machine makes it slower.
+    measured once more, and rank 0 calls `report` with the reason: other users of the machine can only make a device
+    slower.
     """
+    config, workload = shorten_rows(config, workload)
     known = _measure_once(config, workload, placement, mesh, budget_s, weights, limit, turn=0)
     if (why := hardware.describe_uneven_devices(known)) is not None:
         if mesh.rank == 0:
@@ -327,6 +134,23 @@ def _measure_once(
         whole = {"version": hardware.VERSION, "work": describe_work(config, workload), "devices": rows}
         whole["link"] = None if link is None else asdict(link)
     return hardware.from_json(group.broadcast_object(whole))
+
+
+def describe_work(config: "Config", workload: Workload) -> dict[str, Any]:
+    """What decides how long a pass takes and how much it holds, as JSON has it."""
+    shapes = {} if workload.spec is None else list_timing_shapes(workload.spec)
+    parameters = sum(parameter.numel() for parameter in workload.model().parameters())
+    how = {
+        "task": config.task.kind,
+        "parameters": parameters,
+        "positions": -(-workload.positions // config.parallel.context),
+        "dtype": config.train.dtype,
+        "activations": config.memory.activations,
+    }
+    if config.memory.activations == "offload":
+        how["horizon"] = config.memory.offload_prefetch_blocks
+    work: dict[str, Any] = json.loads(json.dumps(how | shapes))
+    return work
 
 
 def _make_others_measure(mesh: Mesh, turn: int) -> Callable[[], bool]:
@@ -445,24 +269,3 @@ def _time_sizes(
             done.append(probe_model.measure_seconds(size, max(1, int(BLOCK_S / first[size]))))
     second = int(len(next(iter(blocks.values()))) > 1)  # of two the fastest
     return _SizeTimings(peaks, {size: sorted([first[size], *done])[second] for size, done in blocks.items()}, full)
-
-
-def measure_host_to_device(device: torch.device) -> float | None:
-    """Bytes per second of copies from the host's pinned memory; None for a CPU."""
-    if device.type == "cpu":
-        return None
-    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    here = torch.zeros(COPY_BYTES, dtype=torch.uint8).pin_memory()
-    return measure_copy_rate(here, there, device)
-
-
-def measure_copy_rate(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> float:
-    """Bytes per second at which the first is copied into the second, one of which is on `device`: the fastest of
-    four."""
-    best = float("inf")
-    for _ in range(4):  # the first of them may come behind what was queued before
-        begun = time.perf_counter()
-        target.copy_(source)
-        accelerator.synchronize(device)  # a copy within the device does not hold the host
-        best = min(best, time.perf_counter() - begun)
-    return source.nbytes / best

@@ -16,7 +16,7 @@ from phalanx.parallel.parallelize import parallelize
 from phalanx.system import accelerator
 from phalanx.tasks.task import Batch, Task
 from phalanx.workload.step import run_micro_batches
-from phalanx.workload.workload import Workload
+from phalanx.workload.workload import TextWorkload, Workload
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
@@ -27,6 +27,9 @@ UNSHARDED = {  # what a recipe becomes for a rank that is alone
     "parallel.tensor": 1,
     "parallel.sequence_parallel": "auto",
     "parallel.pipeline": 1,
+    "parallel.context": 1,
+    "parallel.context_by": "auto",
+    "balance.context": "auto",
     "parallel.schedule": "1f1b",
     "parallel.layers_per_stage": "auto",
     "parallel.zero": "auto",
@@ -35,6 +38,28 @@ UNSHARDED = {  # what a recipe becomes for a rank that is alone
     "optim.double_buffer": False,
     "comm.compress": "none",
 }
+
+
+def shorten_rows(config: "Config", workload: Workload) -> tuple["Config", Workload]:
+    """What a rank is measured with: rows of as many positions as an even part of a row has, since a device alone need
+    not have room for a whole one. The same where rows are not shared."""
+    parts = config.parallel.context
+    if parts == 1:
+        return config, workload
+    from phalanx.config.load import update_config  # needs pydantic; the loop itself does not
+
+    short = update_config(
+        config,
+        {
+            "data.seq_len": -(-config.data.seq_len // parts),
+            "parallel.context": 1,
+            "parallel.context_by": "auto",
+            "balance.context": "auto",
+            "balance.batch": "even",  # a list of it has a number for each group
+        },
+    )
+    assert workload.spec is not None
+    return short, TextWorkload(short, workload.spec)
 
 
 @dataclass

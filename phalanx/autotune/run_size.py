@@ -1,4 +1,4 @@
-"""What a dry run tells of a run, as JSON-able tables, once its sizes are known. Pure, whoever has found them."""
+"""The tables of a dry run, JSON-able, from known sizes. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +47,8 @@ def build_tables(config: Config, ranks: int, found: RunSizes) -> dict[str, Any]:
         config.resilience.in_memory_checkpoints, config.resilience.replicate_every, several, replays=False
     )[0]
     tokens, steps = config.train.global_batch * found.positions, config.train.steps
+    run_tokens = config.train.batches.first_sequence(steps + 1) * found.positions
+    counted = config.train.epochs is None  # else the number of steps follows from the data, which is not read here
     master = 8 if config.train.dtype == "fp64" else 4
     stored = {"fp32": 4, "fp64": 8}.get(config.train.dtype, 2)
     adapters, parameters = found.parts.get(ADAPTERS, 0), sum(found.parts.values())
@@ -79,13 +81,15 @@ def build_tables(config: Config, ranks: int, found: RunSizes) -> dict[str, Any]:
         "work": {
             "unit": found.unit,
             "sequences_per_step": config.train.global_batch,
+            "rampup_batch": config.train.rampup_batch,
             "tokens_per_step": tokens,
-            "steps": steps,
-            "tokens": tokens * steps,
+            "steps": steps if counted else None,
+            "epochs": config.train.epochs,
+            "tokens": run_tokens if counted else None,
             "flops_per_token": found.flops[0],
             "flops_per_token_causal": found.flops[1],
             "flops_per_step": found.flops[0] * tokens,
-            "flops": found.flops[0] * tokens * steps,
+            "flops": found.flops[0] * run_tokens if counted else None,
         },
         "disk": {
             "checkpoint": found.trained * master * (1 + found.moments),
@@ -98,7 +102,7 @@ def build_tables(config: Config, ranks: int, found: RunSizes) -> dict[str, Any]:
 
 def max_samples_per_replica(config: Config, ranks: int) -> int:
     """Samples of a step that one copy of the model has at the most, where all copies are alike."""
-    return -(-config.train.global_batch // config.parallel.axes.data_parallel_size(ranks))
+    return -(-config.train.global_batch // config.parallel.axes.count_row_groups(ranks))
 
 
 def micro_batch_to_assume(config: Config, ranks: int) -> int:
@@ -128,22 +132,8 @@ def count_by_part(counts: Mapping[str, int]) -> dict[str, int]:
         elif "norm" in name:
             part = "norms"
         elif name.startswith("layers."):
-            part = name.split(".")[2]  # attention, mlp, or what a model of one's own calls it
+            part = name.split(".")[2]  # attention, mlp, or the name in a custom model
         else:
             part = name.split(".")[0]  # embed, head
         parts[part] = parts.get(part, 0) + count
     return parts
-
-
-def single_engine_bytes(trained: int, frozen: int, state: int, width: int, master: int) -> dict[str, int]:
-    """Bytes that the engine of a single rank holds besides activations. Of its parameters some are `trained`, the
-    others `frozen`; `state`: bytes that the update rule keeps; `width` and `master`: of an element computed with and of
-    a master."""
-    narrow = width < master
-    items = {"master weights": trained * master, "optimizer state": state}
-    if frozen:
-        items["frozen weights"] = frozen * width
-    # Under bf16: the rounded copy, its gradient, and with several micro-batches their sum in fp32.
-    items["weights in use"] = trained * width if narrow else 0
-    items["gradients"] = trained * (master + width if narrow else master)
-    return items

@@ -1,7 +1,7 @@
-"""How many blocks each stage of a pipeline gets where devices are unlike: the slower, the fewer.
+"""Choose `parallel.layers_per_stage` on heterogeneous devices: slower devices get fewer blocks.
 
-Every rank tries one block by itself before the model is cut. What follows is kept in the run folder, and taken again by
-the same ranks: another cut adds up in another order.
+Every rank times one block before the model is partitioned. The result is kept in the run folder for the same ranks,
+since another partition sums in another order.
 """
 
 from phalanx.autotune.probe_model import open_probe_model
@@ -18,7 +18,7 @@ from phalanx.workload.sinks import RecordWriter, find_resolved_value
 from phalanx.workload.workload import Workload
 
 KEY = "parallel.layers_per_stage"
-# The slowest rank's seconds over the fastest's from which on devices count as unlike: of several kinds, and of one,
+# The ratio of the slowest to the fastest rank above which devices count as heterogeneous: of several kinds, and of one,
 # where a neighbour on the same machine may be all there is to it.
 MAX_RATIO, MAX_RATIO_SAME_MODEL = 1.15, 1.3
 PASSES = 5  # of which the fastest counts
@@ -27,7 +27,7 @@ PASSES = 5  # of which the fastest counts
 def resolve_stage_sizes(
     config: Config, workload: Workload, mesh: Mesh, paths: RunPaths, records: RecordWriter
 ) -> Config:
-    """The configuration with the numbers of blocks of all stages, where the recipe has none and devices are unlike.
+    """Resolve the configuration's numbers of blocks per stage, where the recipe has none and devices are heterogeneous.
     Collective, and the same on all ranks."""
     if mesh.pipe is None or config.parallel.layers_per_stage != "auto" or workload.spec is None:
         return config
@@ -52,7 +52,7 @@ def resolve_stage_sizes(
         numbers = [len(layers) for layers in plan.layers]
         told = ", ".join(f"{1e3 * taken:.1f}" for taken in seconds)
         why = f"a pass through one block takes the ranks of the pipeline {told} ms"
-        # Also where they are alike: the next start would measure anew, and might find them unlike.
+        # Also where they are equal: the next start would measure again, and might find a difference.
         why += ", nearly alike" if alike else ""
         records.write_event(EventKind.AUTO_RESOLVED, {"key": KEY, "value": numbers, "reason": why, "of": of})
     return update_config(config, {KEY: numbers})
@@ -69,7 +69,7 @@ def _by_stage(mesh: Mesh, mine: float) -> list[float]:
 
 def _block_s(config: Config, workload: Workload, mesh: Mesh) -> float:
     """Seconds of one sample's passes through the model with one block, on this rank alone; 1 where that does not fit,
-    so that such ranks count as alike."""
+    so that such ranks count as equal."""
     with single_rank_mesh(mesh) as single:
         try:
             with open_probe_model(config, workload, single, 1) as one:

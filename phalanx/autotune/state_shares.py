@@ -1,4 +1,4 @@
-"""Which part of the optimizer's state each rank holds: equal parts, and less where memory is short."""
+"""Choose `balance.optimizer_state`: equal shares, and smaller ones where memory is short."""
 
 import contextlib
 import functools
@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.autotune.rank_bytes import StateLayout, commit_bytes, state_items
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup
-from phalanx.config.optimizers import OPTIMIZERS
+from phalanx.config.optimizers import find_optimizer
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
-from phalanx.engine.schedule import describe_parameters
-from phalanx.engine.sharding_spec import STATE_ITEMS, estimate_engine_bytes, estimate_slot_bytes
 from phalanx.layout import balance
-from phalanx.layout.buckets import make_buckets
+from phalanx.layout.memory_model import STATE_ITEMS
 from phalanx.models.model import Model
 from phalanx.optim.make_rule import make_rule
-from phalanx.parallel.parallelize import precision_of, sharding_units
+from phalanx.parallel.parallelize import precision_of
 from phalanx.recovery.catalog import NO_COPIES, StateCopies, list_copy_options, needs_replicas
 from phalanx.system import accelerator
 from phalanx.workload.engines import StateWeights, make_sharding_spec
@@ -57,13 +56,13 @@ def find_in_memory_options(config: "Config", placement: Placement, mesh: Mesh) -
         config.resilience.in_memory_checkpoints,
         config.resilience.replicate_every,
         needs_replicas(parts, nodes),
-        OPTIMIZERS[config.optim.name].replays,
+        find_optimizer(config.optim.name).replays,
     )
     left = 0
     for path in Path(placement.shared).rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # the process that keeps replicas may take one away just now
             left += path.stat().st_size if path.is_file() else 0
-    # Where it cannot be kept at all, that is said by who keeps it, with numbers.
+    # Where it cannot be kept at all, the in-memory store reports that with numbers.
     options = options if options[-1] == NO_COPIES else (*options, NO_COPIES)
     return InMemoryOptions(options, left / placement.local_world)
 
@@ -165,17 +164,11 @@ def _measure_room(
     on_host = mesh.device.type == "cpu"
     free = float(accelerator.memory_free(mesh.device, local_world)) + (reusable_bytes if on_host else 0.0)
     degree = sharding.degree or mesh.world
-    rule = make_rule(config.optim)
-    buckets = make_buckets(
-        describe_parameters(model, sharding_units(model), rule),
-        (1.0,) * degree,
-        isolate_parameters=sharding.isolates_parameters,
-    )
-    precision = precision_of(config.train.dtype, mesh)
-    items = estimate_engine_bytes(buckets, 0, sharding, precision, rule, accumulates=True)
+    layout = StateLayout(precision_of(config.train.dtype, mesh), mesh.world, make_rule(config.optim), sharding)
+    items = state_items(model, None, layout, 0)
     own = sum(items[name] for name in STATE_ITEMS)
-    kept = keeps.total_bytes(*estimate_slot_bytes(buckets, 0, precision, rule)) if keeps.own and on_host else own
-    # Ranks may compute in unlike types: each says for itself what is left, and what of the whole state that is.
+    kept = keeps.total_bytes(*commit_bytes(model, layout, 0)) if keeps.own and on_host else own
+    # Ranks may compute in different dtypes: each converts its free memory to a fraction of the whole state.
     (needed,) = mesh.max([float(degree * kept)])
     left = mesh.gather((free * part - (sum(items.values()) - own)) * (needed / (degree * kept) if kept else 1.0))
     if keeps.replicas:

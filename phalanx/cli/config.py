@@ -11,7 +11,7 @@ import typer
 from phalanx.cli.data import Overrides
 from phalanx.config import explain, load, schema
 
-config_app = typer.Typer(help="Look at recipes and their keys.", no_args_is_help=True)
+config_app = typer.Typer(help="Show recipes and explain their keys.", no_args_is_help=True)
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, such as recipes/demo.yaml.")]
 
 
@@ -25,8 +25,8 @@ def config_schema() -> None:
 def config_explain(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Such as optim.lr, or a section, such as optim.")] = "",
 ) -> None:
-    """Say what a key means and which values it takes; of a section, or of all keys, what each means."""
-    # Elsewhere than in a terminal a line stays one, for grep.
+    """Explain a key and its legal values; a section, or all keys, a line each."""
+    # Without a terminal lines do not wrap, for grep.
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 10_000
     typer.echo(explain.explain_key(key, width))
 
@@ -36,7 +36,7 @@ def config_show(
     recipe_path: RecipeFile,
     overrides: Overrides = None,
 ) -> None:
-    """Print a recipe with all defaults filled in; `auto` is what a run resolves when it starts."""
+    """Print a recipe with all defaults; a run resolves each `auto` when it starts."""
     typer.echo(load.to_yaml(load.load_recipe(recipe_path, overrides or [])), nl=False)
 
 
@@ -44,10 +44,10 @@ def config_show(
 def config_presets() -> None:
     """List the model shapes that `model.preset` knows."""
     from phalanx.models.families.catalog import PRESETS, parameter_count
-    from phalanx.report import event_text
+    from phalanx.report import formats
 
     room = max(map(len, PRESETS))
     for name, spec in PRESETS.items():
         shape = f"{spec.layers} layers, width {spec.hidden}, {spec.heads} heads ({spec.kv_heads} kv)"
-        number = event_text.format_count(parameter_count(spec))
+        number = formats.format_count(parameter_count(spec))
         typer.echo(f"{name:{room}} {number:>6} parameters, {shape}, vocabulary {spec.vocab_size}")

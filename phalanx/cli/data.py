@@ -1,4 +1,4 @@
-"""The commands of `phalanx data`: prepare what a run trains on ahead of it, and look at it."""
+"""Commands of `phalanx data`: prepare token files ahead of a run, and inspect them."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from phalanx.storage import files as storage
 if TYPE_CHECKING:
     from phalanx.data.prepare import PreparedData
 
-data_app = typer.Typer(help="Prepare training data ahead of a run, and look at it.", no_args_is_help=True)
+data_app = typer.Typer(help="Prepare training data ahead of a run, and inspect it.", no_args_is_help=True)
 
 Overrides = Annotated[
     list[str] | None,
@@ -28,13 +28,11 @@ Overrides = Annotated[
 
 
 def expand_user(path: Path, what: str) -> Path:
-    """With the folder of a user in place of ~. Raises ConfigError for one whom this machine does not know."""
+    """Expand ~ and ~user in a path. Raises ConfigError for an unknown user."""
     try:
         return path.expanduser()
     except RuntimeError:
-        raise ConfigError(
-            f"{what} {path} is in the folder of a user whom this machine does not know; write where it is"
-        ) from None
+        raise ConfigError(f"{what} {path} is in the home of an unknown user; write the full path") from None
 
 
 @data_app.command("prepare")
@@ -60,9 +58,9 @@ def data_prepare(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that tokenise. Default: one per core.")] = None,
 ) -> None:
-    """Tokenise sources, or all data of a recipe, into token files; a run with the same settings then starts at once.
+    """Tokenise sources, or all data of a recipe, into token files, which a run with the same settings reuses.
 
-    May be stopped at any time and started again: finished parts are kept.
+    After an interruption, the same command continues with the next part.
     """
     options = {
         "tokenizer": tokenizer, "tokenizer_vocab": vocab, "text_key": text_key, "held_out": held_out, "cache": cache,
@@ -72,14 +70,12 @@ def data_prepare(
     if _is_recipe(sources[0]):
         if given:
             key, value = next(iter(given.items()))
-            raise ConfigError(f"a recipe has its own settings; write data.{key}={value} behind it instead of an option")
+            raise ConfigError(f"a recipe has its own settings; write data.{key}={value} after it instead of the option")
         wanted = _recipe_for_data(load.load_recipe(Path(sources[0]), sources[1:]))
     else:
         if recipes := [source for source in sources if _is_recipe(source)]:
-            raise ConfigError(
-                f"{recipes[0]} is a recipe and stands behind a source; prepare all data of a recipe by naming it alone"
-            )
-        # A whole recipe, so that it is checked as one; of its model nothing is asked.
+            raise ConfigError(f"{recipes[0]} is a recipe after a source; give the recipe alone to prepare its data")
+        # A whole recipe, for validation; its model is not used.
         model: dict[str, Any] = {"hidden": 2, "layers": 1, "heads": 1}
         whole = load.build_config({"model": model, "data": {"source": sources, **given}}, "the command line")
         if _are_shards(sources):
@@ -89,7 +85,7 @@ def data_prepare(
     try:
         done = _prepare_data(wanted)
     except KeyboardInterrupt:
-        typer.echo("interrupted; the parts that are done are kept, and the same command goes on from there", err=True)
+        typer.echo("interrupted; the same command continues with the next part", err=True)
         raise typer.Exit(128 + signal.SIGINT) from None
     for name, folder in _sets_of(done).items():
         typer.echo(_size_of(name, folder))
@@ -100,11 +96,11 @@ def data_inspect(
     subject: Annotated[str, typer.Argument(metavar="SET|RECIPE", help="A folder of token files, or a recipe.")],
     overrides: Overrides = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The tokenizer folder for samples. Default: the one the set was made with.")
+        Path | None, typer.Option(help="Tokenizer folder for samples. Default: the tokenizer of the set.")
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Documents of each set to show as text.")] = 2,
 ) -> None:
-    """Show what token sets hold: counts, lengths, what is learnt, and some documents as text."""
+    """Inspect token sets: counts, lengths, target tokens, and some documents as text."""
     from phalanx.data import inspect
     from phalanx.data.packing import PackingOptions
     from phalanx.report import tables
@@ -118,12 +114,9 @@ def data_inspect(
         form = PackingOptions(wanted.seq_len, talks, wanted.isolate_documents, wanted.too_long == "drop")
         folders, tokenizer = _sets_of(done), tokenizer or done.tokenizer_folder
     elif overrides:
-        raise ConfigError(f"{overrides[0]} changes a recipe, but {subject} is none; leave it out")
+        raise ConfigError(f"{overrides[0]} is for a recipe, but {subject} is a token set; remove it")
     elif storage.is_url(subject):
-        raise ConfigError(
-            f"{redact_url(subject)} is a URL, and token sets are looked at on this machine; name a folder, or a recipe "
-            "whose data.cache is that URL"
-        )
+        raise ConfigError(f"{redact_url(subject)} is a URL; give a folder, or a recipe whose data.cache is that URL")
     else:
         folders, known = inspect.find_token_sets(expand_user(Path(subject), "the token set").absolute())
         tokenizer = tokenizer or known
@@ -137,11 +130,11 @@ def data_batch(
     overrides: Overrides = None,
     step: Annotated[int, typer.Option(min=1, help="The step, as the console counts them: the first is 1.")] = 1,
     skipped: Annotated[
-        int, typer.Option(min=0, help="Batches that the run had passed over by then, by its rolled_back events.")
+        int, typer.Option(min=0, help="Batches skipped before it, from the run's rolled_back events.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all token ids.")] = False,
 ) -> None:
-    """Show the samples of a step's global batch: which source, which of its tokens, and how they begin.
+    """Show the samples of a step's global batch: source, tokens and beginning of each.
 
     The same on any number of ranks; in order of rank each takes a contiguous slice.
     """
@@ -158,11 +151,11 @@ def data_batch(
         wanted = load.update_config(wanted, {"model.vocab_size": done.vocab_size})
     wanted, _ = resolve.resolve_autos(wanted, device="cpu", world=1)
     if wanted.task.kind in ("tag", "classify") and wanted.task.labels == "auto":
-        wanted = load.update_config(
-            wanted, {"task.labels": ["one", "other"]}
-        )  # of which a batch's tokens do not depend
+        wanted = load.update_config(wanted, {"task.labels": ["one", "other"]})  # which does not affect a batch's tokens
     sets = make_workload(wanted, read_model_shape(wanted)).train_data(done.train)
-    found = loader.list_samples(Loader(sets, wanted.train.global_batch, wanted.train.seed, rank=0), step - 1, skipped)
+    train = wanted.train
+    ordered = Loader(sets, train.global_batch, train.seed, rank=0, schedule=train.batches)
+    found = loader.list_samples(ordered, step - 1, skipped)
     if as_json:
         typer.echo(json.dumps({"step": step, "samples": [dataclasses.asdict(one) for one in found]}))
         return
@@ -176,7 +169,7 @@ def data_megatron(
     token_set: Annotated[Path, typer.Argument(metavar="SET", help="A folder of token files.")],
     prefix: Annotated[Path, typer.Argument(help="PREFIX.bin and PREFIX.idx are written.")],
 ) -> None:
-    """Write a token set as an indexed dataset of Megatron's."""
+    """Export a token set as a Megatron indexed dataset."""
     from phalanx.data.megatron_dataset import write_indexed_dataset
     from phalanx.data.record_files import TokenFile
 
@@ -189,7 +182,7 @@ def _is_recipe(name: str) -> bool:
 
 
 def _are_shards(sources: list[str]) -> bool:
-    """Whether HDF5 files are named, which hold nothing but masked sequences."""
+    """Whether the sources are HDF5 files, which have masked sequences only."""
     from phalanx.data.records import FileKind
     from phalanx.data.sources import list_files
 
@@ -203,7 +196,7 @@ def _recipe_for_data(whole: schema.Config) -> schema.Config:
 
     if whole.task.code is not None:
         raise ConfigError(
-            f"task.code {whole.task.code} reads its own data, as it is; there is nothing to prepare or to look at here"
+            f"task.code {whole.task.code} reads its own data; there are no token files to prepare or inspect"
         )
     wanted = local_copies.fetch_local_copies(whole, weights=False)
     if wanted.data.tokenizer == "auto":

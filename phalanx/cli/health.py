@@ -1,4 +1,4 @@
-"""`phalanx health`: looking at this node, or at several, for a user or for Slurm."""
+"""`phalanx health`: health checks of one node or several, for a user or for Slurm."""
 
 import dataclasses
 import json
@@ -33,48 +33,53 @@ AsSlurm = Literal["healthcheck", "prolog", "epilog"]
 def health_command(
     context: typer.Context,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Also compute, copy and exchange on every device; nothing else may run.")
+        bool,
+        typer.Option("--deep", help="Also test compute, copies and collectives on every device; needs an idle node."),
     ] = False,
     seconds: Annotated[
-        float | None, typer.Option(min=0.1, help="With --deep: how long each device computes. Default: 10.")
+        float | None, typer.Option(min=0.1, help="With --deep: seconds of compute on each device. Default: 10.")
     ] = None,
     diag_level: Annotated[
         int | None,
-        typer.Option(min=1, max=4, help="With --deep: the level of `dcgmi diag`, where that is installed. Default: 2."),
+        typer.Option(min=1, max=4, help="With --deep: level of `dcgmi diag`, if installed. Default: 2."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results as JSON.")] = None,
     expect: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What this node should have, from --save-baseline.")
+        Path | None, typer.Option(metavar="FILE", help="Expected hardware of this node, a file of --save-baseline.")
     ] = None,
     save_baseline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what this node has now, to be expected later.")
+        Path | None, typer.Option(metavar="FILE", help="Write the hardware of this node as a baseline.")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A folder for runs: its disk and clock are looked at too.")
+        Path | None, typer.Option(metavar="DIR", help="A folder for runs: also check its disk and clock.")
     ] = None,
     since: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Only what the kernel said in the last so many seconds. Default: since boot."),
+        typer.Option(min=0.0, help="Kernel messages of the last N seconds only. Default: since boot."),
     ] = None,
     node_count: Annotated[
-        int | None, typer.Option("--nodes", min=1, help="Nodes that look at each other too; one such command on each.")
+        int | None,
+        typer.Option("--nodes", min=1, help="Number of nodes, which also check each other; run this command on each."),
     ] = None,
-    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of the nodes this one is, from 0.")] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node, from 0.")] = None,
     rendezvous: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Where nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER they share."),
+        typer.Option(
+            metavar="URL", help="Rendezvous: tcp://HOST:PORT of node 0, or file:///FOLDER on a shared file system."
+        ),
     ] = None,
     rendezvous_timeout: Annotated[
         float | None, typer.Option(min=1.0, help="Seconds that nodes wait for a missing one. Default: 600.")
     ] = None,
     as_slurm: Annotated[
-        AsSlurm | None, typer.Option(help="Be Slurm's HealthCheckProgram, Prolog or Epilog: say little, drain.")
+        AsSlurm | None,
+        typer.Option(help="Run as Slurm's HealthCheckProgram, Prolog or Epilog: short output, drain the node."),
     ] = None,
 ) -> None:
-    """Look at this node: devices, driver, kernel log, disks, memory, limits, clock.
+    """Check this node: devices, driver, kernel log, disks, memory, limits, clock.
 
-    Exit code 0 where it may be trained on, 3 where not.
+    Exit code 0 if it is fit for training, else 3.
     """
     from phalanx.health import burn_in_report
     from phalanx.launch import health_check, rendezvous_options
@@ -84,11 +89,11 @@ def health_command(
     )
     if not deep and (seconds is not None or diag_level is not None):
         named = "--seconds" if seconds is not None else "--diag-level"
-        raise ConfigError(f"{named} is about what --deep does; give that too, or leave it out")
+        raise ConfigError(f"{named} has no effect without --deep; add it, or remove {named}")
     if as_slurm is not None:
         if deep or as_json or save_baseline is not None or run_dir is not None or meeting is not None:
             raise ConfigError(
-                "--as-slurm has to be short and quiet; leave --deep, --json, --save-baseline, --run-dir and --nodes out"
+                "--as-slurm cannot be combined with --deep, --json, --save-baseline, --run-dir or --nodes; remove them"
             )
         raise typer.Exit(_for_slurm(as_slurm, expect, out, since))
     expected = None if expect is None else checks.read_baseline(expect)
@@ -118,18 +123,18 @@ def _write_json(file: Path, tree: Mapping[str, Any]) -> None:
     try:
         checks.write_json(file, tree)
     except OSError as error:
-        raise RunError(f"{file} cannot be written ({error.strerror or error}); choose another file") from None
+        raise RunError(f"{file} cannot be written ({error.strerror or error}); give another file") from None
 
 
 # ------------------------------------------------------------------------------------------------------------ for Slurm
 
 
 def _for_slurm(role: AsSlurm, expect: Path | None, out: Path | None, since: float | None) -> int:
-    """What Slurm's daemon runs on a node, as root and with hardly any environment.
+    """Health check for Slurm's daemon, run as root with almost no environment.
 
-    A HealthCheckProgram drains the node itself and its exit code means nothing; of a Prolog and an Epilog the exit code
-    is all, by which slurmd drains the node, and they must not call Slurm. A fault of the check itself is never a reason
-    to lose a node: it is said, and the exit code is 0.
+    A HealthCheckProgram drains the node itself, and its exit code has no meaning; for a Prolog or an Epilog slurmd
+    drains the node by the exit code, and they must not call Slurm. An error of the check itself never drains a node: it
+    is printed, and the exit code is 0.
     """
     try:
         expected = None if expect is None else checks.read_baseline(expect)
@@ -152,16 +157,16 @@ def _for_slurm(role: AsSlurm, expect: Path | None, out: Path | None, since: floa
 
 
 def _slurm_node_name() -> str:
-    """This node's name as Slurm has it: the host's, without a domain."""
+    """Slurm's name of this node: the host name without a domain."""
     return socket.gethostname().partition(".")[0]
 
 
 # -------------------------------------------------------------------------------------------------------------- doctor
-# `phalanx doctor`: what this machine can do, and the proof that training on it gives the right numbers.
+# `phalanx doctor`: tests of this machine, and a proof that training on it is correct.
 
 
 class _ConsoleListener:
-    """Who watches the examination, or with --json nobody."""
+    """Progress output of the checks; none with --json."""
 
     def __init__(self, lines: DoctorConsole | None) -> None:
         self._lines = lines
@@ -176,30 +181,28 @@ class _ConsoleListener:
 
 
 def doctor_command(
-    gpus: Annotated[
-        bool, typer.Option("--gpus", help="Insist on accelerators: without one that is wrong, and nothing is tried.")
-    ] = False,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Require accelerators: fail at once without one.")] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="CHECK", help=f"Only this check; may be repeated. One of {', '.join(NAMES)}."),
     ] = None,
-    run_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="The folder that runs are to go to, whose disk is looked at.")
-    ] = Path("runs"),
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="The folder for runs, whose disk is checked.")] = Path(
+        "runs"
+    ),
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="The report to write: JSON, without names, addresses and secrets.")
     ] = Path("phalanx-doctor.json"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report, and nothing while checks go on.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, without progress.")] = False,
 ) -> None:
-    """Prove that training works on this machine: in a minute on CPUs, in about five on accelerators.
+    """Test that training works on this machine: a minute on CPUs, about five on accelerators.
 
-    Looks at versions, devices, memory, limits, disks, network and Slurm, and at arithmetic, copies and kernels.
+    Checks versions, devices, memory, limits, disks, network and Slurm, and arithmetic, copies and kernels.
 
     Trains a tiny model on one device and on all: sharded, killed, resumed, with a hang. The losses must agree.
 
     Each line is ok, slow (it works, at a cost), wrong, missing or skipped, and says what to do.
 
-    Exit code 0 where nothing is wrong, else 3. A check that crashes or hangs is one line, too.
+    Exit code 0 if nothing is wrong, else 3. A check that crashes or hangs is one line, too.
     """
     from phalanx.doctor import results, run_checks
 

@@ -1,11 +1,13 @@
-"""How the help of commands looks: by task, with one spelling of what options take; and what a shell can complete.
+"""Help of commands: groups by task, uniform placeholders, shell completion.
 
 `N` is a whole number, `X` any number, `PATH` a file or folder, `TEXT` anything else.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
+
+import typer
 
 from phalanx.core.errors import ConfigError
 
@@ -15,31 +17,34 @@ TRAIN, WATCH, DATA, MODEL, MACHINES = (
 )  # fmt: skip
 HELP = ["-h", "--help"]
 SEVERAL_NODES, TRYING = "Several nodes", "Trying things out"  # groups of options
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Also show how each auto setting was resolved, and what was measured.")
+]
 PLACEHOLDERS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 
 def unify_placeholders(command: Any) -> None:
-    """Give the options of a command, and of all below it, the same placeholders; flags have none."""
+    """Unify the placeholders of a command and its subcommands; flags have none."""
     unify_own_placeholders(command)
     for child in getattr(command, "commands", {}).values():
         unify_placeholders(child)
 
 
 def unify_own_placeholders(command: Any) -> None:
-    """The same for the options of a command alone."""
+    """Unify the placeholders of one command."""
     for parameter in [*command.params, command.get_help_option(command.context_class(command, help_option_names=HELP))]:
         type_of = parameter.type_descriptor.annotation
         kind = next((each for each in PLACEHOLDERS if type_of is each or each in get_args(type_of)), None)
         if parameter.param_type_name == "argument":
-            parameter.display_type_rich = _nothing  # its name says it already
+            parameter.display_type_rich = _nothing  # its name is enough
         elif parameter.is_flag:
             parameter.metavar = ""
-        elif parameter.metavar is None and kind is not None:  # of a few words these are shown
+        elif parameter.metavar is None and kind is not None:  # a choice shows its words
             parameter.metavar = PLACEHOLDERS[kind]
 
 
 def check_options(command: Any, arguments: list[str]) -> None:
-    """Raise ConfigError for an option that is none, and is called as a key of recipes: `--steps` for `train.steps=`."""
+    """Raise ConfigError for an unknown option with the name of a recipe key: `--steps` for `train.steps=`."""
     below = getattr(command, "commands", {}).get(arguments[0] if arguments else "")
     if below is None or all(parameter.name != "overrides" for parameter in below.params):
         return
@@ -50,7 +55,7 @@ def check_options(command: Any, arguments: list[str]) -> None:
         word = name[2:].replace("-", "_")
         if meant := [key[:-1] for key, _ in complete_keys("") if word in (key[:-1], key[:-1].rpartition(".")[2])]:
             raise ConfigError(
-                f"{name} is no option of `phalanx {arguments[0]}` but a key of the recipe; write "
+                f"{name} is not an option of `phalanx {arguments[0]}` but a key of the recipe; write "
                 f"{' or '.join(f'{key}=VALUE' for key in meant)}, without dashes"
             )
 
@@ -60,7 +65,7 @@ def _nothing(ctx: object) -> None:
 
 
 def complete_keys(incomplete: str) -> Iterator[tuple[str, str]]:
-    """Overrides that begin so, each with what its key means: `optim.lr=`."""
+    """Complete an override, such as `optim.lr=`, with the description of its key."""
     from phalanx.config.schema import iter_knobs
 
     for key, info in iter_knobs():

@@ -1,4 +1,4 @@
-"""The commands that start a run elsewhere than in this terminal, and look after it: launch, status, logs, cancel."""
+"""Commands for launched runs: launch, status, logs, cancel."""
 
 import contextlib
 import functools
@@ -22,6 +22,9 @@ from phalanx.storage import mirror, permissions
 
 jobs_app = typer.Typer()
 
+OPTIONS = {"partition": "--partition", "account": "--account", "time": "--time", "gpus_per_node": "--gpus-per-node",
+           "extra": "options of sbatch"}  # fmt: skip
+
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its URL.")]
 
 
@@ -32,58 +35,62 @@ def launch(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]... [-- SBATCH OPTIONS]",
-            help="Keys to change, such as optim.lr=3e-4; behind -- options of sbatch, such as --constraint=a100.",
+            help="Keys to change, such as optim.lr=3e-4; after --, options of sbatch, such as --constraint=a100.",
         ),
     ] = None,
     node_count: Annotated[int, typer.Option("--nodes", min=1, help="Nodes that train.")] = 1,
-    spares: Annotated[int, typer.Option(min=0, help="Nodes that wait beside them to replace one that is lost.")] = 0,
+    spares: Annotated[int, typer.Option(min=0, help="Spare nodes, which replace a lost one.")] = 0,
     partition: Annotated[
         list[str] | None,
-        typer.Option("--partition", "-p", help="Where the job goes; again with NAME:NODES each for a mixed job."),
+        typer.Option("--partition", "-p", help="Partition; repeat as NAME:NODES for a heterogeneous job."),
     ] = None,
-    account: Annotated[str | None, typer.Option("--account", "-A", help="Whose share of the cluster it is.")] = None,
+    account: Annotated[str | None, typer.Option("--account", "-A", help="Slurm account.")] = None,
     time_limit: Annotated[
-        str | None, typer.Option("--time", "-t", help="Limit of a job: minutes, H:MM:SS or D-HH:MM:SS.")
+        str | None, typer.Option("--time", "-t", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
     ] = None,
-    gpus_per_node: Annotated[str | None, typer.Option(help="Accelerators of a node, such as 8 or a100:4.")] = None,
+    gpus_per_node: Annotated[str | None, typer.Option(help="Accelerators per node, such as 8 or a100:4.")] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks of a node. Default: one per accelerator; one on a node without."),
+        typer.Option(min=1, help="Ranks per node. Default: one per accelerator; one on a node without accelerators."),
     ] = None,
     run_dir: Annotated[
         str | None, typer.Option(metavar="PATH", help="The run folder. Default: runs/ and the recipe's name.")
     ] = None,
-    local: Annotated[bool, typer.Option("--local", help="On this machine, in the background, without Slurm.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Run on this machine, in the background, without Slurm.")
+    ] = False,
     scheduler_name: Annotated[
         str | None,
         typer.Option(
-            "--scheduler", metavar="NAME", help=f"What runs the job: {' or '.join(SCHEDULERS)}. Default: {DEFAULT}."
+            "--scheduler", "--on", metavar="NAME", help=f"One of {', '.join(SCHEDULERS)}. Default: {DEFAULT}."
         ),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Show the run until it ends; leave with its exit code.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Show the run until it ends, and return its exit code.")] = False,
     until_done: Annotated[
-        bool, typer.Option("--until-done", help="Start again after time limits, preemption and failures, until done.")
+        bool, typer.Option("--until-done", help="Restart after time limits, preemption and failures, until done.")
     ] = False,
     max_jobs: Annotated[
-        int | None, typer.Option(min=1, help="With --until-done: starts at most. Default: 100.")
+        int | None, typer.Option(min=1, help="With --until-done: maximum number of starts. Default: 100.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and submit nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run/--apply", help="Print the script or the objects, and submit nothing; or submit.")
+    ] = False,
 ) -> None:
-    """Give a run to Slurm: one job, in which each node has an agent, and no node's loss ends the others.
+    """Submit a run to Slurm or Kubernetes and return: an agent on each node, a run that survives the loss of a node.
 
-    The keys of the recipe's section slurm say the same for good; an option comes before them.
+    Options override the keys of the recipe's section slurm, or k8s.
     """
     from phalanx.launch import jobs
     from phalanx.launch.schedulers.scheduler import MAX_STARTS, LaunchOptions
 
     if max_jobs is not None and not until_done:
-        raise ConfigError("--max-jobs bounds how often --until-done starts again; give that too, or leave it out")
+        raise ConfigError("--max-jobs has no effect without --until-done; add it, or remove --max-jobs")
     if dry_run and wait:
-        raise ConfigError("--dry-run submits nothing that --wait could wait for; leave one of them out")
+        raise ConfigError("--wait has no effect with --dry-run; use one of them")
     overrides, options = _split(words or [])
     wanted = load.load_recipe(recipe_path, overrides)
     if local and scheduler_name not in (None, LOCAL):
-        raise ConfigError(f"--local is --scheduler {LOCAL}, not {scheduler_name}; leave one of them out")
+        raise ConfigError(f"--local is --scheduler {LOCAL}, not {scheduler_name}; use one of them")
     name = LOCAL if local else scheduler_name or DEFAULT
     scheduler = find_scheduler(name)
     wish = LaunchOptions(node_count, spares, ranks, until_done, max_jobs or MAX_STARTS)
@@ -92,8 +99,11 @@ def launch(
     if scheduler.SECTION is None:
         _check_no_options(name, given)
     else:
+        section = getattr(wanted, scheduler.SECTION)
+        for key in [key for key in given if given[key] and key not in type(section).model_fields]:
+            raise ConfigError(f"{OPTIONS[key]} has no effect with {scheduler.TITLE}; remove it")
         if options:
-            given["extra"] = [*getattr(wanted, scheduler.SECTION).extra, *options]
+            given["extra"] = [*section.extra, *options]
         keys = {f"{scheduler.SECTION}.{key}": value for key, value in given.items() if value is not None}
         wanted = load.update_config(wanted, keys)
     paths = RunPaths(_run_folder(run_dir, recipe_path))
@@ -102,9 +112,7 @@ def launch(
     if dry_run:
         script = scheduler.make_script(wanted, paths, wish)
         if script is None:
-            raise ConfigError(
-                f"--dry-run shows the script of a Slurm job, and {_flag(name)} makes none; leave one of them out"
-            )
+            raise ConfigError(f"--dry-run shows the script of a Slurm job, and {_flag(name)} has none; use one of them")
         typer.echo(script, nl=False)
         return
     told = jobs.submit_run(name, wanted, paths, wish, os.environ)
@@ -114,7 +122,7 @@ def launch(
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Overrides of the recipe, and behind the first word that begins with - options of sbatch."""
+    """Split overrides of the recipe from options of sbatch, which begin with the first word that starts with -."""
     first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
     return words[:first], words[first:]
 
@@ -123,11 +131,11 @@ def _run_folder(run_dir: str | None, recipe_path: Path) -> Path:
     if run_dir is None:
         return Path("runs") / recipe_path.stem
     if not run_dir:
-        raise ConfigError("--run-dir is empty, so there is no folder to put the run into; name one or leave it out")
+        raise ConfigError("--run-dir is empty; give a folder, or remove it")
     if storage.is_url(run_dir):
         raise ConfigError(
-            f"--run-dir {redact_url(run_dir)} is a URL, but a launched run needs a folder, by which its nodes meet and "
-            "are looked after; name one on a file system that all nodes share, or give the URL to `phalanx train`"
+            f"--run-dir {redact_url(run_dir)} is a URL, but a launched run needs a folder on a file system that "
+            "all nodes share; give one, or give the URL to `phalanx train`"
         )
     return Path(run_dir)
 
@@ -137,12 +145,10 @@ def _flag(name: str) -> str:
 
 
 def _check_no_options(name: str, given: Mapping[str, object]) -> None:
-    """Raises ConfigError for options of a job where the scheduler takes none."""
-    named = {"partition": "--partition", "account": "--account", "time": "--time",
-             "gpus_per_node": "--gpus-per-node", "extra": "options of sbatch"}  # fmt: skip
-    for key, option in named.items():
+    """Raises ConfigError for job options with a scheduler that has none."""
+    for key, option in OPTIONS.items():
         if given[key] is not None:
-            raise ConfigError(f"{option} means nothing without Slurm; leave it out, or leave {_flag(name)} out")
+            raise ConfigError(f"{option} has no effect without Slurm; remove it, or {_flag(name)}")
 
 
 def _next_commands_hint(paths: RunPaths, wait: bool) -> str:
@@ -151,14 +157,14 @@ def _next_commands_hint(paths: RunPaths, wait: bool) -> str:
 
 @jobs_app.command("keep", hidden=True)
 def keep(run: Annotated[Path, typer.Argument()]) -> None:
-    """What a launched run has on each of its nodes: an agent, kept going."""
+    """Agent of a launched run on each node (internal), restarted if it dies."""
     from phalanx.launch import job_supervisor
 
     try:
         code = job_supervisor.supervise(run, os.environ)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
-        for scheduler in SCHEDULERS.values():  # the run folder, which names it, may be what is not seen here
+        for scheduler in SCHEDULERS.values():  # the run folder may be what this node does not see
             scheduler.cancel_task(os.environ)
         code = error.exit_code
     raise typer.Exit(code)
@@ -171,11 +177,11 @@ def status(
         typer.Argument(metavar="RUN", help="A run folder, or its URL. Default: a line for each run in runs/."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
 ) -> None:
-    """How a run stands, on one screen: progress, job, nodes, incidents, goodput."""
+    """Show the status of a run: progress, job, nodes, incidents, goodput."""
     if as_json and watch:
-        raise ConfigError("--watch shows a screen again and again, and --json prints once; leave one of them out")
+        raise ConfigError("--watch cannot be combined with --json; use one of them")
     while True:
         began = time.monotonic()
         text = _render_status(run, as_json)
@@ -185,7 +191,7 @@ def status(
         if not watch:
             return
         try:
-            time.sleep(max(2.0, 10 * (time.monotonic() - began)))  # records of long runs take long to read
+            time.sleep(max(2.0, 10 * (time.monotonic() - began)))  # reading the records of long runs takes time
         except KeyboardInterrupt:
             return
 
@@ -207,7 +213,7 @@ def _render_status(run: str | None, as_json: bool) -> str:
         except PermissionError as error:
             if run is not None:
                 raise
-            typer.echo(f"{folder} is left out: {error.filename} cannot be read ({error.strerror})", err=True)
+            typer.echo(f"skipped {folder}: {error.filename} cannot be read ({error.strerror})", err=True)
     if as_json:
         return json.dumps(found[0] if run is not None else found, indent=2, default=str) + "\n"
     terminal = open_terminal()
@@ -215,7 +221,7 @@ def _render_status(run: str | None, as_json: bool) -> str:
         if run is not None:
             terminal.print(run_status.render_status(found[0], now))
         elif not found:
-            terminal.print("there are no runs in runs/; name the folder of one", markup=False)
+            terminal.print("no runs in runs/; give the folder of a run", markup=False)
         else:
             terminal.print(run_status.render_runs_table(found))
     return captured.get()
@@ -225,7 +231,7 @@ def _runs() -> Iterator[Path]:
     folders = sorted(Path("runs").iterdir()) if Path("runs").is_dir() else []
     for folder in folders:
         paths = RunPaths(folder)
-        with contextlib.suppress(PermissionError):  # another user's, closed to all others
+        with contextlib.suppress(PermissionError):  # another user's private folder
             if paths.events.exists() or paths.metrics.exists():
                 yield folder
 
@@ -233,25 +239,23 @@ def _runs() -> Iterator[Path]:
 @jobs_app.command(rich_help_panel=help.WATCH)
 def logs(
     run: RunFolder,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on showing what is written, until the end.")
-    ] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="What this rank says, in the newest attempt.")] = None,
-    node: Annotated[int | None, typer.Option(min=0, help="What the agent of this node says.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the run ends.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Log of this rank, in the newest attempt.")] = None,
+    node: Annotated[int | None, typer.Option(min=0, help="Log of this node's agent.")] = None,
     first_error: Annotated[
-        bool, typer.Option("--first-error", help="What the rank said that died first in the newest incident.")
+        bool, typer.Option("--first-error", help="Root cause: the rank that died first in the newest incident.")
     ] = False,
 ) -> None:
-    """What a run says: its progress (the leading node's), or the words of a node, a rank, or of the first that died."""
+    """Show the log of a run (of the leading node), of a node, of a rank, or of the first error."""
     from phalanx.report import logs as found
 
     if sum([rank is not None, node is not None, first_error]) > 1:
-        raise ConfigError("--rank, --node and --first-error each say what to show; give one of them")
+        raise ConfigError("--rank, --node and --first-error cannot be combined; use one of them")
     if first_error and follow:
-        raise ConfigError("--first-error is over already, so there is nothing to follow; leave --follow out")
+        raise ConfigError("--follow has no effect with --first-error; use one of them")
     with mirror.open_records(run) as paths:
         if not paths.root.is_dir():
-            raise ConfigError(f"there is no run folder {run}; name the folder of a run")
+            raise ConfigError(f"no run folder {run}; give the folder of a run")
         if paths.url is not None:
             mirror.list_logs(paths)
         if first_error:
@@ -291,7 +295,7 @@ def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool
     goes_on = launched_run.RunningPoller(paths)
     with contextlib.suppress(KeyboardInterrupt):
         if found.has_no_output(paths) and goes_on():
-            typer.echo(f"{paths.display_name} has said nothing yet; waiting until it does", err=True)
+            typer.echo(f"{paths.display_name} has no output yet; waiting", err=True)
             while found.has_no_output(paths) and goes_on():
                 time.sleep(found.LOOK_S)
         found.follow_file(log, lambda text: typer.echo(text, nl=False), lambda: not goes_on())
@@ -300,9 +304,11 @@ def _show_logs(paths: RunPaths, rank: int | None, node: int | None, follow: bool
 @jobs_app.command(rich_help_panel=help.WATCH)
 def cancel(
     run: RunFolder,
-    now: Annotated[bool, typer.Option("--now", help="End it at once; what is not in a checkpoint is lost.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="End it at once; steps after the newest checkpoint are lost.")
+    ] = False,
 ) -> None:
-    """Ask a run to finish its step, save and leave; or end it at once. `phalanx launch` goes on with it."""
+    """Stop a run after its step and save it; or end it at once. `phalanx launch` resumes it."""
     from phalanx.launch import jobs
 
     if not storage.is_url(run):

@@ -1,4 +1,4 @@
-"""The command line. It hands work to the rest; torch is imported only by commands that need it."""
+"""Commands train, export, generate, hardware, run and report. Only commands that need torch import it."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths, Url, redact_url
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.storage import files as storage
-from phalanx.storage import mirror, permissions
+from phalanx.storage import hub, mirror, permissions
 
 app = typer.Typer()
 NodeCount = Annotated[
@@ -30,19 +30,19 @@ NodeCount = Annotated[
     typer.Option(
         "--nodes",
         min=1,
-        help="Nodes of the run, each of which is started by this command.",
+        help="Number of nodes; run this command on each.",
         rich_help_panel=help.SEVERAL_NODES,
     ),
 ]
 NodeRank = Annotated[
     int | None,
-    typer.Option(min=0, help="Which of the nodes this one is, from 0.", rich_help_panel=help.SEVERAL_NODES),
+    typer.Option(min=0, help="Rank of this node, from 0.", rich_help_panel=help.SEVERAL_NODES),
 ]
 Spares = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Nodes beyond --nodes that wait, ready to take the place of a lost one.",
+        help="Spare nodes beyond --nodes, which replace a lost one.",
         rich_help_panel=help.SEVERAL_NODES,
     ),
 ]
@@ -50,7 +50,7 @@ Rendezvous = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Where nodes meet: tcp://HOST:PORT of node 0, or file:///FOLDER they share.",
+        help="Rendezvous: tcp://HOST:PORT of node 0, or file:///FOLDER on a shared file system.",
         rich_help_panel=help.SEVERAL_NODES,
     ),
 ]
@@ -66,20 +66,20 @@ PROMPT = "def "
 
 
 def _run_dir(text: str) -> str:
-    """An empty one, as of a shell's variable that was never set, would be the working folder."""
+    """Parse --run-dir. An empty value, such as an unset shell variable, would be the working folder."""
     if not text:
-        raise ConfigError("--run-dir is empty, so there is no folder to put the run into; name one or leave it out")
+        raise ConfigError("--run-dir is empty; give a folder, or remove it")
     if storage.is_url(text) and "?" in text:
         raise ConfigError(
-            f"--run-dir {redact_url(text)} has a query (?...), behind which no file of the run could be named; give "
-            "such options in the environment or the store's own configuration, and leave it out"
+            f"--run-dir {redact_url(text)} has a query (?...), to which no file name can be appended; set its "
+            "options in the environment or the store's configuration, and remove it"
         )
     return text
 
 
 @contextlib.contextmanager
 def _open_run(run: str) -> Iterator[RunPaths]:
-    """The files of a run that is read, beside which something is written."""
+    """Open the records of a run, for commands that also write into its folder."""
     if not storage.is_url(run):
         permissions.restrict_permissions(Path(run))
     with mirror.open_records(run) as paths:
@@ -93,21 +93,21 @@ def train(
     overrides: Overrides = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Local ranks. Default: one per accelerator; one on a machine without."),
+        typer.Option(min=1, help="Local ranks. Default: one per accelerator; one without accelerators."),
     ] = None,
     run_dir: Annotated[
         str | None,
         typer.Option(
             parser=_run_dir,
             metavar="PATH",
-            help="Where everything of this run goes, a folder or URL. Default: runs/ and the recipe's name.",
+            help="Run folder or URL. Default: runs/ and the recipe's name.",
         ),
     ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Only say what it would be: parameters, memory, FLOPs. Reads no data.",
+            help="Print parameters, memory and FLOPs, without training. Reads no data.",
             rich_help_panel=help.TRYING,
         ),
     ] = False,
@@ -122,6 +122,7 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="With --dry-run: print JSON.", rich_help_panel=help.TRYING)
     ] = False,
+    verbose: help.Verbose = False,
     node_count: NodeCount = None,
     node_rank: NodeRank = None,
     spares: Spares = None,
@@ -131,27 +132,27 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="FAULT",
-            help="Have something go wrong, such as kill:rank=1,step=7. May be repeated.",
+            help="Inject a fault, such as kill:rank=1,step=7. May be repeated.",
             rich_help_panel=help.TRYING,
         ),
     ] = None,
 ) -> None:
-    """Train a model; in a folder that holds the same run already, go on where it stopped.
+    """Train a model; resume the run if its folder exists.
 
-    Uses the accelerators there are, or CPU ranks. Under torchrun or srun it joins the ranks that were started.
+    Uses all accelerators, or CPU ranks. Under torchrun or srun it joins the started ranks.
     """
     from phalanx.launch import child_run, outcome, prepare, rendezvous_options, run
 
     if as_json and not dry_run:
-        raise ConfigError("--json belongs to --dry-run; add that or leave it out")
+        raise ConfigError("--json has no effect without --dry-run; add it, or remove --json")
     meeting = rendezvous_options.parse_rendezvous_options(
         node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares
     )
     if meeting is not None and dry_run:
-        raise ConfigError("--dry-run looks at a recipe on this machine alone; leave --nodes out")
+        raise ConfigError("--nodes has no effect with --dry-run; use one of them")
     planned = faults.parse_faults(inject or [])
-    if planned and dry_run:
-        raise ConfigError("--inject has nothing to happen in with --dry-run; leave one of them out")
+    for name in (name for name, given in (("--inject", planned), ("--verbose", verbose)) if given and dry_run):
+        raise ConfigError(f"{name} has no effect with --dry-run; use one of them")
     wanted = load.load_recipe(recipe_path, overrides or [])
     place = run_dir if run_dir is not None else f"runs/{recipe_path.stem}"
     if shrink:
@@ -166,7 +167,9 @@ def train(
     paths = child_run.prepare_run_folder(wanted, place)
     if meeting is None:
         meeting = rendezvous_options.rendezvous_from_allocation(paths, os.environ, spares)
-    raise typer.Exit(run.train(wanted, paths, ranks, os.environ, meeting, on_cpu=shrink, planned=planned))
+    raise typer.Exit(
+        run.train(wanted, paths, ranks, os.environ, meeting, on_cpu=shrink, planned=planned, verbose=verbose)
+    )
 
 
 def _dry_run(wanted: schema.Config, ranks: int, as_json: bool, laid: dict[str, Any] | None) -> None:
@@ -183,19 +186,23 @@ def _dry_run(wanted: schema.Config, ranks: int, as_json: bool, laid: dict[str, A
 @app.command(rich_help_panel=help.MODEL)
 def export(
     run: RunFolder,
-    folder: Annotated[str, typer.Argument(help="The folder or URL to write; nothing may be there yet.")],
+    folder: Annotated[str, typer.Argument(help="The folder or URL to write, which must not exist.")],
     dtype: Annotated[
         str | None, typer.Option(help="bf16, fp16, fp32 or fp64. Default: as imported, else the compute type.")
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Of a run that trains adapters: the whole model with them in it.")
+        bool, typer.Option("--merge", help="For a run that trains adapters: merge them into the whole model.")
     ] = False,
     step: Annotated[int | None, typer.Option(min=1, help="The checkpoint of this step. Default: the newest.")] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="The checkpoint with the least held-out loss (see checkpoint.best).")
+        bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss (see checkpoint.best).")
     ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="ORG/NAME[@BRANCH]", help="Push it to the Hugging Face hub, too; new: private."),
+    ] = None,
 ) -> None:
-    """Write a run's newest checkpoint as a Hugging Face folder; adapters as a folder that PEFT loads."""
+    """Export a run's checkpoint as a Hugging Face folder; adapters as a PEFT folder."""
     from phalanx.report.logs import phase_progress
     from phalanx.trainer.best_checkpoint import find_best_evaluation
     from phalanx.trainer.export import EXPORT_DTYPES, export_run
@@ -204,11 +211,13 @@ def export(
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype {dtype} is not known; choose one of {', '.join(EXPORT_DTYPES)}")
     target = Url(folder.rstrip("/"), storage.TIMEOUT_S) if storage.is_url(folder) else Path(folder)
+    if push is not None:
+        hub.prepare_push(push, target)
     with phase_progress() as progress, _open_run(run) as paths:
         show = functools.partial(progress, "export")
         wanted = find_best_evaluation(paths).step if best else step
         if best and wanted is None:
-            raise ConfigError(f"{redact_url(run)} has not been evaluated, so none of its checkpoints is the best")
+            raise ConfigError(f"{redact_url(run)} has no evaluation, so no best checkpoint; remove --best")
         step = export_run(paths, target, dtype, show, merge=merge, note=paths.url is None, step=wanted)
         if paths.url is not None:
             mirror.append_event(paths, EventKind.EXPORTED, folder=str(target), step=step)
@@ -217,6 +226,8 @@ def export(
     own = trained is not None and trained.task.code is not None
     made = "PEFT adapter folder" if adapter else "folder" if own else "Hugging Face folder"
     typer.echo(f"step {step} of {redact_url(run)} is now the {made} {redact_url(folder)}")
+    if push is not None:
+        typer.echo(f"pushed as {hub.push_folder(Path(folder), push, f'Step {step}')}")
 
 
 @app.command(rich_help_panel=help.MODEL)
@@ -224,40 +235,42 @@ def generate(
     model: Annotated[str, typer.Argument(help="A run folder, a Hugging Face folder, an adapter folder, or a URL.")],
     prompt: Annotated[
         str | None,
-        typer.Option(help='The text to go on from (default: "def "), or with --chat the one message to answer.'),
+        typer.Option(help='The prompt (default: "def "), or with --chat a single message.'),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="A file with a prompt a line (.jsonl: under the key prompt); prints JSON lines.")
+        Path | None, typer.Option(help="A file with a prompt on each line (.jsonl: key prompt); prints JSON lines.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Converse by the chat template; Ctrl-C cuts an answer off, Ctrl-D ends.")
+        bool, typer.Option("--chat", help="Chat with the chat template; Ctrl-C stops an answer, Ctrl-D ends.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: what the model is told before.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most, in one answer.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.8,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of one answer.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy.")] = 0.8,
     top_p: Annotated[
-        float, typer.Option(min=1e-6, max=1.0, help="Draw among the likeliest tokens of this total probability.")
+        float, typer.Option(min=1e-6, max=1.0, help="Nucleus sampling: the likeliest tokens of this total probability.")
     ] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among this many tokens; 0: among all.")] = 0,
-    repetition_penalty: Annotated[float, typer.Option(min=1e-6, help="Above 1: avoid tokens that were there.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed writes the same text.")] = 0,
-    tensor: Annotated[int, typer.Option(min=1, help="Of a run: local ranks that share every layer.")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="Of a run: stages, one behind the other.")] = 1,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among this many tokens; 0: all.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(min=1e-6, help="> 1: penalize repeated tokens.")] = 1.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Random seed: the same seed gives the same text.")
+    ] = 0,
+    tensor: Annotated[int, typer.Option(min=1, help="For a run folder: tensor-parallel local ranks.")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="For a run folder: pipeline stages.")] = 1,
 ) -> None:
-    """Write text with a trained model, by the transformers library; by several ranks where no device holds it."""
+    """Generate text with a trained model, with the transformers library; on several ranks if it exceeds one device."""
     from phalanx.generate import distributed
     from phalanx.generate import text as generate_text
     from phalanx.report.logs import phase_progress
 
     if system is not None and not chat:
-        raise ConfigError("--system is for a conversation; add --chat or leave it out")
+        raise ConfigError("--system has no effect without --chat; add it, or remove --system")
     if prompt is not None and prompts is not None:
-        raise ConfigError("--prompt and --prompts both say what to go on from; leave one of them out")
+        raise ConfigError("--prompt cannot be combined with --prompts; use one of them")
     sampling = generate_text.Sampling(max_tokens, temperature, top_p, top_k, repetition_penalty, seed)
     show = functools.partial(phase_progress, aside=True)
     if tensor * pipeline > 1:
         if chat:
-            raise ConfigError("--chat needs the model on one device; leave it out, or --tensor and --pipeline")
+            raise ConfigError("--chat cannot be combined with --tensor and --pipeline; use one of them")
         axes = MeshAxes(tensor, pipeline)
         text = prompt if prompt is not None else PROMPT
         raise typer.Exit(distributed.complete_over_ranks(model, axes, text, prompts, sampling))
@@ -276,19 +289,19 @@ def hardware(
     overrides: Overrides = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Local ranks. Default: one per accelerator; one on a machine without."),
+        typer.Option(min=1, help="Local ranks. Default: one per accelerator; one without accelerators."),
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("hardware.json"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, what is written and the shares.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the measurements and the shares as JSON.")] = False,
     node_count: NodeCount = None,
     node_rank: NodeRank = None,
     rendezvous: Rendezvous = None,
     rendezvous_timeout: RendezvousTimeout = None,
 ) -> None:
-    """Measure devices for a recipe's model, and show the shares that follow.
+    """Measure devices for a recipe's model, and show each one's share of the batch.
 
-    Those of this machine, or of all nodes that this command is started on; node 0 then shows and writes what all have
-    found. `phalanx train` does it by itself; with balance.hardware=FILE it takes what was measured before.
+    With --nodes, run it on each node; node 0 then writes the results of all. `phalanx train` measures by itself; with
+    balance.hardware=FILE it uses this file.
     """
     from phalanx.launch import measure_devices, rendezvous_options
 
@@ -306,11 +319,9 @@ def hardware(
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script itself is given.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Local ranks. Default: one per accelerator; one on a machine without.")
+        int | None, typer.Option(min=1, help="Local ranks. Default: one per accelerator; one without accelerators.")
     ] = None,
     smp_config: Annotated[
         Path | None, typer.Option(help="Settings of SageMaker's model parallel library, a JSON file.")
@@ -319,42 +330,42 @@ def run(
     node_rank: NodeRank = None,
     spares: Spares = None,
     min_nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes with which it still goes on, without a spare. Default: --nodes.")
+        int | None, typer.Option(min=1, help="Minimum number of nodes to continue with. Default: --nodes.")
     ] = None,
     rendezvous: Rendezvous = None,
     rendezvous_timeout: RendezvousTimeout = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="Times that ranks start again after failing early. Default: 3 on several nodes, or 0."
-        ),
+        typer.Option(min=0, help="Restarts after early failures. Default: 3 on several nodes, else 0."),
     ] = None,
     run_dir: Annotated[
         str | None,
         typer.Option(
             parser=_run_dir,
             metavar="PATH",
-            help="Where nodes keep records; they share it. Default: runs/ and the script's name.",
+            help="Folder of records, shared by all nodes. Default: runs/ and the script's name.",
         ),
     ] = None,
-    no_health: Annotated[bool, typer.Option("--no-health", help="Start on nodes that are not fit, too.")] = False,
+    no_health: Annotated[bool, typer.Option("--no-health", help="Skip the health check of nodes.")] = False,
 ) -> None:
-    """Run a script of your own on local ranks, one written for SageMaker's library too. Options come before it.
+    """Run a training script on local ranks, also one written for SageMaker's library. Options come before it.
 
-    On several nodes, each started by this command, it is started again from its own checkpoints when something dies.
-    Under torchrun, srun or mpirun it is one of the ranks that were started.
+    Command lines of Megatron (pretrain_llama.py --...) and HetSeq (train.py --task bert ...) are trained as a recipe.
+    With --nodes, run it on each node; after a failure the script restarts from its checkpoints. Under torchrun, srun or
+    mpirun it joins the started ranks.
     """
+    from phalanx.cli.command_lines import run_foreign_command
     from phalanx.compat import run as script_run
     from phalanx.launch import rendezvous_options, script_nodes
 
+    run_foreign_command(script, arguments or [], run_dir, nproc, os.environ)
     meeting = rendezvous_options.parse_rendezvous_options(
         node_count, node_rank, rendezvous, rendezvous_timeout, context.obj, spares
     )
     if run_dir is not None and storage.is_url(run_dir):
-        raise ConfigError(f"--run-dir {redact_url(run_dir)} is a URL; of a script, name a folder that all nodes share")
+        raise ConfigError(f"--run-dir {redact_url(run_dir)} is a URL; give a folder that all nodes share")
     paths = RunPaths(Path(run_dir if run_dir is not None else f"runs/{Path(script).stem}"))
-    if meeting is None:
-        meeting = rendezvous_options.rendezvous_from_allocation(paths, os.environ, spares)
+    meeting = meeting or rendezvous_options.rendezvous_from_allocation(paths, os.environ, spares)
     if meeting is not None:
         permissions.restrict_permissions(paths.root)
         meeting = replace(meeting, to_stderr=True)
@@ -364,13 +375,13 @@ def run(
         raise typer.Exit(script_nodes.run_script_on_node(wanted, paths, nproc, meeting))
     given = {"--min-nodes": min_nodes, "--run-dir": run_dir, "--no-health": no_health or None}
     for name in [name for name, value in given.items() if value is not None]:
-        raise ConfigError(f"{name} belongs to a script on several nodes; give --nodes too, or leave it out")
+        raise ConfigError(f"{name} has no effect without --nodes; add it, or remove {name}")
     raise typer.Exit(script_run.run_script(script, arguments or [], os.environ, nproc, smp_config, max_restarts))
 
 
 @app.command(rich_help_panel=help.WATCH)
 def report(run: RunFolder) -> None:
-    """Write report.html from a run's records alone; a run that is going on may be looked at too."""
+    """Write report.html from a run's records, also while it runs."""
     from phalanx.report import html
 
     with _open_run(run) as paths:

@@ -1,4 +1,4 @@
-"""`phalanx plan`: the layout of a recipe on a cluster, and what becomes of a job on a large one."""
+"""`phalanx plan`: find the layout of a recipe on a cluster, and simulate long jobs with failures."""
 
 import contextlib
 import json
@@ -13,6 +13,7 @@ import typer
 from phalanx.cli.data import Overrides, expand_user
 from phalanx.config import load
 from phalanx.config.operations import ResilienceSection
+from phalanx.core.durations import parse_duration
 from phalanx.core.errors import ConfigError
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
@@ -38,18 +39,18 @@ from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.cost import RecoverySource
 from phalanx.planner.device_catalog import DEFAULT_CONSTANTS
 from phalanx.planner.failures import DEVICE_MTBF_S, LEAST_S, FailureModel, ObservedFailures
+from phalanx.planner.plan import SearchResult
 from phalanx.planner.recipe_keys import free_layout
-from phalanx.planner.search import SearchResult
 from phalanx.report.logs import open_terminal
 from phalanx.storage import files as storage
 from phalanx.storage import mirror
 
-STEP_S = 10.0  # of a job of which nobody says what it trains
+STEP_S = 10.0  # for a simulated job without a recipe
 CHECKPOINT_S = 10.0
 KEPT: dict[RecoverySource, str] = {
     "checkpoints": "checkpoints alone", "memory": "steps in the memory of their node", "copies": "copies of steps",
 }  # fmt: skip
-# Parameters that only a simulation reads; only a plan; and only a plan's question, which a simulation may do without.
+# Parameters that only a simulation reads; only a plan; and only the question of a plan, optional for a simulation.
 SIMULATED = (
     "gpus", "per_node", "days", "keep", "detect", "restart", "checkpoint_time", "commit_time", "copies_every", "spares",
     "stragglers_every", "stalls_every", "seed",
@@ -70,86 +71,91 @@ def plan_command(
         typer.Option("--cluster", metavar="TEXT", help="Such as '4x(8xA100-80GB), 2x(8xV100-32GB), 200Gb/s'."),
     ] = None,
     hardware_path: Annotated[
-        Path | None, typer.Option("--hardware", metavar="FILE", help="What `phalanx hardware` wrote, instead.")
+        Path | None, typer.Option("--hardware", metavar="FILE", help="Instead: measurements of `phalanx hardware`.")
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="How much is to be trained on, such as 300B.")] = None,
-    price: Annotated[float | None, typer.Option(min=0.0, help="Of one device for an hour, in any money.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Number of training tokens, such as 300B.")] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0.0, help="Price of a device for an hour, in any currency.")
+    ] = None,
     wish: Annotated[
-        str | None, typer.Option("--explain", metavar="KEY=VALUE", help="Say what this costs against the best layout.")
+        str | None, typer.Option("--explain", metavar="KEY=VALUE", help="Compare this layout with the best one.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("plan.json"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, what is written.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     simulate: Annotated[
         bool,
         typer.Option(
-            "--simulate", help="Instead: a job with failures, over weeks; with a recipe, of the plan's steps."
+            "--simulate", help="Simulate a job with failures over weeks; with a recipe, with the plan's steps."
         ),
     ] = False,
-    gpus: Annotated[int | None, typer.Option(min=1, help="With --simulate: devices. Default: the plan's.")] = None,
-    per_node: Annotated[int, typer.Option(min=1, help="With --simulate: devices of a node.")] = 8,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="With --simulate: number of devices. Default: the plan's.")
+    ] = None,
+    per_node: Annotated[int, typer.Option(min=1, help="With --simulate: devices per node.")] = 8,
     mtbf: Annotated[
         str | None, typer.Option(metavar="TIME", help="Mean time between failures of the whole job, such as 3h.")
     ] = None,
-    days: Annotated[float, typer.Option(min=0.01, max=3650.0, help="With --simulate: how long.")] = 30.0,
+    days: Annotated[float, typer.Option(min=0.01, max=3650.0, help="With --simulate: simulated time.")] = 30.0,
     keep: Annotated[
         RecoverySource | None,
         typer.Option(
-            help="With --simulate: what outlives a failure: checkpoints, each step in memory, or that on two nodes. "
-            "Default: as the recipe's resilience says; without a recipe, checkpoints."
+            help="With --simulate: state that survives a failure: checkpoints, each step in memory, or copies on "
+            "two nodes. Default: from the recipe's resilience; without a recipe, checkpoints."
         ),
     ] = None,
-    detect: Annotated[str, typer.Option(metavar="TIME", help="With --simulate: until a failure is noticed.")] = "1s",
+    detect: Annotated[str, typer.Option(metavar="TIME", help="With --simulate: time to detect a failure.")] = "1s",
     restart: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="With --simulate: from then on to the first new step. Default: 60s, or as in --run."
+            metavar="TIME",
+            help="With --simulate: time from detection to the first new step. Default: 60s, or as in --run.",
         ),
     ] = None,
     checkpoint_time: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="With --simulate: for how long a checkpoint holds training up."),
+        typer.Option(metavar="TIME", help="With --simulate: time that a checkpoint blocks training."),
     ] = None,
     commit_time: Annotated[
         str | None,
-        typer.Option(
-            metavar="TIME", help="With --simulate, without a recipe: what keeping a step in memory adds to it."
-        ),
+        typer.Option(metavar="TIME", help="With --simulate, without a recipe: time to keep a step in memory."),
     ] = None,
     copies_every: Annotated[
         int,
         typer.Option(
             min=1,
             max=large_jobs.MOST_STEPS,
-            help="With --simulate --keep copies, without a recipe, whose resilience.replicate_every says it: two nodes "
-            "keep one of so many steps.",
+            help="With --simulate --keep copies, without a recipe: steps between copies (resilience.replicate_every).",
         ),
     ] = 1,
-    spares: Annotated[int, typer.Option(min=0, help="With --simulate: nodes that wait beside the others.")] = 4,
+    spares: Annotated[int, typer.Option(min=0, help="With --simulate: spare nodes.")] = 4,
     stragglers_every: Annotated[
-        str | None, typer.Option(metavar="TIME", help="With --simulate: how often a node is slow for an hour.")
+        str | None, typer.Option(metavar="TIME", help="With --simulate: interval of stragglers, each slow for an hour.")
     ] = None,
     stalls_every: Annotated[
-        str | None, typer.Option(metavar="TIME", help="With --simulate: how often all wait for half a minute.")
+        str | None,
+        typer.Option(metavar="TIME", help="With --simulate: interval of stalls of the whole job, half a minute each."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="With --simulate: the same seed, the same failures.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="With --simulate: random seed of the failures.")] = 0,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="RUN", help="Reckon with recoveries and checkpoints as long as in this run."),
+        typer.Option("--run", metavar="RUN", help="Use the recovery and checkpoint times of this run."),
     ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
-            "--calibrate", metavar="RUN", help="Learn from the steps of a run, and write --hardware (hardware.json)."
+            "--calibrate",
+            metavar="RUN",
+            help="Calibrate from the steps of a run, and write --hardware (hardware.json).",
         ),
     ] = None,
 ) -> None:
-    """Find the fastest layout of a recipe on a cluster, and say what to expect of it. Starts nothing.
+    """Find the fastest layout of a recipe on a cluster, with its predicted step time and memory.
 
-    Keys given as KEY=VALUE are held fixed; those of the recipe that are about layout are chosen anew.
+    Keys given as KEY=VALUE are fixed; layout keys of the recipe are chosen again.
     """
     if calibrate is not None:
         if recipe_path is not None:
-            raise ConfigError("--calibrate only learns from a run, and plans nothing; leave the recipe out")
+            raise ConfigError("--calibrate takes no recipe; remove it")
         _refuse_unread(
             context, (*SIMULATED, *PLAN_OPTIONS, "cluster_text", "simulate", "mtbf", "run"), "with --calibrate"
         )
@@ -166,23 +172,21 @@ def plan_command(
             if keep in (None, "checkpoints"):
                 _refuse_unread(context, ("commit_time",), "without --keep memory or copies")
         else:
-            _refuse_unread(context, ("per_node",), "for a plan's own devices")
-            _refuse_unread(context, ("commit_time",), "for a recipe, whose plan says what keeping a step takes")
-            _refuse_unread(context, ("copies_every",), "for a recipe, whose resilience.replicate_every says it")
-    mtbf_s = None if mtbf is None else parse_cluster.parse_duration(mtbf, "--mtbf")
+            _refuse_unread(context, ("per_node",), "for the devices of a plan")
+            _refuse_unread(context, ("commit_time",), "with a recipe, whose plan has the time to keep a step")
+            _refuse_unread(context, ("copies_every",), "with a recipe, whose resilience.replicate_every sets it")
+    mtbf_s = None if mtbf is None else parse_duration(mtbf, "--mtbf")
     lived = None if run is None else _read_experience(run)
     failures = FailureModel(mtbf_s) if lived is None else lived.to_failure_model(mtbf_s)
     wanted = plan_file.PlanOptions(
         None if tokens is None else parse_cluster.parse_amount(tokens, "--tokens"), price, wish, lived
     )
     if price is not None and not price <= parse_cluster.MOST_AMOUNT:
-        raise ConfigError(f"--price {price} is no price; give what a device takes for an hour, such as 2.5")
+        raise ConfigError(f"--price {price} is not a price; give the price of a device for an hour, such as 2.5")
     if price is not None and tokens is None:
-        raise ConfigError("--price needs to know how much is trained on; give --tokens, such as --tokens 300B")
+        raise ConfigError("--price needs the number of tokens; add --tokens, such as --tokens 300B")
     if recipe_path is None and not simulate:
-        raise ConfigError(
-            "there is no recipe to plan for; name one, such as recipes/llama-3-8b.yaml, or add --simulate"
-        )
+        raise ConfigError("no recipe given; give one, such as recipes/llama-3-8b.yaml, or add --simulate")
     found = None
     if recipe_path is not None:
         found = _find_plan(recipe_path, overrides or [], cluster_text, hardware_path, keep, failures)
@@ -200,16 +204,16 @@ def plan_command(
     if simulate:
         job = _job(found, gpus, per_node, mtbf_s, days, keep, spares, seed, lived)
         if commit_time is not None:
-            job = replace(job, commit_s=parse_cluster.parse_duration(commit_time, "--commit-time"))
+            job = replace(job, commit_s=parse_duration(commit_time, "--commit-time"))
         if found is None:
             job = replace(job, copies_every=copies_every)
         job = replace(
             job,
-            detect_s=parse_cluster.parse_duration(detect, "--detect"),
-            restart_s=job.restart_s if restart is None else parse_cluster.parse_duration(restart, "--restart"),
+            detect_s=parse_duration(detect, "--detect"),
+            restart_s=job.restart_s if restart is None else parse_duration(restart, "--restart"),
             checkpoint_s=job.checkpoint_s
             if checkpoint_time is None
-            else parse_cluster.parse_duration(checkpoint_time, "--checkpoint-time"),
+            else parse_duration(checkpoint_time, "--checkpoint-time"),
             straggler_every_s=_parse_interval(stragglers_every, "--stragglers-every"),
             stall_every_s=_parse_interval(stalls_every, "--stalls-every"),
         )
@@ -224,7 +228,7 @@ def plan_command(
     try:
         write_atomic(_file(out, "--out"), text)
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --out") from None
+        raise ConfigError(f"{out} cannot be written ({error.strerror}); give another file with --out") from None
     if as_json:
         typer.echo(text, nl=False)
     else:
@@ -232,11 +236,12 @@ def plan_command(
 
 
 def _refuse_unread(context: typer.Context, unread: Collection[str], why: str) -> None:
-    """Raises ConfigError for options on the command line that would change nothing, by their parameters' names."""
+    """Raises ConfigError for options on the command line without effect, by their parameters' names."""
     said = [each.opts[0] for each in context.command.params if each.name in unread and _is_given(context, each.name)]
     if said:
         raise ConfigError(
-            f"{' and '.join(said)} would change nothing {why}; leave {'it' if said[1:] == [] else 'them'} out"
+            f"{' and '.join(said)} {'has' if said[1:] == [] else 'have'} no effect {why}; remove "
+            f"{'it' if said[1:] == [] else 'them'}"
         )
 
 
@@ -253,10 +258,10 @@ def _find_plan(
     keep: RecoverySource | None,
     failures: FailureModel,
 ) -> tuple[PlanQuery, ClusterSpec, SearchResult]:
-    """The question that a command line asks, and what was found."""
+    """The search of a command line and its results."""
     if (text is None) == (file is None):
         raise ConfigError(
-            "a plan is for one cluster; give --cluster, such as --cluster '4x(8xA100-80GB), 200Gb/s', or --hardware "
+            "a plan needs one cluster; give --cluster, such as --cluster '4x(8xA100-80GB), 200Gb/s', or --hardware "
             "with a file that `phalanx hardware` wrote"
         )
     known = None if file is None else hardware.read_hardware(_file(file, "--hardware"))
@@ -279,13 +284,13 @@ def _job(
     days: float, keep: RecoverySource | None, spares: int, seed: int,
     experience_of_run: ObservedFailures | None = None,
 ) -> large_jobs.LargeJob:  # fmt: skip
-    """What is simulated: the plan's devices and steps, or as many as the command line says, of an assumed step."""
+    """The simulated job: the plan's devices and steps, or those of the command line with an assumed step."""
     job = large_jobs.LargeJob(
         devices=gpus or 0, per_node=per_node, mtbf_s=0.0, days=days, step_s=STEP_S, step_assumed=True,
         keep=keep or "checkpoints", checkpoint_s=CHECKPOINT_S, spares=spares, seed=seed,
     )  # fmt: skip
     if experience_of_run is not None:
-        # Of a recovery it is not known how long it took to notice the failure.
+        # The detection time within a recovery is unknown.
         restart_s = job.restart_s if experience_of_run.recovery_s is None else experience_of_run.recovery_s
         checkpoint_s = (
             job.checkpoint_s if experience_of_run.checkpoint_s is None else max(LEAST_S, experience_of_run.checkpoint_s)
@@ -293,31 +298,27 @@ def _job(
         job = replace(job, restart_s=restart_s, checkpoint_s=checkpoint_s)
     if found is None:
         if gpus is None:
-            raise ConfigError(
-                "--simulate needs to know how many devices there are; give --gpus, or a recipe and a cluster"
-            )
+            raise ConfigError("--simulate needs the number of devices; give --gpus, or a recipe and a cluster")
         large_jobs.check_device_count(gpus, per_node)
         if gpus <= per_node:
             job = replace(job, possible=tuple(each for each in large_jobs.RECOVERY_SOURCES if each != "copies"))
         if job.keep not in job.possible:
             raise ConfigError(
-                f"--keep {job.keep} needs another node to keep them, and --gpus {gpus} are one of {per_node} devices; "
-                "leave it out, or give more --gpus"
+                f"--keep {job.keep} needs a second node, but --gpus {gpus} is one node of {per_node} devices; "
+                "remove --keep, or give more --gpus"
             )
     if found is not None:
         question, _, plans = found
         best = plans.best
         if gpus not in (None, best.devices):
-            raise ConfigError(
-                f"--gpus {gpus} and a plan for {best.devices} devices are two clusters; leave one of them out"
-            )
+            raise ConfigError(f"--gpus {gpus} and a plan for {best.devices} devices are two clusters; use one of them")
         kept = best.estimate.recovers_from
         if keep not in (None, kept):
             raise ConfigError(
-                f"--keep {keep} cannot be on {parse_cluster.format_cluster(best.cluster)}: the plan has {KEPT[kept]}, "
-                "since there is no other node, or no room for more; leave it out"
+                f"--keep {keep} is not possible on {parse_cluster.format_cluster(best.cluster)}: the plan has "
+                f"{KEPT[kept]}, for lack of a second node or of memory; remove it"
             )
-        alone = best.cluster.node_of(best.devices - 1) == 0  # some devices of one node are lost together
+        alone = best.cluster.node_of(best.devices - 1) == 0  # devices of one node fail together
         job = replace(
             job.with_plan(best, question),
             devices=best.devices,
@@ -330,19 +331,19 @@ def _job(
 
 
 def _file(path: Path, option: str) -> Path:
-    """Where the file that an option names is. Raises ConfigError for what can be no file's name."""
+    """Path of the file of an option. Raises ConfigError if it cannot be a file."""
     if not path.name:
-        raise ConfigError(f"{option} {path} is a folder; name a file in it")
+        raise ConfigError(f"{option} {path} is a folder; give a file in it")
     return expand_user(path, option)
 
 
 def _parse_interval(text: str | None, what: str) -> float:
-    return math.inf if text is None else parse_cluster.parse_duration(text, what)
+    return math.inf if text is None else parse_duration(text, what)
 
 
 @contextlib.contextmanager
 def _open_run_records(run: str) -> Iterator[RunPaths]:
-    """The files of a run that is only read, a folder that is there or a URL."""
+    """Open the records of a run, an existing folder or a URL, for reading."""
     with mirror.open_records(run if storage.is_url(run) else str(expand_user(Path(run), "the run"))) as paths:
         yield paths
 
@@ -353,14 +354,14 @@ def _read_experience(run: str) -> ObservedFailures:
 
 
 def _calibrate(run: str, out: Path, as_json: bool) -> None:
-    """Write what a run has shown of its devices, links and host."""
+    """Write the devices, links and host that a run measured."""
     file = _file(out, "--hardware")
     with _open_run_records(run) as paths:
         lesson = calibration.calibrate_run(_read_calibration_run(paths))
     try:
         hardware.write_hardware(file, lesson.hardware)
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file with --hardware") from None
+        raise ConfigError(f"{out} cannot be written ({error.strerror}); give another file with --hardware") from None
     if as_json:
         typer.echo(json.dumps(hardware.to_json(lesson.hardware) | {"said": list(lesson.findings)}, indent=2))
         return
@@ -370,20 +371,19 @@ def _calibrate(run: str, out: Path, as_json: bool) -> None:
 
 
 def _read_calibration_run(paths: RunPaths) -> calibration.MeasuredRun:
-    """What a run folder says of its run. Raises ConfigError where it lacks what a plan needs."""
+    """Configuration and plan of a run folder. Raises ConfigError if one is missing."""
     try:
         told = json.loads(paths.plan.read_text(encoding="utf-8"))
         nodes = present_cluster.parse_node_devices(told["for"]["nodes"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         raise ConfigError(
-            f"{paths.display_name} has no {paths.plan.name} that says on which devices the run was, so there is "
-            "nothing to learn from; name the folder of a run of a built-in model that `phalanx train` has started "
-            "itself"
+            f"{paths.display_name} has no {paths.plan.name} with the devices of the run; give the folder of a run "
+            "of a built-in model that `phalanx train` started itself"
         ) from None
     if not paths.config.exists():
         raise ConfigError(
-            f"{paths.display_name} has no {paths.config.name} that says what was run there, so there is nothing to "
-            "learn from; name the folder of a run"
+            f"{paths.display_name} has no {paths.config.name} with the configuration of the run; give the folder "
+            "of a run"
         )
     config = load.load_saved_recipe(paths.config)
     spec = None

@@ -1,4 +1,4 @@
-"""The `phalanx` command: a group whose commands are imported when they are called, so that its help is quick."""
+"""The `phalanx` command: a group that imports a command only when it is called, for a fast --help."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ from phalanx.elastic.membership import shared_secret
 
 
 class CommandPlace(NamedTuple):
-    """Where a command is: a function or a Typer of a module, or as "app.name" a function that one has registered."""
+    """Location of a command: a function or a Typer of a module, or as "app.name" a registered function."""
 
     module: str
     name: str
@@ -38,6 +38,7 @@ MAIN, JOBS = "phalanx.cli.main", "phalanx.cli.jobs"
 COMMANDS = {
     "train": CommandPlace(MAIN, "app.train", help.TRAIN),
     "export": CommandPlace(MAIN, "app.export", help.MODEL),
+    "convert": CommandPlace("phalanx.cli.convert", "convert_command", help.MODEL),
     "generate": CommandPlace(MAIN, "app.generate", help.MODEL),
     "hardware": CommandPlace(MAIN, "app.hardware", help.MACHINES),
     "run": CommandPlace(MAIN, "app.run", help.TRAIN),
@@ -48,12 +49,15 @@ COMMANDS = {
     "plan": CommandPlace("phalanx.cli.plan", "plan_command", help.MACHINES),
     "config": CommandPlace("phalanx.cli.config", "config_app", help.DATA),
     "data": CommandPlace("phalanx.cli.data", "data_app", help.DATA),
+    "cluster": CommandPlace("phalanx.cli.cluster", "cluster_app", help.MACHINES),
     "nodes": CommandPlace("phalanx.cli.nodes", "nodes_app", help.MACHINES),
     "recipes": CommandPlace("phalanx.cli.demo", "recipes_app", help.DATA),
     "launch": CommandPlace(JOBS, "jobs_app.launch", help.TRAIN),
     "keep": CommandPlace(JOBS, "jobs_app.keep", help.TRAIN, hidden=True),
     "status": CommandPlace(JOBS, "jobs_app.status", help.WATCH),
     "logs": CommandPlace(JOBS, "jobs_app.logs", help.WATCH),
+    "dashboard": CommandPlace("phalanx.cli.dashboard", "dashboard_command", help.WATCH),
+    "metrics": CommandPlace("phalanx.cli.dashboard", "metrics_command", help.WATCH),
     "cancel": CommandPlace(JOBS, "jobs_app.cancel", help.WATCH),
 }
 # Options of `phalanx run` that take a value.
@@ -83,7 +87,7 @@ def load_command(name: str) -> Any:
 
 
 def read_help(name: str) -> str:
-    """The first paragraph of a command's help, from the text of its module, which is not imported."""
+    """First paragraph of a command's help, parsed from its module's source without importing it."""
     place = COMMANDS[name]
     spec = importlib.util.find_spec(place.module)
     assert spec is not None and spec.origin is not None
@@ -96,7 +100,7 @@ def read_help(name: str) -> str:
 
 
 class LazyCommands(dict[str, Any]):
-    """The commands by name, each made when it is asked for."""
+    """Commands by name, created on first use."""
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(COMMANDS))
@@ -117,7 +121,7 @@ class LazyCommands(dict[str, Any]):
 
 
 class CommandGroup(TyperGroup):
-    """All commands. Its own help shows them without importing them."""
+    """The group of all commands. Its help does not import them."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -146,8 +150,8 @@ class CommandGroup(TyperGroup):
 app = typer.Typer(
     name="phalanx",
     cls=CommandGroup,
-    help="Train large models on the GPUs you really have, with one loss curve.",
-    epilog="Any command takes --debug: errors then show where they come from.",
+    help="Train large models on mixed GPUs, with one loss curve on any cluster.",
+    epilog="Every command has --debug: errors then show a traceback.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": help.HELP},
@@ -186,7 +190,7 @@ def _open_closed_streams() -> None:
 
 
 def _complain(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it: the exit code has to do
+    with contextlib.suppress(OSError):  # stderr is closed: the exit code remains
         typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
 
 
@@ -202,19 +206,19 @@ def _split_script_arguments(arguments: list[str]) -> tuple[list[str], list[str]]
 
 
 def _format_warning(others: Callable[..., str], message: Warning | str, category: type[Warning], *where: Any) -> str:
-    """A warning as a line of the command; those of libraries as Python shows them."""
+    """Print a warning of Phalanx as one line; those of libraries as Python does."""
     return f"warning: {message}\n" if category is RenamedWarning else others(message, category, *where)
 
 
 def main() -> None:
-    """The entry point: runs a command and turns its errors into a sentence and an exit code."""
+    """Entry point: runs a command; errors become a sentence and an exit code."""
     _open_closed_streams()
     warnings.formatwarning = functools.partial(_format_warning, warnings.formatwarning)
     ours, of_script = _split_script_arguments(sys.argv[1:])
     debug = "--debug" in ours
     arguments = [argument for argument in ours if argument != "--debug"] + of_script
     try:
-        # What commands start, and what it starts, has no use for the secret by which nodes meet.
+        # Child processes do not need the secret of the rendezvous.
         command = typer.main.get_command(app)
         help.unify_own_placeholders(command)
         help.check_options(command, ours)
@@ -228,7 +232,7 @@ def main() -> None:
         if debug:
             traceback.print_exc()
         elif isinstance(error, PermissionError) and isinstance(error.filename, str | bytes):
-            whose = "change its rights, or run the command as its owner"
+            whose = "change its permissions, or run the command as its owner"
             _complain(f"{os.fsdecode(error.filename)} cannot be read or written ({error.strerror}); {whose}")
         else:
             hint = "this is a bug of Phalanx; --debug shows where"

@@ -1,5 +1,5 @@
-"""Groups of ranks and what they send each other. Importing this makes the backend "phalanx" known to torch.distributed,
-and so imports torch: the one package whose import has an effect, since a backend is nothing but a name to be found."""
+"""Process groups and communication between ranks. Importing this registers the backend "phalanx" of torch.distributed,
+and so imports torch: the only package whose import has an effect."""
 
 from phalanx.comm.backend import register
 

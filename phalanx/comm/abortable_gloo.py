@@ -1,11 +1,11 @@
-"""A gloo group that ends on every rank, soon, when it ends on one.
+"""An abortable gloo group: a failure on one rank ends it on all ranks promptly.
 
-gloo itself notices a lost peer only where it waits for just that peer: the others wait until their timeout, for ranks
-that will never answer. Here the ranks form a circle, and each watches the next one, by a receive that is answered only
-when that rank leaves in order. Where its process died, the connection closes without that word. Then the news goes
-round the circle backwards, and each rank gives up its connections, which raises whatever waits on them.
+gloo itself notices a lost peer only where it waits for that peer: the others wait until their timeout. Here the ranks
+form a ring, and each watches the next one by a receive that is answered only when that rank leaves in order. If its
+process dies, the connection closes without an answer. Then the failure is passed backwards around the ring, and each
+rank closes its connections, which raises in all waits on them.
 
-gloo has no call that gives up a group; but a wait that runs out of time closes all its connections, so that is used.
+gloo has no call to abort a group; but a wait that times out closes all its connections, so that is used.
 """
 
 import datetime
@@ -57,7 +57,7 @@ class AbortableGloo:
         if self.failure is None and not self._closing:
             if peer is not None and self._has_left(peer):
                 self._reason = f"rank {peer} of {self.world} has left this group;"
-                self._notify(_LOST, peer)  # to those who do not wait for it themselves
+                self._notify(_LOST, peer)  # to ranks that do not wait for it themselves
             elif peer is not None and "Timed out" not in str(error):
                 self._reason_known.wait(REASON_WAIT_S)
             self._abort(str(error).splitlines()[0])
@@ -73,7 +73,7 @@ class AbortableGloo:
             try:
                 self._store.set(f"left/{self.rank}", "1")
             except RuntimeError:
-                self._reason = "the store is gone"  # with its rank: there is nobody to tell
+                self._reason = "the store is gone"  # with its rank
             self._notify(_LEAVES, self.rank)
         self._close_connections()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
@@ -97,7 +97,7 @@ class AbortableGloo:
                 return
 
     def _handle_lost_rank(self, rank: int) -> None:
-        self._reason = f"rank {rank} of {self.world} was lost or failed, look at its log;"
+        self._reason = f"rank {rank} of {self.world} was lost or failed, see its log;"
         self._reason_known.set()
         if (self.rank - 1) % self.world != rank:
             self._notify(_LOST, rank)
@@ -105,7 +105,7 @@ class AbortableGloo:
         self._abort("the connection to it has closed")
 
     def _notify(self, what: int, rank: int) -> None:
-        """Send word to the rank that watches this one. It may be gone itself: then there is nobody to be told."""
+        """Notify the rank that watches this one; it may be gone itself."""
         try:
             work = self.group.send([torch.tensor([what, rank])], (self.rank - 1) % self.world, WATCH_TAG)
             if what == _LEAVES:

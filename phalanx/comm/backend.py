@@ -1,10 +1,9 @@
-"""The backend "phalanx" of torch.distributed: collectives that know the nodes; groups that end on all ranks at once.
+"""The backend "phalanx" of torch.distributed: topology-aware collectives; groups that fail on all ranks at once.
 
 `import phalanx.comm` registers it; then any script may say `dist.init_process_group(backend="phalanx")`, make groups
-and meshes of it, and use DDP, FSDP2 and whatever else speaks to a process group. Tensors of the host travel by
-`TwoLevelCollectives`: one thread per group does its collectives in the order in which they were called. Those of an
-accelerator go through its own collectives where each rank has a device of its own, else through the host. Messages
-between two ranks are not queued.
+and meshes of it, and use DDP, FSDP2 and any other user of process groups. Host tensors use `TwoLevelCollectives`: one
+thread per group runs its collectives in call order. Those of an accelerator use its own collectives where each rank has
+its own device, else the host. Point-to-point messages are not queued.
 """
 
 import datetime
@@ -51,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Counters:
-    """What this rank has sent in a group so far, exactly; what an accelerator's own collectives send is not known."""
+    """Exact counters of what this rank has sent in a group; what an accelerator's own collectives send is not known."""
 
     within_bytes: int  # to ranks of its node
     between_bytes: int  # to ranks of other nodes
@@ -77,7 +76,7 @@ def read_counters(group: dist.ProcessGroup | None = None) -> Counters:
     """
     group = group or dist.group.WORLD
     if not isinstance(group, ProcessGroupPhalanx):
-        raise TypeError(f"counters are kept by groups of the backend {NAME}, not by {type(group).__name__}")
+        raise TypeError(f"only groups of the backend {NAME} have counters, not {type(group).__name__}")
     sent, topology = group._thread.two_level.link.sent, group._thread.topology
     return Counters(sent.within_bytes, sent.between_bytes, topology.form, group._thread.native_calls)
 
@@ -124,14 +123,14 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
     every collective returns at once, and its work's `wait` when the result is there."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, host: str) -> None:
-        super().__init__(rank, world)  # type: ignore[call-arg]  # the only form of a class of one's own
+        super().__init__(rank, world)  # type: ignore[call-arg]  # the only form for a subclass
         self._group_store, self._names = store, {"name": "", "desc": "undefined"}
         self._thread = CollectiveThread(store, rank, world, timeout, host)
-        self._close = weakref.finalize(self, self._thread.close)  # also when the interpreter ends, or nobody holds it
+        self._close = weakref.finalize(self, self._thread.close)  # also at exit, or when collected
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Devices whose tensors it carries: where FSDP puts what it sends. Torch knows that of its own backends."""
+        """The devices whose tensors the backend accepts; FSDP uses them to place tensors."""
         return [torch.device(kind) for kind in ("cpu", *accelerator.accelerator_types())]
 
     # ------------------------------------------------------------------------------------------------ one result on all
@@ -156,7 +155,7 @@ class ProcessGroupPhalanx(dist.ProcessGroup):
                 fill_tensors(both, one)
 
         if len({tensor.dtype for tensor in tensors}) != 1:
-            raise ValueError("the tensors of a coalesced all-reduce must have one type; reduce those of each by itself")
+            raise ValueError("the tensors of a coalesced all-reduce must have one dtype; reduce each dtype separately")
         return self._submit([], tensors, make, list(tensors), fill=True)
 
     @_prefer_device_group

@@ -1,5 +1,5 @@
-"""What the pieces of two-level collectives travel by: sends and receives between the ranks of a group, with their tags,
-the memory of what arrives, and the count of what was sent."""
+"""Chunked point-to-point transfers of two-level collectives: sends and receives between the ranks of a group, with
+tags, receive buffers and byte counts."""
 
 import re
 from collections import deque
@@ -53,7 +53,7 @@ class PeerError(RuntimeError):
 
     def __init__(self, peer: int, name: int, cause: RuntimeError) -> None:
         """`peer` in its group, which is rank `name` of all."""
-        # gloo's own words, without the place in its source and its guesses.
+        # gloo's message, without source location and guesses.
         words = re.sub(r"^\[[^\]]*\] | This is typically .*", "", str(cause).splitlines()[0])
         super().__init__(f"gloo, rank {name}: {words}")
         self.peer = peer
@@ -61,7 +61,7 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class ChunkTransfer:
-    """A piece on its way to a rank, or from one."""
+    """A piece in transfer to or from a rank."""
 
     peer: int
     name: int  # of the peer, among all ranks
@@ -100,7 +100,7 @@ class ChunkLink:
     """A rank's connections to the others of its group. `sent` counts what was sent, exactly."""
 
     def __init__(self, group: P2PGroup, topology: Topology, chunk_bytes: int, names: Sequence[int] | None) -> None:
-        """`names` of the group's ranks among all, for those who read of a failure."""
+        """`names` of the group's ranks among all, for error messages."""
         self._group, self.topology, self._chunk_bytes = group, topology, chunk_bytes
         self.rank, self.world = group.rank(), group.size()
         assert self.world == len(topology.node_of), f"{len(topology.node_of)} hosts of {self.world} ranks"
@@ -119,7 +119,7 @@ class ChunkLink:
     def split_chunks(
         self, tensor: torch.Tensor, cuts: Sequence[int], granule: int = 1, pieces: int = CHUNKS
     ) -> list[list[TransferChunk]]:
-        """The pieces of every rank's range, each with a tag of its own, the same on all ranks; so many at least of the
+        """The pieces of every rank's range, each with its own tag, the same on all ranks; at least so many of the
         longest range, and all but the last of a range with a multiple of `granule` elements."""
         assert tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous(), tuple(tensor.shape)
         assert len(cuts) == self.world + 1 and cuts[0] == 0 and cuts[-1] == tensor.numel(), (cuts, tensor.numel())

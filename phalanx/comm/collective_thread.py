@@ -1,4 +1,4 @@
-"""What a group of the backend is made of: its connections, and the thread that does its collectives in their order."""
+"""The connections of a group of the backend, and the thread that runs its collectives in order."""
 
 import contextlib
 import datetime
@@ -22,7 +22,7 @@ MAX_IN_FLIGHT = 4  # collectives of a group under way: the next begins while the
 
 
 class CollectiveWork(dist.Work):
-    """A collective that is queued, under way or done."""
+    """A collective that is queued, running or done."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class CollectiveWork(dist.Work):
         self._future_lock = threading.Lock()
 
     def finish(self, error: BaseException | None) -> None:
-        """Let those go on who wait."""
+        """Release the waiting threads."""
         self._error = error
         self._over.set()
 
@@ -72,7 +72,7 @@ class CollectiveWork(dist.Work):
     def get_future(self) -> "torch.futures.Future[Any]":
         with self._future_lock:
             if self._future is None:
-                # With its devices: what hangs on it runs there, in streams of its own that whoever waits comes after.
+                # With its devices: callbacks run there, in separate streams that later waits follow.
                 self._future = torch.futures.Future(devices=self._devices)
                 # What hangs on a future runs where that is set, and may wait for another collective of the group.
                 threading.Thread(target=self._resolve, args=(self._future,), name="phalanx-future", daemon=True).start()
@@ -88,7 +88,7 @@ class CollectiveWork(dist.Work):
 
 
 class P2PWork(dist.Work):
-    """A message of the user's own, to a rank or from one."""
+    """A point-to-point message of the user, to a rank or from one."""
 
     def __init__(self, work: dist.Work, peer: int | None, group: AbortableGloo, on_done: Callable[[], object]) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class P2PWork(dist.Work):
 
 
 class CollectiveThread:
-    """What a group is made of: its connections, and the thread that does its collectives, one after the other."""
+    """The connections of a group, and the thread that runs its collectives in order."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, host: str) -> None:
         self.host, self.rank, self.world, self.timeout = host, rank, world, timeout
@@ -127,7 +127,7 @@ class CollectiveThread:
         self._device_group: dist.ProcessGroup | None = None
         self.gloo = AbortableGloo(store, rank, world, timeout, self._abort_device_group)
         self.two_level = TwoLevelCollectives(self.gloo.group, self.topology)
-        self._own: dict[frozenset[int], bool] = {}  # whether these ranks have each a device of their own
+        self._own: dict[frozenset[int], bool] = {}  # whether each of these ranks has its own device
         self._calls: queue.SimpleQueue[CollectiveWork | None] = queue.SimpleQueue()
         self._closed = False
         self._worker = threading.Thread(target=self._work, name="phalanx-collectives", daemon=True)
@@ -146,8 +146,8 @@ class CollectiveThread:
         return call
 
     def device_group(self, device: torch.device, peers: Iterable[int]) -> dist.ProcessGroup | None:
-        """The group of the accelerator's own collectives; None where these ranks have not each a device of their own,
-        and where their kind of device has no such group.
+        """The group of the accelerator's own collectives; None where these ranks share a device, and where their kind
+        of device has no such group.
 
         The first call waits for that of the others: they tell each other which devices they have.
         """
@@ -179,8 +179,8 @@ class CollectiveThread:
         return self._post_p2p(lambda: self.gloo.group.send([host], to, _user_tag(tag)), to, host.numel)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work:
-        """Receive a tensor from a rank; None: from whoever sends first, which is through the host, and does not notice
-        that another rank is lost."""
+        """Receive a tensor from a rank; None: from the first sender, through the host, without noticing that another
+        rank is lost."""
         if source is not None and (native := self._native_for_message(tensor, source)) is not None:
             return native.recv([tensor], source, tag)
         host, group = to_flat_host(tensor, fill=False), self.gloo.group
@@ -206,7 +206,7 @@ class CollectiveThread:
             raise self.gloo.fail(error, peer) from None
 
     def close(self) -> None:
-        """Leave the group, after what is under way if that ends soon."""
+        """Leave the group, after a collective in progress if that ends soon."""
         self._closed = True
         self._calls.put(None)
         self._worker.join(1.0 if self.gloo.failure is None else 0.0)
@@ -217,7 +217,7 @@ class CollectiveThread:
             self._device_group.shutdown()
 
     def _abort_device_group(self) -> None:
-        """End what an accelerator's own collectives wait for: they notice no lost rank by themselves."""
+        """Abort an accelerator's own collectives, which do not notice a lost rank."""
         native, self._device_group = self._device_group, None
         if native is not None:
             native.abort()
@@ -256,5 +256,5 @@ class CollectiveThread:
 
 def _user_tag(tag: int) -> int:
     if not 0 <= tag < USER_TAGS:
-        raise ValueError(f"a message's tag is {tag}; the backend phalanx has those from 0 to {USER_TAGS - 1}")
+        raise ValueError(f"a message's tag is {tag}; the backend phalanx supports tags from 0 to {USER_TAGS - 1}")
     return FIRST_USER_TAG + tag

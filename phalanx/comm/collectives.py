@@ -1,4 +1,4 @@
-"""Collectives behind a thin wrapper that checks what gloo does not, counts bytes and measures the wait.
+"""Collectives, in a thin wrapper that checks arguments, counts bytes and measures waits.
 
 gloo returns wrong values, without an error, for non-contiguous tensors in some collectives: here that is an assertion.
 """
@@ -6,7 +6,7 @@ gloo returns wrong values, without an error, for non-contiguous tensors in some 
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass
 class Traffic:
-    """What this rank has put through collectives since the last `take`. Threads may share one."""
+    """This rank's collective traffic since the last `take`. Threads may share one."""
 
     calls: int = 0
     # Of the collectives here: bytes of the tensors handed over, not of what the algorithm sends. Of a transfer of
@@ -48,7 +48,7 @@ class Traffic:
             self.before_device_collective()
 
     def count(self, payload_bytes: int) -> None:
-        """Take note of one call."""
+        """Count one call."""
         with self._lock:
             self.calls += 1
             self.payload_bytes += payload_bytes
@@ -60,7 +60,7 @@ class Traffic:
             self.payload_bytes += other.payload_bytes
 
     def add_wait(self, seconds: float) -> None:
-        """Take note that the host was held up."""
+        """Count a wait of the host."""
         with self._lock:
             self.wait_s += seconds
             self.total_wait_s += seconds
@@ -74,7 +74,7 @@ class Traffic:
 
 
 class PendingCollective:
-    """A collective under way; `wait` holds the host until the result may be used by work queued after it."""
+    """A collective in progress; `wait` blocks until the result may be used by work queued after it."""
 
     def __init__(
         self,
@@ -132,6 +132,28 @@ def reduce_scatter(
         summed = _sendable(shard, group, filled=False)
         work = REDUCE_SCATTER(summed, _sendable(tensor, group), op=dist.ReduceOp.SUM, group=group, async_op=True)
     return _issued(work, traffic, start, "reduce", shard, summed)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group: dist.ProcessGroup,
+    traffic: Traffic,
+) -> PendingCollective:
+    """Start sending rows of `tensor` to every rank, `sent[r]` of them to rank r, in order; `output` receives
+    `received[r]` rows of rank r, in order. Counts, which may be 0, must agree on both sides. Traffic counts the bytes
+    that other ranks are sent."""
+    assert output.is_contiguous() and tensor.is_contiguous(), (output.shape, tensor.shape)
+    traffic.await_turn(tensor)
+    traffic.count(tensor.nbytes // max(1, sum(sent)) * (sum(sent) - sent[dist.get_rank(group)]))
+    start = time.perf_counter()
+    with phase("gather"):
+        landed = _sendable(output, group, filled=False)
+        leaving = _sendable(tensor, group)
+        work = dist.all_to_all_single(landed, leaving, list(received), list(sent), group=group, async_op=True)
+    return _issued(work, traffic, start, "gather", output, landed)
 
 
 def device_for_group(group: dist.ProcessGroup, device: torch.device) -> torch.device:

@@ -1,7 +1,7 @@
-"""A lane: one thread that moves data while the main thread computes, in the order in which it is told.
+"""The communication thread: it moves data while the main thread computes, in the order of its tasks.
 
-On an accelerator it queues its work in a stream of its own, and a `StreamEvent` joins the two streams without either
-host thread waiting for the device. On a CPU the thread itself does the work.
+On an accelerator it queues its work in a separate stream, and a `StreamEvent` joins the two streams without either host
+thread waiting for the device. On a CPU the thread itself does the work.
 """
 
 import contextlib
@@ -16,14 +16,15 @@ import torch
 from phalanx.comm.collectives import Traffic
 from phalanx.system import accelerator
 
-JOIN_TIMEOUT_S = 1.0  # that a lane gets to end
-POLL_S = 1.0  # how often who waits for a mark looks whether the lane is still at work
+JOIN_TIMEOUT_S = 1.0  # for the thread to end
+POLL_S = 1.0  # how often a waiter checks that the thread is alive
 
 
 class CommThread:
-    """Runs what it is given, one after the other, in a thread of its own and without gradients.
+    """Runs tasks in order, in its own thread and without gradients.
 
-    The first exception ends it: it is raised again wherever somebody waits for the lane, and nothing more is run.
+    The first exception ends it: it is raised again in every wait for the communication thread, and no further task
+    runs.
     """
 
     def __init__(self, device: torch.device, traffic: Traffic | None = None) -> None:
@@ -37,7 +38,7 @@ class CommThread:
         self._changed = threading.Condition()
         self._closed = False
         self._wait_condition: Callable[[], bool] | None = (
-            None  # says whether what the lane waits for is there; None: it works
+            None  # says whether what this thread waits for is there; None: it works
         )
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -47,7 +48,7 @@ class CommThread:
         return self._closed
 
     def report_wait(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a wait of the main thread for this one, for those who look at its pulse."""
+        """Surrounds a wait of the main thread for this one, reported on the progress page."""
         return self._traffic.report_wait("lane")
 
     def __reduce__(self) -> str:
@@ -57,38 +58,38 @@ class CommThread:
         )
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run `task` behind all that was put before."""
+        """Queue `task` after all earlier ones."""
         self.raise_error()
         with self._changed:
-            assert not self._closed, "the lane is closed"
+            assert not self._closed, "the communication thread is closed"
             self._tasks.append(task)
             self._changed.notify_all()
-        if self._thread is None:  # not before it is needed: whoever forks must have one thread
+        if self._thread is None:  # on first use, since a process that forks must have one thread
             # Not waited for at exit: it may be held up by a peer that is gone.
             self._thread = threading.Thread(target=self._run, name="phalanx-lane", daemon=True)
             self._thread.start()
 
     def raise_error(self) -> None:
-        """Raise what ended the lane, if anything did."""
+        """Raise the exception that ended the communication thread, if any."""
         if self.error is not None:
             raise self.error
 
     def wait_current_stream(self) -> None:
-        """What is put from now on comes behind what this thread has queued on the device."""
+        """Later tasks run after what this thread has queued on the device."""
         if self._stream is not None:
             here = StreamEvent(self)
             here.record()
             self.submit(here.wait)
 
     def fail(self, error: BaseException) -> None:
-        """End the lane by an error of the main thread, for which it would wait for ever, and others for it."""
+        """End the communication thread after an error of the main thread; otherwise it would wait forever."""
         with self._changed:
             self.error = self.error or error
             self._tasks.clear()
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until all that was put has been done; what this thread queues next comes behind it."""
+        """Wait until all queued tasks are done; later work of this thread runs after them."""
         if self._thread is not None:
             done = StreamEvent(self)
             self.submit(done.record)
@@ -96,10 +97,11 @@ class CommThread:
         self.raise_error()
 
     def wait_until_idle(self) -> None:
-        """Wait until the lane has queued on the device all that it can before this thread reaches another mark.
+        """Wait until the communication thread has queued on the device all that it can before this thread reaches
+        another mark.
 
-        Where the lane and this thread both start collectives of the device, in groups of their own, all ranks must
-        start them in one order: a device that has one queue for all streams would else wait for ever for another one.
+        Where the communication thread and this thread both start collectives of the device, in separate groups, all
+        ranks must start them in one order: a device with one queue for all streams would otherwise deadlock.
         """
         if self._thread is None or self._thread is threading.current_thread():
             return
@@ -115,7 +117,7 @@ class CommThread:
 
     @contextlib.contextmanager
     def declare_wait(self, is_ready: Callable[[], bool]) -> Iterator[None]:
-        """Surrounds a wait of the lane's own thread for something of which `is_ready` tells whether it has come."""
+        """Surrounds a wait of the communication thread for something; `is_ready` tells whether it is there."""
         if threading.current_thread() is not self._thread:
             yield
             return
@@ -129,7 +131,8 @@ class CommThread:
                 self._wait_condition = None
 
     def close(self) -> None:
-        """Let the thread end after what it was given; it takes no more. Not waited for long: a peer may be gone."""
+        """Let the thread end after its queued tasks; it accepts no more. Waits only briefly, since a peer may be
+        gone."""
         self._traffic.before_device_collective = None
         with self._changed:
             self._closed = True
@@ -138,7 +141,7 @@ class CommThread:
             return
         self._thread.join(JOIN_TIMEOUT_S)
         if self._stream is not None and self.error is None and not self._thread.is_alive():
-            # What this thread queues next may be in memory that the lane still uses.
+            # What this thread queues next may be in memory that the communication thread still uses.
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
 
     def _run(self) -> None:
@@ -170,7 +173,7 @@ class StreamEvent:
     def record(self) -> None:
         """Reached, by all that this thread has queued so far."""
         if self._comm_thread.device.type != "cpu":
-            # Used again, not made anew: who waits for a mark that is set again must find an event that was recorded.
+            # Reused, not created again: a waiter for an event that is set again must find a recorded one.
             self._event = self._event or torch.Event(self._comm_thread.device)
             self._event.record()
         self._recorded.set()
@@ -180,9 +183,9 @@ class StreamEvent:
         return self._recorded.is_set()
 
     def wait(self, traffic: Traffic | None = None) -> None:
-        """Hold this thread until the mark was set, and what it queues next until the device is there.
+        """Block this thread until the event is set, and its later device work until the device has reached it.
 
-        The host's time goes into `traffic`. Raises what ended the lane.
+        The host's time goes into `traffic`. Raises the exception that ended the communication thread.
         """
         if not self._recorded.is_set():
             start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Collectives that send less: what crosses nodes is encoded (see below), and so is whatever is gathered.
+"""Compressed collectives: traffic between nodes is encoded (see below), and so is gathered data.
 
-A number must be rounded once on its way, not at every stop. So a sum does not grow from node to node here: the ranks of
+A number must be rounded once, not at every hop. So a sum does not grow from node to node here: the ranks of
 a node add up their parts exactly, at the relay of each range (two_level.py), which sends its node's sum, encoded,
 straight to the owner. The owner rounds its own node's sum, too, and adds up what it decodes in the order of the nodes,
 so that a sum does not depend on whose it is; on one node nothing is rounded. With even shards that takes no more bytes
@@ -28,20 +28,21 @@ from phalanx.comm.chunk_link import (
 )
 from phalanx.comm.rendezvous import Topology
 from phalanx.comm.two_level import TwoLevelCollectives, TwoLevelTransfer
+from phalanx.layout.buckets import COMPRESSED_BYTES, GRANULE
 
 # --------------------------------------------------------------------------------------------------------------- codec
-# What a tensor is sent as where that is to be shorter than it is: in bfloat16, or in blocks of 8-bit whole numbers.
+# The codecs: bfloat16, or blocks of 8-bit integers.
 # Rounding is to the nearest, without memory of what was rounded before, so the same numbers always become the same
 # bytes. Anything that is not finite stays so. Blocks are counted from the beginning of what is encoded: where ranges
 # begin and end at multiples of `BLOCK`, what becomes of an element does not depend on who owns it.
 
 
-BLOCK = 64  # elements with a scale in common: what shards are cut at multiples of
+BLOCK = GRANULE  # elements with a common scale: shards are cut at multiples of it
 INT8_MAX = 127
 
 
 class Codec(Protocol):
-    """How numbers are written in fewer bytes. Tensors are flat, and bytes are `torch.uint8`."""
+    """A codec: the encoding of numbers in fewer bytes. Tensors are flat, and bytes are `torch.uint8`."""
 
     def byte_size(self, elements: int) -> int:
         """Bytes of so many elements."""
@@ -52,7 +53,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, coded: torch.Tensor, into: torch.Tensor) -> None:
-        """Write what the bytes stand for, in the type of `into`."""
+        """Decode the bytes in the type of `into`."""
         ...
 
 
@@ -124,12 +125,8 @@ CODECS: dict[str, Codec] = {"bf16": BFloat16Codec(), "int8": Int8Codec()}
 
 
 def wire_bytes_per_element(dtype: torch.dtype, compress: str) -> float:
-    """Bytes in which an element of a type is sent by a codec of this name, or as it is."""
-    return (
-        float(dtype.itemsize)
-        if compress == NO_COMPRESSION
-        else min(CODECS[compress].byte_size(BLOCK) / BLOCK, dtype.itemsize)
-    )
+    """Bytes in which an element of a dtype is sent with `comm.compress`."""
+    return min(COMPRESSED_BYTES[compress] or dtype.itemsize, float(dtype.itemsize))
 
 
 # ---------------------------------------------------------------------------------------------- compressed collectives
@@ -207,7 +204,7 @@ class CompressedCollectives:
         yield from wait_steps(sent)
 
     def _add_nodes(self, total: torch.Tensor, arriving: Sequence[tuple[int, ChunkTransfer, torch.Tensor]]) -> None:
-        """`total` holds the sum of the own node; it becomes that of all, each rounded, in the order of the nodes."""
+        """Add the sums of all nodes, each rounded, in the order of the nodes, to `total`, which has this node's."""
         coded = {node: coded for node, _, coded in arriving}
         coded[self._two_level.link.node] = torch.empty(self._codec.byte_size(total.numel()), dtype=torch.uint8)
         self._codec.encode(total, coded[self._two_level.link.node])
@@ -272,15 +269,15 @@ class CompressedCollectives:
 
 
 def describe_node_change(compress: str, saved_node_of: Any, topology: Topology) -> str | None:
-    """What to tell a user whose run goes on where ranks share nodes otherwise than `saved_node_of` (the node of each
-    rank, as a checkpoint's header has it; None: not known); None where that changes nothing.
+    """The warning for a resumed run whose ranks are placed on nodes differently than in `saved_node_of` (the node of
+    each rank, as a checkpoint's header has it; None: not known); None where that changes nothing.
 
-    The sum of each node is rounded, so who shares one is part of the algorithm. On one node no sum is.
+    The sum of each node is rounded, so which ranks share a node is part of the algorithm. On one node no sum is.
     """
     now = list(topology.node_of)
     if compress == NO_COMPRESSION or saved_node_of in (None, now) or max(*saved_node_of, *now) == 0:
         return None
     return (
-        f"compress: {compress} rounds the sum of each node, and the ranks share nodes otherwise than when the "
-        "checkpoint was saved, so the curve may differ a little from here on"
+        f"compress: {compress} rounds the sum of each node, and the ranks are placed on nodes differently than when "
+        "the checkpoint was saved, so the loss curve may differ slightly from here on"
     )

@@ -1,4 +1,4 @@
-"""Tensors of a call of torch.distributed as the backend moves them, flat and on the host; and how they are reduced."""
+"""Conversion of torch.distributed tensors to flat host tensors for the backend, and their reduction."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,8 @@
-"""Process groups and meshes: the only place that makes them."""
+"""Process groups and meshes, created only here."""
 
 import contextlib
 import datetime
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,12 @@ from phalanx.system import accelerator
 
 @dataclass(frozen=True)
 class Axis:
-    """A group of ranks along an axis of model parallelism: who they are among all ranks, and this one's place."""
+    """A group of ranks along an axis of model parallelism: their numbers among all ranks, and this one's place."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     rank: int
-    cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # by those who use it, by name
+    cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of its users, by name
 
     @property
     def size(self) -> int:
@@ -69,7 +70,7 @@ def split_axis(axis: Axis, size: int, timeout_s: float) -> Axis:
 
 @dataclass(frozen=True)
 class RankDevices:
-    """What all ranks compute on."""
+    """The device types of all ranks."""
 
     on_host: bool  # every rank's device is a CPU
     homogeneous: bool  # all devices are of one kind
@@ -88,13 +89,15 @@ class ExtraGroups:
 
     members: tuple[tuple[int, ...], ...] = ()
     made: list[dist.ProcessGroup] = field(default_factory=list)
+    named: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # those of all ranks of this mesh
+    context: Axis | None = None  # see Mesh.context
 
 
 @dataclass
 class Mesh:
-    """The groups of one attempt. Independent streams of collectives have groups of their own, so that none can overtake
-    or delay another's: `shard` carries gradients and parameters, `transfers` those that the sharded engine sends
-    itself and `agreement` the few bytes that go with them, `control` a few bytes a step, `checkpoint` saves.
+    """The process groups of one attempt. Independent streams of collectives have separate groups, so that none can
+    overtake or delay another's: `shard` carries gradients and parameters, `transfers` those that the sharded engine
+    sends itself and `agreement` the few bytes that go with them, `control` a few bytes a step, `checkpoint` saves.
 
     Where several ranks hold one copy of the model, `data` is the mesh of those that hold the same part of it as this
     rank, one in each copy: an engine shards over them, and knows nothing of the others but `model`.
@@ -126,6 +129,16 @@ class Mesh:
         """This rank and those that hold the same part of other copies of the model; the mesh itself if that is all."""
         return self if self.inner is None else self.inner
 
+    @property
+    def context(self) -> Axis | None:
+        """Ranks that take rows together, a part of `data`; None where each takes its own."""
+        return self.extra.context
+
+    @property
+    def row_group(self) -> int:
+        """Which of the groups that take different rows this rank belongs to."""
+        return self.axes.row_group(self.rank, self.world)
+
     def sum(self, values: list[float]) -> list[float]:
         """Sum numbers over all ranks, in float64, and wait for the result."""
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -145,13 +158,15 @@ class Mesh:
         return self.sum(table)
 
     def drop_groups(self) -> None:
-        """Let go of the groups, which were destroyed. As long as anything holds one its threads run on, and where the
-        interpreter ends before them the process aborts."""
+        """Drop references to the destroyed groups. The threads of a referenced group continue, and if the interpreter
+        ends before them the process aborts."""
         if self.inner is not None:
             self.inner.drop_groups()
         self.extra.made.clear()
+        self.extra.named.clear()
         for name in ("shard", "control", "checkpoint", "transfers", "agreement", "roll_call"):
             self.__dict__.pop(name, None)
+        self.extra = replace(self.extra, context=None)
         self.tensor = self.pipe = self.model = self.all_ranks = self.inner = None
 
     def split(self, degree: int, through_host: bool) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
@@ -181,6 +196,18 @@ class Mesh:
                     mine[ranks in copies] = group
                     self.extra.made.append(group)
         return mine[False], mine.get(True)
+
+    def open_group(self, name: str) -> dist.ProcessGroup:
+        """A group of all ranks of this mesh for another stream of collectives on the device. Collective on first
+        use."""
+        if name not in self.extra.named:
+            wait, me = datetime.timedelta(seconds=self.roll_call.timeout_s), dist.get_rank()
+            for ranks in self.extra.members or (tuple(range(self.world)),):
+                group = _new_group(list(ranks), backend=dist.get_backend(self.transfers), timeout=wait)
+                if me in ranks:
+                    self.extra.named[name] = group
+                    self.extra.made.append(group)
+        return self.extra.named[name]
 
     def _reduce(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -220,8 +247,8 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: M
 
 @contextlib.contextmanager
 def attach_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) -> Iterator[Mesh]:
-    """A mesh of its own in a process whose ranks have met already, whoever saw to that: its groups are made anew, so
-    that they disturb nobody's, and are gone on exit. Every rank must make it, on its `device`."""
+    """A mesh in a process whose ranks have already met: it has new groups, separate from all others, which are
+    destroyed on exit. Every rank must make it, on its `device`."""
     axes.data_parallel_size(dist.get_world_size())
     # torch keeps this store to itself, but it is where every rank is known to look.
     store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
@@ -241,6 +268,7 @@ def attach_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) 
 def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
     """All that were made for a mesh."""
     own = [*mesh.extra.made, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement]
+    own += [] if mesh.context is None else [mesh.context.group]
     if mesh.inner is None:
         return own
     axes = [axis.group for axis in (mesh.tensor, mesh.pipe, mesh.model) if axis is not None]
@@ -268,25 +296,29 @@ def _mesh(
         axes=axes,
     )
     mesh.all_ranks = mesh.agreement if mesh.world > 1 else None
+    if axes.context > 1:
+        mesh.extra = replace(mesh.extra, context=_make_axis(mesh, offers, timeout, "context", None))
     if axes.model_parallel_size > 1:
         _add_axis_groups(mesh, offers, timeout, datetime.timedelta(seconds=timeout_s + storage_s))
     return mesh
 
 
+def _make_axis(mesh: Mesh, offers: list[str], timeout: datetime.timedelta, axis: str, backend: str | None) -> Axis:
+    """The group of this rank along an axis; every rank makes every group, in the same order."""
+    mine: Axis | None = None
+    for ranks in mesh.axes.groups(axis, mesh.world):
+        used = _choose_backend([offers[each] for each in ranks]) if backend is None else backend
+        group = _new_group(list(ranks), backend=used, timeout=timeout)
+        if mesh.rank in ranks:
+            mine = Axis(group, ranks, ranks.index(mesh.rank))
+    assert mine is not None
+    return mine
+
+
 def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wait_saved: datetime.timedelta) -> None:
     """Give `mesh` the groups of model parallelism. Every rank makes every group, in the same order."""
-    axes, world, rank = mesh.axes, mesh.world, mesh.rank
-
-    def of(axis: str, backend: str | None, timeout: datetime.timedelta = wait) -> Axis:
-        mine: Axis | None = None
-        for ranks in axes.groups(axis, world):
-            used = _choose_backend([offers[each] for each in ranks]) if backend is None else backend
-            group = _new_group(list(ranks), backend=used, timeout=timeout)
-            if rank in ranks:
-                mine = Axis(group, ranks, ranks.index(rank))
-        assert mine is not None
-        return mine
-
+    axes, world = mesh.axes, mesh.world
+    of = functools.partial(_make_axis, mesh, offers, wait)
     mesh.tensor = of("tensor", None) if axes.tensor > 1 else None
     mesh.pipe = of("pipe", None) if axes.pipeline > 1 else None
     mesh.model = of("model", "gloo")
@@ -298,7 +330,7 @@ def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wa
         world=shard.size,
         shard=DeviceMesh.from_group(shard.group, mesh.device.type, mesh=list(shard.ranks), mesh_dim_names=("shard",)),
         control=of("data", "gloo").group,
-        checkpoint=of("data", "gloo", wait_saved).group,
+        checkpoint=_make_axis(mesh, offers, wait_saved, "data", "gloo").group,
         transfers=of("data", None).group,
         agreement=of("data", "gloo").group,
         topology=mesh.topology.subset(shard.ranks),
@@ -311,7 +343,7 @@ def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wa
 
 @contextlib.contextmanager
 def single_rank_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """This rank as if there were no other, for what each rank tries for itself; there is nothing to shard over."""
+    """A mesh of this rank alone, for measurements of each rank by itself."""
     timeout = datetime.timedelta(seconds=mesh.roll_call.timeout_s)
     group = _new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
     try:
@@ -325,19 +357,19 @@ def single_rank_mesh(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def _describe_device(device: torch.device) -> str:
-    """What a rank tells the others: the groups that its device can have, which device it is, and on which machine."""
+    """A rank's description for the others: the groups that its device supports, the device, and the machine."""
     return "\t".join([accelerator.backend_string(device), accelerator.hardware_id(device, this_host()), this_host()])
 
 
 def _choose_backend(offers: list[str]) -> str:
-    """The groups of an attempt: the device's own collectives where all have the same kind and each its own device;
-    gloo for unlike devices, and for ranks that share one, which an accelerator's collectives refuse."""
+    """The groups of an attempt: the device's own collectives where all have the same kind and each its own device; gloo
+    for heterogeneous devices, and for ranks that share one, which an accelerator's collectives refuse."""
     backends = {offer.split("\t")[0] for offer in offers}
     devices = [device for offer in offers if (device := offer.split("\t")[1])]
     return backends.pop() if len(backends) == 1 and len(set(devices)) == len(devices) else "gloo"
 
 
-# ------------------------------------------------------------------------------------- groups of scripts of users' own
+# --------------------------------------------------------------------------------------------- groups of users' scripts
 
 
 def init_default_group(placement: Placement, timeout_s: float) -> None:

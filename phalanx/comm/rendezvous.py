@@ -1,5 +1,5 @@
-"""How ranks meet: the store that they all reach, who has arrived, who is missing once a collective has failed, which of
-them share a node, and the small JSON objects that they send each other."""
+"""Rendezvous of ranks: the store, arrived ranks, missing ranks after a failed collective, the topology of nodes, and
+exchange of small JSON objects."""
 
 import datetime
 import json
@@ -19,7 +19,7 @@ from phalanx.core.errors import CollectiveError, RunError
 from phalanx.core.placement import Placement, StoreAddress
 
 LOST_PEER_WORDS = ("gloo", "pair closure")  # in what gloo says of a peer; a plain send or receive does not name itself
-# For how long nobody else says that a collective has failed for him, too, before the roll is closed; the others notice
+# How long no other rank reports that a collective has failed for it, too, before the roll call ends; the others notice
 # it one after the other, when their neighbours leave.
 ROLL_CALL_S, LONGEST_ROLL_CALL_S, ROLL_LOOK_S = 2.0, 10.0, 0.1
 
@@ -44,13 +44,13 @@ def open_store(placement: Placement, timeout: datetime.timedelta) -> dist.Store:
     except dist.DistError as error:
         raise RunError(
             f"rank {placement.rank} found no store at {address.host}:{address.port} within "
-            f"{timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}); check that rank 0 is alive and that this "
-            f"node reaches that address"
+            f"{timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}); check that rank 0 is alive and that "
+            "this node can reach that address"
         ) from None
 
 
 def _listen(address: StoreAddress) -> int:
-    """Bind the store's own address and no other: TCPStore by itself would listen on every interface."""
+    """Bind only the store's address: TCPStore by itself would listen on every interface."""
     family, kind, protocol, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
     try:
         bound = socket.socket(family, kind, protocol)
@@ -60,13 +60,13 @@ def _listen(address: StoreAddress) -> int:
     except OSError as error:
         raise RunError(
             f"rank 0 cannot listen at {address.host}:{address.port} ({error.strerror}); "
-            "choose an address of its own node and a free port"
+            "choose an address of its node and a free port"
         ) from None
     return bound.detach()
 
 
 def exchange_offers(store: dist.Store, placement: Placement, timeout_s: float, offer: str) -> list[str]:
-    """Wait until every rank has announced itself, so that a missing one is named, not waited for in silence.
+    """Wait until every rank has announced itself, so that missing ones can be named.
 
     Returns what each rank offers, in order of rank.
     """
@@ -80,20 +80,20 @@ def exchange_offers(store: dist.Store, placement: Placement, timeout_s: float, o
             if missing:
                 raise CollectiveError(
                     f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {placement.world} did not arrive "
-                    f"within {timeout_s:.0f} s; look at their logs, or raise comm.timeout_s"
+                    f"within {timeout_s:.0f} s; see their logs, or raise comm.timeout_s"
                 ) from None
         return [value.decode() for value in store.multi_get(names)]
     except dist.DistError as error:
         first_line = str(error).splitlines()[0]
         raise CollectiveError(
-            f"rank {placement.rank} lost the store while it waited for the others ({first_line}), so rank 0 has left; "
-            "look at its log"
+            f"rank {placement.rank} lost the store while waiting for the others ({first_line}), so rank 0 has "
+            "exited; see its log"
         ) from None
 
 
 @dataclass(frozen=True)
 class RollCall:
-    """Who has failed in a collective, as all ranks say at the store."""
+    """The roll call after a failed collective, through the store."""
 
     store: dist.Store
     rank: int
@@ -101,10 +101,9 @@ class RollCall:
     timeout_s: float  # of collectives
 
     def name_missing_ranks(self, error: RuntimeError) -> RuntimeError | CollectiveError:
-        """What to raise for `error`: if a collective failed, an error that names the ranks that say nothing of it.
-
-        Every rank in a failed collective gets an error of its own, sooner or later, and says so at the store. Those
-        that say nothing as long as others still do are lost, or held up. A dead store leaves the error as it is.
+        """The error to raise for `error`: if a collective failed, one that names the ranks that do not report it. Every
+        rank in a failed collective gets an error sooner or later, and reports it at the store. Ranks that do not report
+        while others still do are lost, or blocked. A dead store leaves the error unchanged.
         """
         if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST_PEER_WORDS):
             return error
@@ -116,16 +115,17 @@ class RollCall:
         if not late:
             return CollectiveError(
                 f"a collective failed on all {self.world} ranks ({first_line}): the network between them broke, or "
-                "they waited for one another in different ones; see that all make the same calls, as many times"
+                "ranks were in different collectives; check that all ranks make the same calls the same number of "
+                "times"
             )
         return CollectiveError(
-            f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {self.world} did not answer when a collective "
-            f"had failed on others ({first_line}): lost, or held up for longer than {self.timeout_s:g} s; look at the "
-            "logs of those, or raise comm.timeout_s"
+            f"rank{'s' if len(late) > 1 else ''} {', '.join(late)} of {self.world} did not respond after a "
+            f"collective failed on others ({first_line}): lost, or blocked for longer than {self.timeout_s:g} s; see "
+            "their logs, or raise comm.timeout_s"
         )
 
     def _find_silent_ranks(self) -> list[str]:
-        """The ranks that have not said that a collective failed for them, once nobody says so any more."""
+        """The ranks that have not reported a failed collective, once no more reports arrive."""
         names = [f"failed/{rank}" for rank in range(self.world)]
         if not self.store.check([names[self.rank]]):
             self.store.set(names[self.rank], "1")
@@ -198,7 +198,7 @@ def this_host() -> str:
 
 
 # ------------------------------------------------------------------------------------ small JSON objects between ranks
-# JSON and not pickle: whoever could write to the network must not run code here.
+# JSON and not pickle, so that no data from the network can run code.
 
 
 class JsonGroup:

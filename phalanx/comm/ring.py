@@ -4,12 +4,12 @@ The ranks of a group form a ring; everything travels to the next rank. In an all
 passes on what arrives, but for the shard of the next rank, which has it. In a reduce-scatter the sum of rank b's range
 starts at rank b + 1 and grows on its way round to b. What is passed on leaves as soon as it is there, piece by piece,
 so that every link carries data in both directions all the time, whatever the sizes of the shards. With shares s of B
-bytes a rank sends (1 - s)B in a reduce-scatter, and receives as much in an all-gather: nobody can do with less, so both
-take (1 - least s)B / rate. (Padding to the largest share, or gloo's own reduce-scatter, moves two to four times that.)
+bytes a rank sends (1 - s)B in a reduce-scatter, and receives as much in an all-gather: the least possible, so both take
+(1 - least s)B / rate. (Padding to the largest share, or gloo's own reduce-scatter, moves two to four times that.)
 
 The sum of an element is taken in the order of the ring, the owner last: the same at every call, and the same whatever
 the size of the pieces. It is kept in the tensor's own type, so bfloat16 rounds at every rank that it passes.
-`uneven_collectives.PaddedCollectives` is the plain twin, and says what the two mean.
+`uneven_collectives.PaddedCollectives` is the reference implementation.
 """
 
 import time
@@ -40,13 +40,13 @@ class _RingChunk:
 
 
 class RingTransfer:
-    """A transfer under way. `wait` passes on what arrives, and returns when its tensors are ready and free again."""
+    """A transfer in progress. `wait` forwards what arrives, and returns when its tensors are ready and free again."""
 
     def __init__(
         self, ring: "RingCollectives", tensor: torch.Tensor, own: list[_RingChunk], incoming: list[_RingChunk],
         kept_at_end: int, into: torch.Tensor | None, start: int,
     ) -> None:  # fmt: skip
-        """`own` are sent first. Of what is `incoming` all goes on to the next rank but the last pieces, which stay.
+        """`own` are sent first. Of what is `incoming` all but the last pieces is forwarded to the next rank.
 
         With `into` the pieces are added up: those that stay to there, where element `start` of the tensor comes first.
         """
@@ -62,7 +62,7 @@ class RingTransfer:
         """Finish this transfer, and before it those that were begun earlier.
 
         Raises:
-            RuntimeError: a peer is gone, or sent nothing within the group's timeout; the ring is of no more use.
+            RuntimeError: a peer is gone, or sent nothing within the group's timeout; the ring cannot be used any more.
         """
         if not self._done:
             self._ring._finish(self)
@@ -84,7 +84,7 @@ class RingTransfer:
         return part.numel() * part.element_size()
 
     def _take(self) -> int:
-        """Wait for the next piece, add it up, and pass it on if it goes on; returns its bytes."""
+        """Wait for the next piece, add it up, and forward it unless it is the last; returns its bytes."""
         part, work = self._expected.popleft()
         work.wait()
         piece, stays = self._incoming[self._arrived], self._arrived >= self._forwarded
@@ -107,13 +107,13 @@ class RingCollectives:
     """Transfers over the ranks of one group, which nothing else should use at the same time: a small collective would
     wait behind the pieces. All calls come from one thread, and every rank begins the same transfers in the same order.
 
-    Several transfers may be under way. They end in the order in which they were begun: the own data of one follows what
-    is passed on of the one before, and is received behind it, so that links are not idle between two, and no transfer
-    holds up an earlier one. So begin the next before waiting for one: at 400 Mbit/s transfers of 2 MiB took 1.05 times
-    what they must one after the other, and 1.01 to 1.02 with two under way.
+    Several transfers may be in progress. They end in the order in which they were begun: the own data of one follows
+    the forwarded data of the previous one, so that links are not idle between two, and no transfer delays an earlier
+    one. So begin the next before waiting for one: at 400 Mbit/s transfers of 2 MiB took 1.05 times what they must one
+    after the other, and 1.01 to 1.02 with two under way.
 
     `traffic` counts a call and (1 - s)B bytes for each, and as its wait the time that the calling thread was held up:
-    give it one of its own where that thread does not hold up the computation. Besides the tensors handed over,
+    give it a separate one where that thread does not delay the computation. Besides the tensors handed over,
     reduce-scatters need about WINDOW_BYTES of memory, all together.
     """
 
@@ -164,7 +164,7 @@ class RingCollectives:
         assert tensor.dim() == 1 and tensor.is_contiguous(), f"not flat and contiguous: {tuple(tensor.shape)}"
         assert len(cuts) == self._world + 1, f"{len(cuts) - 1} ranges for {self._world} ranks"
         assert cuts[0] == 0 and cuts[-1] == tensor.numel(), f"ranges {list(cuts)} of {tensor.numel()} elements"
-        assert all(a <= b for a, b in pairwise(cuts)), f"ranges that go back: {list(cuts)}"
+        assert all(a <= b for a, b in pairwise(cuts)), f"decreasing ranges: {list(cuts)}"
 
     def _begin(self, moving: RingTransfer, cuts: Sequence[int], name: str) -> RingTransfer:
         if self._broken is not None:
@@ -206,8 +206,8 @@ class RingCollectives:
         self._send_own()
 
     def _expect(self) -> None:
-        """Be ready for the next pieces, of the transfers in their order: whoever sends waits for that, so it is the
-        order in which they arrive."""
+        """Post the receives of the next pieces, in the order of the transfers: senders wait for that, so they arrive in
+        this order."""
         for moving in self._under_way:
             while self._expected_bytes < WINDOW_BYTES and (more := moving._expect()):
                 self._expected_bytes += more
@@ -220,7 +220,7 @@ class RingCollectives:
                 break
 
     def _split_chunks(self, cuts: Sequence[int], item_bytes: int) -> list[list[_RingChunk]]:
-        """The pieces of every rank's range, each with a tag of its own, the same on all ranks."""
+        """The pieces of every rank's range, each with its own tag, the same on all ranks."""
         shard_bytes = cuts[-1] * item_bytes // self._world
         wanted = max(MIN_CHUNK_BYTES, min(self._chunk_bytes, shard_bytes // CHUNKS_PER_SHARD))
         step = max(1, min(wanted, self._chunk_bytes) // item_bytes)

@@ -1,4 +1,4 @@
-"""Collectives that know which ranks share a node: each byte crosses the slow links between nodes once.
+"""Topology-aware (two-level) collectives: each byte crosses the links between nodes once.
 
 Ranks are placed by the name of their host, never by their numbers. Every range of a tensor has an owner. On each other
 node one rank is that range's relay: the one with the owner's index within its node, wrapped around where a node has
@@ -7,12 +7,12 @@ fewer ranks. So the ranks of a node share the work between nodes, whatever numbe
 An all-gather sends a range once around the nodes, from relay to relay, and each relay hands it to the ranks beside it.
 A reduce-scatter is the same backwards: the ranks of a node hand their parts of a sum to its relay, and the sum grows on
 its way from relay to relay to the owner. An all-reduce is both, piece by piece. Everything is cut into pieces, and a
-piece goes on as soon as it is there, so that the stages of different pieces overlap. With one rank per node this is the
-streaming ring, with one node alone it is a direct exchange: there is nothing to choose.
+piece is forwarded as soon as it is there, so that the stages of different pieces overlap. With one rank per node this
+is the streaming ring, with one node alone it is a direct exchange: there is nothing to choose.
 
 The sum of an element is taken in an order that only the topology and the owner fix, so it is the same at every call and
 for any size of the pieces; and it is taken in one place, so that every rank has the same bits.
-`uneven_collectives.PaddedCollectives` is the plain twin.
+`uneven_collectives.PaddedCollectives` is the reference implementation.
 """
 
 import time
@@ -57,7 +57,7 @@ class TwoLevelCollectives:
         traffic: Traffic | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
-        """`names` of the group's ranks among all, for those who read of a failure."""
+        """`names` of the group's ranks among all, for error messages."""
         self.link = ChunkLink(group, topology, chunk_bytes, names)
         self.rank, self.world, self._traffic = self.link.rank, self.link.world, traffic or Traffic()
         self._under_way: deque[TwoLevelTransfer] = deque()
@@ -93,10 +93,10 @@ class TwoLevelCollectives:
         return moving
 
     def step(self) -> None:
-        """Take the oldest transfer under way one piece further.
+        """Advance the oldest transfer in progress by one piece.
 
         Raises:
-            PeerError: a rank is gone, or sent nothing within the group's timeout; this object is of no more use.
+            PeerError: a rank is gone, or sent nothing within the group's timeout; this object cannot be used any more.
         """
         self._advance(self._under_way[0])
         if self._under_way[0].done:

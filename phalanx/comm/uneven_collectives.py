@@ -51,7 +51,7 @@ def make_uneven_collectives(
 ) -> UnevenCollectives:
     """The form for tensors on `device`: on the host the ring, or two levels where nodes have several of the group's
     ranks; on an accelerator its own collectives, or the former staged through the host where the group has only gloo
-    for it. `topology` is that of the group; without it each rank counts as a node of its own."""
+    for it. `topology` is that of the group; without it each rank counts as a separate node."""
     if device.type != "cpu" and dist.get_backend(group) != "gloo":
         return DeviceCollectives(group, traffic)
     two_level = topology is not None and topology.form == "two-level"
@@ -182,7 +182,8 @@ def _even(cuts: Sequence[int]) -> bool:
 @dataclass(frozen=True)
 class Routes:
     """How values move between the ranks that hold a copy of the state together, of parameters that are trained and of
-    those that are frozen, and how sums go on over the copies (`sum_over_replicas`, in place; None: there is one copy).
+    those that are frozen, and how sums continue over the copies (`sum_over_replicas`, in place; None: there is one
+    copy).
 
     `reduce_bytes`: bytes that an element of the type is sent in, on the slowest part of its way, to be summed;
     `gather_bytes`: to be gathered, if it is trained.

@@ -1,8 +1,8 @@
-"""Where there is no accelerator: what a script says to one by its name goes to the CPU.
+"""CPU fallback for scripts that name an accelerator, on machines without one.
 
-Only under `phalanx run`, which says so once. A tensor sent to the accelerator stays where it is, functions that only
-steer it do nothing, its events are times and its streams all one, and groups of its own collectives are gloo's. What
-has no meaning on a CPU (graphs, kernels of the script's own) fails as PyTorch has it.
+Only under `phalanx run`, which prints one notice. Tensors sent to the accelerator stay on the CPU, its control
+functions do nothing, events are host times, streams are one, and groups of its collectives use gloo. What has no
+meaning on a CPU (graphs, custom kernels) fails as in PyTorch.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from phalanx.system.accelerator import SCRIPT_BACKEND, SCRIPT_DEVICE_TYPE
 
 @contextlib.contextmanager
 def host_fallback(rank: int, local_world: int) -> Iterator[None]:
-    """Stand in for the accelerator while a script runs, if there is none; `local_world`: how many it may think of."""
+    """Replace the accelerator while a script runs, if there is none; `local_world`: the reported number of devices."""
     if torch.accelerator.is_available():
         yield
         return
     if rank == 0:
         sys.stderr.write(
-            f"no accelerator here: what the script sends to {SCRIPT_DEVICE_TYPE} is computed on the CPU, and "
-            f"{SCRIPT_BACKEND} groups are gloo's\n"
+            f"no accelerator found: {SCRIPT_DEVICE_TYPE} tensors are computed on the CPU, and {SCRIPT_BACKEND} "
+            "groups use gloo\n"
         )
     _stand_in(getattr(torch, SCRIPT_DEVICE_TYPE), local_world)
     replace(nn.Module, "to", _with_host_arguments)
@@ -151,8 +151,8 @@ def _with_host_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # --------------------------------------------------------------------------------------------------- accelerator stubs
-# What stands in for an accelerator's own functions and types where there is none: times, streams, memory. On a CPU all
-# is done in the order in which it is asked for, so a stream has nothing to wait for, and an event is a time.
+# Replacements of an accelerator's functions and types: times, streams, memory. A CPU runs everything in call order, so
+# a stream has nothing to wait for, and an event is a time.
 
 
 HOST = torch.device("cpu")
@@ -245,7 +245,7 @@ def _peak() -> int:
 
 
 def _memory_summary(*args: Any, **options: Any) -> str:
-    return f"there is no accelerator; this process has used up to {_peak() / 2**20:.0f} MiB of the host's memory"
+    return f"no accelerator; this process has used up to {_peak() / 2**20:.0f} MiB of the host's memory"
 
 
 # Of what has a value: name -> what is there instead. A generator's state on an accelerator is that of no generator.

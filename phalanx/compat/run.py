@@ -1,4 +1,4 @@
-"""`phalanx run`: a script of one's own on the ranks of this machine, or as the one rank that something else started.
+"""`phalanx run`: a custom script on the ranks of this machine, or as one externally started rank.
 
 Scripts written for SageMaker's library find `torch.sagemaker` here. Where there is no accelerator, what they say to one
 goes to the CPU.
@@ -21,7 +21,7 @@ from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import EventKind
 from phalanx.elastic.node import agent
-from phalanx.system.fork import fork_call
+from phalanx.system.fork import DEVICES_TIMEOUT_S, fork_call
 from phalanx.system.slurm_env import AUTO_RESUME
 from phalanx.system.torchrun_env import device_of, from_environment
 
@@ -33,12 +33,11 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "phalanx.api.fsdp.patches",
 )
-DEVICES_TIMEOUT_S = 120.0
 GRACE_S = 30.0
 RESTARTS = 3  # on several nodes, and with --auto-resume=1: what a script has come to is for it to know
 # Exit codes that mean something else to an agent when a rank ends with them.
 RESERVED_EXIT_CODES = (ExitCode.STOPPED, ExitCode.OUT_OF_MEMORY)
-MAX_LINGER = datetime.timedelta(days=365)  # that ranks may go on after rank 0 has ended
+MAX_LINGER = datetime.timedelta(days=365)  # how long ranks may continue after rank 0 has ended
 PARAMETERS = "SM_HP_MP_PARAMETERS"
 
 
@@ -61,10 +60,10 @@ def run_script(
 ) -> int:
     """Run a script to its end; gives the exit code, of the first rank that failed. Other ranks are ended with it.
 
-    `nproc` ranks of this machine; None: one for each accelerator, else one; where torchrun, Slurm or mpirun has
-    started this process, it is one of their ranks. `smp_config`: a JSON file of that library's settings, which take the
-    place of those in the script. `max_restarts`: so often all ranks are started again; None: not at all, or RESTARTS
-    times with --auto-resume=1. Raises ConfigError where there is no such file, or the settings cannot be.
+    `nproc` ranks of this machine; None: one for each accelerator, else one; where torchrun, Slurm or mpirun has started
+    this process, it is one of their ranks. `smp_config`: a JSON file of that library's settings, which take the place
+    of those in the script. `max_restarts`: how often all ranks are restarted; None: never, or RESTARTS times with
+    --auto-resume=1. Raises ConfigError for a missing file or invalid settings.
     """
     settings = read_settings(script, smp_config)
     agent.preload(PRELOAD)
@@ -73,26 +72,26 @@ def run_script(
     if given is not None:
         if nproc is not None:
             raise ConfigError(
-                f"--nproc {nproc} is for ranks that this command starts, but torchrun, Slurm or mpirun has started it "
-                f"as rank {given.rank} of {given.world}; leave it out"
+                f"--nproc {nproc} is for ranks that this command starts, but torchrun, Slurm or mpirun started it as "
+                f"rank {given.rank} of {given.world}; remove it"
             )
         if max_restarts:
             raise ConfigError(
-                f"--max-restarts {max_restarts} is for ranks that this command starts, but something else has started "
-                f"rank {given.rank} of {given.world}; have that start them again, or start one process on each node "
-                "with --nodes"
+                f"--max-restarts {max_restarts} is for ranks that this command starts, but another launcher started "
+                f"rank {given.rank} of {given.world}; restart them with that launcher, or start one process on each "
+                "node with --nodes"
             )
         check_settings(settings, given.world)
         if environment.get(AUTO_RESUME) == "1" and given.rank == 0:
             sys.stderr.write(
-                "--auto-resume=1 starts nothing again here: these ranks belong to srun; `phalanx run`, as one task on "
-                "each node, starts its own again\n"
+                "--auto-resume=1 has no effect: srun started these ranks; `phalanx run` as one task on each node "
+                "restarts its own ranks\n"
             )
         try:
             return run_rank(given, script, arguments, settings)
         except PhalanxError:
             raise
-        except Exception:  # the script's own, which is for its author to read
+        except Exception:  # of the script, for its author
             traceback.print_exc()
             return int(ExitCode.FAILED)
     world = nproc or len(devices) or 1
@@ -122,14 +121,14 @@ def _report_event(kind: str, details: dict[str, Any]) -> None:
         how = f"exit code {details['exit_code']}" if "type" not in details and "exit_code" in details else None
         sys.stderr.write(f"rank {details['rank']} ended first: {how or details.get('reason')}\n")
     if kind == EventKind.RESTARTED:
-        sys.stderr.write("all ranks are started again\n")
+        sys.stderr.write("all ranks restart\n")
 
 
 def read_settings(script: str, path: Path | None) -> str | None:
     """The text of a configuration, where there is one. Raises ConfigError where it cannot be read, or no script is
     there."""
     if not Path(script).is_file():
-        raise ConfigError(f"there is no script {script}; name a Python file")
+        raise ConfigError(f"script {script} does not exist; name a Python file")
     if path is None:
         return None
     try:
@@ -139,7 +138,7 @@ def read_settings(script: str, path: Path | None) -> str | None:
 
 
 def check_settings(settings: str | None, world: int) -> None:
-    """Raise ConfigError where a configuration's settings cannot be, or not with so many ranks."""
+    """Raise ConfigError where a configuration's settings are invalid, or do not fit the number of ranks."""
     if settings is not None:
         from phalanx.compat.sagemaker import config
 
@@ -178,7 +177,7 @@ def run_rank(
             runpy.run_path(script, run_name="__main__")
         except SystemExit as leaving:
             if launched is not None and leaving.code in RESERVED_EXIT_CODES:
-                sys.stderr.write(f"{script} has ended with exit code {leaving.code}\n")
+                sys.stderr.write(f"{script} ended with exit code {leaving.code}\n")
                 return int(ExitCode.FAILED)
             if leaving.code not in (None, 0):
                 raise
@@ -193,8 +192,8 @@ def run_rank(
 
 
 def _quieten() -> None:
-    """Leave out torch's warnings of what torch's own functions call, which a script can do nothing about: several for
-    each checkpoint and rank. What a script calls itself is told."""
+    """Suppress torch's warnings about calls by torch's own functions, several for each checkpoint and rank. Those about
+    the script's calls are shown."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|phalanx)\.")
     for of_groups in ("`_get_pg_default_device` will be deprecated", "Multiple backends are registered with this"):
         warnings.filterwarnings("ignore", message=of_groups, category=UserWarning, module=r"torch\.")
@@ -227,7 +226,7 @@ def _announce(placement: Placement, launched: LaunchInfo | None) -> Any:
     os.environ.update({name: str(value) for name, value in known.items()})
     if launched is None or address is None:
         return None
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # there is one already: nobody else is to open it
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # there is one already: no other process may open it
     import torch.distributed as dist
 
     return dist.TCPStore(

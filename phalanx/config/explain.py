@@ -1,4 +1,4 @@
-"""What a key of a recipe means, in words; made from `config/schema.py` alone."""
+"""Explanation of a recipe's keys, generated from `config/schema.py`."""
 
 import functools
 import json
@@ -13,15 +13,13 @@ from phalanx.config.sentences import suggest_key
 from phalanx.core.errors import ConfigError
 from phalanx.core.renamed import KEYS, warn_of
 
-LEAST_SHARE = 0.7  # of a line, that names and defaults may take before what keys mean goes below them
+LEAST_SHARE = 0.7  # of a line for names and defaults; longer ones put the description below
 EXACT = 2**53  # a limit that only keeps numbers exact
 
 
 def explain_key(key: str, width: int) -> str:
-    """What a key means, which values it takes and what becomes of it; of a section, or of all keys (""), what each is.
-
-    Lines have at most `width` characters, and nothing is cut: what does not fit goes on below. Raises ConfigError for a
-    key that there is not.
+    """Explain a key: meaning, legal values, how `auto` is resolved; of a section, or of all keys (""), a line each.
+    Lines wrap at `width` characters. Raises ConfigError for an unknown key.
     """
     known = dict(iter_knobs())
     if key in KEYS:
@@ -31,14 +29,14 @@ def explain_key(key: str, width: int) -> str:
         return _in_full(key, known[key], width)
     listed = {name: info for name, info in known.items() if not key or name.startswith(f"{key}.")}
     if not listed:
-        raise ConfigError(f"there is no key {key}; {suggest_key(key, key.rpartition('.')[2])}")
+        raise ConfigError(f"unknown key {key}; {suggest_key(key, key.rpartition('.')[2])}")
     name_room = 2 + max(map(len, listed))
     value_room = 1 + min(24, max(len(describe_default(info)) for info in listed.values()))
     rows = [
         f"{name:{name_room}}{describe_default(info):{value_room}} {info.description}" for name, info in listed.items()
     ]
     below = " " * (name_room + value_room + 1)
-    if len(below) > width * LEAST_SHARE:  # beside names and defaults hardly a word would fit
+    if len(below) > width * LEAST_SHARE:  # too narrow beside names and defaults
         below = "    "
     wrap = functools.partial(textwrap.wrap, width=width, subsequent_indent=below, break_long_words=False)
     return "\n".join(line for row in rows for line in wrap(row, break_on_hyphens=False))
@@ -49,7 +47,7 @@ def _in_full(key: str, info: Any, width: int) -> str:
     if describe_default(info) == "auto":
         rows["auto"] = _auto(key)
     rows["curve"] = (
-        "yes: it defines the loss curve, so a run folder keeps it"
+        "yes: it defines the loss curve; a run folder keeps it"
         if info.json_schema_extra["trajectory"]
         else "no: it may differ from one start to the next"
     )
@@ -61,19 +59,19 @@ def _in_full(key: str, info: Any, width: int) -> str:
 
 
 def _auto(key: str) -> str:
-    """When an `auto` gets its value."""
+    """When `auto` is resolved."""
     if key in ("balance.batch", "data.workers"):
-        return "stays auto in the run folder, since it is found all the time"
+        return "stays auto: measured during the whole run"
     if key == "balance.optimizer_state":
-        return "gets its value at the first start, and anew for other ranks; an event of kind auto_resolved names it"
+        return "resolved at the first start, and again for other ranks; the event auto_resolved has the value"
     if key in RESOLVED_ANEW:
-        return "gets its value at each start; config.yaml of the run folder names it"
-    kept = " unless the run goes on with other devices" if key in RESOLVED_FOR_DEVICES else ""
-    return f"gets its value at the first start and keeps it{kept}; config.yaml of the run folder names it"
+        return "resolved at each start; config.yaml of the run folder has the value"
+    kept = " unless the run resumes on other devices" if key in RESOLVED_FOR_DEVICES else ""
+    return f"resolved at the first start and kept{kept}; config.yaml of the run folder has the value"
 
 
 def describe_default(info: Any) -> str:
-    """The default of a key, as YAML reads it."""
+    """The default of a key, as YAML."""
     return info.default if isinstance(info.default, str) else json.dumps(info.default)
 
 
@@ -87,7 +85,7 @@ def _values(schema: dict[str, Any]) -> str:
         return " or ".join(_values(option) for option in schema["anyOf"])
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
-    # JSON schema's words, and those that pydantic uses for a limit behind a validator of our own.
+    # Terms of JSON schema, and pydantic's for a limit after a custom validator.
     words = {("minimum", "ge"): "from", ("exclusiveMinimum", "gt"): "above", ("maximum", "le"): "to"}
     words |= {("exclusiveMaximum", "lt"): "below"}
     limits = [(word, schema[name]) for names, word in words.items() for name in names if name in schema]

@@ -1,7 +1,7 @@
-"""Reading recipes: YAML and `key=value` overrides into a checked Config, and the recipe that a run folder keeps.
+"""Load recipes: YAML and `key=value` overrides into a validated Config, and the config.yaml of a run folder.
 
-Inert: it starts nothing, imports no torch and touches no file but the recipe. All problems are reported at once, as
-sentences that name the key and what would be legal.
+It imports no torch and reads only the recipe. All problems are reported at once: a sentence each, with the key and its
+legal values.
 """
 
 import ast
@@ -31,7 +31,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.renamed import KEYS, rename_keys, warn_of
 
 BEGIN, END = "---\n", "...\n"  # of a YAML document
-EXPONENT = re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")  # a number to YAML 1.2 and to people, text to YAML 1.1
+EXPONENT = re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")  # a number in YAML 1.2, text in YAML 1.1
 EXPONENT_TAG = "tag:phalanx,2026:exponent"
 IMPLICIT = {
     **yaml.SafeLoader.yaml_implicit_resolvers,
@@ -43,15 +43,15 @@ IMPLICIT = {
 
 
 def _with_exponent(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
-    """`1e3` as the whole number that it is, `1e-3` as a float."""
+    """Parse a number: `1e3` as an int, `1e-3` as a float."""
     text = str(loader.construct_scalar(node))
     value = float(text)
     return int(Decimal(text)) if value.is_integer() else value
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader with three changes: a key's second value does not win in silence, every mistake has a line,
-    and `1e3` is a number."""
+    """YAML's safe loader with three changes: a duplicate key is an error, every error has a line, and `1e3` is a
+    number."""
 
     yaml_implicit_resolvers = IMPLICIT
     yaml_constructors = {**yaml.SafeLoader.yaml_constructors, EXPONENT_TAG: _with_exponent}  # noqa: RUF012
@@ -60,7 +60,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
-            # Whatever the conversion of `!!bool x`, `2001-99-99` or a number of 5000 digits happened to raise.
+            # Converting `!!bool x`, `2001-99-99` or a number of 5000 digits raises various errors.
             kind = node.tag.rpartition(":")[2]
             problem = f"{format_value(node.value)} cannot be read as a YAML {kind}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
@@ -75,7 +75,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 repeated = key in seen
                 seen.add(key)
             except TypeError:
-                repeated = False  # an unhashable key is reported by the base class
+                repeated = False  # the base class reports an unhashable key
             if repeated:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} appears twice", key_node.start_mark
@@ -84,13 +84,13 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML's safe dumper, which quotes texts that `_UniqueKeyLoader` would read as numbers."""
+    """YAML's safe dumper; quotes text that `_UniqueKeyLoader` would read as a number."""
 
     yaml_implicit_resolvers = IMPLICIT
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """Parse YAML text into a mapping; raises ConfigError with the line of a mistake."""
+    """Parse YAML text into a mapping; raises ConfigError with the line of an error."""
     tree = _parse_text(text, where)
     if tree is None:
         return {}
@@ -106,7 +106,7 @@ def _parse_text(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_UniqueKeyLoader)  # a subclass of SafeLoader
     except RecursionError:
-        raise ConfigError(f"{where}: this is nested too deeply to be a recipe; mend the brackets") from None
+        raise ConfigError(f"{where}: nested too deeply for a recipe; fix the brackets") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         character = chr(error.character)
@@ -114,17 +114,17 @@ def _parse_text(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{where}{place}: this is not valid YAML ({error.problem}); mend that line") from None
+        raise ConfigError(f"{where}{place}: not valid YAML ({error.problem}); fix that line") from None
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe file into a mapping that is not yet checked."""
+    """Read a recipe file into a mapping, without validation."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(_no_recipe(path)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe {path} cannot be read ({error}); name a YAML text file") from None
+        raise ConfigError(f"cannot read the recipe {path} ({error}); give a YAML text file") from None
     tree, changed = rename_keys(parse_yaml(text, str(path)))
     warn_of(changed, str(path))
     return tree
@@ -133,12 +133,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def _no_recipe(path: Path) -> str:
     name = f"recipes/{path.stem}.yaml"
     if name in list_bundled_files():
-        return f"there is no recipe {path}; `phalanx recipes copy {path.stem}` writes {name}"
-    return f"there is no recipe {path}; `phalanx recipes list` shows those that come with Phalanx"
+        return f"no recipe {path}; `phalanx recipes copy {path.stem}` writes {name}"
+    return f"no recipe {path}; `phalanx recipes list` shows the bundled ones"
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return `tree` with `section.key=value` overrides applied; values are YAML scalars or lists."""
+    """Apply `section.key=value` overrides to a copy of `tree`; values are YAML scalars or lists."""
     result, renamed = dict(tree), []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -147,17 +147,17 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             key = KEYS[key]
         *parents, leaf = key.split(".")
         if not equals or not all([*parents, leaf]):
-            raise ConfigError(f"`{cut_text(override)}` is not of the form section.key=value, such as optim.lr=3e-4")
+            raise ConfigError(f"`{cut_text(override)}` does not have the form section.key=value, such as optim.lr=3e-4")
         node, path = result, []
         for parent in parents:
             path.append(parent)
             child = node.get(parent)
             if child is not None and not isinstance(child, dict):
                 raise ConfigError(
-                    f"`{cut_text(override)}` cannot be set, since {'.'.join(path)} is {describe_kind(child)} and has "
-                    "no keys of its own; fix the recipe or the key"
+                    f"`{cut_text(override)}` cannot be set: {'.'.join(path)} is {describe_kind(child)} without "
+                    "keys; fix the recipe or the key"
                 )
-            node[parent] = dict(child or {})  # a copy: the recipe's own mapping stays as it was read
+            node[parent] = dict(child or {})  # a copy: the recipe's mapping does not change
             node = node[parent]
         node[leaf] = _parse_text(text, f"the value of `{cut_text(override)}`") if text else ""
     result, changed = rename_keys(result)
@@ -166,12 +166,19 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def load_recipe(recipe: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override and check a recipe. Raises ConfigError listing every problem, one sentence a line."""
-    return build_config(apply_overrides(read_recipe(recipe), overrides), str(recipe))
+    """Load a recipe file, apply overrides and validate it. Raises ConfigError with all problems, a line each."""
+    return check_recipe(build_config(apply_overrides(read_recipe(recipe), overrides), str(recipe)), str(recipe))
+
+
+def check_recipe(config: Config, where: str) -> Config:
+    """Check a user's recipe for keys that contradict each other. Raises ConfigError."""
+    if {"train.steps", "train.epochs"} <= find_explicit_keys(config) and config.train.epochs is not None:
+        raise ConfigError(f"{where}: train.steps and train.epochs both set the length of training; remove one of them")
+    return config
 
 
 def build_config(tree: dict[str, Any], where: str) -> Config:
-    """Turn a mapping into a Config; raises ConfigError with all its problems at once."""
+    """Validate a mapping as a Config. Raises ConfigError with all problems at once."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -185,28 +192,28 @@ def build_config(tree: dict[str, Any], where: str) -> Config:
 
 
 def _problems_of_the_rest(tree: dict[str, Any], wrong: Sequence[Any]) -> list[str]:
-    """Combinations that cannot work among the keys that are legal themselves, so that one look shows all mistakes."""
+    """Invalid combinations among the valid keys, so that one run reports all errors."""
     rest = copy.deepcopy(tree)
     dropped = []
     for key in {".".join(find_error_key(error["loc"])[0].split(".")[:2]) for error in wrong}:
         section, _, leaf = key.partition(".")
         parent = rest.get(section) if leaf else rest
         if not isinstance(parent, dict) or (leaf or section) not in parent:
-            return []  # not a key of a section: no telling what the rest means
+            return []  # not a key of a section: the rest has no meaning
         del parent[leaf or section]
         dropped.append(key)
     try:
         config = Config.model_validate(rest)
     except ValidationError:
         return []
-    # A sentence about a dropped key speaks of its default, not of what was written; so does one about the key that a
-    # misspelt one was meant to be.
+    # Drop sentences about a dropped key, which would name its default, and about the key that a
+    # misspelt one means.
     meant = re.findall(r"did you mean ([\w.]+)\?", " ".join(describe_errors(wrong)))
     return [sentence for sentence in find_problems(config) if not any(key in sentence for key in (*dropped, *meant))]
 
 
 def update_config(config: Config, values: dict[str, Any]) -> Config:
-    """A copy of `config` with dotted keys replaced, checked again; what was left out of it still counts as left out."""
+    """Copy of `config` with dotted keys replaced, validated again; keys that were not set stay unset."""
     tree = config.model_dump(mode="json", exclude_unset=True)
     for key, value in values.items():
         *sections, leaf = key.split(".")
@@ -218,7 +225,7 @@ def update_config(config: Config, values: dict[str, Any]) -> Config:
 
 
 def find_explicit_keys(config: Config) -> frozenset[str]:
-    """The keys that a recipe, or its overrides, have a value for; all others have their default."""
+    """The keys that a recipe or its overrides set; all others have their default."""
     found = set()
     for key, _ in iter_knobs():
         node: Any = config
@@ -232,19 +239,24 @@ def find_explicit_keys(config: Config) -> frozenset[str]:
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as a recipe that `load_recipe` reads back to the same value."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, default_flow_style=False)
+    """Serialize a configuration as YAML that `load_recipe` reads back to the same value."""
+    return dump_tree(config.model_dump(mode="json"))
+
+
+def dump_tree(tree: dict[str, Any]) -> str:
+    """Serialize a mapping of sections as YAML."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=False)
 
 
 def render_saved_recipe(config: Config) -> str:
-    """What a run folder keeps: the same as one YAML document with its begin and its end, so that one that was cut is
-    known for it, which may be good YAML with other values."""
+    """Serialize a configuration for a run folder: one YAML document with start and end markers, since a truncated file
+    may be valid YAML with other values."""
     return f"{BEGIN}{to_yaml(config)}{END}"
 
 
 def load_saved_recipe(file: Path) -> Config:
-    """Read what `render_saved_recipe` has written, or a release before it, which marked neither end. Raises ConfigError
-    for a file that is damaged, or of another version of Phalanx."""
+    """Load a run folder's configuration, written by `render_saved_recipe` or by an earlier release without markers.
+    Raises ConfigError for a damaged file, or one of another version of Phalanx."""
     try:
         text = file.read_text(encoding="utf-8")
         whole = text.endswith(END if text.startswith(BEGIN) else "\n")
@@ -252,35 +264,35 @@ def load_saved_recipe(file: Path) -> Config:
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise _damaged(file, str(error).removeprefix(str(file))) from None
     if not tree:
-        raise _damaged(file, "it holds nothing" if not text.strip() else "it ends too early")
+        raise _damaged(file, "it is empty" if not text.strip() else "it ends too early")
     try:
         return build_config(rename_keys(tree)[0], str(file))
     except ConfigError as error:
-        raise _damaged(file, f"or another version of Phalanx has written it: {error}") from None
+        raise _damaged(file, f"or written by another version of Phalanx: {error}") from None
 
 
 def _damaged(file: Path, how: str) -> ConfigError:
     return ConfigError(
-        f"{file}, which says what the run is, is damaged ({how.strip(' ,:')}); restore it from a copy, or choose "
-        "another --run-dir: the checkpoints beside it are untouched"
+        f"{file}, the run's configuration, is damaged ({how.strip(' ,:')}); restore it from a copy, or choose "
+        "another --run-dir; the checkpoints are intact"
     )
 
 
 # ------------------------------------------------------------------------------------------------------------- bundled
-# Recipes and examples that come with Phalanx: package data where it is installed, folders of the repository else.
+# Bundled recipes and examples: package data, or folders of the repository.
 
 
 FOLDERS = ("recipes", "examples")
 
 
 def package_data_root() -> Path:
-    """The folder that has recipes/ and examples/ in it: the installed package, or the repository that holds it."""
+    """The folder with recipes/ and examples/: the installed package, or the repository."""
     package = Path(__file__).resolve().parents[1]
     return package if (package / FOLDERS[0]).is_dir() else package.parent
 
 
 def list_bundled_files() -> list[str]:
-    """What there is, by the paths that the documentation uses: recipes/demo.yaml, examples/own_loop.py."""
+    """Bundled recipes and examples, by the paths of the documentation: recipes/demo.yaml, examples/own_loop.py."""
     found = [
         path
         for folder in FOLDERS
@@ -293,12 +305,12 @@ def list_bundled_files() -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """What a recipe or an example is called: demo, own_loop, sagemaker/plain_fsdp."""
+    """Short name of a recipe or an example: demo, own_loop, sagemaker/plain_fsdp."""
     return name.partition("/")[2].rpartition(".")[0]
 
 
 def describe_bundled_file(name: str) -> str:
-    """The first sentence of a recipe's comment, an example's docstring or a notebook's text, on one line."""
+    """Description of a bundled file: the first sentence of its comment, docstring or text, on one line."""
     text = (package_data_root() / name).read_text(encoding="utf-8")
     if name.endswith(".py"):
         said = ast.get_docstring(ast.parse(text)) or ""
@@ -311,11 +323,11 @@ def describe_bundled_file(name: str) -> str:
 
 
 def find_bundled_file(name: str) -> str:
-    """The path of what is called `name`: demo, demo.yaml or recipes/demo.yaml; of a subfolder of the examples, such as
+    """Path of the bundled file `name`: demo, demo.yaml or recipes/demo.yaml; for a subfolder of the examples, such as
     sagemaker, its first file. Raises ConfigError."""
     found = [path for path in list_bundled_files() if name in (path, short_name(path), *Path(path).parts[1:])]
     if not found:
-        raise ConfigError(f"no recipe or example is called {name}; `phalanx recipes list` shows what there is")
+        raise ConfigError(f"no recipe or example is named {name}; `phalanx recipes list` shows all")
     return found[0]
 
 
@@ -323,8 +335,8 @@ def copy_bundled_files(name: str, folder: Path) -> list[Path]:
     """Copy a recipe or an example below `folder`, to the same path as in the documentation, with what it needs.
 
     A recipe brings the example that it names as its code; an example of a subfolder brings those beside it. Returns all
-    of these files; one that is there already stays. Raises ConfigError, before anything is written, where a file of
-    other content is in the way.
+    these files; an existing file stays. Raises ConfigError, before it writes anything, if a file with other content
+    exists.
     """
     first = find_bundled_file(name)
     wanted = [
@@ -340,8 +352,8 @@ def copy_bundled_files(name: str, folder: Path) -> list[Path]:
             missing[target] = content
         elif target.read_bytes() != content:
             raise ConfigError(
-                f"{target} is there already with other content, and is left as it is; move it away, or name another "
-                "folder with --to"
+                f"{target} exists with other content and was not overwritten; move it away, or give another folder "
+                "with --to"
             )
     for target, content in missing.items():
         target.parent.mkdir(parents=True, exist_ok=True)

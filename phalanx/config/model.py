@@ -1,10 +1,22 @@
-"""The keys of a model, its task and its data: what is trained, what a sample and its loss are, and on what."""
+"""Recipe keys of the model, the task and the data."""
 
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from phalanx.config.fields import Auto, Count, Fraction, Positive, Section, Text, as_list, as_sources, knob, reject_bool
+from phalanx.config.fields import (
+    Auto,
+    Count,
+    CountOrZero,
+    Fraction,
+    Positive,
+    Section,
+    Text,
+    as_list,
+    as_sources,
+    knob,
+    reject_bool,
+)
 from phalanx.layout.model_shape import MAX_LAYERS
 from phalanx.models.families.catalog import FAMILIES
 
@@ -12,7 +24,7 @@ LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 
 
 class RopeScalingSection(Section):
-    """Rotary frequencies stretched beyond the context they were trained for, as transformers does it."""
+    """RoPE scaling: rotary frequencies for a longer context, as in transformers."""
 
     rule: Literal["linear", "dynamic", "yarn", "llama3"] = knob(
         "llama3", "which frequencies are stretched; dynamic: none up to model.max_seq_len", trajectory=True
@@ -53,17 +65,55 @@ class LoraSection(Section):
     )
 
 
+class MoESection(Section):
+    """Mixture of experts: how many there are, and how an even load is kept."""
+
+    experts: Count | None = knob(None, "experts of a layer; default: the preset's", trajectory=True)
+    experts_per_token: Count | None = knob(
+        None, "experts that a token goes through; default: the preset's", trajectory=True
+    )
+    intermediate: Count | None = knob(
+        None, "width of an expert; default: the preset's, else model.intermediate", trajectory=True
+    )
+    renormalize: bool | None = knob(
+        None, "divide the weights of the chosen experts by their sum; default: the preset's, else true", trajectory=True
+    )
+    dense_layers: list[CountOrZero] | None = knob(
+        None, "numbers of layers, from 0, without experts; default: the preset's, else none", trajectory=True
+    )
+    balance: Literal["sequence", "step_before", "step", "none"] | Auto = knob(
+        "auto",
+        "load-balancing loss, by the load of experts in sequence: each sequence; step_before: the step before; step: "
+        "the whole step, for one more forward pass; auto: sequence, with from_hf as its config.json says",
+        trajectory=True,
+    )
+    balance_weight: Annotated[float, Field(ge=0, le=1e6), BeforeValidator(reject_bool)] | None = knob(
+        None, "factor of the load-balancing loss; default: that of the preset or folder, else 0.01", trajectory=True
+    )
+    over: Literal["layer", "model"] | Auto = knob(
+        "auto",
+        "layer: balance each layer by its own load; model: by the mean load of all layers, as transformers does; auto: "
+        "layer, with from_hf as its config.json says",
+        trajectory=True,
+    )
+    z_loss: Annotated[float, Field(ge=0, le=1e6), BeforeValidator(reject_bool)] = knob(
+        0.0, "factor of the squared logarithm of the sum of exponentials of router logits", trajectory=True
+    )
+
+
 class ModelSourceSection(Section):
-    """Which model is trained, by name, folder or file."""
+    """The model, by name, folder or file."""
 
     preset: Text | None = knob(
         None, "a published shape, such as llama-3.2-1b; see `phalanx config presets`", trajectory=True
     )
-    from_hf: Text | None = knob(None, "a Hugging Face folder: its shapes and its weights", trajectory=True)
+    from_hf: Text | None = knob(
+        None, "a Hugging Face folder, or org/name@revision on the hub: its shapes and its weights", trajectory=True
+    )
     architecture: Literal[tuple(FAMILIES)] | None = knob(  # type: ignore[valid-type]
         None,
-        "qwen2 adds biases to q, k and v, qwen3 norms to q and k; bert sees both sides; default: the preset's, else "
-        "llama",
+        "qwen2 adds biases to q, k and v, qwen3 norms to q and k; mixtral, qwen3_moe and olmoe have experts; bert is "
+        "bidirectional; default: the preset's, else llama",
         trajectory=True,
     )
     code: Text | None = knob(
@@ -72,7 +122,7 @@ class ModelSourceSection(Section):
 
 
 class ModelSection(ModelSourceSection):
-    """What is trained. Shapes come from `preset` or `from_hf`; a shape set here replaces the preset's."""
+    """The model's shapes. They come from `preset` or `from_hf`; a shape set here replaces the preset's."""
 
     vocab_size: Count | Auto = knob(
         "auto", "rows of the embedding; auto: the preset's, else the tokenizer's", trajectory=True
@@ -106,13 +156,16 @@ class ModelSection(ModelSourceSection):
     init_std: Positive | None = knob(None, "standard deviation of initial weights; default: 0.02", trajectory=True)
     dropout: Fraction = knob(0.0, "probability of zeroing a residual branch's output element", trajectory=True)
     attention_dropout: Fraction = knob(
-        0.0, "bert: probability that a position does not see another; holds all of attention's scores", trajectory=True
+        0.0,
+        "probability that a position does not see another; no kernel has it, so scores are held",
+        trajectory=True,
     )
+    moe: MoESection = MoESection()
     lora: LoraSection | None = knob(None, "train small adapters beside frozen weights", trajectory=True)
 
 
 class TaskSection(Section):
-    """What a sample and its loss are."""
+    """The task: what a sample and its loss are."""
 
     kind: Literal["auto", "language", "masked", "tag", "classify", "custom"] = knob(
         "auto",
@@ -132,7 +185,7 @@ class TaskSection(Section):
         trajectory=True,
     )
     code: Text | None = knob(
-        None, "a Python file whose class Task brings a network, data and a loss of one's own", trajectory=True
+        None, "a Python file whose class Task defines a custom network, data and loss", trajectory=True
     )
     options: dict[Text, JsonValue] = knob({}, "arguments of that class", trajectory=True)
 
@@ -147,11 +200,11 @@ class SourceSection(Section):
 
 
 class DocumentSection(Section):
-    """Where documents and their tokens come from, and the keys that hold their parts."""
+    """Data sources, the tokenizer, and the keys of records."""
 
     source: Annotated[list[Text | SourceSection], Field(min_length=1), BeforeValidator(as_sources)] = knob(
         ["stdlib"],
-        "files, folders, globs, URLs or hub: ids; stdlib: this Python's own library; with path: and weight: a mixture",
+        "files, folders, globs, URLs or hub: ids; stdlib: Python's standard library; with path: and weight: a mixture",
         trajectory=True,
     )
     validation: dict[Text, Annotated[list[Text], Field(min_length=1), BeforeValidator(as_list)]] = knob(
@@ -177,26 +230,33 @@ class DocumentSection(Section):
     tags_key: Text = knob("ner_tags", "tag: the key that holds their tags", trajectory=True)
     label_key: Text = knob("label", "classify: the key or column that holds the label of a text", trajectory=True)
     pair_key: Text | None = knob(
-        None, "classify: the key or column that holds a second text; default: there is none", trajectory=True
+        None, "classify: the key or column that holds a second text; default: none", trajectory=True
     )
 
 
 class DataSection(DocumentSection):
-    """What it is trained on."""
+    """The training data."""
 
     chat_template: Text | None = knob(
         None, "a Jinja file, or chatml, to use instead of the tokenizer's", trajectory=True
     )
     loss_on: Literal["assistant", "all"] = knob(
-        "assistant", "chat and prompt: which tokens are learnt, the answers or everything", trajectory=True
+        "assistant", "chat and prompt: target tokens of the loss: the answers, or all", trajectory=True
     )
     too_long: Literal["truncate", "drop"] = knob(
         "truncate", "chat, prompt, tag, classify: what happens to a document longer than seq_len", trajectory=True
     )
     isolate_documents: bool = knob(
-        False, "text: no attention across documents, as chat and prompt always have it", trajectory=True
+        False, "text: no attention across documents (always so with chat and prompt)", trajectory=True
+    )
+    mask_document_end: bool = knob(
+        False,
+        "text: the first token of a document is not learnt from the end of the one before, as isolate_documents and "
+        "packed rows always have it",
+        trajectory=True,
     )
     held_out: Fraction = knob(0.02, "share of documents kept for evaluation, chosen by their hash", trajectory=True)
     seq_len: Count = knob(512, "tokens of one sequence", trajectory=True)
     cache: Text = knob("~/.cache/phalanx", "folder or URL for token files; safe to delete")
     workers: Count | Auto = knob("auto", "processes that tokenise; auto: one per core")
+    read_ahead: CountOrZero = knob(0, "threads of each rank that read samples of the next step, if reading is slow")

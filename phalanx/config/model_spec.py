@@ -1,13 +1,13 @@
-"""The model's shapes that a recipe asks for, and what is wrong with its keys of a model and its task."""
+"""Model shapes of a recipe, and validation of its model and task keys."""
 
 from dataclasses import replace
 
-from phalanx.config.model import LoraSection
+from phalanx.config.model import LoraSection, MoESection
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.layout import model_shape as shapes
 from phalanx.layout import pipeline_stages
-from phalanx.layout.model_shape import EncoderSpec, LoraSpec, ModelSpec, RopeScaling
+from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec, RopeScaling
 from phalanx.models.families import catalog
 from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES, PRESETS, describe_unknown_preset, family_of
 from phalanx.models.families.family import ModelFamily, TaskChoice
@@ -21,26 +21,30 @@ SHAPE_FIELDS = (
 )  # fmt: skip
 
 
+MOE_SHAPE_FIELDS = ("experts", "experts_per_token", "intermediate", "renormalize", "dense_layers")
+MOE_FIELDS = (*MOE_SHAPE_FIELDS, "balance", "balance_weight", "over")
+
+
 def build_model_spec(config: Config, hf_spec: ModelSpec | None = None) -> ModelSpec:
     """The model's shapes from `config`, or from a Hugging Face folder's `hf_spec`. `model.vocab_size` must be resolved
-    unless a preset or a folder gives it. Raises ConfigError with every impossible shape."""
+    unless a preset or a folder gives it. Raises ConfigError with every invalid shape."""
     if config.model.preset is not None and config.model.preset not in PRESETS:
         raise ConfigError(describe_unknown_preset(config.model.preset))
     spec = build_requested_spec(config, hf_spec)
     if found := find_shape_problems(config, spec):
-        raise ConfigError("the model's shapes are impossible: " + "; ".join(found))
+        raise ConfigError("invalid model shapes: " + "; ".join(found))
     return spec
 
 
 def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> ModelSpec:
-    """The shapes as they are asked for, possible or not; `vocab_size` stands in where nothing gives one."""
+    """The requested shapes, valid or not; `vocab_size` is the fallback."""
     model = config.model
     if hf_spec is not None:
         spec = hf_spec
     elif model.preset is not None:
         spec = PRESETS[model.preset]
     else:
-        # `find_problems` has asked for these three.
+        # `find_problems` requires these three.
         assert model.hidden
         assert model.layers
         assert model.heads
@@ -60,36 +64,69 @@ def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: 
         given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
     if model.vocab_size != "auto":
         given["vocab_size"] = model.vocab_size
-    spec = replace(spec, **given, dropout=model.dropout, lora=_lora(model.lora))
-    if spec.encoder is not None or model.attention_dropout:
-        encoder = spec.encoder or EncoderSpec()
-        spec = replace(spec, encoder=replace(encoder, attention_dropout=model.attention_dropout))
+    given_dropout = model.attention_dropout
+    spec = replace(spec, **given, dropout=model.dropout, attention_dropout=given_dropout, lora=_lora(model.lora))
+    spec = replace(spec, moe=_moe(model.moe, spec))
     task = config.task
     labels = () if task.labels == "auto" else tuple(task.labels)
     return family_of(spec).complete(spec, given, TaskChoice(task.kind, task.next_sentence, labels))
 
 
 def recipe_family(config: Config) -> ModelFamily:
-    """The family that the recipe alone says the model is of."""
+    """The model family that the recipe gives."""
     preset = PRESETS.get(config.model.preset or "")
     name = config.model.architecture or (preset.architecture if preset else "")
     return FAMILIES.get(name, DEFAULT_FAMILY)
 
 
 def is_custom_task(config: Config) -> bool:
-    """Whether the task is of a user's own."""
+    """Whether the task is custom."""
     return config.task.code is not None
 
 
 def default_task(config: Config) -> tuple[str, str]:
-    """What `task.kind: auto` stands for, and why."""
+    """Resolve `task.kind: auto`; returns the kind and the reason."""
     family = recipe_family(config)
     why = "task.code is not set" if family.writes_text else f"the model is a {family.title}"
     return ("custom", "task.code is set") if is_custom_task(config) else (family.tasks[0], why)
 
 
+def _moe(section: MoESection, spec: ModelSpec) -> MoESpec | None:
+    """The requested experts; None where nothing says how many there are. An `auto` that is not resolved yet counts as
+    what it is without a folder."""
+    given = {name: getattr(section, name) for name in MOE_FIELDS if getattr(section, name) not in (None, "auto")}
+    if "dense_layers" in given:
+        given["dense_layers"] = tuple(sorted(set(given["dense_layers"])))
+    if given.get("balance") in ("sequence", "none"):
+        given.setdefault("over", "layer")  # which a folder may say otherwise
+    if spec.moe is not None:
+        return replace(spec.moe, **given, z_loss=section.z_loss)
+    if section.experts is None or section.experts_per_token is None:
+        return None
+    return MoESpec(**{"intermediate": spec.intermediate} | given, z_loss=section.z_loss)
+
+
+def decide_experts(config: Config, hf_spec: ModelSpec | None) -> list[tuple[str, str, str]]:
+    """Resolve how an even load of experts is kept, where that is `auto`, of a model of a folder's `hf_spec` or of drawn
+    weights: keys, values and reasons."""
+    moe, section = None if hf_spec is None else hf_spec.moe, config.model.moe
+    if not (recipe_family(config) if hf_spec is None else family_of(hf_spec)).has_experts:
+        return []
+    balance, over, why = "sequence", "layer", "the weights are drawn"
+    if moe is not None and moe.balance == "none":
+        balance, why = "none", "config.json of model.from_hf asks for no loss (output_router_logits)"
+    elif moe is not None:
+        balance, over = "step_before", "model"
+        why = "transformers' loss, which config.json of model.from_hf asks for, depends on the micro-batch"
+    if section.balance != "auto" and section.over == "auto":
+        balance, why = section.balance, f"model.moe.balance is {section.balance}"
+        over = over if balance in ("step_before", "step") else "layer"
+    wanted = (("balance", balance), ("over", over))
+    return [(f"model.moe.{name}", value, why) for name, value in wanted if getattr(section, name) == "auto"]
+
+
 def _lora(section: LoraSection | None) -> LoraSpec | None:
-    """The adapters that are asked for; None also as long as an `auto` of theirs is not resolved."""
+    """The requested adapters; None also while one of their `auto` keys is unresolved."""
     if section is None or section.rank == "auto" or section.alpha == "auto" or section.targets == "auto":
         return None
     ordered = tuple(name for name in shapes.LORA_TARGETS if name in section.targets)
@@ -97,13 +134,13 @@ def _lora(section: LoraSection | None) -> LoraSpec | None:
 
 
 def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
-    """Why no such model can be, or none for these sequences."""
+    """Problems of the model's shapes, alone and with the sequence length."""
     found = [sentence.rstrip(".") for sentence in catalog.find_shape_problems(spec)]
     family, kind = family_of(spec), config.task.kind
     writes = family.writes_text
     if not writes and kind not in ("auto", *family.tasks):
         kinds = f"{', '.join(family.tasks[:-1])} or {family.tasks[-1]}"
-        found.append(f"a {family.title} does not do task.kind {kind}; set it to {kinds}")
+        found.append(f"a {family.title} does not support task.kind {kind}; set it to {kinds}")
     able = [each for each in FAMILIES.values() if kind in each.tasks]
     if writes and able and family not in able:
         found.append(
@@ -111,13 +148,19 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
         )
     if not writes and (config.model.lora is not None or config.model.code is not None):
         key = "model.lora" if config.model.lora is not None else "model.code"
-        found.append(f"{key} is for models that predict the next token, and the model is a {family.title}; remove it")
+        found.append(f"{key} requires a causal language model, and the model is a {family.title}; remove it")
     parallel = config.parallel
     if writes:
         own_code = config.model.code is not None
         found += catalog.find_tensor_problems(
-            spec, parallel.tensor, config.data.seq_len, parallel.sequence_parallel is True, own_code
+            spec,
+            parallel.tensor,
+            config.data.seq_len,
+            parallel.sequence_parallel is True,
+            own_code,
+            config.train.fp8 == "block",
         )
+        found += _find_context_problems(config, spec)
     if writes and parallel.pipeline > 1:
         numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
         keep, compiled = config.memory.activations, config.train.compile is True
@@ -132,20 +175,40 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
     return found
 
 
+def _find_context_problems(config: Config, spec: ModelSpec) -> list[str]:
+    """Problems of parallel.context with the shapes of a model."""
+    parallel, size = config.parallel, config.parallel.context
+    if size == 1:
+        return []
+    found = []
+    if spec.moe is not None and spec.moe.balance == "sequence":
+        found.append(
+            f"model.moe.balance sequence counts over whole rows, which parallel.context {size} shares among ranks; set "
+            "model.moe.balance=step_before"
+        )
+    kv_heads = max(1, spec.kv_heads // parallel.tensor)
+    if parallel.context_by == "heads" and kv_heads < size:
+        found.append(
+            f"parallel.context_by heads gives each of {size} ranks a key head at least, and there are {kv_heads}; set "
+            "parallel.context_by=auto"
+        )
+    return found
+
+
 def find_task_problems(config: Config) -> list[str]:
     task, found = config.task, []
     if task.kind == "custom" and task.code is None:
         found.append("task.kind custom needs task.code, the Python file with the class Task; set it")
     if task.code is not None and task.kind not in ("auto", "custom"):
-        found.append(f"task.code brings a task of its own, but task.kind is {task.kind}; remove one of them")
+        found.append(f"task.code defines a custom task, but task.kind is {task.kind}; remove one of them")
     found += _encoder_problems(config)
     if task.options and task.code is None:
-        found.append("task.options are arguments of the class Task of task.code, which is not set; remove them")
+        found.append("task.options has no effect without task.code; remove it")
     return found
 
 
 def _encoder_problems(config: Config) -> list[str]:
-    """Keys that only some tasks of a BERT read."""
+    """Keys that only some BERT tasks read."""
     task, data, found = config.task, config.data, []
     kind = default_task(config)[0] if task.kind == "auto" else task.kind
     readers = {
@@ -166,25 +229,30 @@ def _encoder_problems(config: Config) -> list[str]:
     if kind in ("masked", *LABELLED):
         if data.format != "text" and (kind, data.format) != ("masked", "masked"):
             found.append(f"data.format {data.format} is for task.kind language, but it is {kind}; remove it")
-        if data.isolate_documents:
-            found.append(f"data.isolate_documents is for task.kind language, but it is {kind}; remove it")
+        found += [
+            f"data.{key} is for task.kind language, but it is {kind}; remove it"
+            for key in ("isolate_documents", "mask_document_end")
+            if getattr(data, key)
+        ]
         if data.seq_len < 8:
-            found.append(f"data.seq_len is {data.seq_len}, but a sequence of BERT's needs 8 tokens at least; raise it")
+            found.append(f"data.seq_len is {data.seq_len}, but a BERT sequence needs at least 8 tokens; raise it")
     if data.format == "masked" and kind != "masked":
         found.append(f"data.format masked is for task.kind masked of a BERT, but it is {kind}; set that, or remove it")
     if data.format == "masked" and task.whole_word:
-        found.append("task.whole_word chooses what is masked, but with data.format masked that is done; remove it")
+        found.append(
+            "task.whole_word has no effect with data.format masked, whose sequences are masked already; remove it"
+        )
     if kind == "masked" and task.mask_share == 0:
-        found.append("task.mask_share is 0, so nothing would be predicted; set it to 0.15, say")
+        found.append("task.mask_share must be > 0, such as 0.15 (got 0)")
     if task.labels != "auto" and len(set(task.labels)) < len(task.labels):
-        found.append("task.labels names a label twice; name each once")
+        found.append("task.labels has a duplicate label; remove it")
     return found
 
 
 def _custom_model_problems(config: Config) -> list[str]:
-    """Keys of the built-in models and data, which a task of a user's own does without."""
+    """Keys of built-in models and data, which a custom task does not use."""
     found = []
-    for name, kept in (("model", ()), ("data", ("cache",))):
+    for name, kept in (("model", ()), ("data", ("cache", "read_ahead"))):
         section = getattr(config, name)
         given = [
             key
@@ -193,31 +261,39 @@ def _custom_model_problems(config: Config) -> list[str]:
         ]
         if given:
             found.append(
-                f"{', '.join(f'{name}.{key}' for key in given)} cannot be set together with task.code, which brings a "
-                f"{'network' if name == 'model' else 'data set'} of its own; remove it, or make it one of task.options"
+                f"{', '.join(f'{name}.{key}' for key in given)} has no effect with task.code, which defines a "
+                f"custom {'network' if name == 'model' else 'data set'}; remove it, or move it to task.options"
             )
     return found
 
 
 def find_model_problems(config: Config) -> list[str]:
-    """What is wrong with the keys of the model; with a task of a user's own it has none."""
+    """Problems of the model's keys; a custom task has none."""
     if is_custom_task(config):
         return _custom_model_problems(config)
     found, model = [], config.model
     shape_given = [name for name in SHAPE_FIELDS if getattr(model, name) is not None]
+    shape_given += [f"moe.{name}" for name in MOE_SHAPE_FIELDS if getattr(model.moe, name) is not None]
+    if not model.from_hf and not recipe_family(config).has_experts and model.moe != MoESection():
+        able = ", ".join(each.name for each in FAMILIES.values() if each.has_experts)
+        found.append(f"model.moe is set, but the model has no experts; set model.architecture to {able}, or remove it")
+    if model.code is not None and recipe_family(config).has_experts:
+        found.append(
+            "model.code replaces models without experts; use a model.architecture without, or remove model.code"
+        )
     if model.preset and model.from_hf:
-        found.append("model.preset and model.from_hf both say what the shapes are; remove one of them")
+        found.append("model.preset and model.from_hf both set the shapes; remove one of them")
     elif model.from_hf and (shape_given or model.vocab_size != "auto"):
         named = ", ".join(
             f"model.{name}" for name in [*shape_given, *(["vocab_size"] if model.vocab_size != "auto" else [])]
         )
-        found.append(f"{named} cannot be set together with model.from_hf, whose folder fixes the shapes; remove it")
+        found.append(f"{named} cannot be combined with model.from_hf, whose folder fixes the shapes; remove it")
     elif not model.preset and not model.from_hf:
         missing = [f"model.{name}" for name in ("hidden", "layers", "heads") if getattr(model, name) is None]
         if missing:
             found.append(f"{', '.join(missing)} must be set, or model.preset, or model.from_hf")
         else:
-            # A vocabulary that is not known yet has about as many tokens as one that would be trained.
+            # An unknown vocabulary counts as one that is trained.
             found += find_shape_problems(
                 config, build_requested_spec(config, None, vocab_size=config.data.tokenizer_vocab)
             )
@@ -226,6 +302,6 @@ def find_model_problems(config: Config) -> list[str]:
     elif model.preset:
         found += find_shape_problems(config, build_requested_spec(config, None))
     if model.lora is not None and not model.from_hf:
-        why = "model.lora trains adapters beside frozen weights, and weights that were only drawn are worth no adapter"
+        why = "model.lora trains adapters beside frozen weights, which must be pre-trained"
         found.append(f"{why}; set model.from_hf to the folder of a trained model, or remove model.lora")
     return found

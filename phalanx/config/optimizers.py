@@ -1,4 +1,4 @@
-"""The update rules by name: which keys and options each takes, and what it keeps. Plain data, without torch.
+"""Update rules (optimizers) by name: their keys, options and state. Plain data, without torch.
 
 A new rule is a record here, a class of `optim/update.UpdateRule`, and its line in `optim/make_rule.py`.
 """
@@ -9,17 +9,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from phalanx.core.user_code import split_reference
+
 BETAS = ("beta1", "beta2", "eps")
 
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """One rule: its class in torch.optim (None: our own), the keys of `optim` that it reads, its further options.
-
-    Of each element of a parameter it keeps `numbers` in the type of the master weights, one more for each option of
-    STATE_OPTIONS, and `coded_bytes`; of each row of a matrix `row_numbers`. `granularity`: what of a parameter a rank
-    must hold whole to update it alone. `replays`: a replica on another node can repeat the update from the gradient,
-    bit for bit.
+    """An update rule: its class in torch.optim (None: our own), the keys of `optim` that it reads, its further options.
+    State of an element of a parameter: `numbers` in the type of the master weights, one more for each option of
+    STATE_OPTIONS, and `coded_bytes`; of a row of a matrix: `row_numbers`. `granularity`: the smallest part of a
+    parameter that a rank can update alone. `replays`: a replica on another node can repeat the update from the
+    gradient, bit for bit.
     """
 
     torch_class: str | None
@@ -34,14 +35,15 @@ class OptimizerInfo:
     smaller: str | None = None  # nearly the same rule with less state
 
     def state_bytes(self, options: Mapping[str, bool | int | float], number_bytes: int, columns: int) -> float:
-        """Bytes that it keeps of an element beside the parameter, whose numbers take `number_bytes` each and whose rows
-        have `columns`."""
+        """Bytes of state of an element, beside the parameter; numbers take `number_bytes` each, rows have `columns`."""
         more = sum(bool(options.get(name)) for name in STATE_OPTIONS)
         return (self.numbers + more + self.row_numbers / columns) * number_bytes + self.coded_bytes
 
 
 STATE_OPTIONS = ("amsgrad", "momentum", "centered")
 ADAM = (*BETAS, "weight_decay")
+# A class of the user's, of which only its file knows more: as much state as Adam's is assumed where none can be asked.
+OWN_CLASS = OptimizerInfo(None, ADAM)
 OPTIMIZERS: dict[str, OptimizerInfo] = {
     "adamw": OptimizerInfo(None, ADAM, replays=True, weight_decay=0.1, smaller="adamw8bit"),
     # Two codes of a byte, and two scales for 256 of them.
@@ -62,24 +64,29 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
     "asgd": OptimizerInfo("ASGD", options={"lambd": float, "alpha": float, "t0": float}, numbers=1.0),
 }
 UNSUPPORTED = {
-    "lbfgs": "it computes the loss several times in one step",
-    "adafactor": "it keeps sums of whole rows and columns, of which a rank may hold a part",
-    "muon": "it works on whole matrices, of which a rank may hold a part",
-    "sparseadam": "it is for sparse gradients, and there are none here",
+    "lbfgs": "it evaluates the loss several times in a step",
+    "adafactor": "it needs whole rows and columns, which ranks may shard",
+    "muon": "it needs whole matrices, which ranks may shard",
+    "sparseadam": "it requires sparse gradients, which no model here has",
 }
 SET_BY_KEYS = {"lr": ("lr",), "weight_decay": ("weight_decay",), "betas": ("beta1", "beta2"), "eps": ("eps",)}
 FORBIDDEN_OPTIONS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 READ_BY_SCHEDULE = {"power": "polynomial", "decay_share": "wsd", "decay_shape": "wsd"}  # keys of one schedule alone
 
 
+def find_optimizer(name: str) -> OptimizerInfo:
+    """The record of `optim.name`, which is legal."""
+    return OWN_CLASS if split_reference(name) else OPTIMIZERS[name]
+
+
 def default_weight_decay(rule: str) -> float:
-    """What `optim.weight_decay: auto` means."""
+    """Resolve `optim.weight_decay: auto`."""
     return OPTIMIZERS[rule].weight_decay if rule in OPTIMIZERS else 0.0
 
 
 def default_decay_steps(optim: Mapping[str, Any], steps: int) -> int:
-    """What `optim.decay_steps: auto` means for a run of `steps`, at least 1; one that ends within its warm-up, as when
-    something is tried out, leaves room for the rest."""
+    """Resolve `optim.decay_steps: auto` for a run of `steps`, at least 1; a run that ends within its warm-up gets a
+    longer decay."""
     if steps > optim["warmup_steps"]:
         return steps
     stable = 1 - optim["decay_share"] if optim["schedule"] == "wsd" else 1.0
@@ -87,13 +94,18 @@ def default_decay_steps(optim: Mapping[str, Any], steps: int) -> int:
 
 
 def find_optim_problems(optim: Mapping[str, Any], changed: Collection[str]) -> list[str]:
-    """What of the section `optim` cannot work, as sentences; `changed`: its keys of another value than their default.
-
-    Choosing a weight decay of 0 is choosing nothing.
+    """Problems of the section `optim`, as sentences; `changed`: its keys that differ from their default. A weight decay
+    of 0 does not count as set.
     """
     chosen = [key for key in changed if key != "weight_decay" or optim[key]]
+    own = split_reference(optim["schedule"]) is not None
     unread = [
-        f"optim.{key} is set, but optim.schedule {optim['schedule']} does not use it; remove it, or choose {schedule}"
+        f"optim.{key} has no effect with optim.schedule {optim['schedule']}; remove it, or choose another"
+        for key in ("warmup_steps", "min_lr_ratio")
+        if own and key in chosen
+    ]
+    unread += [
+        f"optim.{key} has no effect with optim.schedule {optim['schedule']}; remove it, or choose {schedule}"
         for key, schedule in READ_BY_SCHEDULE.items()
         if key in chosen and optim["schedule"] != schedule
     ]
@@ -109,23 +121,27 @@ def _schedule_problems(optim: Mapping[str, Any]) -> list[str]:
     stable = math.floor(decay * (1 - share) + 1e-9)  # 10 steps of 100 at a share of 0.9, not 9
     if optim["schedule"] == "wsd" and warmup > stable:
         return [
-            f"optim.warmup_steps {warmup} reaches beyond step {stable}, where the last {share:g} of optim.decay_steps "
+            f"optim.warmup_steps {warmup} ends after step {stable}, where the last {share:g} of optim.decay_steps "
             f"{decay} begins to decay; lower it, or optim.decay_share"
         ]
     return []
 
 
 def find_rule_problems(rule: str, options: Mapping[str, bool | int | float], changed: Collection[str]) -> list[str]:
-    """What of a rule, its options and the `changed` keys of its section cannot work, as sentences."""
-    if reason := UNSUPPORTED.get(rule.lower()):  # torch writes LBFGS and Muon
-        return [f"optim.name {rule} cannot be used, since {reason}; choose one of {', '.join(OPTIMIZERS)}"]
+    """Problems of a rule, its options and the `changed` keys of its section, as sentences."""
+    if split_reference(rule):
+        return []  # its class checks its arguments
+    if reason := UNSUPPORTED.get(rule.lower()):  # torch's names are LBFGS and Muon
+        return [f"optim.name {rule} is not supported: {reason}; choose one of {', '.join(OPTIMIZERS)}"]
+    if rule not in OPTIMIZERS and ".py" in rule:
+        return [f"optim.name {rule!r} names no class; write it as my.py:Class"]
     if rule not in OPTIMIZERS:
         near = difflib.get_close_matches(rule.lower(), OPTIMIZERS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(OPTIMIZERS)}"
         return [f"optim.name {rule!r} is not known; {hint}"]
     known = OPTIMIZERS[rule]
     found = [
-        f"optim.{key} is set, but optim.name {rule} does not use it; remove it, or choose another rule"
+        f"optim.{key} has no effect with optim.name {rule}; remove it, or choose another rule"
         for key in (*BETAS, "weight_decay")
         if key in changed and key not in known.keys
     ]
@@ -144,11 +160,11 @@ def _option_problem(rule: str, name: str, value: bool | int | float) -> str | No
         return None
     keys = [f"optim.{key}" for key in SET_BY_KEYS.get(name, ()) if key == "lr" or key in OPTIMIZERS[rule].keys]
     if keys:
-        return f"optim.options.{name} is not where {rule} reads it; set {' and '.join(keys)}"
+        return f"optim.options.{name} is a key of optim; set {' and '.join(keys)}"
     if name in FORBIDDEN_OPTIONS:
-        return f"optim.options.{name} cannot be chosen, since gradients are kept and summed in one way; remove it"
+        return f"optim.options.{name} is not supported; remove it"
     if not known:
-        return f"optim.options.{name} is not used, since {rule} has no further options; remove it"
+        return f"optim.options.{name} is unknown: {rule} has no further options; remove it"
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"the options of {rule} are {', '.join(known)}"
     return f"optim.options.{name} is not known to {rule}; {hint}"

@@ -1,16 +1,17 @@
-"""Resolve a recipe: give each `auto` its value, in one direction.
+"""Resolve a recipe: give each `auto` its value.
 
 A recipe is resolved in this order, and `launch/prepare.py` calls it from top to bottom:
 
-1. `continue_config`: what was resolved when the run began holds (here).
+1. `continue_config`: values resolved when the run began are kept (here).
 2. `resolve_layout`: the layout of the ranks, where the planner chooses it (`launch/auto_layout.py`).
-3. `resolve_autos`: what follows from other keys, the number of ranks and the kinds of their devices (here).
-4. `resolve_with_files`: what follows from data, models and memory (`trainer/resolve.py`, in a process of its own).
-5. `agree_on_sharding` and `resolve_stage_sizes`: what ranks agree on once they have met (`trainer/setup.py`).
+3. `resolve_autos`: values that depend on other keys, the number of ranks and their devices (here).
+4. `resolve_with_files`: values that depend on data, models and memory (`trainer/resolve.py`, in a child process).
+5. `agree_on_sharding` and `resolve_stage_sizes`: values that ranks agree on once connected (`trainer/setup.py`).
 
-Each step returns another Config and the decisions that tell how it differs, which become events.
+Each step returns a new Config and its decisions, which become events.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -26,26 +27,26 @@ from phalanx.core.errors import ConfigError
 
 Decision = tuple[str, Any, str]  # key, value, reason
 
-# The layout is the cluster's business: one rank yesterday may be many today. And work is never resolved, nor are
-# processes that tokenise.
+# The layout depends on the cluster, which may change between starts. balance.batch and the number of tokenising
+# processes are never resolved.
 RESOLVED_ANEW = (
     "parallel.layout", "parallel.engine", "parallel.zero", "parallel.grad_reduce", "parallel.shard_degree",
     "parallel.sequence_parallel", "balance.batch", "balance.optimizer_state", "data.workers",
 )  # fmt: skip
 RESOLVED_FOR_DEVICES = ("train.micro_batch", "train.compile", "memory.activations")
+HUB_COMMIT = re.compile(r"([^/@]+/[^/@]+)@[0-9a-f]{40}")  # organization/name@commit
 NOT_COMPILED_ON_CPU = "compiling costs more than it saves on CPU"
 
 
 def apply_decisions(config: Config, decisions: Iterable[Decision]) -> Config:
-    """`config` with what was decided."""
+    """Apply decisions to `config`."""
     return update_config(config, {key: value for key, value, _ in decisions})
 
 
 def continue_config(wanted: Config, saved: Config, folder: Path | str, same_devices: bool = True) -> Config:
-    """The configuration for going on in `folder`: `wanted`, with each `auto` as it was resolved when the run began.
-
-    What was resolved for the devices is resolved anew when they are not the `same_devices` any more, or when each holds
-    another part of the model. Raises ConfigError when a knob that defines the loss curve differs from the saved one.
+    """Configuration to resume the run in `folder`: `wanted`, with each `auto` as resolved when the run began. Values
+    that depend on devices are resolved again unless they are the `same_devices` with the same parts of the model.
+    Raises ConfigError if a key that defines the loss curve differs from the saved one.
     """
     same_devices = same_devices and _rank_share(wanted) == _rank_share(saved)
     different, kept = [], {}
@@ -54,34 +55,42 @@ def continue_config(wanted: Config, saved: Config, folder: Path | str, same_devi
         fixed = bool((info.json_schema_extra or {}).get("trajectory"))
         if mine == theirs:
             continue
-        if mine == "auto":
+        if mine == "auto" or _is_pinned_as(mine, theirs):
             kept[key] = theirs
         elif fixed:
             different.append(f"{key} is {mine!r} now and was {theirs!r}")
     if different:
         raise ConfigError(
-            f"the run folder {folder} holds a run of another configuration: {'; '.join(different)}. "
-            "Set these back to go on with it, or choose another --run-dir"
+            f"the run folder {folder} has a run of another configuration: {'; '.join(different)}. Restore these "
+            "values to resume it, or choose another --run-dir"
         )
     for key in (*RESOLVED_ANEW, *(() if same_devices else RESOLVED_FOR_DEVICES)):
         kept.pop(key, None)
     return update_config(wanted, kept)
 
 
+def _is_pinned_as(mine: Any, theirs: Any) -> bool:
+    """Whether `theirs` is the commit of a repository on the hub that `mine` names without one."""
+    if not isinstance(mine, str) or not isinstance(theirs, str) or HUB_COMMIT.fullmatch(mine):
+        return False
+    found = HUB_COMMIT.fullmatch(theirs)
+    return found is not None and found[1] == mine.partition("@")[0]
+
+
 def _rank_share(config: Config) -> tuple[Any, ...]:
-    """What decides which part of a model a rank holds, and how many micro-batches are under way there."""
+    """Keys that decide a rank's part of the model and its micro-batches in flight."""
     return config.parallel.axes, config.parallel.schedule if config.parallel.pipeline > 1 else ""
 
 
 def resolve_autos(
     config: Config, *, device: str, world: int, bf16: bool = True, differ: bool = False
 ) -> tuple[Config, list[Decision]]:
-    """Give every `auto` that needs no measurement its value. Returns the config and the decisions.
+    """Resolve each `auto` that needs no measurement. Returns the config and the decisions.
 
     `device` is the kind of device, "cpu" or an accelerator's; `bf16` whether all of them compute in that type, and
-    `differ` whether some do and some do not. Raises ConfigError for what cannot be on so many ranks.
+    `differ` whether some do and some do not. Raises ConfigError for keys that are invalid on `world` ranks.
     """
-    config.parallel.axes.data_parallel_size(world)  # else what follows speaks of `single`
+    config.parallel.axes.data_parallel_size(world)  # the checks below need the engine
     decisions = [
         *_decide_task(config),
         *_decide_arithmetic(config, device, bf16, differ),
@@ -103,40 +112,48 @@ def _decide_task(config: Config) -> Iterator[Decision]:
 def _decide_arithmetic(config: Config, device: str, bf16: bool, differ: bool) -> Iterator[Decision]:
     on_cpu = device == "cpu"
     if config.train.dtype == "auto" and differ:
-        yield "train.dtype", "mixed", "some of the devices have bf16 and some have not"
+        yield "train.dtype", "mixed", "only some of the devices have bf16"
     elif config.train.dtype == "auto":
-        why = f"the device is {device}" if on_cpu or bf16 else f"a device of kind {device} here has no bf16"
+        why = f"the device is {device}" if on_cpu or bf16 else f"a {device} device has no bf16"
         yield "train.dtype", "fp32" if on_cpu else "bf16" if bf16 else "fp16", why
     if config.train.compile == "auto":
-        if config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
-            why = "parallel.schedule zero_bubble takes a backward pass apart, which cannot be done to a compiled one"
+        if config.parallel.context > 1:
+            yield "train.compile", False, "parallel.context exchanges within attention"
+        elif config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
+            why = "parallel.schedule zero_bubble splits the backward pass, which a compiled block does not support"
             yield "train.compile", False, why
         elif on_cpu:
             yield "train.compile", False, NOT_COMPILED_ON_CPU
 
 
 def _decide_optimizer(config: Config) -> Iterator[Decision]:
-    most = max(config.train.steps, 1)
-    if config.optim.decay_steps == "auto" and config.train.steps:  # with no steps yet, the next start decides
-        steps = optimizers.default_decay_steps(config.optim.model_dump(), most)
-        why = "train.steps ends within the warm-up" if steps > most else "train.steps at the start of the run"
-        yield "optim.decay_steps", steps, why
+    if config.train.epochs is None:
+        yield from decide_decay_steps(config)
     if config.optim.weight_decay == "auto":
         decay = optimizers.default_weight_decay(config.optim.name)
         yield "optim.weight_decay", decay, f"the update rule is {config.optim.name}"
 
 
+def decide_decay_steps(config: Config) -> Iterator[Decision]:
+    """`optim.decay_steps`, once `train.steps` is known; with no steps yet, the next start decides."""
+    most = max(config.train.steps, 1)
+    if config.optim.decay_steps == "auto" and config.train.steps:
+        steps = optimizers.default_decay_steps(config.optim.model_dump(), most)
+        why = "train.steps ends within the warm-up" if steps > most else "train.steps at the start of the run"
+        yield "optim.decay_steps", steps, why
+
+
 def _decide_adapters(config: Config) -> Iterator[Decision]:
     lora = config.model.lora
-    if lora is None or lora.adapter is not None:  # that of an adapter is read from its files
+    if lora is None or lora.adapter is not None:  # values of an adapter come from its files
         return
     rank = 16 if lora.rank == "auto" else lora.rank
     fresh: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank}
-    if config.model.code is None:  # of a class of the user's own, those that it has
+    if config.model.code is None:  # of a custom class, those that it has
         fresh["targets"] = list(get_args(LoraTarget))
     for name, fitting in fresh.items():
         if getattr(lora, name) == "auto":
-            yield f"model.lora.{name}", fitting, "no adapter was named"
+            yield f"model.lora.{name}", fitting, "no adapter is given"
 
 
 def _decide_engine(config: Config, world: int) -> Iterator[Decision]:
@@ -146,5 +163,12 @@ def _decide_engine(config: Config, world: int) -> Iterator[Decision]:
         yield "parallel.engine", value, "comm.compress rounds weights" if rounds else ranks
     if config.parallel.sequence_parallel == "auto" and config.parallel.tensor > 1:
         tensor, length = config.parallel.tensor, config.data.seq_len
-        why = f"parallel.tensor is {tensor}" if length % tensor == 0 else f"data.seq_len is no multiple of {tensor}"
+        why = f"parallel.tensor is {tensor}" if length % tensor == 0 else f"data.seq_len is not a multiple of {tensor}"
+        if config.parallel.context > 1:
+            length, why = 1, "parallel.context gives ranks parts of any length"
         yield "parallel.sequence_parallel", length % tensor == 0, why
+
+
+def has_vocabulary_of_tokenizer(config: Config) -> bool:
+    """Whether the size of the vocabulary is that of the tokenizer: no recipe, preset or folder sets it."""
+    return config.model.vocab_size == "auto" and not config.model.preset and not config.model.from_hf

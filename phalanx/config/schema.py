@@ -1,7 +1,7 @@
-"""Every knob of a run, typed and inert.
+"""Schema of a recipe: every key, with its type, default and documentation.
 
-A recipe is a YAML file with the sections below (`load.py` reads it). Fields marked `trajectory` define the loss
-curve: a run folder keeps them for good; all others may differ between two starts of the same run.
+A recipe is a YAML file with the sections below (`load.py` reads it). Fields marked `trajectory` define the loss curve:
+a run folder keeps them; others may change between two starts of a run.
 """
 
 import types
@@ -15,12 +15,15 @@ from phalanx.config.fields import (
     Auto,
     Count,
     CountOrZero,
+    Duration,
     Fraction,
     Positive,
     Section,
     Share,
     Steps,
     Text,
+    as_ramp,
+    as_schedule,
     as_shares,
     as_stages,
     as_work,
@@ -32,43 +35,74 @@ from phalanx.config.operations import (
     CallbackSection,
     CheckpointSection,
     CommSection,
+    KubernetesSection,
     ReportSection,
     ResilienceSection,
     SlurmSection,
     StorageSection,
 )
+from phalanx.layout.batch_ramp import BatchSchedule, make_batch_schedule
 from phalanx.layout.mesh_axes import MeshAxes
 
 
 class TrainSection(Section):
-    """How long and in what portions."""
+    """Training: steps, batch sizes, precision, evaluation."""
 
     steps: CountOrZero = knob(1000, "optimizer steps; 0 only writes a checkpoint of the starting weights")
+    epochs: Positive | None = knob(
+        None, "instead of steps: passes over the training data, in sequences; the last step is filled up"
+    )
     global_batch: Count = knob(32, "sequences of one step, on any cluster", trajectory=True)
-    micro_batch: Count | Auto = knob("auto", "sequences of one forward pass on one rank; auto: the most that fits")
+    rampup_batch: Annotated[list[Count] | None, BeforeValidator(as_ramp)] = knob(
+        None,
+        "start, increment, samples: the batch of a step grows from start by increment to global_batch, evenly over "
+        "samples sequences",
+        trajectory=True,
+    )
+    micro_batch: Count | Auto = knob("auto", "sequences of one forward pass on one rank; auto: the largest that fits")
     seed: CountOrZero = knob(0, "initial weights, data order and dropout", trajectory=True)
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64", "mixed"] = knob(
         "auto",
-        "compute type; master weights stay fp32 under bf16 and fp16; mixed: the best that each device has; "
-        "auto: bf16 on accelerators that have it, else fp16, fp32 on CPU, mixed where devices differ",
+        "compute type; master weights stay fp32 under bf16 and fp16; mixed: the best type of each device; auto: "
+        "bf16 on accelerators that have it, else fp16, fp32 on CPU, mixed if devices differ",
+        trajectory=True,
+    )
+    fp8: Literal["none", "block"] = knob(
+        "none",
+        "block: matrix products of the blocks' linear layers in FP8 (E4M3), scaled by blocks of 1 x 128 (inputs, "
+        "gradients) and 128 x 128 (weights); gradients of weights in dtype",
         trajectory=True,
     )
     loss_scale: Annotated[float, Field(ge=0.001, le=1e30), BeforeValidator(reject_bool)] = knob(
-        65536.0, "fp16: first factor of the loss; halved when a gradient overflows", trajectory=True
+        65536.0, "fp16: initial loss scale; halved when a gradient overflows", trajectory=True
     )
     loss_scale_growth_interval: Count = knob(
-        2000, "fp16: steps without overflow after which it doubles", trajectory=True
+        2000, "fp16: steps without overflow after which the loss scale doubles", trajectory=True
     )
-    tf32: bool = knob(False, "fp32 products in TF32, where the device has that: faster, and rounded", trajectory=True)
-    deterministic: bool = knob(False, "only kernels that give the same bits each time; slower")
-    compile: bool | Auto = knob("auto", "torch.compile each block; auto: on accelerators where a trial succeeds")
+    tf32: bool = knob(False, "fp32 matrix products in TF32 if the device has it: faster, less precise", trajectory=True)
+    deterministic: bool = knob(False, "only deterministic kernels; slower")
+    compile: bool | Auto = knob("auto", "torch.compile each block; auto: on accelerators if a trial succeeds")
+    stop_after: Duration | None = knob(
+        None, "time after which a start saves and ends, with exit code 10, such as 3h; the next start continues"
+    )
+    stop_every: CountOrZero = knob(0, "a start also ends at each multiple of this number of steps; 0: off")
     eval_every: CountOrZero = knob(0, "steps between evaluations on held-out data; 0: only at the end")
     patience: CountOrZero = knob(
-        0, "evaluations in a row with no lower held-out loss after which training ends; 0: it goes on to train.steps"
+        0, "early stopping: evaluations in a row without a lower held-out loss after which training ends; 0: off"
     )
-    eval_sequences: CountOrZero = knob(64, "held-out sequences of one evaluation of each set; 0: none at all")
+    eval_sequences: CountOrZero = knob(64, "held-out sequences of one evaluation of each set; 0: no evaluation")
     profile: Steps | None = knob(None, "first-last steps to trace with torch.profiler, such as 10-12")
     memory_snapshot: CountOrZero = knob(0, "step whose allocations are recorded in a memory snapshot; 0: none")
+
+    @property
+    def batches(self) -> BatchSchedule:
+        """The sequences of each step."""
+        return make_batch_schedule(self.global_batch, self.rampup_batch)
+
+    @property
+    def most_steps(self) -> int:
+        """Steps that the run may have, where the size of the data is not known yet."""
+        return self.steps if self.epochs is None else 2**53
 
 
 class OptimSection(Section):
@@ -76,7 +110,8 @@ class OptimSection(Section):
 
     name: Text = knob(
         "adamw",
-        "adamw, adamw8bit (moments in 8 bits), or an element-wise class of torch.optim, such as sgd or adadelta",
+        "adamw, adamw8bit (moments in 8 bits), an element-wise class of torch.optim, such as sgd or adadelta, or "
+        "my.py:Class, a subclass of torch.optim.Optimizer",
         trajectory=True,
     )
     options: dict[Text, bool | int | float] = knob(
@@ -92,8 +127,13 @@ class OptimSection(Section):
         trajectory=True,
     )
     clip_norm: Positive | None = knob(1.0, "largest norm of the whole gradient; null: no clipping", trajectory=True)
-    schedule: Literal["cosine", "linear", "constant", "polynomial", "wsd"] = knob(
-        "cosine", "decay after warm-up; wsd: warm-up, stable, decay at the end", trajectory=True
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant", "polynomial", "wsd"] | Text, BeforeValidator(as_schedule)
+    ] = knob(
+        "cosine",
+        "decay after warm-up; wsd: warm-up, stable, decay at the end; my.py:name: a function that returns the factor "
+        "of lr in a step, from step 1",
+        trajectory=True,
     )
     power: Positive = knob(2.0, "exponent of the polynomial schedule", trajectory=True)
     decay_share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), BeforeValidator(reject_bool)] = knob(
@@ -105,7 +145,7 @@ class OptimSection(Section):
     warmup_steps: CountOrZero = knob(0, "steps of linear warm-up", trajectory=True)
     double_buffer: bool = knob(
         False,
-        "keep the state of the step before beside the new one, so that sharded ranks may update before all is reduced",
+        "keep the previous optimizer state beside the new one, so that ranks update before all gradients are reduced",
     )
     decay_steps: Count | Auto = knob(
         "auto", "step at which the decay ends; auto: train.steps at the start", trajectory=True
@@ -116,97 +156,115 @@ class OptimSection(Section):
 
 
 class ParallelSection(Section):
-    """How the work is spread over ranks."""
+    """Parallelism: layout, engine, sharding, tensor and pipeline parallelism."""
 
     layout: Literal["given", "auto"] = knob(
         "given",
-        "auto: what `phalanx plan` finds fastest on the devices that are there, but for keys that the recipe writes; "
+        "auto: the layout that `phalanx plan` finds fastest on the devices, except keys that the recipe sets; "
         "given: as the keys say",
     )
     engine: Literal["auto", "single", "sharded", "fsdp2"] = knob(
         "auto",
         "sharded: state and updates sharded over all ranks, in shares of any size; fsdp2: PyTorch's fully_shard; "
-        "single: one rank, nothing to exchange",
+        "single: one rank, no communication",
     )
     zero: Literal["auto", 1, 2, 3] = knob(
         "auto",
-        "what sharded keeps in shards between uses; 1: the optimizer's state; 2: gradients, too; 3: parameters, too; "
-        "auto: the least with which the model takes no more than half of each memory",
+        "ZeRO stage: what the engine sharded keeps in shards; 1: optimizer state; 2: also gradients; 3: also "
+        "parameters; auto: the lowest with which the model takes at most half of each memory",
     )
     shard_degree: Count | Auto = knob(
         "auto",
-        "neighbouring ranks that hold one copy of the state together, as the next ones do; auto: all ranks hold one",
+        "hybrid sharding: neighbouring ranks that share one copy of the state; auto: all ranks",
     )
     grad_reduce: Literal["auto", "per_step", "per_micro_batch"] = knob(
         "auto",
-        "when gradients are summed over ranks; per_micro_batch keeps no whole gradients, but sends them each time; "
+        "when gradients are reduced over ranks; per_micro_batch keeps no full gradients, but communicates more; "
         "auto: per_step with zero 1, else per_micro_batch",
     )
     tensor: Count = knob(
-        1, "neighbouring ranks that share every layer, each with a slice of its matrices; a divisor of the heads"
+        1,
+        "tensor parallelism: neighbouring ranks that share every layer, each with a slice of its matrices; a "
+        "divisor of the heads",
     )
     sequence_parallel: bool | Auto = knob(
         "auto",
-        "with tensor, cut what is between the matrices along the sequence; auto: where data.seq_len divides",
+        "sequence parallelism with tensor: split activations between the matrices along the sequence; auto: if "
+        "data.seq_len divides",
     )
-    pipeline: Count = knob(1, "stages, each some of the blocks on ranks of its own, one behind the other")
+    pipeline: Count = knob(1, "pipeline parallelism: stages of blocks, each on its own ranks")
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = knob(
         "1f1b",
-        "which stage works on which micro-batch when; gpipe: all forward, then all backward; 1f1b: in turns, holding "
-        "less; interleaved: two stages for each rank; zero_bubble: gradients of weights fill the gaps",
+        "pipeline schedule; gpipe: all forward, then all backward; 1f1b: alternating, with less memory; "
+        "interleaved: two stages for each rank; zero_bubble: weight gradients fill the gaps",
     )
     layers_per_stage: Annotated[Literal["auto"] | list[Count], BeforeValidator(as_stages)] = knob(
-        "auto", "blocks of each stage, in order; auto: as even as the head lets them be, fewer where devices are slower"
+        "auto", "blocks of each stage, in order; auto: equal times with the head counted, fewer on slower devices"
+    )
+
+    context: Count = knob(
+        1,
+        "context parallelism: neighbouring ranks that share every row, each with some of its positions; for rows that "
+        "are too long for one",
+    )
+    context_by: Literal["auto", "heads", "gather", "ring"] = knob(
+        "auto",
+        "what attention exchanges over parallel.context; heads: all positions of some heads; gather: keys and values; "
+        "ring: these from one rank after another, while the last ones are used; auto: by bytes, heads and memory",
     )
 
     @property
     def resolve_sharding(self) -> tuple[int, Literal["per_step", "per_micro_batch"]]:
-        """`zero` and `grad_reduce`, where nobody has looked at memories with as little sharded as possible; of fsdp2
-        what it amounts to."""
+        """Values of `zero` and `grad_reduce`: an unresolved `auto` counts as the least sharding; of fsdp2 its
+        equivalent."""
         zero = 3 if self.engine == "fsdp2" else 1 if self.zero == "auto" else self.zero
         if self.grad_reduce != "auto":
             return zero, self.grad_reduce
-        # Micro-batches of a pipeline overlap, so that there is no end of one to reduce at.
+        # Micro-batches of a pipeline overlap: none has an end at which to reduce.
         return zero, "per_step" if zero == 1 or self.pipeline > 1 else "per_micro_batch"
 
     @property
     def axes(self) -> MeshAxes:
-        """How many ranks hold one copy of the model."""
-        return MeshAxes(self.tensor, self.pipeline)
+        """Ranks of one copy of the model, and of those that take rows together."""
+        return MeshAxes(self.tensor, self.pipeline, self.context)
 
 
 class BalanceSection(Section):
-    """Which rank does how much."""
+    """Balance: each rank's share of the batch and of the optimizer state."""
 
     batch: Annotated[Literal["auto", "even", "measured-once"] | list[CountOrZero], BeforeValidator(as_work)] = knob(
         "auto",
-        "sequences of a step for each rank; auto: as each is measured, again and again; measured-once: by "
-        "hardware.json alone; even: the same for all; a list: the numbers themselves, in order of rank",
+        "sequences of a step for each rank; auto: by measured speed, rebalanced during the run; measured-once: by "
+        "hardware.json only; even: equal; a list: the numbers by rank",
     )
     hardware: Text | None = knob(
         None,
-        "a file that `phalanx hardware` wrote; null: that of the run folder, measured at the start if it is missing",
+        "a file of `phalanx hardware`; null: that of the run folder, measured at the start if missing",
     )
     optimizer_state: Annotated[Literal["auto", "even"] | list[Share], BeforeValidator(as_shares)] = knob(
         "auto",
-        "which part of the optimizer's state each rank holds; auto: equal parts, less where memory is short; even: "
-        "equal parts; a list: in proportion to these numbers, in order of rank",
+        "optimizer state of each rank; auto: equal parts, less if memory is short; even: equal parts; a list: in "
+        "proportion to these numbers, by rank",
+    )
+    context: Annotated[Literal["auto", "even"] | list[Share], BeforeValidator(as_shares)] = knob(
+        "auto",
+        "parallel.context: each rank's part of a row; auto: by measured speed where balance.batch measures it; even: "
+        "equal parts; a list: in proportion to these numbers, by rank of a group",
     )
 
 
 class MemorySection(Section):
-    """Memory for time."""
+    """Activation memory: recomputation and offloading."""
 
     activations: Literal["none", "selective", "full", "offload", "auto"] = knob(
         "none",
-        "what is computed again in the backward pass; full: all but each block's input; selective: all but the results "
-        "of attention and of matrix products; offload: as full, and the inputs wait in the host's memory; auto: the "
-        "first of none, selective, and offload or full that fits",
+        "activation checkpointing: what the backward pass recomputes; full: all but each block's input; selective: "
+        "all but the results of attention and matrix products; offload: as full, with the inputs in host memory; "
+        "auto: the first of none, selective, and offload or full that fits",
     )
     offload_prefetch_blocks: Count = knob(
         2,
-        "blocks ahead of the backward pass for which inputs come back with activations=offload; so many more stay on "
-        "the device",
+        "activations=offload: blocks prefetched ahead of the backward pass; as many more stay on the device",
     )
 
 
@@ -228,6 +286,7 @@ class Config(Section):
     callback: CallbackSection = CallbackSection()
     report: ReportSection = ReportSection()
     slurm: SlurmSection = SlurmSection()
+    k8s: KubernetesSection = KubernetesSection()
 
 
 def iter_knobs(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:

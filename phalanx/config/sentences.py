@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, as sentences that name the key and what would be legal."""
+"""Validation errors of a recipe as sentences with the key and its legal values."""
 
 import difflib
 import reprlib
@@ -17,7 +17,7 @@ def describe_kind(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    brief = reprlib.Repr()  # a few aliases can make a YAML value whose plain repr() would fill the memory
+    brief = reprlib.Repr()  # YAML aliases can make a value whose repr() would fill the memory
     brief.maxstring = brief.maxother = brief.maxlong = 60
     return cut_text(brief.repr(value))
 
@@ -27,7 +27,7 @@ def cut_text(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-_LIMITS = {  # pydantic's kind of error -> our words, and where it keeps the limit
+_LIMITS = {  # pydantic's kind of error -> our text, and where it has the limit
     "greater_than": ("above", "gt"),
     "greater_than_equal": ("at least", "ge"),
     "less_than": ("below", "lt"),
@@ -41,19 +41,19 @@ _EXPECTED = {
     "float_type": "a number",
     "bool_parsing": "true or false",
     "bool_type": "true or false",
-    "string_type": "text (quotes make it so)",
+    "string_type": "text (put it in quotes)",
     "string_unicode": "text without broken characters",
     "list_type": "text or a list of texts",
     "dict_type": "a mapping of names to values",
     "finite_number": "a finite number",
-    "too_short": "a list that is not empty",
+    "too_short": "a non-empty list",
     "int_parsing_size": "a smaller whole number",
 }
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """A sentence, or the alternatives of one: `key must be` and what it could be, `found` being what it is."""
+    """A problem of a key: `key must be` one of the alternatives, and `found`, its value."""
 
     key: str
     text: str
@@ -61,7 +61,7 @@ class _Problem:
 
 
 def describe_errors(errors: Sequence[Any]) -> list[str]:
-    """What pydantic found, a sentence each; a key with alternatives has one error for each of them."""
+    """pydantic's errors, a sentence for each key; a key with alternatives has one error for each."""
     merged: dict[str, tuple[list[str], str]] = {}
     for error in errors:
         problem = _problem(error)
@@ -78,9 +78,8 @@ def describe_errors(errors: Sequence[Any]) -> list[str]:
 
 
 def find_error_key(loc: Sequence[int | str]) -> tuple[str, str]:
-    """The dotted key of an error and its last part; pydantic's own words for alternatives and list items are left out.
-
-    A key that was not there to be declared (an unknown one) ends it.
+    """The dotted key of an error and its last part, without pydantic's names of alternatives and list items. An unknown
+    key ends it.
     """
     path: list[str] = []
     section: type[BaseModel] | None = Config
@@ -96,15 +95,15 @@ def find_error_key(loc: Sequence[int | str]) -> tuple[str, str]:
 
 
 def _problem(error: Any) -> _Problem:
-    """One problem that pydantic found: the key, and what would be legal."""
+    """One error of pydantic: the key and its legal values."""
     (key, last), kind, value = find_error_key(error["loc"]), error["type"], error["input"]
     if kind == "extra_forbidden":
         return _Problem(key, f"unknown key {key}; {suggest_key(key, last)}")
     if kind == "invalid_key" or (kind == "string_unicode" and not key):
         return _Problem(key, f"the key {format_value(value)} must be a name, such as train or optim")
     if kind in ("model_type", "model_attributes_type"):
-        what = f"{key} is a section with keys of its own" if key else "a recipe is a mapping of sections"
-        return _Problem(key, f"{what}, not {describe_kind(value)}; give it keys or leave it out")
+        what = f"{key} is a section" if key else "a recipe is a mapping of sections"
+        return _Problem(key, f"{what}, not {describe_kind(value)}; give it keys or remove it")
     if kind == "value_error":
         return _Problem(key, f"{key} {error['ctx']['error']}")
     if kind in _LIMITS:
@@ -118,8 +117,8 @@ def _problem(error: Any) -> _Problem:
 
 
 def suggest_key(key: str, last: str) -> str:
-    """What to write instead of an unknown key, whose `last` part may hold dots of its own: the nearest of its section,
-    of all keys, or one that ends alike."""
+    """Suggestion for an unknown key, whose `last` part may have dots: the nearest of its section, of all keys, or one
+    with the same end."""
     names = [name for name, _ in iter_knobs()]
     section = key.rpartition(".")[0]
     if key in names:  # a dot inside the YAML key

@@ -1,4 +1,4 @@
-"""The same recipe in tiny: every part of it takes the same path through the code, in seconds and on a few CPU ranks."""
+"""Shrink a recipe (`--shrink`): a tiny copy that runs through the same code, in seconds on a few CPU ranks."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -6,28 +6,28 @@ from typing import Any
 
 from phalanx.config.load import update_config
 from phalanx.config.model import RopeScalingSection, SourceSection
-from phalanx.config.model_spec import SHAPE_FIELDS, build_model_spec
+from phalanx.config.model_spec import MOE_SHAPE_FIELDS, SHAPE_FIELDS, build_model_spec
 from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import EncoderSpec, ModelSpec
+from phalanx.layout.model_shape import EncoderSpec, ModelSpec, MoESpec
 
 STEPS, GLOBAL_BATCH, EVERY = 10, 8, 5
-SEQ_LEN, CHAT_SEQ_LEN = 64, 256  # a conversation needs some room for its roles
+SEQ_LEN, CHAT_SEQ_LEN = 64, 256  # a conversation needs room for its roles
 LAYERS, HEAD_DIM, MOST_GROUPS = 2, 16, 4
-VOCAB = 512
-HELD_OUT = 0.1  # of little data a small share would be nothing
-SAMPLES = {"text": "stdlib", "chat": "stdlib-chat"}  # stand in for sources that are not here
-STANDIN_BERT = ModelSpec(  # for a folder of a BERT that is not here
+VOCAB, EXPERTS = 512, 4
+HELD_OUT = 0.1  # a small share of little data would be empty
+SAMPLES = {"text": "stdlib", "chat": "stdlib-chat"}  # replace sources that are not here
+STANDIN_BERT = ModelSpec(  # for a BERT folder that is not here
     architecture="bert", vocab_size=VOCAB, hidden=64, layers=LAYERS, heads=4, kv_heads=4, head_dim=16, intermediate=256,
     max_seq_len=512, norm_eps=1e-12, tie_embeddings=True, encoder=EncoderSpec(),
 )  # fmt: skip
-STANDIN = ModelSpec(  # for a Hugging Face folder that is not here to be asked
+STANDIN = ModelSpec(  # for a Hugging Face folder that is not here
     vocab_size=VOCAB, hidden=64, layers=LAYERS, heads=4, kv_heads=2, head_dim=16, intermediate=176, max_seq_len=4096
 )  # fmt: skip
 
 
 def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
-    """A model of the same kind: ratios of heads, key heads and widths stay as far as they can, options all do."""
+    """A tiny model of the same family: keeps all options, and ratios of heads, key heads and widths if possible."""
     groups = spec.heads // spec.kv_heads
     kv_heads = min(spec.kv_heads, 2 if groups > 1 else 4)
     heads = kv_heads * min(groups, MOST_GROUPS)
@@ -36,6 +36,7 @@ def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
     each = max(2, 2 * round(head_dim * ratio / 2))
     hidden = heads * (each if each != head_dim or ratio == 1 else head_dim + (2 if ratio > 1 or head_dim == 2 else -2))
     layers = min(spec.layers, LAYERS)
+    intermediate = max(8, 8 * round(hidden * spec.intermediate / spec.hidden / 8))
     return replace(
         spec,
         hidden=hidden,
@@ -43,19 +44,34 @@ def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=max(8, 8 * round(hidden * spec.intermediate / spec.hidden / 8)),
+        intermediate=intermediate,
         sliding_window=None if spec.sliding_window is None else max(1, min(spec.sliding_window, seq_len // 4)),
         full_attention_layers=tuple(layer for layer in spec.full_attention_layers if layer < layers),
-        attention=replace(spec.attention, query_scalar=None),  # which goes by the width of heads
+        block=replace(spec.block, query_scalar=None),  # which goes by the width of heads
+        # LongRoPE's numbers go by it, too.
+        rope_scaling=None if spec.rope_scaling and spec.rope_scaling.short_factors else spec.rope_scaling,
+        moe=None if spec.moe is None else _shrink_experts(spec.moe, spec.intermediate, intermediate, layers),
+    )
+
+
+def _shrink_experts(moe: MoESpec, intermediate: int, tiny: int, layers: int) -> MoESpec:
+    dense = tuple(layer for layer in moe.dense_layers if layer < layers)
+    return replace(
+        moe,
+        experts=min(moe.experts, EXPERTS),
+        experts_per_token=min(moe.experts_per_token, EXPERTS // 2),
+        intermediate=tiny
+        if moe.intermediate == intermediate
+        else max(8, 8 * (tiny * moe.intermediate // intermediate // 8)),
+        dense_layers=dense if len(dense) < layers else dense[1:],
     )
 
 
 def shrink_config(config: Config, here: Callable[[str], bool], tiny_hf: tuple[str, bool] | None = None) -> Config:
-    """`config` in tiny. `here(source)` says whether a data source or folder is on this machine.
-
-    A source that is not is replaced by a sample of this Python's own files, a tokenizer that is not by a trained one.
-    `tiny_hf` stands for `model.from_hf`: a folder with a tiny model of its kind, and whether the original has a
-    tokenizer. Raises ConfigError where the result is no legal recipe.
+    """Shrink `config`. `here(source)` tells whether a data source or folder is on this machine. A missing source is
+    replaced by a sample of Python's standard library, a missing tokenizer by a trained one. `tiny_hf` replaces
+    `model.from_hf`: a folder with a tiny model of its family, and whether the original has a tokenizer. Raises
+    ConfigError if the result is invalid.
     """
     if config.task.code is not None:
         raise ConfigError(
@@ -70,7 +86,7 @@ def shrink_config(config: Config, here: Callable[[str], bool], tiny_hf: tuple[st
     steps = min(train.steps, STEPS)
     batch = min(train.global_batch, GLOBAL_BATCH)
     validation = {name: paths for name, paths in data.validation.items() if all(map(here, paths))}
-    kept_back = data.held_out > 0 or (data.validation and not validation)  # something must be evaluated on
+    kept_back = data.held_out > 0 or (data.validation and not validation)  # evaluation needs documents
     new: dict[str, Any] = {
         "data.seq_len": seq_len,
         "data.source": [_source(source, holds, here) for source in data.source],
@@ -78,7 +94,9 @@ def shrink_config(config: Config, here: Callable[[str], bool], tiny_hf: tuple[st
         "data.held_out": max(data.held_out, HELD_OUT) if kept_back else 0.0,
         "data.tokenizer_vocab": min(data.tokenizer_vocab, VOCAB),
         "train.steps": steps,
+        "train.epochs": None,
         "train.global_batch": batch,
+        "train.rampup_batch": [1, batch - 1, 2 * batch] if train.rampup_batch and batch > 1 else None,
         "train.micro_batch": train.micro_batch if train.micro_batch == "auto" else min(train.micro_batch, batch),
         "train.eval_every": min(train.eval_every, EVERY),
         "train.eval_sequences": min(train.eval_sequences, GLOBAL_BATCH),
@@ -90,7 +108,7 @@ def shrink_config(config: Config, here: Callable[[str], bool], tiny_hf: tuple[st
         else min(config.optim.decay_steps, max(steps, 1)),
         "checkpoint.every": min(config.checkpoint.every, EVERY),
     }
-    if config.memory.activations == "offload":  # of so few blocks nothing would move to the host with more
+    if config.memory.activations == "offload":  # with more, so few blocks would all stay on the device
         new["memory.offload_prefetch_blocks"] = min(config.memory.offload_prefetch_blocks, LAYERS - 1)
     if new["data.source"] != [_plain(source) for source in data.source]:
         new |= {"data.text_key": "text", "data.messages_key": "messages"}
@@ -103,7 +121,7 @@ def shrink_config(config: Config, here: Callable[[str], bool], tiny_hf: tuple[st
         new["data.tokenizer"] = "train"
     trains = new.get("data.tokenizer", data.tokenizer) in ("auto", "train")
     if trains and data.format != "text" and (data.chat_template is None or not here(data.chat_template)):
-        new["data.chat_template"] = "chatml"  # which a trained tokenizer lacks
+        new["data.chat_template"] = "chatml"  # a trained tokenizer has none
     if model.lora is not None and model.lora.adapter is not None:
         new["model.lora.adapter"] = None  # its matrices are those of the large model
     if tiny_hf is None:
@@ -112,7 +130,7 @@ def shrink_config(config: Config, here: Callable[[str], bool], tiny_hf: tuple[st
 
 
 def list_changes(before: Config, after: Config) -> list[str]:
-    """What differs, a line for each key."""
+    """Differences of two configurations, a line for each key."""
     found = []
     for key, _ in iter_knobs():
         old, now = get_knob(before, key), get_knob(after, key)
@@ -122,7 +140,7 @@ def list_changes(before: Config, after: Config) -> list[str]:
 
 
 def _shapes(config: Config, seq_len: int, trained_vocab: int | None) -> dict[str, Any]:
-    """The shapes of a recipe that names a preset or gives them itself, in tiny and all given."""
+    """Tiny shapes of a recipe with a preset or shapes, all set."""
     model = config.model
     known = config if model.preset or model.vocab_size != "auto" else update_config(config, {"model.vocab_size": VOCAB})
     spec = shrink_spec(build_model_spec(known), seq_len)
@@ -130,6 +148,8 @@ def _shapes(config: Config, seq_len: int, trained_vocab: int | None) -> dict[str
     if spec.rope_scaling is not None:
         fields = RopeScalingSection.model_fields
         given["rope_scaling"] = {name: value for name, value in asdict(spec.rope_scaling).items() if name in fields}
+    if spec.moe is not None:
+        given |= {f"moe.{name}": getattr(spec.moe, name) for name in (*MOE_SHAPE_FIELDS, "balance_weight")}
     if trained_vocab is None:
         given["vocab_size"] = spec.vocab_size if model.preset else model.vocab_size
     else:
@@ -144,7 +164,7 @@ def _plain(source: str | SourceSection) -> Any:
 
 
 def _source(source: str | SourceSection, form: str, here: Callable[[str], bool]) -> Any:
-    """The source itself where all of it is here or nothing can stand in for it, else the sample."""
+    """The source if all of it is here or has no replacement, else the sample."""
     paths = [source] if isinstance(source, str) else source.path
     if all(map(here, paths)) or form not in SAMPLES:
         return _plain(source)
@@ -152,7 +172,7 @@ def _source(source: str | SourceSection, form: str, here: Callable[[str], bool])
 
 
 def _profile(window: str | None, steps: int) -> str | None:
-    """The window itself where it fits, else the second and third step."""
+    """The window if it fits, else the second and third step."""
     if window is None or int(window.partition("-")[2]) <= steps:
         return window
     return "2-3" if steps >= 3 else None

@@ -1,44 +1,53 @@
-"""Combinations of knobs that cannot work, as sentences; pure numbers and no files."""
+"""Validation of combinations of keys, without files: a sentence for each problem."""
 
 from phalanx.config import optimizers
+from phalanx.config.context_problems import find_context_problems
 from phalanx.config.model import SourceSection
 from phalanx.config.model_spec import LABELLED, find_model_problems, find_task_problems, is_custom_task, recipe_family
 from phalanx.config.schema import Config, TrainSection
 from phalanx.core.errors import ConfigError
 from phalanx.layout import balance
+from phalanx.layout.batch_ramp import find_ramp_problem
 
 
 def find_problems(config: Config) -> list[str]:
-    """Combinations that cannot work, as sentences; pure numbers and no files."""
+    """Invalid combinations of keys, as sentences; reads no files."""
     train, optim, data = config.train, config.optim, config.data
     found = find_model_problems(config) + find_task_problems(config) + _callback_problems(config)
     if train.micro_batch != "auto" and train.micro_batch > train.global_batch:
         found.append(
             f"train.micro_batch {train.micro_batch} is larger than train.global_batch {train.global_batch}; lower it"
         )
+    if problem := find_ramp_problem(train.global_batch, train.rampup_batch):
+        found.append(problem)
     work = config.balance.batch
     if isinstance(work, list) and sum(work) != train.global_batch:
         found.append(
-            f"balance.batch gives the ranks {sum(work)} sequences of a step together, but train.global_batch is "
+            f"balance.batch sums to {sum(work)} sequences, but train.global_batch is "
             f"{train.global_batch}; make them equal"
         )
     found += _sharding_problems(config) + _list_problems(config) + _model_parallel_problems(config)
-    found += _layout_problems(config)
+    found += _layout_problems(config) + find_context_problems(config)
     changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
     found += optimizers.find_optim_problems(optim.model_dump(), changed)
     if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:
-        found.append("train.eval_every asks for evaluations but data.held_out is 0; set data.held_out or eval_every=0")
+        found.append(
+            "train.eval_every needs held-out documents, but data.held_out is 0; set data.held_out or eval_every=0"
+        )
     if "held_out" in data.validation:
-        found.append("data.validation names a set held_out, as what data.held_out keeps back is called; rename it")
+        found.append("data.validation has a set named held_out, the name of the documents of data.held_out; rename it")
     found += _mixture_problems(data.source)
     if config.resilience.replicate_every not in ("auto", "off") and config.resilience.in_memory_checkpoints is False:
         found.append(
-            f"resilience.replicate_every {config.resilience.replicate_every} keeps on a second node what "
-            "resilience.in_memory_checkpoints keeps on the first, and that is false; set "
+            f"resilience.replicate_every {config.resilience.replicate_every} needs "
+            "resilience.in_memory_checkpoints, which is false; set "
             "resilience.in_memory_checkpoints=true or auto, or resilience.replicate_every=off"
         )
+    if data.mask_document_end and (data.isolate_documents or data.format in ("chat", "prompt")):
+        other = "data.isolate_documents" if data.isolate_documents else f"data.format {data.format}"
+        found.append(f"data.mask_document_end has no effect with {other}, which masks that anyway; remove it")
     if not data.cache:
-        found.append("data.cache is empty, so token files would lie all over the working folder; name a folder or URL")
+        found.append("data.cache is empty; set it to a folder or URL")
     if data.format in ("text", "masked"):
         unread = {"chat_template": None, "loss_on": "assistant", "too_long": "truncate"}
         if config.task.kind in LABELLED:
@@ -49,12 +58,12 @@ def find_problems(config: Config) -> list[str]:
 
 
 def _sharding_problems(config: Config) -> list[str]:
-    """What is asked of the sharded engine, where its twin was chosen. One rank alone has nothing to shard, and a recipe
-    for many should run there."""
+    """Keys of the sharded engine that another engine ignores. One rank has nothing to shard, and a recipe for many
+    ranks should run there."""
     if config.parallel.zero == 3 and config.optim.double_buffer:
         return [
-            "optim.double_buffer true has no effect with parallel.zero 3, whose parameters are gathered anew for each "
-            "pass; set optim.double_buffer=false, or parallel.zero=2"
+            "optim.double_buffer true has no effect with parallel.zero 3, which gathers parameters for each pass; "
+            "set optim.double_buffer=false, or parallel.zero=2"
         ]
     if config.comm.compress != "none" and config.parallel.engine in ("single", "fsdp2"):
         return [
@@ -70,7 +79,7 @@ def _sharding_problems(config: Config) -> list[str]:
 
 
 def _asked_of_sharded(config: Config) -> list[str]:
-    """Keys that were set and that only the sharded engine reads."""
+    """Keys that are set and only the sharded engine reads."""
     is_set = {
         "parallel.zero": config.parallel.zero != "auto",
         "parallel.grad_reduce": config.parallel.grad_reduce != "auto",
@@ -82,16 +91,15 @@ def _asked_of_sharded(config: Config) -> list[str]:
 
 
 def find_unused_keys(config: Config, several: bool = True) -> list[str]:
-    """What a user has set for nothing, as sentences, where that is no mistake: what one rank is told of many, or one
-    node where there are not `several`."""
+    """Warnings for keys without effect: keys of many ranks on one rank, or of many nodes if not `several`."""
     keys = _asked_of_sharded(config) if config.parallel.engine == "single" else []
     why = "has no effect with parallel.engine single, which shards nothing; remove it, or set parallel.engine=auto"
     found = [f"{key} {why}" for key in keys] + _unused_of_resilience(config)
     replicate = config.resilience.replicate_every
     if not several and replicate not in ("auto", "off"):
         found.append(
-            f"resilience.replicate_every {replicate} has no effect on one node, which has no second one to keep "
-            "anything; if it is lost, the run goes back to a checkpoint"
+            f"resilience.replicate_every {replicate} has no effect on one node; if it is lost, the run resumes "
+            "from a checkpoint"
         )
     if config.train.tf32 and config.train.dtype not in ("fp32", "mixed"):
         dtype = config.train.dtype
@@ -100,7 +108,7 @@ def find_unused_keys(config: Config, several: bool = True) -> list[str]:
 
 
 def _unused_of_resilience(config: Config) -> list[str]:
-    """What says more about something that is not asked for."""
+    """Keys of a feature that is off."""
     given = config.resilience
     reads = {
         "spike_factor": (given.on_spike != "off", "on_spike off; set resilience.on_spike"),
@@ -118,7 +126,7 @@ def _unused_of_resilience(config: Config) -> list[str]:
 
 
 def _layout_problems(config: Config) -> list[str]:
-    """What only a layout of one's own can have, where the planner shall choose one."""
+    """Keys that require parallel.layout given, if it is auto."""
     if config.parallel.layout != "auto":
         return []
     asked = {
@@ -128,27 +136,28 @@ def _layout_problems(config: Config) -> list[str]:
         "balance.optimizer_state": isinstance(config.balance.optimizer_state, list),
     }
     return [
-        f"{what} is for a layout that the recipe gives, but parallel.layout is auto; remove one of them"
+        f"{what} requires parallel.layout given, but it is auto; remove one of them"
         for what, is_set in asked.items()
         if is_set
     ]
 
 
 def _list_problems(config: Config) -> list[str]:
-    """Lists in order of rank that cannot both be right, on any number of ranks."""
+    """Lists by rank that contradict each other on any number of ranks."""
     work, state, degree = config.balance.batch, config.balance.optimizer_state, config.parallel.shard_degree
+    rows = config.parallel.context  # ranks for each number of balance.batch
     found = []
     if isinstance(state, list) and degree not in ("auto", len(state)):
         found.append(
-            f"balance.optimizer_state has numbers for {len(state)} ranks, but with parallel.shard_degree {degree} so "
-            f"many hold a copy of the state together; give it {degree} numbers"
+            f"balance.optimizer_state has {len(state)} numbers, but parallel.shard_degree is {degree}; give it "
+            f"{degree} numbers"
         )
-    if isinstance(work, list) and isinstance(state, list) and degree == "auto" and len(work) != len(state):
+    if isinstance(work, list) and isinstance(state, list) and degree == "auto" and len(work) * rows != len(state):
         found.append(
             f"balance.batch has numbers for {len(work)} ranks and balance.optimizer_state for {len(state)}; give both "
             "one for each rank"
         )
-    if isinstance(work, list) and degree != "auto" and len(work) > 1 and len(work) % degree:
+    if isinstance(work, list) and degree != "auto" and len(work) * rows > 1 and len(work) * rows % degree:
         found.append(
             f"balance.batch has numbers for {len(work)} ranks, which parallel.shard_degree {degree} does not divide; "
             "choose a divisor, or set parallel.shard_degree=auto"
@@ -157,12 +166,13 @@ def _list_problems(config: Config) -> list[str]:
 
 
 def find_problems_for_world(config: Config, world: int) -> list[str]:
-    """What cannot be with so many ranks, as sentences; `parallel.engine` is resolved."""
+    """Invalid keys for `world` ranks, as sentences; `parallel.engine` is resolved."""
     found = []
     if config.parallel.engine == "single" and world > 1:
         found.append(f"parallel.engine single trains on one rank, but there are {world}; set parallel.engine=auto")
     try:
         copies = config.parallel.axes.data_parallel_size(world)
+        groups = config.parallel.axes.count_row_groups(world)
     except ConfigError as error:
         return [*found, str(error)]
     degree = config.parallel.shard_degree
@@ -172,32 +182,31 @@ def find_problems_for_world(config: Config, world: int) -> list[str]:
             "parallel.shard_degree=auto"
         )
     elif degree != "auto" and copies > 1 and copies % degree:
-        ranks = f"{world} ranks" if copies == world else f"{copies} ranks that hold the same part of the model"
+        ranks = f"{world} ranks" if copies == world else f"{copies} ranks with the same part of the model"
         found.append(
-            f"parallel.shard_degree {degree} does not divide the {ranks}, so they cannot hold whole copies of "
-            "the state; choose a divisor, or set parallel.shard_degree=auto"
+            f"parallel.shard_degree {degree} does not divide the {ranks}; choose a divisor, or set "
+            "parallel.shard_degree=auto"
         )
     together = copies if degree == "auto" or copies == 1 else degree
     lists = (
-        ("balance.batch", config.balance.batch, copies),
+        ("balance.batch", config.balance.batch, groups),
         ("balance.optimizer_state", config.balance.optimizer_state, together),
     )
     for key, numbers, count in lists:
         if not isinstance(numbers, list) or len(numbers) == count:
             continue
         there = "is 1" if count == 1 else f"are {count}"
-        whose = "ranks that hold a copy of the state together"
+        whose = "ranks of a copy of the state" if count == together else "groups of ranks that share rows"
         if count == copies:
             whose = "ranks" if copies == world else "copies of the model"
         found.append(
-            f"{key} has a number for each of {len(numbers)} {whose}, but there {there}; give each rank one, or set "
-            f"{key}=auto"
+            f"{key} has {len(numbers)} numbers for {whose}, but there {there}; give each one, or set {key}=auto"
         )
     return found
 
 
 def _model_parallel_problems(config: Config) -> list[str]:
-    """What several ranks that hold one model together cannot do, and keys of theirs where there are none."""
+    """Invalid keys with model parallelism, and keys of model parallelism without it."""
     parallel, balance_of = config.parallel, config.balance
     found = []
     unread = {
@@ -220,8 +229,12 @@ def _model_parallel_problems(config: Config) -> list[str]:
     if parallel.engine in ("single", "fsdp2"):
         found.append(f"{what} cannot be combined with parallel.engine {parallel.engine}; set parallel.engine=sharded")
     family, own_task = recipe_family(config), is_custom_task(config)
-    if own_task or not family.tensor_plan or (config.model.code is not None and parallel.tensor == 1):
-        kind = "a task of one's own" if own_task else "model.code" if family.tensor_plan else f"a {family.title}"
+    if (
+        own_task
+        or not (family.tensor_plan or family.has_experts)
+        or (config.model.code is not None and parallel.tensor == 1)
+    ):
+        kind = "a custom task" if own_task else "model.code" if config.model.code is not None else f"a {family.title}"
         cuts, it = ("cut", "them") if len(together) > 1 else ("cuts", "it")
         found.append(f"{what} {cuts} models of the Llama family only, not that of {kind}; remove {it}")
     if config.model.lora is not None and parallel.tensor == 1:
@@ -229,18 +242,16 @@ def _model_parallel_problems(config: Config) -> list[str]:
     rule = optimizers.OPTIMIZERS.get(config.optim.name)
     if parallel.tensor > 1 and rule is not None and rule.granularity == "row":
         found.append(
-            f"optim.name {config.optim.name} updates whole rows of a matrix together, which parallel.tensor cuts; set "
+            f"optim.name {config.optim.name} updates whole rows of a matrix, which parallel.tensor splits; set "
             "optim.name=adamw"
         )
     if parallel.pipeline > 1 and config.resilience.on_spike == "skip":
         found.append(
-            "resilience.on_spike skip needs the loss of a step before its last backward pass, which a pipeline begins "
-            "before; set resilience.on_spike=rollback"
+            "resilience.on_spike skip needs the loss before the last backward pass, which a pipeline starts "
+            "earlier; set resilience.on_spike=rollback"
         )
     if parallel.pipeline > 1 and parallel.zero == 3:
-        found.append(
-            "parallel.zero 3 would gather every block again for each micro-batch of a pipeline; set parallel.zero=2"
-        )
+        found.append("parallel.zero 3 gathers every block for each micro-batch of a pipeline; set parallel.zero=2")
     if parallel.pipeline > 1 and parallel.grad_reduce == "per_micro_batch":
         found.append(
             "parallel.grad_reduce per_micro_batch cannot be combined with parallel.pipeline, whose micro-batches "
@@ -248,28 +259,26 @@ def _model_parallel_problems(config: Config) -> list[str]:
         )
     if balance_of.batch == "measured-once" or balance_of.hardware is not None:
         key = "balance.batch measured-once" if balance_of.batch == "measured-once" else "balance.hardware"
-        found.append(
-            f"{key} rests on measuring the whole model on each device, but with {what} none holds it; remove it"
-        )
+        found.append(f"{key} needs measurements of the whole model on each device, which {what} rules out; remove it")
     return found
 
 
 def _profile_problems(train: TrainSection) -> list[str]:
-    """What is wrong with the steps that are to be looked into."""
+    """Problems of the steps to profile."""
     found = []
     snapshot = train.memory_snapshot
-    if snapshot > train.steps:
+    if snapshot > train.most_steps:
         found.append(f"train.memory_snapshot {snapshot} comes after the last step {train.steps}; lower it")
     if train.profile is not None:
         first, last = (int(part) for part in train.profile.split("-"))
         if first > last:
             found.append(f"train.profile {train.profile} ends before it begins; write the first step first")
-        elif last > train.steps:
+        elif last > train.most_steps:
             found.append(f"train.profile {train.profile} goes beyond the last step {train.steps}; lower it")
         elif first <= snapshot <= last:
             found.append(
-                f"train.memory_snapshot {snapshot} lies within train.profile {train.profile}, and both trace; choose a "
-                "step outside"
+                f"train.memory_snapshot {snapshot} lies within train.profile {train.profile}, and both record; "
+                "choose a step outside it"
             )
     return found
 
@@ -279,7 +288,7 @@ def _mixture_problems(sources: list[str | SourceSection]) -> list[str]:
     if not any(isinstance(source, SourceSection) for source in sources):
         return []
     least = sum(weights) / balance.MIXTURE_BLOCK
-    # Raising it raises the sum, too, and what is rounded must be rounded up.
+    # A larger weight also raises the sum; round up.
     enough = sum(weight for weight in weights if weight >= least) / max(1, balance.MIXTURE_BLOCK - len(weights)) * 1.01
     return [
         f"data.source gives {', '.join(source.path)} the weight {source.weight:g}, less than one sequence in "
@@ -291,5 +300,5 @@ def _mixture_problems(sources: list[str | SourceSection]) -> list[str]:
 
 def _callback_problems(config: Config) -> list[str]:
     if config.callback.options and config.callback.code is None:
-        return ["callback.options are arguments of the class Callback of callback.code, which is not set; remove them"]
+        return ["callback.options has no effect without callback.code; remove it"]
     return []

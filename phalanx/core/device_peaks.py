@@ -1,8 +1,8 @@
-"""Peak FLOP/s of accelerators from their makers' data sheets: of dense matrix products, by type. No torch here."""
+"""Peak FLOP/s of accelerators for dense matrix products, by type, from the makers' data sheets. No torch here."""
 
 import re
 
-# Teraflop/s by device name (whole words of it, of which the longest wins) and type, without sparsity; fp32 as PyTorch
+# Teraflop/s by device name (matched by whole words; the longest match wins) and type, without sparsity; fp32 as PyTorch
 # computes it by default, without TF32. Data sheets by NVIDIA: V100 2020, T4 2019, A10G, A40 and A100 2021, L40S and
 # H100 2023, H200 2024, HGX B200 2025; whitepapers: GA102 2020, Ada 2022.
 TERAFLOPS: dict[str, dict[str, float]] = {
@@ -22,14 +22,13 @@ TERAFLOPS: dict[str, dict[str, float]] = {
     "H200 NVL": {"fp64": 60, "fp32": 60, "bf16": 835, "fp16": 835, "fp8": 1671},
     "B200": {"fp64": 37, "fp32": 75, "bf16": 2250, "fp16": 2250, "fp8": 4500},
 }
-# Words of names of other chips, or of parts of one: an RTX 4080 SUPER is no RTX 4080.
+# Words that mark a different chip, or a part of one: an RTX 4080 SUPER is not an RTX 4080.
 _OTHER_VARIANT = re.compile(r"\b(Laptop|Mobile|Max-Q|MIG|Ti|SUPER|D)\b", re.IGNORECASE)
 
 
 def find_peaks(device_name: str) -> dict[str, float]:
-    """Peak FLOP/s by type of a device that its maker calls so; none of one that is not in the table.
-
-    Names are compared by whole words: an RTX A4000 is no A40, and the laptop's version of a card is another chip.
+    """Peak FLOP/s of a device by type; empty for one that is not in the table. Names are compared by whole words: an
+    RTX A4000 is not an A40, and the laptop version of a card is a different chip.
     """
     if _OTHER_VARIANT.search(device_name):
         return {}

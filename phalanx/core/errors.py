@@ -1,36 +1,34 @@
-"""Errors that a user can act on: one sentence with what was found, what it breaks and what to do; never a traceback."""
+"""Errors that a user can act on: one sentence with the observation, its effect and the remedy; never a traceback."""
 
 import re
-from pathlib import Path
 
 from phalanx.core.placement import ExitCode
 
-# Of torch's host allocator; of drivers (page-locked memory, modules, Triton) and collectives; of libraries of kernels.
+# Messages of torch's host allocator; of drivers (page-locked memory, modules, Triton) and collectives; of kernel
+# libraries.
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|_STATUS_\w*ALLOC\w*_FAILED")
-
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 class PhalanxError(Exception):
-    """Anything that ends a run for a reason a user can mend; `exit_code` is the process's exit code."""
+    """Base class of errors that end a run for a reason that a user can fix; `exit_code` is the process's exit code."""
 
     exit_code: int = ExitCode.FAILED
 
 
 class ConfigError(PhalanxError):
-    """The recipe, the command line or a model folder asks for something impossible."""
+    """Invalid configuration: the recipe, the command line or a model folder asks for something impossible."""
 
     exit_code = ExitCode.CONFIG
 
 
 class DataError(PhalanxError):
-    """A source, a token file or a tokenizer is missing, empty or damaged."""
+    """Invalid data: a source, a token file or a tokenizer is missing, empty or damaged."""
 
     exit_code = ExitCode.CONFIG
 
 
 class CheckpointError(PhalanxError):
-    """A checkpoint is torn, damaged or does not fit; its files are left as they are."""
+    """Invalid checkpoint: incomplete, damaged, or of another model; its files are not changed."""
 
     exit_code = ExitCode.FAILED
 
@@ -42,71 +40,60 @@ class RunError(PhalanxError):
 
 
 class CutOff(PhalanxError):
-    """The run goes on elsewhere, with a later attempt: what this one would still write is not written. No fault of the
-    rank that finds it out."""
+    """The run continues on other nodes with a later attempt, so this one stops writing. Not a fault of the rank that
+    raises it."""
 
     exit_code = ExitCode.FAILED
 
 
 class Unhealthy(PhalanxError):
-    """A node is not fit to be trained on: a sick device, a disk that cannot be written. Found before the start."""
+    """A node is unfit for training: a faulty device, or a disk that cannot be written. Raised before training
+    starts."""
 
     exit_code = ExitCode.UNHEALTHY
 
 
 class Diverged(PhalanxError):
-    """Training has run away: the same steps would run away again, so it is not retried."""
+    """Training has diverged; not retried, as the same steps would diverge again."""
 
     exit_code = ExitCode.CONFIG
 
 
 class Corrupted(PhalanxError):
-    """Ranks hold different parameters where they must hold the same, and none can be believed. Worth another attempt,
+    """Silent data corruption: ranks hold different parameters where they must be equal, without a majority. Retried
     from a checkpoint."""
 
     exit_code = ExitCode.FAILED
 
 
 class DamagedState(PhalanxError):
-    """State that was kept in memory is not what was written there. What is damaged has been made void, so that another
-    attempt goes on from what else there is."""
+    """State in shared memory does not match its checksum. The damaged copies were voided, so the next attempt uses
+    others."""
 
     exit_code = ExitCode.FAILED
 
 
 class CollectiveError(PhalanxError):
-    """A collective failed or timed out; says which ranks were late. Worth another attempt."""
+    """A collective failed or timed out; the message names the late ranks. Retried."""
 
     exit_code = ExitCode.FAILED
 
 
 class StorageError(PhalanxError, OSError):
-    """A remote store has failed or stalled for too long. Worth another attempt; an OSError, as of a disk that fails."""
+    """A remote store failed or stalled for too long. Retried; an OSError, like the failure of a disk."""
 
     exit_code = ExitCode.FAILED
 
 
 class OutOfMemory(PhalanxError):
-    """A device ran out of memory; not retried unchanged."""
+    """A device ran out of memory; not retried with the same settings."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of any library says that memory of a device or of the host ran out."""
-    names = {cls.__name__ for cls in type(error).__mro__}  # by name, since only some processes have torch
+    """Whether an exception of any library reports that device or host memory ran out."""
+    names = {cls.__name__ for cls in type(error).__mro__}  # by name, since only some processes have imported torch
     if names & {"MemoryError", "OutOfMemoryError", "OutOfMemory"}:
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
-
-
-def fetch_hint(folder: Path | str) -> str:
-    """What to add to an error where a Hugging Face folder is not there: for what may be a name on the hub, the command
-    that fetches it to the place where it is looked for. Empty for what is there, or cannot be such a name."""
-    place = Path(folder)
-    name = str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
-    models = not place.parent.exists() or any(place.parent.glob("*/config.json"))  # else a folder of something else
-    if place.exists() or not models or not _HUB_NAME.fullmatch(name):
-        return ""
-    command = f"hf download {name} --local-dir {name}"
-    return f". Nothing is downloaded by itself: if this is a model of the Hugging Face hub, {command}"

@@ -1,6 +1,6 @@
-"""Faults that a user asks for, to see what a run does about them: `--inject kill:rank=1,step=7`.
+"""Fault injection (`--inject kill:rank=1,step=7`), to test how a run recovers.
 
-This module says what they are and reads them; `workload/injection.py` makes them happen. No torch here.
+This module defines and parses faults; `workload/injection.py` makes them happen. No torch here.
 """
 
 import dataclasses
@@ -11,30 +11,32 @@ from typing import Any
 
 from phalanx.core.errors import ConfigError
 
-# What each kind does, and which keys it takes beside rank, step, attempt and every.
+# What each kind does, and its keys beside rank, step, attempt and every.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kill": ("the rank kills itself by SIGKILL", ("phase",)),
-    "crash": ("it dies by SIGSEGV, as a fault in native code does", ("phase",)),
+    "crash": ("it dies by SIGSEGV, as from a bug in native code", ("phase",)),
     "exception": ("it raises a RuntimeError", ("phase",)),
-    "hang": ("it sleeps for ever", ("phase",)),
+    "hang": ("it sleeps forever", ("phase",)),
     "freeze": ("it stops itself by SIGSTOP", ("phase",)),
-    "node-down": ("its node's agent and all its ranks are gone at once, as when a machine crashes", ("phase",)),
-    "oom": ("it raises what the device's allocator raises when memory runs out", ("phase",)),
+    "node-down": (
+        "its node's agent and ranks are killed at once, as when a machine crashes",
+        ("phase",),
+    ),
+    "oom": ("it raises the out-of-memory error of the device's allocator", ("phase",)),
     "slow": ("its forward and backward passes take `factor` times as long, for `steps` steps", ("factor", "steps")),
     "nan": ("its loss is not a number", ()),
     "spike": ("its loss is `factor` times as large", ("factor",)),
-    "bit-flip": ("a bit of a parameter changes in its memory, behind the step", ("parameter", "element", "bit")),
-    "disk-full": ("its part of the next checkpoint finds no room on the disk", ()),
-    "corrupt-checkpoint": ("a byte of its file of the next checkpoint changes when that is saved", ()),
+    "bit-flip": ("a bit of a parameter in memory is flipped after the step", ("parameter", "element", "bit")),
+    "disk-full": ("the disk is full when its part of the next checkpoint is saved", ()),
+    "corrupt-checkpoint": ("a byte of its file of the next checkpoint is changed after it is saved", ()),
 }
-FAULT_PHASES = ("data", "forward", "backward", "update")  # phases of a step at the beginning of which a rank can fail
-EXAMPLE = "such as kill:rank=1,step=7"
+FAULT_PHASES = ("data", "forward", "backward", "update")  # phases of a step at whose beginning a rank can fail
+EXAMPLE = "kill:rank=1,step=7"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `attempt` is the one that it happens in, once; with `every` it happens in each, whenever the step
-    comes."""
+    """An injected fault. It happens once, in attempt `attempt`; with `every`, in each attempt that reaches the step."""
 
     kind: str
     step: int
@@ -50,7 +52,7 @@ class Fault:
 
     @property
     def text(self) -> str:
-        """As a user writes it, without what is left as it is by default."""
+        """Format as on the command line, without default values."""
         told: list[tuple[str, Any]] = [("rank", self.rank), ("step", self.step)]
         for field in dataclasses.fields(self)[3:]:
             value = getattr(self, field.name)
@@ -60,7 +62,7 @@ class Fault:
 
     @property
     def last_step(self) -> int:
-        """The last step that it concerns."""
+        """The last step that the fault affects."""
         return self.step + self.steps - 1 if self.kind == "slow" else self.step
 
     def applies_to(self, attempt: int) -> bool:
@@ -68,7 +70,8 @@ class Fault:
 
 
 def parse_faults(texts: Iterable[str]) -> list[Fault]:
-    """The faults that options name, several in one with `;` between. Raises ConfigError for the first mistake."""
+    """Parse the faults of `--inject` options; `;` separates several in one. Raises ConfigError for the first
+    mistake."""
     return [_parse_fault(one.strip()) for text in texts for one in text.split(";") if one.strip()]
 
 
@@ -77,20 +80,20 @@ def _parse_fault(text: str) -> Fault:
     if kind not in KINDS:
         near = difflib.get_close_matches(kind, KINDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(KINDS)}"
-        raise ConfigError(f"--inject {text}: there is no fault {kind!r}; {hint}")
+        raise ConfigError(f"--inject {text}: unknown fault {kind!r}; {hint}")
     allowed = ("rank", "step", "attempt", "every", *KINDS[kind][1])
     values: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not value:
-            raise ConfigError(f"--inject {text}: {pair!r} is no key=value; write it {EXAMPLE}")
+            raise ConfigError(f"--inject {text}: {pair!r} is not key=value; write it as in {EXAMPLE}")
         if name not in allowed:
             raise ConfigError(f"--inject {text}: {kind} takes no {name}; it takes {', '.join(allowed)}")
         if name in values:
-            raise ConfigError(f"--inject {text}: {name} is given twice; leave one out")
+            raise ConfigError(f"--inject {text}: {name} is given twice; remove one")
         values[name] = _value(text, name, value)
     if "step" not in values:
-        raise ConfigError(f"--inject {text}: it needs a step to happen in, {EXAMPLE}")
+        raise ConfigError(f"--inject {text}: step is missing; write it as in {EXAMPLE}")
     return Fault(kind, **values)
 
 
@@ -118,29 +121,28 @@ def _value(text: str, name: str, value: str) -> Any:
 
 
 def check_faults(faults: Sequence[Fault], world: int, steps: int, local: bool, nodes: int = 1) -> None:
-    """Raise ConfigError for the first fault that could not happen in a run of `world` ranks and `steps` steps, whose
-    folder is a `local` one or at a URL, and that has agents on so many `nodes`."""
+    """Check that faults can happen in a run of `world` ranks, `steps` steps and `nodes` agents, whose folder is `local`
+    or at a URL. Raises ConfigError for the first that cannot."""
     for fault in faults:
         given = f"--inject {fault.text}"
         if fault.rank >= world:
             ranks = "rank 0" if world == 1 else f"ranks 0 to {world - 1}"
-            raise ConfigError(f"{given}: there is no rank {fault.rank} in a run of {ranks}; name one of these")
+            raise ConfigError(f"{given}: no rank {fault.rank} in a run of {ranks}; choose one of these")
         if fault.step > steps:
             raise ConfigError(f"{given}: the run has {steps} steps (train.steps); choose one of these")
         if fault.kind == "corrupt-checkpoint" and not local:
-            raise ConfigError(f"{given}: checkpoints at a URL are not touched; use a run folder on a disk")
+            raise ConfigError(f"{given}: checkpoints at a URL are not changed; use a run folder on a disk")
         if fault.kind == "node-down" and nodes < 2:
-            raise ConfigError(f"{given}: without another node (--nodes) nobody would be left; use kill")
+            raise ConfigError(f"{given}: needs another node that continues (--nodes); use kill")
 
 
 def shift_attempts(faults: Iterable[Fault], first_attempt: int) -> tuple[Fault, ...]:
-    """Faults whose attempts count from the first one of a run folder, given those that count from the first one of a
-    command."""
+    """Convert attempts counted from the start of a command to attempts counted from the start of the run folder."""
     return tuple(dataclasses.replace(fault, attempt=first_attempt + fault.attempt - 1) for fault in faults)
 
 
 def faults_to_message(faults: Iterable[Fault]) -> list[dict[str, Any]]:
-    """JSON-able, for other nodes."""
+    """Convert to JSON, for other nodes."""
     return [dataclasses.asdict(fault) for fault in faults]
 
 

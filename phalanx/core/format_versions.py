@@ -1,7 +1,7 @@
-"""Versions of what Phalanx writes or sends and reads again, and what is said of one that this release does not know.
+"""Versions of file and message formats, and the error for an unknown version.
 
-Each format has a number of its own, which is raised when an older release would misread what is new, and not for
-another field. Which has what number where is a table in docs/runs.md.
+Each format has a separate number, which is raised when an older release would misread the new format; adding a field
+does not raise it. A table in docs/runs.md lists the numbers.
 """
 
 import json
@@ -12,14 +12,14 @@ from phalanx.core.errors import RunError
 from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 
-MAX_VERSION = 10**6  # a number beyond is none of a version
-RUN_FOLDER = 1  # of a run folder's records; one that does not say it is of 1
+MAX_VERSION = 10**6  # larger numbers are not versions
+RUN_FOLDER = 1  # version of a run folder's records; records without a version are of version 1
 KEY = "run_folder"  # in versions.json, and in the event `run_started`
 
 
 def describe_version_problem(found: Any, known: Collection[int], remedy: str) -> str | None:
-    """What is wrong with a version that was `found`, as words that follow the name of what has it; None where it is one
-    of the `known`. `remedy`: what helps beside the release that wrote it."""
+    """The problem of a version that was `found`, as the end of a sentence about its file; None if it is one of the
+    `known`. `remedy`: an alternative to installing the release that wrote it."""
     if type(found) is int and found in known:
         return None
     reads = " and ".join(map(str, sorted(known)))
@@ -32,7 +32,7 @@ def describe_version_problem(found: Any, known: Collection[int], remedy: str) ->
 
 
 def check_run_version(paths: RunPaths) -> None:
-    """Raises RunError where a later release of Phalanx has gone on with a run in a way that this one cannot read."""
+    """Raises RunError if a later release of Phalanx has continued a run in a format that this one cannot read."""
     try:
         versions = json.loads(paths.versions.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""JSON-lines files that processes append to, and files that are replaced whole or not at all."""
+"""JSON-lines files that several processes append to, and atomic replacement of files."""
 
 import errno
 import fcntl
@@ -11,10 +11,9 @@ from typing import Any
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line with a single write, so that lines of several writers never mix.
-
-    A number that is not finite (a loss that has run away) is written as null, which is all that JSON can say of it.
-    Raises OSError where it does not fit on the disk; the same record may be appended again later.
+    """Append one JSON line with a single write, so that lines of several writers never mix. A number that is not finite
+    (a loss that has diverged) is written as null, since JSON has no other value for it. Raises OSError if the disk is
+    full; the same record may be appended again later.
     """
     known = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
@@ -22,9 +21,9 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     line = (json.dumps(known, allow_nan=False, default=str) + "\n").encode()
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # without it, another writer's line in the making looks torn
+        fcntl.flock(fd, fcntl.LOCK_EX)  # without the lock, an unfinished line of another writer looks torn
         if (end := os.fstat(fd).st_size) and os.pread(fd, 1, end - 1) != b"\n":
-            line = b"\n" + line  # a writer died, or the disk was full, within the last line: lose that one alone
+            line = b"\n" + line  # the last line is torn (its writer died, or the disk was full); only that line is lost
         if os.write(fd, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
@@ -32,10 +31,11 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new one, never a part. Raises OSError."""
-    if path.exists() and not path.is_file() and not path.is_dir():  # root would put a file in a device's place
+    """Write a text file atomically: a reader sees the old or the new content, never a part. Raises OSError."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # root could replace a device file
         raise OSError(errno.EINVAL, "it is a device or a pipe")
-    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # processes of two nodes may have one number
+    # Not the process id, which processes of two nodes may share
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
@@ -47,7 +47,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder (creations, renames) survive a power cut."""
+    """Sync a folder, so that creations and renames in it survive a power failure."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -56,7 +56,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def parse_object(raw: bytes | str) -> dict[str, Any] | None:
-    """The object that a JSON text is; None where it is torn or something else."""
+    """Parse a JSON object; None if the text is torn or has another type."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):
@@ -65,7 +65,7 @@ def parse_object(raw: bytes | str) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSON-lines file; a torn line (a writer died in it) is passed over."""
+    """Yield the records of a JSON-lines file; a torn line (its writer died) is skipped."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -73,7 +73,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_recent_lines(path: Path, least_bytes: int) -> list[dict[str, Any]]:
-    """The whole records in the last bytes of a JSON-lines file, at least so many of them if it has them."""
+    """Complete records in the last `least_bytes` of a JSON-lines file, and in more of it if they are fewer."""
     if not path.exists():
         return []
     with open(path, "rb") as file:
@@ -84,5 +84,5 @@ def read_recent_lines(path: Path, least_bytes: int) -> list[dict[str, Any]]:
 
 
 def read_last_line(path: Path) -> dict[str, Any] | None:
-    """The last whole record of a JSON-lines file, without reading all of it; None where there is none near its end."""
+    """The last complete record of a JSON-lines file, read from its end; None without one near the end."""
     return next(reversed(read_recent_lines(path, 2**20)), None)

@@ -1,4 +1,4 @@
-"""Where a rank runs, what it begins with, and how a process ends."""
+"""Placement of a rank, the state that it begins with, and exit codes of processes."""
 
 import enum
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ HostPort = tuple[str, int]
 
 @dataclass(frozen=True)
 class StateFileLocation:
-    """The state file of a rank of an attempt before: `path` on this node; or, at the `address` of another one, the
-    `name` that it is asked for there. `layout`: what its slots look like, as hexadecimal digits of a digest."""
+    """Location of the state file of a rank of an earlier attempt: `path` on this node; or `name` on the node at
+    `address`. `layout`: digest of the layout of its slots, in hexadecimal digits."""
 
     rank: int
     path: str
@@ -19,8 +19,8 @@ class StateFileLocation:
 
 @dataclass(frozen=True)
 class InMemoryCheckpoint:
-    """A step that all ranks of an attempt before have committed to shared memory, and their files in order of rank:
-    all of them, or as many as hold every part."""
+    """A step that all ranks of an earlier attempt have committed to shared memory, and their files in order of rank:
+    all of them, or enough that each part has one."""
 
     step: int
     files: tuple[StateFileLocation, ...]
@@ -30,17 +30,17 @@ class ExitCode(enum.IntEnum):
     """Exit codes of `phalanx` and of its workers."""
 
     DONE = 0
-    FAILED = 1  # an unexpected error; worth another attempt
-    CONFIG = 2  # a mistake in the recipe, the data or the run folder; never retried
-    UNHEALTHY = 3  # a node is not fit to be trained on: found before the start; another node may be
-    STOPPED = 10  # asked to stop by a signal: finished the step, saved, left
-    OUT_OF_MEMORY = 11  # never retried unchanged
+    FAILED = 1  # an unexpected error; retried
+    CONFIG = 2  # an error in the recipe, the data or the run folder; never retried
+    UNHEALTHY = 3  # a node is unfit for training: detected before the start; another node may be fit
+    STOPPED = 10  # stopped by a signal: finished the step, saved, exited
+    OUT_OF_MEMORY = 11  # never retried with the same settings
 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where the ranks of one attempt meet: the TCP store's host and port. The rank that keeps the store has either its
-    socket, bound and listening, or is told to `serve`."""
+    """Address of the TCP store where the ranks of one attempt meet. The rank that hosts the store either inherits its
+    listening socket, or is told to `serve`."""
 
     host: str
     port: int
@@ -50,10 +50,11 @@ class StoreAddress:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one worker runs. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1; `threads` of
-    the host are the user's choice, 0: this rank's part of the cores; `shared` is the folder in this node's shared
-    memory where things outlive the rank, `keeps` whether state does, `kept` what the attempt begins with (None: with
-    what is on the disk); of several `nodes` the agent of the next one is at `partner`, the order came in `epoch`."""
+    """Placement of one rank. `device` is "cpu" or an accelerator with its index; `attempt` counts from 1; `threads` is
+    the user's number of host threads, or 0 for this rank's share of the cores. `shared` is the folder in this node's
+    shared memory for data that outlives the rank, `keeps` whether it holds training state, `kept` the in-memory
+    checkpoint that the attempt begins with (None: from disk). With several `nodes`, the agent of the next one is at
+    `partner`; `epoch` is that of the order to start."""
 
     rank: int
     world: int
@@ -61,7 +62,7 @@ class Placement:
     local_world: int
     node: int
     device: str
-    store: StoreAddress | None  # None: one rank alone
+    store: StoreAddress | None  # None: a single rank
     attempt: int = 1
     threads: int = 0
     shared: str | None = None
@@ -73,13 +74,12 @@ class Placement:
 
 
 # --------------------------------------------------------------------------------------------------------- round robin
-# Who meets whom, so that each pair meets once and nobody is with two at a time: a round-robin tournament.
+# A round-robin tournament: each pair meets once, and no rank is in two pairs at a time.
 
 
 def round_robin_partners(rank: int, world: int) -> list[int | None]:
-    """Whom a rank meets, round by round, so that all pairs meet once and nobody two at a time; None: it waits.
-
-    A round-robin tournament by the circle method: the last seat stays, the others move on by one.
+    """Round-robin partners of a rank, round by round, so that each pair meets once and no rank is in two pairs at a
+    time; None: the rank waits. By the circle method: the last seat stays, the others move on by one.
     """
     seats = world + world % 2
     met: list[int | None] = []

@@ -1,8 +1,8 @@
-"""The pulse of a rank: where it is in its work, in a few words of shared memory that its agent reads without asking.
+"""Progress page of a rank: where it is in its work, in a few words of shared memory that its agent polls.
 
-The rank writes them by plain stores whenever it begins something else, which costs about a microsecond; nothing waits
-for anybody. Who reads them may see words of two moments: they are good enough to judge by what stays as it is. No torch
-here.
+The rank updates them by plain stores whenever a phase begins, which costs about a microsecond; no process waits for
+another. A reader may see words of two moments, which is sufficient, since hang detection relies on values that stay the
+same. No torch here.
 """
 
 import contextlib
@@ -17,36 +17,36 @@ from pathlib import Path
 
 from phalanx.core.errors import RunError
 
-# What a rank does in a step, in this order for each micro-batch; and what it does beside steps.
+# Phases of a step, in this order for each micro-batch; then the phases outside of steps.
 STEP_PHASES = ("data", "forward", "backward", "exchange", "update")
 PHASES = ("starting", "restore", *STEP_PHASES, "evaluate", "checkpoint", "callback", "profile", "ending")
-# What its main thread waits for: collectives, the thread that moves data, the device. The first means nothing.
+# What the main thread may wait for: collectives, the thread that moves data, the device. The first means none.
 WAITS = ("", "reduce", "gather", "message", "lane", "device")
 
 MAGIC = 0x5048_4C58_0001
 SIZE_BYTES = 4096
-REMEMBERED_STEPS = 16  # steps, the longest of which counts
+REMEMBERED_STEPS = 16  # steps, of which the longest is reported
 _MAGIC, _ATTEMPT, _STEP, _PHASE, _MICRO_BATCH, _CHANGED_NS, _WAITS, _STEPS, _LONGEST_NS, _LARGEST, _DONE = range(11)
 _DEVICE_STEP, _DEVICE_PHASE, _DEVICE_MICRO_BATCH, _DEVICE_NS = range(11, 15)
 _LAST = _DEVICE_NS
 
 
 class ProgressPage:
-    """A rank's own words. Without `memory` nobody else sees them."""
+    """Writer of a rank's progress page. Without `memory` no other process sees it."""
 
     def __init__(self, memory: mmap.mmap | None = None, attempt: int = 1) -> None:
         self._words = memoryview(memory if memory is not None else bytearray(SIZE_BYTES)).cast("q")
         self._thread = threading.get_ident()
         self._durations: deque[int] = deque(maxlen=REMEMBERED_STEPS)
-        self._step_start_ns: int | None = None  # when the step under way was begun
-        self._words[_MAGIC] = 0  # what a rank of an older attempt left means nothing while it is replaced
+        self._step_start_ns: int | None = None  # start of the current step
+        self._words[_MAGIC] = 0  # invalidate an older attempt's page while it is overwritten
         for index in range(_ATTEMPT, _LAST + 1):
             self._words[index] = 0
         self._words[_ATTEMPT], self._words[_CHANGED_NS] = attempt, time.monotonic_ns()
         self._words[_MAGIC] = MAGIC
 
     def enter_phase(self, phase: str, step: int | None = None, micro_batch: int = 0) -> None:
-        """This rank begins `phase`, one of PHASES; without a `step`, that of before."""
+        """Begin `phase`, one of PHASES; without a `step`, in the current step."""
         now = time.monotonic_ns()
         if phase == "data" or phase not in STEP_PHASES:
             self._end_step(now)
@@ -59,30 +59,32 @@ class ProgressPage:
         words[_CHANGED_NS] = now
 
     def set_largest_micro_batch(self, largest: int) -> None:
-        """Its micro-batches have so many sequences at most from now on; 0: it runs none."""
+        """Set the sequences of the largest micro-batch from now on; 0: none is run."""
         self._words[_LARGEST] = largest
 
     def finish(self) -> None:
-        """The run is done, and its last step saved: whatever becomes of this rank or others from now on."""
+        """Mark the run as finished, with its last step saved: later failures of ranks do not matter."""
         self._words[_DONE] = 1
 
     def touch(self) -> None:
-        """It gets on with what it does."""
+        """Report progress within a phase."""
         self._words[_CHANGED_NS] = time.monotonic_ns()
 
     def idle_s(self) -> float:
-        """For how long it has told of no change."""
+        """Seconds since the last change."""
         return (time.monotonic_ns() - self._words[_CHANGED_NS]) / 1e9
 
     def enter_device_phase(self, phase: str, step: int, micro_batch: int) -> None:
-        """Its device is there, maybe behind the main thread. It counts until that one begins something else."""
+        """Record the phase of the device, which may be behind the main thread. It counts until the main thread begins
+        another phase."""
         words = self._words
         words[_DEVICE_STEP], words[_DEVICE_PHASE] = step, PHASES.index(phase)
         words[_DEVICE_MICRO_BATCH], words[_DEVICE_NS] = micro_batch, time.monotonic_ns()
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """While it lasts, this rank waits for `what`, one of WAITS; other threads than the main one may wait unseen."""
+        """While the context is open, this rank waits for `what`, one of WAITS. Waits of other threads are not
+        recorded."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -102,9 +104,8 @@ class ProgressPage:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """What a rank's pulse said: where it is, what it waits for, for how long nothing has changed, how many steps it has
-    done in this attempt, and the longest of the last ones; sequences of the largest micro-batch that it runs;
-    whether the run is done."""
+    """Progress of a rank as read from its page: phase, wait, time since the last change, completed steps of this
+    attempt, and the longest of the last ones; sequences of its largest micro-batch; whether the run is finished."""
 
     rank: int
     step: int
@@ -116,31 +117,29 @@ class RankProgress:
     longest_s: float
     largest: int = 0
     done: bool = False
-    device_behind: tuple[int, str, int] | None = (
-        None  # (step, phase, micro-batch): where its device is, if not there yet
-    )
+    device_behind: tuple[int, str, int] | None = None  # (step, phase, micro-batch) of the device, if it is behind
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits, for others or for its own device, which may wait for others."""
+        """Whether it waits for other ranks, or for its device, which may wait for other ranks."""
         return bool(self.waits_for) or self.device_behind is not None
 
 
 def progress_page_path(folder: str | Path, rank: int) -> Path:
-    """Where a rank's pulse is in the folder in shared memory that its node keeps."""
+    """Path of a rank's progress page in its node's folder in shared memory."""
     return Path(folder) / f"pulse-{rank:05d}"
 
 
 def open_progress_page(folder: str | None, rank: int, attempt: int) -> ProgressPage:
-    """A rank's pulse, where its agent finds it; with no folder, one that nobody sees. Raises RunError where there is no
-    room for it."""
+    """Open a rank's progress page for writing; without a folder, a private one. Raises RunError if there is no room for
+    it."""
     if folder is None:
         return ProgressPage(None, attempt)
     path = progress_page_path(folder, rank)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, SIZE_BYTES)  # a page without memory behind it would be a SIGBUS
+            os.posix_fallocate(descriptor, 0, SIZE_BYTES)  # access to a page without memory would raise SIGBUS
             return ProgressPage(mmap.mmap(descriptor, SIZE_BYTES), attempt)
         finally:
             os.close(descriptor)
@@ -152,7 +151,7 @@ def open_progress_page(folder: str | None, rank: int, attempt: int) -> ProgressP
 
 
 def read_progress(content: bytes, rank: int, attempt: int, now_ns: int) -> RankProgress | None:
-    """What a pulse says, from the file's first bytes; None where it is not of this attempt, or makes no sense."""
+    """Parse a progress page from the file's first bytes; None if it is of another attempt, or invalid."""
     if len(content) < 8 * (_LAST + 1):
         return None
     words = memoryview(content[: 8 * (_LAST + 1)]).cast("q")

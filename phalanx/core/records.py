@@ -1,4 +1,4 @@
-"""Step records: what `metrics.jsonl` holds of each optimizer step, and which of its lines count."""
+"""Step records: the lines of `metrics.jsonl`, one per optimizer step, and which of them count."""
 
 import enum
 import time
@@ -13,7 +13,7 @@ from phalanx.core.renamed import rename_event
 
 @dataclass
 class StepRecord:
-    """One optimizer step as `metrics.jsonl` holds it. Times in seconds, memory in bytes, loss in nats per token."""
+    """Record of one optimizer step in `metrics.jsonl`. Times in seconds, memory in bytes, loss in nats per token."""
 
     step: int  # steps done so far: the first step of a run is 1
     attempt: int
@@ -24,28 +24,38 @@ class StepRecord:
     total_tokens: int  # valid tokens since step 1
     step_s: float
     tokens_per_s: float
-    wait_s: float | None  # time this rank waited in collectives; None where the device hides it from the host
+    # Time this rank waited in collectives; None if they run on the device, out of the host's sight
+    wait_s: float | None
     comm_bytes: int  # bytes that rank 0 handed to collectives
     data_s: float  # time spent on making the batches
-    mfu: float | None  # model FLOPs over the devices' dense peak; None where no peak is known
+    mfu: float | None  # model FLOPs over the devices' dense peak; None if no peak is known
     mfu_causal: float | None  # the same with only the causal half of attention counted
     memory_bytes: int  # peak on the worst rank
     skipped: bool = False  # the update was not applied
-    shares: list[int] | None = None  # sequences of each rank; None of one rank, and of most steps of very many
-    parts: int | list[int] | None = None  # micro-batches of each rank, a list where they differ; None as `shares`
-    busy_s: list[float] | None = None  # what each rank worked without waiting; None as `shares`, or where not known
-    loss_scale: float | None = None  # what the loss was multiplied by; None where nothing computes in float16
-    update_s: float | None = None  # time that rank 0 spent on updates; None on accelerators, which hide it
+    # Sequences of each rank; None with one rank, and in most steps with very many ranks
+    shares: list[int] | None = None
+    parts: int | list[int] | None = None  # micro-batches of each rank, a list if they differ; None as `shares`
+    busy_s: list[float] | None = None  # compute time of each rank, without waiting; None as `shares`, or if unknown
+    loss_scale: float | None = None  # loss scale; None without float16
+    update_s: float | None = None  # time that rank 0 spent on updates; None on accelerators, where it is asynchronous
     time: float = field(default_factory=time.time)  # seconds since the epoch
+
+
+@dataclass
+class ExpertStepRecord(StepRecord):
+    """Record of a step of a model with experts: their load, by layer with experts."""
+
+    expert_entropy: list[float] = field(default_factory=list)  # 1: even, 0: all tokens choose the same
+    expert_max_load: list[float] = field(default_factory=list)  # load of the busiest expert, as a multiple of the mean
 
 
 def split_attempts(
     records: Iterable[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Split step records, in the order of the file, into the trajectory that counts and the steps walked in vain.
+    """Split step records, in the order of the file, into the trajectory that counts and the lost steps.
 
-    A step that comes again takes back itself and all later steps: they were lost and walked again. A line of an older
-    attempt than the newest seen comes from a late writer and is lost too.
+    A record of an earlier or equal step discards that step and all later ones: they were lost and replayed. A line of
+    an older attempt than the newest seen comes from a late writer and is lost too.
     """
     kept: list[dict[str, Any]] = []
     lost: list[dict[str, Any]] = []
@@ -65,7 +75,7 @@ def split_attempts(
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The step records of the trajectory that counts, in order of step."""
+    """Step records of the trajectory that counts, in order of step."""
     return split_attempts(read_lines(path))[0]
 
 
@@ -73,10 +83,10 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 class EventKind(enum.StrEnum):
-    """Kinds of lines in `events.jsonl`."""
+    """Kinds of events, the lines of `events.jsonl`."""
 
     RUN_STARTED = "run_started"
-    AUTO_RESOLVED = "auto_resolved"  # an `auto` got its value: key, value, reason
+    AUTO_RESOLVED = "auto_resolved"  # an `auto` was resolved: key, value, reason
     LAYOUT_CHOSEN = "layout_chosen"  # layout, keys, step_s, why, basis, again
     PREDICTION_CHECKED = "prediction_checked"  # step, steps, basis, predicted_s, measured_s, terms, off, memory
     ATTEMPT_STARTED = "attempt_started"  # pids by rank
@@ -96,19 +106,20 @@ class EventKind(enum.StrEnum):
     WORK_REBALANCED = "work_rebalanced"  # step (the first with these shares), shares, parts, why, before_s, after_s
     EVALUATED = "evaluated"  # step, set, loss, tokens, seconds, scores, unit
     STEP_SKIPPED = "step_skipped"  # step, reason
-    ROLLED_BACK = "rolled_back"  # step, from_step, reason, first, last: the steps whose data are passed over
+    ROLLED_BACK = "rolled_back"  # step, from_step, reason, first, last: the steps whose data are skipped
     CORRUPTED = "corrupted"  # step, ranks, parameters, devices, repaired
     STRAGGLER = "straggler"  # rank, host, factor, seconds
     INJECTED = "injected"  # rank, step, fault
-    WORKER_DIED = "worker_died"  # rank, pid, signal or exit_code, reason; of a signal also what it was doing
+    WORKER_DIED = "worker_died"  # rank, pid, signal or exit_code, reason; for a signal also its last phase
     RESTARTED = "restarted"  # attempt
-    GAVE_UP = "gave_up"  # reason: why no other attempt is made
+    GAVE_UP = "gave_up"  # reason: why there is no further attempt
     NODE_JOINED = "node_joined"  # node, host, ranks
     NODE_LOST = "node_lost"  # node, host, reason
+    NODE_LEAVING = "node_leaving"  # node, host, reason: a notice that its machine will soon be gone
     INCIDENT = "incident"  # what, done, seconds, step, phases
     STOP_REQUESTED = "stop_requested"  # signal
     STOPPED = "stopped"  # step
-    FINISHED = "finished"  # step, seconds (if rank 0 has said so itself)
+    FINISHED = "finished"  # step, seconds (if rank 0 reported them)
     EXPORTED = "exported"  # folder
     PROFILED = "profiled"  # first, last, phases, operators, folder
     MEMORY_RECORDED = "memory_recorded"  # step, peak_bytes, phases, folder
@@ -123,13 +134,13 @@ def write_event(path: Path, kind: str, attempt: int, **details: Any) -> dict[str
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run, those of an older version by today's names; a torn line is skipped."""
+    """Yield the events of a run, with events of older versions under their current names; a torn line is skipped."""
     return map(rename_event, read_lines(path))
 
 
 # ----------------------------------------------------------------------------------------------------------- incidents
-# One line for each thing that broke: what, where, what was done about it, and how long until training went on. The
-# parts come one after another: what failed, that the ranks start again, and the first step that is done again. No torch
+# One line for each incident: what failed, where, what was done about it, and how long until training continued. It is
+# assembled from three events: the failure, the restart of the ranks, and the first step that completes again. No torch
 # here.
 
 
@@ -137,29 +148,29 @@ Details = dict[str, Any]
 
 
 class IncidentTracker:
-    """Keeps what has failed until a step is done again, and gives it to `write` then: details of an event, with `what`,
-    `done`, `step` and `seconds`."""
+    """Tracks an open incident until a step completes, then passes its event details to `write`, with `what`, `done`,
+    `step` and `seconds`."""
 
     def __init__(self, write: Callable[[Details], None]) -> None:
         self._write = write
         self._open: Details | None = None
 
     def begin(self, details: Details) -> None:
-        """Something has failed: `what`, what is `done`, when it `began`, and the `attempt` that follows. What failed
-        before and is not overcome yet becomes a part of it."""
+        """Open an incident: `what` failed, what is `done`, when it `began`, and the `attempt` that follows. An incident
+        that is still open becomes part of it."""
         if self._open is not None:
             details = {**details, "what": f"{self._open['what']}; {details['what']}"}
             details["began"] = min(details["began"], self._open["began"])
         self._open = details
 
     def on_step(self, record: Details) -> None:
-        """A step is done."""
+        """Close the open incident if the step belongs to its attempt."""
         attempt, when = record.get("attempt"), record.get("time")
         if self._open is not None and type(attempt) is int and attempt >= self._open["attempt"]:
             self.end({"step": record.get("step"), "seconds": _since(self._open["began"], when)})
 
     def on_event(self, event: Details) -> None:
-        """Ranks have what they go on from: among the `phases` of what broke, where those are told."""
+        """Add the time of restoring state to the `phases` of the open incident, if it has phases."""
         attempt, when, open_one = event.get("attempt"), event.get("time"), self._open
         if event.get("kind") != EventKind.RESUMED or open_one is None or "phases" not in open_one:
             return
@@ -168,7 +179,7 @@ class IncidentTracker:
             open_one["phases"] = open_one["phases"] | {"restored": restored}
 
     def end(self, how: Details) -> None:
-        """It is over, or never will be."""
+        """Close the open incident, recovered or not."""
         if self._open is not None:
             told = {name: value for name, value in self._open.items() if name != "began"}
             self._open = None
@@ -176,7 +187,7 @@ class IncidentTracker:
 
 
 def _since(began: float, when: Any) -> float:
-    """Seconds from when something began, by this node's clock, to when a line was written, by the clock of rank 0's
-    node; where the two cannot both be right, to now."""
+    """Seconds from the begin of an incident, by this node's clock, to a line's time, by the clock of rank 0's node; to
+    now if the two clocks contradict each other."""
     now = time.time()
     return (when if isinstance(when, float) and began <= when <= now else now) - began

@@ -1,7 +1,7 @@
-"""Names that users' recipes, tasks, models and records have from version 0.1, and what they are called now.
+"""Renamed recipe keys, import paths, commands and events of version 0.1.
 
-Old recipe keys, import paths and commands work for one release, and each says once what to write instead. Event kinds
-of run folders are read by their new names without a word: nobody can change a record.
+Old recipe keys, import paths and commands work for one release, with a warning that names the new one. Event kinds of
+existing run folders are translated without a warning, since users cannot change records.
 """
 
 import importlib
@@ -48,8 +48,8 @@ EVENTS = {
     "slow": "straggler",
     "signalled": "stop_requested",
 }
-# Modules that users' programs, tasks and models import, and names in them that have changed; with dots where the name
-# is in another module now.
+# Modules that users' programs, tasks and models import, and renamed members; with dots if the member is in another
+# module now.
 MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "phalanx.axes": ("phalanx.layout.mesh_axes", {"Axes": "MeshAxes", "Place": "MeshCoordinates"}),
     "phalanx.balance": ("phalanx.layout.balance", {}),
@@ -62,7 +62,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "phalanx.models.hf": ("phalanx.models.hf_config", {"hf_name": "phalanx.models.user_model.hf_name"}),
     "phalanx.models.megatron": ("phalanx.compat.megatron.weights", {}),
     "phalanx.models.megatron_args": ("phalanx.compat.megatron.args", {"Told": "MegatronOverrides"}),
-    "phalanx.models.rope": ("phalanx.models.layers", {}),
+    "phalanx.models.rope": ("phalanx.models.rotary", {}),
     "phalanx.models.spec": (
         "phalanx.layout.model_shape",
         {
@@ -85,7 +85,7 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "phalanx.train.clock": ("phalanx.workload.clock", {}),
     "phalanx.train.sharing": ("phalanx.workload.work_split", {"Sharing": "WorkSplit"}),
 }
-# Names in modules that stay where they were.
+# Renamed members of modules that keep their path.
 NAMES: dict[str, dict[str, str]] = {
     "phalanx.comm.backend": {"counters": "read_counters"},
     "phalanx.comm.mesh": {"alone": "single_rank_mesh", "beside": "attach_mesh"},
@@ -97,13 +97,12 @@ NAMES: dict[str, dict[str, str]] = {
     "phalanx.tasks.language": {"IGNORED": "IGNORE_INDEX", "LanguageModel": "CausalLMTask"},
     "phalanx.tasks.labels": {"padded": "pad_rows", "width_of": "row_width"},
 }
-PACKAGES = {"phalanx.cluster", "phalanx.train"}  # that are no more, but for the modules above
+PACKAGES = {"phalanx.cluster", "phalanx.train"}  # removed packages, except for the modules above
 
 
 def rename_keys(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """A recipe's mapping with today's keys and values, and (old, new) of each that was another one.
-
-    Where both the old and the new key are set, both stay: whoever checks the recipe refuses the old one.
+    """Translate a recipe's mapping to the current keys and values; returns also (old, new) of each renamed key. If the
+    old and the new key are both set, both stay, and validation rejects the old one.
     """
     result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     changed = []
@@ -124,18 +123,18 @@ def rename_keys(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str
 
 
 def rename_words(words: Sequence[str]) -> list[str]:
-    """Words "section.key=value" with today's keys."""
+    """Translate words "section.key=value" to the current keys."""
     split = [word.partition("=") for word in words]
     return ["".join((KEYS.get(key, key), equals, value)) for key, equals, value in split]
 
 
 def rename_dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A record's mapping of whole keys, such as those of a plan, with today's keys and values."""
+    """Translate a record's mapping of dotted keys, such as those of a plan, to the current keys and values."""
     return {KEYS.get(key, key): _rename_value(KEYS.get(key, key), value) for key, value in keys.items()}
 
 
 def _rename_value(key: str, value: Any) -> Any:
-    """The value of a key of today, by today's name if it was another one."""
+    """Translate a value of a key by its current name."""
     for (of, before), after in VALUES.items():
         if of == key and type(value) is type(before) and value == before:
             return after
@@ -143,7 +142,7 @@ def _rename_value(key: str, value: Any) -> Any:
 
 
 def rename_event(event: dict[str, Any]) -> dict[str, Any]:
-    """A line of an old run's events by today's names; its keys of recipes, too."""
+    """Translate an event of an old run, and its recipe keys, to the current names."""
     kind = event.get("kind")
     if isinstance(kind, str) and kind in EVENTS:
         event = {**event, "kind": EVENTS[kind]}
@@ -156,27 +155,27 @@ def rename_event(event: dict[str, Any]) -> dict[str, Any]:
 
 
 class RenamedWarning(FutureWarning):
-    """An old name was used, which the next release no longer knows."""
+    """Warning about an old name, which the next release does not accept."""
 
-    exit_code = ExitCode.CONFIG  # of a command, where Python is to fail for warnings
+    exit_code = ExitCode.CONFIG  # of a command, if Python turns warnings into errors
 
 
 def warn_of(changed: Sequence[tuple[str, str]], where: str) -> None:
-    """Say once what to write in the place of old names."""
+    """Warn once of each renamed name, with the new one."""
     for old, new in changed:
         sentence = f"{where}: {old} is called {new} now; the next release reads the new name alone"
         warnings.warn(sentence, RenamedWarning, stacklevel=3)
 
 
 class _OldPackage(types.ModuleType):
-    """Stands for a package that is no more. Where the package has a function of its name, it is that function, too."""
+    """A removed package; callable if `phalanx` has a function of that name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return importlib.import_module("phalanx").__getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)
 
 
 class OldNames:
-    """Finds and loads modules by their old import paths."""
+    """Importer of modules by their old import paths."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name in MODULES or name in PACKAGES:
@@ -197,12 +196,13 @@ class OldNames:
 
 
 def old_names(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module some of whose names have changed."""
+    """A module's `__getattr__` for its renamed members."""
     return _finder_of(module, module, NAMES[module])
 
 
 def _finder_of(module: str, today: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of `module`, whose `names` of before are found in the module `today`, or where they say."""
+    """A `__getattr__` for `module`, whose old `names` are found in the module `today`, or in the one that a dotted name
+    gives."""
 
     def find(name: str) -> Any:
         if name not in names:
@@ -216,11 +216,11 @@ def _finder_of(module: str, today: str, names: Mapping[str, str]) -> Callable[[s
 
 
 def full_path(module: str, name: str) -> str:
-    """Where a name is that has changed: in `module`, if it does not say where itself."""
+    """Dotted path of a renamed member: in `module`, unless the name has dots."""
     return name if "." in name else f"{module}.{name}"
 
 
 def install() -> None:
-    """Have old import paths found, once."""
+    """Install the importer of old import paths, once."""
     if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
-        sys.meta_path.insert(0, OldNames())  # before a folder that an older version has left behind
+        sys.meta_path.insert(0, OldNames())  # before a folder that an older version has left

@@ -4,20 +4,21 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# Files of a Hugging Face folder's tokenizer: any of the first makes a folder one, the others say more about it.
+# Files of a Hugging Face tokenizer: any of the first identifies a tokenizer folder, the others are optional.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 TOKENIZER_FILES = (
     *VOCABULARY_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
     "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
-BASE_WEIGHTS = "base weights"  # in data.json, what a run's adapters belong to
+IMPORTED = "imported.json"  # beside a first checkpoint that was imported, not written by a run
+BASE_WEIGHTS = "base weights"  # key in data.json of the base weights that a run's adapters belong to
 MANIFEST = "manifest.json"  # of a checkpoint
-HELD_OUT = "held_out"  # the set to evaluate on that was kept back of the training documents
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")  # how a URL begins
+HELD_OUT = "held_out"  # name of the evaluation set that was split off from the training documents
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")  # scheme of a URL
 
 
 def redact_url(url: str) -> str:
-    """A URL without what may be secret in it: user, password, query."""
+    """Remove from a URL what may be secret: user, password, query."""
     if (found := SCHEME.match(url)) is None:
         return url
     rest = url[found.end() :].partition("?")[0]
@@ -27,7 +28,7 @@ def redact_url(url: str) -> str:
 
 @dataclass(frozen=True)
 class Url:
-    """A folder or file at a URL, named as a Path names one; `timeout_s` is for how long its store is tried."""
+    """A folder or file at a URL, with the interface of a Path; `timeout_s` limits retries of its store."""
 
     text: str
     timeout_s: float
@@ -44,25 +45,26 @@ class Url:
         return Url(self.text.rstrip("/").rpartition("/")[0], self.timeout_s)
 
     def __str__(self) -> str:
-        """Without a user, password or query, as this is shown and recorded."""
+        """Without user, password and query, since it is shown and recorded."""
         return redact_url(self.text)
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """File names of a run folder. Of one at a `url`, `root` is a local copy of its records; checkpoints have none."""
+    """Paths of a run folder's files. For a run at a `url`, `root` is a local copy of its records, without
+    checkpoints."""
 
     root: Path
     url: Url | None = None
 
     @property
     def display_name(self) -> str:
-        """Where a user finds the run."""
+        """The run's location as shown to users."""
         return str(self.root if self.url is None else self.url)
 
     @property
     def name(self) -> str:
-        """What the run is called: the last part of where it is."""
+        """Name of the run: the last part of its location."""
         return self.root.resolve().name if self.url is None else self.url.name
 
     @property
@@ -91,12 +93,12 @@ class RunPaths:
 
     @property
     def has_checkpoints(self) -> Path:
-        """Exists where there are checkpoints: their folder, or an empty one as a sign that the URL has some."""
+        """A path that exists if there are checkpoints: their folder, or an empty marker if they are at the URL."""
         return self.root / "checkpoints"
 
     @property
     def data(self) -> Path:
-        """What the run is trained on, to notice when it changes."""
+        """Fingerprints of the data that the run is trained on, to detect changes."""
         return self.root / "data.json"
 
     @property
@@ -109,15 +111,23 @@ class RunPaths:
         return self.root / "tokenizer" / "config.json"
 
     @property
-    def model_code(self) -> Path:  # the copy of the file that `model.code` names
+    def model_code(self) -> Path:  # the copy of the `model.code` file
         return self.root / "model.py"
 
     @property
-    def task_code(self) -> Path:  # that of `task.code`
+    def task_code(self) -> Path:  # the copy of the `task.code` file
         return self.root / "task.py"
 
     @property
-    def callback_code(self) -> Path:  # that of `callback.code`
+    def optimizer_code(self) -> Path:  # the copy of the file in `optim.name`
+        return self.root / "optimizer.py"
+
+    @property
+    def schedule_code(self) -> Path:  # the copy of the file in `optim.schedule`
+        return self.root / "schedule.py"
+
+    @property
+    def callback_code(self) -> Path:  # the copy of the `callback.code` file
         return self.root / "callback.py"
 
     @property
@@ -125,7 +135,7 @@ class RunPaths:
         return self.root / "tensorboard"
 
     @property
-    def wandb(self) -> Path:  # the id under which Weights & Biases knows this run
+    def wandb(self) -> Path:  # the id of this run at Weights & Biases
         return self.root / "wandb.json"
 
     @property
@@ -139,7 +149,7 @@ class RunPaths:
         return self.profile / f"memory-rank-{rank:05d}-step-{step}.{suffix}"
 
     @property
-    def hardware(self) -> Path:  # what was measured on the devices of the job
+    def hardware(self) -> Path:  # measurements of the job's devices
         return self.root / "hardware.json"
 
     @property
@@ -147,12 +157,12 @@ class RunPaths:
         return self.root / "plan.json"
 
     def memory_limit(self, rank: int) -> Path:
-        """How much a rank that has run out of memory may be given."""
+        """Memory limit of a rank that ran out of memory."""
         return self.root / "limits" / f"rank-{rank:05d}.json"
 
     @property
     def suspects(self) -> Path:
-        """Devices that have computed or kept something wrong, a line for each time."""
+        """Devices with wrong results or corrupted memory, one line for each occurrence."""
         return self.root / "suspects.jsonl"
 
     @property
@@ -161,90 +171,100 @@ class RunPaths:
 
     @property
     def node0_marker(self) -> Path:
-        """By what other nodes know that this folder is node 0's."""
+        """Marker by which other nodes recognize that this folder is node 0's."""
         return self.root / ".sign"
 
     @property
     def nodes(self) -> Path:
-        """What was asked of nodes, and what their checks have found."""
+        """Requests to nodes, and results of their health checks."""
         return self.root / "nodes"
 
     def node_request(self, node: str) -> Path:
-        """What a user asks of a node: to leave it, replace it, or use it again."""
+        """A user's request to a node: drain, replace, or use it again."""
         return self.nodes / f"{node}.json"
 
     def node_health(self, host: str) -> Path:
-        """The results of a host's last check."""
+        """Results of a host's last health check."""
         return self.nodes / f"{host}.health"
 
     @property
     def launch(self) -> Path:
-        """What `phalanx launch` has left for the nodes, and they for it."""
+        """Files that `phalanx launch` and the nodes exchange."""
         return self.root / "launch"
 
     @property
     def launched(self) -> Path:
-        """How the run was launched last."""
+        """Settings of the last launch."""
         return self.launch / "launched.json"
 
     @property
     def launch_recipe(self) -> Path:
-        """The recipe as it was launched, with its overrides."""
+        """The recipe as launched, with its overrides."""
         return self.launch / "recipe.yaml"
 
     @property
     def launch_script(self) -> Path:
-        """The job that the scheduler was given."""
+        """The job script submitted to the scheduler."""
         return self.launch / "job.sh"
 
     @property
     def jobs(self) -> Path:
-        """Numbers of the jobs that the scheduler was given for this run, the newest last."""
+        """Ids of the jobs submitted for this run, the newest last."""
         return self.launch / "jobs"
 
     @property
     def cancelled(self) -> Path:
-        """Exists when the run was asked to stop for good."""
+        """Exists after the run was cancelled."""
         return self.launch / "cancelled"
 
     @property
+    def alerts(self) -> Path:
+        """Alerts sent, one line each."""
+        return self.root / "alerts.jsonl"
+
+    @property
+    def save_request(self) -> Path:
+        """Exists while a checkpoint is requested but not started."""
+        return self.root / "save-now"
+
+    @property
     def job_supervisor(self) -> Path:
-        """Process and machine that keep a run that was launched without a scheduler; locked while they do."""
+        """Process and machine that supervise a run launched without a scheduler; locked while they do."""
         return self.launch / "keeper"
 
     @property
     def rendezvous(self) -> Path:
-        """Where the nodes of a launched run meet."""
+        """Rendezvous of the nodes of a launched run."""
         return self.launch / "meet"
 
     def start_outcome(self, start: str) -> Path:
-        """How a start of a launched run ended: exit code, `again` or `end`, the step that was saved, who says so."""
+        """Outcome of a start of a launched run: exit code, `again` or `end`, the saved step, and the writer."""
         return self.launch / f"over-{start}"
 
     def node_log(self, node: int) -> Path:
-        """What the agent of a node of a launched run says."""
+        """Log of a node's agent in a launched run."""
         return self.root / "logs" / f"node-{node}.log"
 
     def job_log(self, scheduler: str, number: str) -> Path:
-        """What the scheduler and the script of a job say."""
+        """Log of a scheduler's job."""
         return self.root / "logs" / f"{scheduler}-{number}.log"
 
     def epoch(self, number: int) -> Path:
-        """On several nodes: who leads them since then."""
+        """Epoch file of several nodes: the leader since then."""
         return self.root / "epochs" / f"{number:06d}.json"
 
     def log(self, attempt: int, rank: int) -> Path:
         return self.root / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
 
     def exit_cause(self, attempt: int, rank: int) -> Path:
-        """Why a worker ended, written by itself."""
+        """Exit cause of a rank, written by itself."""
         return self.root / "logs" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.cause.json"
 
     def flight_records(self, attempt: int) -> Path:
-        """The beginning of the names of what NCCL writes of its last collectives; a rank's number follows."""
+        """Path prefix of NCCL's flight records; the rank follows."""
         return self.log(attempt, 0).parent / "flight-rank-"
 
     def list_logged_attempts(self) -> list[int]:
-        """The attempts that have left logs here."""
+        """Attempts that have logs in this folder."""
         folders = self.log(1, 0).parent.parent.glob("attempt-*")
         return [int(digits) for folder in folders if (digits := folder.name.removeprefix("attempt-")).isdecimal()]

@@ -1,8 +1,8 @@
 """Rows for BERT: [CLS] text [SEP], or [CLS] A [SEP] B [SEP], with some tokens masked, or with labels.
 
-Everything that is drawn (which tokens are masked, as what, where A ends and what B is) is a function of the seed and of
-the sample's place in the run: other ranks, shares and restarts draw the same, and every epoch draws anew.
-Source: Devlin et al., "BERT", 2018; windows of running text as in Liu et al., "RoBERTa", 2019 (FULL-SENTENCES).
+All random choices (which tokens are masked, as what, where A ends and what B is) are functions of the seed and of the
+sample's place in the run: the same on other ranks, splits and restarts, and different in every epoch. Source: Devlin et
+al., "BERT", 2018; windows of running text as in Liu et al., "RoBERTa", 2019 (FULL-SENTENCES).
 """
 
 import string
@@ -17,8 +17,7 @@ from phalanx.data.packing import SampleSet, describe_too_long
 from phalanx.data.record_files import RecordFile, TokenFile
 from phalanx.data.shuffle import random_bits
 from phalanx.data.wordpiece import SpecialTokens
-
-IGNORE_INDEX = -100  # a label that no loss is computed for
+from phalanx.layout.model_shape import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class MaskingVocabulary:
 @dataclass(frozen=True)
 class MaskedSample:
     """A row as the model is given it, without padding: `tokens` and `segments` (n,), `places` (p,) that are predicted
-    with their `labels` (p,), all int64, and its place in the run. `follows`: 0 if B follows A, 1 if not, IGNORED where
-    nobody asks."""
+    with their `labels` (p,), all int64, and its place in the run. `follows`: 0 if B follows A, 1 if not, IGNORED
+    without pairs."""
 
     tokens: NDArray[np.int64]
     segments: NDArray[np.int64]
@@ -70,21 +69,21 @@ def make_masked_rows(
     """
     if file.specials is None:
         raise ConfigError(
-            f"the tokenizer of {file.folder} lacks one of the tokens [PAD], [UNK], [CLS], [SEP] and [MASK], so nothing "
-            "can be masked; set data.tokenizer to that of a BERT, or to train"
+            f"the tokenizer of {file.folder} lacks one of the tokens [PAD], [UNK], [CLS], [SEP] and [MASK], so "
+            "nothing can be masked; set data.tokenizer to a BERT tokenizer, or to train"
         )
     vocabulary = MaskingVocabulary(file.specials, file.vocab_size)
     rows = (MaskedPairs if form.pairs else MaskedWindows)(file, vocabulary, form, seed)
     if isinstance(rows, MaskedPairs) and rows.count and rows.alone and not held_out:
         raise DataError(
-            f"{file.folder} has one document that is long enough to make a pair, so none could be continued by "
-            "another; add documents, or set task.next_sentence=false"
+            f"{file.folder} has only one document long enough for a sentence pair, so no pair can mix two documents; "
+            "add documents, or set task.next_sentence=false"
         )
     return rows
 
 
 class MaskedWindows(SampleSet):
-    """Windows of running text, one behind the other; each document in them ends with [SEP]."""
+    """Consecutive windows of running text; each document in them ends with [SEP]."""
 
     def __init__(self, file: TokenFile, vocabulary: MaskingVocabulary, form: MaskingOptions, seed: int) -> None:
         self.file, self._vocabulary, self._form, self._seed = file, vocabulary, form, seed
@@ -106,7 +105,7 @@ class MaskedWindows(SampleSet):
     def describe(self) -> str:
         held = f"{self.file.tokens} tokens in {self.file.documents} documents"
         why = "" if self.count else " (data.seq_len)"
-        return f"{self.file.folder} has {held}, which make {self.count} sequences of {self._form.seq_len}{why}"
+        return f"{self.file.folder} has {held}, enough for {self.count} sequences of {self._form.seq_len}{why}"
 
 
 class MaskedPairs(MaskedWindows):
@@ -230,7 +229,7 @@ class LabelledSample:
 
 @dataclass(frozen=True)
 class LabelRowOptions:
-    """How records become rows: of at most `seq_len` tokens, the longer ones cut, or left out with `drop_long`.
+    """How records become rows: of at most `seq_len` tokens, the longer ones cut, or dropped with `drop_long`.
 
     `labels`: the names of all labels, by their numbers in the model.
     """
@@ -250,7 +249,7 @@ class LabelledRows(SampleSet):
         unknown = [label for label in file.facts["labels"] if label not in numbers]
         if unknown:
             raise ConfigError(
-                f"the data in {file.folder} has the label {unknown[0]!r}, which is none of task.labels "
+                f"the data in {file.folder} has the label {unknown[0]!r}, which is not in task.labels "
                 f"({', '.join(form.labels[:8])}); add it there, or set task.labels=auto"
             )
         # The last entry is what UNTAGGED, as an index, finds.
@@ -283,7 +282,7 @@ class LabelledRows(SampleSet):
 
     def warnings(self) -> list[str]:
         """What became of records that are longer than a row."""
-        done, form = "cut, and what is cut off is not scored", self._form
+        done, form = "truncated, and the truncated part is not scored", self._form
         return describe_too_long(self.file, "records", self.too_long, form.seq_len, form.drop_long, done)
 
 
@@ -296,7 +295,7 @@ def _join_pair(
 
 
 def _cut(first: NDArray[np.int64], second: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Both together at most `room` tokens: the longer one loses its end, then both do."""
+    """Truncate a pair to at most `room` tokens together: the longer one first, then both."""
     over = len(first) + len(second) - room
     if over <= 0:
         return first, second
@@ -309,7 +308,7 @@ def _cut(first: NDArray[np.int64], second: NDArray[np.int64], room: int) -> tupl
 
 def order_labels(found: Sequence[str], known: Sequence[str] | None = None) -> list[str]:
     """The names of labels in their order in the model: as `known` has them where these are all, else numbers by size
-    and words by the alphabet, with O, which stands for no entity, before them."""
+    and words by the alphabet, with O (no entity) before them."""
     if known is not None and set(found) <= set(known):
         return list(known)
 

@@ -1,4 +1,4 @@
-"""The cache of prepared data: one folder a result, there whole or not at all, made by one process at a time.
+"""The cache of prepared data: one folder per result, complete or absent, made by one process at a time.
 
 Where the cache is a URL, results lie below it as well: fetched from there, and put there once they are made.
 """
@@ -20,9 +20,9 @@ from phalanx.core.json_lines import sync_folder
 from phalanx.storage import files as storage
 from phalanx.storage import local_copies
 
-ABOUT_FILE = "prepared.json"  # what a result was made of; in a store it comes last and says that all is there
-STALE_S = 7 * 24 * 3600.0  # what a killed run left is kept that long, so that it may go on
-EXPORT_PREFIX = "export-"  # how names begin of what nobody goes on with: it is removed as soon as nobody holds it
+ABOUT_FILE = "prepared.json"  # inputs of a result; in a store it comes last and marks the result complete
+STALE_S = 7 * 24 * 3600.0  # the leftovers of a killed run are kept that long, so that it can resume
+EXPORT_PREFIX = "export-"  # prefix of folders that are never resumed: removed as soon as no process holds them
 _LEFTOVER = re.compile(r"[a-z-]*[0-9a-f]{32}\.(partial|lock)")
 
 
@@ -36,7 +36,7 @@ class Cache:
     storage_timeout_s: float = storage.TIMEOUT_S
 
     def has(self, key: str) -> bool:
-        """Whether a result is here whole."""
+        """Whether a result is complete here."""
         return is_complete(self.folder / key)
 
     def get_or_make(self, key: str, make: Callable[[Path, Path], None]) -> Path:
@@ -49,7 +49,7 @@ class Cache:
         if not is_complete(folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with local_copies.lock_file(self.folder / f"{key}.lock", self.lock_timeout_s):
-                if not is_complete(folder):  # whoever held the lock before may have made it
+                if not is_complete(folder):  # the previous holder of the lock may have made it
                     partial = self.folder / f"{key}.partial"
                     partial.mkdir(exist_ok=True)
                     out = partial / "out"
@@ -58,7 +58,7 @@ class Cache:
                         _fresh(out)
                         make(partial, out)
                     sync_folder(out)
-                    if folder.exists():  # somebody deleted a part of it
+                    if folder.exists():  # a part of it was deleted
                         shutil.rmtree(folder)
                     os.rename(out, folder)
                     sync_folder(folder.parent)
@@ -78,7 +78,7 @@ class Cache:
             for name in json.loads(about)["files"]:
                 storage.download(storage.join_url(base, name), out / name, self.storage_timeout_s)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            # Somebody deleted or damaged a part of it: without this file it is put there again.
+            # A part of it was deleted or damaged: without this file it is uploaded again.
             storage.remove([storage.join_url(base, ABOUT_FILE)], self.storage_timeout_s)
             return False
         (out / ABOUT_FILE).write_bytes(about)
@@ -97,7 +97,7 @@ def _fresh(folder: Path) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder holds a whole result: nobody has deleted a part of it."""
+    """Whether a folder holds a complete result."""
     try:
         files = json.loads((folder / ABOUT_FILE).read_text())["files"]
     except (OSError, ValueError, KeyError):
@@ -129,7 +129,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
 
 def prune(folder: Path) -> None:
-    """Remove what killed runs left long ago, and killed exports just now, and nobody holds."""
+    """Remove old leftovers of killed runs, and any of killed exports, that no process holds."""
     for path in sorted(folder.glob("*")):
         if not _LEFTOVER.fullmatch(path.name) or not (path.name.startswith(EXPORT_PREFIX) or _is_stale(path)):
             continue

@@ -1,4 +1,4 @@
-"""Conversations, and prompts with completions, to token ids and to which of them are learnt.
+"""Encoding conversations, and prompts with completions, to token ids and a loss mask.
 
 A chat template (Jinja, run in transformers' sandbox) writes a conversation as one text, which is encoded as a whole.
 The assistant's part of the text is known exactly, in one of two ways: the template marks it with `{% generation %}`, or
@@ -52,7 +52,7 @@ Messages = list[dict[str, Any]]
 def load_template(template: str | None) -> str | None:
     """The text of `data.chat_template`: a built-in name or a file; None where the tokenizer's own is to be used.
 
-    Raises ConfigError when there is no such file, or nothing in it.
+    Raises ConfigError when the file is missing or empty.
     """
     if template is None or template in TEMPLATES:
         return TEMPLATES[template] if template else None
@@ -60,26 +60,25 @@ def load_template(template: str | None) -> str | None:
         text = Path(template).expanduser().read_text(encoding="utf-8")
         if text.strip():
             return text
-        raise ConfigError(f"data.chat_template {template} is empty; write a template or leave the key out")
+        raise ConfigError(f"data.chat_template {template} is empty; write a template or leave out the key")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(
-            f"data.chat_template {template} cannot be read ({reason}); name a Jinja file or one of "
+            f"data.chat_template {template} cannot be read ({reason}); give a Jinja file or one of "
             f"{', '.join(TEMPLATES)}"
         ) from None
 
 
 def describe_missing_template(tokenizer: str, format: str) -> str:
-    """What is said where conversations are to be written, and nobody has said how."""
+    """The error for conversations without a chat template."""
     return (
-        f"{tokenizer} has no chat template, so data.format {format} cannot write conversations; set "
+        f"{tokenizer} has no chat template, so data.format {format} cannot format conversations; set "
         f"data.chat_template to a Jinja file or to {' or '.join(TEMPLATES)}"
     )
 
 
 def check_chat_record(record: "Record", format: "RecordFormat") -> None:
-    """Raises DataError for a record that is no conversation, or no prompt with its completion, whatever template would
-    write it."""
+    """Check that a record is a conversation, or a prompt with its completion, for any template. Raises DataError."""
     assert record.fields is not None
     if format.format == "chat":
         _conversation_of(record.fields, format.messages_key, record.where)
@@ -134,11 +133,12 @@ class ChatEncoder:
         return tokens, lengths, None if self._learn_all else np.concatenate([learnt for _, learnt in encoded])
 
     def _render_records(self, records: "Sequence[Record]") -> list[tuple[str, list[Span], bool, str | None]]:
-        """(text, learnt spans, whether they may end in white space that nobody emits, the prompt where it is text)."""
+        """(text, learnt spans, whether they may end in white space that the model does not emit, the prompt where it is
+        text)."""
         rendered: list[tuple[str, list[Span], bool, str | None]] = []
         for record in records:
             fields, where = record.fields, record.where
-            assert fields is not None, "a record of text for an encoder of conversations"
+            assert fields is not None, "a text record for a conversation encoder"
             if self._format.format == "chat":
                 messages = _conversation_of(fields, self._format.messages_key, where)
                 rendered.append((*self._conversation(messages, _tools(fields, where), where), None))
@@ -249,8 +249,7 @@ class ChatEncoder:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns and not self._learn_all:
             raise DataError(
-                f"{where} has no assistant turn, so there is nothing to learn from it; delete it, or set "
-                "data.loss_on=all"
+                f"{where} has no assistant turn, so it has nothing to learn; delete it, or set data.loss_on=all"
             )
         text, marked = self._render(messages, tools, where, ask=False)
         if self._learn_all:
@@ -258,8 +257,8 @@ class ChatEncoder:
         if _has_marks(self._open_template()):
             if not marked:
                 raise ConfigError(
-                    f"{where}: the chat template of {self._origin()} marks none of the assistant's words with "
-                    "{% generation %}, so nothing would be learnt; correct the template or set data.chat_template"
+                    f"{where}: the chat template of {self._origin()} marks none of the assistant's tokens with {{% "
+                    "generation %}, so nothing would be learned; correct the template or set data.chat_template"
                 )
             return text, marked, False
         spans = []
@@ -279,8 +278,8 @@ class ChatEncoder:
         """The text of a conversation and the character where what answers `before` begins in it."""
         if not before:
             raise DataError(
-                f"{where} begins with the assistant's turn, and without {{% generation %}} marks in the chat template "
-                "nobody can tell where it begins; put a system or user turn before it"
+                f"{where} begins with the assistant's turn, and without {{% generation %}} marks in the chat "
+                "template its start is unknown; put a system or user turn before it"
             )
         text, _ = self._render(whole, tools, where, ask=False)
         header, _ = self._render(before, tools, where, ask=True)
@@ -290,9 +289,9 @@ class ChatEncoder:
 
     def _rewrites(self, number: int, where: str) -> ConfigError:
         return ConfigError(
-            f"{where}: the chat template of {self._origin()} writes the conversation up to message {number + 1} "
-            "otherwise when more follows, so the assistant's tokens cannot be told exactly; set data.chat_template to "
-            "a template with {% generation %} marks around the assistant's words"
+            f"{where}: the chat template of {self._origin()} formats the first {number + 1} messages differently "
+            "when more follow, so the assistant's tokens cannot be located; set data.chat_template to a template "
+            "with {% generation %} marks around the assistant's tokens"
         )
 
     def _origin(self) -> str:
@@ -305,7 +304,7 @@ def _has_marks(template: str) -> bool:
 
 
 def _added_before(backend: Any) -> list[int]:
-    """What a tokenizer puts before a text of its own accord."""
+    """The tokens that a tokenizer adds before a text."""
     plain = backend.encode("a", add_special_tokens=False).ids
     full = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
@@ -317,7 +316,7 @@ def _added_before(backend: Any) -> list[int]:
 def _field(fields: dict[str, Any], key: str, where: str, knob: str) -> Any:
     if key not in fields:
         keys = ", ".join(map(str, list(fields)[:8])) or "none"
-        raise DataError(f"{where} has no key {key!r} (it has: {keys}); set {knob} to the key that is meant")
+        raise DataError(f"{where} has no key {key!r} (it has: {keys}); set {knob} to the right key")
     value = fields[key]
     if not isinstance(value, str | list):
         raise DataError(
@@ -339,7 +338,7 @@ def _pair_of(
     completion = _field(fields, completion_key, where, "data.completion_key")
     if isinstance(prompt, str) != isinstance(completion, str):
         raise DataError(
-            f"{where} has a prompt and a completion of different kinds; make both texts or both lists of messages"
+            f"{where} has a prompt and a completion of different types; make both text or both lists of messages"
         )
     return (prompt, completion) if isinstance(prompt, str) else (_messages(prompt, where), _messages(completion, where))
 

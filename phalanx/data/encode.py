@@ -1,8 +1,8 @@
-"""One chunk of a source to columns of token ids, in pieces on disk: what a worker process does with it.
+"""Encoding one chunk of a source to columns of token ids, in pieces on disk, by a worker process.
 
 A piece is an `.npz` with the columns of training and held-out records, and then, once that is safe on the disk, a
-`.json` that says how many records of the chunk lie before the next piece, and what its numbers of labels stand for. A
-chunk is done when its own `.json` says so.
+`.json` with the number of records of the chunk before the next piece, and the names of its label numbers. A chunk is
+done when its `.json` says so.
 """
 
 import hashlib
@@ -51,8 +51,8 @@ class EncodeTask:
 
 @dataclass(frozen=True)
 class Piece:
-    """Records of a chunk: their columns, what the numbers of their labels stand for, which of them are held out, and
-    how many records of the chunk there are up to their end."""
+    """Records of a chunk: their columns, the names of their label numbers, which of them are held out, and the number
+    of records of the chunk up to their end."""
 
     columns: Columns
     labels: list[str]
@@ -65,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class RecordEncoder:
-    """`encode` makes columns of records, and says what the numbers of their labels stand for."""
+    """`encode` makes columns of records, and gives the names of their label numbers."""
 
     vocab_size: int
     eos_id: int
@@ -185,7 +185,7 @@ def encode_chunk(task: EncodeTask, encoder: RecordEncoder, on_bytes: Callable[[i
 
 
 def list_pieces(task: EncodeTask) -> list[Path] | None:
-    """The pieces of a chunk in order; None unless all are there. What another cut of the sources left is removed."""
+    """The pieces of a chunk in order; None unless all exist. Pieces of another division of the sources are removed."""
     folder = Path(task.folder)
     note = folder / f"{task.name}.json"
     if note.is_file():
@@ -198,7 +198,7 @@ def list_pieces(task: EncodeTask) -> list[Path] | None:
 
 
 def read_piece(path: Path) -> tuple[dict[str, Columns], list[str]]:
-    """The columns of a piece by side, and what its numbers of labels stand for. Raises DataError for one that is
+    """The columns of a piece by side, and the names of its label numbers. Raises DataError for one that is
     damaged."""
     found: dict[str, Any] = {side: {} for side in SPLITS}
     try:

@@ -25,7 +25,7 @@ Array = NDArray[np.int64]
 
 
 def shorten_error(error: Exception) -> str:
-    """The beginning of what another library says of an error."""
+    """The first line of another library's error message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -58,7 +58,9 @@ def read_whole(stream: IO[bytes], path: str, by_line: bool = True) -> Iterator[b
             raw = stream.readline() if by_line else stream.read(READ_BYTES)
         except (EOFError, zlib.error, gzip.BadGzipFile, _TruncatedStream) as error:
             after = f" after line {line}" if by_line and line else ""
-            raise DataError(f"{redact_url(path)} is torn{after} ({error}); write or fetch the file again") from None
+            raise DataError(
+                f"{redact_url(path)} is incomplete{after} ({error}); write or download the file again"
+            ) from None
         if not raw:
             return
         line += 1
@@ -76,7 +78,7 @@ class _Zstandard(io.RawIOBase):
         self._stream = stream
         self._frame: Any = None
         self._left = b""  # decompressed and not yet read
-        self._next = b""  # compressed, behind the frame that has ended
+        self._next = b""  # compressed data after the finished frame
 
     def readable(self) -> bool:
         return True
@@ -132,7 +134,8 @@ def open_parquet(path: str, timeout_s: float) -> Iterator[Any]:
             raise
         except (ValueError, OSError) as error:
             raise DataError(
-                f"{redact_url(path)} is not a whole Parquet file ({shorten_error(error)}); write or fetch it again"
+                f"{redact_url(path)} is not a complete Parquet file ({shorten_error(error)}); write or download it "
+                "again"
             ) from None
         yield table
 
@@ -154,7 +157,7 @@ def read_parquet_rows(
                 raise
             except (ValueError, OSError) as error:  # pyarrow's own errors are ValueErrors
                 raise DataError(
-                    f"{name} is damaged near row {row + 1} ({shorten_error(error)}); write or fetch it again"
+                    f"{name} is damaged near row {row + 1} ({shorten_error(error)}); write or download it again"
                 ) from None
             if batch is None:
                 return
@@ -192,7 +195,7 @@ def read_shard_blocks(path: str, vocab_size: int) -> Iterator[tuple[Array, dict[
 
     name = redact_url(path)
     if storage.is_url(path):
-        raise DataError(f"{name} is at a URL, and HDF5 files are read in parts all over; copy it to a local disk")
+        raise DataError(f"{name} is at a URL, but HDF5 files need random access; copy it to a local disk")
     try:
         with h5py.File(path, "r") as file:
             found = {key: _dataset(file, key, dim, name) for key, dim in SHARD_KEYS.items()}
@@ -204,7 +207,9 @@ def read_shard_blocks(path: str, vocab_size: int) -> Iterator[tuple[Array, dict[
     except DataError:
         raise
     except Exception as error:  # whatever a file that is damaged makes of the library
-        raise DataError(f"{name} is no whole HDF5 file ({shorten_error(error)}); write or fetch it again") from None
+        raise DataError(
+            f"{name} is not a complete HDF5 file ({shorten_error(error)}); write or download it again"
+        ) from None
 
 
 def _dataset(file: Any, key: str, dim: int, name: str) -> Any:
@@ -212,12 +217,12 @@ def _dataset(file: Any, key: str, dim: int, name: str) -> Any:
 
     if key not in file:
         raise DataError(
-            f"{name} has no key {key!r} (it has: {', '.join(list(file)[:8]) or 'none'}), so it is no shard of masked "
-            "sequences; write it again"
+            f"{name} has no key {key!r} (it has: {', '.join(list(file)[:8]) or 'none'}), so it is not a shard of "
+            "masked sequences; write it again"
         )
     dataset = file[key]
     if not isinstance(dataset, h5py.Dataset) or dataset.ndim != dim or dataset.dtype.kind not in "iu":
-        raise DataError(f"{name} has no {dim}-dimensional whole numbers under {key!r}; write it again")
+        raise DataError(f"{name} has no {dim}-dimensional integers under {key!r}; write it again")
     return dataset
 
 
@@ -248,7 +253,8 @@ def _read(dataset: Any, key: str, start: int, stop: int, name: str) -> Array:
         return dataset[start:stop].astype(np.int64)
     except OSError as error:
         raise DataError(
-            f"{name} is damaged under {key!r} near sequence {start} ({shorten_error(error)}); write or fetch it again"
+            f"{name} is damaged under {key!r} near sequence {start} ({shorten_error(error)}); write or download it "
+            "again"
         ) from None
 
 
@@ -264,12 +270,16 @@ def _check_block(parts: dict[str, Array], start: int, vocab_size: int, name: str
             row = start + int(np.flatnonzero(wrong)[0])
             raise DataError(f"{name} holds {what} under {key!r} in sequence {row}; write it again")
 
-    refuse((mask != _before(lengths, mask.shape[1])).any(1), "input_mask", "no ones followed by zeros")
+    refuse((mask != _before(lengths, mask.shape[1])).any(1), "input_mask", "values other than ones followed by zeros")
     refuse(lengths == 0, "input_mask", "an empty sequence")
     for key in ("input_ids", "masked_lm_ids"):
         values = parts[key]
         refuse(((values < 0) | (values >= vocab_size)).any(1), key, f"a token beyond the tokenizer's {vocab_size}")
-    refuse(((places < 0) | ((places >= lengths[:, None]) & asked)).any(1), "masked_lm_positions", "a place in no text")
+    refuse(
+        ((places < 0) | ((places >= lengths[:, None]) & asked)).any(1),
+        "masked_lm_positions",
+        "a position outside the text",
+    )
     segments = parts["segment_ids"]
     refuse(((segments < 0) | (segments > 1)).any(1), "segment_ids", "something other than 0 and 1")
     refuse((follows < 0) | (follows > 1), "next_sentence_labels", "something other than 0 and 1")

@@ -1,4 +1,4 @@
-"""What is in a token set: counts, lengths, the share that is learnt, and a few documents as text."""
+"""Inspecting a token set: counts, lengths, the share of trained tokens, and a few documents as text."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from phalanx.data.record_files import MANIFEST, RecordFile, TokenFile
 from phalanx.data.records import FileKind, Record, RecordFormat, SourceFile, make_format, record_digest
 from phalanx.data.sources import check_format, list_requests
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.storage import files as storage
+from phalanx.storage.local_copies import is_remote
 
 BLOCK_TOKENS = 8 << 20
 BARS = 12  # of the histogram
@@ -56,7 +56,7 @@ class TokenSetStats:
 def compute_stats(
     name: str, folder: Path, tokenizer: Path | None, form: PackingOptions | None, samples: int
 ) -> TokenSetStats:
-    """Look into a token set. `tokenizer` is needed for samples, `form` for how full its rows are.
+    """Inspect a token set. `tokenizer` is needed for samples, `form` for how full its rows are.
 
     Raises DataError for a set that cannot be read, ConfigError for a tokenizer that cannot be opened.
     """
@@ -108,7 +108,7 @@ def _histogram(lengths: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> list[tu
 
 
 def _runs(file: RecordFile, number: int, tokenizer: Tokenizer) -> Iterator[TextRun]:
-    """A document's beginning as text, cut where learning begins or ends."""
+    """The beginning of a document as text, cut where the loss mask changes."""
     start, stop = int(file.index[number]), int(file.index[number + 1])
     stop = min(stop, start + SAMPLE_TOKENS)
     tokens, mask = file.slice(start, stop), file.mask(start, stop)
@@ -118,7 +118,7 @@ def _runs(file: RecordFile, number: int, tokenizer: Tokenizer) -> Iterator[TextR
 
 
 def find_token_sets(folder: Path) -> tuple[dict[str, Path], Path | None]:
-    """The token sets in a folder by name, and the tokenizer they were made with, where that is known.
+    """Find the token sets in a folder by name, and their tokenizer, if known.
 
     `folder` is a token set or what `phalanx data prepare` names, which may hold two. Raises ConfigError for any other.
     """
@@ -127,7 +127,7 @@ def find_token_sets(folder: Path) -> tuple[dict[str, Path], Path | None]:
     found = {name: folder / name for name in ("train", HELD_OUT) if (folder / name / MANIFEST).is_file()}
     if not found:
         raise ConfigError(
-            f"{folder} is neither a token set nor a recipe (.yaml); name a folder that phalanx data prepare printed"
+            f"{folder} is neither a token set nor a recipe (.yaml); give a folder printed by phalanx data prepare"
         )
     return found, _tokenizer_of(folder)
 
@@ -149,13 +149,13 @@ def _tokenizer_of(folder: Path) -> Path | None:
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
 
-CHECKED_FILES, CHECKED_RECORDS = 16, 8  # looked at: files of each source, and records of each
+CHECKED_FILES, CHECKED_RECORDS = 16, 8  # checked: files of each source, and records of each
 MOST_LIST_BYTES = 16 << 20  # of a JSON list, which is read as a whole
 
 
 def check_first_records(config: "Config") -> None:
     """Raises DataError for a source that is not there or whose first records cannot be read as the recipe says, and
-    ConfigError where conversations have no chat template. A task of the user's own reads its data itself."""
+    ConfigError where conversations have no chat template. A custom task reads its data itself."""
     if config.task.code is not None or config.data.format == "masked":
         return
     format = make_format(config.data, config.task.kind, config.resilience.storage_timeout_s)
@@ -185,10 +185,10 @@ def _check_template(config: "Config") -> None:
         return
     name = config.data.tokenizer if config.data.tokenizer != "auto" else config.model.from_hf or "train"
     if name == "train":
-        raise ConfigError(chat.describe_missing_template("a tokenizer that is trained", "chat"))
+        raise ConfigError(chat.describe_missing_template("a tokenizer to be trained", "chat"))
     folder = Path(name).expanduser()
-    if storage.is_url(name) or not folder.is_dir():
-        return  # looked at when it is opened
+    if is_remote(name) or not folder.is_dir():
+        return  # checked when it is opened
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

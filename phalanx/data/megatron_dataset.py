@@ -43,7 +43,7 @@ class IndexedDataset:
             raise DataError(self._torn(PREAMBLE.size, index.size))
         header, version, code, sequences, bounds = PREAMBLE.unpack(index[: PREAMBLE.size].tobytes())
         if header != HEADER or version != VERSION or code not in DTYPES:
-            raise DataError(f"{name} is not an index of Megatron's that holds token ids; name another file")
+            raise DataError(f"{name} is not a Megatron index of token ids; choose another file")
         self.dtype = np.dtype(DTYPES[code])
         needed = PREAMBLE.size + 12 * sequences + 8 * bounds
         if index.size < needed:
@@ -57,7 +57,7 @@ class IndexedDataset:
         self._check()
 
     def _torn(self, needed: int, found: int) -> str:
-        return f"{self._name} is torn: it has {found} bytes of at least {needed}; write or fetch it again"
+        return f"{self._name} is incomplete: it has {found} bytes of at least {needed}; write or download it again"
 
     def _check(self) -> None:
         if (
@@ -71,11 +71,11 @@ class IndexedDataset:
             or (self._pointers > MAX_BYTES).any()  # with what is added to it, no sum wraps around
             or (self._pointers % self.dtype.itemsize).any()
         ):
-            raise DataError(f"{self._name} is damaged: its offsets are impossible; write or fetch it again")
+            raise DataError(f"{self._name} is damaged: its offsets are impossible; write or download it again")
         end = int((self._pointers + self._lengths * self.dtype.itemsize).max(initial=0))
         if self._data.size < end:
             name = f"{self._name.removesuffix('.idx')}.bin"
-            raise DataError(f"{name} has {self._data.size} bytes, but its .idx says {end}; write or fetch it again")
+            raise DataError(f"{name} has {self._data.size} bytes, but its .idx says {end}; write or download it again")
 
     @property
     def documents(self) -> int:
@@ -119,7 +119,7 @@ class RangeReader:
         if storage.is_url(path):
             found = storage.get_entry(path, timeout_s)
             if found is None:
-                raise FileNotFoundError(2, "there is no such file", redact_url(path))
+                raise FileNotFoundError(2, "no such file", redact_url(path))
             self.size = found.size
         else:
             self.size = os.stat(path).st_size
@@ -164,12 +164,13 @@ def write_indexed_dataset(token_file: TokenFile, prefix: Path) -> int:
         raise ConfigError(f"{existing} exists; choose another prefix or remove it")
     if token_file.masked:
         raise ConfigError(
-            f"{token_file.folder} says which of its tokens are learnt, which Megatron's format cannot hold; write the "
-            f"documents of a text set instead"
+            f"{token_file.folder} has a loss mask, which Megatron's format cannot store; export a text set instead"
         )
     lengths = np.diff(token_file.index)
     if lengths.max(initial=0) > np.iinfo(np.int32).max:
-        raise DataError(f"{token_file.folder} has a document of more than 2^31 tokens, which Megatron cannot count")
+        raise DataError(
+            f"{token_file.folder} has a document of more than 2^31 tokens, which Megatron's format does not support"
+        )
     dtype = np.dtype("<u2" if token_file.vocab_size < SMALL_VOCAB else "<i4")
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with _atomic_file(names[0]) as file:

@@ -1,4 +1,4 @@
-"""What a row is made of: a window of running text, or whole documents that fill it.
+"""Packing of rows: a window of running text, or whole documents that fill it.
 
 A row has `seq_len` inputs and as many labels, cut from `seq_len + 1` tokens. Packing is a pure function of the
 documents' lengths and the seed: every rank computes it for itself.
@@ -20,13 +20,15 @@ class PackingOptions:
     """How documents become rows. `packed`: whole documents, by packing; else windows of the text as it runs.
 
     `isolated`: no attention across documents in windows, as packed rows always have it. `drop_long`: packed documents
-    that are too long for a row are left out instead of cut.
+    that are too long for a row are dropped instead of cut. `mask_end`: the first token of a document is not learnt in
+    windows, either, which the others always have.
     """
 
     seq_len: int
     packed: bool = False
     isolated: bool = False
     drop_long: bool = False
+    mask_end: bool = False
 
 
 class SampleSet(Protocol):
@@ -35,7 +37,7 @@ class SampleSet(Protocol):
     count: int
 
     def sample(self, number: int, position: int) -> Any:
-        """Sample `number` as the task's collate takes it; `position` is its place in the run, which no other has."""
+        """Sample `number` as the task's collate takes it; `position` is its unique place in the run."""
         ...
 
     def describe(self) -> str:
@@ -43,7 +45,7 @@ class SampleSet(Protocol):
         ...
 
     def warnings(self) -> list[str]:
-        """Sentences on what of the data is not used as one might expect."""
+        """Warnings about data that is used differently than expected."""
         return []
 
 
@@ -65,7 +67,7 @@ def make_rows(file: TokenFile, form: PackingOptions, seed: int) -> "TextWindows 
 
 
 class TextWindows(SampleSet):
-    """Windows of running text, one behind the other. They overlap by one token: labels are inputs shifted by one."""
+    """Consecutive windows of running text. They overlap by one token: labels are inputs shifted by one."""
 
     def __init__(self, file: TokenFile, form: PackingOptions) -> None:
         self.file, self._form = file, form
@@ -84,7 +86,7 @@ class TextWindows(SampleSet):
         start, stop = self.span(number)
         tokens = self.file.slice(start, stop)
         self.file.check_tokens(tokens, f"near number {start}")
-        if not self._form.isolated:
+        if not (self._form.isolated or self._form.mask_end):
             return Sample(tokens, position=position)
         index = self.file.index
         inside = slice(np.searchsorted(index, start, side="right"), np.searchsorted(index, start + seq_len))
@@ -93,7 +95,8 @@ class TextWindows(SampleSet):
         learnt[inner - 1] = False  # the end of a document says nothing about the next one
         if index[inside.stop] == start + seq_len:
             learnt[-1] = False
-        return Sample(tokens, learnt, np.diff(inner, prepend=0, append=seq_len), position)
+        lengths = np.diff(inner, prepend=0, append=seq_len) if self._form.isolated else None
+        return Sample(tokens, learnt, lengths, position)
 
 
 class PackedRows(SampleSet):
@@ -121,7 +124,7 @@ class PackedRows(SampleSet):
         return f"{self.file.folder} has {held}, {_describe_rows(self.count, self._form)}"
 
     def warnings(self) -> list[str]:
-        """What became of documents that no row can hold."""
+        """Warnings about documents longer than a row."""
         return describe_too_long(self.file, "documents", self.too_long, self._form.seq_len, self._form.drop_long, "cut")
 
     def documents(self, number: int) -> NDArray[np.int64]:
@@ -140,7 +143,7 @@ class PackedRows(SampleSet):
         places = np.arange(filled) + np.repeat(starts - (ends - lengths), lengths)
         tokens[:filled], learnt[:filled] = self.file.gather(places)
         self.file.check_tokens(tokens, f"near number {int(starts[0])}")
-        learnt[ends - lengths] = False  # nothing before it in its own document
+        learnt[ends - lengths] = False  # no earlier token in its document
         if filled == room:
             lengths[-1] -= 1  # the last token is a label only
         elif filled < room - 1:

@@ -1,8 +1,8 @@
-"""Sources to record files, once: cached by what defines the result, resumed where a killed run left off.
+"""Preparing sources as record files, once: cached by all that defines the result, resumed where a killed run stopped.
 
-Each source of a mixture and each validation set is a result of its own, so that another one costs only itself. Its
-chunks are encoded side by side into pieces in `<cache>/<key>.partial/` and then joined in order. So it is with running
-text, conversations, labelled records, token ids and masked shards.
+Each source of a mixture and each validation set is a separate result, so that adding one prepares only that. Its chunks
+are encoded in parallel into pieces in `<cache>/<key>.partial/` and then joined in order; the same for running text,
+conversations, labelled records, token ids and masked shards.
 """
 
 import contextlib
@@ -69,8 +69,7 @@ class PreparedData:
     """Where prepared data lies, all of it made with one tokenizer.
 
     `train`: folders for RecordFile with their weights in the mixture, one of weight 1.0 where there is none.
-    `held_out`: the sets to evaluate on by name; "held_out" is what was kept back of the training documents, and may be
-    empty.
+    `held_out`: the sets to evaluate on by name; "held_out" are the held-out training documents, and may be empty.
     """
 
     tokenizer_folder: Path
@@ -82,7 +81,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class SetBuilder:
-    """What all sets of one preparation have in common. `on_bytes(count)` is told the bytes of source that are done."""
+    """Settings shared by all sets of one preparation. `on_bytes(count)` is told the bytes of source that are done."""
 
     cache: Cache
     kind: str
@@ -157,15 +156,15 @@ def prepare(
 
 @contextlib.contextmanager
 def _translate_disk_errors(data: "DataSection") -> Iterator[None]:
-    """Turn what a disk refuses into a DataError that names the cache; a store has its own words."""
+    """Convert disk errors into a DataError that names the cache; a store's error is kept."""
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
         raise DataError(
-            f"the data cache {redact_url(data.cache)} cannot be written ({error.strerror or error}); free space there "
-            f"or name another folder"
+            f"the data cache {redact_url(data.cache)} cannot be written ({error.strerror or error}); free space "
+            "there or choose another folder"
         ) from error
 
 
@@ -209,8 +208,8 @@ def _obtain_tokenizer(
     for request, _ in train:
         if ids := next((file for file in request.files if file.kind in (FileKind.TOKENS, FileKind.SHARDS)), None):
             raise ConfigError(
-                f"{redact_url(ids.path)} holds token ids, so no tokenizer can be trained on it; set data.tokenizer to "
-                f"the folder of the one that made them"
+                f"{redact_url(ids.path)} holds token ids, so no tokenizer can be trained on it; set data.tokenizer "
+                "to the folder of the tokenizer that made them"
             )
     pieces = kind == "masked" or kind in RECORD_KINDS
     parts = [version("tokenizers"), data.tokenizer_vocab, data.held_out, list_sample_sizes()]
@@ -241,7 +240,7 @@ def _build(builder: SetBuilder, request: DatasetRequest, key: str, partial: Path
         if tokenizer.specials is None:
             raise ConfigError(
                 f"the tokenizer in {builder.tokenizer_folder} lacks one of the tokens [PAD], [UNK], [CLS], [SEP] and "
-                "[MASK]; set data.tokenizer to that of a BERT, or to train"
+                "[MASK]; set data.tokenizer to a BERT tokenizer, or to train"
             )
     facts |= {} if tokenizer.specials is None else {"specials": tokenizer.specials.to_json()}
     _merge(builder, request, _encode(builder, request, partial), facts, out)
@@ -266,7 +265,7 @@ def _encode(builder: SetBuilder, request: DatasetRequest, partial: Path) -> list
     builder.on_bytes(request.total_bytes - pending_bytes)
     if len(pending) > 1 and pending_bytes > SMALL_BYTES:
         workers.encode_in_processes(pending, builder.processes, partial, builder.on_bytes)
-    elif pending:  # one core after another is enough, or the library's own threads share the text
+    elif pending:  # one core is enough, or the library's threads share the text
         encoder = make_encoder(builder.tokenizer_folder, builder.format, ENCODE_CHARS)
         for task in pending:
             encode_chunk(task, encoder, builder.on_bytes)
@@ -304,7 +303,7 @@ def _number_labels(names: list[str], labels: dict[str, int]) -> "np.ndarray[tupl
 
 
 def _join_held_out(builder: SetBuilder, sides: list[Path], keys: list[str]) -> Path:
-    """What all sources of a mixture keep back, as one set."""
+    """The held-out documents of all sources of a mixture, as one set."""
     key = _name_key(builder.kind, [KEY_VERSION, "joined", keys])
 
     def make(_: Path, out: Path) -> None:

@@ -32,7 +32,7 @@ from phalanx.data.stdlib_chat import make_conversations
 # Of source, in one chunk. A kill costs the work on the chunks at hand, some seconds; with many chunks, processes end
 # together, but each costs three files until all are joined.
 CHUNK_BYTES, MAX_CHUNK_BYTES, MANY_CHUNKS = 1 << 20, 16 << 20, 256
-OPTIONAL_KEYS = ("tools",)  # what a conversation may have beside its messages
+OPTIONAL_KEYS = ("tools",)  # optional keys of a conversation besides its messages
 DOCUMENT = "-DOCSTART-"  # of CoNLL
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -59,7 +59,7 @@ class Meter:
 
 
 def plan_chunks(files: list[SourceFile], format: RecordFormat) -> list[Chunk]:
-    """The chunks of files, in order. Raises DataError for a file whose own index cannot be read."""
+    """The chunks of files, in order. Raises DataError for a file whose index cannot be read."""
     size_bytes = max(CHUNK_BYTES, min(MAX_CHUNK_BYTES, sum(file.size_bytes for file in files) // MANY_CHUNKS))
     chunks: list[Chunk] = []
     group: list[SourceFile] = []
@@ -75,7 +75,7 @@ def plan_chunks(files: list[SourceFile], format: RecordFormat) -> list[Chunk]:
             continue
         try:
             chunks += _cut(file, format, size_bytes)
-        except StorageError:  # it says what to do, and no file is to be mended: so in this whole module
+        except StorageError:  # not the file's fault, and the message has the remedy (as in all of this module)
             raise
         except OSError as error:
             raise DataError(sources.describe_unreadable(file.path, error)) from None
@@ -160,7 +160,7 @@ def count_lines_before(chunk: Chunk, format: RecordFormat) -> int:
 
 
 def read_label_names(chunk: Chunk, format: RecordFormat) -> list[str] | None:
-    """What the numbers of labels stand for, where a dataset's own description says so."""
+    """The names of label numbers, where the dataset's description has them."""
     if not format.labelled or chunk.kind not in (FileKind.ROWS, FileKind.REMOTE):
         return None
     key = format.columns()[-1]
@@ -218,8 +218,8 @@ def _json_line(raw: bytes, name: str, number: int) -> tuple[Any, str]:
 
 
 def _unreadable_json(error: Exception) -> str:
-    """Of JSON that is well-formed, and still more than Python takes."""
-    return "is nested too deeply to be read" if isinstance(error, RecursionError) else "has a number of too many digits"
+    """The problem of valid JSON beyond Python's limits."""
+    return "is nested too deeply" if isinstance(error, RecursionError) else ("has a number with too many digits")
 
 
 def _whole_file(path: str, chunk: Chunk, format: RecordFormat, meter: Meter) -> Iterator[tuple[Any, str]]:
@@ -246,7 +246,7 @@ def _whole_file(path: str, chunk: Chunk, format: RecordFormat, meter: Meter) -> 
         except (RecursionError, ValueError) as error:
             raise DataError(f"{name} {_unreadable_json(error)}; correct it") from None
         if not isinstance(found, list):
-            raise DataError(f"{name} is not one list of records; write such a list, or one record a line as .jsonl")
+            raise DataError(f"{name} is not a list of records; write such a list, or one record per line as .jsonl")
         for number, one in enumerate(found, 1):
             yield one, f"{name}, record {number}"
 
@@ -302,13 +302,13 @@ def _conll(path: str, format: RecordFormat, meter: Meter) -> Iterator[tuple[Any,
             continue
         if len(parts) < 2:
             raise DataError(
-                f"{name}, line {number} has a word and no tag; write a word a line with its tag in the last column, "
-                "and an empty line after each sentence"
+                f"{name}, line {number} has a word without a tag; write one word per line with its tag in the last "
+                "column, and an empty line after each sentence"
             )
         columns = columns or len(parts)
         if len(parts) != columns:
             raise DataError(
-                f"{name}, line {number} has {len(parts)} columns where the lines before have {columns}; correct it"
+                f"{name}, line {number} has {len(parts)} columns but the lines before have {columns}; correct it"
             )
         begun = begun if words else number
         words.append(parts[0])
@@ -322,8 +322,8 @@ def _table(path: str, format: RecordFormat, meter: Meter) -> Iterator[tuple[Any,
     separator = SEPARATORS.get(sources.file_suffix(path))
     if separator is None:
         raise DataError(
-            f"{name} is running text, but task.kind classify needs a label for each text (.csv, .tsv, .jsonl, .json, "
-            f".parquet); name files of these"
+            f"{name} is running text, but task.kind classify needs a label for each text; use .csv, .tsv, .jsonl, "
+            ".json or .parquet files"
         )
     lines = (line for _, line in _text_lines(path, format, meter))
     table = csv.DictReader(lines, delimiter=separator, strict=True)
@@ -338,7 +338,7 @@ def _table(path: str, format: RecordFormat, meter: Meter) -> Iterator[tuple[Any,
         for row in table:
             where = f"{name}, line {table.line_num}"
             if None in row or None in row.values():
-                raise DataError(f"{where} has not the {len(header)} columns of the first line; correct the line")
+                raise DataError(f"{where} does not have the {len(header)} columns of the first line; correct the line")
             yield row, where
     except csv.Error as error:
-        raise DataError(f"{name}, line {table.line_num} is no line of a table ({error}); correct the line") from None
+        raise DataError(f"{name}, line {table.line_num} is not a table row ({error}); correct the line") from None

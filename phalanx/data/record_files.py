@@ -121,7 +121,7 @@ class RecordFile:
         vocab_size = self.facts["vocab_size"]
         if tokens.max(initial=0) >= vocab_size:
             raise DataError(
-                f"{self.folder} has a token beyond its vocabulary of {vocab_size} {where}, so the file is damaged; "
+                f"{self.folder} has a token outside its vocabulary of {vocab_size} {where}, so the file is damaged; "
                 "delete that folder and prepare the data again"
             )
 
@@ -174,7 +174,7 @@ class TokenFile(RecordFile):
         super().__init__(folder)
         facts = {name: self.facts.get(name) for name in ("vocab_size", "eos_id", "key")}
         if next(iter(self.types)) != TOKEN_COLUMN or [type(fact) for fact in facts.values()] != [int, int, str]:
-            raise DataError(describe_damage(folder / MANIFEST, f"its fields are not those of {self.noun}"))
+            raise DataError(describe_damage(folder / MANIFEST, f"it does not have the fields of {self.noun}"))
         self.tokens, self.documents = self.values, self.count
         self.vocab_size: int = self.facts["vocab_size"]
         self.eos_id: int = self.facts["eos_id"]
@@ -182,7 +182,7 @@ class TokenFile(RecordFile):
         try:
             self.specials = SpecialTokens.from_json(self.facts["specials"]) if "specials" in self.facts else None
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(describe_damage(folder / MANIFEST, f"its special tokens are none ({error!r})")) from None
+            raise DataError(describe_damage(folder / MANIFEST, f"its special tokens are invalid ({error!r})")) from None
 
     def gather(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The tokens at these places of the file, and which of them are learnt; new arrays of the same shape."""
@@ -324,7 +324,7 @@ def _read_manifest(folder: Path, noun: str) -> dict[str, Any]:
             fine = type(manifest["records"]) is int and isinstance(manifest["facts"], dict) and columns
             fine = fine and all(c["dtype"] in TYPES and type(c["values"]) is int for c in columns.values())
             if not fine or set(manifest["crc32"]) != files:
-                raise DataError(describe_damage(path, f"its fields are not those of {noun}"))
+                raise DataError(describe_damage(path, f"it does not have the fields of {noun}"))
             return manifest
     except FileNotFoundError:
         raise DataError(f"{folder} is not {noun}: it has no {MANIFEST}; prepare the data again") from None

@@ -1,6 +1,6 @@
-"""What a file of a source is and what one record of it looks like: running text, a conversation, or a labelled text.
+"""Kinds of source files and their records: running text, a conversation, or a labelled text.
 
-Layouts that other projects made common (ShareGPT's and Alpaca's) are read as conversations and prompts.
+The layouts of ShareGPT and Alpaca are read as conversations and prompts.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ FORMATS = {"tag": "tags", "classify": "classes", "shards": "masked"}
 class SourceFile:
     """One file of a source: an absolute path, a URL or a hub id.
 
-    `version` changes when its contents do. `lenient`: bytes that are not UTF-8 are replaced (nobody can mend the
-    standard library).
+    `version` changes when its contents do. `lenient`: bytes that are not UTF-8 are replaced (the standard library
+    cannot be fixed).
     """
 
     path: str
@@ -77,7 +77,7 @@ class Record:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """What is read of a record, by key, and how it is encoded: the keys of `data` with these names."""
+    """The format of records: which keys are read and how they are encoded, from the keys of `data` with these names."""
 
     format: str = "text"
     text_key: str = "text"
@@ -155,7 +155,7 @@ def record_digest(record: Record, keys: list[str]) -> bytes:
         return text_digest(text)
     except UnicodeEncodeError:  # JSON can spell what is no character, as in \\ud800
         raise DataError(
-            f"{record.where} holds half of a surrogate pair, not text; correct or delete the line"
+            f"{record.where} holds an unpaired surrogate instead of text; correct or delete the line"
         ) from None
 
 
@@ -183,8 +183,8 @@ def check_keys(found: Any, format: RecordFormat, where: str) -> dict[str, Any]:
 
 
 def parse_record(found: Any, format: RecordFormat, where: str, names: list[str] | None = None) -> Record:
-    """What a record holds. Conversations and prompts are looked into where they are encoded; `names`: what the numbers
-    of labels stand for. Raises DataError naming place and key."""
+    """Read a record. Conversations and prompts are checked when they are encoded; `names`: the names of label numbers.
+    Raises DataError naming place and key."""
     found = check_keys(found, format, where)
     if format.format == "tags":
         return _parse_tagged(found, names, format, where)
@@ -213,10 +213,10 @@ def _parse_tagged(fields: dict[str, Any], names: list[str] | None, format: Recor
     if len(words) != len(tags):
         raise DataError(
             f"{where} has {len(words)} words under {format.tokens_key!r} and {len(tags)} tags under "
-            f"{format.tags_key!r}; give each word one"
+            f"{format.tags_key!r}; give each word one tag"
         )
     if not all(isinstance(word, str) for word in words):
-        raise DataError(f"{where} has a word under {format.tokens_key!r} that is no text; correct it")
+        raise DataError(f"{where} has a word under {format.tokens_key!r} that is not text; correct it")
     labels = tuple(_label(tag, names, format.tags_key, where) for tag in tags)
     return Record(None, None, where, tuple(words), labels)
 
@@ -244,7 +244,7 @@ def _label(value: Any, names: list[str] | None, key: str, where: str) -> str:
             return names[value]
         raise DataError(f"{where} has the number {value} under {key!r}, but there are {len(names)} labels; correct it")
     raise DataError(
-        f"{where} has {json.dumps(value, default=str)} under {key!r}, which is no label; give a word or a whole number"
+        f"{where} has {json.dumps(value, default=str)} under {key!r}, which is not a label; give a word or an integer"
     )
 
 
@@ -311,7 +311,7 @@ def _with_system(record: dict[str, Any], messages: Any) -> Any:
 
 
 def as_message(message: Any) -> Any:
-    """A turn of ShareGPT as a message; any other value as it is."""
+    """Convert a turn of ShareGPT to a message; other values are returned unchanged."""
     if not isinstance(message, dict) or "role" in message or not isinstance(message.get("from"), str):
         return message
     return {"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}

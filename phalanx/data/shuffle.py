@@ -1,4 +1,4 @@
-"""A shuffle that is computed for one element at a time, the same on every machine and in every version."""
+"""Shuffling by a stateless permutation, computed element by element, the same on every machine and in every version."""
 
 import functools
 import hashlib
@@ -25,7 +25,7 @@ def shuffle_indices(seed: int, epoch: int, n: int, index: NDArray[np.integer], n
     digest = hashlib.shake_256(f"phalanx order {seed} {epoch}{' ' * bool(name)}{name}".encode()).digest(8 * ROUNDS)
     keys = np.frombuffer(digest, "<u8").astype(np.uint64)
     result = index.astype(np.uint64).reshape(-1)
-    pending = np.arange(result.size)  # those still outside [0, n): the walk goes on for them alone
+    pending = np.arange(result.size)  # those still outside [0, n): the walk continues for them only
     while pending.size:
         value = result[pending]
         left, right = value >> right_bits, value & right_mask

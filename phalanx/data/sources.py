@@ -1,4 +1,4 @@
-"""Sources: which files they are, and of which kind each is; datasets of the Hugging Face hub.
+"""Resolving sources to files and their kinds; datasets of the Hugging Face hub.
 
 A source is the word `stdlib` (the standard library of the running Python), `stdlib-chat` (conversations made of it), a
 file, a folder, a glob, a URL of one of these, or `hub:NAME[:CONFIG[:SPLIT]]`, a dataset of the Hugging Face hub or of a
@@ -65,7 +65,7 @@ def list_requests(
 
 
 def split_mixture(source: Iterable[Any]) -> list[tuple[list[str], float]]:
-    """The sources that are prepared each by itself, and their weights: one, unless an entry has a weight of its own."""
+    """The separately prepared sources, and their weights: one, unless entries have weights."""
     entries = list(source)
     if all(isinstance(entry, str) for entry in entries):
         return [(entries, 1.0)]
@@ -81,13 +81,13 @@ def list_files(
     kinds of files, or files that hold no byte.
     """
     if not sources:
-        raise DataError(f'{key} is empty, so there is nothing to train on; name files, globs or "stdlib"')
+        raise DataError(f'{key} is empty, so there is nothing to train on; give files, globs or "stdlib"')
     files: dict[str, SourceFile] = {}
     for source in sources:
         for file in _files(source, key, storage_timeout_s):
             files.setdefault(file.path, file)
     if not sum(file.size_bytes for file in files.values()):
-        raise DataError(f"{key} {sources} holds only empty files, so there is nothing to train on; name others")
+        raise DataError(f"{key} {sources} has only empty files, so there is nothing to train on; give others")
     return list(files.values())
 
 
@@ -98,12 +98,11 @@ def check_format(files: Iterable[SourceFile], format: str) -> None:
         if format in ("tags", "classes", "masked"):
             if (file.kind == FileKind.SHARDS) != (format == "masked") or file.kind in (FileKind.TALKS, FileKind.TOKENS):
                 need = "shards of masked sequences" if format == "masked" else "labelled records"
-                raise DataError(f"{name} is {file.kind}, but {need} are asked for; name other files")
+                raise DataError(f"{name} is {file.kind}, but {need} are needed; give other files")
             continue
         if file.kind == FileKind.SHARDS:
             raise DataError(
-                f"{name} is an HDF5 file, which holds sequences that are masked already; set data.format=masked, or "
-                "name other files"
+                f"{name} is an HDF5 file, which holds masked sequences; set data.format=masked, or give other files"
             )
         if file.kind == FileKind.TALKS and format != "chat":
             raise DataError(f'"{STDLIB_CHAT}" holds conversations, but data.format is {format}; set data.format=chat')
@@ -111,7 +110,7 @@ def check_format(files: Iterable[SourceFile], format: str) -> None:
             what = "running text" if file.kind == FileKind.TEXT else "token ids"
             raise DataError(
                 f"{name} is {what}, but data.format is {format}, which needs records (.jsonl, .json, .parquet); set "
-                "data.format=text or name files of records"
+                "data.format=text or give files of records"
             )
 
 
@@ -136,7 +135,7 @@ def _files(source: str, key: str, timeout_s: float) -> list[SourceFile]:
         kind = FileKind.TEXT if source == STDLIB else FileKind.TALKS
         return [_local(path, key, lenient=True, kind=kind) for path in _stdlib_paths(source, key)]
     if not source:
-        raise DataError(f"{key} has an empty entry; name a file, a folder, a glob or a URL, or remove it")
+        raise DataError(f"{key} has an empty entry; give a file, a folder, a glob or a URL, or remove it")
     if source.startswith(HUB):
         return [resolve_hub_source(source, key)]
     if storage.is_url(source):
@@ -146,13 +145,12 @@ def _files(source: str, key: str, timeout_s: float) -> list[SourceFile]:
         return [_local(os.path.join(expanded, name), key) for name in _of_folder(source, _walk(expanded), key)]
     if os.path.isfile(expanded):
         return [_local(expanded, key)]
-    if os.path.isfile(f"{expanded}.idx"):  # Megatron's own tools name a pair of files by what they share
+    if os.path.isfile(f"{expanded}.idx"):  # Megatron's tools name a pair of files by their common prefix
         return [_local(f"{expanded}.idx", key)]
     found = sorted(Path(name) for name in glob.glob(expanded, recursive=True) if os.path.isfile(name))
     if not found:
         raise DataError(
-            f"{key} names {source}, but there is no such file; correct the path (a relative one starts at "
-            f"{os.getcwd()})"
+            f"{key} names {source}, but no such file exists; correct the path (a relative one starts at {os.getcwd()})"
         )
     return [_local(str(path), key) for path in _without_bins(list(map(str, found)))]
 
@@ -196,8 +194,9 @@ def _of_folder(folder: str, names: list[str], key: str) -> list[str]:
     known = [name for name in known if file_suffix(name) in KINDS or file_suffix(name) in TEXT_ENDINGS]
     if not known:
         raise DataError(
-            f"{key} names the folder {redact_url(folder)}, in which no file has a known ending (.txt, .md, .jsonl, "
-            f".parquet and others); name its files with a glob such as {redact_url(folder).rstrip('/')}/**/*.log"
+            f"{key} names the folder {redact_url(folder)}, in which no file has a known extension (.txt, .md, "
+            ".jsonl, .parquet and others); give its files as a glob such as "
+            f"{redact_url(folder).rstrip('/')}/**/*.log"
         )
     first: dict[str, str] = {}
     for name in known:
@@ -207,7 +206,7 @@ def _of_folder(folder: str, names: list[str], key: str) -> list[str]:
         (kind, name), (other_kind, other) = sorted(first.items())[:2]
         raise DataError(
             f"{key} names the folder {redact_url(folder)}, which mixes kinds of files ({name} is {kind}, {other} is "
-            f"{other_kind}); name those to train on with a glob such as "
+            f"{other_kind}); select the files with a glob such as "
             f"{redact_url(folder).rstrip('/')}/**/*{file_suffix(name)}"
         )
     return known
@@ -237,7 +236,7 @@ def _remote_files(source: str, key: str, timeout_s: float) -> list[SourceFile]:
             names = sorted(url.removeprefix(below) for url in entries)
             paths = [below + name for name in _of_folder(source, names, key)] if names else []
     if not paths:
-        raise DataError(f"{key} names {redact_url(source)}, but there is no such file; correct the URL")
+        raise DataError(f"{key} names {redact_url(source)}, but no such file exists; correct the URL")
     files = []
     for path in paths:
         size, version = entries[path].size, entries[path].version
@@ -258,7 +257,7 @@ def _stdlib_paths(source: str, key: str) -> list[str]:
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     files = sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
     if not files:
-        raise DataError(f'{key} names "{source}", but {root} holds no .py files; name files of your own')
+        raise DataError(f'{key} names "{source}", but {root} holds no .py files; give your own files')
     return [str(path) for path in files]
 
 
@@ -278,8 +277,8 @@ def resolve_hub_source(source: str, key: str) -> SourceFile:
     files = builder.config.data_files
     if files is not None and split not in files:
         raise DataError(
-            f"{key} names {source}, but the dataset has no split {split} (it has: {', '.join(map(str, files))}); name "
-            f"one as hub:NAME:CONFIG:SPLIT"
+            f"{key} names {source}, but the dataset has no split {split} (it has: {', '.join(map(str, files))}); "
+            "give one as hub:NAME:CONFIG:SPLIT"
         )
     facts = [builder.hash, builder.config.name]
     size = 1
@@ -297,7 +296,7 @@ def _hub_file(source: str, size: int, facts: list[Any]) -> SourceFile:
 
 
 def read_hub_label_names(source: str, key: str) -> list[str] | None:
-    """What the numbers of a column stand for, where the dataset says so."""
+    """The names of a column's numbers, where the dataset has them."""
     _stream(source)  # only then a folder of files has been looked into
     feature = (_stream(source).features or {}).get(key)
     names = getattr(getattr(feature, "feature", feature), "names", None)
@@ -320,14 +319,14 @@ def _saved_file(source: str, folder: str, key: str) -> SourceFile:
         size = sum(os.path.getsize(os.path.join(folder, name)) for name in names)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{key} names {source}, but {folder} is no whole dataset of the datasets library ({shorten_error(error)}); "
-            f"name another split as hub:FOLDER::SPLIT, or save it again"
+            f"{key} names {source}, but {folder} is not a complete dataset of the datasets library "
+            f"({shorten_error(error)}); give another split as hub:FOLDER::SPLIT, or save it again"
         ) from None
     return _hub_file(source, size, facts)
 
 
 def count_shards(source: str) -> int:
-    """Into how many parts a dataset falls by itself."""
+    """The number of shards of a dataset."""
     return max(1, int(_stream(source).num_shards))
 
 
@@ -340,8 +339,7 @@ def read_shard(source: str, index: int, count: int) -> Iterator[dict[str, Any]]:
             row = next(rows, None)
         except Exception as error:  # its readers raise whatever the file format's library raises
             raise DataError(
-                f"{source} broke off in shard {index + 1} of {count} ({shorten_error(error)}); start again to go on "
-                "there"
+                f"{source} failed in shard {index + 1} of {count} ({shorten_error(error)}); restart to continue there"
             ) from None
         if row is None:
             return
@@ -363,10 +361,10 @@ def _builder(source: str, key: str = "data.source") -> Any:
     name, config, _ = _parts(source)
     try:
         return datasets.load_dataset_builder(name, config)
-    except Exception as error:  # of the network, the hub, the dataset's own files: all of them are one sentence here
+    except Exception as error:  # of the network, the hub, or the dataset's files: one sentence for all
         raise DataError(
-            f"{key} names {source}, which the datasets library cannot open ({shorten_error(error)}); correct the name "
-            f"(hub:NAME:CONFIG:SPLIT), or look at the network"
+            f"{key} names {source}, which the datasets library cannot open ({shorten_error(error)}); correct the "
+            "name (hub:NAME:CONFIG:SPLIT), or check the network"
         ) from None
 
 
@@ -383,5 +381,5 @@ def _stream(source: str) -> Any:
         return builder.as_streaming_dataset(split=_parts(source)[2])
     except ValueError as error:
         raise DataError(
-            f"{source} cannot be streamed ({shorten_error(error)}); name another split or dataset"
+            f"{source} cannot be streamed ({shorten_error(error)}); give another split or dataset"
         ) from None

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 
 Message = dict[str, str]
-VERSION = 1  # raised with every change of what is said
+VERSION = 1  # raised with every change of the text
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 SYSTEM = (
     "You are a helpful assistant for Python programmers.",
@@ -54,7 +54,7 @@ def _definitions(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple
 
 
 def _about(name: str, node: Definition, document: str, lines: list[str]) -> list[Message]:
-    # Bytes of a digest stand in for dice: the same name falls the same way on any machine.
+    # Bytes of a digest replace a random generator: the same name gives the same choice on any machine.
     dice = iter(hashlib.sha256(f"{name} {document}".encode(errors="replace")).digest())
     messages: list[Message] = []
     if next(dice) % 3 == 0:

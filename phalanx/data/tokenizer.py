@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.errors import ConfigError, DataError, fetch_hint
+from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.json_lines import sync_folder
 from phalanx.core.run_paths import TOKENIZER_FILES, VOCABULARY_FILES
 from phalanx.data import wordpiece
@@ -39,7 +39,7 @@ SMALLEST_VOCAB = 257  # the 256 bytes and the end of text
 SEGMENT_CHARS = 1 << 18  # longer documents are cut, so that all cores work on them and memory stays small
 # Text handed to one call of the tokenizer: fewer idle cores at its end, more memory (some 100 bytes a token).
 ENCODE_CHARS = 1 << 23
-WINDOW_CHARS = 256  # text on each side of a cut that must be encoded alike with and without the cut
+WINDOW_CHARS = 256  # text on each side of a cut that must have the same tokens with and without it
 CANDIDATES = 16  # places tried for one cut
 SAMPLE_BYTES = 8 << 20  # text that a tokenizer is trained on at most; more changes few merges
 SAMPLE_CHARS = 1 << 16  # the sample is drawn in chunks of this length, so that one huge document is no exception
@@ -107,7 +107,7 @@ def _train_byte_bpe(documents: Iterable[str], vocab_size: int) -> tuple[Any, dic
 
 
 def list_sample_sizes() -> list[int]:
-    """What says which text of a source is drawn. The size of chunks matters where only some of them are read."""
+    """The sampling rule for text of a source. The size of chunks matters where only some of them are read."""
     return [SAMPLE_BYTES, SAMPLE_CHARS, SAMPLE_READ, CHUNK_BYTES, MAX_CHUNK_BYTES, MANY_CHUNKS]
 
 
@@ -190,16 +190,16 @@ def check_vocab(vocab_size: int) -> None:
 
 
 def default_tokenizer(from_hf: str | None) -> tuple[str, str]:
-    """What `data.tokenizer: auto` stands for, and why. Raises ConfigError where the model's folder has none."""
+    """Resolve `data.tokenizer: auto`, with the reason. Raises ConfigError where the model's folder has none."""
     if not from_hf:
-        return "train", "no tokenizer was named"
+        return "train", "no tokenizer was given"
     if any((Path(from_hf).expanduser() / name).is_file() for name in VOCABULARY_FILES):
         return from_hf, "model.from_hf has one"
     if not Path(from_hf).expanduser().exists():
-        raise ConfigError(f"model.from_hf {from_hf} does not exist; name a Hugging Face folder{fetch_hint(from_hf)}")
+        raise ConfigError(f"model.from_hf {from_hf} does not exist; give a Hugging Face folder")
     raise ConfigError(
-        f"model.from_hf {from_hf} has no tokenizer, and one trained anew would not match its weights; "
-        "set data.tokenizer to the folder of its tokenizer"
+        f"model.from_hf {from_hf} has no tokenizer, and a newly trained one would not match its weights; set "
+        "data.tokenizer to the folder of its tokenizer"
     )
 
 
@@ -220,8 +220,7 @@ def _check_folder(folder: Path) -> None:
         found = (
             "does not exist" if not folder.is_dir() else f"holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})"
         )
-        asked = f'data.tokenizer is {folder}, which {found}; name a local Hugging Face folder, or "train"'
-        raise ConfigError(asked + fetch_hint(folder))
+        raise ConfigError(f'data.tokenizer is {folder}, which {found}; give a local Hugging Face folder, or "train"')
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -249,15 +248,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         eos_id = specials.sep  # BERT's tokenizers name no other
     if eos_id is None or not 0 <= eos_id < vocab_size:
         raise DataError(
-            f"the tokenizer in {folder} names no end-of-text token of its vocabulary, so documents could not be told "
-            f"apart; "
-            f"set eos_token in its tokenizer_config.json"
+            f"the tokenizer in {folder} defines no end-of-text token, so documents cannot be separated; set "
+            "eos_token in its tokenizer_config.json"
         )
     return Tokenizer(backend, vocab_size, eos_id, specials)
 
 
 def predict_vocab_size(data: "DataSection") -> int:
-    """Rows of the embedding where `model.vocab_size` is auto: the tokenizer's, as far as it is there to be asked."""
+    """Resolve `model.vocab_size: auto`: the tokenizer's size, if the tokenizer exists."""
     folder = Path(data.tokenizer).expanduser()
     if data.tokenizer in ("auto", "train") or not folder.is_dir():
         return data.tokenizer_vocab
@@ -278,7 +276,7 @@ def encode_documents(
     ids: list[NDArray[Any]] = []
     counts: list[NDArray[np.int64]] = []
     for group in _groups(itertools.chain.from_iterable(cuts), group_chars or ENCODE_CHARS):
-        # The fast variant leaves out character offsets, which nobody reads here.
+        # The fast variant leaves out character offsets, which are not needed here.
         encodings = tokenizer.backend.encode_batch_fast(group, add_special_tokens=False)
         sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
         flat = itertools.chain.from_iterable(encoding.ids for encoding in encodings)
@@ -292,7 +290,8 @@ def encode_documents(
 
 
 def split_segments(tokenizer: Tokenizer, text: str) -> list[str]:
-    """Cut a long text where the tokenizer cuts it anyway: its segments, encoded one by one, give the ids of the whole.
+    """Split a long text where the tokenizer splits it anyway: its segments, encoded one by one, give the ids of the
+    whole.
 
     A place is taken only if the text around it is encoded alike with and without the cut; a tokenizer for which that
     never holds (one that marks the beginning of each text) gets the text whole.
@@ -338,10 +337,13 @@ def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def _load_converted(folder: Path) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
+    # Google's, NVIDIA's and HetSeq's BERTs come with a vocab.txt and a configuration that names no type of model.
+    bare = (folder / "vocab.txt").is_file() and not (folder / "tokenizer_config.json").exists()
+    bare = bare and "model_type" not in wordpiece.read_json(folder / "config.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = (BertTokenizer if bare else AutoTokenizer).from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises whatever the missing converter or file raised
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
@@ -349,7 +351,7 @@ def _load_converted(folder: Path) -> Any:
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(
-            f"the tokenizer in {folder} has no fast form, so it cannot encode whole corpora; add a tokenizer.json"
+            f"the tokenizer in {folder} has no fast version, so it is too slow for a corpus; add a tokenizer.json"
         )
     return tokenizer.backend_tokenizer
 

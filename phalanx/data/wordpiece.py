@@ -98,7 +98,7 @@ def _pieces(texts: list[str], most: int) -> list[str]:
     """At most so many pieces of words: every character, at the beginning of a word and within, then those found.
 
     The library's own trainer of WordPieces numbers characters within words as its hash table has them, so that ties are
-    broken differently each time. Here the beginning of a word is a character of its own, and no such thing happens.
+    broken differently each time. Here the beginning of a word is a separate character, which avoids that.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 

@@ -1,4 +1,4 @@
-"""Processes that encode chunks side by side; the first error in the order of the chunks is the one that is told.
+"""Worker processes that encode chunks in parallel; the first error in chunk order is reported.
 
 They are fresh interpreters, not forks, so the parent may have any number of threads; they end with it.
 """
@@ -56,7 +56,7 @@ class _Worker:
             self.stdin.flush()
 
     def read_lines(self) -> list[bytes] | None:
-        """What it has said since; None when it has ended."""
+        """Its new messages; None when it has ended."""
         data = os.read(self.stdout.fileno(), 1 << 16)
         if not data:
             return None
@@ -111,7 +111,7 @@ def encode_in_processes(tasks: Sequence[EncodeTask], count: int, logs: Path, on_
 
         def hear(worker: _Worker, message: dict[str, Any]) -> None:
             index = worker.task
-            assert index is not None, "an answer without a task"
+            assert index is not None, "a result without a task"
             if "bytes" in message:
                 told[index] += message["bytes"]
                 on_bytes(message["bytes"])
@@ -133,8 +133,8 @@ def encode_in_processes(tasks: Sequence[EncodeTask], count: int, logs: Path, on_
                 start()
             else:
                 failed[index] = DataError(
-                    f"worker process {worker.number} died ({how}) at {_what(tasks[index])}, as one before it had done; "
-                    f"if memory ran out, lower data.workers"
+                    f"worker process {worker.number} died ({how}) at {_what(tasks[index])}, like one before it; if "
+                    "memory ran out, lower data.workers"
                 )
 
         try:

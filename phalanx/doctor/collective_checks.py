@@ -1,4 +1,4 @@
-"""Collectives of all ranks, by their own backend and through the host: do the values arrive, and how fast?"""
+"""Checks of collectives over all ranks, by the device backend and through the host: values and speed."""
 
 import functools
 import json
@@ -27,23 +27,21 @@ from phalanx.report import event_text
 from phalanx.system import accelerator
 
 TIMEOUT_S = 60.0  # of a collective
-PARTS = (1, 1000, 2**16)  # numbers of each rank's part of a tensor
+PARTS = (1, 1000, 2**16)  # elements of each rank's part of a tensor
 ROUNDS = 3
 TIMED_BYTES, TIMED_BYTES_ON_HOST = 2**24, 2**22
 OWN, THROUGH_HOST = "own", "host"
 REMEDIES = {
-    OWN: "see what NCCL_DEBUG=INFO says of it, and try NCCL_P2P_DISABLE=1, and then with NCCL_SHM_DISABLE=1",
-    THROUGH_HOST: "have the host's memory looked at (`phalanx health --deep`), and what filters loopback",
+    OWN: "read the output of NCCL_DEBUG=INFO, and try NCCL_P2P_DISABLE=1, then also NCCL_SHM_DISABLE=1",
+    THROUGH_HOST: "check the host's memory (`phalanx health --deep`) and loopback packet filters",
 }
 NAMES = {OWN: "collectives", THROUGH_HOST: "collectives-host"}
 
 
 def check_collectives(folder: Path, devices: Sequence[str]) -> list[CheckResult]:
-    """Run collectives and messages of all ranks, one for each of `devices`."""
+    """Run collectives and messages between all ranks, one for each of `devices`."""
     if len(devices) == 1:
-        return [
-            CheckResult("collectives", CheckState.SKIPPED, "there is one device, and nobody to exchange anything with")
-        ]
+        return [CheckResult("collectives", CheckState.SKIPPED, "there is only one device, so there is nothing to test")]
     died: list[str] = []
 
     def note(kind: str, details: dict[str, Any]) -> None:
@@ -69,9 +67,9 @@ def check_collectives(folder: Path, devices: Sequence[str]) -> list[CheckResult]
 
 
 def judge_collectives(rows: Sequence[dict[str, Any]], world: int, failed: str) -> list[CheckResult]:
-    """What the ranks' files tell; `failed` says what went wrong, empty where nothing did."""
+    """Judge the ranks' results; `failed` is the error, or empty."""
     if failed:
-        text = f"{world} ranks could not exchange anything ({failed}); {REMEDIES[OWN]}"
+        text = f"{world} ranks could not communicate ({failed}); {REMEDIES[OWN]}"
         return [CheckResult("collectives", CheckState.WRONG, text)]
     lines, rates = [], {}
     for way in (OWN, THROUGH_HOST):
@@ -82,16 +80,16 @@ def judge_collectives(rows: Sequence[dict[str, Any]], world: int, failed: str) -
         rates[way] = min(each["bytes_per_s"] for each in told)
         backend = told[0]["backend"]
         if wrong:
-            text = f"{world} ranks got other values than were sent by {backend}, in {', '.join(wrong)}"
+            text = f"{world} ranks received wrong values over {backend}, in {', '.join(wrong)}"
             lines.append(CheckResult(NAMES[way], CheckState.WRONG, f"{text}; {REMEDIES[way]}"))
             continue
-        text = f"{world} ranks exchange by {backend}, and the values are exact ({rates[way] / 1e9:.3g} GB/s reduced)"
+        text = f"{world} collectives of {world} ranks over {backend} are exact ({rates[way] / 1e9:.3g} GB/s reduced)"
         lines.append(CheckResult(NAMES[way], CheckState.OK, text, rates[way]))
     if rates.get(OWN, 0.0) < rates.get(THROUGH_HOST, 0.0) and OWN in rates:
-        text = "the devices' own collectives are slower than through the host's memory; NCCL_DEBUG=INFO says which way "
+        text = "device collectives are slower than collectives through host memory; NCCL_DEBUG=INFO shows which path "
         lines.append(
             CheckResult(
-                "collectives speed", CheckState.SLOW, f"{text}they take, and `nvidia-smi topo -m` which there are"
+                "collectives speed", CheckState.SLOW, f"{text}they take, and `nvidia-smi topo -m` which paths exist"
             )
         )
     return lines
@@ -119,13 +117,13 @@ def _groups(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
 
 
 def _test_values(count: int, rank: int, dtype: torch.dtype) -> Tensor:
-    """Whole numbers, the sums of which are exact in the type, on up to 85 ranks."""
+    """Whole numbers whose sums are exact in the dtype, on up to 85 ranks."""
     numbers = torch.arange(count) % 3 + rank % 2 if dtype == torch.bfloat16 else torch.arange(count) % 1021 + 3 * rank
     return numbers.to(dtype)
 
 
 def _wrong_operations(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
-    """Which operations gave other values than they must."""
+    """The operations with wrong values."""
     wrong = set()
     for dtype in (torch.float32, torch.bfloat16):
         for part in PARTS:
@@ -134,7 +132,7 @@ def _wrong_operations(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
             total = torch.stack([each.double() for each in everyone]).sum(0)
             mine, own = everyone[mesh.rank], slice(mesh.rank * part, (mesh.rank + 1) * part)
             for _ in range(ROUNDS):
-                # Computed by the device right before: what is sent too early is another number.
+                # Computed by the device immediately before, so that sending too early changes the values.
                 summed = mine.to(mesh.device) * 2 - mine.to(mesh.device)
                 gathered, shard = torch.empty_like(summed), torch.empty_like(summed[own])
                 scattered = summed.clone()
@@ -169,7 +167,7 @@ def _wrong_messages(mesh: Mesh, group: dist.ProcessGroup) -> set[str]:
 
 
 def _rate(mesh: Mesh, group: dist.ProcessGroup) -> float:
-    """Bytes a second of an all-reduce over all ranks."""
+    """Bytes per second of an all-reduce over all ranks."""
     tensor = torch.zeros(
         TIMED_BYTES_ON_HOST if mesh.devices.on_host else TIMED_BYTES, dtype=torch.uint8, device=mesh.device
     ).view(torch.float32)

@@ -1,4 +1,4 @@
-"""What this machine is and has, as far as that can be seen without training on it."""
+"""Checks of this machine that need no training: versions, node health, network, Slurm, PyTorch, devices."""
 
 import contextlib
 import dataclasses
@@ -24,24 +24,24 @@ from phalanx.launch.schedulers import slurm
 from phalanx.system.exit_causes import describe_exception
 from phalanx.system.fork import fork_call
 
-SENT_BYTES = 2**20  # over loopback and back
+SENT_BYTES = 2**20  # sent over loopback in each direction
 LOOPBACK_S = 5.0
 
 
 def check_python() -> list[CheckResult]:
-    """Versions, and whether this system can run Phalanx."""
+    """Check versions, and whether this system can run Phalanx."""
     libc = " ".join(platform.libc_ver()).strip() or "an unknown C library"
     text = (
         f"Phalanx {__version__} on Python {platform.python_version()}, {platform.system()} {platform.release()} "
         f"({platform.machine()}), {libc}"
     )
     if sys.platform != "linux":
-        return [CheckResult("python", CheckState.WRONG, f"{text}; Phalanx runs on Linux alone")]
+        return [CheckResult("python", CheckState.WRONG, f"{text}; Phalanx runs on Linux only")]
     return [CheckResult("python", CheckState.OK, text)]
 
 
 def check_node(run_dir: Path, cache: Path) -> list[CheckResult]:
-    """All that `phalanx health` looks at, and the disk of the data's cache."""
+    """Run the checks of `phalanx health`, and check the disk of the data cache."""
     findings = checks.run_health_checks(checks.HealthScope(folder=run_dir))
     room = checks.HealthCheck(
         "cache folder", lambda: host_health.check_disk(cache, what="cache folder"), checks.DISK_S, Severity.RESET
@@ -52,33 +52,33 @@ def check_node(run_dir: Path, cache: Path) -> list[CheckResult]:
 def check_network(
     interfaces: Path = Path("/sys/class/net"), cards: Path = Path("/sys/class/infiniband")
 ) -> list[CheckResult]:
-    """Whether processes of this machine reach each other, and which networks lead to others."""
+    """Check whether processes of this machine reach each other, and list the networks to other machines."""
     try:
         lines = [_loopback()]
     except OSError as error:
         text = (
             f"processes cannot reach each other over 127.0.0.1 ({error.strerror or error}); bring the interface lo up"
         )
-        lines = [CheckResult("loopback", CheckState.WRONG, f"{text}, and let a firewall pass it")]
+        lines = [CheckResult("loopback", CheckState.WRONG, f"{text}, and allow it in the firewall")]
     found = [_interface(place) for place in sorted(interfaces.glob("*")) if place.name != "lo"]
     shown = [name for name in found if name]
     rdma = sorted(card.name for card in cards.glob("*"))
     if not shown and not rdma:
         return [
             *lines,
-            CheckResult("network", CheckState.MISSING, "there is no interface that is up, but lo: one machine alone"),
+            CheckResult("network", CheckState.MISSING, "no network interface is up except lo: single machine only"),
         ]
-    with_rdma = f"; RDMA by {', '.join(rdma)}" if rdma else "; none with RDMA"
+    with_rdma = f"; RDMA: {', '.join(rdma)}" if rdma else "; no RDMA"
     return [*lines, CheckResult("network", CheckState.OK, f"{', '.join(shown) or 'no Ethernet'}{with_rdma}")]
 
 
 def _interface(place: Path) -> str:
-    """An interface with its speed, empty where it is down."""
+    """An interface with its speed; empty if it is down."""
     try:
         if (place / "operstate").read_text().strip() == "down":
             return ""
         speed = int((place / "speed").read_text())
-    except (OSError, ValueError):  # a virtual one, which has no speed
+    except (OSError, ValueError):  # a virtual interface has no speed
         speed = -1
     return f"{place.name} ({speed / 1000:g} Gbit/s)" if speed > 0 else place.name
 
@@ -98,25 +98,25 @@ def _loopback() -> CheckResult:
                     received += part
                 sending.join(LOOPBACK_S)
     if received != data:
-        raise OSError(5, "other bytes have arrived than were sent")
+        raise OSError(5, "the received bytes differ from the sent bytes")
     return CheckResult("loopback", CheckState.OK, "processes reach each other over 127.0.0.1")
 
 
 def check_slurm() -> list[CheckResult]:
-    """Whether Slurm is here, and answers."""
+    """Check whether Slurm is installed and answers."""
     try:
         partitions = slurm.partitions()
     except ConfigError:
-        return [CheckResult("slurm", CheckState.MISSING, "there is no Slurm here; `phalanx train` needs none")]
+        return [CheckResult("slurm", CheckState.MISSING, "Slurm is not installed; `phalanx train` does not need it")]
     except RunError as error:
-        text = f"Slurm's commands are here, and do not answer ({error}); `phalanx launch` can give it no run"
+        text = f"Slurm's commands are installed but do not answer ({error}); `phalanx launch` cannot use it"
         return [CheckResult("slurm", CheckState.MISSING, text)]
     names = ", ".join(f"{each.name} ({each.nodes} nodes)" for each in partitions) or "none"
     return [CheckResult("slurm", CheckState.OK, f"Slurm answers; its partitions: {names}")]
 
 
 def check_torch() -> list[CheckResult]:
-    """PyTorch, which must be imported already."""
+    """Check PyTorch, which must be imported already."""
     import torch
 
     from phalanx.system import accelerator
@@ -129,8 +129,8 @@ def check_torch() -> list[CheckResult]:
 def check_devices(
     found: Mapping[str, DeviceInfo], accelerators: Sequence[str], require_accelerators: bool, gpus_of_driver: int | None
 ) -> list[CheckResult]:
-    """What ranks may run on. `require_accelerators`: accelerators are asked for; `gpus_of_driver`: what NVIDIA's driver
-    knows."""
+    """Check the devices for ranks. `require_accelerators`: accelerators are required; `gpus_of_driver`: number
+    that NVIDIA's driver reports."""
     if not accelerators:
         return [_no_accelerator(found["cpu"], require_accelerators, gpus_of_driver or 0)]
     lines = []
@@ -143,8 +143,8 @@ def check_devices(
         lines.append(CheckResult("devices", CheckState.OK, f"{text}; {bf16}", len(names)))
     if gpus_of_driver is not None and gpus_of_driver > len(accelerators):
         text = (
-            f"NVIDIA's driver knows {gpus_of_driver} GPUs and PyTorch {len(accelerators)} of them: the job, the "
-            "container or a variable of the environment hides the others; give them back if they are meant"
+            f"NVIDIA's driver finds {gpus_of_driver} GPUs but PyTorch only {len(accelerators)}: the job, the "
+            "container or an environment variable hides the others; unhide them if you need them"
         )
         lines.append(CheckResult("devices", CheckState.SLOW, text, len(accelerators)))
     return lines
@@ -158,35 +158,36 @@ def _no_accelerator(cpu: DeviceInfo, require_accelerators: bool, gpus_of_driver:
     if not require_accelerators and not gpus_of_driver:
         return CheckResult("devices", CheckState.OK, f"there is no accelerator; ranks run on {here}", 0)
     if built == accelerator.CPUS:
-        why = "is built for CPUs only; install a PyTorch that is built for the accelerators of this machine"
+        why = "is a CPU-only build; install a PyTorch build for this machine's accelerators"
     else:
         why = (
-            f"is built for {built}: look at the driver, at what the container or the job was given, and for a variable "
-            "of the environment that hides devices"
+            f"is built for {built}; check the driver, the devices of the container or job, and environment variables "
+            "that hide devices"
         )
-    known = f", although NVIDIA's driver knows {gpus_of_driver}" if gpus_of_driver else ""
+    known = f", although NVIDIA's driver finds {gpus_of_driver}" if gpus_of_driver else ""
     text = f"PyTorch finds no accelerator{known}, so ranks run on {here}; this PyTorch {why}"
     return CheckResult("devices", CheckState.WRONG if require_accelerators else CheckState.SLOW, text, 0)
 
 
 # ----------------------------------------------------------------------------------------------------------- isolation
-# Carrying a check out in a process of its own: whatever happens there, a crash or a hang too, becomes a line.
+# Running a check in a separate process: its result is a line in any case, even after a crash or a hang.
 
 
-LOG_BYTES, RANK_LOG_BYTES = 8000, 1500  # of the end of what a check printed, which go into the report
+LOG_BYTES, RANK_LOG_BYTES = 8000, 1500  # bytes at the end of a check's output that go into the report
 _END = re.compile(r"was killed by \S+|ended with exit code \d+")
 
 
 def run_isolated(check: DoctorCheck, folder: Path) -> list[CheckResult]:
-    """The lines of a check; what it prints goes into a file in `folder`. This process must have one thread."""
+    """Run a check and return its lines; its output goes into a file in `folder`. This process must have a single
+    thread."""
     log, begun = folder / f"{check.name}.log", time.monotonic()
     try:
         answer = fork_call(_answer, check, str(log), timeout_s=check.limit_s)
         lines = [result_from_json(tree) for tree in answer["lines"]]
         if answer["failed"] is not None:
             lines = [make_failure(check, answer["failed"])]
-    except PhalanxError as error:  # of `fork_call` itself: the time was up, or the kernel had no memory for it
-        late = f"no answer within {check.limit_s:g} s, so it was ended"
+    except PhalanxError as error:  # raised by `fork_call` itself: a timeout, or the kernel had no memory
+        late = f"no answer within {check.limit_s:g} s, so it was stopped"
         lines = [
             make_failure(check, late if type(error) is PhalanxError else "it was killed: the machine ran out of memory")
         ]
@@ -196,12 +197,12 @@ def run_isolated(check: DoctorCheck, folder: Path) -> list[CheckResult]:
 
 
 def make_failure(check: DoctorCheck, how: str) -> CheckResult:
-    """The line of a check that has not come to its end."""
+    """The line of a check that did not finish."""
     return CheckResult(check.name, CheckState.WRONG, f"{how}; {check.remedy}")
 
 
 def error_reason(error: Exception) -> str:
-    """An exception in one line; of one that `fork_call` hands on with its traceback, the line below that."""
+    """An exception in one line; if `fork_call` passes it on with its traceback, the line below that."""
     below = str(error).rpartition("\n  File ")[2] if isinstance(error, RuntimeError) else ""
     handed_on = re.findall(r"^\w[\w.]*: .*$", below, re.M)
     return handed_on[0] if handed_on else str(describe_exception(error)["reason"])
@@ -214,7 +215,7 @@ def describe_exit(error: Exception) -> str:
 
 
 def add_time_and_log(lines: Sequence[CheckResult], seconds: float, log: Path) -> list[CheckResult]:
-    """The lines with the time that they took, and with what was printed, where there is something to look for."""
+    """Add the time to the lines, and the output to those that are not `ok`."""
     said = _tail(log)
     return [
         dataclasses.replace(line, seconds=round(seconds, 2), log=said if line.state == CheckState.WRONG else line.log)
@@ -223,7 +224,7 @@ def add_time_and_log(lines: Sequence[CheckResult], seconds: float, log: Path) ->
 
 
 def redirect_output(log: str) -> None:
-    """Have all that this process and libraries in it print go into a file."""
+    """Redirect all output of this process and its libraries into a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     for number in (1, 2):
         os.dup2(descriptor, number)
@@ -232,13 +233,13 @@ def redirect_output(log: str) -> None:
 
 
 def append_log_tail(log: Path) -> None:
-    """Put the end of a rank's log into this check's own."""
+    """Append the end of a rank's log to this check's log."""
     with open(1, "ab", closefd=False) as out:
         out.write(f"--- {log.name}\n".encode() + log.read_bytes()[-RANK_LOG_BYTES:])
 
 
 def _answer(check: DoctorCheck, log: str) -> dict[str, Any]:
-    """In the child. An exception is an answer, too; its traceback is in the log."""
+    """Run a check in the child. An exception is part of the result; its traceback is in the log."""
     redirect_output(log)
     try:
         return {"lines": [line.to_json() for line in check.run()], "failed": None}

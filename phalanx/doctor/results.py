@@ -1,4 +1,4 @@
-"""What a check of `phalanx doctor` says, and what a check is. Plain data; no torch."""
+"""Checks of `phalanx doctor` and their results. Plain data; no torch."""
 
 import enum
 import errno
@@ -17,30 +17,30 @@ from phalanx.core.json_lines import write_atomic
 from phalanx.core.version import __version__
 from phalanx.health.findings import Finding, Severity
 
-# The names of checks, in their order: what needs no torch, torch itself, and what is tried with it.
+# The names of checks in order: those without torch, torch itself, and those that need it.
 MACHINE = ("python", "health", "network", "slurm")
 LIBRARY = ("torch", "devices")
 PROOFS = (
-    "arithmetic", "copies", "attention", "compile", "memory-limit", "collectives",
+    "arithmetic", "copies", "attention", "compile", "fp8", "memory-limit", "collectives",
     "one-rank", "zero-1", "zero-2", "zero-3", "resume", "time-limit",
 )  # fmt: skip
 NAMES = (*MACHINE, *LIBRARY, *PROOFS)
 
 
 class CheckState(enum.StrEnum):
-    """How a check came out."""
+    """State of a check."""
 
     OK = "ok"
-    SLOW = "slow"  # it works, at a cost: less speed or room than there could be, or something to look after
-    WRONG = "wrong"  # training here would fail, or give other numbers
-    MISSING = "missing"  # not on this machine, which only matters to those who want to use it
-    SKIPPED = "skipped"  # not tried, or not to be seen from here
+    SLOW = "slow"  # it works, but with less speed or room than possible, or needs attention
+    WRONG = "wrong"  # training here would fail, or give different results
+    MISSING = "missing"  # not on this machine; only relevant to users who need it
+    SKIPPED = "skipped"  # not tried, or not visible from here
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of the output. `sentence` has the remedy where one is needed; `log` is the end of what the check printed
-    where it is not `ok`."""
+    """One line of the output. `sentence` has the remedy if one is needed; `log` is the end of the check's output
+    if it is not `ok`."""
 
     check: str
     state: CheckState
@@ -54,14 +54,14 @@ class CheckResult:
 
 
 def result_from_json(tree: Mapping[str, Any]) -> CheckResult:
-    """The opposite of `CheckResult.to_json`."""
+    """Parse the output of `CheckResult.to_json`."""
     return CheckResult(**{**tree, "state": CheckState(tree["state"])})
 
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """A part of the examination. `run` runs in a process of its own for `limit_s` at most; `remedy` is said where that
-    process crashes, or is not done in time."""
+    """A group of checks. `run` is called in a separate process, for at most `limit_s`; `remedy` is shown if that
+    process crashes or is too slow."""
 
     name: str
     run: Callable[[], list[CheckResult]]
@@ -73,38 +73,40 @@ _OF_FINDING = {Severity.OK: CheckState.OK, Severity.UNKNOWN: CheckState.SKIPPED,
 
 
 def result_of_finding(finding: Finding) -> CheckResult:
-    """A finding of `phalanx health` as a line: a node that is not to be used is `wrong`."""
+    """Convert a finding of `phalanx health` to a line; an unusable node is `wrong`."""
     return CheckResult(
         finding.check, _OF_FINDING.get(finding.severity, CheckState.WRONG), finding.sentence, finding.value
     )
 
 
 def parse_check_names(only: Sequence[str]) -> tuple[str, ...]:
-    """The names of checks that are asked for. Raises ConfigError for one that there is not."""
+    """Validate names of checks. Raises ConfigError for an unknown one."""
     for name in only:
         if name not in NAMES:
-            raise ConfigError(f"there is no check {name!r}; choose from {', '.join(NAMES)}")
+            raise ConfigError(f"unknown check {name!r}; choose from {', '.join(NAMES)}")
     return tuple(only)
 
 
 def verdict(lines: Iterable[CheckResult]) -> CheckState:
-    """`wrong` if anything is, else `slow` if anything is, else `ok`."""
+    """`wrong` if any line is, else `slow` if any is, else `ok`."""
     states = {line.state for line in lines}
     return next((state for state in (CheckState.WRONG, CheckState.SLOW) if state in states), CheckState.OK)
 
 
 # ---------------------------------------------------------------------------------------------------- shareable report
-# The report of an examination, to be sent to others: without names of machines and users, addresses or secrets.
+# The report of a run of the checks that can be shared: without names of machines and users, addresses or secrets.
 
 
-VERSION = 1  # of this form
-LONG, SHORT = 8, 4  # characters: a shorter value of the environment is part of many words, one of a secret is none
+VERSION = 1  # version of this format
+# Minimum lengths of values to redact: a short value of the environment is part of many words, a short secret is
+# unlikely
+LONG, SHORT = 8, 4
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.I)
 _ADDRESS = re.compile(r"\b(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}\b|\b(?:[0-9a-f]{1,4}:){3,7}[0-9a-f:]+", re.I)
 
 
 def build_report(lines: Sequence[CheckResult], seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    """All that was found, as it is written and sent."""
+    """Build the report as it is written and shared."""
     cover = _Redactor(environment)
     return {
         "version": VERSION,
@@ -121,7 +123,7 @@ def build_report(lines: Sequence[CheckResult], seconds: float, environment: Mapp
 
 
 def write_report(file: Path, report: Mapping[str, Any]) -> None:
-    """Raises RunError where the file cannot be written."""
+    """Write a report. Raises RunError if the file cannot be written."""
     try:
         write_atomic(file, json.dumps(report, indent=1) + "\n")
     except OSError as error:
@@ -129,11 +131,11 @@ def write_report(file: Path, report: Mapping[str, Any]) -> None:
 
 
 def check_report_writable(file: Path) -> None:
-    """Raises RunError where the report could not be written later."""
+    """Raises RunError if the report could not be written later."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists() and not file.is_file():
-            raise OSError(errno.EINVAL, "it is no file")
+            raise OSError(errno.EINVAL, "it is not a file")
         tempfile.TemporaryFile(dir=file.parent).close()
     except OSError as error:
         raise _not_written(file, error) from None
@@ -144,7 +146,7 @@ def _not_written(file: Path, error: OSError) -> RunError:
 
 
 class _Redactor:
-    """Puts names of kinds in the place of what nobody else has to know."""
+    """Replaces private details by the names of their kinds."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         hidden = {platform.node(): "HOST", platform.node().partition(".")[0]: "HOST", str(Path.home()): "HOME"}
@@ -152,7 +154,7 @@ class _Redactor:
             if len(value) >= LONG or (_SECRET.search(name) and len(value) >= SHORT):
                 hidden.setdefault(value, f"${name}")
         self._hidden = {text: name for text, name in hidden.items() if len(text) > 1}
-        # The longest first: one may be a part of another. Not inside of words.
+        # The longest first, as one may be a part of another. Not inside of words.
         texts = sorted(map(re.escape, self._hidden), key=len, reverse=True)
         self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(texts)})(?!\w)") if texts else re.compile(r"(?!)")
 

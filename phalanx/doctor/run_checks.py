@@ -1,7 +1,7 @@
-"""All checks of `phalanx doctor` in their order, each carried out in a process of its own, and told of as it ends.
+"""Running the checks of `phalanx doctor` in order, each in its own process, reported as it ends.
 
-The process of the command never imports torch, which may crash as it is loaded: a child does, the examiner, and forks a
-process for each check that needs it. It tells what it does in a file of lines, which the command follows.
+The process of the command never imports torch, which may crash on import: a child process, the examiner, imports it and
+forks a process for each check that needs it. It writes results to a file of lines, which the command follows.
 """
 
 import functools
@@ -29,23 +29,23 @@ CPU_RANKS = 2
 ARITHMETIC_S, ARITHMETIC_ON_HOST_S = 3.0, 0.5
 PROOF_S, PROOF_ON_HOST_S = 150.0, 90.0
 BESIDE_S = 30.0  # beyond a check's own limit, after which the examiner itself must hang
-DRIVER = "look at the driver's log (dmesg, nvidia-smi), reboot the machine if that does not help"
+DRIVER = "check the driver's log (dmesg, nvidia-smi), and reboot the machine if that does not help"
 
 
 class DoctorListener(Protocol):
-    """Who is told of the examination as it goes on."""
+    """Observer of the running checks."""
 
     def begin(self, name: str) -> None:
         """A check begins."""
 
     def line(self, line: CheckResult) -> None:
-        """A check has said something."""
+        """A check has a result."""
 
 
 @dataclass(frozen=True)
 class DoctorScope:
-    """What is examined. `require_accelerators`: it is about accelerators, and wrong where there is none; `only`: these
-    checks, all if there is none."""
+    """The scope of the checks. `require_accelerators`: missing accelerators are an error; `only`: these checks,
+    all if empty."""
 
     require_accelerators: bool
     run_dir: Path
@@ -57,7 +57,7 @@ class DoctorScope:
 
 
 def run_doctor(scope: DoctorScope, folder: Path, listener: DoctorListener) -> list[CheckResult]:
-    """Carry all checks of a scope out, with files in `folder`; tells of each line, and returns all."""
+    """Run all checks of a scope, with files in `folder`; passes each line to the listener, and returns all."""
     lines: list[CheckResult] = []
     for check in _of_machine(scope):
         if scope.includes(check.name):
@@ -70,21 +70,19 @@ def run_doctor(scope: DoctorScope, folder: Path, listener: DoctorListener) -> li
         try:
             lines += _run_examiner(scope, folder, listener, int(gpus[0]) if gpus else None)
         finally:
-            for run in folder.glob(f"{RUNS}/*"):  # one that was ended has not taken away what it kept there
+            for run in folder.glob(f"{RUNS}/*"):  # a run that was stopped has not removed its files there
                 if (kept := shared_memory.find_folder(RunPaths(run))) is not None:
                     shutil.rmtree(kept, ignore_errors=True)
     return lines
 
 
 def _of_machine(scope: DoctorScope) -> list[DoctorCheck]:
-    waits = "look for what it waits on (ps shows state D)"
+    waits = "check what it is blocked on (ps shows state D)"
     return [
         DoctorCheck("python", machine_checks.check_python, 10.0, waits),
         DoctorCheck("health", functools.partial(machine_checks.check_node, scope.run_dir, scope.cache), 200.0, waits),
-        DoctorCheck(
-            "network", machine_checks.check_network, 30.0, "look at the interface lo, and at what filters its packets"
-        ),
-        DoctorCheck("slurm", machine_checks.check_slurm, 45.0, "look at Slurm's controller (`scontrol ping`)"),
+        DoctorCheck("network", machine_checks.check_network, 30.0, "check the interface lo and its packet filters"),
+        DoctorCheck("slurm", machine_checks.check_slurm, 45.0, "check Slurm's controller (`scontrol ping`)"),
     ]
 
 
@@ -93,7 +91,7 @@ def _of_machine(scope: DoctorScope) -> list[DoctorCheck]:
 
 @dataclass
 class _ResultFollower:
-    """What the examiner has written, read on by the command."""
+    """Follows the results that the examiner writes."""
 
     file: Path
     listener: DoctorListener
@@ -103,7 +101,7 @@ class _ResultFollower:
     until: float = 0.0
 
     def poll(self) -> None:
-        """Raises PhalanxError where the examiner itself says nothing for too long."""
+        """Read new results. Raises PhalanxError if the examiner itself does not respond for too long."""
         told = list(read_lines(self.file))[self.lines_read :] if self.file.exists() else []
         self.lines_read += len(told)
         for each in told:
@@ -113,7 +111,7 @@ class _ResultFollower:
             else:
                 self.emit(result_from_json(each))
         if self.until and time.monotonic() > self.until:
-            raise PhalanxError(f"{self.name} has hung")
+            raise PhalanxError(f"{self.name} hung")
 
     def emit(self, result: CheckResult) -> None:
         self.results.append(result)
@@ -129,11 +127,11 @@ def _run_examiner(
         follower.poll()
     except (PhalanxError, RuntimeError, OSError) as error:
         how = (
-            "no answer in time, so it was ended"
+            "no answer in time, so it was stopped"
             if isinstance(error, PhalanxError)
             else machine_checks.describe_exit(error)
         )
-        check = DoctorCheck(follower.name, list, 0.0, f"install PyTorch anew, or {DRIVER}; nothing more was tried")
+        check = DoctorCheck(follower.name, list, 0.0, f"reinstall PyTorch, or {DRIVER}; remaining checks were skipped")
         follower.emit(
             *machine_checks.add_time_and_log([machine_checks.make_failure(check, how)], 0.0, folder / "examiner.log")
         )
@@ -141,7 +139,7 @@ def _run_examiner(
 
 
 def _examiner(scope: DoctorScope, folder: Path, gpus_of_driver: int | None) -> None:
-    """In a child: import torch, find the devices, and have a process for each proof."""
+    """Main function of the examiner, in a child: import torch, find the devices, and fork a process for each check."""
     machine_checks.redirect_output(str(folder / "examiner.log"))
     with open(folder / "lines.jsonl", "a", encoding="utf-8") as file:
 
@@ -150,7 +148,7 @@ def _examiner(scope: DoctorScope, folder: Path, gpus_of_driver: int | None) -> N
             file.flush()
 
         def directly(check: DoctorCheck) -> bool:
-            """By this process itself, for what it leaves behind; returns whether to go on."""
+            """Run a check in this process, for its side effects; returns whether to continue."""
             tell({"begin": check.name, "limit_s": check.limit_s})
             begun = time.monotonic()
             try:
@@ -163,7 +161,7 @@ def _examiner(scope: DoctorScope, folder: Path, gpus_of_driver: int | None) -> N
             return all(line.state != CheckState.WRONG for line in lines)
 
         found: dict[str, Any] = {}
-        again = "install PyTorch anew, of the version that Phalanx asks for (pip install --force-reinstall torch)"
+        again = "reinstall PyTorch in the version that Phalanx requires (pip install --force-reinstall torch)"
         if not directly(DoctorCheck("torch", _library, IMPORT_S, again)):
             return
         look = functools.partial(_devices, scope, gpus_of_driver, found)
@@ -189,7 +187,7 @@ def _devices(scope: DoctorScope, gpus_of_driver: int | None, found: dict[str, An
 
 
 def _proofs(devices: Sequence[DeviceInfo], folder: Path) -> list[DoctorCheck]:
-    """The proofs for ranks on devices, one for each."""
+    """The checks for ranks on devices, one for each device."""
     from phalanx.doctor import collective_checks, device_checks, training_checks
 
     names = [device.name for device in devices]
@@ -203,13 +201,14 @@ def _proofs(devices: Sequence[DeviceInfo], folder: Path) -> list[DoctorCheck]:
     ) -> DoctorCheck:
         return DoctorCheck(name, functools.partial(function, *arguments), limit_s, remedy)
 
-    train = functools.partial(check, remedy="the report has what it said; do not train here before this is found")
-    no_copies = [CheckResult("copies", CheckState.SKIPPED, "ranks on the CPU copy nothing to a device")]
+    train = functools.partial(check, remedy="see the report for its output; do not train here until the cause is found")
+    no_copies = [CheckResult("copies", CheckState.SKIPPED, "ranks on the CPU do not copy to devices")]
     return [
         check("arithmetic", device_checks.check_arithmetic, seconds, len(names), devices),
         check("copies", (lambda: no_copies) if on_cpu else functools.partial(device_checks.check_copies, own)),
         check("attention", device_checks.check_attention, first, remedy="use another version of PyTorch"),
         check("compile", device_checks.check_compile, first, remedy="train with train.compile=false"),
+        check("fp8", device_checks.check_fp8, first, remedy="train with train.fp8=none"),
         check("memory-limit", device_checks.check_memory_limit, own),
         check(
             "collectives",

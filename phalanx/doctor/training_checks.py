@@ -1,4 +1,4 @@
-"""Runs of a tiny model as a user starts them: the loss of one rank on the CPU is what all others have to follow."""
+"""Training checks: runs of a tiny model as a user starts them, compared with the loss of one rank on the CPU."""
 
 import contextlib
 import json
@@ -19,22 +19,22 @@ from phalanx.doctor.machine_checks import append_log_tail
 from phalanx.doctor.results import CheckResult, CheckState
 from phalanx.launch import run
 
-STEPS, CHECKPOINT_STEP, KILL_STEP, HANG_STEP = 8, 4, 7, 4  # all of them; that of a checkpoint; those of faults
-TOLERANCE = 1e-4  # of a loss, relative: what other kernels and another order of sums explain in fp32
-HANG_S = 5.0  # in which nothing changes, in a step, until a rank counts as hung
+STEPS, CHECKPOINT_STEP, KILL_STEP, HANG_STEP = 8, 4, 7, 4  # number of steps; steps of the checkpoint and of the faults
+TOLERANCE = 1e-4  # relative tolerance of a loss in fp32, for other kernels and another order of sums
+HANG_S = 5.0  # limit without progress in a step, after which a rank counts as hung
 COLLECTIVE_TIMEOUT_S, COLLECTIVE_TIMEOUT_ON_HOST_S = (
     20.0,
     10.0,
-)  # of a collective; devices' own connect in their first one
-SEQUENCES = 8  # of a step, or so many more that all ranks have as many
+)  # limit of a collective; devices connect during the first one
+SEQUENCES = 8  # sequences of a step, or enough that all ranks have equally many
 DOCUMENTS = 80
 ONE_RANK, PLAIN = "reference", {"parallel.engine": "single"}
-REMEDY = "do not train here before this is found; the report has the ends of the logs"
+REMEDY = "do not train here until the cause is found; see the report for the last log lines"
 
 
 @dataclass(frozen=True)
 class TrainingTestbed:
-    """Where runs are made, and what they run on: a rank for each of `devices`."""
+    """Folder of the test runs, and their ranks: one for each of `devices`."""
 
     folder: Path
     devices: tuple[str, ...]
@@ -56,14 +56,14 @@ class TrainingTestbed:
 
 @dataclass(frozen=True)
 class TestRun:
-    """What a run has left: its loss by step, and its events."""
+    """Results of a run: its loss by step, and its events."""
 
     losses: list[float]
     events: list[dict[str, Any]]
 
 
 def check_one_rank(place: TrainingTestbed) -> list[CheckResult]:
-    """The loss of one rank: on the CPU, and on the first device against that."""
+    """Check the loss of one rank: on the CPU, and on the first device against that."""
     on_host = reference_losses(place)
     if not all(map(math.isfinite, on_host)) or on_host[-1] > 0.9 * on_host[0]:
         text = f"one rank on the CPU does not learn: its loss goes from {on_host[0]:.4g} to {on_host[-1]:.4g}; {REMEDY}"
@@ -76,14 +76,14 @@ def check_one_rank(place: TrainingTestbed) -> list[CheckResult]:
 
 
 def check_zero(place: TrainingTestbed, zero: int) -> list[CheckResult]:
-    """The loss of all ranks, each of which holds a shard of what the stage of ZeRO says."""
+    """Check the loss of all ranks with a stage of ZeRO."""
     name = f"zero-{zero}"
     found = _train(place, name, place.world, {"parallel.zero": zero})
     return [_compare_with_reference(place, name, f"{place.ranks_text}, zero {zero}", found.losses)]
 
 
 def check_resume(place: TrainingTestbed) -> list[CheckResult]:
-    """A run that ends and goes on from its checkpoint, in which a rank is killed, and which goes on by itself."""
+    """Check resuming: a run that resumes from its checkpoint, and recovers after a rank is killed."""
     name, rank = "resume", place.world - 1
     _train(place, name, place.world, {"parallel.zero": 2, "train.steps": CHECKPOINT_STEP})
     found = _train(place, name, place.world, {"parallel.zero": 2}, f"kill:rank={rank},step={KILL_STEP}")
@@ -91,10 +91,10 @@ def check_resume(place: TrainingTestbed) -> list[CheckResult]:
     resumed = [event for event in found.events if event["kind"] == EventKind.RESUMED]
     if not died or len(resumed) < 2:
         text = (
-            f"a rank was killed in step {KILL_STEP}, and the run tells of {len(died)} deaths and {len(resumed)} resumes"
+            f"a rank was killed in step {KILL_STEP}, but the run recorded {len(died)} deaths and {len(resumed)} resumes"
         )
         return [CheckResult(name, CheckState.WRONG, f"{text}; {REMEDY}")]
-    told = f"; it went on from {', then from '.join(map(_describe_source, resumed))}"
+    told = f"; it resumed from {', then from '.join(map(_describe_source, resumed))}"
     return [
         _compare_with_reference(
             place, name, f"{place.ranks_text}, ended, resumed, killed and resumed", found.losses, told
@@ -107,22 +107,22 @@ def _describe_source(resumed: dict[str, Any]) -> str:
 
 
 def check_hang(place: TrainingTestbed) -> list[CheckResult]:
-    """A run a rank of which hangs: it must be ended in time, and named, and the run must go on."""
+    """Check hang detection: a hung rank must be identified and stopped in time, and the run must continue."""
     name, rank = "time-limit", place.world - 1
     changes = {"parallel.zero": 2, "resilience.hang_timeout_s": HANG_S}
     found = _train(place, name, place.world, changes, f"hang:rank={rank},step={HANG_STEP}")
     died = [event for event in found.events if event["kind"] == EventKind.WORKER_DIED]
     if not any(event.get("type") == "Hang" and event["rank"] == rank for event in died):
-        said = "; ".join(f"rank {event['rank']} {event['reason']}" for event in died) or "nobody was ended"
-        text = f"rank {rank} hung in step {HANG_STEP}, and the run does not say so ({said})"
-        remedy = "set resilience.hang_timeout_s and comm.timeout_s to less, and look after runs here"
+        said = "; ".join(f"rank {event['rank']} {event['reason']}" for event in died) or "no rank was stopped"
+        text = f"rank {rank} hung in step {HANG_STEP}, but the run did not detect it ({said})"
+        remedy = "lower resilience.hang_timeout_s and comm.timeout_s, and monitor runs here"
         return [CheckResult(name, CheckState.WRONG, f"{text}; {remedy}")]
-    told = f"; the rank that hung was named and ended after {HANG_S:g} s"
+    told = f"; the hung rank was identified and stopped after {HANG_S:g} s"
     return [_compare_with_reference(place, name, f"{place.ranks_text}, one of which hung", found.losses, told)]
 
 
 def reference_losses(place: TrainingTestbed) -> list[float]:
-    """The losses of one rank on the CPU, which trains where nobody has asked before."""
+    """The losses of one rank on the CPU, from a run on first use."""
     done = _losses(RunPaths(place.folder / ONE_RANK))
     return done if len(done) == STEPS else _train(place, ONE_RANK, 1, PLAIN, on_cpu=True).losses
 
@@ -136,7 +136,7 @@ def _compare_with_reference(
     off = [abs(found - right) / abs(right) for found, right in zip(losses, expected, strict=True)]
     worst = next((step for step, each in enumerate(off, 1) if not each <= TOLERANCE), None)
     if worst is not None:
-        text = f"{who}: another loss than one rank on the CPU, {losses[worst - 1]:.6g} instead of"
+        text = f"{who}: the loss differs from one rank on the CPU, {losses[worst - 1]:.6g} instead of"
         return CheckResult(
             name, CheckState.WRONG, f"{text} {expected[worst - 1]:.6g} in step {worst}; {REMEDY}", off[worst - 1]
         )
@@ -153,7 +153,7 @@ def _train(
     fault: str | None = None,
     on_cpu: bool = False,
 ) -> TestRun:
-    """Train in a folder of that name, as `phalanx train` does. Raises RunError where it has not come to its end."""
+    """Train in a folder of that name, as `phalanx train` does. Raises RunError if it does not finish."""
     paths = RunPaths(place.folder / name)
     planned = faults.parse_faults([] if fault is None else [fault])
     code = run.train(_recipe(place, changes), paths, ranks, {}, on_cpu=on_cpu or place.on_cpu, planned=planned)
@@ -192,7 +192,7 @@ def _recipe(place: TrainingTestbed, changes: dict[str, Any]) -> Any:
         "balance": {"batch": "even"},
         "checkpoint": {"every": CHECKPOINT_STEP},
         "comm": {"timeout_s": meeting_s},
-        "resilience": {"health": "off"},  # which has lines of its own
+        "resilience": {"health": "off"},  # which prints lines as well
         "report": {"tensorboard": False},
     }
     wanted["train"] |= {"eval_sequences": 0, "compile": False}
@@ -203,7 +203,7 @@ def _recipe(place: TrainingTestbed, changes: dict[str, Any]) -> Any:
 
 
 def _documents() -> str:
-    """Text to learn from that needs nothing but this file: the same on every machine."""
+    """Training text generated by this module: the same on every machine."""
     chosen = random.Random(7)
     words = ["a", "rank", "reads", "its", "share", "of", "the", "text", "and", "adds", "a", "part", "to", "one", "sum"]
     lines = (" ".join(chosen.choices(words, k=60)) for _ in range(DOCUMENTS))

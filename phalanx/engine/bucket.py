@@ -1,10 +1,10 @@
-"""What a rank holds of one bucket while it trains: whole parameters, gradients on their way, and its own range."""
+"""One bucket on one rank during training: whole parameters, gradients to be reduced, and this rank's shard."""
 
 import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from phalanx.comm.comm_thread import POLL_S, CommThread, StreamEvent
 from phalanx.engine.interface import Precision
 from phalanx.layout.buckets import Bucket, BucketMember, Fragment
+from phalanx.layout.memory_model import IN_FLIGHT
 from phalanx.optim.update import Shard, Slot
 from phalanx.system import accelerator
-
-IN_FLIGHT = 3  # gradient buffers of one size: one that is filled, one that is sent, one between
 
 AllocateWorkingMemory = Callable[
     [int, torch.dtype], torch.Tensor | None
@@ -25,25 +24,25 @@ AllocateWorkingMemory = Callable[
 
 
 def no_working_memory(elements: int, dtype: torch.dtype) -> None:
-    """Where there is no other memory than new one."""
+    """The allocator of working memory of a run without any: returns None, so that the caller allocates."""
     return None
 
 
 class GradientBufferPool:
-    """Gradient buffers that are given back when they are summed. Who computes faster than the lane sends waits here,
-    but never for a lane that itself waits for the main thread."""
+    """A pool of gradient buffers, each returned once its gradient is reduced. A rank that computes faster than the
+    communication thread sends waits here, but never while that thread waits for the main thread."""
 
     def __init__(self, max_buffers: int = IN_FLIGHT, keeps: bool = True) -> None:
-        """`max_buffers` buffers of one size, where their number is limited; `keeps`: those given back are used again,
-        else their memory is for anybody."""
+        """`max_buffers` limits the buffers of one size; `keeps`: returned buffers are reused, else their memory goes
+        back to the allocator."""
         self._max_buffers, self._keeps = max_buffers, keeps
         self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, StreamEvent]]] = {}
         self._taken: dict[tuple[int, torch.dtype], int] = {}
         self._changed = threading.Condition()
-        self._awaited: list[StreamEvent] = []  # by the lane
+        self._awaited: list[StreamEvent] = []  # by the communication thread
 
     def acquire(self, like: torch.Tensor, elements: int, comm_thread: CommThread, limited: bool) -> torch.Tensor:
-        """A buffer of `elements`, with any content; `limited`: wait if there are as many as may be of that size."""
+        """Take an uninitialized buffer of `elements`; `limited`: wait while `max_buffers` of that size are in use."""
         size = (elements, like.dtype)
         with comm_thread.report_wait(), self._changed:
             while (
@@ -62,7 +61,7 @@ class GradientBufferPool:
         return buffer
 
     def release(self, buffer: torch.Tensor, comm_thread: CommThread) -> None:
-        """On the lane."""
+        """Return a buffer to the pool. Runs on the communication thread."""
         size = (buffer.numel(), buffer.dtype)
         if not self._keeps:
             accelerator.record_stream(buffer)
@@ -76,7 +75,7 @@ class GradientBufferPool:
 
     @contextlib.contextmanager
     def report_blocked_thread(self, mark: StreamEvent) -> Iterator[None]:
-        """The lane waits for the main thread to reach a mark."""
+        """The communication thread waits for the main thread to reach `mark`."""
         with self._changed:
             self._awaited.append(mark)
             self._changed.notify_all()
@@ -96,11 +95,11 @@ class BucketGradient:
     ready: StreamEvent
     members_with_grad: set[int] = field(default_factory=set)  # members that have one, from any micro-batch
     pending_members: set[int] = field(default_factory=set)  # members that this micro-batch has none for yet
-    submitted: bool = False  # it is the lane's now
+    submitted: bool = False  # now owned by the communication thread
 
 
 class RankBucket:
-    """One bucket on one rank."""
+    """A bucket on this rank: views of its parameters, its gradient, and this rank's range of it."""
 
     def __init__(
         self,
@@ -112,12 +111,13 @@ class RankBucket:
         pool: GradientBufferPool | None,
         working_memory: AllocateWorkingMemory = no_working_memory,
     ) -> None:
-        """`rank` among those that a copy of the state is sharded over. Without a `pool` the buffer for gradients is the
-        bucket's own for good. `working_memory`: memory that may be had for what stays."""
+        """`rank` is the rank within the group that one copy of the state is sharded over. Without a `pool` the bucket
+        keeps one gradient buffer. `working_memory` allocates persistent buffers."""
         self.bucket, self.fragments = bucket, tuple(bucket.fragments(rank))
         self.names = [member.parameter.name for member in bucket.members]
         self._own = [part.range(rank) for part in bucket.parts]  # elements of the bucket
         self._precision, self._comm_thread, self._pool = precision, comm_thread, pool
+        self.gathered_dtype = precision.transport  # in which elements are sent to be gathered
         own = working_memory(bucket.elements, precision.compute)
         self.values = torch.empty(bucket.elements, dtype=precision.compute, device=device) if own is None else own
         self._transport_buffer: torch.Tensor | None = None
@@ -126,11 +126,11 @@ class RankBucket:
         self.names_with_grad: set[str] = set()  # in this step, on this rank
         if not bucket.trained:
             return
-        # With any content: what no gradient comes for is zeroed when it is handed over.
+        # Uninitialized: parameters without a gradient are zeroed on submission.
         self._sums = None if pool is not None else working_memory(bucket.elements, precision.master)
         if pool is None and self._sums is None:
             self._sums = self.values.new_empty(bucket.elements, dtype=precision.master)
-        # The sum over the ranks of each part's own range.
+        # Reduced gradient of this rank's range of each part.
         self.reduced_gradient = (
             self._by_part(self.values.new_zeros(bucket.count_elements(rank), dtype=precision.master))
             if self._sums is None
@@ -144,13 +144,13 @@ class RankBucket:
     # ------------------------------------------------------------------------------------------------------- parameters
 
     def adopt_parameters(self, parameters: Sequence[nn.Parameter], replaced: dict[int, nn.Parameter]) -> None:
-        """Make whole parameters views of the bucket. Those on meta cannot be: `replaced` gets what takes their place,
-        by the id of the old ones."""
+        """Make whole parameters views of the bucket. A parameter on meta is replaced; `replaced` maps the id of the old
+        parameter to the new one."""
         with torch.no_grad():
             for gap in self.bucket.gaps:  # all else is filled or gathered before anything reads it
                 self.values[gap].zero_()
             for member, parameter in zip(self.bucket.members, parameters, strict=True):
-                # `data`: what is gathered into it later must not look to autograd like a change of the parameter.
+                # Through `data`, so that autograd does not see a later all-gather as an in-place change.
                 view = self.values[member.offset : member.end].view(member.parameter.shape).data
                 self._views.append(view)
                 if parameter.is_meta:
@@ -165,8 +165,8 @@ class RankBucket:
     ) -> list[RemovableHandle]:
         """Call the method `accumulate_gradient` with the number of each member whose gradient a backward pass has
         completed."""
-        # What a tensor's hooks hold the garbage collector does not see: without weak references the model, and all that
-        # is held of it here, would never be given back.
+        # The garbage collector does not see what a tensor's hooks reference: only weak references let the model be
+        # freed.
         here, method = weakref.ref(self), weakref.WeakMethod(accumulate_gradient)
 
         def completed(index: int, parameter: torch.Tensor) -> None:
@@ -180,44 +180,44 @@ class RankBucket:
         ]
 
     def members(self) -> Iterator[tuple[BucketMember, torch.Tensor]]:
-        """Each parameter with its whole values, flat."""
+        """Yield each member parameter with its whole values, flat."""
         for member in self.bucket.members:
             yield member, self.values[member.offset : member.end]
 
     def fragment_values(self, fragment: Fragment) -> torch.Tensor:
-        """The whole parameter's elements that a fragment is, as the model computes with them."""
+        """The elements of a whole parameter that `fragment` covers, in the compute type."""
         return _at(self.values, fragment)
 
     def frozen_shards(self) -> Iterator[Shard]:
-        """What this rank fills of a bucket that is not trained."""
+        """The shards of a frozen bucket that this rank fills."""
         for member, values in self.members():
             yield Shard(member.parameter.name, 0, values.numel(), member.parameter.shape, values, trainable=False)
 
     def reshard(self) -> None:
-        """Give the memory of whole parameters back, where they are gathered for each pass (zero3.py)."""
+        """Free the memory of the whole parameters (ZeRO 3; does nothing here)."""
 
     def unshard(self) -> None:
-        """Take that memory again."""
+        """Allocate the memory of the whole parameters again (ZeRO 3; does nothing here)."""
 
     def stage_masters(self, slot: Slot) -> None:
-        """Put the masters of the own range where the gathering takes them from."""
-        departing = self._gather_source()
-        for gap in self.bucket.gaps:  # what is rounded with others must not be anything
+        """Copy this rank's master parameters to the input of the all-gather."""
+        self._stage((each, slot[each.key]["param"]) for each in self.fragments)
+
+    def _stage(self, shards: Iterable[tuple[Fragment, torch.Tensor]]) -> None:
+        # The input of the all-gather: the parameters themselves, unless they are sent in another type.
+        departing = self.values
+        if self._precision.transport != self._precision.compute:
+            departing = self.values.new_empty(self.bucket.elements, dtype=self._precision.transport)
+            self._transport_buffer = departing
+        for gap in self.bucket.gaps:  # quantized in one block with others, so it must be defined
             departing[gap].zero_()
-        pairs = [(_at(departing, each), slot[each.key]["param"]) for each in self.fragments]
+        pairs = [(_at(departing, each), values) for each, values in shards]
         pairs = [(target, master) for target, master in pairs if target.data_ptr() != master.data_ptr()]
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [master for _, master in pairs])
 
-    def _gather_source(self) -> torch.Tensor:
-        """Where the gathering takes the own range from: the parameters, unless they travel in another type."""
-        if self._precision.transport == self._precision.compute:
-            return self.values
-        self._transport_buffer = self.values.new_empty(self.bucket.elements, dtype=self._precision.transport)
-        return self._transport_buffer
-
     def prepare_gather(self, number: int) -> tuple[torch.Tensor, Callable[[], None]]:
-        """What to gather of part `number`, and what to do when it is there."""
+        """The all-gather of part `number`: its input, and a callback for when it has arrived."""
         part, travelling = self.bucket.parts[number], self._transport_buffer
         if travelling is None:
             return self.values[part.start : part.stop], lambda: None
@@ -232,7 +232,7 @@ class RankBucket:
 
     @property
     def memory_ids(self) -> tuple[int, ...]:
-        """What identifies the memory of parameters; the same while its bytes come and go."""
+        """Identify the parameters' memory; unchanged while that memory is freed and allocated again."""
         return (int(self.values.untyped_storage()._cdata),)
 
     # -------------------------------------------------------------------------------------------------------- gradients
@@ -242,19 +242,20 @@ class RankBucket:
         self.gradient = BucketGradient(True, self._sums, StreamEvent(self._comm_thread))
 
     def begin_micro_batch(self, reduces: bool) -> None:
-        """`reduces`: its gradients are sent when they are complete, with those that were added up before."""
+        """Start a micro-batch; `reduces`: its gradients, added to those accumulated so far, are reduced once
+        complete."""
         if self.gradient.submitted:
             self.gradient = BucketGradient(False, self._sums, StreamEvent(self._comm_thread))
         self._reduces = reduces
         self.gradient.pending_members = set(range(len(self.names)))
 
     def expect_last_backward(self) -> None:
-        """The next backward pass is the last that this micro-batch has for it: what comes of it is sent at once."""
+        """The next backward pass is this bucket's last in the micro-batch: reduce its gradients as they complete."""
         self._reduces = True
         self.gradient.pending_members = set(range(len(self.names)))
 
     def gradient_sum(self, index: int) -> torch.Tensor:
-        """A parameter's gradient as far as it was added up here, flat; what is added to it goes with it."""
+        """The locally accumulated gradient of a parameter, flat; additions to it in place are reduced with it."""
         gradient, member = self.gradient, self.bucket.members[index]
         assert not gradient.submitted, self.names[index]
         sums = self._buffer()[member.offset : member.end]
@@ -265,7 +266,7 @@ class RankBucket:
         return sums
 
     def accumulate_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Take over a parameter's gradient, if it has one."""
+        """Accumulate a parameter's gradient into the bucket, if it has one."""
         if (grad := parameter.grad) is None:
             return
         parameter.grad = None
@@ -292,12 +293,12 @@ class RankBucket:
             self.accumulate_gradient(index, parameter)
 
     def finish_backward(self) -> None:
-        """No more gradients will come in this micro-batch."""
+        """Finish the bucket's backward pass: no more gradients come in this micro-batch."""
         if self._reduces:
             self.submit_gradient()
 
     def submit_gradient(self) -> None:
-        """Hand the gradient to the lane; what has had none is zero."""
+        """Submit the gradient to the communication thread; parameters without one count as zero."""
         gradient = self.gradient
         if gradient.submitted:
             return
@@ -321,7 +322,8 @@ class RankBucket:
     def prepare_reduce(
         self, gradient: BucketGradient, number: int
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
-        """On the lane, when a gradient is ready: what to sum of part `number`, where to, and what to do then."""
+        """The reduce-scatter of part `number`: its input, its output, and a callback. Runs on the communication
+        thread."""
         buffer, part, sum_so_far = gradient.buffer, self.bucket.parts[number], self.reduced_gradient[number]
         assert buffer is not None
         into = sum_so_far if gradient.first_of_step else torch.empty_like(sum_so_far)
@@ -336,11 +338,11 @@ class RankBucket:
         return buffer[part.start : part.stop], into, summed
 
     def gradient_of(self, fragment: Fragment) -> torch.Tensor:
-        """The summed gradient of a fragment."""
+        """The reduced gradient of a fragment."""
         return self._of(self.reduced_gradient, fragment)
 
     def _of(self, parts: Sequence[torch.Tensor], fragment: Fragment) -> torch.Tensor:
-        """A fragment's elements of what is held of the own ranges, part by part."""
+        """A fragment's elements of tensors that hold this rank's range, part by part."""
         first = fragment.offset - self._own[fragment.part][0]
         return parts[fragment.part][first : first + fragment.stop - fragment.start]
 
@@ -352,8 +354,8 @@ def _at(bucket: torch.Tensor, fragment: Fragment) -> torch.Tensor:
 def iterate_gradients(
     buckets: Sequence[RankBucket], replica_counts: Mapping[str, int]
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """The summed gradients of the own ranges, each with how many ranks of one model hold it alike; `replica_counts`
-    says that of parameters which more than one does."""
+    """Yield the reduced gradients of this rank's ranges, each with the number of ranks that replicate it within one
+    model (`replica_counts`, by parameter; 1 if not named)."""
     for held in buckets:
         if not replica_counts:
             yield from ((part, 1) for part in held.reduced_gradient)
@@ -363,7 +365,7 @@ def iterate_gradients(
 
 
 def replace_meta_tensors(model: nn.Module, replaced: dict[int, nn.Parameter], device: torch.device) -> None:
-    """Put parameters in place of those on meta; give memory to buffers, and to parameters without elements."""
+    """Replace parameters on meta, and allocate buffers and parameters without elements on `device`."""
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None:

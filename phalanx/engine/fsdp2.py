@@ -1,4 +1,4 @@
-"""PyTorch's fully_shard behind the engine interface: a reference to test our own sharding by, and a peer to measure.
+"""PyTorch's fully_shard (FSDP2) as an engine: a reference for tests and benchmarks of the sharded engine.
 
 Each unit is gathered for its forward and its backward pass and its gradients are reduce-scattered after every
 micro-batch. Shards are even: cut along the first dim, the last ranks may hold less.
@@ -39,7 +39,7 @@ from phalanx.optim.update import (
 
 
 class Fsdp2Engine:
-    """Master parameters are the shards that fully_shard keeps, in fp32 (or fp64); moments lie beside them."""
+    """The FSDP2 engine. Master parameters are the shards that fully_shard keeps, in fp32 (or fp64)."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class Fsdp2Engine:
         allocate: Allocator = allocate_zeros,
         keeper: InMemoryStore | None = None,
     ) -> None:
-        """`model` is on meta and gets wrapped; it takes memory in `initialise`. `keeper`: what outlives the process.
+        """`model` is on meta and gets wrapped; `initialise` allocates it. `keeper`: the store of in-memory checkpoints.
 
         Parameters outside `units` belong to the root: gathered once, they stay whole until the step's end.
         """
         self.model, self.mesh, self.step, self.loss_scale = model, mesh, 0, loss_scale
         self._allocate, self._store, self._units, self._precision = allocate, keeper, dict(units), precision
-        self._rule_state: Slot = {}  # what the rule keeps of each shard
+        self._rule_state: Slot = {}  # optimizer state of each shard
         self._whole = [
             ParameterSpec(name, tuple(parameter.shape), "", str(parameter.dtype), parameter.requires_grad)
             for name, parameter in model.named_parameters()
@@ -92,17 +92,17 @@ class Fsdp2Engine:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _local(self) -> dict[str, torch.Tensor]:
-        """Flat shards by name, masters and frozen ones.
+        """Flat shards by name, trained and frozen.
 
-        Asked for anew each time: fully_shard moves them when it first runs.
+        Looked up again on each call, since fully_shard moves them on its first run.
         """
         assert isinstance(self.model, FSDPModule)
-        self.model.reshard()  # the root stays whole after a forward pass without a backward pass, as in evaluation
+        self.model.reshard()  # without a backward pass, as in evaluation, the root stays gathered
         with torch.no_grad():
             return {name: _flat(parameter) for name, parameter in self.model.named_parameters()}
 
     def _own(self, whole: ParameterSpec) -> Fragment:
-        """The elements of the flattened parameter that this rank keeps: whole rows, ceil(rows / ranks) each."""
+        """This rank's shard of the flattened parameter: whole rows, ceil(rows / ranks) each."""
         rows = whole.shape[0] if whole.shape else 1
         row_elements = whole.elements // rows if rows else 0
         portion = -(-rows // self.mesh.world)
@@ -143,7 +143,7 @@ class Fsdp2Engine:
         yield
 
     def grads_ready(self, unit: str) -> None:
-        module = self._units.get(unit, self.model)  # what is no unit of its own belongs to the root
+        module = self._units.get(unit, self.model)  # parameters outside units belong to the root
         assert isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups:
             group.post_backward()
@@ -151,7 +151,7 @@ class Fsdp2Engine:
     @torch.no_grad()
     def finish_step(self) -> DeviceStepOutcome:
         if self._store is not None:
-            # before the sum that tells the others that this rank is through with the step before
+            # before the all-reduce that confirms the previous step to other ranks
             self._store.wait_for_commit()
         grads = {name: _flat(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         squares = gradients.sum_of_squares(grads.values(), self._precision.master, self.mesh.device)
@@ -206,10 +206,9 @@ class Fsdp2Engine:
 
 
 def _gather_wide(parameter: FSDPParam, compute: torch.dtype) -> None:
-    """Have a parameter gathered as its shards are, and rounded to the compute type of this rank alone on arrival.
+    """Gather a parameter in the type of its shards, and round it to this rank's compute type on arrival.
 
-    By fully_shard's hooks for tensors that are not gathered as they are kept; ranks without need none of it, since what
-    travels is the same.
+    Uses fully_shard's pre- and post-all-gather hooks. Ranks with the same types need none: what is sent is the same.
     """
     parameter.reset_sharded_param()  # the shard becomes the padded one that it would be at first use
     shard = parameter._sharded_local_tensor
@@ -240,7 +239,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Timed:
-    """A collective of fully_shard through our wrapper."""
+    """A collective of fully_shard, counted in `Traffic`."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic

@@ -1,11 +1,11 @@
-"""Where forward and backward passes meet the lane: hooks of the model's units that wait for parameters and let them go.
+"""Forward and backward hooks of the model's units: they wait for gathered parameters and release them.
 
-What is waited for depends on where whole parameters are between uses: on every rank (zero1_2.py) or on none (zero3.py).
+What they wait for depends on whether whole parameters stay on every rank (zero1_2.py) or are resharded (zero3.py).
 """
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,16 +22,16 @@ from phalanx.layout.comm_simulation import TransferOp
 
 OUTSIDE_MICRO_BATCH = (
     "a backward pass has run outside engine.micro_batch() (with phalanx.shard: outside `for batch in step`), or in "
-    "another one than its forward pass, so its gradients would be lost; surround forward and backward pass by it"
+    "another one than its forward pass, so its gradients would be lost; run both passes inside one"
 )
 
 
 class ParameterResidency(abc.ABC):
-    """Where whole parameters are between uses: what passes wait for, and what the lane does besides reducing."""
+    """Where whole parameters are between uses: what passes wait for, and what the communication thread gathers."""
 
-    releases: ClassVar[bool] = False  # whether they are released between uses
-    make_bucket: ClassVar[type[RankBucket]] = RankBucket
-    passes_are_free = False  # passes run now without anything being gathered or released
+    releases: ClassVar[bool] = False  # whether parameters are resharded between uses
+    make_bucket: ClassVar[Callable[..., RankBucket]] = RankBucket
+    passes_are_free = False  # passes now run without gathering or releasing anything
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], update: ShardedUpdate, comm_thread: CommThread,
@@ -46,64 +46,64 @@ class ParameterResidency(abc.ABC):
 
     @abc.abstractmethod
     def begin_micro_batch(self, last: bool) -> None:
-        """A micro-batch begins; `last` of its step."""
+        """Start a micro-batch, the `last` of its step or not."""
 
     @abc.abstractmethod
     def end_micro_batch(self, last: bool) -> None:
-        """Its backward pass is over."""
+        """End the micro-batch: its backward pass is over."""
 
     def begin_forward(self) -> None:
-        """The model is called."""
+        """Before the model's forward pass."""
         return
 
     @abc.abstractmethod
     def pre_forward(self, unit: Unit) -> None:
-        """A unit is called: wait for its parameters."""
+        """Before a unit's forward pass: wait for its parameters."""
 
     def post_forward(self, unit: Unit, output: Any) -> None:
-        """A unit has returned."""
+        """After a unit's forward pass."""
         return
 
     def wait_for_gathers(self) -> None:
-        """Wait until the lane is through with the step before, also with units that this micro-batch has not used."""
+        """Wait for all gathers of the previous step, also of units that this micro-batch has not used."""
         return
 
     @abc.abstractmethod
     def check_state_dict(self, in_micro_batch: bool) -> None:
-        """Raise RuntimeError where a state_dict cannot be had now."""
+        """Raise RuntimeError where state_dict() is not possible now."""
 
     @abc.abstractmethod
     def submit_gather(self, now: StepState, unit: Unit, op: TransferOp) -> None:
-        """Have the lane gather a part of a unit in its turn."""
+        """Submit the all-gather of a part of a unit to the communication thread."""
 
     def submit_release(self, unit: Unit, gradient: BucketGradient) -> None:
         """A gradient of a unit is about to be reduced."""
         return
 
     def submit_end_of_pass(self) -> None:
-        """All of a micro-batch is submitted."""
+        """The last operation of a micro-batch was submitted."""
         return
 
     @abc.abstractmethod
     def publish_masters(self, wait: bool = True) -> None:
-        """The main thread has written the masters: bring them into the model where it keeps whole parameters, and
-        `wait` for that."""
+        """Copy master parameters that the main thread has written into the model, where it keeps whole parameters;
+        `wait`: until that is done."""
 
     def unshard_all(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which all whole parameters are there."""
+        """A context in which all parameters are gathered."""
         return contextlib.nullcontext()
 
     def redo(self, now: StepState) -> None:
-        """On the lane: the update that was likely was wrong."""
+        """Undo an optimistic update that was wrong. Runs on the communication thread."""
         return
 
     def finish_step(self, now: StepState) -> None:
-        """On the lane: update what is not updated yet."""
+        """Update the units that are not updated yet. Runs on the communication thread."""
         return
 
 
 class UnitHooks:
-    """The hooks, and what micro-batch they are in."""
+    """The hooks of all units, and the micro-batch that they are in."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], parameters: ParameterResidency, comm_thread: CommThread,
@@ -118,7 +118,7 @@ class UnitHooks:
         self._hooks += [module.register_state_dict_pre_hook(self._on_state_dict) for module in model.modules()]
         for unit in units:
             if unit.module is not model:
-                # First of all: what a clock counts from there on is work, and no waiting.
+                # First, so that the timer counts from here on as work, not as waiting.
                 before = unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
                 self._hooks += [before, unit.module.register_forward_hook(partial(self._post_forward, unit))]
             for held in unit.trained_buckets:
@@ -126,7 +126,7 @@ class UnitHooks:
         self._hooks += parameters.register_hooks(model)
 
     def remove(self) -> None:
-        """Let go of the model, which is a plain one now; one whose parameters were released goes on saying so."""
+        """Remove the hooks, which leaves a plain model; with parameters released (ZeRO 3) it still refuses to run."""
         for hook in () if self._parameters.releases else self._hooks:
             hook.remove()
 
@@ -136,12 +136,12 @@ class UnitHooks:
         return self._comm_thread.closed
 
     def begin_micro_batch(self, last: bool) -> None:
-        """A micro-batch begins; `last` of its step."""
+        """Start a micro-batch, the `last` of its step or not."""
         self._in_micro_batch, self._called_units = True, set()
         self._parameters.begin_micro_batch(last)
 
     def end_micro_batch(self, last: bool) -> None:
-        """Its backward pass is over."""
+        """End the micro-batch: its backward pass is over."""
         self._in_micro_batch = False
         self._parameters.end_micro_batch(last)
 
@@ -184,7 +184,7 @@ class UnitHooks:
 
 
 def find_unit_hooks(model: nn.Module) -> Iterator[UnitHooks]:
-    """Those of engines that a model, or a part of it, is or was on."""
+    """Yield the hooks that engines have registered on a model or on parts of it."""
     for module in model.modules():
         owners = (getattr(hook, "__self__", None) for hook in module._state_dict_pre_hooks.values())
         yield from (owner for owner in owners if isinstance(owner, UnitHooks))

@@ -1,8 +1,8 @@
 """The interface by which a trainer knows an engine: gradients, their reduction, the update, and the state.
 
 A step is `begin_step`, then for each micro-batch a backward pass inside `micro_batch`, then `finish_step` and `commit`.
-Collectives are paired: every rank makes the same calls, with the same number of micro-batches where anything travels in
-each (`balance.in_lockstep`), and with one at least elsewhere.
+Collectives are paired: every rank makes the same calls, with the same number of micro-batches where each has
+collectives (`balance.in_lockstep`), and with at least one elsewhere.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from phalanx.system import accelerator
 
 
 class InMemoryStore(Protocol):
-    """Slots of memory that outlives this process, two or more, into which a rank commits step after step.
+    """The store of in-memory checkpoints: two or more slots that outlive this process; a rank commits each step to one.
 
-    Nothing of the step before the last is written over until `wait_for_commit` has returned on all ranks: whoever
-    commits has waited for that, by a collective of all ranks behind their `wait_for_commit`.
+    The step before the last is not overwritten until `wait_for_commit` has returned on all ranks: before it commits, a
+    rank waits for a collective that all ranks join after their `wait_for_commit`.
     """
 
     @property
     def in_place(self) -> bool:
-        """Whether an engine's state lives in the slots; else it is copied into them."""
+        """Whether the engine's state lives in the slots rather than being copied into them."""
 
     @property
     def commits_async(self) -> bool:
@@ -34,11 +34,11 @@ class InMemoryStore(Protocol):
 
     @property
     def has_state(self) -> bool:
-        """Whether the slots hold, from processes before, the very state that the run goes on from."""
+        """Whether the slots already hold, from earlier processes, the state that the run resumes from."""
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """All, laid out as `open` was told."""
+        """All slots, in the layout given to `open`."""
 
     @property
     def current_index(self) -> int:
@@ -46,40 +46,41 @@ class InMemoryStore(Protocol):
 
     @property
     def next_index(self) -> int:
-        """That of the slot which the next state is written to."""
+        """The number of the slot that the next state is written to."""
 
     def open(self, like: Slot, pieces: Callable[[Slot], Iterable[StatePiece]]) -> bool:
-        """Take memory for slots that look like `like`, which may be on meta and of which `pieces` gives the pieces;
-        False where there is none. Collective."""
+        """Allocate slots in the layout of `like`, which may be on meta, with the pieces that `pieces` gives; returns
+        False where memory is missing. Collective."""
 
     def wait_until_ready(self) -> None:
-        """Wait until the slots hold what `has_state` says, which may be on its way still when `open` returns."""
+        """Wait until the state that `has_state` announces has arrived; it may still be in transfer when `open`
+        returns."""
 
     def allocate_working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for what every process makes anew, with any content, where that is had sooner than new memory."""
+        """Uninitialized working memory of the host, reused from earlier processes; None where there is none."""
 
     def begin_write(self) -> None:
-        """The next slot is about to be written to, where the state lives in the slots."""
+        """Announce that the next slot is about to be written, where the state lives in the slots."""
 
     def note_updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: StepUpdate) -> None:
-        """Shards of `keys` are about to be updated where the state lives in the slots: those that have one by their
-        gradient, which may be overwritten afterwards. May be repeated, as an update may; the last counts."""
+        """Announce the update of the shards `keys` by their gradients, where the state lives in the slots. Gradients
+        may be overwritten afterwards. An update may be repeated; the last one counts."""
 
     def commit(self, step: int, outcome: "StepOutcome", state: Slot) -> None:
-        """The state of `step`, of which came `outcome`, is complete: in the slot that was the next one, or in `state`,
-        which must not change before `wait_for_commit` has returned."""
+        """Commit the complete state of `step` with its `outcome`: it is in the next slot, or in `state`, which must not
+        change before `wait_for_commit` has returned."""
 
     def wait_for_commit(self) -> None:
-        """Wait until the last step is committed, here and wherever it is kept besides."""
+        """Wait until the last step is committed, here and in its replicas."""
 
     def adopt_state(self, step: int, state: Slot) -> None:
-        """The state was loaded from elsewhere, or is what was found: that of `step`."""
+        """Keep a state of `step` that was loaded from elsewhere or found in the slots."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: the type of this rank's arithmetic. `transport`: the type in which parameters travel between ranks and
-    in which frozen ones are kept: the same on all ranks, the compute type where that is."""
+    """The data types of a run. `compute`: this rank's arithmetic. `transport`: the type in which ranks exchange
+    parameters and keep frozen ones, the same on all ranks: the compute type where all ranks have the same one."""
 
     compute: torch.dtype
     transport: torch.dtype
@@ -91,10 +92,10 @@ class Precision:
 
 
 class StepOutcome(Protocol):
-    """What came of a step: the weight of all ranks, and later what the device must compute first."""
+    """The outcome of a step: the total weight of all ranks, and the values that the device computes later."""
 
     weight: int
-    loss_scale: float | None  # what the losses were scaled by, if they were; after `get`
+    loss_scale: float | None  # the factor of the losses, if any; known after `get`
 
     def get(self) -> tuple[float, float]:
         """Norm of the mean gradient before clipping, and 1.0 if the update was skipped; waits until they are known."""
@@ -102,7 +103,7 @@ class StepOutcome(Protocol):
 
 
 class DeviceStepOutcome:
-    """The outcome of a step whose results the device computes in the order of its work."""
+    """The outcome of a step that the device computes in stream order."""
 
     def __init__(
         self, norm: torch.Tensor, skip: torch.Tensor, weight: int, loss_scale: torch.Tensor | None = None
@@ -118,39 +119,39 @@ class DeviceStepOutcome:
 
 
 class Engine(Protocol):
-    """A parameter that needs no gradient when the engine is made is frozen: it is filled and computed with, in the
-    compute type, and has no master copy, no optimizer state and no pieces."""
+    """The interface of an engine. A parameter without requires_grad when the engine is created is frozen: it is kept in
+    the compute type, without master copy, optimizer state or pieces."""
 
     step: int  # the step that the state belongs to
     loss_scale: LossScale | None  # where any rank computes in float16
 
     @property
     def trainable(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes, by name, of the parameters that are trained: those that `pieces` of all ranks cover."""
+        """Whole shapes of the trained parameters by name; the `pieces` of all ranks together cover them."""
         ...
 
     def initialise(self, fill: Callable[[Shard], None]) -> None:
-        """Take memory for the state, have `fill` write the master values of each shard, and put them into the model."""
+        """Allocate the state, let `fill` write the master values of each shard, and copy them into the model."""
         ...
 
     def begin_step(self, step: int, weight: int, lr: float, clip: float | None) -> None:
         """Start step number `step` (the first is 1) in which this rank contributes `weight` (tokens or samples).
 
-        Its update is with learning rate `lr`, and clipped to the global norm `clip` if there is one: parts of it may
-        begin before the last backward pass has ended.
+        The update uses the learning rate `lr` and clips to the global norm `clip`, if given; parts of it may begin
+        before the last backward pass has ended.
         """
         ...
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Surrounds one forward and backward pass; `last` is the step's last on this rank."""
+        """A context around one forward and backward pass; `last`: the step's last on this rank."""
         ...
 
     def grads_ready(self, unit: str) -> None:
-        """Say that a unit's gradients of this micro-batch are complete, where autograd cannot tell; may be repeated."""
+        """Declare a unit's gradients of this micro-batch complete, where autograd cannot tell; may be repeated."""
         ...
 
     def finish_step(self) -> StepOutcome:
-        """Reduce, clip by the global norm, update, or see to it that this is done before anything looks."""
+        """Reduce gradients, clip by the global norm and update, or schedule that before the state is read."""
         ...
 
     def full_parameters(self) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
@@ -162,7 +163,7 @@ class Engine(Protocol):
         ...
 
     def load(self, read: Callable[[str, str, int, int, torch.Tensor], None]) -> None:
-        """Fill this rank's state by `read(name, kind, start, stop, out)` and put it into the model."""
+        """Load this rank's state by `read(name, kind, start, stop, out)` and copy it into the model."""
         ...
 
     def commit(self, step: int) -> None:
@@ -170,13 +171,13 @@ class Engine(Protocol):
         ...
 
     def resume_after(self, step: int) -> None:
-        """Declare the state, which was loaded or found, that of `step`, and keep it where steps are kept."""
+        """Declare a loaded or found state that of `step`, and commit it to the in-memory store."""
         ...
 
     def take_notices(self) -> list[tuple[str, dict[str, Any]]]:
-        """Events since the last call that a user may want to know of: kinds and details."""
+        """Events for the user since the last call: (kind, details)."""
         ...
 
     def close(self) -> None:
-        """End what works beside the main thread; the engine is of no more use."""
+        """Stop the background threads; the engine cannot be used afterwards."""
         ...

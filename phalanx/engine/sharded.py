@@ -1,18 +1,18 @@
-"""The sharded engine: each rank keeps and updates a range of every bucket, while gradients and parameters travel.
+"""The sharded engine (ZeRO): each rank owns and updates a range of every bucket; communication overlaps computation.
 
-A unit's parameters are views of flat buffers. When its gradients are complete, they are summed to their owners
-(reduce-scatter) while the backward pass goes on; each rank updates its ranges; parameters are gathered while the next
-forward pass goes on, which waits for each unit as it comes to it. All of this is done by one lane (comm_thread.py) in
-an order that is the same on every rank, whatever becomes ready first (comm_schedule.py makes it). Sources: ZeRO
+A unit's parameters are views of flat buffers. Once its gradients are complete, they are reduce-scattered to their
+owners during the rest of the backward pass; each rank updates its ranges; parameters are all-gathered during the next
+forward pass, which waits for each unit before it uses it. One communication thread (comm_thread.py) does all of this in
+an order that is the same on every rank, whatever is ready first (comm_schedule.py computes it). Sources: ZeRO
 (Rajbhandari et al. 2020) for what is sharded, Megatron-LLaMA's OverlappedDistributedOptimizer for hiding both; unequal
 ranges are ours.
 
-Here is the main thread's side. What the lane does to update is in sharded_update.py; where whole parameters are, and
-what passes wait for, in zero1_2.py and zero3.py.
+This file is the main thread's side. The update on the communication thread is in sharded_update.py; where whole
+parameters are, and what passes wait for, in zero1_2.py and zero3.py.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,21 +29,23 @@ from phalanx.engine.hooks import ParameterResidency, UnitHooks
 from phalanx.engine.interface import InMemoryStore, Precision, StepOutcome
 from phalanx.engine.schedule import CollectiveQueue, TransferSchedule, Unit, describe_parameters
 from phalanx.engine.sharded_update import GlobalNorm, GradAccumulation, ShardedUpdate, StepState
-from phalanx.engine.sharding_spec import PART_BYTES, ShardingSpec
+from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.engine.state_slots import OwnedShards, StateSlots
 from phalanx.engine.zero1_2 import KeptParameters
 from phalanx.engine.zero3 import GatheredParameters
 from phalanx.layout import buckets
+from phalanx.layout.comm_schedule import PART_BYTES
 from phalanx.optim import gradients
 from phalanx.optim.update import NO_REPLICAS, Allocator, ReadState, Shard, StatePiece, UpdateRule, allocate_zeros
 
 EVEN_SHARDING = ShardingSpec()
-# Early updates: after so many gathers the ranks begin to agree, and must have agreed; the link is not idle meanwhile.
+# Early updates: after so many gathers the agreement starts, and must be finished; the link stays busy meanwhile.
 START_AGREEMENT_AFTER, FINISH_AGREEMENT_AFTER = 1, 3
 
 
 class ShardedEngine:
-    """Master parameters and what the rule keeps of them exist only for the own ranges, in fp32 (or fp64)."""
+    """The sharded engine. Master parameters and optimizer state exist only for this rank's ranges, in fp32 (or
+    fp64)."""
 
     def __init__(
         self,
@@ -59,24 +61,26 @@ class ShardedEngine:
         sharding: ShardingSpec = EVEN_SHARDING,
         copies: Mapping[str, int] = NO_REPLICAS,
         keeper: InMemoryStore | None = None,
+        fp8_weights: Collection[str] = (),
     ) -> None:
-        """`model` is on meta, or holds values. `copies`: of parameters that several ranks of `mesh.model` hold alike,
-        how many do. `keeper`: what outlives the process. Raises ConfigError for shards that there cannot be."""
+        """`model` is on meta, or has values. `copies`: the number of ranks of `mesh.model` that replicate a parameter,
+        by name. `keeper`: the store of in-memory checkpoints. `fp8_weights`: parameters that are only read in FP8 and
+        may be gathered so. Raises ConfigError for an impossible sharding."""
         self.model, self.mesh, self.step, self.loss_scale, self.sharding = model, mesh, 0, loss_scale, sharding
         self._precision, degree = precision, sharding.degree or mesh.world
         weights = sharding.shard_weights(mesh.world, mesh.devices.homogeneous)
-        parameters = describe_parameters(model, units, rule)
+        parameters = describe_parameters(model, units, rule, fp8_weights if sharding.gathers_fp8 and degree > 1 else ())
         if sharding.compress == "int8":
             buckets.check_whole_rows(parameters)
         self.trainable = {parameter.name: parameter.shape for parameter in parameters if parameter.trained}
-        # Where the host moves them, buckets travel in parts, so that an urgent one waits for a part at the most.
+        # On a CPU buckets are sent in parts, so that an urgent one waits for one part at most.
         parts, least = (
             sharding.parts if degree > 1 and mesh.devices.on_host else 1,
             PART_BYTES // precision.transport.itemsize,
         )
         self.buckets = buckets.make_buckets(parameters, weights, parts, least, sharding.isolates_parameters)
         self._modules = dict(units)
-        self.traffic = Traffic()  # the lane's: nobody but the lane is held up by it
+        self.traffic = Traffic()  # of the communication thread, the only one that waits for it
         self._comm_thread = CommThread(mesh.device, mesh.traffic)
         self._rank = mesh.rank % degree
         owned = (each for bucket in self.buckets if bucket.trained for each in bucket.fragments(self._rank))
@@ -91,13 +95,14 @@ class ShardedEngine:
         mesh, sharding, precision, comm_thread = self.mesh, self.sharding, self._precision, self._comm_thread
         routes = make_routes(mesh, sharding.degree or mesh.world, self.traffic, sharding.compress)
         residency = GatheredParameters if sharding.zero == 3 else KeptParameters
-        # In the masters' type and all its digits, with one slot in plain memory, the model's range is the master.
+        # Where parameters are sent in the masters' type, and one slot is in plain memory, the model's range is the
+        # master.
         itself = precision.compute == precision.master and sharding.compress == NO_COMPRESSION
         itself &= self._state.is_plain and not residency.releases
         self._state.open(masters=not itself)
         parameters, replaced = dict(self.model.named_parameters()), dict[int, nn.Parameter]()
         pool, helds = residency.make_pool(sharding), list[RankBucket]()
-        for bucket in self.buckets:  # one after the other: what is released between uses was never there all at once
+        for bucket in self.buckets:  # one at a time: with ZeRO 3 the whole model never fits at once
             shared = precision, comm_thread, pool, self._state.allocate_working
             held = residency.make_bucket(bucket, self._rank, mesh.device, *shared)
             held.adopt_parameters([parameters[member.parameter.name] for member in bucket.members], replaced)
@@ -123,10 +128,10 @@ class ShardedEngine:
         self._hooks = UnitHooks(self.model, self._units, self._parameters, comm_thread, schedule.pass_timer)
         self.grad_accumulation = GradAccumulation(trained, schedule.pass_timer)
         self._state.wait_until_ready()
-        self._parameters.publish_masters(wait=not self._state.has_state)  # nothing else is to be written there then
+        self._parameters.publish_masters(wait=not self._state.has_state)  # then nothing else may be written there
 
     def memory_ids(self) -> dict[str, tuple[int, ...]]:
-        """Where parameters may be: by name, what identifies their memory."""
+        """Identify the memory of parameters, by name."""
         return {name: held.memory_ids for unit in self._units for held in unit.buckets for name in held.names}
 
     # ---------------------------------------------------------------------------------------------------------- a step
@@ -138,12 +143,13 @@ class ShardedEngine:
         self._current_step = StepState(step, lr, clip, weights, StreamEvent(self._comm_thread))
         for held in self._update.trained:
             held.begin_step()
-        if self.mesh.pipe is not None:  # other stages must not wait for this one's passes to hear it
+        if self.mesh.pipe is not None:  # other stages must not wait for this stage's passes to receive it
             self._comm_thread.submit(self._update.barrier.confirm)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool, interleaved: bool = False) -> Iterator[None]:
-        """`interleaved`: inside, passes of several micro-batches mix; `self.grad_accumulation` is told of the last."""
+        """A context around one micro-batch; `interleaved`: passes of several micro-batches mix inside, and
+        `self.grad_accumulation` gets the last ones."""
         now, trained = self._current_step, self._update.trained
         reduces = last or self.sharding.reduce == "per_micro_batch"
         for held in trained:
@@ -160,14 +166,15 @@ class ShardedEngine:
             self._comm_thread.fail(error)
             raise
         if reduces:
-            if self._update.queue.pool is None:  # there the lane may still read what a unit not used now had before
+            if self._update.queue.pool is None:  # the previous gradient may still be read
                 self._parameters.wait_for_gathers()
             for held in reversed(trained):
-                held.submit_gradient()  # what no gradient has come for
+                held.submit_gradient()  # without a gradient
         self._hooks.end_micro_batch(last)
 
     def _submit_micro_batch(self, now: StepState, reduces: bool, last: bool) -> None:
-        """Tell the lane what to do in this micro-batch, and behind the last one."""
+        """Submit the transfers of this micro-batch to the communication thread, and after the last one the step's
+        end."""
         submit, update = self._comm_thread.submit, self._update
         known = update.schedule.orders_for(now.number)
         order = known.select(now.optimistic) if last else known.reduces
@@ -194,15 +201,15 @@ class ShardedEngine:
             submit(partial(self._end_step, now, update.schedule.add_end_event(now.number, self._comm_thread)))
 
     def _finish_agreement(self, now: StepState) -> None:
-        """On the lane: go by what the ranks have agreed on."""
+        """Continue with what the ranks have agreed on. Runs on the communication thread."""
         if not self._update.finish_agreement(now):
             self._parameters.redo(now)
-        now.agreed.record()  # behind that: what arrives from here on is good
+        now.agreed.record()  # parameters that arrive from here on are valid
         for fresh in now.pending_gathered:
             fresh.record()
 
     def _end_step(self, now: StepState, ended: StreamEvent) -> None:
-        """On the lane."""
+        """End a step. Runs on the communication thread."""
         self._parameters.finish_step(now)
         self._update.end_step(now)
         ended.record()
@@ -233,7 +240,7 @@ class ShardedEngine:
         if "_hooks" in self.__dict__:
             self._hooks.remove()
             self._update.close()
-        self.__dict__.pop("_current_step", None)  # which has groups, too
+        self.__dict__.pop("_current_step", None)  # it has process groups, too
 
     # ------------------------------------------------------------------------------------------------------------ state
 
@@ -244,7 +251,8 @@ class ShardedEngine:
             yield {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def pieces(self, replicas: bool = False) -> Iterator[StatePiece]:
-        """As the interface has it: nothing where another rank holds the same, unless `replicas` are wanted too."""
+        """This rank's state (see `Engine.pieces`), without shards that another rank also has, unless `replicas` are
+        requested."""
         self._comm_thread.drain()
         wanted = replicas or self.mesh.rank == self._rank
         return self._state.shards.pieces(self._state.source) if wanted else iter(())

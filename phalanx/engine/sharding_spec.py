@@ -1,35 +1,27 @@
-"""What is sharded, and the order in which a rank's lane moves it; the same on all ranks."""
+"""The sharding of a model's state, and the order of its transfers; the same on all ranks."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.comm.compression import CODECS, NO_COMPRESSION
+from phalanx.comm.compression import NO_COMPRESSION
 from phalanx.core.errors import ConfigError
-from phalanx.engine.bucket import IN_FLIGHT
-from phalanx.engine.interface import Precision
 from phalanx.layout.balance import in_lockstep
-from phalanx.layout.buckets import Bucket
-from phalanx.layout.comm_schedule import StepTimings, plan_order
+from phalanx.layout.comm_schedule import PARTS, StepTimings, plan_order
 from phalanx.layout.comm_schedule_zero3 import plan_zero3
 from phalanx.layout.comm_simulation import TransferOp
-from phalanx.optim.update import UpdateRule
-
-PREFETCH = 1  # units that are gathered ahead of the one that computes, where parameters are released
-PARTS = 4  # operations that a bucket's transfer is cut into, so that an urgent one waits for a part at the most
-PART_BYTES = 2**18  # a shorter part would be latency more than transfer
+from phalanx.layout.memory_model import PREFETCH
 
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """What is sharded, and when it travels.
+    """How the state is sharded, and when gradients and parameters are transferred.
 
-    `weights`: how much of each bucket each rank owns (None: all the same). `reduce`: per_step sums the micro-batches'
-    gradients on each rank first; per_micro_batch sends them each time. `slots`: 2 keeps the state of the step before,
-    so that a unit may be updated before the whole gradient is known, and put back if that was wrong. `parts`: how many
-    operations a transfer is cut into at the most. `degree`: over so many neighbouring ranks a copy of the state is
-    sharded, and `weights` are theirs (None: over all ranks). `compress`: by which codec what crosses nodes is sent, and
-    all that is gathered ("none": as it is).
+    `weights`: each rank's share of every bucket (None: equal shares). `reduce`: per_step accumulates the micro-batches'
+    gradients locally; per_micro_batch reduces each. `slots`: 2 keeps the previous step's state, so that a unit may be
+    updated before the global norm is known, and restored if that was wrong. `parts`: the most operations that a
+    transfer is cut into. `degree`: the number of neighbouring ranks that one copy of the state is sharded over, whose
+    `weights` these are (None: all ranks). `compress`: the codec of transfers between nodes and of all gathers ("none":
+    uncompressed). `fp8`: products of blocks are in FP8.
     """
 
     zero: int = 1
@@ -39,20 +31,26 @@ class ShardingSpec:
     parts: int = PARTS
     degree: int | None = None
     compress: str = NO_COMPRESSION
+    fp8: bool = False
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """Whether weights that are only read in FP8 are gathered so."""
+        return self.fp8 and self.zero == 3 and self.compress == NO_COMPRESSION
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks run as many micro-batches."""
+        """Whether all ranks run the same number of micro-batches."""
         return in_lockstep(self.zero, self.reduce)
 
     @property
     def isolates_parameters(self) -> bool:
-        """Whether no two parameters share what is rounded together."""
+        """Whether no two parameters share a quantization block."""
         return self.compress != NO_COMPRESSION
 
     def shard_weights(self, world: int, homogeneous: bool) -> tuple[float, ...]:
-        """How much each of the ranks holds that keep a copy together, of `world` whose devices are `homogeneous` or
-        not. Raises ConfigError for shards that there cannot be."""
+        """The shares of the ranks that hold one copy of the state, for `world` ranks on devices that are `homogeneous`
+        or not. Raises ConfigError for an impossible sharding."""
         degree = self.degree or world
         weights = self.weights or (1.0,) * degree
         if world % degree:
@@ -62,25 +60,25 @@ class ShardingSpec:
             )
         if degree < world and not homogeneous:
             raise ConfigError(
-                "copies of the state on devices of unlike kinds would drift apart, since each updates its own; leave "
-                "shard_degree out, so that there is one copy"
+                "copies of the state on heterogeneous devices would drift apart, since each updates its own; remove "
+                "shard_degree, which shards one copy over all ranks"
             )
         if len(weights) != degree:
             raise ConfigError(
-                f"weights has a number for each of {len(weights)} ranks, but {degree} hold a copy of the state "
-                "together; give each of these one, or leave weights out"
+                f"weights has {len(weights)} numbers, but a copy of the state is sharded over {degree} ranks; give "
+                "one for each of these, or remove weights"
             )
         return weights
 
 
 @dataclass(frozen=True)
 class CommSchedules:
-    """The orders for one set of measured times. Operations name units by number."""
+    """The orders of transfers for one set of measured times. Operations name units by number."""
 
     early: tuple[TransferOp, ...]
     late: tuple[TransferOp, ...]
-    reduces: tuple[TransferOp, ...]  # of a micro-batch whose step goes on
-    forward: tuple[TransferOp, ...]  # of a forward pass alone, where parameters are released
+    reduces: tuple[TransferOp, ...]  # of a micro-batch that is not the step's last
+    forward: tuple[TransferOp, ...]  # of a forward pass without backward, where parameters are resharded
 
     def select(self, early: bool) -> tuple[TransferOp, ...]:
         """The order of a step's last micro-batch."""
@@ -88,7 +86,8 @@ class CommSchedules:
 
 
 def plan_schedules(timings: StepTimings, sharding: ShardingSpec, has_root: bool) -> CommSchedules:
-    """The orders for `timings`, whose first unit is the model itself if it `has_root`: that stays whole for a pass."""
+    """Compute the orders for `timings`, whose first unit is the model itself if it `has_root`; that stays gathered for
+    a pass."""
     if sharding.zero == 3:
         return _plan_zero3(timings, has_root)
     alone = replace(timings, micro_batches=1)
@@ -100,7 +99,7 @@ def plan_schedules(timings: StepTimings, sharding: ShardingSpec, has_root: bool)
 
 
 def _check(order: Sequence[TransferOp]) -> None:
-    """By the last part of a transfer its end is known, so parts must come in turn."""
+    """Check that parts come in turn: the last part marks the end of a transfer."""
     seen: dict[tuple[str, int], int] = {}
     for op in order:
         assert seen.get((op.kind, op.bucket), -1) < op.part, op
@@ -131,96 +130,7 @@ def _plan_zero3(timings: StepTimings, has_root: bool) -> CommSchedules:
 
 
 def guess_timings(elements: Sequence[int], parts: int) -> StepTimings:
-    """Times as long as nothing was measured: in proportion to elements, communication as long as computation."""
+    """Estimated times before any measurement: proportional to elements, communication as long as computation."""
     sizes = [float(max(1, each)) for each in elements]
     compute, moved = tuple(sizes), tuple(1.5 * size for size in sizes)
     return StepTimings(compute, tuple(2 * size for size in sizes), moved, moved, tuple(0.0 for _ in sizes), parts=parts)
-
-
-# -------------------------------------------------------------------------------------------------------- memory model
-# Bytes that the sharded engine holds on a rank besides activations: a formula that tests compare with what is held.
-
-
-# Of what is held, what is cut into shards of the state; where steps are kept, it lies in the memory of these.
-STATE_ITEMS = ("master weights", "optimizer state")
-
-
-def estimate_engine_bytes(
-    buckets: Sequence[Bucket],
-    rank: int,
-    sharding: ShardingSpec,
-    precision: Precision,
-    rule: UpdateRule,
-    accumulates: bool = False,
-) -> dict[str, int]:
-    """Bytes by what they hold; `accumulates`: a step has several micro-batches.
-
-    With E elements in all buckets, own of them the rank's, and bytes c of the type computed in and m of the master's:
-    zero 1 holds E c of parameters and E m of gradients, zero 2 own m of gradients and a few buckets' on their way, zero
-    3 besides that of parameters only two units and the model's own, and one bucket's gradient at that time. Masters are
-    own m, and what the rule keeps of own, once for each slot; but where c = m, there is one slot and parameters are
-    kept as they are, masters are they.
-    """
-    compute, shared, master = (kind.itemsize for kind in (precision.compute, precision.transport, precision.master))
-    trained = [bucket for bucket in buckets if bucket.trained]
-    frozen = [bucket for bucket in buckets if not bucket.trained]
-    own = sum(bucket.count_elements(rank) for bucket in trained)
-    released = sharding.zero == 3
-    if released:
-        by_unit: Counter[str] = Counter()
-        for bucket in buckets:
-            by_unit[bucket.unit] += bucket.elements * compute
-        root = by_unit.pop("", 0)
-        parameters = root + sum(sorted(by_unit.values(), reverse=True)[: PREFETCH + 1])
-        parameters += sum(bucket.count_elements(rank) for bucket in frozen) * shared
-    else:
-        parameters = sum(bucket.elements for bucket in buckets) * compute
-    everything = sum(bucket.elements for bucket in trained)
-    if sharding.zero == 1 and sharding.reduce == "per_step":
-        sums = everything * master
-    elif sharding.reduce == "per_step" and accumulates:
-        sums = (own + everything) * master
-    else:
-        sizes = Counter(bucket.elements for bucket in trained)
-        if released:  # one is sent while one unit is whole, or one is filled while two are
-            sums = (own + max(sizes, default=0)) * master
-        else:
-            sums = (own + sum(size * min(count, IN_FLIGHT) for size, count in sizes.items())) * master
-    masters_apart = released or sharding.slots > 1 or compute != master or sharding.compress != NO_COMPRESSION
-    kept = _rule_state_bytes(trained, rank, master, rule)
-    items = {
-        "weights in use": parameters,
-        "gradients": sums,
-        "master weights": own * master * sharding.slots if masters_apart else 0,
-        "optimizer state": int(kept) * sharding.slots,
-    }
-    if shared != compute:
-        gathered = buckets if released else trained
-        items["weights on their way"] = 2 * max((bucket.elements for bucket in gathered), default=0) * shared
-    if sharding.compress != NO_COMPRESSION:
-        # Two parts under way: what is sent of each, and what all others send of the own range.
-        parts = [part for bucket in trained for part in bucket.parts]
-        ranges = (part.range(rank) for part in parts)
-        most = max((part.elements for part in parts), default=0)
-        own_most = max((stop - start for start, stop in ranges), default=0) * (len(parts[0].cuts) - 2 if parts else 0)
-        items["encoded on its way"] = 2 * CODECS[sharding.compress].byte_size(most + own_most)
-    return items
-
-
-def estimate_slot_bytes(
-    buckets: Sequence[Bucket], rank: int, precision: Precision, rule: UpdateRule
-) -> tuple[int, int]:
-    """Bytes of a rank's state, which is committed, and of its gradient in the same type."""
-    trained, master = [bucket for bucket in buckets if bucket.trained], precision.master.itemsize
-    own = sum(fragment.stop - fragment.start for bucket in trained for fragment in bucket.fragments(rank)) * master
-    return own + int(_rule_state_bytes(trained, rank, master, rule)), own
-
-
-def _rule_state_bytes(trained: Sequence[Bucket], rank: int, master: int, rule: UpdateRule) -> float:
-    """Bytes of what the rule keeps of a rank's own."""
-    kept = 0.0
-    for bucket in trained:
-        for fragment in bucket.fragments(rank):
-            whole = fragment.parameter
-            kept += rule.state_bytes(whole.shape, master) * (fragment.stop - fragment.start) / whole.elements
-    return kept

@@ -1,4 +1,4 @@
-"""The engine of one rank: nothing is sharded and nothing exchanged. It is also the plain twin of the sharded ones."""
+"""The engine of a single rank: no sharding and no communication. Sharded engines are tested against it."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +23,13 @@ from phalanx.optim.update import (
     allocate_zeros,
 )
 
-# Gradients are widened to the master's type in portions, so that the copies stay small beside the state.
+# Gradients are converted to the master's type in chunks, so that the copies stay small.
 CHUNK_ELEMENTS = 2**26
 
 
 class SingleEngine:
-    """Holds fp32 (or fp64) master parameters and moments; in a narrower type the model computes with a rounded copy."""
+    """The single-rank engine, with fp32 (or fp64) master parameters and moments; the model computes in a narrower type
+    with a rounded copy."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class SingleEngine:
         copies: Mapping[str, int] = NO_REPLICAS,
         keeper: InMemoryStore | None = None,
     ) -> None:
-        """`model` is on meta; it is converted to the compute type and takes memory in `initialise`. `copies`: of
-        parameters that several ranks of `mesh.model` hold alike, how many do. `keeper`: what outlives the process."""
+        """`model` is on meta; it is converted to the compute type, and `initialise` allocates it. `copies`: the number
+        of ranks of `mesh.model` that replicate a parameter, by name. `keeper`: the store of in-memory checkpoints."""
         assert mesh.world == 1, "the single engine is for one rank"
         self.model, self.mesh, self.step, self.loss_scale = model, mesh, 0, loss_scale
         self._narrow = precision.compute != precision.master
@@ -66,7 +67,7 @@ class SingleEngine:
 
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         self.model.to_empty(device=self.mesh.device)
-        for name, frozen in self.model.named_parameters():  # in order, as they lie in files
+        for name, frozen in self.model.named_parameters():  # in the order of files
             if name not in self.trainable:
                 fill(Shard(name, 0, frozen.numel(), tuple(frozen.shape), frozen.data.view(-1), trainable=False))
         self._state.open()
@@ -76,7 +77,7 @@ class SingleEngine:
         for name, master in self._masters().items():
             parameter = self.model.get_parameter(name)
             if not self._narrow:
-                # The model computes with the master values themselves.
+                # The parameters are the master values themselves.
                 parameter.data = master
             else:
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._accumulate(name, p))
@@ -95,7 +96,7 @@ class SingleEngine:
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        # A gradient that is used at once need not be widened; one that others are added to must be.
+        # A gradient that is used at once needs no conversion; one that is accumulated does.
         self._fold_grads = self._narrow and not (last and self._first_micro_batch)
         self._first_micro_batch = False
         yield
@@ -105,7 +106,7 @@ class SingleEngine:
             self._accumulate(name, self.model.get_parameter(name))
 
     def _accumulate(self, name: str, parameter: torch.Tensor) -> None:
-        """Add a narrow gradient to its wide accumulator: sums of micro-batches in bf16 would lose the small ones."""
+        """Accumulate a gradient in the master's type: sums of micro-batches in bf16 would lose small values."""
         if not self._fold_grads or parameter.grad is None:
             return
         if name in self._accumulated:
@@ -116,7 +117,7 @@ class SingleEngine:
 
     @torch.no_grad()
     def finish_step(self) -> DeviceStepOutcome:
-        self._state.wait_for_commit()  # before what tells other ranks that this one is through with the step before
+        self._state.wait_for_commit()  # before other ranks see that this rank has finished the previous step
         parameters = dict(self.model.named_parameters())
         grads = self._accumulated or {name: p.grad for name, p in parameters.items() if p.grad is not None}
         total, slot, shards = self._weight.get(), self._state.source, self._state.shards
@@ -168,7 +169,7 @@ class SingleEngine:
 
 
 def _portions(owned: Iterable[Fragment]) -> Iterator[list[Fragment]]:
-    """Cut into runs of at most CHUNK_ELEMENTS elements (a larger tensor is a run of its own)."""
+    """Split into chunks of at most CHUNK_ELEMENTS elements (a larger tensor is a chunk by itself)."""
     some: list[Fragment] = []
     elements = 0
     for each in owned:

@@ -1,7 +1,7 @@
-"""A rank's state while it trains: in one slot that is updated in place, or in several, from one to another.
+"""Slots of a rank's optimizer state: one that is updated in place, or several, each step into the next.
 
-Where there is a keeper, every step is committed to memory that outlives the process: the state lives there, or is
-copied there. Which of these it is changes no bit.
+With an in-memory store every step is committed to memory that outlives the process: the state lives there, or is copied
+there. Both give the same bits.
 """
 
 import functools
@@ -30,7 +30,7 @@ from phalanx.optim.update import (
 
 @dataclass(frozen=True)
 class OwnedShards:
-    """What a rank owns of the parameters that are trained, and what is kept of it by a rule."""
+    """The shards of trained parameters that a rank owns, with their optimizer state."""
 
     fragments: tuple[Fragment, ...]
     rule: UpdateRule
@@ -39,11 +39,11 @@ class OwnedShards:
 
     @property
     def no_decay(self) -> frozenset[str]:
-        """Names of the shards of parameters that are not decayed."""
+        """Names of the shards without weight decay."""
         return frozenset(each.key for each in self.fragments if len(each.parameter.shape) < 2)
 
     def make_slot(self, allocate: Allocator, masters: bool = True) -> Slot:
-        """The state as a run begins with it; with `masters`, or without."""
+        """Allocate the initial state, with `masters` or without."""
         slot: Slot = {}
         for fragment in self.fragments:
             key, shape, count = fragment.key, fragment.parameter.shape, fragment.stop - fragment.start
@@ -57,30 +57,30 @@ class OwnedShards:
             yield from state_pieces(self.rule, fragment.parameter.name, slot[fragment.key], fragment.start)
 
     def load(self, slot: Slot, read: ReadState) -> None:
-        """Fill a slot."""
+        """Load a slot by `read`."""
         for fragment in self.fragments:
             load_state(self.rule, fragment.parameter.name, slot[fragment.key], fragment.start, read)
 
 
 class StateSlots:
-    """The state of a rank's shards in `count` slots, unless it lives in those of the keeper."""
+    """The state of a rank's shards in `count` slots, or in the slots of the in-memory store."""
 
     def __init__(
         self, shards: OwnedShards, allocate: Allocator, count: int = 1, keeper: InMemoryStore | None = None
     ) -> None:
         self.shards, self.count = shards, count
         self._allocate, self._store = allocate, keeper
-        self._in_place_store: InMemoryStore | None = None  # the keeper, where the state lives in its slots
+        self._in_place_store: InMemoryStore | None = None  # the store, where the state lives in its slots
         self._all: Sequence[Slot] = ()
         self._current = 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one slot, in memory that is like any other."""
+        """Whether there is one slot, in ordinary memory."""
         return self.count == 1 and self._allocate is allocate_zeros and self._store is None
 
     def open(self, masters: bool = True) -> None:
-        """Take memory, with `masters` or without. Collective where there is a keeper."""
+        """Allocate the slots, with `masters` or without. Collective where there is an in-memory store."""
         make = functools.partial(self.shards.make_slot, masters=masters)
         if self._store is not None and not self._store.open(make(allocate_on_meta), self.shards.pieces):
             self._store = None
@@ -96,28 +96,28 @@ class StateSlots:
 
     @property
     def has_state(self) -> bool:
-        """Whether the state is that which the run goes on from, already."""
+        """Whether the slots already hold the state that the run resumes from."""
         return self._store is not None and self._store.has_state
 
     def shards_to_fill(self, fragments: Iterable[Fragment]) -> Iterator[Shard]:
-        """Masters that a run begins with: of some of the shards, or of none if the state is there."""
+        """The master shards to initialize: of `fragments`, or none if the slots already hold the state."""
         for each in () if self.has_state else fragments:
             values, whole = self.source[each.key]["param"], each.parameter
             yield Shard(whole.name, each.start, each.stop, whole.shape, values)
 
     def wait_until_ready(self) -> None:
-        """Wait until that state is there: nothing of it may be read before."""
+        """Wait until that state has arrived; nothing of it may be read before."""
         if self._store is not None:
             self._store.wait_until_ready()
 
     @property
     def commits_async(self) -> bool:
-        """Whether a step may be committed only some time after `advance`."""
+        """Whether a commit may finish some time after `advance` has returned."""
         return self._store is not None and self._store.commits_async
 
     @property
     def source(self) -> Slot:
-        """The newest state."""
+        """The slot with the newest state."""
         return (
             self._all[self._current]
             if self._in_place_store is None
@@ -126,27 +126,27 @@ class StateSlots:
 
     @property
     def target(self) -> Slot:
-        """Where the next one is written."""
+        """The slot that the next state is written to."""
         if self._in_place_store is not None:
             return self._in_place_store.slots[self._in_place_store.next_index]
         return self._all[(self._current + 1) % len(self._all)]
 
     def allocate_working(self, elements: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory that outlives the process, for what is made anew and kept on this host; with any content."""
+        """Uninitialized working memory of the host that outlives the process; None where there is none."""
         return None if self._in_place_store is None else self._in_place_store.allocate_working(elements, dtype)
 
     def begin_write(self) -> None:
-        """The next state is about to be written; may be repeated."""
+        """Announce that the next state is about to be written; may be repeated."""
         if self._store is not None:
             self._store.begin_write()
 
     def note_updates(self, keys: Collection[str], grads: Mapping[str, torch.Tensor], change: StepUpdate) -> None:
-        """Shards of `keys` are about to be updated, by `grads` where they have one; may be repeated."""
+        """Announce the update of the shards `keys` by `grads`; may be repeated."""
         if self._store is not None:
             self._store.note_updates(keys, grads, change)
 
     def advance(self, step: int, outcome: StepOutcome) -> None:
-        """The next state, that of `step`, of which came `outcome`, is complete."""
+        """Make the next state, that of `step` with its `outcome`, the newest, and commit it."""
         if self._in_place_store is None:
             self._current = (self._current + 1) % len(self._all)
         if self._store is not None:
@@ -158,16 +158,16 @@ class StateSlots:
             self._store.wait_for_commit()
 
     def adopt_state(self, step: int) -> None:
-        """The newest state is that of `step`, from elsewhere."""
+        """Declare the newest state that of `step`, after a load."""
         if self._store is not None:
             self._store.adopt_state(step, self.source)
 
 
 @dataclass(frozen=True)
 class GlobalNorm:
-    """How the norm of the whole gradient, and the divisor of the update, are computed of what each rank holds.
+    """The global gradient norm and the divisor of the update, computed from each rank's shards.
 
-    `replica_counts`: of parameters that several ranks of one model hold alike, how many do; `copies` of the state.
+    `replica_counts`: the number of ranks that replicate a parameter within one model, by name; `copies` of the state.
     """
 
     nominal_weight: int
@@ -177,7 +177,7 @@ class GlobalNorm:
     copies: int = 1
 
     def local_squares(self, grads: Iterable[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        """A rank's part of the sum of squares, of gradients with how many ranks of one model hold each."""
+        """This rank's part of the sum of squares, of gradients with their numbers of replicas."""
         return gradients.sum_of_squares_once(grads, self.zero.dtype, self.zero.device)
 
     def likely_divisor(self, total_weight: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ class GlobalNorm:
     def divisor(
         self, squares: torch.Tensor, total_weight: int, clip: float | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `gradients.compute_norm_and_divisor`, of the sum of all ranks."""
+        """`gradients.compute_norm_and_divisor` of the sum over all ranks."""
         return gradients.compute_norm_and_divisor(
             squares.to(self.zero), nominal_weight=self.nominal_weight, total_weight=total_weight, clip=clip,
             scale=self.loss_scale,
@@ -195,12 +195,12 @@ class GlobalNorm:
 
 
 def allocate_on_meta(name: str, kind: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An allocator that takes no memory."""
+    """An allocator of meta tensors."""
     return torch.empty(elements, dtype=dtype, device="meta")
 
 
 def _allocate_from(slot: Slot) -> Allocator:
-    """An allocator that gives what a slot has."""
+    """An allocator that returns the tensors of a slot."""
 
     def find(name: str, kind: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         found = slot[name][kind].view(-1)

@@ -1,8 +1,8 @@
-"""What a rank measures of its passes and transfers, and the order that follows from what all ranks have measured.
+"""Timing of passes and transfers on each rank, from which all ranks compute the order of transfers.
 
-Each step every rank tells the rate of its transfers. When the rate that the order was made for is not the link's any
-more (link_rate.py), all ranks exchange what their units take and make the same order of the same numbers. Only hosts
-that compute themselves are measured: an accelerator's passes end later than the host's calls.
+Each step all ranks exchange the rate of their transfers. When the link's rate has changed (link_rate.py), they exchange
+the times of their units and compute the same order from the same numbers. A CPU's passes are timed by the host; an
+accelerator's by events, since its passes end later than the host's calls.
 """
 
 import abc
@@ -21,37 +21,37 @@ from phalanx.layout.comm_schedule import StepTimings
 from phalanx.optim.update import Slot, StepUpdate, UpdateRule
 from phalanx.system.event_times import EventTimes, record_time, seconds_between
 
-WINDOW = 5  # micro-batches whose median counts
-SAMPLED = 64  # passes of which a device times the first few
-RESTARTS = 8  # transfers after idling of which the shortest counts: few, for they are of the rate that was then
-LEAST_S = 1e-6  # for what has not been seen, or is nothing
+WINDOW = 5  # micro-batches of which the median is taken
+SAMPLED = 64  # of this many passes a device times the first few
+RESTARTS = 8  # transfers after idling, of which the shortest counts; few, so that old rates drop out
+LEAST_S = 1e-6  # for missing or zero measurements
 
 
 class PassTimer(abc.ABC):
-    """Seconds worked on each unit's passes, without waits; all but `median_seconds` is called by who runs the
-    passes."""
+    """A timer of each unit's forward and backward pass in seconds, without waits; all but `median_seconds` is called by
+    the thread that runs the passes."""
 
     def __init__(self, units: int) -> None:
         self._laps = [deque[Any](maxlen=WINDOW) for _ in range(2 * units)]  # forward, then backward
 
     @abc.abstractmethod
     def start(self) -> None:
-        """What comes next belongs to what ends next."""
+        """Start timing the pass that ends next."""
 
     def exclude_wait(self) -> None:
-        """The device, if it is not the host itself, waits for others up to here."""
+        """Exclude the time up to here, in which the device waits for communication."""
         return
 
     def end_forward(self, unit: int) -> None:
-        """The forward pass of a unit ends."""
+        """End the forward pass of a unit."""
         self._lap(self._laps[unit])
 
     def end_backward(self, unit: int) -> None:
-        """The gradients of a unit are complete."""
+        """End the backward pass of a unit: its gradients are complete."""
         self._lap(self._laps[len(self._laps) // 2 + unit])
 
     def median_seconds(self) -> list[float]:
-        """Seconds of every unit's forward pass, then of every backward pass."""
+        """Median seconds of every unit's forward pass, then of every backward pass."""
         return [max(LEAST_S, self._median(each)) for each in self._laps]
 
     @abc.abstractmethod
@@ -62,7 +62,7 @@ class PassTimer(abc.ABC):
 
 
 class HostPassTimer(PassTimer):
-    """Where the host itself works: its time less what it has waited."""
+    """A timer of passes on a CPU: the host's time minus its waits."""
 
     def __init__(self, units: int, traffic: Traffic) -> None:
         super().__init__(units)
@@ -81,15 +81,17 @@ class HostPassTimer(PassTimer):
 
 
 class DevicePassTimer(PassTimer):
-    """Where a device works behind the host: from where it has waited for a unit's parameters to the pass's end.
+    """A timer of passes on an accelerator: events from the end of the wait for a unit's parameters to the end of its
+    pass.
 
-    Events are made for a few passes of SAMPLED, since the rate of transfers changes more often than what passes take.
+    Events are recorded for a few of SAMPLED passes, since the rate of transfers changes more often than the passes'
+    times.
     """
 
     def __init__(self, units: int, device: torch.device) -> None:
         super().__init__(units)
         self._device, self._passes = device, 0
-        self._since: Any = None  # None: this pass is not looked at
+        self._since: Any = None  # None: this pass is not timed
 
     def start(self) -> None:
         looked_at = self._passes % SAMPLED < WINDOW
@@ -106,13 +108,13 @@ class DevicePassTimer(PassTimer):
             laps.append((before, self._since))
 
     def _median(self, laps: deque[Any]) -> float:
-        """Of those that the device is through with: the others are not waited for."""
+        """The median of the passes that the device has finished; does not wait for the others."""
         seconds = [seconds_between(first, last) for first, last in laps if last.query()]
         return statistics.median(seconds or [0.0])
 
 
 class LinkTimer:
-    """The lane's measurements, and what all ranks know of the link."""
+    """A timer of the communication thread's transfers and updates, and the link's rate as all ranks know it."""
 
     def __init__(self, units: int, device: torch.device) -> None:
         self._event_times = EventTimes(device)
@@ -124,15 +126,15 @@ class LinkTimer:
         self._after_idling: deque[tuple[float, float]] = deque(maxlen=RESTARTS)
 
     def record_time(self) -> Any:
-        """Where the lane is now."""
+        """The current time of the communication thread: a number, or an event of the device."""
         return self._event_times.record()
 
     def record_transfer(self, size: float, begun: Any) -> None:
-        """A transfer of `size` bytes that the link could not do with less for has just ended, begun at that mark."""
+        """Record the end of a transfer of `size` bytes through the link, begun at the mark `begun`."""
         self._moved.append((size, begun, self.record_time()))
 
     def record_update(self, unit: int, begun: Any) -> None:
-        """A unit was updated from that mark on, which has held up the lane so long."""
+        """Record the update of a unit, begun at the mark `begun`."""
         self._updated.append((unit, begun, self.record_time()))
 
     def update_seconds(self) -> list[float]:
@@ -140,13 +142,13 @@ class LinkTimer:
         return [statistics.median(each or [0.0]) for each in self._updates]
 
     def restart_s(self) -> float:
-        """What a transfer takes longer at least whose link was idle when it began, until its pieces are under way."""
+        """Seconds that a transfer takes longer if the link was idle before it: the shortest measured."""
         rate = self._rates.estimate
         return max(0.0, min((seconds - size / rate for size, seconds in self._after_idling), default=0.0))
 
     def measure_rate(self) -> float:
-        """Bytes per second of the transfers since the last call; 0 if there were none. To be called when the device is
-        through with all that was marked."""
+        """Bytes per second of the transfers since the last call; 0 if there were none. The device must have passed all
+        marks."""
         for unit, begun, ended in self._updated:
             self._updates[unit].append(seconds_between(begun, ended))
             self._event_times.recycle(begun, ended)
@@ -164,8 +166,8 @@ class LinkTimer:
         return link_rate.step_rate(timed) or 0.0
 
     def observe_rates(self, rates_by_rank: Sequence[float]) -> bool:
-        """Take in the ranks' rates of a step; whether another order is due. The same on all ranks."""
-        # Who came last has waited for nobody.
+        """Record the ranks' rates of a step; returns whether a new order is due, the same on all ranks."""
+        # The last rank to arrive has not waited.
         self._rates = link_rate.observe_rate(self._rates, max(rates_by_rank))
         return link_rate.is_outdated(self._rates)
 
@@ -173,11 +175,11 @@ class LinkTimer:
         self, passes_s: Sequence[float], updates_s: Sequence[float], restart_s: float,
         sent: Sequence[tuple[float, float]], parts: int,
     ) -> tuple[StepTimings, float]:  # fmt: skip
-        """The work that an order is to be made for, and the link's rate in bytes per second; `passes_s` as in
-        `PassTimer.median_seconds`, `sent` the bytes that the link must carry to reduce and to gather each unit.
+        """The timings to compute an order for, and the link's rate in bytes per second; `passes_s` as in
+        `PassTimer.median_seconds`, `sent`: the bytes on the link to reduce and to gather each unit.
 
-        An order that knows how long a unit's update takes sends something else behind its gradient. Otherwise the link
-        would idle, and begin anew (`restart_s`), for every unit: with 8 units of 4 MiB that was 5 % of a step.
+        An order that knows the time of a unit's update sends something else after its gradient. Otherwise the link
+        would idle and restart (`restart_s`) for every unit: with 8 units of 4 MiB that was 5 % of a step.
         """
         self._rates = link_rate.adopt_estimate(self._rates)
         rate = self._rates.in_use
@@ -194,17 +196,17 @@ class LinkTimer:
         return work, rate
 
 
-# --------------------------------- how long updates take on a host that does them itself, whichever thread they are on
+# ------------------------------------------------------------------------------ time of updates on a CPU, on any thread
 
 
 class UpdateTimer:
-    """Counts the seconds of an engine's updates. On an accelerator those say only how long they took to be queued."""
+    """A timer of an engine's updates in seconds. On an accelerator it counts only the time to queue them."""
 
     def __init__(self) -> None:
         self._total = self._before = 0.0
 
     def wrap_engine(self, make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
-        """The same maker of an engine, whose updates are counted here."""
+        """Wrap an engine's constructor so that its updates are timed here."""
 
         def make(*args: Any, rule: UpdateRule, **more: Any) -> Engine:
             return make_engine(*args, rule=cast(UpdateRule, TimedRule(rule, self)), **more)
@@ -212,7 +214,7 @@ class UpdateTimer:
         return make
 
     def add_seconds(self, seconds: float) -> None:
-        self._total += seconds  # by one thread alone
+        self._total += seconds  # from one thread only
 
     def lap(self) -> float:
         """Seconds since the last lap."""
@@ -221,7 +223,7 @@ class UpdateTimer:
 
 
 class TimedRule:
-    """A rule that does as `rule` does, and is counted."""
+    """An update rule that delegates to `rule` and is timed."""
 
     def __init__(self, rule: UpdateRule, updates: UpdateTimer) -> None:
         self.rule, self._updates = rule, updates

@@ -1,7 +1,7 @@
-"""ZeRO 1 and 2: whole parameters stay on every rank, and the forward pass waits for those of the step before.
+"""ZeRO 1 and 2: whole parameters stay on every rank, and the forward pass waits for their all-gather.
 
-When a unit's gradient is summed, its shards are updated and gathered while the next forward pass goes on. Gradients
-stay whole with 1; with 2 their buffers are given back as soon as they are summed.
+Once a unit's gradient is reduced, its shards are updated, and gathered during the next forward pass. With 1 whole
+gradients stay; with 2 their buffers are freed as soon as they are reduced.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from phalanx.layout.comm_simulation import TransferOp
 
 
 class KeptParameters(ParameterResidency):
-    """When whole parameters that stay are those of the step before."""
+    """Residency of parameters that stay whole on every rank (ZeRO 1 and 2)."""
 
     @staticmethod
     def make_pool(sharding: ShardingSpec) -> GradientBufferPool | None:
@@ -31,7 +31,7 @@ class KeptParameters(ParameterResidency):
         self.gathered = [StreamEvent(self._comm_thread) for _ in units]  # of the step before
         self.next_gathered = self.gathered
 
-    # -------------------------------------------------------------------------------------- the main thread: what waits
+    # ------------------------------------------------------------------------------------------- the main thread: waits
 
     def begin_micro_batch(self, last: bool) -> None:
         if last:
@@ -55,9 +55,9 @@ class KeptParameters(ParameterResidency):
                 "a state_dict was asked for within a step, whose end it would have to wait for; ask between steps"
             )
         if not self._comm_thread.closed:
-            self._comm_thread.drain()  # some may still be on their way
+            self._comm_thread.drain()  # some may still be in flight
 
-    # ------------------------------------------------------------------------------- the main thread: what is submitted
+    # ------------------------------------------------------------------------------------- the main thread: submissions
 
     def submit_gather(self, now: StepState, unit: Unit, op: TransferOp) -> None:
         fresh = self.next_gathered[unit.number]
@@ -68,7 +68,7 @@ class KeptParameters(ParameterResidency):
         if wait:
             self._comm_thread.drain()
 
-    # -------------------------------------------------------------------------------------------------------- the lane
+    # ------------------------------------------------------------------------------------------ communication thread
 
     def _gather_masters(self, unit: Unit) -> None:
         self._update.stage_masters(unit)
@@ -77,7 +77,7 @@ class KeptParameters(ParameterResidency):
             self._update.queue.gather(unit.trained_buckets, part, then)
 
     def _gather_updated(self, now: StepState, unit: Unit, part: int, fresh: StreamEvent | None) -> None:
-        """`fresh` is set when the last part has arrived, and the ranks have agreed."""
+        """Gather the updated parameters; `fresh` is set when the last part has arrived and the ranks have agreed."""
         if unit.trained_buckets and unit.number not in now.updated:
             self._update.queue.flush()  # which may update it
             if unit.number not in now.updated:
@@ -94,7 +94,7 @@ class KeptParameters(ParameterResidency):
         self._update.queue.gather([] if unit.number in now.again else unit.trained_buckets, part, then)
 
     def redo(self, now: StepState) -> None:
-        """What was updated early was updated wrongly: once more, from the state that was kept."""
+        """Redo wrong early updates from the previous state."""
         now.updated = set()
         for number in sorted(now.gathered):
             unit = self._units[number]

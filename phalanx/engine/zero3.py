@@ -1,7 +1,7 @@
-"""ZeRO 3: whole parameters are there only while they are used: gathered for the forward and for the backward pass.
+"""ZeRO 3: parameters are sharded between uses, and gathered for each forward and backward pass.
 
-Units are used once in a pass and in the declared order. Each pass has events of its own: the communication thread sets
-those of what it has gathered, and the hooks those of what is not needed any more.
+Units are used once in a pass and in the declared order. Each pass has its own events: the communication thread sets
+those of gathered units, the hooks those of units that are no longer needed.
 """
 
 import contextlib
@@ -17,63 +17,22 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from phalanx.comm.comm_thread import CommThread, StreamEvent
-from phalanx.engine.bucket import AllocateWorkingMemory, BucketGradient, GradientBufferPool, RankBucket
+from phalanx.engine.bucket import BucketGradient, GradientBufferPool, RankBucket
+from phalanx.engine.fp8_gather import Fp8Bucket
 from phalanx.engine.hooks import OUTSIDE_MICRO_BATCH, ParameterResidency, in_backward
-from phalanx.engine.interface import Precision
+from phalanx.engine.released_bucket import ReleasedBucket
 from phalanx.engine.schedule import Unit
 from phalanx.engine.sharded_update import ShardedUpdate, StepState
-from phalanx.engine.sharding_spec import PREFETCH, ShardingSpec
-from phalanx.layout.buckets import Bucket
+from phalanx.engine.sharding_spec import ShardingSpec
+from phalanx.layout.buckets import FP8_GATHERED, Bucket
 from phalanx.layout.comm_simulation import TransferOp
-from phalanx.optim.update import Shard
+from phalanx.layout.memory_model import PREFETCH
 
-IN_FLIGHT_ZERO3 = 2  # gradient buffers: the backward pass waits for the link anyway
-
-
-class ReleasedBucket(RankBucket):
-    """A bucket whose whole parameters have memory only between `unshard` and `reshard`."""
-
-    def __init__(
-        self, bucket: Bucket, rank: int, device: torch.device, precision: Precision, comm_thread: CommThread,
-        pool: GradientBufferPool | None, working_memory: AllocateWorkingMemory,
-    ) -> None:  # fmt: skip
-        super().__init__(bucket, rank, device, precision, comm_thread, pool)  # nothing of it stays
-        self._bytes = self.values.untyped_storage().nbytes()
-        self._placeholder: torch.Tensor | None = None  # what stands for parameters that are released
-        own = () if bucket.trained else self.values.new_zeros(bucket.count_elements(rank), dtype=precision.transport)
-        self._frozen_shard = self._by_part(own) if isinstance(own, torch.Tensor) else []
-
-    def frozen_shards(self) -> Iterator[Shard]:
-        for each in self.fragments:
-            values, whole = self._of(self._frozen_shard, each), each.parameter
-            yield Shard(whole.name, each.start, each.stop, whole.shape, values, trainable=False)
-
-    def reshard(self) -> None:
-        """Give the memory of the whole parameters back; who reads them now, which nobody should, reads NaN."""
-        nothing = self.values.new_full((), torch.nan) if self._placeholder is None else self._placeholder
-        self._placeholder = nothing
-        for parameter in self._parameters:
-            parameter.data = nothing.expand(parameter.shape)
-        self.values.untyped_storage().resize_(0)
-
-    def unshard(self) -> None:
-        """Take that memory again, with any content but a frozen bucket's own range."""
-        self.values.untyped_storage().resize_(self._bytes)
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.data = view
-        if self._frozen_shard:
-            departing = self._gather_source()
-            for (start, stop), kept in zip(self._own, self._frozen_shard, strict=True):
-                departing[start:stop].copy_(kept)
-
-    @property
-    def memory_ids(self) -> tuple[int, ...]:
-        released = () if self._placeholder is None else (int(self._placeholder.untyped_storage()._cdata),)
-        return (*super().memory_ids, *released)
+IN_FLIGHT_ZERO3 = 2  # gradient buffers; the backward pass waits for the link anyway
 
 
 class PassEvents:
-    """Of one pass forward, and backward if it is `training`, through units whose parameters are released."""
+    """The events of one forward pass, and its backward pass if `training`, through resharded units."""
 
     def __init__(self, units: int, comm_thread: CommThread, training: bool) -> None:
         self.training = training
@@ -81,18 +40,18 @@ class PassEvents:
             [StreamEvent(comm_thread) for _ in range(units)] for _ in range(4)
         )
         if training and units:
-            # The last unit is not released between the two passes, nor is anything of the model itself.
+            # The last unit and the model's own parameters are not resharded between the two passes.
             self.regathered[-1], self.forward_done[-1] = self.gathered[-1], self.backward_done[-1]
 
     def set_all_done(self) -> None:
-        """The passes are over."""
+        """Set all events: the passes are over."""
         for mark in (*self.forward_done, *self.backward_done):
             mark.record()
 
 
 @dataclass(frozen=True)
 class UnshardedUnit:
-    """A unit that has memory, when it may be released, and when its parameters are there."""
+    """A gathered unit, with the events of its arrival and of its last use."""
 
     unit: Unit
     done: StreamEvent
@@ -100,22 +59,38 @@ class UnshardedUnit:
 
 
 class UnshardedUnits:
-    """The units whose whole parameters have memory; all is called on the lane."""
+    """The units whose whole parameters have memory; all methods run on the communication thread."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], update: ShardedUpdate) -> None:
         self._model, self._update = model, update
         self._first = int(bool(units) and units[0].module is model)  # number of the first but the model's own
         self._units: deque[UnshardedUnit] = deque()
         self._root: UnshardedUnit | None = None  # the model's own parameters, for a whole pass
+        self._fp8_buckets = [held for unit in units for held in unit.buckets if isinstance(held, Fp8Bucket)]
+        self._without_scales = list(self._fp8_buckets)
 
     def gather_masters(self, unit: Unit) -> None:
-        """Gather what the ranks own of a unit, for whoever reads it between steps."""
+        """Gather a unit from the ranks' masters, for reads between steps."""
+        for held in self._fp8_buckets:
+            held.exact = True
         self._unshard(unit)
+        for held in self._fp8_buckets:
+            held.exact = False
         for part in range(unit.parts):
             self._update.queue.gather(unit.buckets, part, lambda: None)
 
+    def masters_changed(self) -> None:
+        """Before the next gather ranks agree on new scales of trained FP8 weights; frozen ones keep theirs."""
+        self._without_scales = [
+            held for held in self._fp8_buckets if held.bucket.trained or held in self._without_scales
+        ]
+
     def gather(self, unit: Unit, op: TransferOp, marks: PassEvents) -> None:
-        """Gather a part of a unit for the pass that `op` is of; before its first, release what is not needed."""
+        """Gather a part of a unit for the pass of `op`; before its first part, reshard units that are no longer
+        needed."""
+        if self._without_scales:
+            self._update.agree_on_scales(self._without_scales)
+            self._without_scales = []
         again = op.kind == "regather"
         mark = (marks.regathered if again else marks.gathered)[unit.number]
         if op.part == 0:
@@ -131,13 +106,13 @@ class UnshardedUnits:
         self._update.queue.gather(unit.buckets, op.part, lambda: mark.record() if op.part == unit.parts - 1 else None)
 
     def reshard_after_backward(self, unit: Unit, gradient: BucketGradient, marks: PassEvents) -> None:
-        """The backward pass of a unit is through: its parameters need not be there while its gradient is sent."""
+        """Reshard a unit after its backward pass, before its gradient is reduced."""
         queue = self._update.queue
         queue.wait(gradient.ready)
-        if self._units and unit.number > self._first:  # of the first nothing tells the end
+        if self._units and unit.number > self._first:  # the end of the first has no hook
             queue.wait(marks.backward_done[unit.number])
         while self._units and all(mark.is_recorded for mark in (self._units[0].done, self._units[0].gathered)):
-            self._reshard(self._units.popleft())  # what nobody uses may still arrive
+            self._reshard(self._units.popleft())  # an unused unit may still be in flight
 
     def _unshard(self, unit: Unit) -> None:
         for held in unit.buckets:
@@ -150,8 +125,8 @@ class UnshardedUnits:
             held.reshard()
 
     def reshard_all(self) -> None:
-        """Release all units when the passes are through with them."""
-        self._update.queue.flush()  # the last to be gathered may still arrive, where nothing has used it
+        """Reshard all units once the passes have finished with them."""
+        self._update.queue.flush()  # the last gather may still be in flight, where nothing has used it
         while self._units:
             self._reshard(self._units.popleft())
         if self._root is not None:
@@ -160,10 +135,13 @@ class UnshardedUnits:
 
 
 class GatheredParameters(ParameterResidency):
-    """When whole parameters are gathered and released."""
+    """Residency of parameters that are gathered for each pass (ZeRO 3)."""
 
     releases: ClassVar[bool] = True
-    make_bucket: ClassVar[type[RankBucket]] = ReleasedBucket
+
+    @staticmethod
+    def make_bucket(bucket: Bucket, *shared: Any) -> RankBucket:
+        return (Fp8Bucket if bucket.dtype == FP8_GATHERED else ReleasedBucket)(bucket, *shared)
 
     @staticmethod
     def make_pool(sharding: ShardingSpec) -> GradientBufferPool | None:
@@ -173,13 +151,13 @@ class GatheredParameters(ParameterResidency):
         self, model: nn.Module, units: Sequence[Unit], update: ShardedUpdate, comm_thread: CommThread, *shared: Any
     ) -> None:
         super().__init__(model, units, update, comm_thread, *shared)
-        self.passes_are_free = False  # all parameters are there, and stay, whatever passes are run
+        self.passes_are_free = False  # all parameters are gathered and stay so, whatever passes run
         self._in_micro_batch = False
-        self._next = self._current_backward = len(units)  # unit that the passes have come to
+        self._next = self._current_backward = len(units)  # the unit that comes next in the passes
         self.events = PassEvents(len(units), comm_thread, training=False)
         self._unsharded = UnshardedUnits(model, units, update)
 
-    # -------------------------------------------------------------------------------------- the main thread: what waits
+    # ------------------------------------------------------------------------------------------- the main thread: waits
 
     def register_hooks(self, model: nn.Module) -> list[Any]:
         return [
@@ -205,7 +183,7 @@ class GatheredParameters(ParameterResidency):
                 "the model was called after its engine was closed, which has left it without parameters (zero 3); take "
                 "them out of full_parameters() before"
             )
-        if not self._in_micro_batch:  # a forward pass alone
+        if not self._in_micro_batch:  # a forward pass without backward
             self._begin_pass(training=False)
             for op in self._update.schedule.forward_order():
                 self._submit_gather(self._units[op.bucket], op)
@@ -243,19 +221,19 @@ class GatheredParameters(ParameterResidency):
             self.events.set_all_done()
 
     def _pre_backward(self, unit: Unit, events: PassEvents) -> None:
-        """The backward pass comes to a unit; those behind it are through."""
+        """Before a unit's backward pass; later units have finished theirs."""
         if not self._in_micro_batch or events is not self.events:
             raise RuntimeError(OUTSIDE_MICRO_BATCH)
         self._current_backward = unit.number
         for later in self._units[unit.number + 1 :]:
             events.backward_done[later.number].record()
-            for held in later.trained_buckets:  # what no gradient has come for would be waited for in vain
+            for held in later.trained_buckets:  # a parameter without gradient would be waited for forever
                 held.finish_backward()
         events.regathered[unit.number].wait(self._traffic)
         self._pass_timer.exclude_wait()
 
     def _pre_recompute(self, unit: Unit) -> None:
-        """A backward pass has come to a unit of which it computes activations again."""
+        """Before a unit whose activations the backward pass recomputes."""
         if unit.number > self._current_backward:
             raise RuntimeError(
                 f"the backward pass computes unit {unit.name} again after {self._units[self._current_backward].name}, "
@@ -278,7 +256,7 @@ class GatheredParameters(ParameterResidency):
             "is loaded would be lost; load before the model is sharded, or load what the engine has saved"
         )
 
-    # ------------------------------------------------------------------------------- the main thread: what is submitted
+    # ------------------------------------------------------------------------------------- the main thread: submissions
 
     def submit_gather(self, now: StepState, unit: Unit, op: TransferOp) -> None:
         self._submit_gather(unit, op)
@@ -294,6 +272,7 @@ class GatheredParameters(ParameterResidency):
 
     def publish_masters(self, wait: bool = True) -> None:
         self._comm_thread.wait_current_stream()
+        self._comm_thread.submit(self._unsharded.masters_changed)
 
     @contextlib.contextmanager
     def unshard_all(self) -> Iterator[None]:
@@ -304,7 +283,7 @@ class GatheredParameters(ParameterResidency):
             yield
         finally:
             self.passes_are_free = False
-            self._comm_thread.wait_current_stream()  # whose memory it is, and who may use it again at once
+            self._comm_thread.wait_current_stream()  # the memory belongs to it, and it may reuse it at once
             for unit in self._units:
                 for held in unit.buckets:
                     held.reshard()
@@ -312,3 +291,4 @@ class GatheredParameters(ParameterResidency):
     def finish_step(self, now: StepState) -> None:
         for unit in self._units:
             self._update.update_unit(now, unit, stages=False)
+        self._unsharded.masters_changed()

@@ -1,7 +1,7 @@
-"""Going on from a text with a model that several ranks hold together: each token is a pass through all of them.
+"""Text generation with a model that is split over several ranks: each token is a forward pass through all of them.
 
-Nothing is kept from one pass to the next, so a token takes as long as all before it together: this is for a model that
-no single device holds, to hear what it says. Where one device is enough, transformers writes faster (text.py).
+It has no key-value cache, so a token takes as long as a pass over all tokens before it: this is for checking a model
+that no single device can hold. If one device is enough, transformers is faster (text.py).
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How a token is chosen; `temperature` 0 takes the likeliest. `top_k` 0 draws among all."""
+    """Sampling of a token; `temperature` 0 takes the most likely one. `top_k` 0 samples from all."""
 
     temperature: float = 0.8
     top_p: float = 1.0
@@ -37,19 +37,19 @@ class SamplingOptions:
     repetition_penalty: float = 1.0
 
     def sample_token(self, logits: Tensor, seen: Tensor, generator: torch.Generator) -> int:
-        """The next token, by its `logits` (V,) and the tokens (S,) `seen` before."""
+        """The next token, from its `logits` (V,) and the previous tokens `seen` (S,)."""
         if self.temperature == 0:
             return int(self._penalize_repetition(logits, seen).argmax())
         return int(torch.multinomial(self.token_probabilities(logits, seen), 1, generator=generator))
 
     def token_probabilities(self, logits: Tensor, seen: Tensor) -> Tensor:
-        """How probable each token (V,) is to be drawn: as with transformers, by penalty, temperature, top_k and top_p
+        """The probability of each token (V,), computed as in transformers: penalty, temperature, top_k and top_p
         in this order."""
         ordered, tokens = (self._penalize_repetition(logits, seen) / self.temperature).sort(descending=True)
         if self.top_k:
             ordered, tokens = ordered[: self.top_k], tokens[: self.top_k]
         found = ordered.softmax(0)
-        # Those before which others have less than top_p together; the likeliest is always one of them.
+        # Tokens whose more likely predecessors sum to less than top_p; this always includes the most likely token.
         found = found.masked_fill(found.cumsum(0) - found >= self.top_p, 0.0)
         return torch.zeros(len(logits)).index_put_((tokens,), found / found.sum())
 
@@ -62,14 +62,14 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class DistributedModel:
-    """A model of which this rank holds a part."""
+    """A model of which this rank has a part."""
 
     model: StagedArchitecture
     model_part: ModelPart
     mesh: Mesh
 
     def next_token(self, tokens: Sequence[int], sampling: SamplingOptions, generator: torch.Generator) -> int:
-        """The token behind `tokens`, the same on all ranks. Collective."""
+        """The token after `tokens`, the same on all ranks. Collective."""
         text = torch.tensor(tokens, device=self.mesh.device)
         with torch.no_grad():
             if self.model_part.pipeline is None:
@@ -88,8 +88,8 @@ class DistributedModel:
 
 
 def load_distributed_model(config: "Config", spec: ModelSpec, paths: RunPaths, mesh: Mesh) -> DistributedModel:
-    """This rank's part of the model in a run's newest checkpoint, read by byte range; of the layout that `config` asks
-    for, whatever that of the run was. Collective. Raises RunError where there is no checkpoint."""
+    """Load this rank's part of the model in a run's newest checkpoint, by byte range; in the layout of `config`,
+    whatever the layout of the run. Collective. Raises RunError if there is no checkpoint."""
     model, precision = make_workload(config, spec, paths).model(), precision_of(config.train.dtype, mesh)
     parted = partition_model(model, config, mesh, precision)
     assert isinstance(model, StagedArchitecture)

@@ -1,4 +1,4 @@
-"""`phalanx generate --tensor N --pipeline M`: text of a run's model that no single device holds, by several ranks."""
+"""`phalanx generate --tensor N --pipeline M`: text from a run's model that is split over several ranks."""
 
 import functools
 import json
@@ -15,13 +15,12 @@ from phalanx.elastic.node import agent
 from phalanx.generate.text import Sampling, read_prompts
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.storage import files as storage
-from phalanx.system.fork import fork_call
+from phalanx.system.fork import DEVICES_TIMEOUT_S, fork_call
 from phalanx.system.torchrun_env import device_of
 
 PRELOAD = ("torch", "torch._dynamo", "phalanx.generate.decode")
-DEVICES_TIMEOUT_S = 120.0
 GRACE_S = 10.0
-# What a run's layout was is of no matter here; nothing is trained.
+# The run's layout does not matter here; nothing is trained.
 CHANGES = {
     "parallel.engine": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.schedule": "1f1b",
     "parallel.layers_per_stage": "auto", "parallel.sequence_parallel": False, "memory.activations": "none",
@@ -31,7 +30,7 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What all ranks are to do: `as_lines` prints JSON lines of prompt and completion, else text as it comes."""
+    """The request to all ranks: `as_lines` prints JSON lines of prompt and completion, else text is streamed."""
 
     paths: RunPaths
     axes: MeshAxes
@@ -41,9 +40,8 @@ class GenerationRequest:
 
 
 def complete_over_ranks(model: str, axes: MeshAxes, prompt: str, file: Path | None, sampling: Sampling) -> int:
-    """Print what the model of a run folder adds to `prompt`, or to each of a `file`; gives the exit code.
-
-    Raises ConfigError for anything but a run's folder on this machine, and for degrees that do not divide its model.
+    """Print the completion of `prompt`, or of each prompt of a `file`; returns the exit code. Raises ConfigError
+    for anything but a run folder on this machine, and for degrees that do not divide its model.
     """
     paths = RunPaths(Path(model))
     if storage.is_url(model) or not paths.config.is_file():
@@ -69,7 +67,7 @@ def _find_accelerators() -> list[str]:
 
 
 def _check_config(folder: str, tensor: int, pipeline: int) -> None:
-    """In a child, as the ranks' own errors would be told by each of them. Raises ConfigError."""
+    """Check the configuration in a child; otherwise each rank would report the error. Raises ConfigError."""
     _config(RunPaths(Path(folder)), MeshAxes(tensor, pipeline))
 
 
@@ -86,7 +84,7 @@ def _config(paths: RunPaths, axes: MeshAxes) -> Any:
 
 
 def _run_rank(request: GenerationRequest, placement: Placement) -> int:
-    """One rank's part. Rank 0 prints."""
+    """Generate on one rank. Rank 0 prints."""
     import torch
     from transformers import AutoTokenizer
 
@@ -123,7 +121,7 @@ def _run_rank(request: GenerationRequest, placement: Placement) -> int:
 
 
 class _StreamedText:
-    """What was written, printed as far as later tokens cannot change it any more."""
+    """Streamed text: prints what later tokens cannot change any more."""
 
     def __init__(self, tokenizer: Any, prints: bool, prompt: str) -> None:
         self._tokenizer, self._prints, self.text = tokenizer, prints, ""

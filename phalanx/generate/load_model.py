@@ -1,5 +1,5 @@
-"""The model and the tokenizer to write text with, by the transformers library: of a run, a Hugging Face folder or an
-adapter's."""
+"""Loading the model and the tokenizer for text generation, by the transformers library: of a run, a Hugging Face
+folder or an adapter."""
 
 import contextlib
 import functools
@@ -10,28 +10,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import ConfigError, fetch_hint
+from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.core.run_paths import VOCABULARY_FILES, RunPaths
 from phalanx.models.hf_config import find_config_family, read_config
 from phalanx.storage import files as storage
-from phalanx.storage import mirror
+from phalanx.storage import hub, mirror
+from phalanx.storage.local_copies import fetch_folder
 
-ADAPTER = "adapter_config.json"  # what makes a folder one of PEFT's
+ADAPTER = "adapter_config.json"  # identifies a folder of PEFT's adapter
 
-# A context that gives what is told (phase, done, total) of the work before the first word.
+# A context that yields a progress function (phase, done, total) for the work before the first token.
 Phases = Callable[[], contextlib.AbstractContextManager[Callable[[str, int, int], None]]]
 
 
 def no_progress() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
-    """Phases of which nobody is told."""
+    """Progress that is not shown."""
     return contextlib.nullcontext(lambda phase, done, total: None)
 
 
 @contextlib.contextmanager
 def load_model(model: Path | str, phases: Phases = no_progress) -> Iterator[tuple[Any, Any]]:
-    """The tokenizer and the network of what `model` names: the folder or URL of a run (its newest checkpoint), or a
-    local Hugging Face folder, of a model or of PEFT's adapter. Raises ConfigError where there is none that writes
-    text."""
+    """The tokenizer and the network of `model`: the folder or URL of a run (its newest checkpoint), or a Hugging
+    Face folder or a name on the hub, of a model or of PEFT's adapter. Raises ConfigError if it is not a
+    text-generating model."""
     with _open_model(model) as paths:
         folder = paths.root
         if paths.config.is_file():
@@ -45,14 +46,14 @@ def load_model(model: Path | str, phases: Phases = no_progress) -> Iterator[tupl
         else:
             raise ConfigError(
                 f"{model} is neither a run folder nor a Hugging Face folder nor an adapter's; name one that holds a "
-                f"model{fetch_hint(model)}"
+                "model"
             )
 
 
 def _refuse_encoder(folder: Path) -> None:
-    """Raises ConfigError for a BERT's folder: transformers would make a writer of it, whose text means nothing."""
+    """Raises ConfigError for the folder of a BERT: transformers would generate meaningless text with it."""
     family = None
-    with contextlib.suppress(ConfigError, RecursionError):  # transformers says what is wrong with it
+    with contextlib.suppress(ConfigError, RecursionError):  # transformers reports the error
         family = find_config_family(read_config(folder))
     if family is not None and not family.writes_text:
         raise ConfigError(
@@ -62,8 +63,8 @@ def _refuse_encoder(folder: Path) -> None:
 
 
 def _load_run(paths: RunPaths, folder: Path, phases: Phases) -> tuple[Any, Any]:
-    """A run's newest checkpoint by way of `folder`; of a run with adapters these alone, added to the weights that they
-    were trained beside, as the whole model would be as large on the disk as in memory."""
+    """Load a run's newest checkpoint by way of `folder`. For a run with adapters only these are exported, and
+    added to their base weights, since the whole model would be as large on the disk as in memory."""
     from phalanx.trainer.export import export_run
     from phalanx.trainer.run_folder import read_run_config
     from phalanx.workload.adapters import check_base_weights
@@ -73,7 +74,7 @@ def _load_run(paths: RunPaths, folder: Path, phases: Phases) -> tuple[Any, Any]:
     config = read_run_config(paths)
     if config is not None and config.task.kind == "custom":
         raise ConfigError(
-            f"{paths.display_name} trained the network of a task of its own ({config.task.code}), which writes no "
+            f"{paths.display_name} trained the network of a custom task ({config.task.code}), which writes no "
             "text; `phalanx export` gives its parameters"
         )
     if config is not None and config.task.kind in ("masked", "tag", "classify"):
@@ -90,13 +91,16 @@ def _load_run(paths: RunPaths, folder: Path, phases: Phases) -> tuple[Any, Any]:
         check_base_weights(base, read_model_shape(base, paths), resolve_model_class(base, paths), paths)
         return _load(Path(str(base.model.from_hf)).expanduser(), folder, phases)
     if config is not None:
-        resolve_model_class(config, paths).register()  # so that transformers knows a model of a user's own
+        resolve_model_class(config, paths).register()  # so that transformers knows a custom model class
     return _load(folder, None, phases)
 
 
 @contextlib.contextmanager
 def _open_model(model: Path | str) -> Iterator[RunPaths]:
-    """The folder itself, or a copy of what lies at a URL."""
+    """The folder itself, or a copy of one on the hub or at a URL."""
+    if hub.is_hub_name(str(model)):
+        yield RunPaths(fetch_folder(str(model)))
+        return
     if not storage.is_url(model):
         yield RunPaths(Path(model))
         return
@@ -105,14 +109,18 @@ def _open_model(model: Path | str) -> Iterator[RunPaths]:
 
 
 def _base_of(adapter: Path) -> Path:
-    """The folder of the model that an adapter belongs to."""
+    """The folder of an adapter's base model."""
     try:
-        named = json.loads((adapter / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        about = json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))
+        named, revision = about.get("base_model_name_or_path"), about.get("revision")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{adapter / ADAPTER} cannot be read ({shorten_error(error)}); fetch the folder again"
         ) from None
-    base = Path(str(named)).expanduser()
+    try:
+        base = fetch_folder(f"{named}@{revision}" if revision and hub.is_hub_name(str(named)) else str(named))
+    except PhalanxError as error:
+        raise ConfigError(f"{adapter} is an adapter of the model {named}, but {error}") from error
     if not named or not (base / "config.json").is_file():
         raise ConfigError(
             f"{adapter} is an adapter of the model {named}, which is no folder on this machine; put the base model "
@@ -140,32 +148,37 @@ def _load_from_hf(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(adapter if own else folder, local_files_only=True)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the library raises whatever the missing or damaged file happened to raise
+    except Exception as error:  # the library may raise any error for a missing or damaged file
         raise ConfigError(
             f"transformers cannot load a model and its tokenizer from {folder} ({shorten_error(error)}); fetch the "
             "folder's files again or name another"
         ) from error
     if adapter is not None:
-        _merge(model, adapter)
+        _merge(model, folder, adapter)
     if torch.accelerator.is_available():
         model = model.to(torch.accelerator.current_accelerator())
     return tokenizer, model
 
 
-def _merge(model: Any, folder: Path) -> None:
-    """Add an adapter to the weights that it belongs to, as an export of a run with adapters does."""
+def _merge(model: Any, base: Path, folder: Path) -> None:
+    """Merge an adapter into its base weights, as an export of a run with adapters does."""
     import torch
 
+    from phalanx.models.hf_config import read_config, spec_from_config
+    from phalanx.models.hf_layout import find_adapter_places, find_places
     from phalanx.models.lora import adapter_names, merge_adapter
     from phalanx.models.peft import Adapter
-    from phalanx.models.user_model import hf_name
+    from phalanx.models.user_model import hf_name, load_family_class, shapes_of
 
-    layers = int(model.config.num_hidden_layers)
-    adapter = Adapter(folder, layers, hf_name)
+    spec = spec_from_config(read_config(base), str(base))
+    code = load_family_class(spec.architecture)
+    whole = shapes_of(code, spec)
+    names, places = functools.partial(hf_name, model_class=code), find_places(code, spec, whole)
+    adapter = Adapter(folder, spec.layers, names, find_adapter_places(code, spec))
     weights = dict(model.named_parameters())
     rank, shapes = adapter.lora.rank, dict[str, tuple[int, ...]]()
-    for matrix, a, b in adapter_names(adapter.lora, layers):
-        rows, columns = weights[hf_name(matrix)].shape
+    for matrix, a, b in adapter_names(adapter.lora, spec.layers):
+        rows, columns = whole[matrix]
         shapes |= {a: (rank, columns), b: (rows, rank)}
     adapter.check_shapes(shapes)
 
@@ -173,11 +186,12 @@ def _merge(model: Any, folder: Path) -> None:
         return adapter.read(name, 0, math.prod(shapes[name])).view(shapes[name])
 
     with torch.no_grad():
-        for matrix, a, b in adapter_names(adapter.lora, layers):
-            weight = weights[hf_name(matrix)]
-            weight.copy_(merge_adapter(weight, tensor(a), tensor(b), adapter.lora.scale))
+        for matrix, a, b in adapter_names(adapter.lora, spec.layers):
+            part = places[matrix].find_in(weights[places[matrix].name])
+            merged = merge_adapter(part.reshape(whole[matrix]), tensor(a), tensor(b), adapter.lora.scale)
+            part.copy_(merged.view_as(part))
 
 
 def shorten_error(error: Exception) -> str:
-    """What another library's error says, in one line."""
+    """Another library's error in one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,4 +1,5 @@
-"""Writing text with a trained model, by the transformers library: from a prompt, from a file of them, in a chat."""
+"""Text generation with a trained model, by the transformers library: from a prompt, from a file of prompts, in a
+chat."""
 
 import contextlib
 import importlib
@@ -12,22 +13,22 @@ from typing import Any
 from phalanx.core.errors import ConfigError
 from phalanx.generate.load_model import Phases, load_model, no_progress, shorten_error
 
-_PROBE = "\u2042answer\u2042"  # what no template writes itself
+_PROBE = "\u2042answer\u2042"  # does not occur in any template
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How each token is chosen; `temperature` 0 takes the likeliest, and then nothing is drawn."""
+    """Sampling options; `temperature` 0 takes the most likely token, without randomness."""
 
     max_tokens: int = 100
     temperature: float = 0.8
-    top_p: float = 1.0  # draw among the likeliest tokens that together have this probability
-    top_k: int = 0  # draw among this many; 0: among all
-    repetition_penalty: float = 1.0  # divides the logits of tokens that were there before
+    top_p: float = 1.0  # sample from the most likely tokens of this total probability
+    top_k: int = 0  # sample from this many of the most likely tokens; 0: from all
+    repetition_penalty: float = 1.0  # divides the logits of tokens that occurred before
     seed: int = 0
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `generate` of transformers; all are given, as a folder may bring defaults of its own."""
+        """Arguments for `generate` of transformers; all are given, since a folder may have different defaults."""
         common = {"max_new_tokens": self.max_tokens, "repetition_penalty": self.repetition_penalty}
         if self.temperature == 0:
             return common | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -46,26 +47,26 @@ class TextGenerator:
     tokenizer: Any
     model: Any
     sampling: Sampling
-    _stop: list[str] = field(default_factory=list)  # texts that end an answer, where no single token does
+    _stop: list[str] = field(default_factory=list)  # texts that end an answer, if no single token does
     _ends: list[int] = field(default_factory=list)  # tokens that end an answer
 
     def reset_seed(self) -> None:
-        """Begin the draws anew."""
+        """Reset the random generator to the seed."""
         from transformers import set_seed
 
         set_seed(self.sampling.seed)
 
     def complete(self, prompt: str, show: bool, echo: bool) -> str:
-        """Go on from a text; returns what was added. `show` streams it to standard output, `echo` with the prompt."""
+        """Complete a text; returns what was added. `show` streams it to standard output, `echo` with the prompt."""
         return self._generate(self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False), show, echo, [])
 
     def answer(self, messages: list[dict[str, str]], show: bool) -> str:
-        """The assistant's next turn of a conversation; the oldest turns are left out where it has grown too long."""
+        """The assistant's next turn of a conversation; the oldest turns are dropped if it is too long."""
         return self._generate(self._fit_messages(messages), show, False, self._stop)
 
     def _fit_messages(self, messages: list[dict[str, str]]) -> Any:
-        """The tokens of as much of a conversation as leaves room for the answer in the model's positions: what the
-        system says stays, and the last question, however long it is."""
+        """The tokens of as much of a conversation as leaves room for the answer in the model's positions: the
+        system message is kept, and the last question, however long."""
         system = [one for one in messages[:1] if one["role"] == "system"]
         turns = messages[len(system) :]
         positions = getattr(self.model.config, "max_position_embeddings", None)
@@ -79,9 +80,9 @@ class TextGenerator:
             turns = turns[2:]  # a question and its answer
 
     def prepare_chat(self) -> None:
-        """Look up how an answer ends. Raises ConfigError where there is no template, or it fails."""
+        """Find out how an answer ends. Raises ConfigError if there is no template, or if it fails."""
         if not self.tokenizer.chat_template:
-            raise ConfigError("this model's tokenizer has no chat template, so there is no chat; leave --chat out")
+            raise ConfigError("this model's tokenizer has no chat template, so --chat has no effect; remove it")
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False)
@@ -110,7 +111,7 @@ class TextGenerator:
                 **({"stop_strings": stop, "tokenizer": self.tokenizer} if stop else {}),
                 **self.sampling.options(),
             )
-        except KeyboardInterrupt:  # cuts off an answer that somebody watches; what was written of it stays
+        except KeyboardInterrupt:  # ends the answer; the text so far is kept
             if not show:
                 raise
             streamer.end()
@@ -158,11 +159,11 @@ def generate_text(
 
 
 def complete_prompt(model: Path | str, prompt: str, sampling: Sampling, phases: Phases = no_progress) -> None:
-    """Print the prompt and what the model adds to it, token by token. Ctrl-C cuts it off.
+    """Print the prompt and its completion, token by token, until Ctrl-C.
 
     `model` is a run folder (its newest checkpoint is exported to a temporary folder first, adapters merged into it), a
-    Hugging Face folder, or an adapter folder of PEFT's whose base model is on this machine; or the URL of one. `phases`
-    shows how far that is. Raises ConfigError when it is none of them.
+    Hugging Face folder, or an adapter folder of PEFT whose base model is on this machine; or the URL of one. `phases`
+    shows progress. Raises ConfigError if it is none of them.
     """
     with load_generator(model, sampling, phases) as writer:
         writer.reset_seed()
@@ -192,7 +193,7 @@ def complete_file(
 def converse(
     model: Path | str, prompt: str | None, system: str | None, sampling: Sampling, phases: Phases = no_progress
 ) -> None:
-    """Answer `prompt`, or without one talk until the input ends (Ctrl-D); Ctrl-C cuts an answer off."""
+    """Answer `prompt`, or without one chat until the input ends (Ctrl-D); Ctrl-C interrupts an answer."""
     with load_generator(model, sampling, phases) as writer:
         writer.prepare_chat()
         writer.reset_seed()
@@ -203,7 +204,7 @@ def converse(
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The prompts of a file, one a line; empty lines are passed over. Raises ConfigError naming file and line."""
+    """Read the prompts of a file, one per line; empty lines are skipped. Raises ConfigError with file and line."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # `splitlines` would split at U+2028 too
     except (OSError, UnicodeDecodeError) as error:
@@ -227,7 +228,7 @@ def read_prompts(file: Path) -> list[str]:
 
 @contextlib.contextmanager
 def load_generator(model: Path | str, sampling: Sampling, phases: Phases = no_progress) -> Iterator[TextGenerator]:
-    """Load what `model` names, see `complete_prompt`."""
+    """Load `model`, see `complete_prompt`."""
     with load_model(model, phases) as (tokenizer, network):
         yield TextGenerator(tokenizer, network, sampling)
 
@@ -237,10 +238,10 @@ def _system_messages(system: str | None) -> list[dict[str, str]]:
 
 
 def _read_user_lines() -> Iterator[str]:
-    """What the user says: lines of the input, with a mark before each on a terminal; empty ones are passed over."""
+    """Lines of the user's input, with a prompt mark on a terminal; empty ones are skipped."""
     mark = "> " if sys.stdin.isatty() else ""
     if mark:
-        with contextlib.suppress(ImportError):  # where it is loaded, `input` has arrow keys and a history
+        with contextlib.suppress(ImportError):  # with this module, `input` has arrow keys and a history
             importlib.import_module("readline")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -252,14 +253,14 @@ def _read_user_lines() -> Iterator[str]:
 
 
 def _stream(tokenizer: Any, stop: list[str], show: bool, echo: bool) -> Any:
-    """A streamer that keeps what was generated, prints it if asked, and hides a text that ends an answer."""
+    """A streamer that collects the generated text, prints it if requested, and hides a text that ends an answer."""
     from transformers import TextStreamer
 
     class Streamer(TextStreamer):
         def __init__(self) -> None:
             super().__init__(tokenizer, skip_prompt=not echo, skip_special_tokens=True)
             self._parts: list[str] = []
-            self._pending = ""  # may be the beginning of a stop text
+            self._pending = ""  # possibly the beginning of a stop text
             self._over = False
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -287,5 +288,5 @@ def _say(text: str) -> None:
 
 
 def _overlap(text: str, end: str) -> int:
-    """How many last characters of `text` are the beginning of `end`."""
+    """Number of last characters of `text` that are the beginning of `end`."""
     return next((size for size in range(min(len(text), len(end)), 0, -1) if text.endswith(end[:size])), 0)

@@ -1,8 +1,8 @@
-"""A device put to the test: matrix products whose bits must not change, memory that must keep what it was given, and
-how fast it computes, copies and exchanges.
+"""Burn-in test of a device: reproducible matrix products, intact memory, and the speed of compute, copies and
+collectives.
 
-Every rank tests its own device, all at the same time, as training would. What a rank has found is in its file after
-each part, so that whoever cuts the test off knows which device did not answer.
+Every rank tests its own device, all at the same time, as in training. A rank writes its results to its file after each
+part, so that a timeout shows which device did not answer.
 """
 
 import json
@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.autotune.link_speed import measure_link
-from phalanx.autotune.measure import measure_copy_rate, measure_host_to_device
+from phalanx.autotune.link_speed import measure_copy_rate, measure_host_to_device, measure_link
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Mesh, join
 from phalanx.comm.p2p import P2PChannel
@@ -24,10 +23,10 @@ from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.system import accelerator
 
-SIZE, SIZE_ON_HOST = 8192, 512  # of the matrices: enough to keep a device busy
-ROWS = 4  # of the product that the host computes too, in float64
+SIZE, SIZE_ON_HOST = 8192, 512  # matrix sizes that keep a device busy
+ROWS = 4  # rows of the product that the host computes too, in float64
 CHUNK_BYTES = 2**28
-MEMORY_SHARE = 0.5  # of the free memory of an accelerator that is filled and read again
+MEMORY_SHARE = 0.5  # share of an accelerator's free memory that is filled and read again
 COPY_BYTES = 2**28
 PAIR_BYTES, PAIR_BYTES_ON_HOST = 2**26, 2**22
 TRIES = 3
@@ -36,24 +35,24 @@ TIMEOUT_S = 120.0  # of a collective
 
 @dataclass(frozen=True)
 class BurnInResult:
-    """What one rank has found; None where it has not got so far."""
+    """Results of one rank; None for parts it has not reached."""
 
     rank: int
     host: str
     device: str
     model: str
     products: int | None = None  # how many were computed
-    wrong: int | None = None  # of them with other bits than the first
-    checksum: int | None = None  # of the first one's bits
-    off: float | None = None  # greatest distance of the first one from float64, as a share of the greatest element
+    wrong: int | None = None  # products whose bits differ from the first
+    checksum: int | None = None  # checksum of the first product's bits
+    off: float | None = None  # greatest error of the first product against float64, relative to the greatest element
     tolerance: float | None = None  # of `off`, in this type
     flops_per_s: float | None = None
-    memory_bytes: int | None = None  # filled and read again
+    memory_bytes: int | None = None  # bytes filled and read again
     memory_wrong: int | None = None  # words that had changed
     copied_bytes_per_s: float | None = None  # within the device's memory
-    host_bytes_per_s: float | None = None  # from the host
+    host_bytes_per_s: float | None = None  # from the host to the device
     all_reduce_bytes_per_s: float | None = None
-    pairs: tuple[tuple[int, float], ...] = ()  # other rank, bytes a second each way
+    pairs: tuple[tuple[int, float], ...] = ()  # other rank, bytes per second in each direction
 
 
 def _as_it_is(product: torch.Tensor, number: int) -> None:
@@ -86,7 +85,8 @@ def run_burn_in(
 def check_products(
     result: BurnInResult, device: torch.device, seconds: float, corrupt: Callable[[torch.Tensor, int], None] = _as_it_is
 ) -> BurnInResult:
-    """Multiply the same two matrices for so long, and compare the bits of each product with those of the first."""
+    """Multiply the same two matrices for the given seconds, and compare the bits of each product with those of the
+    first."""
     size = SIZE_ON_HOST if device.type == "cpu" else SIZE
     dtype = accelerator.best_dtype(device)
     whole = torch.int32 if dtype.itemsize == 4 else torch.int16
@@ -98,7 +98,7 @@ def check_products(
     corrupt(first, 0)
     bits, wrong = first.view(whole), torch.zeros((), dtype=torch.int64, device=device)
     exact = on_host[0][:ROWS].double() @ on_host[1].double()
-    # Which waits for all that was queued: the clock begins with nothing to do.
+    # This waits for all queued work, so that the measurement starts on an idle device.
     off = float((first[:ROWS].cpu().double() - exact).abs().max() / exact.abs().max())
     begun, count, computed_s = time.perf_counter(), 0, 0.0
     while count == 0 or time.perf_counter() - begun < seconds:
@@ -121,7 +121,7 @@ def check_products(
 
 
 def check_memory(result: BurnInResult, device: torch.device) -> BurnInResult:
-    """Fill memory with numbers that differ everywhere, read them again, and time copies."""
+    """Fill memory with a pattern without repetition, read it again, and time copies."""
     room = CHUNK_BYTES if device.type == "cpu" else int(MEMORY_SHARE * accelerator.memory_free(device, 1))
     count = max(1, room // CHUNK_BYTES)
     chunk = min(room, CHUNK_BYTES) // 4
@@ -142,7 +142,8 @@ def check_memory(result: BurnInResult, device: torch.device) -> BurnInResult:
 
 
 def time_exchanges(result: BurnInResult, mesh: Mesh) -> BurnInResult:
-    """Time an all-reduce over all ranks, and what each pair of ranks exchanges while others do the same. Collective."""
+    """Time an all-reduce over all ranks, and exchanges of each pair of ranks while the other pairs exchange too.
+    Collective."""
     link, _ = measure_link(mesh)
     size = PAIR_BYTES_ON_HOST if mesh.devices.on_host else PAIR_BYTES
     letters = P2PChannel(mesh.shard.get_group(), mesh.device, Traffic(), max_in_flight=1)

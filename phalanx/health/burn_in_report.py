@@ -1,5 +1,4 @@
-"""`phalanx health --deep`: every device of this node computes, remembers, copies and exchanges, and is compared with
-the others of its kind."""
+"""`phalanx health --deep`: burn-in of every device of this node, compared with the others of its model."""
 
 import functools
 import json
@@ -16,19 +15,19 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node import agent
 from phalanx.elastic.node.worker import NodeJob
 from phalanx.health.findings import Finding, Severity, assign_devices, preload_and_find_devices
-from phalanx.report import event_text
+from phalanx.report import event_text, formats
 from phalanx.system.fork import fork_call
 
-EXTRA_TIMEOUT_S = 300.0  # beside the time that is asked for: connections, memory, compilers
-SLOW = 0.85  # of the median of its kind: a device that computes or copies slower is worth a look
-SLOW_PAIR = 0.5  # the same of what two ranks exchange, which varies more
-LEAST = 3  # so many make a median worth comparing with
+EXTRA_TIMEOUT_S = 300.0  # beyond the requested time: connections, memory, compilers
+SLOW = 0.85  # share of the median of its model, below which a device is reported as slow
+SLOW_PAIR = 0.5  # the same for an exchange of two ranks, which varies more
+LEAST = 3  # number of values for a meaningful median
 BurnInRows = Sequence[dict[str, Any]]
 
 
 def run_burn_in(seconds: float, ranks: int | None = None) -> tuple[list[Finding], BurnInRows]:
-    """Test all accelerators of this node at the same time, or its CPU where it has none. Returns what follows, and what
-    each has found."""
+    """Test all accelerators of this node at the same time, or its CPU if it has none. Returns the findings and
+    each rank's results."""
     found, accelerators = preload_and_find_devices(on_cpu=False)
     devices = [device.name for device in assign_devices(found, accelerators, ranks)]
     with tempfile.TemporaryDirectory(prefix="phalanx-health-") as place:
@@ -45,7 +44,7 @@ def run_burn_in(seconds: float, ranks: int | None = None) -> tuple[list[Finding]
 
 
 def _run_ranks(seconds: float, folder: str, devices: list[str]) -> str:
-    """Run the test on all ranks; returns what went wrong."""
+    """Run the test on all ranks; returns the error, if any."""
     died: list[str] = []
 
     def note(kind: str, details: dict[str, Any]) -> None:
@@ -70,20 +69,21 @@ def _worker(seconds: float, folder: Path, placement: Placement) -> int:
     return int(burn_in.run_burn_in(seconds, folder, placement))
 
 
-# -------------------------------------------------------------------------------------------------------------- judging
+# ------------------------------------------------------------------------------------------------------------- findings
 
 
 def judge_burn_in(rows: BurnInRows, devices: Sequence[str], failure: str = "") -> list[Finding]:
-    """What the ranks' files tell. `devices` by rank; `failure`: why not all have come to their end."""
+    """Findings from the ranks' files. `devices` by rank; `failure`: why some have not finished."""
     found: list[Finding] = []
     for rank, device in enumerate(devices):
         row = next((row for row in rows if row["rank"] == rank), None)
-        # Computing and memory are each device's own; where that is done, a failure was not this device's alone.
+        # Compute and memory tests involve one device only; if they are complete, a failure was not caused by this
+        # device alone.
         if failure and (row is None or row["memory_wrong"] is None):
-            text = f"the test of {device} did not come to its end ({failure}); reset the device, and test it alone"
+            text = f"the test of {device} did not finish ({failure}); reset the device, and test it alone"
             found.append(Finding("burn-in", Severity.RESET, text, where=device))
     if failure and not found:
-        text = f"the devices could not exchange anything ({failure}); look at their links, and at the network"
+        text = f"the devices could not communicate ({failure}); check their links and the network"
         found.append(Finding("exchange", Severity.RESET, text))
     tested = [row for row in rows if row["memory_wrong"] is not None]
     for row in tested:
@@ -93,13 +93,13 @@ def judge_burn_in(rows: BurnInRows, devices: Sequence[str], failure: str = "") -
 
 
 def compare_devices(rows: BurnInRows) -> list[Finding]:
-    """Devices against the others of their kind, on as many nodes as there are."""
+    """Compare devices with the others of their model, over all nodes."""
     tested = [row for row in rows if row["memory_wrong"] is not None]
     found = _checksums(tested)
     for key, check, what in (
         ("flops_per_s", "compute speed", "computes"),
-        ("copied_bytes_per_s", "memory speed", "copies within its memory"),
-        ("host_bytes_per_s", "copy speed", "copies from the host"),
+        ("copied_bytes_per_s", "memory speed", "device-to-device copies"),
+        ("host_bytes_per_s", "copy speed", "host-to-device copies"),
     ):
         found += _find_slow_devices(tested, key, check, what)
     return found
@@ -109,18 +109,18 @@ def _check_results(row: dict[str, Any]) -> list[Finding]:
     device, found = row["device"], []
     if row["wrong"]:
         text = (
-            f"{device} ({row['model']}) gave another result in {row['wrong']} of {row['products']} times that it "
-            "computed the same; take it out and have it replaced"
+            f"{device} ({row['model']}) gave different results in {row['wrong']} of {row['products']} repeats of the "
+            "same product; replace it"
         )
         found.append(Finding("burn-in", Severity.ISOLATE, text, row["wrong"], 0, device))
     if row["off"] > row["tolerance"]:
         text = (
-            f"{device} ({row['model']}) computes {row['off']:.2g} beside the exact result, more than its type of "
-            "number explains; take it out and have it replaced"
+            f"{device} ({row['model']}) computes {row['off']:.2g} off the exact result, more than rounding explains; "
+            "replace it"
         )
         found.append(Finding("burn-in", Severity.ISOLATE, text, row["off"], row["tolerance"], device))
     if row["memory_wrong"]:
-        text = f"{device} ({row['model']}) lost {row['memory_wrong']} numbers of its memory; have it replaced"
+        text = f"{device} ({row['model']}) lost {row['memory_wrong']} values in its memory; replace it"
         found.append(Finding("device memory", Severity.ISOLATE, text, row["memory_wrong"], 0, device))
     return found
 
@@ -138,14 +138,14 @@ def _find_slow_devices(rows: BurnInRows, key: str, check: str, what: str) -> lis
             if row[key] < SLOW * median:
                 text = (
                     f"{row['device']} ({row['model']}) on {row['host']} {what} at {row[key] / median:.0%} of the "
-                    "median of its kind; look at its clocks, cooling and slot"
+                    "median of its model; check its clocks, cooling and slot"
                 )
                 found.append(Finding(check, Severity.WATCH, text, row[key], SLOW * median, row["device"]))
     return found
 
 
 def _checksums(rows: BurnInRows) -> list[Finding]:
-    """Devices of one model that compute the same must come to the same bits."""
+    """Compare checksums: devices of one model must compute identical bits."""
     found = []
     for alike in _group_by_model(rows):
         sums = [row["checksum"] for row in alike]
@@ -154,15 +154,15 @@ def _checksums(rows: BurnInRows) -> list[Finding]:
             for row in alike:
                 if row["checksum"] != usual:
                     text = (
-                        f"{row['device']} ({row['model']}) on {row['host']} computes other bits than the others of its "
-                        "kind; test it again, and have it replaced if that stays"
+                        f"{row['device']} ({row['model']}) on {row['host']} computes different bits than the others "
+                        "of its model; test it again, and replace it if the result is the same"
                     )
                     found.append(Finding("checksum", Severity.RESET, text, where=row["device"]))
     return found
 
 
 def _pairs(rows: BurnInRows) -> list[Finding]:
-    """Pairs of ranks that exchange less than the median of pairs of their kind: on one host, or between two."""
+    """Report pairs of ranks that exchange less than the median of their kind of pair: on one host, or between two."""
     by_rank = {row["rank"]: row for row in rows}
     rates = {
         (row["rank"], other): rate
@@ -179,9 +179,7 @@ def _pairs(rows: BurnInRows) -> list[Finding]:
         for (one, other), rate in some.items():
             if rate < SLOW_PAIR * median:
                 names = " and ".join(f"{by_rank[rank]['device']} on {by_rank[rank]['host']}" for rank in (one, other))
-                text = (
-                    f"{names} exchange {rate / median:.0%} of what the median pair does; look at the link between them"
-                )
+                text = f"{names} exchange {rate / median:.0%} of the median pair's rate; check the link between them"
                 found.append(Finding("link speed", Severity.WATCH, text, rate, SLOW_PAIR * median, names))
     return found
 
@@ -191,16 +189,16 @@ def _on_one_host(rows: dict[int, dict[str, Any]], one: int, other: int) -> bool:
 
 
 def _summarize(row: dict[str, Any]) -> Finding:
-    """What was measured, for people: not a judgement."""
+    """The measurements, for display; no judgement."""
     parts = [
         f"{row['products']} products at {row['flops_per_s'] / 1e12:.3g} TFLOP/s",
-        f"{event_text.format_bytes(row['memory_bytes'])} of memory kept what they were given",
-        f"copies at {event_text.format_bytes(row['copied_bytes_per_s'])}/s",
+        f"{formats.format_bytes(row['memory_bytes'])} of memory verified",
+        f"device copies at {formats.format_bytes(row['copied_bytes_per_s'])}/s",
     ]
     if row["host_bytes_per_s"]:
-        parts.append(f"from the host at {event_text.format_bytes(row['host_bytes_per_s'])}/s")
+        parts.append(f"host-to-device copies at {formats.format_bytes(row['host_bytes_per_s'])}/s")
     if row["all_reduce_bytes_per_s"]:
-        parts.append(f"an all-reduce at {event_text.format_bytes(row['all_reduce_bytes_per_s'])}/s")
+        parts.append(f"all-reduce at {formats.format_bytes(row['all_reduce_bytes_per_s'])}/s")
     sound = not _check_results(row)
     text = f"{row['device']} ({row['model']}): {', '.join(parts)}"
     return Finding(

@@ -1,8 +1,8 @@
-"""Looking at a node before it is trained on, and after something went wrong: which checks there are, and carrying them
-out without being held up.
+"""Health checks of a node, before training and after an incident: the list of checks, and running them with time
+limits.
 
-A sick device or file system does not answer, so checks run in a forked child, each with a time limit. One that is cut
-off is a finding itself, and the others go on in another child. Whoever calls must therefore have one thread
+A faulty device or file system does not answer, so checks run in a forked child, each with a time limit. A timeout is a
+finding itself, and the remaining checks continue in another child. The caller must therefore have a single thread
 (`system/fork.py`).
 """
 
@@ -29,60 +29,59 @@ from phalanx.health.findings import VERSION, Finding, Severity, finding_from_jso
 from phalanx.health.gpu import GpuReading
 from phalanx.system.fork import fork, fork_call, kill_group
 
-RECENT_S = 3600.0  # how long ago the kernel may have said what only deserves a look, for a quick check to repeat it
+RECENT_S = 3600.0  # age of kernel messages of severity `watch` that a quick check repeats
 GPUS_S, DISK_S, HOST_S, LOG_S, NAME_S = 30.0, 20.0, 5.0, 15.0, 10.0
 
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """What is looked at together, in one child: `hang_severity` says how bad it is that no answer comes within
-    `limit_s`."""
+    """Checks that run together in one child: `hang_severity` is the severity if there is no answer within `limit_s`."""
 
     name: str
     run: Callable[[], list[Finding]]
     limit_s: float
     hang_severity: Severity
-    remedy: str = "look for what it waits on (ps shows state D)"
+    remedy: str = "check what it is blocked on (ps shows state D)"
 
 
 @dataclass(frozen=True)
 class HealthScope:
-    """What is to be looked at. `folder`: the run's; `only`: UUIDs of the GPUs that are meant, all if None."""
+    """The scope of a health check. `folder`: the run's; `only`: UUIDs of the GPUs to check, all if None."""
 
     folder: Path | None = None
     only: Sequence[str] | None = None
     expected: Mapping[str, Any] | None = None  # a baseline
-    since_s: float | None = None  # what the kernel said longer ago is history
-    watched_s: float | None = None  # the same for what only deserves a look
-    network: bool = True  # also what matters to other nodes alone
+    since_s: float | None = None  # kernel messages that are older are ignored
+    watched_s: float | None = None  # the same for messages of severity `watch`
+    network: bool = True  # whether to check what matters only to other nodes
 
 
 def run_quick_checks(folder: Path, only: Sequence[str] | None, since_s: float | None = None) -> list[Finding]:
-    """What an agent looks at before a start and after an incident; asks for no GPU where `only` is empty."""
+    """Health check of an agent before a start and after an incident; no GPU is checked if `only` is empty."""
     return run_health_checks(HealthScope(folder, only, None, since_s, RECENT_S, network=False))
 
 
 def run_health_checks(scope: HealthScope, read_gpus: Callable[[], GpuReading] = nvml.read_gpus) -> list[Finding]:
-    """Carry out all checks of a scope. `read_gpus` says what the GPUs' driver says."""
+    """Run all checks of a scope. `read_gpus` reads the driver's report of the GPUs."""
     told = _DriverReport()
     wanted = host_checks(scope)
     if scope.only is None or scope.only:
         look = functools.partial(_check_gpus, scope, read_gpus, told)
-        wanted.append(HealthCheck("gpus", look, GPUS_S, Severity.REBOOT, "the driver hangs: reboot the node"))
+        wanted.append(HealthCheck("gpus", look, GPUS_S, Severity.REBOOT, "the driver hangs; reboot the node"))
     wanted.append(HealthCheck("kernel log", functools.partial(_check_kernel_log, scope, told), LOG_S, Severity.UNKNOWN))
     return run_checks(wanted)
 
 
 @dataclass
 class _DriverReport:
-    """What the GPUs' driver has told, for whoever reads the kernel's log in the same child; nothing if it hangs."""
+    """The GPU driver's report, for the check of the kernel's log in the same child; empty if the driver hangs."""
 
     recovery: Mapping[str, Severity] = field(default_factory=dict)
-    foreign_buses: Sequence[str] = ()  # places on the bus of GPUs that are not meant
+    foreign_buses: Sequence[str] = ()  # bus ids of GPUs outside the scope
 
 
 def host_checks(scope: HealthScope) -> list[HealthCheck]:
-    """The checks of a node without its GPUs."""
+    """The checks of a node except its GPUs."""
     cpus = None if scope.expected is None else scope.expected["cpus"]
     temporary = _temporary()
     wanted = [
@@ -95,7 +94,7 @@ def host_checks(scope: HealthScope) -> list[HealthCheck]:
     clock = functools.partial(host_health.check_clock, scope.folder or temporary)
     wanted.append(HealthCheck("clock", clock, DISK_S, Severity.RESET))
     if scope.network:
-        remedy = "look at the name service (/etc/resolv.conf)"
+        remedy = "check name resolution (/etc/resolv.conf)"
         wanted.append(HealthCheck("name", host_health.check_hostname, NAME_S, Severity.WATCH, remedy))
     return wanted
 
@@ -103,13 +102,13 @@ def host_checks(scope: HealthScope) -> list[HealthCheck]:
 def _temporary() -> Path:
     try:
         return Path(tempfile.gettempdir())
-    except FileNotFoundError:  # none of the usual places can be written, which its check says
+    except FileNotFoundError:  # none of the usual folders is writable, which that check reports
         return Path("/tmp")
 
 
 def _disk_check(place: Path, room_bytes: int, what: str, failed: Severity) -> HealthCheck:
     look = functools.partial(host_health.check_disk, place, room_bytes, what, failed)
-    return HealthCheck(f"{what} {place}", look, DISK_S, failed, "look at its disk or file server")
+    return HealthCheck(f"{what} {place}", look, DISK_S, failed, "check its disk or file server")
 
 
 def _check_host(expected_cpus: int | None) -> list[Finding]:
@@ -126,7 +125,7 @@ def _check_gpus(scope: HealthScope, read_gpus: Callable[[], GpuReading], driver_
 
 
 def _check_kernel_log(scope: HealthScope, driver_report: _DriverReport) -> list[Finding]:
-    """What the kernel's log tells, but for errors of GPUs that are not meant: those are another run's business."""
+    """Findings in the kernel's log, except errors of GPUs outside the scope, which concern other runs."""
     lines, why_not = kernel_log.read_kernel_log()
     found = kernel_log.judge_kernel_log(lines, why_not, driver_report.recovery, None, scope.watched_s, scope.since_s)
     unused = scope.only is not None and not scope.only
@@ -138,7 +137,7 @@ def _check_kernel_log(scope: HealthScope, driver_report: _DriverReport) -> list[
 
 
 def run_checks(wanted: Sequence[HealthCheck]) -> list[Finding]:
-    """Carry checks out one after another in a child, and in another one what is left when one of them is cut off."""
+    """Run checks one after another in a child; if one is stopped, the remaining ones in another child."""
     findings: list[Finding] = []
     at = 0
     while at < len(wanted):
@@ -153,13 +152,13 @@ def run_checks(wanted: Sequence[HealthCheck]) -> list[Finding]:
 
 def _unanswered_finding(check: HealthCheck, why_not: str | None) -> Finding:
     if why_not is not None:
-        return Finding(check.name, Severity.UNKNOWN, f"{check.name}: could not be looked at ({why_not})")
-    text = f"{check.name}: no answer within {check.limit_s:g} s, so this check was cut off; {check.remedy}"
+        return Finding(check.name, Severity.UNKNOWN, f"{check.name}: not checked ({why_not})")
+    text = f"{check.name}: no answer within {check.limit_s:g} s, so this check was stopped; {check.remedy}"
     return Finding(check.name, check.hang_severity, text, check.limit_s, check.limit_s)
 
 
 def _run_in_child(wanted: Sequence[HealthCheck]) -> tuple[list[list[Finding]], str | None]:
-    """Findings of as many checks as gave an answer, and why the next one did not: None where its time was up."""
+    """Findings of the checks that answered, and why the next one did not: None for a timeout."""
     reader, writer = os.pipe()
     try:
         pid, pidfd = fork(lambda: _run_all(wanted, writer), keep=[writer])
@@ -173,7 +172,7 @@ def _run_in_child(wanted: Sequence[HealthCheck]) -> tuple[list[list[Finding]], s
             return _read_answers(pipe, wanted)
     finally:
         kill_group(pid)
-        # One that a device holds in the kernel cannot be waited for; it ends when the device lets it.
+        # A process that a device blocks in the kernel cannot be waited for; it ends when the device releases it.
         if _readable(pidfd, 1.0):
             os.waitpid(pid, 0)
         os.close(pidfd)
@@ -186,7 +185,7 @@ def _readable(descriptor: int, timeout_s: float) -> bool:
 
 
 def _run_all(wanted: Sequence[HealthCheck], writer: int) -> int:
-    """In the child: a line for each check."""
+    """Run checks in the child; writes a line for each."""
     with open(writer, "wb", buffering=0) as pipe:
         for check in wanted:
             try:
@@ -223,7 +222,7 @@ def _read_answers(pipe: Any, wanted: Sequence[HealthCheck]) -> tuple[list[list[F
 
 
 def build_node_report(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The results of this node as they are written: schema version, host, time, verdict, findings."""
+    """The report of this node: schema version, host, time, verdict, findings."""
     return {
         "version": VERSION,
         "host": socket.gethostname(),
@@ -234,14 +233,15 @@ def build_node_report(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def write_node_report(paths: RunPaths, findings: Sequence[Finding]) -> None:
-    """Put results where a list of the run's nodes finds them. Raises OSError."""
+    """Write a report where `phalanx nodes` reads it. Raises OSError."""
     tree = build_node_report(findings)
     paths.nodes.mkdir(mode=0o700, exist_ok=True)
     write_atomic(paths.node_health(tree["host"]), json.dumps(tree) + "\n")
 
 
 def collect_baseline(read_gpus: Callable[[], GpuReading] = nvml.read_gpus) -> dict[str, Any]:
-    """What a healthy node has, to be compared with later. Raises PhalanxError when the GPUs' driver does not answer."""
+    """Collect the baseline of a healthy node, for later comparison. Raises PhalanxError if the GPUs' driver does
+    not answer."""
 
     def identities() -> list[dict[str, Any]]:
         return [gpu_health.gpu_identity(gpu) for gpu in read_gpus().gpus if gpu.lost is None]
@@ -255,7 +255,7 @@ def collect_baseline(read_gpus: Callable[[], GpuReading] = nvml.read_gpus) -> di
 
 
 def read_baseline(file: Path) -> dict[str, Any]:
-    """A baseline as `--save-baseline` has written it. Raises ConfigError."""
+    """Read a baseline written by `--save-baseline`. Raises ConfigError."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -268,6 +268,6 @@ def read_baseline(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, tree: Mapping[str, Any]) -> None:
-    """Write results or a baseline as JSON, whole or not at all. Raises OSError."""
+    """Write a report or a baseline as JSON, atomically. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(tree, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""NVIDIA's own diagnosis by its GPU manager (`dcgmi diag`), where that is installed."""
+"""NVIDIA's DCGM diagnostics (`dcgmi diag`), where installed."""
 
 import functools
 import json
@@ -13,13 +13,13 @@ DCGMI_DIAG_TIMEOUT_S = 1800.0  # dcgmi diag -r 3 takes some ten minutes on eight
 
 
 def make_dcgm_check(level: int = 2) -> HealthCheck | None:
-    """NVIDIA's own diagnosis by its GPU manager; None where that is not installed."""
+    """The check that runs NVIDIA's DCGM diagnostics; None if DCGM is not installed."""
     program = shutil.which("dcgmi")
     if program is None:
         return None
     look = functools.partial(_run_dcgmi_diag, (program, "diag", "-r", str(level), "-j"), DCGMI_DIAG_TIMEOUT_S)
     return HealthCheck(
-        "dcgmi diag", look, DCGMI_DIAG_TIMEOUT_S + 10, Severity.RESET, "end dcgmi, and look at nv-hostengine"
+        "dcgmi diag", look, DCGMI_DIAG_TIMEOUT_S + 10, Severity.RESET, "end dcgmi, and check nv-hostengine"
     )
 
 
@@ -27,19 +27,19 @@ def _run_dcgmi_diag(command: Sequence[str], limit_s: float) -> list[Finding]:
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        text = f"dcgmi diag gave no result ({error}); see whether nv-hostengine runs"
+        text = f"dcgmi diag gave no result ({error}); check that nv-hostengine runs"
         return [Finding("dcgmi diag", Severity.UNKNOWN, text)]
     return parse_dcgmi_diag(said.stdout, said.stderr)
 
 
 def parse_dcgmi_diag(output: str, errors: str = "") -> list[Finding]:
-    """What the JSON of `dcgmi diag -j` tells: a failed test is a reset, a warning is worth a look."""
+    """Parse the JSON of `dcgmi diag -j`: a failed test has severity `reset`, a warning `watch`."""
     try:
         tree = json.loads(output[output.index("{") :])
         categories = next(iter(tree.values()))["test_categories"]
     except (ValueError, KeyError, StopIteration, TypeError):
         why = (errors or output).strip().partition("\n")[0] or "nothing"
-        return [Finding("dcgmi diag", Severity.UNKNOWN, f"dcgmi diag gave no result that could be read: {why}")]
+        return [Finding("dcgmi diag", Severity.UNKNOWN, f"dcgmi diag gave an unreadable result: {why}")]
     found = []
     for category in categories:
         for test in category.get("tests", ()):

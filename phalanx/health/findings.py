@@ -1,4 +1,4 @@
-"""What a check of a node's health has found: how bad it is, what was seen, what to do. Plain data."""
+"""Findings of a health check: severity, observation, remedy. Plain data."""
 
 import enum
 import os
@@ -6,23 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.elastic.node import agent
-from phalanx.report.logs import open_terminal
-from phalanx.system.fork import fork_call
+from phalanx.system.fork import DEVICES_TIMEOUT_S, fork_call
 from phalanx.system.torchrun_env import device_of
 
 VERSION = 1  # of the files that hold results and baselines
 
 
 class Severity(enum.StrEnum):
-    """How bad a finding is, which says what has to be done before the node is used again."""
+    """The severity of a finding, which determines what must be done before the node is used again."""
 
-    UNKNOWN = "unknown"  # could not be read, with these rights or on this machine
+    UNKNOWN = "unknown"  # could not be read, with these permissions or on this machine
     OK = "ok"
-    WATCH = "watch"  # the node may be used; look after it
-    RESET = "reset"  # not to be used until something on it is put right: a GPU reset, a disk freed, a limit raised
+    WATCH = "watch"  # the node may be used, but should be watched
+    RESET = "reset"  # not to be used until fixed: a GPU reset, disk space freed, a limit raised
     REBOOT = "reboot"  # not to be used before a reboot
-    ISOLATE = "isolate"  # to be taken out: hardware has to be looked at or replaced
+    ISOLATE = "isolate"  # drain: hardware must be inspected or replaced
 
 
 _ORDER = list(Severity)
@@ -30,7 +28,7 @@ _ORDER = list(Severity)
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `where` is a device, a folder or another node, where there are several."""
+    """One finding of a check. `where` is the device, folder or node concerned, if there are several."""
 
     check: str
     severity: Severity
@@ -44,37 +42,38 @@ class Finding:
 
 
 def finding_from_json(tree: dict[str, Any]) -> Finding:
-    """The opposite of `Finding.to_json`."""
+    """Parse the output of `Finding.to_json`."""
     return Finding(**{**tree, "severity": Severity(tree["severity"])})
 
 
 def verdict(findings: Iterable[Finding]) -> Severity:
-    """The worst severity; what could not be read counts for nothing beside what could."""
+    """The worst severity; `unknown` only if there is nothing else."""
     return max((finding.severity for finding in findings), key=_ORDER.index, default=Severity.UNKNOWN)
 
 
 def is_usable(severity: Severity) -> bool:
-    """Whether a node with this verdict may be trained on."""
+    """Whether a node with this verdict may be used for training."""
     return severity in (Severity.OK, Severity.UNKNOWN, Severity.WATCH)
 
 
 def at_least(findings: Iterable[Finding], severity: Severity) -> list[Finding]:
-    """The findings that are as bad or worse, the worst first."""
+    """The findings of at least a severity, the worst first."""
     wanted = [finding for finding in findings if _ORDER.index(finding.severity) >= _ORDER.index(severity)]
     return sorted(wanted, key=lambda finding: -_ORDER.index(finding.severity))
 
 
 def unique_sentences(findings: Sequence[Finding]) -> list[str]:
-    """What to tell a user of them, each thing once."""
+    """Sentences of findings for a user, each once."""
     return list(dict.fromkeys(finding.sentence for finding in findings))
 
 
 # ------------------------------------------------------------------------------------------------------------- devices
-# This machine's devices as a launcher sees them: a child process, which may touch them, finds them for the ranks.
+# This machine's devices as a launcher sees them, found by a child process, which may initialize them, on behalf of the
+# ranks.
 
 
-# What a worker needs, imported once in the parent that forks the workers. Importing torch alone is not enough: the
-# first optimizer step would import torch._dynamo in each worker.
+# Modules that workers need, imported once in the parent that forks the workers. Importing torch alone is not enough:
+# the first optimizer step would import torch._dynamo in each worker.
 PRELOAD = (
     "torch",
     "torch._dynamo",
@@ -83,25 +82,29 @@ PRELOAD = (
     "torch.distributed.tensor",
     "phalanx.trainer.train_rank",
     "phalanx.trainer.resolve",
-    "numpy.ma",  # which numpy itself imports when it first looks something up
+    "numpy.ma",  # imported lazily by numpy
 )
-DEVICES_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device of this machine, as a child process that may touch it found it."""
+    """A device of this machine, as found by a child process."""
 
     name: str  # "cpu", or an accelerator with its index
-    model: str  # what its maker calls it
-    bf16: bool  # whether it computes in that type
-    identity: str = ""  # what its driver knows it by; empty for a CPU, and for what is told by other nodes
-    memory_bytes: int = 0  # all that it has; of a CPU all that this machine, or its control group, lets processes have
-    cores: int = 0  # of a CPU, that this process may use
+    model: str  # the maker's name
+    bf16: bool  # whether it supports bf16
+    identity: str = ""  # the driver's identifier; empty for a CPU, and for devices of other nodes
+    memory_bytes: int = 0  # total memory; for a CPU the limit of this machine or control group
+    cores: int = 0  # cores of a CPU that this process may use
 
 
 def preload_and_find_devices(on_cpu: bool, preload: Sequence[str] = PRELOAD) -> tuple[dict[str, DeviceInfo], list[str]]:
-    """Import what workers need. Returns this machine's devices by name, and names of accelerators that may be used."""
+    """Import what workers need. Returns this machine's devices by name, and the names of usable accelerators."""
+    # Imported here, since the monitor of a node (phalanx/provision/monitor.py) imports this module and has to stay
+    # small.
+    from phalanx.elastic.node import agent
+    from phalanx.report.logs import open_terminal
+
     terminal = open_terminal()
     if terminal.is_terminal:
         terminal.print("[dim]importing torch[/dim]", end="\r")
@@ -111,7 +114,7 @@ def preload_and_find_devices(on_cpu: bool, preload: Sequence[str] = PRELOAD) -> 
 
 
 def assign_devices(found: Mapping[str, DeviceInfo], accelerators: Sequence[str], ranks: int | None) -> list[DeviceInfo]:
-    """The device of each local rank. Raises ConfigError when there are more ranks than accelerators."""
+    """The device of each local rank. Raises ConfigError if there are more ranks than accelerators."""
     world = ranks or len(accelerators) or 1
     return [found[device_of(accelerators, rank, world)] for rank in range(world)]
 
@@ -134,5 +137,5 @@ def _probe_devices() -> list[tuple[str, str, bool, str, int, int]]:
 
 
 def distinct_models(devices: Sequence[DeviceInfo]) -> list[str]:
-    """What their makers call them, each once."""
+    """The makers' names, each once."""
     return sorted({device.model for device in devices})

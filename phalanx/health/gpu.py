@@ -1,4 +1,4 @@
-"""GPUs as their driver describes them, and what of it is worth a word. Pure: it takes what was read, however."""
+"""GPU state as reported by the driver, and findings in it. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,19 +6,20 @@ from typing import Any
 
 from phalanx.health.findings import Finding, Severity
 
-BUSY_SHARE = 0.05  # of a GPU's memory that may be in use before it is worth a word
-RETIRED_PAGES = 60  # NVIDIA's bound for a replacement, of GPUs that retire pages (before Ampere)
-NEAR_C = 3  # degrees below the point where a GPU slows itself down
+BUSY_SHARE = 0.05  # share of a GPU's memory in use that is reported
+RETIRED_PAGES = 60  # NVIDIA's limit for a replacement, of GPUs that retire pages (before Ampere)
+CORRECTED_ERRORS = 1000  # since the driver was loaded; a few are normal
+NEAR_C = 3  # degrees below the throttling temperature
 
-# Bits of "clocks event reasons" (older drivers: throttle reasons) by which a GPU is slower than it should be; a power
-# cap and an idle GPU are none of them.
+# Bits of "clocks event reasons" (older drivers: throttle reasons) for which a GPU is slower than it should be; these do
+# not include a power cap and an idle GPU.
 THROTTLES: Mapping[int, str] = {
-    0x08: "the hardware slows it down (heat, power or a brake signal)",
-    0x20: "the driver slows it down for heat",
-    0x40: "the hardware slows it down for heat",
-    0x80: "an external power brake slows it down",
+    0x08: "hardware slowdown (heat, power or a brake signal)",
+    0x20: "thermal slowdown by the driver",
+    0x40: "thermal slowdown by the hardware",
+    0x80: "external power brake",
 }
-# NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, in nvmlDeviceGpuRecoveryAction_t's numbers.
+# NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, by the values of nvmlDeviceGpuRecoveryAction_t.
 RECOVERY = {
     0: Severity.OK,
     1: Severity.RESET,
@@ -30,7 +31,7 @@ RECOVERY = {
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A program that holds memory of a GPU; `name` is empty where it cannot be seen from here."""
+    """A process that uses memory of a GPU; `name` is empty if it is not visible from here."""
 
     pid: int
     name: str
@@ -38,28 +39,37 @@ class GpuProcess:
 
 
 @dataclass(frozen=True)
+class GpuMemoryErrors:
+    """Memory errors of a GPU since the driver was loaded, and repairs of the faulty parts."""
+
+    uncorrected: int | None = None
+    corrected: int | None = None
+    remap_failed: bool | None = None
+    remap_pending: bool | None = None
+    retired_pages: int | None = None
+    retire_pending: bool | None = None
+
+
+@dataclass(frozen=True)
 class Gpu:
-    """What one GPU's driver says; None where it says nothing."""
+    """The driver's report of one GPU; None for values that it does not report."""
 
     index: int
     uuid: str = ""
     name: str = ""
     bus: str = ""
-    lost: str | None = None  # why the driver cannot speak of it any more
+    lost: str | None = None  # why the driver cannot access it any more
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None
     temperature_c: int | None = None
     slowdown_c: int | None = None
+    power_w: float | None = None
     throttles: int | None = None  # bits of THROTTLES
-    uncorrected: int | None = None  # ECC errors since the driver was loaded
-    remap_failed: bool | None = None
-    remap_pending: bool | None = None
-    retired_pages: int | None = None
-    retire_pending: bool | None = None
+    errors: GpuMemoryErrors = GpuMemoryErrors()
     recovery: int | None = None  # a key of RECOVERY
     pcie_width: int | None = None
     pcie_width_most: int | None = None
-    links: int | None = None  # NVLinks that it has
+    links: int | None = None  # number of NVLinks
     links_up: int | None = None
     persistence: bool | None = None
     processes: tuple[GpuProcess, ...] = ()
@@ -67,19 +77,19 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """All GPUs of a node; `problem` where the driver could not be asked, `severity` what follows from that."""
+    """All GPUs of a node; `problem`: why the driver could not be queried, with its `severity`."""
 
     gpus: tuple[Gpu, ...] = ()
     problem: str | None = None
     severity: Severity = Severity.UNKNOWN
-    driver: str = ""  # its version
+    driver: str = ""  # driver version
 
 
 def judge_gpus(
     reading: GpuReading, expected: Sequence[Mapping[str, Any]] | None = None, only: Sequence[str] | None = None
 ) -> list[Finding]:
-    """What is worth a word. `expected`: the GPUs of a baseline (`gpu_identity`); `only`: UUIDs of those that are
-    meant."""
+    """Findings in the GPUs' state. `expected`: the GPUs of a baseline (`gpu_identity`); `only`: UUIDs of the GPUs
+    to check."""
     if reading.problem is not None:
         missing = bool(expected)
         severity = Severity.REBOOT if missing and reading.severity == Severity.UNKNOWN else reading.severity
@@ -91,13 +101,13 @@ def judge_gpus(
     if not found:
         count = f"{len(gpus)} GPU{'' if len(gpus) == 1 else 's'}"
         driver = f" (driver {reading.driver})" if reading.driver else ""
-        sentence = f"nothing is wrong with {count}{driver}" if gpus else "the driver knows of no GPU"
+        sentence = f"{count}{driver}: ok" if gpus else "the driver reports no GPU"
         found.append(Finding("gpus", Severity.OK, sentence, len(gpus), len(gpus)))
     return found
 
 
 def gpu_identity(gpu: Gpu) -> dict[str, Any]:
-    """What a baseline remembers of a GPU."""
+    """The baseline record of a GPU."""
     return {
         "uuid": gpu.uuid,
         "name": gpu.name,
@@ -109,7 +119,7 @@ def gpu_identity(gpu: Gpu) -> dict[str, Any]:
 
 
 def recovery_by_bus(reading: GpuReading) -> dict[str, Severity]:
-    """What the driver says is to be done, by place on the bus, as far as it says anything."""
+    """The driver's recovery action by bus id, if it reports one."""
     known = {gpu.bus: RECOVERY.get(gpu.recovery) for gpu in reading.gpus if gpu.recovery is not None and not gpu.lost}
     return {bus: severity for bus, severity in known.items() if severity is not None}
 
@@ -121,7 +131,7 @@ def _label(gpu: Gpu) -> str:
 def _check_present(gpu: Gpu) -> list[Finding]:
     if gpu.lost is None:
         return []
-    sentence = f"the driver has lost {_label(gpu)}: {gpu.lost}; reboot the node, and have the GPU looked at"
+    sentence = f"the driver has lost {_label(gpu)}: {gpu.lost}; reboot the node, and have the GPU inspected"
     return [Finding("gpu lost", Severity.REBOOT, sentence, where=_where(gpu))]
 
 
@@ -132,30 +142,38 @@ def _check_recovery_action(gpu: Gpu) -> list[Finding]:
     todo = {
         Severity.RESET: "end its programs and reset it (nvidia-smi --gpu-reset)",
         Severity.REBOOT: "reboot the node",
-        Severity.WATCH: "see `nvidia-smi -q` for what it asks for",
+        Severity.WATCH: "see `nvidia-smi -q` for the action",
     }[severity]
-    return [_make_finding(gpu, "recovery action", severity, f"the driver asks for a recovery of {_label(gpu)}; {todo}")]
+    return [_make_finding(gpu, "recovery action", severity, f"the driver requests a recovery of {_label(gpu)}; {todo}")]
 
 
 def _check_memory_errors(gpu: Gpu) -> list[Finding]:
-    found = []
-    if gpu.remap_failed:
-        text = f"{_label(gpu)} has no spare rows left for broken memory; take the node out and have the GPU replaced"
+    found, errors = [], gpu.errors
+    if errors.remap_failed:
+        text = f"{_label(gpu)} has no spare rows left to remap faulty memory; drain the node and replace the GPU"
         found.append(_make_finding(gpu, "remapped rows", Severity.ISOLATE, text))
-    if gpu.uncorrected:
-        errors = f"{gpu.uncorrected} memory error{'' if gpu.uncorrected == 1 else 's'}"
-        text = f"{_label(gpu)} had {errors} that could not be corrected since the driver was loaded"
-        # A reset takes the counters back, so they are of now; but the driver knows better whether one is due.
+    if errors.uncorrected:
+        count = f"{errors.uncorrected} memory error{'' if errors.uncorrected == 1 else 's'}"
+        text = f"{_label(gpu)} had {count} that could not be corrected since the driver was loaded"
+        # A reset clears the counters, so the errors are recent; but the driver knows better whether a reset is due.
         calm = gpu.recovery == 0
         severity = Severity.WATCH if calm else Severity.RESET
-        todo = "the driver asks for nothing; reset it when convenient" if calm else "reset it (nvidia-smi --gpu-reset)"
-        found.append(_make_finding(gpu, "ecc", severity, f"{text}; {todo}", gpu.uncorrected, 0))
-    if gpu.remap_pending or gpu.retire_pending:
-        text = f"{_label(gpu)} is to put broken memory out of use at its next reset; reset it when convenient"
+        todo = (
+            ("the driver requests no action; reset it when convenient") if calm else "reset it (nvidia-smi --gpu-reset)"
+        )
+        found.append(_make_finding(gpu, "ecc", severity, f"{text}; {todo}", errors.uncorrected, 0))
+    if errors.corrected is not None and errors.corrected >= CORRECTED_ERRORS:
+        text = (
+            f"{_label(gpu)} had {errors.corrected} corrected memory errors since the driver was loaded; watch whether "
+        )
+        text += "they increase"
+        found.append(_make_finding(gpu, "ecc corrected", Severity.WATCH, text, errors.corrected, CORRECTED_ERRORS))
+    if errors.remap_pending or errors.retire_pending:
+        text = f"{_label(gpu)} will remap faulty memory at its next reset; reset it when convenient"
         found.append(_make_finding(gpu, "remapped rows", Severity.WATCH, text))
-    if gpu.retired_pages is not None and gpu.retired_pages >= RETIRED_PAGES:
-        text = f"{_label(gpu)} has put {gpu.retired_pages} pages of its memory out of use; have it replaced"
-        found.append(_make_finding(gpu, "retired pages", Severity.ISOLATE, text, gpu.retired_pages, RETIRED_PAGES))
+    if errors.retired_pages is not None and errors.retired_pages >= RETIRED_PAGES:
+        text = f"{_label(gpu)} has retired {errors.retired_pages} pages of its memory; replace it"
+        found.append(_make_finding(gpu, "retired pages", Severity.ISOLATE, text, errors.retired_pages, RETIRED_PAGES))
     return found
 
 
@@ -163,14 +181,11 @@ def _check_throttling(gpu: Gpu) -> list[Finding]:
     found = []
     for bit, words in THROTTLES.items():
         if gpu.throttles is not None and gpu.throttles & bit:
-            text = f"{_label(gpu)} is slower than it could be: {words}; look at cooling and power"
+            text = f"{_label(gpu)} is throttled: {words}; check cooling and power"
             found.append(_make_finding(gpu, "clocks", Severity.WATCH, text, f"0x{gpu.throttles:x}", "0x0"))
             break
     if gpu.temperature_c is not None and gpu.slowdown_c is not None and gpu.temperature_c > gpu.slowdown_c - NEAR_C:
-        text = (
-            f"{_label(gpu)} has {gpu.temperature_c} degrees and slows itself down at {gpu.slowdown_c}; look at its "
-            "cooling"
-        )
+        text = f"{_label(gpu)} has {gpu.temperature_c} degrees and throttles at {gpu.slowdown_c}; check its cooling"
         found.append(
             _make_finding(gpu, "temperature", Severity.WATCH, text, gpu.temperature_c, gpu.slowdown_c - NEAR_C)
         )
@@ -182,13 +197,13 @@ def _check_links(gpu: Gpu) -> list[Finding]:
     if gpu.pcie_width is not None and gpu.pcie_width_most is not None and gpu.pcie_width < gpu.pcie_width_most:
         text = (
             f"{_label(gpu)} uses {gpu.pcie_width} of {gpu.pcie_width_most} PCI Express lanes, so copies to it are "
-            "slower; if its slot has all of them, have it reseated"
+            "slower; if its slot has all of them, reseat it"
         )
         found.append(_make_finding(gpu, "pcie width", Severity.WATCH, text, gpu.pcie_width, gpu.pcie_width_most))
     if gpu.links_up and gpu.links is not None and gpu.links_up < gpu.links:
         text = (
             f"{_label(gpu)} has {gpu.links_up} of {gpu.links} NVLinks up, so collectives are slower; reset it, and "
-            "have it looked at if that does not help"
+            "have it inspected if that does not help"
         )
         found.append(_make_finding(gpu, "nvlink", Severity.WATCH, text, gpu.links_up, gpu.links))
     return found
@@ -199,9 +214,9 @@ def _check_free(gpu: Gpu) -> list[Finding]:
     if used is None or not whole or used <= BUSY_SHARE * whole:
         return []
     seen = [f"{process.name or 'process'} ({process.pid})" for process in gpu.processes]
-    who = f"by {', '.join(seen)}; end what is left over" if seen else "by no program that can be seen from here"
+    who = f"by {', '.join(seen)}; end leftover processes" if seen else "by no process visible from here"
     free = f"{(whole - used) / 2**30:.1f} of {whole / 2**30:.1f} GiB of its memory are free"
-    text = f"{_label(gpu)} is in use already, so only {free}: it is held {who}"
+    text = f"{_label(gpu)} is already in use {who}: only {free}"
     return [_make_finding(gpu, "gpu memory", Severity.WATCH, text, used, int(BUSY_SHARE * whole))]
 
 
@@ -209,8 +224,8 @@ def _check_persistence(gpu: Gpu) -> list[Finding]:
     if gpu.persistence is not False:
         return []
     text = (
-        f"the driver forgets {_label(gpu)} whenever no program uses it, which makes each start slower; switch "
-        "persistence on (nvidia-smi -pm 1)"
+        f"the driver unloads {_label(gpu)} whenever no program uses it, which slows each start; enable persistence "
+        "mode (nvidia-smi -pm 1)"
     )
     return [_make_finding(gpu, "persistence", Severity.WATCH, text)]
 
@@ -227,7 +242,7 @@ _CHECKS: Sequence[Callable[[Gpu], list[Finding]]] = (
 
 
 def _compare_with_baseline(gpus: Sequence[Gpu], expected: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """GPUs against a baseline: one that is missing, another one, fewer lanes or links than there were."""
+    """Compare GPUs with a baseline: missing or replaced GPUs, fewer lanes or links."""
     there = {gpu.uuid: gpu for gpu in gpus if gpu.lost is None}
     missing = [known for known in expected if known["uuid"] not in there]
     new = [gpu for uuid, gpu in there.items() if uuid not in {known["uuid"] for known in expected}]
@@ -238,8 +253,8 @@ def _compare_with_baseline(gpus: Sequence[Gpu], expected: Sequence[Mapping[str, 
         found.append(Finding("gpu count", Severity.REBOOT, text, len(there), len(expected)))
     elif missing or new:
         text = (
-            f"{len(new)} GPU{'' if len(new) == 1 else 's'} of this node are not those of the baseline; if that was "
-            "meant, write a new one with --save-baseline"
+            f"{len(new)} GPU{'' if len(new) == 1 else 's'} of this node are not in the baseline; if that is "
+            "intended, write a new one with --save-baseline"
         )
         found.append(Finding("gpu identity", Severity.WATCH, text, len(there), len(expected)))
     for known in expected:
@@ -253,7 +268,7 @@ def _compare_with_baseline(gpus: Sequence[Gpu], expected: Sequence[Mapping[str, 
 def _fewer(gpu: Gpu, check: str, now: int | None, before: int | None, what: str) -> list[Finding]:
     if now is None or before is None or now >= before:
         return []
-    text = f"{_label(gpu)} has {now} {what} and had {before}; reset it, and have it reseated if that does not help"
+    text = f"{_label(gpu)} has {now} {what} and had {before}; reset it, and reseat it if that does not help"
     return [_make_finding(gpu, check, Severity.RESET, text, now, before)]
 
 

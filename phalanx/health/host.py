@@ -1,7 +1,7 @@
-"""What a node without its accelerators has to offer: disk, shared memory, limits, memory, processors, clock, name.
+"""Health checks of a host without its accelerators: disk, shared memory, limits, memory, processors, clock, name.
 
-Each check reads the real thing and judges it at once; what it reads from can be given, for tests. Limits are those
-below which training is known to fail or to crawl, not what a good machine has.
+Each check reads the system and judges it at once; the paths are arguments, for tests. The limits are those below which
+training fails or slows down, not recommendations.
 """
 
 import contextlib
@@ -16,23 +16,23 @@ from phalanx.health.findings import Finding, Severity
 from phalanx.system import cpus as quotas
 
 MIB, GIB = 2**20, 2**30
-ROOM_BYTES = GIB  # of the run folder's disk: less is soon filled by a checkpoint
+ROOM_BYTES = GIB  # free space of the run folder's disk: less is soon filled by a checkpoint
 ROOM_TEMPORARY_BYTES = 256 * MIB
-SHARED_BYTES = 256 * MIB  # free in /dev/shm: data loaders, NCCL and gloo pass tensors there; containers often have 64
+SHARED_BYTES = 256 * MIB  # free in /dev/shm, which data loaders, NCCL and gloo use; containers often have 64 MiB
 MEMORY_BYTES, MEMORY_SHARE = GIB, 0.05  # host memory that should be free: the smaller of both
-FILES, FILES_LEAST = 1024, 256  # descriptors: each rank holds sockets to its peers, token files, workers
+FILES, FILES_LEAST = 1024, 256  # descriptors: each rank has sockets to other ranks, token files, workers
 PROCESSES = 512  # threads and processes that may still be started
-LOCKED_BYTES = 64 * MIB  # memory that may be locked, for network cards that write into it (RDMA)
-SKEW_S, SKEW_MOST_S = 2.0, 300.0  # Slurm's munge refuses what is 300 s off
+LOCKED_BYTES = 64 * MIB  # locked memory, for network cards that write into it (RDMA)
+SKEW_S, SKEW_MOST_S = 2.0, 300.0  # Slurm's munge rejects a skew of 300 s
 _UNLIMITED = 1 << 62
-PROBE = b"phalanx writes, syncs, reads\n" * 2048  # some pages
+PROBE = b"phalanx writes, syncs, reads\n" * 2048  # a few pages
 
 
 def check_disk(
     folder: Path, room_bytes: int = ROOM_BYTES, what: str = "run folder", failed: Severity = Severity.RESET
 ) -> list[Finding]:
-    """Room and inodes of a folder, and whether what is written there can be read again; `failed` says how bad it is if
-    not. A folder that is missing is not made."""
+    """Check free space and inodes of a folder, and whether written data can be read again; `failed` is the
+    severity if not. A missing folder is not created."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -42,21 +42,25 @@ def check_disk(
         known = os.statvfs(place)
         free = known.f_bavail * known.f_frsize
         if known.f_files and known.f_favail < 100:
-            text = f"the {what} {folder} has room for {known.f_favail} more files; remove some there"
+            text = f"the {what} {folder} has room for {known.f_favail} more files; remove files there"
             found.append(Finding("inodes", failed, text, known.f_favail, 100, where))
         _write(place)
     except OSError as error:
-        text = f"the {what} {folder} cannot be written ({error.strerror or error}); free space there or mend its rights"
+        text = (
+            f"the {what} {folder} cannot be written ({error.strerror or error}); free space there or fix its "
+            "permissions"
+        )
         return [Finding("disk", failed, text, error.strerror, None, where)]
     if free < room_bytes:
         text = f"the {what} {folder} has {_size(free)} left, less than {_size(room_bytes)}; free space there"
         found.append(Finding("disk", Severity.WATCH, text, free, room_bytes, where))
-    text = f"the {what} {folder} takes what is written and has {_size(free)} left"
+    text = f"the {what} {folder} is writable and has {_size(free)} left"
     return found or [Finding("disk", Severity.OK, text, free, room_bytes, where)]
 
 
 def _write(place: Path, sync: bool = True) -> float:
-    """Write, sync, read and remove a file; returns its time of change, by the file system's clock. Raises OSError."""
+    """Write, sync, read and remove a file; returns its modification time, by the file system's clock. Raises
+    OSError."""
     path = place / f".phalanx-probe-{os.getpid()}-{secrets.token_hex(4)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -65,7 +69,7 @@ def _write(place: Path, sync: bool = True) -> float:
         if sync:
             os.fsync(descriptor)
         if os.pread(descriptor, len(PROBE), 0) != PROBE:
-            raise OSError(5, "what was written is not what was read")
+            raise OSError(5, "the data read differs from the data written")
         return os.fstat(descriptor).st_mtime
     finally:
         os.close(descriptor)
@@ -74,27 +78,28 @@ def _write(place: Path, sync: bool = True) -> float:
 
 
 def check_shared_memory(place: Path = Path("/dev/shm")) -> list[Finding]:
-    """Size and use of the folder in shared memory."""
+    """Check size and free space of the folder for shared memory."""
     try:
         known = os.statvfs(place)
         _write(place)
     except OSError as error:
         text = (
-            f"{place} cannot be written ({error.strerror}), through which processes share memory; mount it or free it"
+            f"{place}, which processes use to share memory, cannot be written ({error.strerror}); mount it or free "
+            "space there"
         )
         return [Finding("shared memory", Severity.RESET, text, error.strerror, None, str(place))]
     free = known.f_bavail * known.f_frsize
     if free < SHARED_BYTES:
         text = (
             f"{place} has {_size(free)} left of {_size(known.f_blocks * known.f_frsize)}, less than "
-            f"{_size(SHARED_BYTES)}; give the machine or container a larger one (docker: --shm-size), or free it"
+            f"{_size(SHARED_BYTES)}; enlarge it (docker: --shm-size) or free space there"
         )
         return [Finding("shared memory", Severity.WATCH, text, free, SHARED_BYTES, str(place))]
     return [Finding("shared memory", Severity.OK, f"{place} has {_size(free)} left", free, SHARED_BYTES, str(place))]
 
 
 def check_limits(network_cards: Path = Path("/sys/class/infiniband")) -> list[Finding]:
-    """What this process may open, start and lock (`ulimit`)."""
+    """Resource limits of this process (`ulimit`)."""
     found = []
     files = _soft(resource.RLIMIT_NOFILE)
     if files < FILES:
@@ -124,7 +129,7 @@ def _soft(which: int) -> int:
 
 
 def _tasks_of_user() -> int:
-    """Threads of all processes of this user, which is what RLIMIT_NPROC counts."""
+    """Number of threads of this user's processes, which RLIMIT_NPROC limits."""
     count = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -137,7 +142,7 @@ def _tasks_of_user() -> int:
 def check_memory(
     meminfo: Path = Path("/proc/meminfo"), edac: Path = Path("/sys/devices/system/edac/mc")
 ) -> list[Finding]:
-    """Host memory: how much is free, and whether the machine knows of broken parts of it."""
+    """Check host memory: how much is free, and whether the kernel knows of faulty parts."""
     known = {}
     for line in meminfo.read_text().splitlines():
         name, _, value = line.partition(":")
@@ -147,17 +152,18 @@ def check_memory(
     found = []
     if free < wanted:
         text = (
-            f"{_size(free)} of this machine's {_size(total)} of memory are free, less than {_size(wanted)}; end others"
+            f"{_size(free)} of this machine's {_size(total)} of memory are free, less than {_size(wanted)}; end "
+            "other processes"
         )
         found.append(Finding("memory", Severity.WATCH, text, free, wanted))
     if broken := known.get("HardwareCorrupted", 0):
-        text = f"the kernel has put {_size(broken)} of broken memory out of use; have the memory of this machine tested"
+        text = f"the kernel has retired {_size(broken)} of faulty memory; have this machine's memory tested"
         found.append(Finding("memory errors", Severity.WATCH, text, broken, 0))
     if uncorrected := _sum_edac_counters(edac, "ue_count"):
-        text = f"{uncorrected} memory errors of this machine could not be corrected; have its memory replaced"
+        text = f"{uncorrected} memory errors of this machine could not be corrected; replace its memory"
         found.append(Finding("memory errors", Severity.ISOLATE, text, uncorrected, 0))
     if corrected := _sum_edac_counters(edac, "ce_count"):
-        text = f"{corrected} memory errors of this machine were corrected; watch whether they become more"
+        text = f"{corrected} memory errors of this machine were corrected; watch whether they increase"
         found.append(Finding("memory errors", Severity.WATCH, text, corrected, 0))
     text = f"{_size(free)} of this machine's {_size(total)} of memory are free"
     return found or [Finding("memory", Severity.OK, text, free, wanted)]
@@ -177,26 +183,27 @@ def check_cpus(
     own: Path = quotas.OWN,
     expected: int | None = None,
 ) -> list[Finding]:
-    """The processors that this process may use, by affinity and by the quota of its control group."""
+    """Check the processors that this process may use, by affinity and by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     quota = quotas.cpu_quota(groups, own)
     if expected is not None and cores < expected:
         text = (
-            f"{cores} processors are there and {expected} are expected; ask for all of them, or have the node looked at"
+            f"{cores} processors are present but {expected} are expected; request all of them, or have the node "
+            "inspected"
         )
         return [Finding("processors", Severity.WATCH, text, cores, expected)]
     if quota is not None and quota < 0.99 * cores:
         text = (
-            f"this process sees {cores} processors and is given the time of {quota:.3g} (its control group's quota): "
-            "ranks take no more threads than that, and all are stopped when anything else here takes some of it; give "
-            "it as many processors as it sees"
+            f"this process sees {cores} processors but its control group's quota is {quota:.3g}: ranks use at most "
+            "that many threads, and all are throttled when other processes use part of it; raise the quota to the "
+            "number of processors"
         )
         return [Finding("processors", Severity.WATCH, text, quota, cores)]
-    return [Finding("processors", Severity.OK, f"{cores} processors may be used", cores, expected)]
+    return [Finding("processors", Severity.OK, f"{cores} processors available", cores, expected)]
 
 
 def check_clock(folder: Path) -> list[Finding]:
-    """This machine's clock against that of the file system of a folder: the server's, where it is a shared one."""
+    """Compare this machine's clock with that of a folder's file system: the server's, for a shared one."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -204,39 +211,39 @@ def check_clock(folder: Path) -> list[Finding]:
     try:
         written = _write(place, sync=False)
     except OSError as error:
-        text = f"the clock cannot be compared with that of {folder} ({error.strerror})"
+        text = f"the clock cannot be compared with {folder}'s ({error.strerror})"
         return [Finding("clock", Severity.UNKNOWN, text, where=str(folder))]
     ended = time.time()
-    # It was set in between; a file's time may be a tick (10 ms) behind the clock that it was taken from.
+    # The clock was read before and after; a file's time may be a tick (10 ms) behind its clock.
     ahead = written - ended if written > ended else min(0.0, written + 0.02 - begun)
     return [judge_clock_skew(ahead, f"the file system of {folder}")]
 
 
 def judge_clock_skew(skew_s: float, other: str) -> Finding:
-    """What a difference of clocks amounts to; `skew_s` is how far the other one is ahead."""
+    """Judge a difference of clocks; `skew_s` is how far the other one is ahead."""
     if abs(skew_s) < SKEW_S:
         return Finding("clock", Severity.OK, f"the clock agrees with that of {other}", skew_s, SKEW_S)
     behind = f"{abs(skew_s):.1f} s {'behind' if skew_s > 0 else 'ahead of'}"
-    text = f"this node's clock is {behind} that of {other}; have both set by a time service (chrony, ntpd)"
+    text = f"this node's clock is {behind} that of {other}; synchronize both (chrony, ntpd)"
     severity = Severity.RESET if abs(skew_s) >= SKEW_MOST_S else Severity.WATCH
     return Finding("clock", severity, text, skew_s, SKEW_S)
 
 
 def check_hostname() -> list[Finding]:
-    """Whether this host's own name leads to an address by which others can reach it. The resolver may take long."""
+    """Check whether this host's own name resolves to an address that others can reach. The resolver may take long."""
     host = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
     except OSError as error:
         text = (
-            f"this host's own name, {host}, is not known to it ({error.strerror or error}), so libraries may hang or "
-            "choose a wrong address; put it into /etc/hosts or the name service"
+            f"this host cannot resolve its own name, {host} ({error.strerror or error}), so libraries may hang or "
+            "choose a wrong address; add it to /etc/hosts or DNS"
         )
         return [Finding("name", Severity.WATCH, text, host)]
     if all(address.startswith("127.") or address == "::1" for address in found):
         text = (
-            f"this host's own name, {host}, leads to {', '.join(found)}, where no other node can reach it; give it its "
-            "network address in /etc/hosts if it is to train with others"
+            f"this host's own name, {host}, resolves to {', '.join(found)}, where no other node can reach it; for "
+            "runs on several nodes, give it its network address in /etc/hosts"
         )
         return [Finding("name", Severity.WATCH, text, ", ".join(found))]
     return [Finding("name", Severity.OK, f"{host} is {', '.join(found)}", ", ".join(found))]

@@ -1,7 +1,7 @@
-"""The kernel's log since this machine has started: reading it, as far as the rights allow, and what its lines tell.
+"""The kernel log since boot: reading it, as far as permissions allow, and the hardware errors in it.
 
-Newer systems show the log to root alone (`kernel.dmesg_restrict`); the journal is then tried, which members of some
-groups may read. What cannot be read is said, never taken for a clean log.
+Newer systems show the log only to root (`kernel.dmesg_restrict`); then the journal is tried, which members of some
+groups may read. An unreadable log is reported, never treated as free of errors.
 """
 
 import os
@@ -18,20 +18,20 @@ from phalanx.health.xid import RECOVERY_ACTION_CHANGED, Xid, XidMeaning
 
 JOURNAL_S = 10.0
 JOURNAL = ("journalctl", "--dmesg", "--boot", "--output=short-monotonic", "--no-pager", "--quiet")
-OF_GPUS = ("nvswitch", "driver")  # checks that mean nothing to a run without GPUs
-SHOWN = 160  # characters of a line that are shown
+OF_GPUS = ("nvswitch", "driver")  # checks that are irrelevant to a run without GPUs
+SHOWN = 160  # length to which a line is shortened
 
 
 @dataclass(frozen=True)
 class KernelLogLine:
-    """`at_s`: seconds since the machine has started."""
+    """A line of the kernel log; `at_s`: seconds since boot."""
 
     at_s: float
     text: str
 
 
-# What else the kernel says of hardware, the worst first; a line is judged by the first that fits. SXid are the errors
-# of NVIDIA's switches, which say themselves whether they are fatal.
+# Other hardware messages of the kernel, the worst first; the first match counts. SXid are the errors of NVIDIA's
+# switches, which report whether they are fatal.
 _KERNEL_MESSAGES: Sequence[tuple[re.Pattern[str], Severity, str, str]] = (
     (
         re.compile(r"SXid \(.*?\): \d+, Fatal\b", re.IGNORECASE),
@@ -39,31 +39,31 @@ _KERNEL_MESSAGES: Sequence[tuple[re.Pattern[str], Severity, str, str]] = (
         "nvswitch",
         "an NVSwitch reports a fatal error; reset all GPUs and switches of the node, or reboot it",
     ),
-    (re.compile(r"SXid \("), Severity.WATCH, "nvswitch", "an NVSwitch reports an error; watch whether it comes again"),
+    (re.compile(r"SXid \("), Severity.WATCH, "nvswitch", "an NVSwitch reports an error; watch whether it recurs"),
     (
         re.compile(r"RmInitAdapter failed|NVRM: .*API mismatch"),
         Severity.REBOOT,
         "driver",
-        "the NVIDIA driver could not take a GPU into use; reboot the node",
+        "the NVIDIA driver could not initialize a GPU; reboot the node",
     ),
     (
         re.compile(r"\[Hardware Error\].*(Uncorrect|Fatal)|mce: .*(Uncorrect|Fatal)", re.IGNORECASE),
         Severity.REBOOT,
         "machine check",
-        "the processor or its memory reports an error that could not be corrected; reboot, and have the node looked at "
-        "if it comes again",
+        "the processor or its memory reports an error that could not be corrected; reboot, and have the node "
+        "inspected if it recurs",
     ),
     (
         re.compile(r"\[Hardware Error\]|mce: .*event"),
         Severity.WATCH,
         "machine check",
-        "the processor or its memory reports errors that were corrected; watch whether they become more",
+        "the processor or its memory reports errors that were corrected; watch whether they increase",
     ),
     (
         re.compile(r"Remounting filesystem read-only|EXT4-fs error|XFS .*[Cc]orruption|I/O error, dev (?!fd|sr|loop)"),
         Severity.WATCH,
         "disk errors",
-        "the kernel reports errors of a disk or a file system; see `dmesg`, and check that disk",
+        "the kernel reports disk or file system errors; see `dmesg`, and check that disk",
     ),
     (
         re.compile(r"blocked for more than \d+ seconds"),
@@ -75,7 +75,7 @@ _KERNEL_MESSAGES: Sequence[tuple[re.Pattern[str], Severity, str, str]] = (
         re.compile(r"[Oo]ut of memory: Kill"),
         Severity.WATCH,
         "out of memory",
-        "the kernel has killed a process for want of host memory; look whether it was part of a run",
+        "the kernel killed a process because host memory ran out; check whether it was part of a run",
     ),
 )
 
@@ -83,7 +83,7 @@ _KERNEL_MESSAGES: Sequence[tuple[re.Pattern[str], Severity, str, str]] = (
 def read_kernel_log(
     device: Path = Path("/dev/kmsg"), journal: Sequence[str] = JOURNAL
 ) -> tuple[list[KernelLogLine] | None, str]:
-    """The lines since the start, or None and why they cannot be read."""
+    """The lines since boot, or None and why they cannot be read."""
     try:
         return _ring(device), ""
     except OSError as error:
@@ -97,26 +97,53 @@ def read_kernel_log(
     return [line for text in said.stdout.splitlines() if (line := _journal_line(text)) is not None], ""
 
 
+class KernelLogFollower:
+    """Follows the kernel log: reads lines written from now on."""
+
+    def __init__(self, device: Path = Path("/dev/kmsg")) -> None:
+        self._descriptor = -1
+        self._why_not = ""
+        try:
+            self._descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+        except OSError as error:
+            self._why_not = f"{device}: {error.strerror}"
+
+    def read_new(self) -> tuple[list[KernelLogLine] | None, str]:
+        """Lines since the last call, or None and why they cannot be read."""
+        if self._why_not:
+            return None, self._why_not
+        try:
+            return _read_records(self._descriptor), ""
+        except OSError as error:
+            return None, str(error.strerror)
+
+
 def _ring(device: Path) -> list[KernelLogLine]:
-    """All records of the kernel's ring: each read() gives one, `priority,number,microseconds,flags;text`."""
-    found: list[KernelLogLine] = []
+    """All records of the kernel's ring buffer."""
     descriptor = os.open(device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        while True:
-            try:
-                record = os.read(descriptor, 8192)
-            except BlockingIOError:
-                return found
-            except BrokenPipeError:  # it was overwritten before it was read; the next read goes on behind it
-                continue
-            if not record:
-                return found
-            head, _, text = record.decode(errors="replace").partition(";")
-            fields = head.split(",")
-            if len(fields) >= 3 and fields[2].isdigit():
-                found.append(KernelLogLine(int(fields[2]) / 1e6, text.partition("\n")[0]))
+        return _read_records(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _read_records(descriptor: int) -> list[KernelLogLine]:
+    """The remaining records: each read() returns one, `priority,number,microseconds,flags;text`."""
+    found: list[KernelLogLine] = []
+    while True:
+        try:
+            record = os.read(descriptor, 8192)
+        except BlockingIOError:
+            return found
+        except BrokenPipeError:  # overwritten before it was read; the next read continues after it
+            continue
+        if not record:
+            return found
+        head, _, text = record.decode(errors="replace").partition(";")
+        fields = head.split(",")
+        if len(fields) >= 3 and fields[2].isdigit():
+            found.append(KernelLogLine(int(fields[2]) / 1e6, text.partition("\n")[0]))
 
 
 def _journal_line(text: str) -> KernelLogLine | None:
@@ -133,13 +160,15 @@ def judge_kernel_log(
     watched_s: float | None = None,
     since_s: float | None = None,
 ) -> list[Finding]:
-    """What the lines tell. `recovery`: what the driver itself says is to be done about a GPU, by its place on the bus.
+    """Findings in the lines. `recovery`: the driver's current recovery action of each GPU, by bus id.
 
-    Lines of the last `since_s` seconds count, all if None; those that only deserve a look, of the last `watched_s`.
-    What a reset cures and is older than that deserves no more than a look, unless the driver still asks for one.
+    Lines of the last `since_s` seconds count, all if None; those of severity `watch`, of the last `watched_s`. An older
+    error that a reset fixes has at most severity `watch`, unless the driver still requests a reset.
     """
     if lines is None:
-        sentence = f"the kernel's log cannot be read ({why_not}), so errors that it reports are not known; ask an admin"
+        sentence = (
+            f"the kernel's log cannot be read ({why_not}), so the errors it reports are unknown; ask an administrator"
+        )
         return [Finding("kernel log", Severity.UNKNOWN, sentence)]
     now_s = time.clock_gettime(time.CLOCK_MONOTONIC) if now_s is None else now_s
     lines = [line for line in lines if since_s is None or now_s - line.at_s <= since_s]
@@ -148,9 +177,7 @@ def judge_kernel_log(
         return watched_s is None or now_s - line.at_s <= watched_s
 
     found = _gpu_findings(lines, recovery, now_s, recent) + _other_findings(lines, now_s, recent)
-    return found or [
-        Finding("kernel log", Severity.OK, "the kernel's log tells of no error of this machine's hardware")
-    ]
+    return found or [Finding("kernel log", Severity.OK, "the kernel's log reports no hardware errors")]
 
 
 def _gpu_findings(
@@ -170,7 +197,7 @@ def _gpu_findings(
         meaning = _apply_driver_advice(seen.meaning, recovery.get(bus), superseded=_advice_after(by_kind, bus, line))
         if meaning.severity == Severity.RESET and bus not in recovery and not recent(line):
             meaning = XidMeaning(
-                Severity.WATCH, f"{meaning.description} (if it was not reset since, that is due)", meaning.blames_device
+                Severity.WATCH, f"{meaning.description} (reset it, unless that was done since)", meaning.blames_device
             )
         if meaning.severity == Severity.OK:
             continue
@@ -186,29 +213,30 @@ def _gpu_findings(
 def _advice_after(
     seen: Mapping[tuple[str, int], list[tuple[KernelLogLine, Xid]]], bus: str, line: KernelLogLine
 ) -> Severity | None:
-    """What an Xid 154 of the same GPU said when or after a line was written: it overrides that line's own meaning."""
+    """The advice of an Xid 154 of the same GPU, written at the time of a line or later: it overrides that line's
+    own meaning."""
     said = [x.meaning.severity for at, x in seen.get((bus, RECOVERY_ACTION_CHANGED), []) if at.at_s >= line.at_s]
     return said[-1] if said else None
 
 
 def _apply_driver_advice(meaning: XidMeaning, recovery: Severity | None, superseded: Severity | None) -> XidMeaning:
-    """A meaning in the light of what the driver says: a GPU that it wants nothing done about was reset meanwhile."""
+    """Adjust a meaning to the driver's recovery action: a GPU without one was reset meanwhile."""
     advice = recovery if recovery is not None else superseded
     if advice != Severity.OK or meaning.severity in (Severity.OK, Severity.WATCH, Severity.ISOLATE):
         return meaning
     return XidMeaning(
-        Severity.WATCH, f"{meaning.description} (the driver asks for nothing more)", meaning.blames_device
+        Severity.WATCH, f"{meaning.description} (the driver requests no further action)", meaning.blames_device
     )
 
 
 def _remedy(meaning: XidMeaning) -> str:
     if not meaning.blames_device:
-        return "look at the program that ran there first"
+        return "check the program that ran there first"
     return {
-        Severity.WATCH: "watch whether it comes again",
+        Severity.WATCH: "watch whether it recurs",
         Severity.RESET: "end its programs and reset it (nvidia-smi --gpu-reset), or reboot the node",
-        Severity.REBOOT: "reboot the node, and have the GPU looked at if it comes again",
-        Severity.ISOLATE: "take the node out and have it looked at",
+        Severity.REBOOT: "reboot the node, and have the GPU inspected if it recurs",
+        Severity.ISOLATE: "drain the node and have it inspected",
     }[meaning.severity]
 
 
@@ -227,7 +255,7 @@ def _other_findings(
         _, severity, check, words = _KERNEL_MESSAGES[number]
         last = those[-1]
         if severity == Severity.RESET and not recent(last):
-            severity = Severity.WATCH  # it may have been reset since, of which the log says nothing
+            severity = Severity.WATCH  # it may have been reset since, which the log does not record
         sentence = f"{words} ({_ago(now_s - last.at_s)}: {last.text[:SHOWN]})"
         where = "NVIDIA" if check in OF_GPUS else None
         findings.append(Finding(check, severity, sentence, len(those), 0, where))

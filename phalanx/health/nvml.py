@@ -1,20 +1,21 @@
-"""What NVIDIA's management library (NVML, by nvidia-ml-py) says of a node's GPUs.
+"""GPU state from NVIDIA's management library (NVML, by nvidia-ml-py).
 
-It needs no rights and takes no GPU memory, but may hang on a sick device: callers ask in a process of their own.
+It needs no permissions and takes no GPU memory, but may hang on a faulty device: callers use a separate process.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from phalanx.health.findings import Severity
-from phalanx.health.gpu import Gpu, GpuProcess, GpuReading
+from phalanx.health.gpu import Gpu, GpuMemoryErrors, GpuProcess, GpuReading
 from phalanx.health.xid import normalize_bus_id
 
 
 class _DeviceLost(Exception):
-    """The driver has no hold of the device any more."""
+    """The driver has lost the device."""
 
 
 def read_gpus() -> GpuReading:
@@ -36,24 +37,41 @@ def read_gpus() -> GpuReading:
         nvml.nvmlShutdown()
 
 
+@contextlib.contextmanager
+def keep_open() -> Iterator[None]:
+    """Keep the driver's library open, so that not every reading opens it; no effect without the library."""
+    import pynvml
+
+    nvml: Any = pynvml
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        nvml.nvmlShutdown()
+
+
 def _driver(nvml: Any) -> str:
     try:
         return _text(nvml.nvmlSystemGetDriverVersion())
-    except nvml.NVMLError:  # it speaks of its GPUs, which is what matters
+    except nvml.NVMLError:  # the version is not essential
         return ""
 
 
 def _unreachable(nvml: Any, error: Any) -> GpuReading:
     if error.value == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
-        text = "the NVIDIA driver was updated, but an older one still runs in the kernel; reboot the node"
+        text = "the NVIDIA driver was updated, but the kernel still runs an older one; reboot the node"
         return GpuReading(problem=text, severity=Severity.REBOOT)
     if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-        return GpuReading(problem="there is no NVIDIA driver here, so nothing is known of GPUs")
+        return GpuReading(problem="no NVIDIA driver is installed, so GPUs are not checked")
     if error.value == nvml.NVML_ERROR_DRIVER_NOT_LOADED and os.path.exists("/dev/nvidiactl"):
         return GpuReading(
             problem="the NVIDIA driver is installed but not loaded; reboot the node", severity=Severity.REBOOT
         )
-    return GpuReading(problem=f"the NVIDIA driver does not speak of its GPUs ({error})")
+    return GpuReading(problem=f"the NVIDIA driver cannot list its GPUs ({error})")
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
@@ -63,7 +81,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         return Gpu(index, lost=str(error))
 
     def ask(name: str, *arguments: Any) -> Any:
-        """What a function of the library says; None where this driver, GPU or user has no answer."""
+        """Call a function of the library; None if this driver, GPU or user gets no answer."""
         function = getattr(nvml, name, None)
         if function is None:
             return None
@@ -88,7 +106,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 def _state(nvml: Any, ask: Callable[..., Any]) -> dict[str, Any]:
     memory = ask("nvmlDeviceGetMemoryInfo")
-    rows = ask("nvmlDeviceGetRemappedRows")  # corrected, not corrected, pending, failed
+    rows = ask("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
     throttles = ask("nvmlDeviceGetCurrentClocksEventReasons")
     if throttles is None:
         throttles = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
@@ -100,18 +118,23 @@ def _state(nvml: Any, ask: Callable[..., Any]) -> dict[str, Any]:
     pages = [ask("nvmlDeviceGetRetiredPages", cause) for cause in causes]
     links = [ask("nvmlDeviceGetNvLinkState", link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
     present = [state for state in links if state is not None]
+    power = ask("nvmlDeviceGetPowerUsage")  # in mW
     persistence, pending = ask("nvmlDeviceGetPersistenceMode"), ask("nvmlDeviceGetRetiredPagesPendingStatus")
     return {
         "memory_bytes": None if memory is None else int(memory.total),
         "memory_used_bytes": None if memory is None else int(memory.used),
         "temperature_c": ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         "slowdown_c": ask("nvmlDeviceGetTemperatureThreshold", nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+        "power_w": None if power is None else power / 1000,
         "throttles": throttles,
-        "uncorrected": ask("nvmlDeviceGetTotalEccErrors", uncorrected, nvml.NVML_VOLATILE_ECC),
-        "remap_failed": None if rows is None else bool(rows[3]),
-        "remap_pending": None if rows is None else bool(rows[2]),
-        "retired_pages": None if None in pages else sum(len(each) for each in pages),
-        "retire_pending": None if pending is None else bool(pending),
+        "errors": GpuMemoryErrors(
+            ask("nvmlDeviceGetTotalEccErrors", uncorrected, nvml.NVML_VOLATILE_ECC),
+            ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_VOLATILE_ECC),
+            None if rows is None else bool(rows[3]),
+            None if rows is None else bool(rows[2]),
+            None if None in pages else sum(len(each) for each in pages),
+            None if pending is None else bool(pending),
+        ),
         "recovery": _field(nvml, ask, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"),
         "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth"),
         "pcie_width_most": ask("nvmlDeviceGetMaxPcieLinkWidth"),
@@ -123,7 +146,7 @@ def _state(nvml: Any, ask: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _field(nvml: Any, ask: Callable[..., Any], name: str) -> int | None:
-    """One of the numbered fields, where library and driver know it."""
+    """Read a numbered field, if library and driver support it."""
     number = getattr(nvml, name, None)
     values = None if number is None else ask("nvmlDeviceGetFieldValues", [number])
     if not values or values[0].nvmlReturn != nvml.NVML_SUCCESS:

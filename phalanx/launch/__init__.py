@@ -1,4 +1,4 @@
-"""Starting runs. Importing this imports no torch; it knows where a function of version 0.1 is now."""
+"""Launching runs. Importing this imports no torch; it knows where a function of version 0.1 is now."""
 
 from phalanx.core import renamed
 

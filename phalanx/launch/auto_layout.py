@@ -1,6 +1,5 @@
-"""Between a start and the planner: the layout of a run that leaves it to `parallel.layout: auto`, and what is expected
-of the layout of any run, which its first steps are held against. No torch here but where a Hugging Face folder is asked
-for its shapes, in a child."""
+"""Automatic layout (`parallel.layout: auto`), and the predicted memory and time of a run's layout, which its first
+steps are compared with. No torch here but where a Hugging Face folder is asked for its shapes, in a child."""
 
 import contextlib
 import json
@@ -23,7 +22,7 @@ from phalanx.planner import choose_layout, predict, present_cluster
 from phalanx.planner.choose_layout import LayoutRequest
 from phalanx.planner.present_cluster import NodeDevice
 from phalanx.planner.recipe_keys import AUTO_LAYOUT
-from phalanx.storage import files as storage
+from phalanx.storage.local_copies import fetch_folder
 from phalanx.system.fork import fork_call
 
 LayoutRecord = dict[str, Any]
@@ -50,14 +49,15 @@ def resolve_layout(
     nodes: Sequence[Sequence[DeviceInfo]],
     meanwhile: Callable[[], None] | None = None,
 ) -> tuple[Config, LayoutRecord]:
-    """`config`, which goes on from the run folder if there is one, in the best layout for these devices, and the record
-    of it. What `wanted` writes itself stays. Raises ConfigError where nothing fits, or nothing can be planned."""
+    """Resolve `config` to the best layout for these devices (continuing from the run folder if there is one), with its
+    record. Keys that `wanted` sets are fixed. Raises ConfigError where nothing fits, or the recipe cannot be
+    planned."""
     present = planner_devices(nodes)
     devices = [device for node in nodes for device in node]
     kind, bf16 = devices[0].name.partition(":")[0], {device.bf16 for device in devices}
     written = sorted(key for key in load.find_explicit_keys(wanted) if get_knob(wanted, key) != "auto")
     free = {key: value for key, value in AUTO_LAYOUT.items() if key not in written}
-    # A file of what was measured informs a plan; it is no wish to leave the model whole.
+    # A hardware file informs the plan; it does not fix the layout.
     freed = load.update_config(config, free | {"balance.hardware": None, "parallel.layout": "given"})
     resolved, _ = resolve.resolve_autos(freed, device=kind, world=len(devices), bf16=all(bf16), differ=len(bf16) > 1)
     asked = (resolved, written, present, _read_measured(config.balance.hardware, paths), read_last_record(paths))
@@ -89,8 +89,8 @@ def _folder_spec(config: Config) -> ModelSpec:
 def predict_layout(
     config: Config, paths: RunPaths, nodes: tuple[tuple[NodeDevice, ...], ...], spec: ModelSpec | None
 ) -> LayoutRecord | None:
-    """What the layout of a resolved `config` is expected to take; None where nobody can say: for a network of one's
-    own, and where a node has not said what its devices hold. `spec`: the model's shapes where they are a folder's."""
+    """Predict memory and time of a resolved `config`'s layout; None where that is unknown: for a custom network, and
+    where a node did not report its devices' memory. `spec`: the model's shapes where they are a folder's."""
     if any(device.memory_bytes <= 0 for node in nodes for device in node):
         return None
     folder_spec = spec if config.model.from_hf is not None else None
@@ -103,7 +103,7 @@ def predict_layout(
 
 
 def _read_measured(file: str | None, paths: RunPaths) -> Hardware | None:
-    """What was measured: the file that the recipe names, else that of the run folder, if it is of any use."""
+    """The device measurements: the file that the recipe names, else that of the run folder if it is usable."""
     return (
         hardware.read_hardware(Path(file).expanduser())
         if file is not None
@@ -135,28 +135,24 @@ def layout_event(record: LayoutRecord) -> LayoutRecord:
 
 
 def render_plan_json(record: LayoutRecord) -> str:
-    """What the run folder's plan.json holds of it."""
+    """Format the run folder's plan.json."""
     kept = {key: value for key, value in record.items() if key != "again"}
     return json.dumps(kept, indent=1, allow_nan=False) + "\n"
 
 
 def read_folder_spec(config: Config) -> ModelSpec | None:
-    """The shapes of the folder that `model.from_hf` names, or None. Raises ConfigError for a URL or no such folder."""
-    folder = config.model.from_hf
-    if folder is None:
+    """The shapes of the folder that `model.from_hf` names, or None; weights are not fetched. Raises ConfigError."""
+    name = config.model.from_hf
+    if name is None:
         return None
-    if storage.is_url(folder):
-        raise ConfigError(f"model.from_hf {folder} is a URL; fetch its config.json into a folder, and name that")
-    return hf_config.spec_from_config(hf_config.read_config(Path(folder).expanduser()), folder)
+    return hf_config.spec_from_config(hf_config.read_config(fetch_folder(name, config.data.cache, weights=False)), name)
 
 
 class PredictionCheck:
-    """Compares some steps of an attempt with what was expected of them; a sink of rank 0's records.
+    """Compares some steps of an attempt with their prediction; a sink of rank 0's records.
 
-    Reads what was expected in the run folder's plan.json, and writes one event in an attempt.
-
-    Where the attempt has measured its devices since plan.json was written, the same layout is foretold once more for
-    these. `say` is told of the event.
+    Reads the prediction from the run folder's plan.json, and writes one event per attempt. If the attempt has measured
+    its devices since plan.json was written, the prediction is repeated with the measurements. `say` receives the event.
     """
 
     def __init__(
@@ -172,8 +168,9 @@ class PredictionCheck:
         self._expected: tuple[dict[str, Any], str] | None = None
 
     def on_step(self, record: dict[str, Any]) -> None:
-        if len(self._steps) >= predict.ENOUGH:
-            return
+        train = self._config.train
+        if len(self._steps) >= predict.ENOUGH or train.batches.batch_size(record["step"]) < train.global_batch:
+            return  # the prediction is for a step of a whole batch
         if not self._steps:  # before any step of it is known
             self._expected = self._read_prediction()
         self._steps.append(record)
@@ -194,7 +191,7 @@ class PredictionCheck:
     def close(self) -> None: ...
 
     def _read_prediction(self) -> tuple[dict[str, Any], str] | None:
-        """What is expected of a step, and what that rests on; None where nobody has said."""
+        """The prediction for a step and its basis; None without one."""
         try:
             told = json.loads(self._paths.plan.read_text(encoding="utf-8"))
             expected, basis = dict(told["expected"]), str(told["basis"])

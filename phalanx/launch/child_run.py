@@ -61,7 +61,7 @@ def train_in_child(config: Config, place: str, ranks: int | None) -> int:
         shown = None if _owns_stdout() else _ChildOutput(folder / "output.txt", config, place)
         stream = None if shown is None else shown.file
         environment = {name: value for name, value in os.environ.items() if shown is None or name not in FORCES_COLOR}
-        # A group of its own: an interrupt of a terminal, or of a notebook, shall reach it once, and through us.
+        # A separate process group: an interrupt of a terminal or a notebook must reach it once, through this process.
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -102,7 +102,7 @@ def _read_answer(file: Path, returncode: int) -> int:
     if returncode == -signal.SIGINT:  # before it could heed one
         return int(ExitCode.STOPPED)
     how = signal.Signals(-returncode).name if returncode < 0 else f"exit code {returncode}"
-    raise PhalanxError(f"the process that trains ended without an answer ({how}); the same call resumes the run")
+    raise PhalanxError(f"the training process ended without a result ({how}); the same call resumes the run")
 
 
 def _owns_stdout() -> bool:
@@ -116,7 +116,8 @@ def _owns_stdout() -> bool:
 
 
 class _ChildOutput:
-    """Prints what the child writes, as lines of this process; in a notebook a bar takes the place of progress lines."""
+    """Prints the child's output as lines of this process; in a notebook, with a progress bar instead of progress
+    lines."""
 
     def __init__(self, path: Path, config: Config, place: str) -> None:
         self.file: TextIO = open(path, "w")  # noqa: SIM115
@@ -154,7 +155,7 @@ class _ChildOutput:
 
 
 def main() -> None:
-    """What the child runs: the request in, the answer out."""
+    """Main function of the child: reads the request, writes the answer."""
     folder = Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text())
     signal_at_parent_death(request["parent"], signal.SIGTERM)

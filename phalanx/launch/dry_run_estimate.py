@@ -1,13 +1,11 @@
-"""A dry run without torch, for what the planner has a model of: plain recipes of the Llama family, also with adapters.
-Others are walked.
+"""Dry run without torch, by formulas, for plain recipes of the Llama family, also with adapters. Others run with fake
+tensors.
 
-`phalanx.autotune.dry_run` walks a pass with fake tensors, and takes as long as torch takes to be imported, and longer.
-Here the same sizes come from formulas: exact ones, but for activations and for shares of the state, which are those of
-`planner.memory`. A test compares the two.
+`phalanx.autotune.dry_run` runs a pass with fake tensors, which takes longer than the import of torch. Here the same
+sizes come from the formulas of `planner.memory`. A test compares the two.
 """
 
 import math
-from pathlib import Path
 from typing import Any
 
 from phalanx.autotune.run_size import (
@@ -20,17 +18,27 @@ from phalanx.autotune.run_size import (
     count_by_part,
     describe_shape,
     micro_batch_to_assume,
-    single_engine_bytes,
 )
 from phalanx.config.load import update_config
 from phalanx.config.model_spec import build_model_spec
-from phalanx.config.optimizers import OPTIMIZERS
-from phalanx.config.resolve import resolve_autos
+from phalanx.config.optimizers import find_optimizer
+from phalanx.config.resolve import has_vocabulary_of_tokenizer, resolve_autos
 from phalanx.config.schema import Config
 from phalanx.data.tokenizer import predict_vocab_size
+from phalanx.layout.memory_model import (
+    FROZEN,
+    GRADIENTS,
+    MASTERS,
+    ON_THEIR_WAY,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    ElementBytes,
+    head_gradient_bytes,
+)
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import hf_config
-from phalanx.models.families.catalog import adapter_count, family_of, flops_per_token, parameter_shapes
+from phalanx.models.families.catalog import adapter_count, block_options, flops_per_token, parameter_shapes
+from phalanx.models.families.family import BlockOptions
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, DEVICE_KINDS
 from phalanx.planner.layout_choice import LayoutChoice
@@ -39,25 +47,20 @@ from phalanx.planner.predict import choice_of
 from phalanx.planner.recipe_keys import work_of
 from phalanx.planner.work import StepWork
 from phalanx.storage import files as storage
+from phalanx.storage.local_copies import fetch_folder, is_remote
 
-KIND = DEVICE_KINDS["A100-80GB"]  # any with bf16: of what is asked here nothing differs between them
-SIZES = (1, 3)  # sequences of the passes that are told apart, as where they are walked
+KIND = DEVICE_KINDS["A100-80GB"]  # any with bf16 gives the same sizes
+# Numbers of sequences of the two passes that are traced, to separate fixed costs from costs per sequence
+SIZES = (1, 3)
 MOMENTS = 2  # of AdamW
-# What the planner calls a share of the state, and what a dry run does.
-NAMES = {
-    "weights": "weights in use",
-    "gradients": "gradients",
-    "master weights": "master weights",
-    "optimizer state": "optimizer state",
-    "weights on their way": "weights on their way",
-}
+ITEMS = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER_STATE, FROZEN, ON_THEIR_WAY)
 
 
 def dry_run(config: Config, ranks: int) -> dict[str, Any]:
     """Sizes of the run that `config` describes on `ranks` ranks, as JSON-able tables; bytes are of one rank.
 
-    Without a `train.dtype` it is reckoned for accelerators with bf16. Reads at most a tokenizer and a config.json.
-    Raises ConfigError for what the run itself would refuse before it looks at data.
+    Without a `train.dtype` it assumes accelerators with bf16. Reads at most a tokenizer and a config.json. Raises
+    ConfigError for everything that the run itself would reject before it reads data.
     """
     found = estimate_by_formula(config, ranks)
     if found is None:
@@ -68,15 +71,17 @@ def dry_run(config: Config, ranks: int) -> dict[str, Any]:
 
 
 def estimate_by_formula(config: Config, ranks: int) -> dict[str, Any] | None:
-    """The same without torch; None where there is no formula for it. Raises ConfigError."""
+    """The estimate without torch; None if there is no formula for the recipe. Raises ConfigError."""
     if config.model.from_hf is not None and storage.is_url(config.model.from_hf):
         return None
     config, _ = resolve_autos(config, device="accelerator", world=ranks)
     if not _is_plain(config, ranks):
         return None
     to_train = False
-    folder = None if config.model.from_hf is None else Path(config.model.from_hf).expanduser()
-    if config.model.vocab_size == "auto" and config.model.preset is None and folder is None:
+    folder = None
+    if config.model.from_hf is not None:
+        folder = fetch_folder(config.model.from_hf, config.data.cache, weights=False)
+    if has_vocabulary_of_tokenizer(config):
         config = update_config(config, {"model.vocab_size": predict_vocab_size(config.data)})
         to_train = config.data.tokenizer in ("train", "auto")
     theirs = None
@@ -89,19 +94,19 @@ def estimate_by_formula(config: Config, ranks: int) -> dict[str, Any] | None:
 
 
 def _is_plain(config: Config, ranks: int) -> bool:
-    """Whether what the recipe asks for, beside its model, has been compared with a walk."""
+    """Whether the formulas were verified for the recipe's keys beside its model."""
     parallel = config.parallel
     engine = "single" if ranks == 1 else "sharded"
     return (
         config.task.kind == "language"
         and config.model.code is None
         and (config.model.lora is None or config.model.lora.adapter is None)
-        and not storage.is_url(config.data.tokenizer)
-        and config.parallel.axes.model_parallel_size == 1
+        and not (is_remote(config.data.tokenizer) and has_vocabulary_of_tokenizer(config))
+        and config.parallel.axes.model_parallel_size * parallel.context == 1
         and parallel.engine == engine
         and config.comm.compress == "none"
         and not isinstance(config.balance.optimizer_state, list)
-        and OPTIMIZERS[config.optim.name].replays
+        and find_optimizer(config.optim.name).replays
         and config.train.dtype != "fp64"
     )
 
@@ -110,13 +115,14 @@ def _has_formula(config: Config, spec: ModelSpec) -> bool:
     """Whether the planner's model of a pass holds for the model."""
     windowed = spec.sliding_window is not None and spec.sliding_window < config.data.seq_len
     nothing_moves = config.memory.activations == "offload" and spec.layers <= config.memory.offload_prefetch_blocks
-    options = family_of(spec).options
-    usual = options.gated and options.causal and not options.post_norms
+    options = block_options(spec)
+    usual = options == BlockOptions(qkv_bias=options.qkv_bias, qk_norm=options.qk_norm)
+    usual &= spec.moe is None  # tokens sorted by expert take additional memory
     plain = usual and spec.dropout == 0.0 and not windowed and not nothing_moves
     if spec.lora is None or not plain:
         return plain
-    # The first block keeps little where nothing in its attention is trained. And where the feed-forward part is narrow,
-    # a pass is at its height in attention, of which the planner has no transients.
+    # The first block keeps little if nothing in its attention is trained. And if the feed-forward part is narrow, a
+    # pass has its peak in attention, whose transients the planner does not model.
     return bool({"q", "k", "v"} & set(spec.lora.targets)) and spec.intermediate >= max(
         2.5 * spec.hidden, 1.5 * spec.heads * spec.head_dim
     )
@@ -126,7 +132,7 @@ def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSi
     shapes = parameter_shapes(spec)
     parts = count_by_part({name: math.prod(shape) for name, shape in shapes.items()})
     whole, adapters = sum(parts.values()), adapter_count(spec)
-    trained, frozen = (adapters, whole) if adapters else (whole, 0)
+    trained = adapters or whole
     parts |= {ADAPTERS: adapters} if adapters else {}
     cluster = ClusterSpec((NodeGroup(1, ranks, KIND),))
     work, choice = work_of(config, spec, cluster), choice_of(config, cluster)
@@ -135,19 +141,13 @@ def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSi
     }
     once, each = passes[activation_mode_to_assume(config)]
     micro_batch = micro_batch_to_assume(config, ranks)
-    if ranks == 1:
-        master = work.master_bytes
-        memory = single_engine_bytes(trained, frozen, trained * MOMENTS * master, work.width, master)
-        committed = trained * (1 + MOMENTS) * master
-    else:
-        memory, committed = _sharded(work, choice, ranks)
-    needs = {}
+    memory, committed = _state(work, choice, ranks)
+    needs, each_bytes = {}, ElementBytes(work.width, work.gather_bytes, work.master_bytes)
+    head_gradient = head_gradient_bytes(0 if adapters else work.vocabulary * work.hidden, each_bytes)
     if ranks > 1 and config.parallel.zero == "auto":
         for zero in (1, 2):
             tried = choice_of(update_config(config, {"parallel.zero": zero}), cluster)
-            needs[str(zero)] = int(
-                (sum(_sharded(work, tried, ranks)[0].values()) + _head_gradient_bytes(work)) / STATE_MEMORY_SHARE
-            )
+            needs[str(zero)] = int((sum(_state(work, tried, ranks)[0].values()) + head_gradient) / STATE_MEMORY_SHARE)
     memory |= {"activations": micro_batch * each, "loss and the head's gradient": once}
     return RunSizes(
         shape=describe_shape(spec),
@@ -169,7 +169,7 @@ def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSi
 
 
 def _pass(work: StepWork, choice: LayoutChoice) -> tuple[int, int]:
-    """What a forward and backward pass adds at its height, in bytes: once, and for each sequence."""
+    """Peak bytes added by a forward and backward pass: once, and per sequence."""
     peaks = []
     for sequences in SIZES:
         parts = estimate_device_memory(
@@ -180,17 +180,11 @@ def _pass(work: StepWork, choice: LayoutChoice) -> tuple[int, int]:
     return max(0, peaks[0] - each * SIZES[0]), each
 
 
-def _sharded(work: StepWork, choice: LayoutChoice, ranks: int) -> tuple[dict[str, int], int]:
-    """What one of several ranks holds besides activations, by what it holds, and what of it is kept of a step."""
+def _state(work: StepWork, choice: LayoutChoice, ranks: int) -> tuple[dict[str, int], int]:
+    """Bytes of a rank besides activations, by item, and how many of them are committed in a step."""
     # As a dry run has it, there are several micro-batches.
     found = estimate_device_memory(
         work, KIND, choice, ranks, 0, work.layers, 1, 2, 1.0 / (choice.shard_degree or ranks), DEFAULT_CONSTANTS
     )
-    parts = {name: int(found.parts[theirs]) for theirs, name in NAMES.items() if theirs in found.parts}
+    parts = {name: int(found.parts[name]) for name in ITEMS if name in found.parts}
     return parts, int(found.state_bytes)
-
-
-def _head_gradient_bytes(work: StepWork) -> int:
-    """The gradient of the head, which the loss makes in the master's type before it is narrowed, unless it is
-    frozen."""
-    return work.vocabulary * work.hidden * (work.master_bytes + work.width) if work.lora is None else 0

@@ -18,11 +18,11 @@ from phalanx.launch import child_run, run
 from phalanx.launch.auto_layout import read_folder_spec
 from phalanx.planner import advice, parse_cluster
 from phalanx.planner.advice import PlanQuery
+from phalanx.planner.plan import Plan
 from phalanx.planner.recipe_keys import free_layout
-from phalanx.planner.search import Plan
 from phalanx.report import event_text
 from phalanx.storage import files as storage
-from phalanx.storage import mirror
+from phalanx.storage import hub, mirror
 from phalanx.system.fork import thread_names
 from phalanx.system.torchrun_env import from_environment
 
@@ -48,7 +48,7 @@ def train(
 ) -> "Run":
     """Train a model on this machine, or resume the run that `run_dir` holds.
 
-    The ranks are processes of their own, so a notebook, or a program that has used torch, can call this any number of
+    The ranks are separate processes, so a notebook, or a program that has used torch, can call this any number of
     times. In a notebook a progress bar and the loss curve are shown below the cell. An interrupt (the stop button,
     Ctrl-C) ends the run after the current step with its state saved, and the same call resumes it; a second one ends it
     at once. In a process that torchrun, mpirun or Slurm started as one rank of several, this is that rank.
@@ -83,8 +83,8 @@ def train(
         code = child_run.train_in_child(config, str(run_dir), ranks)
     elif callbacks and not is_rank and len(thread_names()) > 1:
         raise ConfigError(
-            f"callbacks= needs a process without other threads, and this one has {len(thread_names())} (a notebook, or "
-            "torch has computed here); put the class into a file and name it: callback={'code': 'callback.py'}"
+            f"callbacks= needs a process without other threads, but this one has {len(thread_names())} (a notebook, "
+            "or earlier torch computation); put the class in a file and pass callback={'code': 'callback.py'}"
         )
     else:
         paths = child_run.prepare_run_folder(config, str(run_dir))
@@ -213,7 +213,8 @@ def load_recipe(recipe: Recipe, *overrides: str, **sections: Any) -> Config:
         return load.load_recipe(Path(recipe), words)
     given = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Config) else recipe
     plain = json.loads(json.dumps(given, default=str))
-    return load.build_config(load.apply_overrides(rename_keys(plain)[0], words), "the recipe")
+    tree = load.apply_overrides(rename_keys(plain)[0], words)
+    return load.check_recipe(load.build_config(tree, "the recipe"), "the recipe")
 
 
 def _to_words(sections: Mapping[str, Any]) -> Iterator[str]:
@@ -256,7 +257,8 @@ def plan(recipe: Recipe, cluster: str, *overrides: str, **sections: Any) -> Plan
     if not found.plans:
         there_text = parse_cluster.format_cluster(there)
         raise ConfigError(
-            f"no layout of this recipe fits the memory of {there_text}; `phalanx plan` says what would help"
+            f"no layout of this recipe fits into the memory of {there_text}; `phalanx plan` suggests changes that "
+            "make it fit"
         )
     return found.best
 
@@ -268,6 +270,7 @@ def export(
     dtype: str | None = None,
     merge: bool = False,
     step: int | None = None,
+    push: str | None = None,
 ) -> int:
     """Write a checkpoint of a run as a Hugging Face folder, which transformers and `model.from_hf` load.
 
@@ -280,6 +283,8 @@ def export(
         dtype: Type of the weights: "bf16", "fp16", "fp32" or "fp64". Default: as imported, else the compute type.
         merge: Whether adapters are merged into the whole model.
         step: The step of the checkpoint. Default: the newest.
+        push: A name on the Hugging Face hub, such as "organization/name" or "organization/name@branch", that the folder
+            is pushed to, too; a repository that does not exist is made, private.
 
     Returns:
         The step of the checkpoint.
@@ -287,7 +292,8 @@ def export(
     Raises:
         errors.RunError: `run_dir` holds no run.
         errors.CheckpointError: there is no valid checkpoint, or none of this step.
-        errors.ConfigError: `folder` is not empty, or an argument does not fit the run.
+        errors.ConfigError: `folder` is not empty, or an argument does not fit the run, or the hub refuses.
+        errors.StorageError: the hub breaks off.
 
     Examples:
         >>> phalanx.export("runs/trained", "out/model", dtype="fp32")
@@ -298,8 +304,12 @@ def export(
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(EXPORT_DTYPES)}")
     target = Url(str(folder).rstrip("/"), storage.TIMEOUT_S) if storage.is_url(str(folder)) else Path(folder)
+    if push is not None:
+        hub.prepare_push(push, target)
     with mirror.open_records(str(run_dir)) as paths:
         written = export_run(paths, target, dtype, note=paths.url is None, merge=merge, step=step)
         if paths.url is not None:
             mirror.append_event(paths, EventKind.EXPORTED, folder=str(target), step=written)
+    if push is not None:
+        hub.push_folder(Path(folder), push, f"Step {written}")
     return written

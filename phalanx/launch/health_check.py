@@ -1,4 +1,5 @@
-"""`phalanx health` on several nodes: each looks at itself and at its ways to the others; node 0 shows what was seen."""
+"""`phalanx health` on several nodes: each node checks itself and its connections to the others; node 0 shows the
+results."""
 
 import contextlib
 import itertools
@@ -21,9 +22,10 @@ from phalanx.elastic.membership import rendezvous_client
 from phalanx.elastic.membership.connectivity import ConnectionProbe, EchoServer, probe
 from phalanx.elastic.membership.rendezvous import interfaces
 from phalanx.elastic.membership.rendezvous_client import RendezvousClient
-from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.worker import StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor import node_requests
+from phalanx.elastic.supervisor.meeting import name_nodes
+from phalanx.elastic.supervisor.meeting_host import MeetingHost
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.health import burn_in_report, checks
 from phalanx.health import host as host_health
@@ -45,15 +47,13 @@ from phalanx.system.fork import fork, kill_group
 
 COMMAND = "phalanx health"  # by which its nodes know each other
 SLOW = 0.5  # of the median way: worth a look
-LEAST = 3  # so many ways make a median worth comparing with
 PROBE_TIMEOUT_S = 600.0  # what nodes get to reach each other
 
 
 def check_nodes(meeting: RendezvousOptions, own: dict[str, Any], as_json: bool) -> tuple[int, dict[str, Any]]:
-    """Meet the other nodes with the results of this one (`rows` of a deep check beside them), and look at the ways
-    between. Returns the exit code, the same everywhere, and on node 0 the results of all; its own elsewhere.
-
-    Raises PhalanxError where nodes do not come, or do not fit.
+    """Exchange health results with the other nodes (`rows` of a deep check as well), and check the connections between
+    them. Returns the exit code, the same everywhere, and on node 0 the results of all nodes; elsewhere this node's.
+    Raises PhalanxError if nodes do not arrive, or do not match.
     """
     try:
         with raise_on_stop_signal():
@@ -66,23 +66,23 @@ def check_nodes(meeting: RendezvousOptions, own: dict[str, Any], as_json: bool) 
 
 
 def _shareable_report(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A node's results without what only nodes tell each other."""
+    """A node's results without the fields that only nodes exchange."""
     return {key: result[key] for key in result if key not in ("ways", "rows")}
 
 
 def _lead(meeting: RendezvousOptions, own: dict[str, Any], as_json: bool) -> tuple[int, dict[str, Any]]:
     with contextlib.ExitStack() as held:
         said = multinode.make_training_hello(Config(), [], meeting, COMMAND)
-        first, poll_once = held.enter_context(multinode.meet_nodes(meeting, said))
+        first = held.enter_context(multinode.meet_nodes(meeting, said))
         secret = secrets.token_hex(32)
         echo = EchoServer(dict(interfaces()).get(first.interface() or "lo", "127.0.0.1"), secret)
         held.callback(echo.close)
-        multinode.offer_to_all(first, {"secret": secret}, poll_once)
-        peers = [list(echo.address), *(answer["echo"] for answer in first.answers().values())]
+        multinode.offer_to_all(first, {"secret": secret})
+        peers = [list(echo.address), *(first.answers[node]["echo"] for node in sorted(first.answers))]
         first.offer({"secret": secret, "peers": peers})
-        ways = {0: _probe_peers(0, peers, secret, poll_once)}
-        _wait_for_all(first, poll_once)
-        answers = [own, *(answer["result"] for answer in first.answers().values())]
+        ways = {0: _probe_peers(0, peers, secret, first.poll_once)}
+        _wait_for_all(first)
+        answers = [own, *(first.answers[node]["result"] for node in sorted(first.answers))]
         ways |= {
             node: {int(to): ConnectionProbe(**way) for to, way in answers[node]["ways"].items()}
             for node in range(1, len(peers))
@@ -93,20 +93,18 @@ def _lead(meeting: RendezvousOptions, own: dict[str, Any], as_json: bool) -> tup
         if not as_json:
             for result in [*together["nodes"], {"host": "between nodes", **together["between"]}]:
                 open_terminal().print(shown.render_findings_table(result, show_ok=False))
-        first.finish(code, f"all nodes were looked at: {together['verdict']}; node 0 shows what was found")
+        first.finish(code, f"all nodes checked: {together['verdict']}; see the output of node 0")
         return code, together
 
 
-def _wait_for_all(first: RendezvousHost, poll_once: Callable[[], None]) -> None:
-    """Until all nodes have said what they found. Raises CollectiveError for nodes that do not, or that leave."""
+def _wait_for_all(first: MeetingHost) -> None:
+    """Wait for the results of all nodes. Raises CollectiveError for nodes that do not answer, or that leave."""
     until = time.monotonic() + PROBE_TIMEOUT_S
-    while first.missing() or not all("result" in answer for answer in first.answers().values()):
-        poll_once()
-        late = ", ".join(map(str, first.missing()))
-        if late or time.monotonic() > until:
-            raise CollectiveError(
-                f"node {late or '?'} left, or was not done within {PROBE_TIMEOUT_S:g} s; its own output says why"
-            )
+    while first.state.missing or first.state.unready:
+        first.poll_once()
+        if first.state.missing or time.monotonic() > until:
+            late = name_nodes(first.state.missing or first.state.unready)
+            raise CollectiveError(f"{late} left or did not finish within {PROBE_TIMEOUT_S:g} s; see its output")
         time.sleep(0.05)
 
 
@@ -119,7 +117,7 @@ def _follow(meeting: RendezvousOptions, own: dict[str, Any]) -> int:
         def poll_once() -> None:
             node.poll_once()
             if node.lost is not None and node.over is None and node.refusal is None:
-                raise CollectiveError(f"node 0 was lost ({node.lost}); start all nodes again")
+                raise CollectiveError(f"node 0 was lost ({node.lost}); restart all nodes")
 
         offer = _wait_for_offer(node, poll_once, "secret")
         if offer is not None:
@@ -144,7 +142,7 @@ def _is_settled(node: RendezvousClient) -> bool:
 
 
 def _wait_for_offer(node: RendezvousClient, poll_once: Callable[[], None], key: str) -> dict[str, Any] | None:
-    """What node 0 offers once it has `key`; None where the meeting ends before."""
+    """Wait for node 0's offer with `key`; None where the rendezvous ends before."""
     multinode.poll_until(node, lambda: _is_settled(node) or (node.offer is not None and key in node.offer), poll_once)
     return None if _is_settled(node) else node.offer
 
@@ -152,7 +150,7 @@ def _wait_for_offer(node: RendezvousClient, poll_once: Callable[[], None], key: 
 def _probe_peers(
     own: int, peers: Sequence[Sequence[Any]], secret: str, poll_once: Callable[[], None]
 ) -> dict[int, ConnectionProbe]:
-    """This node's ways to all others, in an order in which nodes pair off."""
+    """Probe this node's connections to all others, in an order in which nodes pair off."""
     found = {}
     for other in placement.round_robin_partners(own, len(peers)):
         if other is not None:
@@ -193,28 +191,28 @@ def _combine_reports(
 
 
 def judge_connections(hosts: Sequence[str], connections: Mapping[int, Mapping[int, ConnectionProbe]]) -> list[Finding]:
-    """What the ways between nodes tell; `ways[one][other]` is what `one` found."""
+    """Judge the connections between nodes; `ways[one][other]` is what `one` found."""
     every = [(one, other, way) for one, of_one in sorted(connections.items()) for other, way in sorted(of_one.items())]
     found = []
     for one, other, way in every:
         if way.error is not None:
             text = (
-                f"node {one} ({hosts[one]}) does not reach node {other} ({hosts[other]}): {way.error}; look at "
+                f"node {one} ({hosts[one]}) cannot reach node {other} ({hosts[other]}): {way.error}; check "
                 "firewalls, routes and the network of both"
             )
             found.append(Finding("connection", Severity.RESET, text, where=f"{one}-{other}"))
     rates = {(one, other): way.bytes_per_s for one, other, way in every if way.bytes_per_s is not None}
-    if len(rates) >= LEAST:
+    if len(rates) >= burn_in_report.LEAST:
         median = statistics.median(rates.values())
         for (one, other), rate in rates.items():
             if rate < SLOW * median:
                 text = (
-                    f"node {one} ({hosts[one]}) and node {other} ({hosts[other]}) exchange {rate / median:.0%} of what "
-                    "the median pair does; look at their network cards and cables"
+                    f"node {one} ({hosts[one]}) and node {other} ({hosts[other]}) exchange {rate / median:.0%} of "
+                    "the median pair's rate; check their network cards and cables"
                 )
                 found.append(Finding("network speed", Severity.WATCH, text, rate, SLOW * median, f"{one}-{other}"))
     for one, other, way in every:
-        if one == 0 and way.skew_s is not None:  # to the nearest half of what a byte takes there and back
+        if one == 0 and way.skew_s is not None:  # to the nearest half round trip of a byte
             ahead = 0.0 if abs(way.skew_s) <= (way.latency_s or 0.0) else way.skew_s
             finding = host_health.judge_clock_skew(ahead, f"node {other} ({hosts[other]})")
             if finding.severity != Severity.OK:
@@ -226,15 +224,15 @@ def judge_connections(hosts: Sequence[str], connections: Mapping[int, Mapping[in
 
 
 # --------------------------------------------------------------------------------------------------------- health gate
-# Whether this node is fit to be trained on: what a launcher asks before a start, and finds out after a death.
+# Health gate: whether this node is fit for training, before a start and after a death.
 
 
-LATER_S = 1.0  # after a death, until the node is looked at: the ranks that start again need the cores first
-INCIDENT_S = 60.0  # what a look at the node after a death may take; nobody waits for it
-LAST_S = 3.0  # but for so long, where the run has come to its end
+LATER_S = 1.0  # after a death, until the node is checked: restarting ranks need the cores first
+INCIDENT_S = 60.0  # time limit of a check after a death; no process waits for it
+LAST_S = 3.0  # limit at the end of a run
 OF_DEVICES = ("gpu", "xid", "nvswitch", "ecc", "remapped", "recovery")  # how the names of checks of accelerators begin
 OF_HOST = ("host", "shared memory")  # cut off only by a node that is busy, as it is when its ranks start again
-SUSPICIOUS = 2  # times that a device has held something wrong, from which on it is said at each start
+SUSPICIOUS = 2  # corruptions of a device from which on each start reports it
 
 
 def check_node_if_enabled(config: Config, paths: RunPaths, devices: Sequence[DeviceInfo]) -> dict[str, Any] | None:
@@ -243,8 +241,8 @@ def check_node_if_enabled(config: Config, paths: RunPaths, devices: Sequence[Dev
 
 
 def check_node(paths: RunPaths, devices: Sequence[DeviceInfo], otherwise: str) -> dict[str, Any] | None:
-    """Look at this node before it is trained on. Returns the details of an event where something is worth a look, else
-    None; raises Unhealthy where the node is not fit, with what to write to start `otherwise`."""
+    """Check this node's health before training. Returns the details of an event if there are findings, else None;
+    raises Unhealthy where the node is not fit, with what to write to start `otherwise`."""
     findings = [
         *checks.run_quick_checks(paths.root, list_accelerator_uuids(devices)),
         *find_suspected_devices(paths, devices),
@@ -252,16 +250,15 @@ def check_node(paths: RunPaths, devices: Sequence[DeviceInfo], otherwise: str) -
     unfit = at_least(findings, Severity.RESET)
     if unfit:
         raise Unhealthy(
-            f"{socket.gethostname()} is not fit to be trained on: {'; '.join(unique_sentences(unfit))} "
-            f"({otherwise} starts all the same)"
+            f"{socket.gethostname()} is not fit for training: {'; '.join(unique_sentences(unfit))} ({otherwise} "
+            "starts anyway)"
         )
     seen = at_least(findings, Severity.WATCH)
     return make_health_details(seen, findings) if seen else None
 
 
 def find_suspected_devices(paths: RunPaths, devices: Sequence[DeviceInfo]) -> list[Finding]:
-    """Devices of this node that the run has found before, more than once and without a doubt, to hold other parameters
-    than they must."""
+    """Devices of this node that held wrong parameters in this run more than once, beyond doubt."""
     mine = {device.identity.removeprefix("GPU-") for device in devices}
     certain = Counter(
         (str(row.get("device")), str(row.get("identity") or "").removeprefix("GPU-"))
@@ -272,8 +269,8 @@ def find_suspected_devices(paths: RunPaths, devices: Sequence[DeviceInfo]) -> li
         Finding(
             "silent corruption",
             Severity.WATCH,
-            f"{model}{f' ({identity})' if identity else ''} has held other parameters than it must {times} times in "
-            f"this run ({paths.suspects.name}); test it by `phalanx health --deep`, and leave this node out until then",
+            f"{model}{f' ({identity})' if identity else ''} held wrong parameters {times} times in this run "
+            f"({paths.suspects.name}); exclude this node until `phalanx health --deep` passes",
             times,
             SUSPICIOUS,
             identity or model,
@@ -286,7 +283,7 @@ def find_suspected_devices(paths: RunPaths, devices: Sequence[DeviceInfo]) -> li
 def make_health_details(
     seen: Sequence[Finding], findings: Sequence[Finding], after: str | None = None
 ) -> dict[str, Any]:
-    """Of a `health` event: what was seen, of all findings that make the verdict."""
+    """Details of a `health` event: all findings that make the verdict."""
     return {
         "host": socket.gethostname(),
         "after": after,
@@ -298,13 +295,13 @@ def make_health_details(
 def list_accelerator_uuids(devices: Sequence[DeviceInfo]) -> list[str] | None:
     """UUIDs of the accelerators that are used, as their driver's library names them; None where not all are known."""
     accelerators = [device for device in devices if device.name != "cpu"]
-    known = all(device.identity.startswith("GPU-") for device in accelerators)  # a part of a GPU has a name of its own
+    known = all(device.identity.startswith("GPU-") for device in accelerators)  # a part of a GPU has another name
     return sorted({device.identity for device in accelerators}) if known else None
 
 
 def request_replacement(paths: RunPaths, findings: Sequence[Finding]) -> None:
-    """Ask a run on several nodes to take a spare instead of this one, where its hardware is not fit to be trained on;
-    what else makes a node unfit, such as a full disk, may well be so on all of them."""
+    """Request a spare in place of this node where its hardware is unfit; other causes, such as a full disk, may affect
+    all nodes."""
     broken = [
         finding
         for finding in at_least(findings, Severity.RESET)
@@ -314,13 +311,13 @@ def request_replacement(paths: RunPaths, findings: Sequence[Finding]) -> None:
     before = node_requests.find_newest_request(node_requests.read_requests(paths), host, host)
     if broken and (before is None or before.wanted == NodeRequestKind.RETURN):  # a user's own is not taken back
         reason = "; ".join(unique_sentences(broken))
-        with contextlib.suppress(PhalanxError):  # it cannot be written; the event has said it
+        with contextlib.suppress(PhalanxError):  # it cannot be written; the event has the same contents
             node_requests.write_request(paths, host, NodeRequestKind.REPLACE, reason, node_requests.BY_HEALTH)
 
 
 class HealthWatch:
-    """Looks at this node after a death, in a child of its own, which puts what it finds into the run folder and has
-    `write_details` write or say the details of an event.
+    """Checks this node's health after a death, in a child process that writes its findings to the run folder and passes
+    the details of an event to `write_details`.
 
     Nothing here waits, but for `close`. The caller has one thread whenever it calls.
     """
@@ -336,17 +333,17 @@ class HealthWatch:
         self._until = 0.0
 
     def request_check(self, attempt: int, after: str) -> None:
-        """Look at the node when `poll_once` is called, LATER_S from now: the ranks that start again come first."""
+        """Schedule a health check LATER_S from now, by `poll_once`: restarting ranks come first."""
         self._asked = self._asked or (attempt, after)
         self._not_before = time.monotonic() + LATER_S
 
     def poll_once(self) -> None:
-        """Begin a look that was asked for, take leave of one that has ended, and end one that takes too long."""
+        """Start a scheduled check, reap a finished one, and stop one that takes too long."""
         if self._child is not None:
             self._reap(*self._child)
         if self._child is None and self._asked is not None and time.monotonic() >= self._not_before:
             (attempt, after), self._asked = self._asked, None
-            since_s = time.monotonic() - self._begun  # what the kernel has said since the run began
+            since_s = time.monotonic() - self._begun  # only kernel messages since the run began
             with contextlib.suppress(OSError):  # no room for another process: training is what matters
                 self._child = fork(lambda: self._write(attempt, after, since_s))
                 self._until = time.monotonic() + INCIDENT_S
@@ -362,14 +359,14 @@ class HealthWatch:
         self._child = None
 
     def close(self) -> None:
-        """The run is over: give a look that is going on, or was asked for, a moment; then end it."""
+        """Give a running or scheduled check a moment, then stop it."""
         until = time.monotonic() + LAST_S
         self._not_before = 0.0
         self.poll_once()
         while self._child is not None and time.monotonic() < until:
             time.sleep(0.02)
             self._reap(*self._child)
-        if self._child is not None:  # what a device holds in the kernel ends when that lets it go
+        if self._child is not None:  # a check that a device blocks in the kernel ends when the device releases it
             kill_group(self._child[0])
 
     def _write(self, attempt: int, after: str, since_s: float) -> int:

@@ -1,9 +1,8 @@
-"""`phalanx keep`: runs `phalanx train` on one node of a launched run, and goes on where that process cannot.
+"""`phalanx keep`: supervises `phalanx train` on one node of a launched run, and handles what that process cannot.
 
-What it does is written in the run folder. It keeps the output of its `phalanx train` in a file of its own node, starts
-it again when something has killed it (the other nodes wait for it meanwhile), says in a file how the run has ended and
-whether another start follows, and ends the job where nothing is left that would: the machine that ran the job's
-script may be gone. It imports no torch and does little else than wait.
+It keeps the output of `phalanx train` in a file of its node, restarts it when it was killed (the other nodes wait
+meanwhile), writes how the run has ended and whether another start follows, and ends the job where the job's script is
+gone with its machine. It imports no torch and mostly waits.
 """
 
 import contextlib
@@ -39,13 +38,13 @@ from phalanx.storage import permissions
 from phalanx.system.exit_causes import signal_name
 from phalanx.system.fork import STOP_SIGNALS, active_stop_signals, die_with
 
-REVIVALS = 3  # how often in a row an agent that was killed is started again
+REVIVALS = 3  # consecutive restarts of a killed agent
 LOOK_S = 3.0  # between two looks whether the run was cancelled
-SEEN_S = 5.0  # what a network file system gets to show what `phalanx launch` has written
+SEEN_S = 5.0  # time for a network file system to show the files of `phalanx launch`
 NODE0_OUTCOME_WAIT_S = 10.0  # what node 0 gets to say how the run ended, before it is looked after
-ASK_S, AGAIN_S = 300.0, 5.0  # how long the scheduler is asked to end a job whose script is gone, and how often
-QUIET_S = 600.0  # a run whose records have not grown for so long has nobody left who trains
-ASKED_S = 90.0  # once asked to stop, of which who trains makes a note; a shared folder may be shown a minute late
+ASK_S, AGAIN_S = 300.0, 5.0  # time and interval of requests to the scheduler to end a job whose script is gone
+QUIET_S = 600.0  # a run whose records have not grown for so long counts as dead
+ASKED_S = 90.0  # after a stop request, which ranks record; a shared folder may be a minute late
 GROWN_S = 2.0  # between two looks whether they have grown
 
 
@@ -76,13 +75,13 @@ def supervise(run: Path, environment: Mapping[str, str]) -> int:
     launched = _wait_for_launch_spec(paths)
     if launched is None and paths.launched.exists():
         raise ConfigError(
-            f"{paths.launched} says nothing that this version of Phalanx knows; launch the run again, "
-            "of the version that the nodes have"
+            f"{paths.launched} cannot be read by this version of Phalanx; launch the run again with the version "
+            "installed on the nodes"
         )
     if launched is None:
         raise ConfigError(
-            f"node {platform.node()} does not see what `phalanx launch` has written to {paths.launch}; give --run-dir "
-            "a folder on a file system that all nodes share"
+            f"node {platform.node()} cannot see what `phalanx launch` wrote to {paths.launch}; give --run-dir a "
+            "folder on a file system that all nodes share"
         )
     scheduler = find_scheduler(launched.scheduler)
     step = scheduler.read_task(environment)
@@ -112,19 +111,19 @@ def _wait_for_launch_spec(paths: RunPaths) -> LaunchSpec | None:
     return launched
 
 
-def train_command(paths: RunPaths, launched: LaunchSpec, node: int) -> list[str]:
-    """What is run on a node."""
+def train_command(paths: RunPaths, launched: LaunchSpec, node: int, rendezvous: str) -> list[str]:
+    """The command of a node."""
     words = ["train", str(paths.launch_recipe), "--run-dir", str(paths.root)]
     words += [] if launched.ranks is None else ["--ranks", str(launched.ranks)]
     if launched.nodes + launched.spares > 1:
         words += ["--nodes", str(launched.nodes), "--node-rank", str(node)]
-        words += ["--rendezvous", paths.rendezvous.resolve().as_uri()]
+        words += ["--rendezvous", rendezvous]
         words += ["--spares", str(launched.spares)] if launched.spares else []
     return [sys.executable, "-m", "phalanx", *words]
 
 
 def _run_training(paths: RunPaths, launched: LaunchSpec, node: int, step: JobTask | None, stop: _StopHandler) -> int:
-    """Run `phalanx train` until it ends of itself; one that is killed is started again."""
+    """Run `phalanx train` until it ends by itself; restart it if it is killed."""
     log = paths.node_log(node)
     log.parent.mkdir(parents=True, exist_ok=True)
     revivals = 0
@@ -133,9 +132,10 @@ def _run_training(paths: RunPaths, launched: LaunchSpec, node: int, step: JobTas
             where = platform.node() if step is None else f"{platform.node()}, job {step.job}, start {step.start_count}"
             _note(out, f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {where}")
             if stop.asked is None and paths.cancelled.exists():
-                _note(out, "not started, as the run was cancelled: give it to `phalanx launch` again")
+                _note(out, "not started because the run was cancelled; submit it again with `phalanx launch`")
             began = _size(paths.metrics)
-            code = _run_child(train_command(paths, launched, node), out.fileno(), stop, paths.cancelled)
+            meet = find_scheduler(launched.scheduler).find_rendezvous(paths, step)
+            code = _run_child(train_command(paths, launched, node, meet), out.fileno(), stop, paths.cancelled)
             if code >= 0:
                 return code
             if stop.asked is not None and -code in STOP_SIGNALS:
@@ -144,21 +144,21 @@ def _run_training(paths: RunPaths, launched: LaunchSpec, node: int, step: JobTas
                 )  # before it could heed it; or the scheduler sent the signal to it, too, as it left
             revivals = 1 if _size(paths.metrics) > began else revivals + 1
             last = revivals > REVIVALS or stop.asked is not None
-            then = "giving up" if last else "starting it again"
+            then = "giving up" if last else "restarting it"
             _note(out, f"phalanx train was killed here by {signal_name(-code)}; {then}")
             if last:
                 return int(ExitCode.FAILED)
 
 
 def _note(out: BinaryIO, text: str) -> None:
-    """Write a line of one's own among those of the child. A full disk must not end what still trains."""
+    """Write a line to the child's log. A full disk must not end training."""
     with contextlib.suppress(OSError):
         out.write(f"--- {text}\n".encode())
 
 
 def _run_child(words: list[str], out: int, stop: _StopHandler, cancelled: Path) -> int:
     """Run a command that dies with this process; minus a signal's number where one has ended it. It is asked to stop
-    when the file `cancelled` comes to be, too: a signal may have come before there was anybody to heed it."""
+    when the file `cancelled` appears, too, since a signal may have come too early."""
     parent = os.getpid()
     # Before it is looked whether one has come: the next is then heeded when there is a child to pass it on to.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -205,10 +205,10 @@ def _size(path: Path) -> int:
 
 
 def _record_outcome(paths: RunPaths, launched: LaunchSpec, node: int, start: str, code: int) -> str:
-    """Write down how this start ended, and return what follows.
+    """Record how this start ended, and return what follows.
 
-    A node that failed may have failed alone; one that is done, or was stopped, is so with all others. So what a failure
-    says is replaced by what comes later, and what a success says stays; of two that agree the lower node's word stays.
+    A node may fail alone, but is done or stopped together with all others. So the record of a failure is replaced by
+    later ones, and that of a success stays; of equal ones the lower node's stays.
     """
     path = paths.start_outcome(start)
     there = read_start_outcome(path)
@@ -227,12 +227,12 @@ def _record_outcome(paths: RunPaths, launched: LaunchSpec, node: int, start: str
             write_atomic(path, text)
         if why:
             with open(paths.node_log(node), "a", encoding="utf-8") as log:
-                log.write(f"--- no further start: {why}\n")
+                log.write(f"--- no further restart: {why}\n")
     return follow
 
 
 def _is_final(there: StartOutcome, node: int, code: int) -> bool:
-    """Whether what another node has said is not replaced by what this one says."""
+    """Whether another node's outcome takes precedence over this node's."""
     sure = (ExitCode.DONE, ExitCode.STOPPED)
     return there.code in sure and (code not in sure or there.node < node)
 
@@ -255,9 +255,9 @@ def _create_file(path: Path, text: str) -> bool:
 def _end_orphaned_job(
     paths: RunPaths, scheduler: Scheduler, step: JobTask, code: int, follow: str, stop: _StopHandler
 ) -> None:
-    """End the job where its script is gone with the node that ran it, which is node 0's: nobody else would, before the
-    time is up."""
-    stop.asked = None  # what has ended the training is no word on this
+    """End the job where its script is gone with the node that ran it, node 0: otherwise it would last until its time
+    limit."""
+    stop.asked = None  # the signal that ended training does not concern this
     until = time.monotonic() + NODE0_OUTCOME_WAIT_S
     while step.node > 0:
         over = read_start_outcome(paths.start_outcome(step.name))
@@ -274,11 +274,11 @@ def _end_orphaned_job(
 
 
 def _end_job(paths: RunPaths, scheduler: Scheduler, step: JobTask, follow: str, stop: _StopHandler) -> None:
-    """Have the scheduler end the job; where it does not, as when its controller starts anew, it is asked again for a
+    """Have the scheduler end the job; where it does not, as while its controller restarts, it is asked again for a
     while. One that does not run any more is left alone: the scheduler ends it or puts it back into the queue, as other
     nodes or its user have asked. One that is cancelled meanwhile is not put back."""
     until = time.monotonic() + ASK_S
-    stop.asked = None  # what has ended the training is no word on this
+    stop.asked = None  # the signal that ended training does not concern this
     if not _is_job_running(scheduler, step.job):
         return
     while True:
@@ -290,7 +290,7 @@ def _end_job(paths: RunPaths, scheduler: Scheduler, step: JobTask, follow: str, 
             return
         except PhalanxError as error:
             with contextlib.suppress(OSError), open(paths.node_log(step.node), "a", encoding="utf-8") as log:
-                log.write(f"--- job {step.job} was not ended: {error}\n")
+                log.write(f"--- job {step.job} could not be ended: {error}\n")
         if stop.asked is not None or time.monotonic() > until or not _is_job_running(scheduler, step.job):
             return
         again = time.monotonic() + AGAIN_S
@@ -301,7 +301,7 @@ def _end_job(paths: RunPaths, scheduler: Scheduler, step: JobTask, follow: str, 
 
 
 def _is_job_running(scheduler: Scheduler, job: str) -> bool:
-    """Whether a job still runs; where Slurm does not say so it is taken to."""
+    """Whether a job still runs; assumed if Slurm does not answer."""
     try:
         known = scheduler.query_job(job)
     except PhalanxError:

@@ -1,4 +1,4 @@
-"""Giving a run to a scheduler; how it stands there, waiting for it, ending it."""
+"""Submitting a run to a scheduler, its status there, waiting for it and cancelling it."""
 
 import os
 import platform
@@ -20,6 +20,7 @@ from phalanx.launch.launched_run import (
     RESTART,
     LaunchSpec,
     has_ended,
+    is_running,
     newest_job,
     read_start_outcome,
     read_start_outcomes,
@@ -35,7 +36,7 @@ from phalanx.storage import lease, permissions
 from phalanx.system import locks
 
 DRAW_S = 0.2
-OUTCOME_WAIT_S = 5.0  # what a shared file system gets, once a job is gone, to show how its run has ended
+OUTCOME_WAIT_S = 5.0  # time for a shared file system, after the end of a job, to show the run's outcome
 ENDS_S, BETWEEN_S = 60.0, 0.5  # what all nodes get to end their ranks at once, and between two signals
 
 
@@ -45,8 +46,7 @@ ENDS_S, BETWEEN_S = 60.0, 0.5  # what all nodes get to end their ranks at once, 
 def submit_run(
     scheduler_name: str, config: Config, paths: RunPaths, options: LaunchOptions, environment: Mapping[str, str]
 ) -> str:
-    """Give the run to a scheduler; returns what it is now, in words. Raises PhalanxError before anything was
-    submitted."""
+    """Submit the run to a scheduler; returns its state, in words. Raises PhalanxError before anything was submitted."""
     scheduler = find_scheduler(scheduler_name)
     script = scheduler.make_script(config, paths, options)
     scheduler.check_cluster(config, options)
@@ -57,32 +57,32 @@ def submit_run(
         os.chmod(paths.launch_script, 0o755 & ~permissions.current_umask())
     number = scheduler.submit(paths, environment)
     if not scheduler.QUEUES:
-        return f"going on as process {number}"
+        return f"running as process {number}"
     with open(paths.jobs, "a", encoding="utf-8") as file:
         file.write(f"{number}\n")
     return f"job {number} of {scheduler.TITLE}"
 
 
 def _check_not_running(paths: RunPaths) -> None:
-    """Raises ConfigError where the run is going on, or waits in the queue, already; RunError where its folder has links
-    that lead out of it."""
+    """Raises ConfigError where the run is already running or queued; RunError where its folder has links that lead out
+    of it."""
     locks.check_symlinks(paths)
     job = newest_job(paths)
     if job is not None and not job.over:
         raise ConfigError(
-            f"the run {paths.display_name} is job {job.id} already, which is {job.state}; `phalanx cancel "
-            f"{paths.display_name}` ends that one"
+            f"the run {paths.display_name} is job {job.id} already ({job.state}); end it with `phalanx cancel "
+            f"{paths.display_name}`"
         )
     for lock in (paths.job_supervisor, paths.lock):
         if (held := find_lock_holder(lock)) is not None:
             raise ConfigError(
-                f"the run {paths.display_name} is going on already, as process {held[0]} on {held[1]}; "
-                f"`phalanx cancel {paths.display_name}` ends that one"
+                f"the run {paths.display_name} is already running as process {held[0]} on {held[1]}; end it with "
+                f"`phalanx cancel {paths.display_name}`"
             )
 
 
 def _write_launch_files(config: Config, paths: RunPaths, options: LaunchOptions, scheduler: str) -> None:
-    """Put what the nodes need into the run folder, in the stead of what an earlier launch has left."""
+    """Write the nodes' files into the run folder, replacing those of an earlier launch."""
     try:
         paths.node_log(0).parent.mkdir(parents=True, exist_ok=True)
         paths.launch.mkdir(exist_ok=True)
@@ -113,10 +113,10 @@ def _write_launch_files(config: Config, paths: RunPaths, options: LaunchOptions,
 def wait_for_end(paths: RunPaths, config: Config) -> int:
     """Show a launched run until it has ended for good; returns its exit code.
 
-    Ctrl-C ends the waiting, not the run: 130. Raises RunError where it ended without a word.
+    Ctrl-C ends the waiting, not the run: 130. Raises RunError where it ended without a recorded outcome.
     """
     terminal = open_terminal()
-    console = Console(config.train.steps, paths.name)
+    console = Console(config.train.steps, paths.name, folder=paths.display_name)
     follower = Follower(paths, console)
     asked, told, answers = 0.0, "", True
     state: Job | None = None
@@ -130,8 +130,8 @@ def wait_for_end(paths: RunPaths, config: Config) -> int:
                 try:
                     state, answers = newest_job(paths), True
                     words = _describe_job(state)
-                except RunError as error:  # Slurm's controller may be away for minutes, and jobs go on meanwhile
-                    words, answers = f"{error}; waiting on", False
+                except RunError as error:  # Slurm's controller may be away for minutes, while jobs continue
+                    words, answers = f"{error}; still waiting", False
                 if words != told:
                     told = words
                     console.say(words)
@@ -155,8 +155,8 @@ def wait_for_end(paths: RunPaths, config: Config) -> int:
         console.close()
         terminal.print(
             Text(
-                f"no longer waiting; the run goes on: phalanx status {paths.display_name}, "
-                f"phalanx cancel {paths.display_name}"
+                f"stopped waiting; the run continues (phalanx status {paths.display_name}, phalanx cancel "
+                f"{paths.display_name})"
             )
         )
         return 128 + signal.SIGINT
@@ -176,27 +176,28 @@ def _describe_job(job: Job | None) -> str:
 def _no_outcome_message(paths: RunPaths, job: Job | None) -> str:
     if job is None:
         return (
-            f"the run {paths.display_name} has ended without saying how; its last words are in {paths.node_log(0)}, "
-            "and the same command goes on with it"
+            f"the run {paths.display_name} ended without a recorded outcome; its last output is in "
+            f"{paths.node_log(0)}; the same command resumes it"
         )
     log = scheduler_of(paths).find_log(paths, job.id)
     where = (
-        f"what was said is in {log}"
+        f"its output is in {log}"
         if log.exists()
-        else f"nothing was written to {log}, as where the nodes do not see the run folder"
+        else f"nothing was written to {log}; the nodes may not see the run folder"
     )
-    return f"job {job.id} has ended as {job.state} without a word of how the run ended; {where}"
+    return f"job {job.id} has ended as {job.state} and the run recorded no outcome; {where}"
 
 
 # --------------------------------------------------------------------------------------------------------------- ending
 
 
 def cancel_run(paths: RunPaths, now: bool) -> str:
-    """Ask a run to save and leave, or end it at once; returns what was done, in words. Raises PhalanxError."""
+    """Cancel a run: request it to save and exit, or kill it; returns a sentence about what was done. Raises
+    PhalanxError."""
     if paths.url is not None:
         return _cancel_at_url(paths, now)
     if not paths.root.is_dir():
-        raise ConfigError(f"there is no run folder {paths.display_name}; name the folder of a run")
+        raise ConfigError(f"no run folder {paths.display_name}; give the folder of a run")
     locks.check_symlinks(paths)  # before anything is written there
     if paths.launch.is_dir():
         _note_cancelled(paths)
@@ -207,50 +208,65 @@ def cancel_run(paths: RunPaths, now: bool) -> str:
             return f"job {job.id} was cancelled"
         job = _end_gently(paths, job)
         if job.waits:
-            return f"job {job.id} was cancelled before it has started"
+            return f"job {job.id} was cancelled before it started"
         if job.ends:
-            return f"job {job.id} was ending, and is not put back into the queue"
+            return f"job {job.id} was ending and will not be requeued"
         if job.over:
-            return f"job {job.id} has ended by itself meanwhile, as {job.state}"
-        return f"job {job.id} was asked to stop: it finishes the step, saves and leaves"
+            return f"job {job.id} had already ended as {job.state}"
+        return f"job {job.id} was asked to stop: it finishes the step, saves and exits"
     held = find_local_process(paths)
     if held is None:
         if any(lock.exists() and not os.access(lock, os.R_OK | os.W_OK) for lock in (paths.job_supervisor, paths.lock)):
             raise RunError(
-                f"the run {paths.display_name} belongs to another user, who alone can see whether it goes on, "
-                "and cancel it"
+                f"the run {paths.display_name} belongs to another user; only that user can check and cancel it"
             )
-        raise RunError(f"the run {paths.display_name} is not going on, so there is nothing to cancel")
+        raise RunError(f"the run {paths.display_name} is not running, so there is nothing to cancel")
     pid, host = held
     if host != platform.node():
-        raise RunError(f"the run {paths.display_name} is going on as process {pid} on {host}; give this command there")
+        raise RunError(f"the run {paths.display_name} is running as process {pid} on {host}; run this command there")
     if not now:
         _signal(paths, pid, signal.SIGTERM)
-        return f"process {pid} was asked to stop: it finishes the step, saves and leaves"
-    if _on_several_nodes(paths):  # of which the others would go on without the one that is killed
+        return f"process {pid} was asked to stop: it finishes the step, saves and exits"
+    if _on_several_nodes(paths):  # the others would continue without a killed one
         return _end_everywhere(paths, pid)
     for lock in (paths.job_supervisor, paths.lock):  # the keeper first: it would start the other again
         if (held := find_lock_holder(lock)) is not None and held[1] == platform.node():
             _signal(paths, held[0], signal.SIGKILL, needed=False)
-    return f"process {pid} was killed; the newest checkpoint is what is left"
+    return f"process {pid} was killed; the run can resume from its newest checkpoint"
+
+
+def request_save(paths: RunPaths) -> str:
+    """Request a checkpoint of a running run after its current step; returns a sentence about what was done. Raises
+    RunError."""
+    locks.check_symlinks(paths)
+    if find_local_process(paths) is None and not is_running(paths):
+        raise RunError(f"the run {paths.display_name} is not running, so there is nothing to save")
+    try:
+        paths.save_request.touch()
+    except OSError as error:
+        raise RunError(
+            f"{paths.save_request} cannot be written ({error.strerror}); only the user that started the run can ask "
+            "it to save"
+        ) from None
+    return "the run was asked to save a checkpoint after its current step"
 
 
 def _cancel_at_url(paths: RunPaths, now: bool) -> str:
     held = find_local_process(paths)
     if held is None:
-        raise RunError(f"the run {paths.display_name} is not going on, so there is nothing to cancel")
+        raise RunError(f"the run {paths.display_name} is not running, so there is nothing to cancel")
     pid, host = held
     if now:
         raise RunError(
-            f"the run {paths.display_name} is at a URL, by which it can be asked to stop, not be ended at once; leave "
-            f"--now out, or end process {pid} on {host}"
+            f"the run {paths.display_name} is at a URL, so it can be asked to stop but not killed; remove --now, "
+            f"or kill process {pid} on {host}"
         )
     if not lease.request_stop(paths):
         raise RunError(
-            f"process {pid} on {host}, which holds the run {paths.display_name}, has not answered for "
-            f"{lease.STALE_S:.0f} s; look whether that machine is still there"
+            f"process {pid} on {host}, which holds the run {paths.display_name}, has not responded for "
+            f"{lease.STALE_S:.0f} s; check whether that machine is up"
         )
-    return f"process {pid} on {host} was asked to stop: it finishes the step, saves and leaves"
+    return f"process {pid} on {host} was asked to stop: it finishes the step, saves and exits"
 
 
 def _on_several_nodes(paths: RunPaths) -> bool:
@@ -259,32 +275,30 @@ def _on_several_nodes(paths: RunPaths) -> bool:
 
 
 def _end_everywhere(paths: RunPaths, pid: int) -> str:
-    """Have the agent that leads end all ranks of all nodes at once, as a second Ctrl-C does. Raises RunError where it
-    does not."""
+    """Have the leading agent kill all ranks of all nodes, as a second Ctrl-C does. Raises RunError where it does
+    not."""
     until, asked = time.monotonic() + ENDS_S, 0
     while time.monotonic() < until:
         held = find_lock_holder(paths.lock)
         if held is None:
-            return f"process {pid} has ended the run on all nodes; the newest checkpoint is what is left"
+            return f"process {pid} ended the run on all nodes; it can resume from its newest checkpoint"
         if held[0] != pid:
             raise RunError(
-                f"the run {paths.display_name} is led by process {held[0]} on {held[1]} meanwhile; "
-                "give this command there"
+                f"the run {paths.display_name} is led by process {held[0]} on {held[1]} now; run this command there"
             )
         if asked < 2:  # one after the other: two at a time are one
             _signal(paths, pid, signal.SIGINT, needed=False)
             asked += 1
         time.sleep(BETWEEN_S)
     raise RunError(
-        f"process {pid}, which leads the run {paths.display_name}, was asked to end it on all nodes and has not within "
-        f"{ENDS_S:g} s; look with phalanx status, and end what is left on each node (kill -KILL)"
+        f"process {pid}, which leads the run {paths.display_name}, did not end it on all nodes within {ENDS_S:g} s; "
+        "check with phalanx status, and kill what remains on each node (kill -KILL)"
     )
 
 
 def _end_gently(paths: RunPaths, job: Job) -> Job:
-    """Have a job save and leave, or leave the queue; returns it as it was then. While what ran of it is ended, on
-    the way back into the queue, it takes no signal; there it may then wait for nodes in vain, and nobody looks for the
-    file."""
+    """Stop a job gracefully, or remove it from the queue; returns its state at that time. While it is being requeued it
+    takes no signal, and no node reads the file until it runs again."""
     scheduler = scheduler_of(paths)
     for _ in range(2):  # it may come into another state meanwhile
         try:
@@ -296,13 +310,14 @@ def _end_gently(paths: RunPaths, job: Job) -> Job:
 
 
 def _note_cancelled(paths: RunPaths) -> None:
-    """Leave word for the nodes, which look for it: between two states a job takes no signal. Raises RunError."""
+    """Write the cancellation for the nodes, which poll for it: between two states a job takes no signal. Raises
+    RunError."""
     try:
         paths.cancelled.touch()
     except OSError as error:
         raise RunError(
-            f"{paths.cancelled} cannot be written ({error.strerror}), by which the run would hear of it; whoever has "
-            "started the run can cancel it"
+            f"{paths.cancelled} cannot be written ({error.strerror}), so the run cannot be told to stop; only the "
+            "user that started the run can cancel it"
         ) from None
 
 
@@ -314,9 +329,9 @@ def _signal(paths: RunPaths, pid: int, number: signal.Signals, needed: bool = Tr
         if not needed:
             return
         raise RunError(
-            f"process {pid} of the run {paths.display_name} has just ended by itself; look with phalanx status"
+            f"process {pid} of the run {paths.display_name} has just ended; check with phalanx status"
         ) from None
     except PermissionError:
         raise RunError(
-            f"process {pid} of the run {paths.display_name} belongs to somebody else, who alone can cancel it"
+            f"process {pid} of the run {paths.display_name} belongs to another user; only that user can cancel it"
         ) from None

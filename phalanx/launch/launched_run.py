@@ -28,7 +28,7 @@ RESTART, END = "again", "end"
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What `phalanx launch` wants to be done; `nodes` are those that train, `spares` those that wait beside them."""
+    """The request of `phalanx launch`; `nodes` train, and `spares` wait."""
 
     scheduler: str
     nodes: int
@@ -75,7 +75,7 @@ def read_start_outcome(path: Path) -> StartOutcome | None:
 
 
 def read_start_outcomes(paths: RunPaths) -> list[StartOutcome]:
-    """How the starts before ended, oldest first."""
+    """Outcomes of earlier starts, oldest first."""
     return [over for path in list_outcome_files(paths) if (over := read_start_outcome(path)) is not None]
 
 
@@ -91,19 +91,18 @@ def list_outcome_files(paths: RunPaths) -> list[Path]:
 def decide_restart(
     launched: LaunchSpec, code: int, cancelled: bool, saved: int, before: Sequence[StartOutcome]
 ) -> tuple[str, str]:
-    """Whether another start follows one that ended with `code`, having `saved` that step, and why not if so.
-
-    What has been done is done; what was a mistake of the recipe, or too much for the memory, would be so again.
+    """Whether another start follows one that ended with `code`, having `saved` that step, and if not, why. None follows
+    a finished run, a mistake in the recipe, or running out of memory, which would recur.
     """
     if code in (ExitCode.DONE, ExitCode.CONFIG, ExitCode.OUT_OF_MEMORY) or not launched.until_done:
         return END, ""
     if cancelled:
         return END, "it was cancelled"
     if len(before) + 1 >= launched.max_starts:
-        return END, f"it was started {len(before) + 1} times, which is all that --max-jobs allows"
+        return END, f"it was started {len(before) + 1} times, the limit of --max-jobs"
     reached = [over.step for over in before]
     if len(reached) + 1 >= STALLED and saved <= [0, *reached][-STALLED]:
-        return END, f"{STALLED} starts in a row have not come further than step {saved}"
+        return END, f"{STALLED} starts in a row made no progress beyond step {saved}"
     return RESTART, ""
 
 
@@ -117,12 +116,12 @@ def scheduler_name_of(paths: RunPaths) -> str:
 
 
 def scheduler_of(paths: RunPaths) -> Scheduler:
-    """Raises ConfigError for one that there is not."""
+    """Raises ConfigError for an unknown scheduler."""
     return find_scheduler(scheduler_name_of(paths))
 
 
 def newest_job(paths: RunPaths) -> Job | None:
-    """The newest job of a run, as its scheduler knows it; None where there is none or it is no longer known."""
+    """The newest job of a run as reported by its scheduler; None if there is none or it is no longer known."""
     numbers = job_numbers(paths)
     return scheduler_of(paths).query_job(numbers[-1]) if numbers else None
 
@@ -130,13 +129,15 @@ def newest_job(paths: RunPaths) -> Job | None:
 def job_numbers(paths: RunPaths) -> list[str]:
     """Numbers of the jobs that the run was given to, the newest last."""
     with contextlib.suppress(OSError):
-        return [word for word in paths.jobs.read_text(encoding="utf-8").split() if word[0].isdigit()]
+        return [
+            word for word in paths.jobs.read_text(encoding="utf-8").split() if word[0].isdigit() or "phalanx-" in word
+        ]
     return []
 
 
 def find_leading_node(paths: RunPaths) -> int:
     """The node of a launched run that leads it, and so shows its progress, as the newest file of epochs says: 0 where
-    none says otherwise, or where that node has no log of its own."""
+    none says otherwise, or where that node has no log."""
     launched = read_launch_spec(paths)
     if launched is None or launched.nodes + launched.spares == 1:
         return 0
@@ -145,7 +146,7 @@ def find_leading_node(paths: RunPaths) -> int:
 
 
 def is_running(paths: RunPaths) -> bool:
-    """Whether more may yet be heard of a run. Where the scheduler cannot be asked it counts as running."""
+    """Whether a run may still make progress. Where the scheduler does not answer it counts as running."""
     if paths.url is not None:
         return lease.read_holder(paths) is not None
     try:
@@ -155,7 +156,7 @@ def is_running(paths: RunPaths) -> bool:
 
 
 class RunningPoller:
-    """`is_running`, to be called again and again: who else has the scheduler to answer wants to be asked too."""
+    """Rate-limited `is_running`: the scheduler serves others as well."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths, self._asked_at, self._answer = paths, -ASK_S, True
@@ -168,8 +169,7 @@ class RunningPoller:
 
 
 def describe_scheduler_state(paths: RunPaths) -> dict[str, Any] | None:
-    """What is known of the run beside its records: the job, or the process. Raises nothing: the scheduler may be
-    elsewhere."""
+    """State of the run's job or process. Raises nothing: the scheduler may be elsewhere."""
     numbers = job_numbers(paths)
     if not numbers:
         held = find_local_process(paths)
@@ -180,7 +180,7 @@ def describe_scheduler_state(paths: RunPaths) -> dict[str, Any] | None:
     except PhalanxError as error:
         return known | {"state": "not known", "reason": str(error)}
     if job is None:
-        return known | {"state": f"no longer known to {scheduler_of(paths).TITLE}"}
+        return known | {"state": f"unknown to {scheduler_of(paths).TITLE}"}
     return known | {
         "state": job.state, "reason": job.reason, "nodes": job.nodes, "restarts": job.restarts,
         "end_time": job.end_time, "time_limit": job.time_limit,
@@ -188,7 +188,7 @@ def describe_scheduler_state(paths: RunPaths) -> dict[str, Any] | None:
 
 
 def has_ended(paths: RunPaths, job: Job | None) -> bool:
-    """Whether nothing of the run is left: no job, no process of this machine."""
+    """Whether the run has no job and no process on this machine."""
     if job is not None:
         return job.over
     return bool(job_numbers(paths)) or find_lock_holder(paths.job_supervisor) is None
@@ -217,18 +217,16 @@ def mirror_while_running(paths: RunPaths) -> Iterator[None]:
     os.close(reader)
 
     def end() -> str | None:
-        os.close(writer)  # which tells it to come to its end
+        os.close(writer)  # which requests it to finish
         if not select.select([pidfd], [], [], NOTICE_S)[0]:
-            open_terminal().print(
-                f"copying the last records to {paths.display_name}, which is tried for a while if need be"
-            )
+            open_terminal().print(f"copying the last records to {paths.display_name}; failures are retried for a while")
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         os.close(pidfd)
         if code == ExitCode.DONE:
             return None
-        mends = "" if code == ExitCode.CONFIG else ", and the same command on this machine copies them"
+        remedy = "" if code == ExitCode.CONFIG else "; the same command on this machine copies them"
         why = mirror.read_push_error(paths)
-        return f"not all records of the run are at {paths.display_name} ({why}); they are in {paths.root}{mends}"
+        return f"some records of the run are missing at {paths.display_name} ({why}); they are in {paths.root}{remedy}"
 
     try:
         yield
@@ -251,7 +249,7 @@ def _take(root: str, url: str, timeout_s: float, pid: int) -> None:
 
 
 def fetch_records(paths: RunPaths, meanwhile: Callable[[], None] | None = None) -> None:
-    """Bring the records of a run at a URL into this process's working folder; `meanwhile` is called all the time."""
+    """Download the records of a run at a URL to this process's working folder; `meanwhile` is called all the time."""
     assert paths.url is not None
     fork_call(_fetch, str(paths.root), paths.url.text, paths.url.timeout_s, timeout_s=None, meanwhile=meanwhile)
 

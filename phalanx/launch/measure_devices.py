@@ -21,9 +21,10 @@ from phalanx.elastic.node import agent
 from phalanx.elastic.node.agent import run_agent
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.worker import NodeJob, StopRequested, StopSignals, raise_on_stop_signal
-from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
+from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.failover import describe_division
 from phalanx.elastic.supervisor.state import RecoveryPolicy
+from phalanx.elastic.supervisor.take_lead import become_coordinator
 from phalanx.health.findings import DeviceInfo, assign_devices, preload_and_find_devices
 from phalanx.launch import multinode, node_session, prepare
 from phalanx.launch.prepare import PreparedRun
@@ -46,16 +47,15 @@ def measure_hardware(
     on_cpu: bool = False,
     meeting: RendezvousOptions | None = None,
 ) -> int:
-    """Measure the devices that `phalanx train` would use with as many ranks, show them and write `file`: on node 0,
-    where this is one of several nodes.
+    """Measure the devices that `phalanx train` would use with as many ranks, show them and write `file`, on node 0 if
+    there are several nodes. Returns the exit code; raises PhalanxError for problems that a user can fix.
 
-    Returns the exit code; raises PhalanxError for what a user can mend. Prepares the data, as the model's vocabulary
-    may come from it, and writes no run folder.
+    Prepares the data, as the model's vocabulary may come from it, and writes no run folder.
     """
     if wanted.parallel.tensor * wanted.parallel.pipeline > 1:
         raise ConfigError(
-            "what is measured is the whole model on each device, but parallel.tensor and parallel.pipeline cut it; set "
-            "both to 1 to measure"
+            "measurement needs the whole model on each device, but parallel.tensor or parallel.pipeline splits it; "
+            "set both to 1"
         )
     try:
         with tempfile.TemporaryDirectory(prefix="phalanx-hardware-") as folder:
@@ -101,7 +101,7 @@ def _measure_and_write(
 
 @dataclass
 class _EventPrinter:
-    """What is said of events while ranks measure."""
+    """Messages on events while ranks measure."""
 
     quiet: bool
     deaths: list[str] = field(default_factory=list)
@@ -125,17 +125,17 @@ def _prepare(
     if meeting is None:
         return prepare.prepare_run(wanted, paths, devices, here, here, writes=False), None
     said = multinode.make_training_hello(wanted, devices, meeting, COMMAND)
-    first, poll_once = held.enter_context(multinode.meet_nodes(meeting, said))
+    first = held.enter_context(multinode.meet_nodes(meeting, said))
     rows = first.devices(meeting.total)
     elsewhere = [DeviceInfo(*row) for each in rows[1:] for row in each]
     world = here + len(elsewhere)
     prepared = prepare.prepare_run(
-        wanted, paths, devices, world, here, writes=False, elsewhere=elsewhere, meanwhile=poll_once
+        wanted, paths, devices, world, here, writes=False, elsewhere=elsewhere, meanwhile=first.poll_once
     )
     plan = [(node, len(each)) for node, each in enumerate(rows)]
     told = {"config": node_session.render_shared_config(wanted, prepared), "world": world}
     told |= describe_division(1, plan, rows, RecoveryPolicy(len(rows), max_restarts=0, on_lost_node=()))
-    multinode.offer_to_all(first, told, poll_once)
+    multinode.offer_to_all(first, told)
     works = _measuring_callbacks(wanted, said, devices, paths, as_json=meeting.quiet)
     peer = NodeAgent(first.secret, works.make_job, works.make_coordinator)
     peer.adopt_job(told, _job(prepared.job, devices, paths))
@@ -146,7 +146,7 @@ def _prepare(
 def _measuring_callbacks(
     wanted: Config, hello: Message, devices: Sequence[DeviceInfo], paths: RunPaths, as_json: bool
 ) -> multinode.AgentHooks:
-    """What a node does that measures with others. A node that is lost ends it."""
+    """Callbacks of a node that measures with others. Losing a node ends it."""
     from phalanx.trainer.resolve import make_training_job
 
     def make(offer: Message, poll_once: Callable[[], None]) -> NodeJob:
@@ -156,7 +156,7 @@ def _measuring_callbacks(
         return _job(make_training_job(answer, paths), devices, paths)
 
     def refuse_division(division: int, plan: Plan, devices: list[list[Any]]) -> Message:
-        raise ConfigError("devices are measured together, or not at all")
+        raise ConfigError("a device failed, so none is measured")
 
     def lead(peer: NodeAgent) -> Coordinator:
         return become_coordinator(peer, hello, 1, 0, refuse_division, _EventPrinter(as_json).note)
@@ -199,10 +199,10 @@ def _run(peer: NodeAgent) -> int:
         try:
             code = run_agent(peer, GRACE_S, signals)
             if peer.is_leader and peer.over is not None and code == ExitCode.DONE:
-                peer.over = code, "the devices are measured, and node 0 has the file"
+                peer.over = code, "measurement finished; node 0 wrote the file"
                 if peer.membership.me.node > 0:
                     code = int(ExitCode.FAILED)
-                    peer.over = code, "node 0, which alone has what was measured, was lost; measure again"
+                    peer.over = code, "node 0, which collects the measurements, was lost; measure again"
         finally:
             peer.close()
     return code
@@ -237,7 +237,7 @@ def _take_part(wanted: Config, devices: Sequence[DeviceInfo], paths: RunPaths, m
 
 
 def _check_writable(file: Path) -> None:
-    """Raises RunError where `file` cannot be written, before anybody has waited for what would be in it."""
+    """Raises RunError where `file` cannot be written, before the measurement."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():

@@ -1,6 +1,6 @@
-"""How the nodes of a job meet that no scheduler ties together: one command on each, whatever these run.
+"""Rendezvous of the nodes of a job without a scheduler: one command on each node, for every kind of job.
 
-The rules of meeting are in `elastic/membership/`. A job on one node meets nobody.
+The protocol is in `elastic/membership/`. A job on one node needs no rendezvous.
 """
 
 import contextlib
@@ -23,27 +23,27 @@ from phalanx.elastic.membership.channel import Message, poll_descriptors
 from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.listener import ConnectionListener
 from phalanx.elastic.membership.rendezvous_client import RendezvousClient
-from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.worker import NodeJob, StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor.coordinator import Coordinator
+from phalanx.elastic.supervisor.meeting_host import MeetingHost
 from phalanx.health.findings import DeviceInfo
 from phalanx.launch.rendezvous_options import RendezvousOptions
 from phalanx.report import event_text
 
-TAKEOVER_S = 10.0  # what the nodes that are left get to agree on another leader
-IDLE_S = 0.1  # after which others are heard, whatever comes
+TAKEOVER_S = 10.0  # time for the remaining nodes to agree on another leader
+IDLE_S = 0.1  # longest time between two turns
 LOOK_S = 1.0  # between two looks whether they have
 
 
 def lead_or_follow(
     paths: RunPaths, options: RendezvousOptions, lead: Callable[[int], int], follow: Callable[[], int]
 ) -> int:
-    """Be node 0 of a job, which is to `lead`, or `follow` who leads already. Returns the exit code.
+    """Lead a job as node 0 (`lead`), or `follow` the current leader. Returns the exit code.
 
-    `lead` is given the run's epoch, and raises RunError where others go on with the run."""
+    `lead` receives the run's epoch, and raises RunError where other nodes continue the run."""
     for file in shared_secret.remove_unused_secrets(options.point.secret_file):
-        options.notify_user(f"removed {file}, the secret of a rendezvous that nobody has used for a long time")
+        options.notify_user(f"removed {file}, the unused secret of an old rendezvous")
     # Others may begin another epoch while this node checks whether the run continues.
     before = election.read_epoch_number(paths) if options.node == 0 else 0
     if options.node == 0 and not is_run_active(paths, options):
@@ -62,7 +62,7 @@ def make_training_hello(
     command: str = "phalanx train",
     planned: Sequence[Fault] = (),
 ) -> dict[str, Any]:
-    """What this node says of itself; nodes that were started by unlike commands do not fit, nor by unlike recipes."""
+    """The greeting of a training node; nodes started with different commands or recipes are refused."""
     asked = {"the command": command, "--spares": options.spares, **dict(flat(wanted.model_dump(mode="json")))}
     asked["--inject"] = "; ".join(fault.text for fault in planned)
     return make_command_hello(asked, devices, options)
@@ -71,7 +71,7 @@ def make_training_hello(
 def make_command_hello(
     settings: dict[str, Any], devices: Sequence[DeviceInfo], options: RendezvousOptions
 ) -> dict[str, Any]:
-    """The same of the `settings` of this node's command."""
+    """The greeting of a node with the `settings` of its command."""
     rows = [[device.name, device.model, device.bf16, "", device.memory_bytes, device.cores] for device in devices]
     versions = {"phalanx": __version__, "torch": version("torch")}
     return make_hello(options.node, options.total, rows, versions, settings)
@@ -82,9 +82,9 @@ def _show(options: RendezvousOptions, kind: str, details: dict[str, Any]) -> Non
 
 
 def poll_until(
-    others: RendezvousHost | RendezvousClient, until: Callable[[], bool], poll_once: Callable[[], None]
+    others: MeetingHost | RendezvousClient, until: Callable[[], bool], poll_once: Callable[[], None]
 ) -> None:
-    """Let `poll_once` hear the others until something holds."""
+    """Call `poll_once` until a condition holds."""
     poll_once()
     while not until():
         poll_descriptors(others.descriptors(), min(IDLE_S, others.due_s()))
@@ -95,7 +95,7 @@ def poll_until(
 
 
 def is_run_active(paths: RunPaths, options: RendezvousOptions) -> bool:
-    """Whether the run goes on already, led by another node, which this one then comes back to."""
+    """Whether the run is already active under another leader, which this node then rejoins."""
     if options.point.folder is None:
         leader = election.read_leader_address(paths)
         return leader is not None and rendezvous_client.is_run_active((leader[0],), leader[1], options.point.secret)
@@ -104,8 +104,8 @@ def is_run_active(paths: RunPaths, options: RendezvousOptions) -> bool:
 
 
 def has_new_leader(paths: RunPaths, options: RendezvousOptions) -> bool:
-    """Whether others go on with a run that node 0 was about to begin: started again at once, it may be there before
-    they have agreed on who leads now."""
+    """Whether other nodes continue a run that node 0 was about to begin: a restarted node 0 may arrive before they have
+    elected a new leader."""
     until = time.monotonic() + TAKEOVER_S
     while election.read_newest_epoch(paths) is not None and time.monotonic() < until:
         if is_run_active(paths, options):
@@ -115,7 +115,7 @@ def has_new_leader(paths: RunPaths, options: RendezvousOptions) -> bool:
 
 
 def watch_for_takeover(paths: RunPaths, poll_once: Callable[[], None], before: int) -> Callable[[], None]:
-    """A function that does as `poll_once`, and raises RunError once others have begun another epoch than `before`."""
+    """A `poll_once` that raises RunError once other nodes have begun an epoch other than `before`."""
     look_at = time.monotonic() + LOOK_S
 
     def look() -> None:
@@ -124,93 +124,62 @@ def watch_for_takeover(paths: RunPaths, poll_once: Callable[[], None], before: i
         if time.monotonic() > look_at:
             look_at = time.monotonic() + LOOK_S
             if election.read_epoch_number(paths) != before:
-                raise RunError(
-                    f"another node leads the run in {paths.display_name} now; start this one again, and it comes back"
-                )
+                raise RunError(f"another node now leads the run in {paths.display_name}; restart this node to rejoin")
 
     return look
 
 
 def make_replica_updater(form: Mapping[str, Any]) -> Any:
-    """What makes updates of other nodes' ranks again; in the process that keeps their replicas, which was forked with
-    all that this imports."""
+    """Recomputes updates of other nodes' ranks, in the replica process, which was forked with all that this imports."""
     from phalanx.checkpoint.memory.replication import make_replayer
 
     return make_replayer(form)
 
 
 def start_membership(
-    first: RendezvousHost,
+    first: MeetingHost,
     agent: NodeAgent,
     claim: Claim | None,
     heartbeat_s: float,
     epoch: int,
     until_all_meet: contextlib.ExitStack | None = None,
 ) -> None:
-    """Have all who have met enter the circle, node 0 with them; by what holds `until_all_meet` they go on, and come
-    back, without this node too, so it stays. Raises RunError, and StopAsked once one of them was asked to stop."""
-    raise_on_remote_stop(first)()  # a node that was asked to stop has left by now, and all shall stop
-    if first.nodes == 1:
+    """Make all arrived nodes members, node 0 included. The files that `until_all_meet` holds stay, since the others may
+    continue or return without this node. Raises RunError, and StopAsked once one of them was asked to stop."""
+    first.poll_once()  # a node that was asked to stop has left by now, and all must stop
+    agent.met = first.state
+    if first.state.total == 1:
         agent.join_alone(first.devices(1)[0])
         return
     at = first.bind_address()
-    member_list = first.make_member_list(epoch, at)
+    member_list = first.enter(epoch, at)
     me = member_list.member(0)
     assert me is not None
-    first.enter(member_list)
     agent.join_membership(me, member_list, first.listener, at, heartbeat_s, claim)
     if until_all_meet is not None:
         until_all_meet.pop_all()
 
 
-def raise_on_remote_stop(first: RendezvousHost) -> Callable[[], None]:
-    """A function that hears the other nodes; it raises StopAsked once one of them was asked to stop."""
-
-    def poll_once() -> None:
-        first.poll_once()
-        if first.stop_signal is not None:
-            raise StopRequested(first.stop_signal)
-
-    return poll_once
-
-
-def offer_to_all(first: RendezvousHost, offer: Message, poll_once: Callable[[], None]) -> None:
-    """Tell all nodes of an offer, and wait until they are ready. Raises as `RendezvousHost.are_all_ready`."""
+def offer_to_all(first: MeetingHost, offer: Message) -> None:
+    """Send an offer to all nodes and wait until they are ready. Raises as `MeetingHost.are_all_ready`."""
     first.offer(offer)
-    poll_until(first, first.are_all_ready, poll_once)
-
-
-def gather(first: RendezvousHost, options: RendezvousOptions, poll_once: Callable[[], None]) -> None:
-    """Wait until all nodes are there; `poll_once` hears them. Raises as `RendezvousHost.have_all_nodes`."""
-    said: list[int] = []
-
-    def are_there() -> bool:
-        nonlocal said
-        if first.have_all_nodes():
-            return True
-        if first.missing() != said:
-            said = first.missing()
-            names = f"node{'s' if len(said) > 1 else ''} {', '.join(map(str, said))}"
-            options.notify_user(f"waiting for {names} at {options.point.text}, for {options.timeout_s:g} s at most")
-        return False
-
-    poll_until(first, are_there, poll_once)
+    poll_until(first, first.are_all_ready, first.poll_once)
 
 
 @contextlib.contextmanager
-def host_rendezvous(options: RendezvousOptions, hello: dict[str, Any], spares: int = 0) -> Iterator[RendezvousHost]:
-    """Node 0, to be found by the others, of which `spares` make up for such as are not fit. However it ends, they are
-    told, and nothing stays behind. The one node of a job meets nobody."""
+def host_rendezvous(options: RendezvousOptions, hello: dict[str, Any], spares: int = 0) -> Iterator[MeetingHost]:
+    """Host the rendezvous as node 0; `spares` replace unfit nodes. All nodes receive the outcome, and all files
+    are removed. A job on one node skips it."""
     place, show = options.point, functools.partial(_show, options)
     if options.total == 1:
-        yield RendezvousHost(1, None, "", None, hello, options.timeout_s, show)
+        yield MeetingHost(1, None, "", None, hello, options.timeout_s, show)
         return
     if place.folder is not None:
         there = rendezvous.read_address(place.folder)
         if there is not None and rendezvous_client.is_there(there):
             raise RunError(
-                f"the rendezvous folder {place.folder} is used by another job, whose node 0 is process "
-                f"{there.process}; give each job a folder of its own, or stop that one"
+                f"the rendezvous folder {place.folder} is in use by another job (node 0 is process {there.process}); "
+                "give each job its own folder, or stop that job"
             )
     with contextlib.ExitStack() as held:
         listener = rendezvous.listen(place)
@@ -220,7 +189,7 @@ def host_rendezvous(options: RendezvousOptions, hello: dict[str, Any], spares: i
             address = rendezvous.make_host_address(listener)
             made = rendezvous.publish(place.folder, address)
             held.callback(rendezvous.withdraw, place.folder, address, made)
-        first = RendezvousHost(options.total, listener, address, place.folder, hello, options.timeout_s, show, spares)
+        first = MeetingHost(options.total, listener, address, place.folder, hello, options.timeout_s, show, spares)
         try:
             yield first
         except StopRequested as asked:
@@ -237,13 +206,13 @@ def host_rendezvous(options: RendezvousOptions, hello: dict[str, Any], spares: i
 @contextlib.contextmanager
 def meet_nodes(
     options: RendezvousOptions, hello: Message, spares: int = 0, paths: RunPaths | None = None, before: int = 0
-) -> Iterator[tuple[RendezvousHost, Callable[[], None]]]:
-    """Node 0 with all others there, and a function that hears them, as that of `raise_on_remote_stop`. Where it leads
-    the run at `paths`, no other node may have begun another epoch than `before` meanwhile."""
+) -> Iterator[MeetingHost]:
+    """Node 0 with all others there. Where it leads the run at `paths`, no other node may have begun another epoch than
+    `before` meanwhile."""
     with host_rendezvous(options, hello, spares) as first:
-        poll_once = raise_on_remote_stop(first)
-        gather(first, options, poll_once if paths is None else watch_for_takeover(paths, poll_once, before))
-        yield first, poll_once
+        poll_once = first.poll_once if paths is None else watch_for_takeover(paths, first.poll_once, before)
+        poll_until(first, first.have_all_nodes, poll_once)
+        yield first
 
 
 # --------------------------------------------------------------------------------------------------------- other nodes
@@ -255,7 +224,7 @@ class _Changed(Exception):
 
 @dataclass(frozen=True)
 class AgentHooks:
-    """What a node does as a member of a job, as `NodeAgent` and its circle want it."""
+    """Hooks of a job for its `NodeAgent` and membership."""
 
     make_job: Callable[[Message, Callable[[], None]], NodeJob]
     make_coordinator: Callable[[NodeAgent], Coordinator]
@@ -269,7 +238,7 @@ def join_job(
     hooks: AgentHooks,
     leader: Callable[[], tuple[str, int] | None] = lambda: None,
 ) -> NodeAgent | int:
-    """Come to a job, whose leader hears `hello` of this node, and be a member; or the exit code where the job is over.
+    """Join a job by sending `hello` to its leader and become a member; or return the exit code where the job is over.
 
     Raises StopAsked, and PhalanxError where node 0 does not come or this node cannot take part.
     """
@@ -282,14 +251,12 @@ def join_job(
             found = _take_part(node, options, hooks)
         if found is not None:
             return found
-        options.notify_user(
-            f"node 0 was lost ({node.lost}); waiting for it to come back, for {options.timeout_s:g} s at most"
-        )
+        options.notify_user(f"node 0 was lost ({node.lost}); waiting up to {options.timeout_s:g} s for it to return")
         time.sleep(rendezvous_client.PAUSE_S)
 
 
 def _take_part(node: RendezvousClient, options: RendezvousOptions, hooks: AgentHooks) -> NodeAgent | int | None:
-    """The way into the job: a member, the exit code of one that is over, or None when node 0 is lost."""
+    """Join the job: a member, the exit code of a finished job, or None when node 0 is lost."""
 
     def settled() -> bool:
         return node.over is not None or node.refusal is not None or node.lost is not None
@@ -302,7 +269,7 @@ def _take_part(node: RendezvousClient, options: RendezvousOptions, hooks: AgentH
     peer = NodeAgent(node.secret, hooks.make_job, hooks.make_coordinator, make_replica_updater)
     try:
         with raise_on_stop_signal(), contextlib.suppress(_Changed):
-            options.notify_user("reached node 0, which prepares the run when all are there")
+            options.notify_user("connected to node 0, which prepares the run once all nodes have joined")
             poll_until(
                 node, lambda: settled() or node.offer is not None or node.member_list is not None, node.poll_once
             )
@@ -320,7 +287,7 @@ def _take_part(node: RendezvousClient, options: RendezvousOptions, hooks: AgentH
         door = ConnectionListener(
             node.at.listener,
             node.secret,
-            lambda host, why: options.notify_user(f"a caller from {host} was refused: {why}"),
+            lambda host, why: options.notify_user(f"refused a connection from {host}: {why}"),
         )
         peer.join_membership(node.member, node.member_list, door, node.at, hooks.heartbeat_s, hooks.claim)
         return peer

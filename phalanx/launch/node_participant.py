@@ -1,7 +1,5 @@
-"""What one of several nodes does beside its ranks, whatever these run: it looks at itself after a death, says how the
-job goes and, while it leads, records that, shows it, and can be found by nodes that come back.
-
-Any node may come to lead.
+"""A node of a multi-node job, apart from its ranks: health checks after a death, messages, and on the leader
+records, console and the rendezvous for returning nodes. Any node may become the leader.
 """
 
 import abc
@@ -10,7 +8,7 @@ import functools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,21 +21,22 @@ from phalanx.elastic.membership import election, rendezvous
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.election import Claim
 from phalanx.elastic.membership.rendezvous import refresh_listing
-from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.agent import run_agent
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.worker import NodeJob, StopSignals
-from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
+from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
+from phalanx.elastic.supervisor.meeting_host import MeetingHost
 from phalanx.elastic.supervisor.node_requests import NodeRequest
+from phalanx.elastic.supervisor.take_lead import become_coordinator
 from phalanx.health.findings import DeviceInfo
 from phalanx.launch import health_check, multinode
+from phalanx.launch.gpu_recorder import GpuRecorder
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder, TryAgain
 from phalanx.launch.rendezvous_options import RendezvousOptions
-from phalanx.recovery.catalog import StateFileInfo
 from phalanx.report import event_text
 
-CHECK_S = 120.0  # what a look at this node may take, before it is trained on
-SEEN_S = 3.0  # what a network file system gets to show what another node has just written
+CHECK_S = 120.0  # time limit of this node's check before training
+SEEN_S = 3.0  # time for a network file system to show a file that another node has just written
 Tend = Callable[[], None]
 
 
@@ -52,15 +51,10 @@ class NodeParticipant(abc.ABC):
     recorder: EventRecorder | LocalRecorder | None = field(default=None, init=False)
     first_attempt: int = field(default=0, init=False)
     committed: int = field(default=0, init=False)
-    inventories: Mapping[int, tuple[StateFileInfo, ...]] = field(
-        default_factory=dict, init=False
-    )  # in nodes' memories, of a job before
     code: int = field(default=int(ExitCode.FAILED), init=False)
     cut_off: bool = field(default=False, init=False)
-    unfit_reason: str | None = field(
-        default=None, init=False
-    )  # why the first node does no more than bring all together
     health_watch: health_check.HealthWatch = field(init=False)
+    read_notice: Callable[[], str] = field(default=str, init=False)  # that this machine will be taken away
 
     def __post_init__(self) -> None:
         self.health_watch = health_check.HealthWatch(
@@ -68,13 +62,13 @@ class NodeParticipant(abc.ABC):
         )
 
     def notify_user(self, text: str) -> None:
-        """Tell the user who sits here, while another node leads."""
+        """Print a message on this node while another node leads."""
         self.options.notify_user(text)
 
     @property
     @abc.abstractmethod
     def checks_health(self) -> bool:
-        """Whether this node is looked at after a death."""
+        """Whether this node's health is checked after a death."""
 
     @property
     @abc.abstractmethod
@@ -92,18 +86,18 @@ class NodeParticipant(abc.ABC):
 
     @abc.abstractmethod
     def prepare_offer(self, division: int, plan: Plan, devices: list[list[Any]]) -> Message:
-        """What is offered for other ranks; runs in a child."""
+        """Prepare the offer for a different number of ranks; runs in a child."""
 
     @abc.abstractmethod
     def take_over_recording(self, offer: Message, hold: HoldLeaderFiles) -> EventRecorder:
-        """Take the lead over from another node: take what the offer says, and record from now on."""
+        """Take over leadership from another node: adopt its offer, and record from now on."""
 
     @abc.abstractmethod
     def finish(self, agent: NodeAgent, code: int) -> int:
-        """The job is over, and this node led it to its end: say so. Returns the exit code."""
+        """Report the end of a job on the node that led it. Returns the exit code."""
 
     def take_committed_steps(self) -> list[int]:
-        """How far the job has come for good, since the last call: so far restarts are not counted again."""
+        """Newly committed steps since the last call, up to which restarts are not counted again."""
         assert self.recorder is not None
         return self.recorder.take_committed_steps()
 
@@ -115,20 +109,21 @@ class NodeParticipant(abc.ABC):
     def count_ranks(self, offer: Message) -> int:
         """How many ranks this node has in a division, or would have in the place of another one."""
         ranks = dict(zip(offer["seats"], (ranks for ranks, _ in offer["slots"]), strict=True))
-        # Of one that has come back with fewer devices than its ranks had, as many as it has: it cannot take them again.
+        # A node that returned with fewer devices than its ranks had offers those that it has: it cannot take the same
+        # ranks.
         return min(len(self.devices), ranks.get(self.options.node, max(ranks.values())))
 
     # ---------------------------------------------------------------------------------------------------- what happens
 
     def _seen(self, attempt: int, seen: dict[str, Any]) -> None:
-        """What was found on this node after a death; in a child."""
+        """Health findings of this node after a death; in a child."""
         if self.recorder is not None:
             write_event(self.paths.events, EventKind.HEALTH, attempt, **seen)
         else:
             self.notify_user(event_text.describe_event({"kind": EventKind.HEALTH, **seen}))
 
     def _note(self, world: int, kind: str, details: dict[str, Any]) -> None:
-        """Take what this node's own agent says of its ranks, of `world`."""
+        """Receive the report of this node's agent on its ranks, of `world`."""
         if kind == EventKind.WORKER_DIED:
             self._look_after(details)
         if self.recorder is not None:
@@ -141,7 +136,7 @@ class NodeParticipant(abc.ABC):
             self.notify_user(event_text.describe_event({"kind": kind, **details}))
 
     def _tell(self, kind: str, details: dict[str, Any]) -> None:
-        """Record what the leader says; a death on this node is looked into."""
+        """Record the leader's events; check this node after a death on it."""
         assert self.recorder is not None
         if kind == EventKind.WORKER_DIED and "host" not in details:
             self._look_after(details)
@@ -159,7 +154,8 @@ class NodeParticipant(abc.ABC):
         event: dict[str, Any],
         later: Sequence[tuple[str, dict[str, Any]]],
     ) -> None:
-        """Be the first to lead, whose `event` of the start is written already, and note what was found `later`."""
+        """Start recording on the first leader, whose start `event` is written already, and record the findings
+        `later`."""
         self.recorder = recorder
         recorder.show(EventKind.RUN_STARTED, event)
         for kind, details in later:
@@ -175,7 +171,6 @@ class NodeParticipant(abc.ABC):
         return become_coordinator(
             agent, self.hello, self.first_attempt, self.committed, self.prepare_offer, self._tell,
             self.take_committed_steps, self._asked,
-            held=self.inventories, unfit_reason=self.unfit_reason,
         )  # fmt: skip
 
     def _asked(self) -> list[NodeRequest]:
@@ -184,8 +179,8 @@ class NodeParticipant(abc.ABC):
 
     @contextlib.contextmanager
     def _found(self, secret: str, address: str, port: int) -> Iterator[TryAgain]:
-        """Hold what a leader holds that was not the first one: the rendezvous, and the run folder's lock, as soon as it
-        is free: what is yielded tries that. Both name this agent, whose child holds them."""
+        """Hold the resources of a later leader: the rendezvous, and the run folder's lock as soon as it is free (the
+        yielded function tries that). Both name this agent, whose child holds them."""
         from phalanx.trainer import run_folder
 
         agent, locks = os.getppid(), list[int]()
@@ -201,7 +196,7 @@ class NodeParticipant(abc.ABC):
             place = self.options.point.folder
             if place is not None:
                 there = rendezvous.HostAddress((address,), port, secret, f"{agent} on {self.hello['host']}")
-                with contextlib.suppress(RunError):  # then no node comes back, and the others go on
+                with contextlib.suppress(RunError):  # then no node returns, and the others continue
                     made = rendezvous.publish(place, there)
                     held.callback(rendezvous.withdraw, place, there, made)
             yield again
@@ -209,7 +204,7 @@ class NodeParticipant(abc.ABC):
     # ----------------------------------------------------------------------------------------- the meeting and the end
 
     def begin_epoch(
-        self, first: RendezvousHost, agent: NodeAgent, until_all_meet: contextlib.ExitStack
+        self, first: MeetingHost, agent: NodeAgent, until_all_meet: contextlib.ExitStack
     ) -> Callable[[], None]:
         """Begin an epoch, as node 0 when all are ready. Returns what makes all who have met members of it."""
         epoch = 1
@@ -220,7 +215,7 @@ class NodeParticipant(abc.ABC):
         )
 
     def follow(self) -> int:
-        """Take part in a run that node 0, or whoever leads by now, has. Returns the exit code."""
+        """Take part in the run of node 0 or the current leader. Returns the exit code."""
         hooks = multinode.AgentHooks(self.make_job, self.make_coordinator, self.claim, self.heartbeat_s)
         where = functools.partial(election.read_leader_address, self.paths)
         agent = multinode.join_job(self.hello, self.options, hooks, where)
@@ -228,8 +223,9 @@ class NodeParticipant(abc.ABC):
 
     def run_to_end(self, agent: NodeAgent, start_membership: Callable[[], None] = lambda: None) -> int:
         """Run this node's part and say how the run ended. Returns the exit code. `start_membership` makes all who have
-        met members first: of a stop signal that comes meanwhile they hear, and do not go on without this node."""
-        with StopSignals() as signals:
+        met members first: they receive a stop signal that comes meanwhile, and do not continue without this node."""
+        gpus = GpuRecorder.start(self.paths, self.options.node, self.devices)
+        with StopSignals(self.read_notice) as signals:
             start_membership()
             try:
                 code = run_agent(agent, self.grace_s, signals)
@@ -238,17 +234,19 @@ class NodeParticipant(abc.ABC):
             finally:
                 agent.close()
                 self.health_watch.close()
+                if gpus is not None:
+                    gpus.close()
         recorder, self.recorder = self.recorder, None
         self.code, self.cut_off = code, agent.membership.fenced is not None
         if agent.membership.fenced is not None:
             if recorder is not None:
-                # One that has given the lead away still says so; one that was given up may not write any more.
+                # A node that has handed over the lead still reports; one that was declared lost must not write.
                 end = recorder.close if agent.over is not None else recorder.abandon
                 end()
-            self.notify_user(f"this node has ended its ranks and leaves: {agent.membership.fenced}")
+            self.notify_user(f"this node ended its ranks and exits: {agent.membership.fenced}")
             return code
         if recorder is None:
-            self.notify_user(agent.over[1] if agent.over is not None else "this node was asked to stop, and leaves")
+            self.notify_user(agent.over[1] if agent.over is not None else "this node was asked to stop and exits")
             return code
         recorder.close()
         self.paths.node0_marker.unlink(missing_ok=True)
@@ -260,7 +258,7 @@ def _ending(code: int, paths: RunPaths, leader: int) -> str:
     if code == ExitCode.DONE:
         return "the run is done"
     if code == ExitCode.STOPPED:
-        return "the run was stopped; the same commands go on with it"
+        return "the run was stopped; the same commands resume it"
     return f"the run failed (exit code {code}); node {leader} and {paths.display_name} say why"
 
 
@@ -268,8 +266,8 @@ def _ending(code: int, paths: RunPaths, leader: int) -> str:
 
 
 def ensure_run_sign(paths: RunPaths, first: bool = True) -> str:
-    """The sign by which all nodes know the run folder from now on. It stays, where it is not the `first` one: what was
-    offered before may yet be gone on with."""
+    """The token file by which all nodes recognize the run folder. It stays unless it is the `first` one, because an
+    earlier offer may still be continued."""
     if not first:
         with contextlib.suppress(OSError):
             if sign := paths.node0_marker.read_text(encoding="utf-8"):
@@ -289,17 +287,18 @@ def check_shared_folder(paths: RunPaths, sign: str, poll_once: Tend) -> None:
                 break
         if time.monotonic() > until:
             raise ConfigError(
-                f"the run folder {paths.root.absolute()} of this node is not the one of node 0; give --run-dir a "
-                "folder on a file system that all nodes share, or a URL"
+                f"the run folder {paths.root.absolute()} of this node differs from node 0's; set --run-dir to a "
+                "folder on a file system that all nodes share, or to a URL"
             )
         poll_once()
         time.sleep(0.05)
-    # By doing so: what the rights say is not what a server does, which may take this node's root for nobody.
+    # By trying: a file server may map this node's root to another user, whatever the permissions say.
     probe = paths.root / f"{paths.node0_marker.name}-{secrets.token_hex(4)}"
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"this node cannot write to the run folder {paths.root.absolute()} ({error.strerror}); change its rights"
+            f"this node cannot write to the run folder {paths.root.absolute()} ({error.strerror}); change its "
+            "permissions"
         ) from None

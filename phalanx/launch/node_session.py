@@ -1,6 +1,4 @@
-"""What one of several nodes runs of a training run, from the moment when all have met: its ranks and, while it leads,
-what all of them need.
-"""
+"""A node's part of a multi-node training run after the rendezvous: its ranks and, as the leader, the shared work."""
 
 import contextlib
 import dataclasses
@@ -32,9 +30,10 @@ from phalanx.health.findings import DeviceInfo
 from phalanx.launch import health_check, outcome, prepare
 from phalanx.launch.launched_run import fetch_records
 from phalanx.launch.node_participant import CHECK_S, NodeParticipant, Tend, check_shared_folder, ensure_run_sign
+from phalanx.launch.observer import Observer
 from phalanx.launch.prepare import PreparedRun
 from phalanx.launch.recorder import EventRecorder, HoldLeaderFiles, LocalRecorder
-from phalanx.layout import hardware
+from phalanx.layout import memory_limits
 from phalanx.recovery import inventory, shared_memory, state_file
 from phalanx.recovery.shared_memory import SharedMemoryFolder
 from phalanx.report import event_text
@@ -42,11 +41,11 @@ from phalanx.storage import mirror
 from phalanx.system.fork import fork_call
 from phalanx.trainer.stop_request import STOP_SIGNALS
 
-WEIGHTS = "model.from_hf"  # what a new run begins with: each rank reads its own part of it
+WEIGHTS = "model.from_hf"  # initial weights of a new run: each rank reads its own part
 
 
 def make_policy(config: Config, nodes: int) -> RecoveryPolicy:
-    """What a recipe says of losses and restarts."""
+    """The restart policy of a recipe."""
     wanted, axes = config.resilience, config.parallel.axes
     return RecoveryPolicy(
         nodes=nodes,
@@ -61,8 +60,8 @@ def make_policy(config: Config, nodes: int) -> RecoveryPolicy:
 
 
 def render_shared_config(requested: Config, prepared: PreparedRun) -> str:
-    """The resolved configuration as YAML, but for what was `auto` and follows from memory, which each node looks at for
-    itself and ranks agree on, or from the node's compilers."""
+    """The resolved configuration as YAML, except `auto` values that depend on a node's memory or compilers, which each
+    node resolves and ranks agree on."""
     of_nodes = ("train.micro_batch", "train.compile", "parallel.zero", "parallel.grad_reduce", "memory.activations")
     planned = requested.parallel.layout == "auto"  # by node 0, for all of them
     own = {key: "auto" for key in of_nodes if not planned and get_knob(requested, key) == "auto"}
@@ -70,7 +69,8 @@ def render_shared_config(requested: Config, prepared: PreparedRun) -> str:
 
 
 def read_offered_config(offer: Message) -> Config:
-    """What a leader offers, which may be of the release before. Raises ConfigError where it is none of a recipe."""
+    """Parse a leader's configuration, which may come from the previous release. Raises ConfigError where it is not a
+    recipe."""
     where = "node 0's configuration"
     return load.build_config(rename_keys(load.parse_yaml(offer["config"], where))[0], where)
 
@@ -85,7 +85,7 @@ def make_offer(
     nodes: int,
     first: bool = True,
 ) -> Message:
-    """What all nodes are told of a division."""
+    """The offer to all nodes for a division of the work."""
     return {
         "config": render_shared_config(requested, prepared),
         "sign": ensure_run_sign(paths, first) if paths.url is None and nodes > 1 else None,
@@ -110,24 +110,26 @@ class NodeSession(NodeParticipant):
     planned_faults: tuple[Fault, ...] = ()
     records: RunPaths = field(init=False)  # of the run, as they are seen from here
     adopted_old_memory: bool = False  # whether what this machine had kept as another node was looked for
-    run_id: bytes = b""  # by which its state files are told from others; asked for early, as later its folder may hang
+    run_id: bytes = b""  # identifies its state files; computed early, as later its folder may hang
     limits: Callable[[], bool] = field(init=False)
     led: NodeAgent | None = None  # this node's agent, once it leads
-    warnings: list[str] = field(default_factory=list)  # of this node, which whoever leads writes down
+    observer: Observer | None = field(default=None, init=False)  # while this node leads, if the recipe sets one
+    warnings: list[str] = field(default_factory=list)  # of this node, recorded by the leader
+    verbose: bool = False  # whether the console shows how each setting was resolved
 
     def __post_init__(self) -> None:
         super().__post_init__()
         reason, wanted = self.memory.reason, self.requested_config.resilience.in_memory_checkpoints
         if reason is not None and wanted is True:
             raise ConfigError(
-                f"resilience.in_memory_checkpoints is true, but {reason}; set it to auto or false, or fix that"
+                f"resilience.in_memory_checkpoints is true, but {reason}; set it to auto or false, or fix the cause"
             )
         if reason is not None:
             self.warnings.append(
-                f"{reason}, so no step is kept in memory: a failure costs the steps since the newest checkpoint"
+                f"{reason}, so steps are not kept in memory: a failure loses the steps since the newest checkpoint"
             )
         self.records = self.paths
-        self.limits = hardware.watch_limits(self.paths)
+        self.limits = memory_limits.watch_limits(self.paths)
 
     @property
     def checks_health(self) -> bool:
@@ -147,9 +149,9 @@ class NodeSession(NodeParticipant):
         return self.memory.folder
 
     def _idle(self) -> None:
-        """What is done beside ranks, now and then."""
+        """Periodic work beside the ranks."""
         self.health_watch.poll_once()
-        self.memory.touch()  # or a run of days would be taken for one that was left behind, once it is killed
+        self.memory.touch()  # otherwise a run of days would count as abandoned after it is killed
 
     # ------------------------------------------------------------------------------------------------------ its ranks
 
@@ -161,14 +163,16 @@ class NodeSession(NodeParticipant):
         prepare.check_offer(self.requested_config, config)
         prepare.check_faults(self.requested_faults, faults.faults_from_message(offer["faults"]))
         if failover.parse_policy(offer) != make_policy(config, self.options.nodes):
-            raise ConfigError("the leader offers another resilience than its recipe has; use one version of Phalanx")
+            raise ConfigError(
+                "the leader's resilience section differs from its recipe; use the same version of Phalanx on all nodes"
+            )
         paths = self.paths
         if paths.url is None:
             check_shared_folder(paths, offer["sign"], poll_once)
         elif self.options.node > 0:
             paths = mirror.make_working_paths(paths.url.text, config.data.cache, paths.url.timeout_s, self.options.node)
             fetch_records(paths, poll_once)
-            self.limits = hardware.watch_limits(paths)  # where this node's ranks note theirs
+            self.limits = memory_limits.watch_limits(paths)  # where this node's ranks note theirs
         self.clean_memory(paths, poll_once)
         mine = self.count_ranks(offer)
         # In a child: devices and disks may take their time, and an agent may not.
@@ -192,6 +196,7 @@ class NodeSession(NodeParticipant):
             on_event=functools.partial(self._note, world),
             on_idle=self._idle,
             grace_s=training.config.comm.timeout_s,
+            stop_notice_s=training.config.resilience.stop_notice_s,
             blocked_signals=STOP_SIGNALS,
             hang_timeouts=prepare.hang_limits(training.config),
             after_out_of_memory=self._limit_has_fallen,
@@ -201,8 +206,8 @@ class NodeSession(NodeParticipant):
         )
 
     def clean_memory(self, paths: RunPaths, poll_once: Tend) -> None:
-        """Have nothing in this node's memory that a job is not to go on from: what belongs to a way that the run, whose
-        records are at `paths`, has given up since; or all, where the recipe keeps nothing there."""
+        """Remove state from this node's memory that a job must not resume from: that of an abandoned branch of the run
+        at `paths`; or all, where the recipe keeps nothing there."""
         self.records, self.run_id = paths, state_file.compute_run_id(paths.events)
         _await_the_dead(self.shared, poll_once)
         if not self.adopted_old_memory:
@@ -214,8 +219,8 @@ class NodeSession(NodeParticipant):
             inventory.remove_rolled_back(self.shared, self.run_id, outcome.rollback_attempts(paths))
 
     def _take_over(self, poll_once: Tend) -> None:
-        """Take what this machine has kept of the run when it had another number: Slurm may count nodes otherwise each
-        time. All have met, so nodes that are this same machine hold their own."""
+        """Take over state that this machine kept under another node number: Slurm may number nodes differently each
+        time. All nodes have joined, so other nodes on this machine hold theirs."""
         if not self.memory.state:
             return
         with contextlib.closing(
@@ -225,22 +230,22 @@ class NodeSession(NodeParticipant):
                 _await_the_dead(folder, poll_once)
                 if inventory.has_no_writers(folder) and inventory.move_state_files(folder, self.shared):
                     self.notify_user(
-                        f"this machine was node {number} of the run before, and has what it had kept as that"
+                        f"this machine was node {number} of the run before and still has that node's state"
                     )
 
     def settle_memory(self) -> None:
-        """Take this node's memory of the run away, unless a later job may have to go on from there."""
+        """Remove this node's in-memory state of the run, unless a later job may have to resume from it."""
         self.memory.touch()
         self.memory.persists = self.memory.state and self._has_more()
 
     def _has_more(self) -> bool:
         """Whether this node's memory has a newer step than the disk."""
-        at_url = self.paths.url is not None  # what is saved there is not known here at once
+        at_url = self.paths.url is not None  # files saved there are not visible here at once
         if self.code == ExitCode.DONE or (self.code == ExitCode.STOPPED and at_url):
             return False
         held = inventory.read_inventory(self.shared, self.run_id or state_file.compute_run_id(self.records.events))
         newest = max((step for each in held for step in each.steps), default=0)
-        if self.cut_off:  # who has had to leave the others may not reach the disk either, and would hang
+        if self.cut_off:  # a fenced node may not reach the disk either, and would hang
             return newest > 0
         refresh_listing(self.records.has_checkpoints)
         return newest > outcome.newest_checkpoint_step(self.records)
@@ -269,8 +274,9 @@ class NodeSession(NodeParticipant):
         later += [] if noticed is None else [(EventKind.HEALTH, noticed)]
         later += [(EventKind.NODE_LOST, each) for each in lost]
         make = LocalRecorder if self.options.total == 1 else EventRecorder
-        recorder = make(self.paths, prepared.config.train.steps, prepared.unit)
+        recorder = make(self.paths, prepared.config.train.steps, prepared.unit, verbose=self.verbose)
         self.start_recording(recorder, event, later)
+        self.observer = Observer.start(prepared.config.report, self.paths)
         for message in prepared.warnings:
             recorder.show(EventKind.WARNING, {"message": message})
         for message in self.warnings:
@@ -279,7 +285,10 @@ class NodeSession(NodeParticipant):
     def take_over_recording(self, offer: Message, hold: HoldLeaderFiles) -> EventRecorder:
         self.first_attempt = int(offer["attempt"])
         self.planned_faults = faults.faults_from_message(offer["faults"])
-        return EventRecorder(self.paths, int(offer["steps"]), str(offer["unit"]), hold, later=True)
+        self.observer = Observer.start(self.requested_config.report, self.paths)
+        return EventRecorder(
+            self.paths, int(offer["steps"]), str(offer["unit"]), hold, later=True, verbose=self.verbose
+        )
 
     def make_coordinator(self, agent: NodeAgent) -> Coordinator:
         """Lead from now on."""
@@ -287,7 +296,7 @@ class NodeSession(NodeParticipant):
         if self.paths.url is not None and agent.membership.previous_member_list is not None:
             agent.over = (
                 int(ExitCode.FAILED),
-                "node 0, which alone may write to the run's URL, was lost; start all again",
+                "node 0, the only writer to the run's URL, was lost; restart all nodes",
             )
         return super().make_coordinator(agent)
 
@@ -309,7 +318,7 @@ class NodeSession(NodeParticipant):
         )
         prepared = dataclasses.replace(prepared, job=dataclasses.replace(prepared.job, faults=self.planned_faults))
         facts = prepare.describe_start(prepared, [device for _, device in rows], len(rows))
-        write_event(self.paths.events, EventKind.RUN_STARTED, prepared.attempt, **facts)
+        write_event(self.paths.events, EventKind.RUN_STARTED, prepared.attempt, **facts, again=True)
         if prepared.layout_event is not None:
             write_event(self.paths.events, EventKind.LAYOUT_CHOSEN, prepared.attempt, **prepared.layout_event)
         return make_offer(
@@ -317,7 +326,7 @@ class NodeSession(NodeParticipant):
         )
 
     def take_committed_steps(self) -> list[int]:
-        """The same; between attempts of a run on one node the disk itself is asked, which nobody else waits for."""
+        """The same; between attempts of a run on one node the disk itself is read, since no other node waits."""
         steps = super().take_committed_steps()
         if self.led is not None and self.led.membership.is_solo and self.led.running is None:
             steps.append(outcome.newest_checkpoint_step(self.paths))
@@ -330,6 +339,8 @@ class NodeSession(NodeParticipant):
         self.code = code
         outcome.warn_missing_faults(self.paths, self.planned_faults, self.first_attempt)
         outcome.finish_run(self.paths, code, asked, self.shared if self._has_more() else None)
+        if self.observer is not None:
+            self.observer.close()
         return code
 
 
@@ -342,7 +353,7 @@ def _await_the_dead(shared: Path, poll_once: Tend) -> None:
 
 
 def check_data(answer: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raises ConfigError when this node would train on something else than node 0."""
+    """Raises ConfigError when this node's data differ from node 0's."""
     mine = {**answer["data"], WEIGHTS: answer["weights"]}
     if answer["base"] is not None:
         mine[BASE_WEIGHTS] = {"sha256": answer["base"]}
@@ -351,5 +362,5 @@ def check_data(answer: dict[str, Any], theirs: dict[str, Any]) -> None:
         differ = "differs" if len(different) == 1 else "differ"
         raise ConfigError(
             f"{' and '.join(different)} {differ} between this node and node 0, so the nodes would train on different "
-            "things; give all nodes the same files, or a data.cache that they share"
+            "data; give all nodes the same files, or a shared data.cache"
         )

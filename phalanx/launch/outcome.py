@@ -1,4 +1,4 @@
-"""What a launcher says and writes of a run beside its ranks: its agent's events, how it ended, the report."""
+"""Outcome of a run as written by its launcher: the agent's events, how it ended, the report."""
 
 import contextlib
 import glob
@@ -26,16 +26,17 @@ from phalanx.system.fork import fork_call
 
 
 def write_agent_event(paths: RunPaths, console: Any, kind: str, details: dict[str, Any]) -> None:
-    """Write an event of the agent's. A full disk must not end a run that can go on: then it is only shown."""
+    """Write an event of the agent. A full disk must not end a run that can continue: then the event is only shown."""
     try:
         write_event(paths.events, kind, **details)
     except OSError as error:
         console.on_event({"kind": kind, **details})
-        console.say(f"{paths.events} could not take this: {error.strerror}", kind=EventKind.WARNING)
+        console.say(f"{paths.events} could not be written: {error.strerror}", kind=EventKind.WARNING)
 
 
 def newest_checkpoint_step(paths: RunPaths) -> int:
-    """The step of the newest checkpoint; 0 where there is none. A store is not asked: that would start threads."""
+    """The step of the newest checkpoint; 0 if there is none. A remote store is not queried: that would start
+    threads."""
     from phalanx.checkpoint.disk.load import list_steps
 
     if isinstance(paths.checkpoints, Url):
@@ -50,20 +51,20 @@ def checkpoint_step_in_events(paths: RunPaths) -> int:
 
 
 def rollback_attempts(paths: RunPaths) -> list[int]:
-    """The attempt of each time that training went back behind what it had done."""
+    """The attempts of all rollbacks."""
     events = (event for event in read_events(paths.events) if event.get("kind") == EventKind.ROLLED_BACK)
     return [event["attempt"] for event in events if type(event.get("attempt")) is int]
 
 
 def describe_early_stop(paths: RunPaths, signal_name: str) -> str:
-    """What to say of a start that the signal `signal_name` has stopped before there were ranks."""
+    """Describe a start that the signal `signal_name` stopped before there were ranks."""
     step, done = checkpoint_step_in_events(paths), (read_last_line(paths.metrics) or {}).get("step")
     later = type(done) is int and done > step  # after a failure: whether that is kept is known when all nodes are there
     if not step and not later:
-        return f"stopped by {signal_name} before any step was done; the same command starts again"
+        return f"stopped by {signal_name} before the first step finished; the same command starts over"
     where = f"the checkpoint of step {step}" if step else "the beginning"
-    where += ", or from a later step where memory has kept one" * later
-    return f"stopped by {signal_name} before any further step; the same command goes on from {where}"
+    where += ", or from a later step kept in memory" * later
+    return f"stopped by {signal_name} before another step finished; the same command resumes from {where}"
 
 
 def _read_events_since(paths: RunPaths, attempt: int) -> Iterator[dict[str, Any]]:
@@ -72,9 +73,8 @@ def _read_events_since(paths: RunPaths, attempt: int) -> Iterator[dict[str, Any]
 
 
 def resolve_exit_code(paths: RunPaths, code: int, first_attempt: int) -> tuple[int, bool]:
-    """The exit code of a start whose agent ended with `code`, and whether it had been asked to stop.
-
-    What was saved has not failed: ranks that are killed (a second Ctrl-C) while they leave have done their work.
+    """The exit code of a start whose agent ended with `code`, and whether it was requested to stop. A saved run
+    has not failed: ranks that are killed (a second Ctrl-C) while they exit have done their work.
     """
     kinds = [event.get("kind") for event in _read_events_since(paths, first_attempt)]
     asked = EventKind.STOP_REQUESTED in kinds
@@ -94,11 +94,11 @@ def write_finish_event(paths: RunPaths, step: int, attempt: int) -> None:
 
 
 def warn_missing_faults(paths: RunPaths, planned: Sequence[Fault], first_attempt: int) -> None:
-    """Say which faults were asked for and did not happen in this start, or they would be taken for tried."""
+    """Warn about requested faults that did not happen in this start."""
     since = _read_events_since(paths, first_attempt)
     happened = {str(event.get("fault")) for event in since if event.get("kind") == EventKind.INJECTED}
     for fault in faults.find_missed_faults(planned, happened):
-        message = f"--inject {fault.text} did not happen: the run did not get there in that attempt"
+        message = f"--inject {fault.text} did not happen: the run did not reach that point in that attempt"
         open_terminal().print(message, style="yellow", soft_wrap=True)
         write_event(paths.events, EventKind.WARNING, first_attempt, message=message)
 
@@ -113,30 +113,29 @@ def finish_run(paths: RunPaths, code: int, stop_requested: bool = False, memory_
     try:
         html.write_report(paths)
     except (PhalanxError, OSError) as error:
-        terminal.print(f"no report was written: {error}", style="yellow")
+        terminal.print(f"the report was not written: {error}", style="yellow")
     if code in (ExitCode.DONE, ExitCode.STOPPED):
         terminal.print(render_run_summary(paths))
     elif memory_folder is not None:
         terminal.print(
-            f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}. Its last step is "
-            f"newer than its checkpoints and kept in {memory_folder}: the same command here goes on from it",
+            f"the run failed (exit code {code}); the ranks' logs are in {paths.root / 'logs'}. Its last step is "
+            f"newer than its checkpoints and is kept in {memory_folder}: the same command on this machine resumes "
+            "from it",
             style="red",
         )
     elif stop_requested:
         step = newest_checkpoint_step(paths)
-        on = f"goes on from the checkpoint of step {step}" if step else "begins again, as there is no checkpoint"
+        on = f"resumes from the checkpoint of step {step}" if step else "starts over because there is no checkpoint"
         terminal.print(
-            f"asked to stop, the run ended before it had saved (exit code {code}); the same command {on}",
+            f"the run was asked to stop but ended before it saved (exit code {code}); the same command {on}",
             style="yellow",
         )
     else:
-        terminal.print(
-            f"the run failed (exit code {code}); the ranks' own words are in {paths.root / 'logs'}", style="red"
-        )
+        terminal.print(f"the run failed (exit code {code}); the ranks' logs are in {paths.root / 'logs'}", style="red")
 
 
 # ----------------------------------------------------------------------------------------------------------- preflight
-# What is done with a recipe before torch is imported here: it is made tiny, and its data are looked at.
+# Preflight: checks of a recipe before torch is imported here, by shrinking it and inspecting its data.
 
 
 def check_first_records(wanted: Config) -> None:
@@ -151,13 +150,13 @@ def _check_first_records(text: str) -> None:
 
 
 def shrink_recipe(wanted: Config, show: bool = True) -> Config:
-    """The recipe in tiny; says what it changed."""
+    """Shrink the recipe for a quick check; prints what it changed."""
     agent.preload(["phalanx.data.chat"])  # with numpy, whose threads would forbid to fork later
     tiny_hf = fork_call(_tiny_hf, load.to_yaml(wanted), timeout_s=None) if wanted.model.from_hf else None
     config = tiny.shrink_config(wanted, _is_source_available, tiny_hf)
     if show:
         terminal = open_terminal()
-        terminal.print("shrunk; what differs from the recipe:")
+        terminal.print("settings reduced; differences from the recipe:")
         for line in tiny.list_changes(wanted, config):
             terminal.print(Text(f"  {line}", style="dim"))
     return config
@@ -171,9 +170,14 @@ def _is_source_available(source: str) -> bool:
 
 
 def _tiny_hf(text: str) -> tuple[str, bool]:
+    from phalanx.storage.hub import is_hub_name
     from phalanx.workload import local_copies
     from phalanx.workload.tiny_model import write_tiny_model
 
-    return write_tiny_model(
-        local_copies.fetch_local_copies(load.build_config(yaml.safe_load(text), "the recipe"), weights=False)
-    )
+    config = load.build_config(yaml.safe_load(text), "the recipe")
+    try:
+        config = local_copies.fetch_local_copies(config, weights=False, keys=["model.from_hf"])
+    except PhalanxError:
+        if not is_hub_name(str(config.model.from_hf)):
+            raise  # a model of the hub that cannot be fetched is replaced, as a missing folder is
+    return write_tiny_model(config)

@@ -1,5 +1,5 @@
-"""What a run needs before its first step: each `auto` resolved, the data made, the configuration in the run folder; and
-what its ranks then run."""
+"""Preparing a run before its first step: resolving each `auto`, the data, and the configuration in the run folder; and
+the function that its ranks run."""
 
 import contextlib
 import dataclasses
@@ -33,8 +33,8 @@ from phalanx.health.findings import (
     distinct_models,
     preload_and_find_devices,
 )
-from phalanx.launch import auto_layout
-from phalanx.layout import hardware
+from phalanx.launch import auto_layout, observer
+from phalanx.layout import memory_limits
 from phalanx.planner.recipe_keys import CHOICE_FIELDS
 from phalanx.report.logs import open_terminal
 from phalanx.storage import files as storage
@@ -43,7 +43,7 @@ from phalanx.system.fork import fork_call
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What is left to do once a run may start."""
+    """The prepared run: what remains to be done once it may start."""
 
     config: Config
     job: Any  # trainer.setup.TrainingJob; its module imports torch, so this one does not
@@ -57,18 +57,22 @@ class PreparedRun:
 
 
 def exit_code_if_complete(wanted: Config, paths: RunPaths, show: bool = True) -> int | None:
-    """The exit code when the folder holds this run and it has come to its end; None when there is something to do."""
+    """The exit code if the folder has this run and it is complete; None if steps remain."""
     from phalanx.report.console import render_run_summary
     from phalanx.trainer import run_folder
 
     saved, step = run_folder.read_run_config(paths), run_folder.find_final_step(paths)
     if saved is None or step is None:
         return None
-    if step < resolve.continue_config(wanted, saved, paths.display_name).train.steps:
+    train = resolve.continue_config(wanted, saved, paths.display_name).train
+    same = train.epochs is not None and train.epochs == saved.train.epochs  # whose steps are known by now
+    if step < (saved.train.steps if same else train.most_steps):
         return None
     if show:
         terminal = open_terminal()
-        terminal.print(f"this run is complete at step {step}; raise train.steps to go on, or choose another --run-dir")
+        terminal.print(
+            f"this run is complete at step {step}; raise train.steps to continue, or choose another --run-dir"
+        )
         terminal.print(render_run_summary(paths))
     return ExitCode.DONE
 
@@ -103,6 +107,8 @@ def prepare_run(
     config, chosen = resolve.resolve_autos(config, device=kind, world=world, bf16=all(bf16), differ=len(bf16) > 1)
     # Devices of one model are alike; of each model one is asked.
     unlike = list({device.model: device.name for device in devices}.values())
+    if writes:
+        observer.check_report(config.report)
     if writes and config.report.wandb is not None:  # before minutes are spent on data
         fork_call(_check_wandb, config.report.wandb, timeout_s=DEVICES_TIMEOUT_S)
     text = load.to_yaml(config)
@@ -129,13 +135,13 @@ def prepare_run(
 
 
 def add_faults(prepared: PreparedRun, planned: Sequence[Fault]) -> PreparedRun:
-    """What is left to do, with faults in it whose attempts count from the first one of this command."""
+    """Add faults to a prepared run, with attempts counted from the first one of this command."""
     job = dataclasses.replace(prepared.job, faults=faults.shift_attempts(planned, prepared.attempt))
     return dataclasses.replace(prepared, job=job)
 
 
 def _predict_run(config: Config, paths: RunPaths, nodes: Sequence[Sequence[DeviceInfo]]) -> dict[str, Any] | None:
-    """What the steps of a resolved configuration are expected to take."""
+    """Predict the steps of a resolved configuration."""
     from phalanx.workload import local_copies
     from phalanx.workload.workload import find_model_shape
 
@@ -144,7 +150,7 @@ def _predict_run(config: Config, paths: RunPaths, nodes: Sequence[Sequence[Devic
 
 
 def _write_prediction(paths: RunPaths, prediction: dict[str, Any] | None) -> None:
-    """Put what is expected of the run's steps into its folder; what an earlier start expected goes."""
+    """Write the prediction of the run's steps into its folder, replacing that of an earlier start."""
     if prediction is None:
         paths.plan.unlink(missing_ok=True)
     else:
@@ -180,7 +186,7 @@ def resolve_text(text: str, devices: list[str], world: int, local_world: int, sh
 def resolve_on_node(
     config: Config, devices: Sequence[DeviceInfo], world: int, meanwhile: Callable[[], None]
 ) -> dict[str, Any]:
-    """What `resolve_with_files` says on this node of a configuration that another node has resolved."""
+    """Run `resolve_with_files` on this node for a configuration that another node has resolved."""
     unlike = list({device.model: device.name for device in devices}.values())
     refresh_listing(storage.local_cache(config.data.cache))  # that node may just have made there what this one needs
     text = load.to_yaml(config)
@@ -188,7 +194,7 @@ def resolve_on_node(
 
 
 def describe_start(prepared: PreparedRun, devices: Sequence[DeviceInfo], world: int) -> dict[str, Any]:
-    """What the records say of a start; `devices` are those of all ranks where they are known."""
+    """Details of the event of a start; `devices` are those of all ranks where they are known."""
     return {
         format_versions.KEY: format_versions.RUN_FOLDER,
         "parameters": prepared.parameters,
@@ -201,6 +207,9 @@ def describe_start(prepared: PreparedRun, devices: Sequence[DeviceInfo], world: 
         "dtype": prepared.config.train.dtype,
         "engine": prepared.config.parallel.engine,
         "steps": prepared.config.train.steps,
+        "global_batch": prepared.config.train.global_batch,
+        "tensor": prepared.config.parallel.tensor,
+        "pipeline": prepared.config.parallel.pipeline,
         "unit": prepared.unit,
     }
 
@@ -217,8 +226,8 @@ def worker(job: Any, placement: Placement) -> int:
 
 
 def make_sinks(job: Any, attempt: int, say: Callable[[dict[str, Any]], None] | None = None) -> list[Any]:
-    """What rank 0 tells other programs of the run, and what compares its steps with what was expected; `say` is told
-    of events that nobody else shows."""
+    """Rank 0's sinks: exports to other programs, and the comparison of steps with the prediction; `say` shows events
+    that have no other display."""
     from phalanx.workload.sinks import TensorBoardSink
 
     sinks: list[Any] = [TensorBoardSink(job.paths)] if job.config.report.tensorboard else []
@@ -231,13 +240,13 @@ def make_sinks(job: Any, attempt: int, say: Callable[[dict[str, Any]], None] | N
 
 
 def hang_limits(config: Config) -> HangTimeouts | None:
-    """For how long nothing may change with a rank."""
+    """Hang limits of a rank: how long it may make no progress."""
     return make_hang_timeouts(config.resilience.hang_timeout_s, config.comm.timeout_s, config.train.compile is True)
 
 
 def reduce_memory_of(job: Any) -> Callable[[int, int, int], str | None]:
-    """What has a rank of a TrainingJob ask for less that the kernel has killed for want of memory."""
-    return functools.partial(hardware.record_kernel_kill, job.paths)
+    """Reduces the memory of a rank of a TrainingJob that the kernel killed because memory ran out."""
+    return functools.partial(memory_limits.record_kernel_kill, job.paths)
 
 
 def preload_tensorboard() -> None:
@@ -245,8 +254,9 @@ def preload_tensorboard() -> None:
 
 
 # ------------------------------------------------------ whether what a leader offers is what this node was started for
-# Pure functions. An offer decides which code is imported and which files are opened here. So each node holds it against
-# its own recipe, spares and nodes that come back too: they were all started with one.
+# Whether a leader's offer matches this node's settings. Pure functions. An offer decides which code is imported and
+# which files are opened here. So each node compares it with its own recipe, spares and returning nodes too: they were
+# all started with one.
 
 
 SHOWN = 3  # keys that a sentence names
@@ -260,15 +270,15 @@ def check_offer(requested: Config, offered: Config) -> None:
         both = [(key, _plain(offered, key), _plain(requested, key)) for key in different[:SHOWN]]
         said = "; ".join(f"{key} is {theirs!r} there and {mine!r} here" for key, theirs, mine in both)
         raise ConfigError(
-            f"the leader offers another recipe than this node was started with: {said}; start all nodes with the same "
-            "recipe and the same keys"
+            f"the leader's recipe differs from this node's: {said}; start all nodes with the same recipe and the "
+            "same keys"
         )
 
 
 def _follows(key: str, annotation: Any, wanted: Config, offered: Config) -> bool:
-    """Whether the offered value of a key may be what the recipe's comes to. Besides what is the same, that is: what an
-    `auto` was resolved to; what a plan decides, where parallel.layout is auto and the recipe does not say; and the
-    second copy of the state, and a file of measurements, that are of no use in a layout and were left out."""
+    """Whether the offered value of a key may result from the recipe's. Besides equal values, these are: the resolved
+    value of an `auto`; the planner's choice, if parallel.layout is auto and the recipe does not set the key; and the
+    second copy of the state and a file of measurements, which are dropped in layouts that do not use them."""
     mine, theirs = get_knob(wanted, key), get_knob(offered, key)
     if mine == theirs:
         return True
@@ -285,8 +295,8 @@ def _follows(key: str, annotation: Any, wanted: Config, offered: Config) -> bool
 
 
 def _resolves(annotation: Any) -> bool:
-    """Whether the `auto` of a key of this type stands for what is found out, and that is no text of any content, which
-    could name a file or a program."""
+    """Whether the `auto` of a key of this type resolves to a value that is not arbitrary text, which could name a file
+    or a program."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     options = typing.get_args(annotation) if is_union else (annotation,)
     plain = [option.__origin__ if typing.get_origin(option) is typing.Annotated else option for option in options]
@@ -307,6 +317,4 @@ def check_faults(asked: Sequence[Fault], offered: Sequence[Fault]) -> None:
     later = {theirs.attempt - mine.attempt for mine, theirs in zip(asked, offered, strict=False)}
     same = [replace(each, attempt=1) for each in asked] == [replace(each, attempt=1) for each in offered]
     if not same or len(later) > 1 or any(by < 0 for by in later):
-        raise ConfigError(
-            "the leader offers other faults than this node's --inject; start all nodes with the same ones"
-        )
+        raise ConfigError("the leader's faults differ from this node's --inject; start all nodes with the same faults")

@@ -1,8 +1,8 @@
-"""The process beside a leading agent that writes its events and shows the run: a file system that hangs holds it up,
-and not the agent, whose silence would be taken for its end.
+"""The recorder process of a leading agent, which writes its events and shows the run: a hanging file system then blocks
+it and not the agent, which would be declared lost.
 
-It is forked from the agent, is told of events through a pipe, follows the run's files, and tells of each step that is
-safe, of what is asked of nodes (`phalanx nodes`), and of each event that is written. No torch here.
+It is forked from the agent, receives events through a pipe, follows the run's files, and reports each committed step,
+node requests (`phalanx nodes`), and each event that is written. No torch here.
 """
 
 import contextlib
@@ -22,18 +22,22 @@ from phalanx.report.console import Console, Follower
 from phalanx.system.fork import end_child, fork
 
 POLL_S = 0.1
-LOOK_S = 1.0  # between two looks at what is asked of nodes, and whether what is held can be held by now
-CLOSE_S = 10.0  # what it gets to write and show the last of it
+LOOK_S = 1.0  # interval of checks for node requests and for free locks
+CLOSE_S = 10.0  # time to write and show the last events
 AGAIN_S = 1.0  # how long one lives at least, before another takes its place
 TryAgain = Callable[[], None]  # tries once more to hold what could not be held
 HoldLeaderFiles = Callable[[], contextlib.AbstractContextManager[TryAgain | None]]
 
 
 class EventRecorder:
-    """`hold` is entered for as long as it lives: locks and files that belong to whoever leads. A process that something
-    has killed is replaced by another one, which is told again of what was not written yet. The first begins at once or,
-    `later`, when `take_committed_steps` is called: whoever has just come to lead tells the other nodes what to do
-    before that. `steps` is 0 where nobody tells of any; `stream` is where the run is shown, standard output if None."""
+    """Records events in a separate process. `hold` is entered for as long as it lives: locks and files that belong to
+    the leader.
+
+    If the process is killed, it is replaced by another one, which receives the unwritten events again. The first begins
+    at once or, `later`, when `take_committed_steps` is called: a new leader first sends orders to the other nodes.
+    `steps` is 0 if no steps are reported; `stream` is where the run is shown, standard output if None; `verbose` shows
+    how each setting was resolved.
+    """
 
     def __init__(
         self,
@@ -43,12 +47,13 @@ class EventRecorder:
         hold: HoldLeaderFiles = contextlib.nullcontext,
         later: bool = False,
         stream: TextIO | None = None,
+        verbose: bool = False,
     ) -> None:
-        self._follower = (paths, steps, unit, hold, stream)
+        self._follower = (paths, steps, unit, hold, stream, verbose)
         self._steps: list[int] = []
         self._asked: list[NodeRequest] = []
         self._count = 0
-        self._unwritten: dict[int, bytes] = {}  # what was told and is not written yet, by number
+        self._unwritten: dict[int, bytes] = {}  # unwritten events by number
         self._begun = False
         self._out = bytearray()
         if not later:
@@ -84,8 +89,8 @@ class EventRecorder:
         return self._replies
 
     def record(self, kind: str, details: dict[str, Any]) -> None:
-        """Have an event written and shown; details hold `attempt`. An incident is once a new step is done, if steps are
-        told of; with `unless_written`, only where its attempt has none of that kind."""
+        """Write and show an event; details have `attempt`. An incident is written after the next completed step,
+        if steps are reported; with `unless_written`, only if its attempt has none of that kind."""
         self._count += 1
         event = {"number": self._count, "kind": str(kind), "time": time.time(), **details}
         self._unwritten[self._count] = line = json.dumps(event).encode() + b"\n"
@@ -93,7 +98,7 @@ class EventRecorder:
         self._send()
 
     def show(self, kind: str, details: dict[str, Any]) -> None:
-        """Have an event shown that is written already."""
+        """Show an event that is already written."""
         self.record(kind, {**details, "shown_only": True})
 
     def take_committed_steps(self) -> list[int]:
@@ -101,13 +106,13 @@ class EventRecorder:
         if not self._begun:
             self._begin()
         self._send()
-        self._hear()  # before it is forgotten what one that was killed has told
+        self._hear()  # before the reports of a killed process are dropped
         self._revive()
         steps, self._steps = self._steps, []
         return steps
 
     def take_node_requests(self) -> list[NodeRequest]:
-        """What was asked of nodes since the last call, in order."""
+        """Requests to nodes since the last call, in order."""
         self._send()
         self._hear()
         asked, self._asked = self._asked, []
@@ -166,17 +171,17 @@ class EventRecorder:
                 del self._out[:sent]
         except BlockingIOError:
             return
-        except BrokenPipeError:  # it is gone, and nobody writes any more
+        except BrokenPipeError:  # the process is gone
             self._out.clear()
 
 
 class LocalRecorder:
-    """The same in this very process, for a run on one node: nobody waits for a sign of life of its agent, and nothing
-    can be asked of its node, as there is no other one to go on with."""
+    """The recorder within the agent's process, for a run on one node: no other node waits for its heartbeats or can
+    take over."""
 
-    def __init__(self, paths: RunPaths, steps: int, unit: str) -> None:
+    def __init__(self, paths: RunPaths, steps: int, unit: str, verbose: bool = False) -> None:
         self._steps: list[int] = []
-        self._view = _RecorderView(Console(steps, paths.name, unit=unit), paths, self._take, replaces=False)
+        self._view = _RecorderView(_console(paths, steps, unit, None, verbose), paths, self._take, replaces=False)
         self._follower = Follower(paths, self._view)
         self._due = 0.0
 
@@ -208,18 +213,18 @@ class LocalRecorder:
 
 
 class _RecorderView:
-    """The console, and what has to be known of the records that go to it. It `replaces` that of a process that was
-    killed, which may have written what is told once more."""
+    """The console, and the state of the records shown on it. It `replaces` that of a killed process, which may
+    have written some events already."""
 
     def __init__(self, console: Console, paths: RunPaths, reply: Callable[[Any], None], replaces: bool) -> None:
         self.console, self._paths, self._tell_agent = console, paths, reply
         self.incidents = IncidentTracker(self._end_incident)
-        self._open: list[int] = []  # numbers of what was told of an incident that is not over
+        self._open: list[int] = []  # numbers of the messages about open incidents
         self._late: list[tuple[int, dict[str, Any]]] = []  # incidents that may be over by now, with their numbers
         self._before = list(read_events(paths.events)) if replaces else []
-        if replaces and (saved := outcome.checkpoint_step_in_events(paths)):  # which nobody may have told of
+        if replaces and (saved := outcome.checkpoint_step_in_events(paths)):  # which may not have been reported
             self._reply(saved)
-        self._requests: dict[str, float] = {}  # by node, when the last one that was told of was made
+        self._requests: dict[str, float] = {}  # time of the last reported request, by node
         self._look_at = 0.0
 
     def on_step(self, record: dict[str, Any]) -> None:
@@ -236,14 +241,14 @@ class _RecorderView:
         self._tell_agent(what)
 
     def look(self, again: TryAgain | None) -> None:
-        """Tell the agent of what is asked of nodes; and hold what is free by now."""
+        """Report new requests to nodes to the agent; and acquire what has become free."""
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
         if again is not None:
             again()
         for request in read_requests(self._paths):
-            if request.time != self._requests.get(request.node):  # whose clock it was, nobody knows
+            if request.time != self._requests.get(request.node):  # clocks of requesters may differ
                 self._requests[request.node] = request.time
                 self._reply(vars(request))
 
@@ -268,7 +273,7 @@ class _RecorderView:
         if details.pop("unless_written", False) and any(
             _is_one(event, kind, details) for event in read_events(self._paths.events)
         ):
-            pass  # whoever led before has written it
+            pass  # the previous leader has written it
         elif details.pop("shown_only", False):
             self.console.on_event({"kind": kind, **details})
         elif not any(event.get("kind") == kind and event.get("time") == details["time"] for event in self._before):
@@ -282,8 +287,8 @@ class _RecorderView:
             self.incidents.end({"seconds": max(0.0, time.time() - details["began"])})
 
     def catch_up(self) -> None:
-        """Go through what was done since incidents that another process was told of, before the next of them and behind
-        the last: they are as many as they would have been."""
+        """Process the lines since the incidents that an earlier process received, before the next incident and
+        after the last: so the number of incidents is unaffected."""
         late, self._late = [told for told in self._late if not self._is_written(*told)], []
         for index, (number, details) in enumerate(late):
             self._begin_incident(number, details)
@@ -328,6 +333,11 @@ def _is_of(event: dict[str, Any], incident: dict[str, Any]) -> bool:
     return same and isinstance(when, float) and when >= incident["began"]
 
 
+def _console(paths: RunPaths, steps: int, unit: str, stream: TextIO | None, verbose: bool) -> Console:
+    """A console; a script, whose steps are unknown, has no first screen."""
+    return Console(steps, paths.name, stream, unit, paths.display_name if steps else None, verbose)
+
+
 def _recorder_main(
     events: int,
     replies: int,
@@ -337,12 +347,13 @@ def _recorder_main(
     unit: str,
     hold: HoldLeaderFiles,
     stream: TextIO | None,
+    verbose: bool,
 ) -> int:
     def reply(what: Any) -> None:
         with contextlib.suppress(OSError):  # the agent is gone, and this process soon
             os.write(replies, json.dumps(what).encode() + b"\n")
 
-    shown = _RecorderView(Console(steps, paths.name, stream, unit), paths, reply, replaces)
+    shown = _RecorderView(_console(paths, steps, unit, stream, verbose), paths, reply, replaces)
     follower = Follower(paths, shown)
     with hold() as again, open(events, "rb", buffering=0) as pipe:
         received = b""

@@ -1,4 +1,4 @@
-"""What the command line, or Slurm, says of a job on several nodes: how many there are, and where they meet."""
+"""Rendezvous options of a multi-node job, from the command line or Slurm: the number of nodes and their rendezvous."""
 
 import sys
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """What the command line says of a job on several nodes: `nodes` train, and `spares` more wait."""
+    """Rendezvous options from the command line: `nodes` train, and `spares` more wait."""
 
     nodes: int
     node: int
     point: RendezvousPoint
     timeout_s: float
-    quiet: bool = False  # whether nothing is said on the way
+    quiet: bool = False  # whether progress messages are off
     to_stderr: bool = False  # whether that goes to standard error, as the output is a script's
     spares: int = 0
 
@@ -33,7 +33,7 @@ class RendezvousOptions:
         return self.nodes + self.spares
 
     def notify_user(self, text: str) -> None:
-        """Tell whoever sits at this node."""
+        """Print a message for the user of this node."""
         if not self.quiet:
             terminal = open_terminal(sys.stderr if self.to_stderr else None)
             named = f"node {self.node} of {self.total}: " if self.total > 1 else ""
@@ -58,14 +58,14 @@ def parse_rendezvous_options(
         given = {"--node-rank": node, "--rendezvous": where, "--rendezvous-timeout": timeout_s, "--spares": spares}
         alone = [name for name, value in given.items() if value is not None]
         if alone:
-            raise ConfigError(f"{alone[0]} belongs to a run on several nodes; give --nodes too, or leave it out")
+            raise ConfigError(f"{alone[0]} is for a run on several nodes; add --nodes, or remove it")
         return None
     total = nodes + (spares or 0)
     if total == 1:
-        raise ConfigError("--nodes 1 is a run on one node, which needs no rendezvous; leave --nodes out")
+        raise ConfigError("--nodes 1 is a run on one node, which needs no rendezvous; remove --nodes")
     named = f"--nodes {nodes}" + (f" --spares {spares}" if spares else "")
     if node is None:
-        raise ConfigError(f"{named} needs --node-rank, which of them this one is: 0 to {total - 1}")
+        raise ConfigError(f"{named} needs --node-rank, the number of this node: 0 to {total - 1}")
     if node >= total:
         raise ConfigError(f"--node-rank {node} is not one of {total} nodes; give a number from 0 to {total - 1}")
     if where is None:
@@ -88,8 +88,8 @@ def rendezvous_from_allocation(
         return None
     spares = spares or 0
     if spares >= step.nodes:
-        raise ConfigError(f"--spares {spares} of the {step.nodes} nodes of this Slurm step leaves none that trains; "
-                          "ask for more nodes, or for fewer spares")  # fmt: skip
+        raise ConfigError(f"--spares {spares} of the {step.nodes} nodes of this Slurm step leaves no node to train; "
+                          "request more nodes or fewer spares")  # fmt: skip
     if paths.url is not None:
         raise ConfigError(
             f"srun --auto-resume=1 needs a run folder that all nodes share, by which they meet, but "

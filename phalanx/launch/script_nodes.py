@@ -1,8 +1,8 @@
-"""`phalanx run` on several nodes: a script of one's own, started again from its own checkpoints when something dies, on
-the same nodes, with spares in the place of lost ones, or on those that are left.
+"""`phalanx run` on several nodes: a custom script that restarts from its own checkpoints after a failure, on the same
+nodes, with spares in place of lost nodes, or on the remaining nodes.
 
-The nodes meet and agree as those of a training run do (`multinode.py`, `elastic/`). Each runs the script of its own
-command line: no leader tells it which.
+The rendezvous is that of a training run (`multinode.py`, `elastic/`). Each node runs the script on its command line,
+which the leader does not choose.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership.channel import Message
-from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.worker import NodeJob, StopRequested, raise_on_stop_signal
 from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
+from phalanx.elastic.supervisor.meeting_host import MeetingHost
 from phalanx.elastic.supervisor.state import JobPhase, RecoveryPolicy
 from phalanx.health.findings import DeviceInfo, assign_devices, distinct_models, preload_and_find_devices
 from phalanx.launch import health_check, multinode
@@ -44,14 +44,14 @@ from phalanx.system.fork import fork_call
 
 COMMAND = "phalanx run"  # by which its nodes know each other
 HEARTBEAT_S = 1.0  # of silence, after which a node is lost
-LASTED_S = 600.0  # an attempt of that age has come further, as far as anybody knows who does not know the script
+LASTED_S = 600.0  # an attempt of that age counts as progress, since the script's own progress is unknown
 UNFIT = "--no-health"
 
 
 @dataclass(frozen=True)
 class ScriptJob:
-    """What the command line asks for. `settings`: text of a file for SageMaker's library; `min_nodes`: with fewer the
-    script does not go on, but waits for `wait_s` seconds; `checks_health`: whether nodes are looked at."""
+    """Options of `phalanx run` on several nodes. `settings`: text of a file for SageMaker's library; `min_nodes`: with
+    fewer the script waits up to `wait_s` seconds; `checks_health`: whether nodes are checked."""
 
     path: str
     arguments: tuple[str, ...]
@@ -62,7 +62,7 @@ class ScriptJob:
     checks_health: bool = True
 
     def policy(self, nodes: int) -> RecoveryPolicy:
-        """What is done about losses. A node that comes back is a spare: ranks of a script are not ended for it."""
+        """The restart policy. A node that returns becomes a spare: ranks of a script are not ended for it."""
         ways = ("replace", *(("shrink",) if self.min_nodes < nodes else ()), "wait")
         return RecoveryPolicy(
             nodes, self.max_restarts, on_lost_node=ways, wait_s=self.wait_s, grow=False, least=self.min_nodes
@@ -81,15 +81,15 @@ def make_script_job(
     """Check what belongs together. Raises ConfigError."""
     least = options.nodes if min_nodes is None else min_nodes
     if least > options.nodes:
-        raise ConfigError(f"--min-nodes {least} is more than --nodes {options.nodes}; give a number up to that")
+        raise ConfigError(f"--min-nodes {least} is more than --nodes {options.nodes}; use at most --nodes")
     restarts = script_run.RESTARTS if max_restarts is None else max_restarts
     settings = script_run.read_settings(path, smp_config)
     return ScriptJob(path, tuple(arguments), settings, restarts, least, options.timeout_s, checks_health)
 
 
 def run_script_on_node(script: ScriptJob, paths: RunPaths, ranks: int | None, options: RendezvousOptions) -> int:
-    """Run a script as one of several nodes: `ranks` of it here, or one for each accelerator; `paths` is the folder that
-    they share. Returns the exit code; raises PhalanxError for what a user can mend, on whichever node it was found."""
+    """Run a script as one of several nodes: `ranks` of it here, or one for each accelerator; `paths` is the shared
+    folder. Returns the exit code; raises PhalanxError for problems that a user can fix, on any node."""
     if paths.config.exists():
         raise ConfigError(f"{paths.display_name} holds a run of phalanx train; name another folder with --run-dir")
     try:
@@ -108,7 +108,7 @@ def _hello(script: ScriptJob, devices: Sequence[DeviceInfo], options: Rendezvous
         "the command": COMMAND, "--spares": options.spares, "--min-nodes": script.min_nodes,
         "--max-restarts": script.max_restarts, "--smp-config": script.settings, UNFIT: not script.checks_health,
         "the digest of the script": _digest(Path(script.path).read_bytes()),
-        "the digest of its arguments": _digest("\0".join(script.arguments).encode()),  # they may hold what is secret
+        "the digest of its arguments": _digest("\0".join(script.arguments).encode()),  # arguments may contain secrets
     }  # fmt: skip
     return multinode.make_command_hello(asked, devices, options)
 
@@ -126,7 +126,7 @@ def _member(
 def _lead(
     script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions, before: int
 ) -> int:
-    """Be node 0: bring all together, and then be one of the members. `before`: the run's epoch."""
+    """Lead as node 0: host the rendezvous, then become a member. `before`: the run's epoch."""
     from phalanx.trainer import run_folder
 
     with contextlib.ExitStack() as held:
@@ -134,18 +134,18 @@ def _lead(
             held.enter_context(run_folder.hold_run_folder(paths))
             run = _member(script, paths, devices, options)
             meeting = multinode.meet_nodes(options, run.hello, options.spares, paths, before)
-            first, poll_once = held.enter_context(meeting)
+            first = held.enter_context(meeting)
             noticed = None
             try:
-                noticed = run.check_health(poll_once)
+                noticed = run.check_health(first.poll_once)
             except Unhealthy as error:
-                run.unfit_reason = first.yield_to_spare(str(error), alone=False)
+                first.report_unfit(str(error))
             rows = first.devices(options.nodes)
             run.first_attempt = run_folder.next_attempt(paths)
             told = run.make_offer(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
             until_all_meet = held.enter_context(contextlib.ExitStack())
             until_all_meet.callback(paths.node0_marker.unlink, missing_ok=True)
-            multinode.offer_to_all(first, told, poll_once)
+            multinode.offer_to_all(first, told)
             peer = NodeAgent(first.secret, run.make_job, run.make_coordinator)
             peer.adopt_job(told, run.job_for(told))
             run.begin(first, noticed)
@@ -177,7 +177,9 @@ class ScriptNodeSession(NodeParticipant):
 
     def make_job(self, offer: Message, poll_once: Tend) -> NodeJob:
         if failover.parse_policy(offer) != self.script.policy(self.options.nodes):
-            raise ConfigError("the leader offers another policy than this command has; use one version of Phalanx")
+            raise ConfigError(
+                "the leader's policy differs from this command's; use the same version of Phalanx on all nodes"
+            )
         check_shared_folder(self.paths, offer["sign"], poll_once)
         noticed = self.check_health(poll_once)
         if noticed is not None:
@@ -191,11 +193,11 @@ class ScriptNodeSession(NodeParticipant):
         super()._tell(kind, self._told(kind, details))
 
     def _told(self, kind: str, details: dict[str, Any]) -> dict[str, Any]:
-        """What ranks do about a signal is for their script to say."""
+        """The script decides what its ranks do on a signal."""
         return details | {"script": self.script.path} if kind == EventKind.STOP_REQUESTED else details
 
     def check_health(self, poll_once: Tend) -> dict[str, Any] | None:
-        """Look at this node, in a child: devices and disks may take their time. Raises Unhealthy."""
+        """Check this node's health, in a child, since devices and disks may be slow. Raises Unhealthy."""
         if not self.script.checks_health:
             return None
         seen: dict[str, Any] | None = fork_call(
@@ -228,7 +230,8 @@ class ScriptNodeSession(NodeParticipant):
     # --------------------------------------------------------------------------------------------------------- leading
 
     def make_offer(self, division: int, plan: Plan, devices: Sequence[Any], first: bool = True) -> Message:
-        """What all nodes are told of a division. Raises ConfigError where the settings forbid so many ranks."""
+        """The offer to all nodes for a division of the ranks. Raises ConfigError if the settings forbid that
+        number of ranks."""
         world = sum(ranks for _, ranks in plan)
         script_run.check_settings(self.script.settings, world)
         told = {"sign": ensure_run_sign(self.paths, first), "world": world, "attempt": self.first_attempt}
@@ -239,7 +242,7 @@ class ScriptNodeSession(NodeParticipant):
         write_event(self.paths.events, EventKind.RUN_STARTED, self.first_attempt, **self._facts(rows))
         return self.make_offer(division, plan, devices, first=False)
 
-    def begin(self, first: RendezvousHost, noticed: dict[str, Any] | None) -> None:
+    def begin(self, first: MeetingHost, noticed: dict[str, Any] | None) -> None:
         """Be the first to lead: from now on the run is recorded and shown."""
         rows = [DeviceInfo(*row) for each in first.devices(self.options.nodes) for row in each]
         there, lost = first.describe_nodes(self.options.nodes)
@@ -269,8 +272,8 @@ class ScriptNodeSession(NodeParticipant):
         return self.is_leading
 
     def take_committed_steps(self) -> list[int]:
-        """The attempt that runs, once it has lasted: what a script has saved it alone knows, and this much tells that
-        it does not fail at its start."""
+        """The running attempt, once it has lasted: a script's checkpoints are unknown, but it has not failed at its
+        start."""
         super().take_committed_steps()
         if self.is_leading is None or self.is_leading.state.phase != JobPhase.RUNNING:
             return []
@@ -285,5 +288,5 @@ class ScriptNodeSession(NodeParticipant):
         if kind is not None:
             with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
                 write_event(self.paths.events, kind, attempt)
-        self.notify_user(agent.over[1] if agent.over is not None else "this node was asked to stop, and leaves")
+        self.notify_user(agent.over[1] if agent.over is not None else "this node was asked to stop and exits")
         return code

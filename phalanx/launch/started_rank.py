@@ -1,4 +1,4 @@
-"""One rank of a job that torchrun, Slurm or mpirun has started: whoever started it starts it again."""
+"""One rank of a job started by torchrun, Slurm or mpirun: that launcher restarts it."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node.worker import raise_on_stop_signal
 from phalanx.health.findings import DeviceInfo
-from phalanx.launch import health_check, outcome, prepare
+from phalanx.launch import health_check, observer, outcome, prepare
 from phalanx.launch.launched_run import fetch_records, mirror_while_running
 from phalanx.storage import mirror
 
@@ -29,8 +29,9 @@ def run_started_rank(
     device: DeviceInfo,
     planned: Sequence[Fault],
     callbacks: tuple["Callback", ...],
+    verbose: bool = False,
 ) -> int:
-    """Be one rank of a job that something else started; rank 0 keeps the folder and shows the progress."""
+    """Run as one rank of an externally started job; rank 0 keeps the run folder and shows the progress."""
     from phalanx.report.console import Console
     from phalanx.trainer import run_folder, train_rank
     from phalanx.workload.sinks import Sink
@@ -38,11 +39,11 @@ def run_started_rank(
     first = placement.rank == 0
     if wanted.parallel.layout == "auto" and placement.world > 1:
         raise ConfigError(
-            "parallel.layout auto needs to know the devices of all ranks, and a rank that something else started knows "
-            "its own only; start them by `phalanx train` itself (--nodes, or srun --auto-resume=1), or give the recipe "
-            "the keys of `phalanx plan`"
+            "parallel.layout auto needs the devices of all ranks, but an externally started rank knows only its "
+            "own; start the ranks with `phalanx train` (--nodes, or srun --auto-resume=1), or put the keys from "
+            "`phalanx plan` into the recipe"
         )
-    faults.check_faults(planned, placement.world, wanted.train.steps, local=paths.url is None)
+    faults.check_faults(planned, placement.world, wanted.train.most_steps, local=paths.url is None)
     if paths.url is not None:  # the ranks may be on one machine, or on many
         paths = mirror.make_working_paths(paths.url.text, wanted.data.cache, paths.url.timeout_s, placement.rank)
     with contextlib.ExitStack() as stack:
@@ -57,17 +58,26 @@ def run_started_rank(
             noticed = health_check.check_node_if_enabled(wanted, paths, [device]) if placement.local_rank == 0 else None
             worlds = placement.world, placement.local_world
             prepared = prepare.prepare_run(wanted, paths, [device], *worlds, writes=first)
-        # Who restarts the ranks starts this command again: attempts are those of the run folder.
+        # The launcher restarts this command: attempts are those of the run folder.
         job = dataclasses.replace(prepared.job, faults=tuple(planned), callbacks=callbacks)
         sinks: list[Sink] = []
         if first:
-            write_event(
+            started = write_event(
                 paths.events,
                 EventKind.RUN_STARTED,
                 prepared.attempt,
                 **prepare.describe_start(prepared, [device], placement.world),
             )
-            console = Console(prepared.config.train.steps, paths.name, unit=prepared.unit)
+            console = Console(
+                prepared.config.train.steps,
+                paths.name,
+                unit=prepared.unit,
+                folder=paths.display_name,
+                verbose=verbose,
+            )
+            console.on_event(started)
+            if (watching := observer.Observer.start(prepared.config.report, paths)) is not None:
+                stack.callback(watching.close)
             for message in prepared.warnings:
                 console.on_event({"kind": EventKind.WARNING, "message": message})
             if prepared.layout_event is not None:

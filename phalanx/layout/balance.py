@@ -1,8 +1,7 @@
-"""Splitting integers over ranks and sources. Pure: no torch, no files, no clocks.
+"""Splitting integers over ranks and sources by cost or weight. Pure: no torch, no files, no clocks.
 
-`split_by_cost` is the one that minimises the slowest: of sequences over ranks here, and of anything else that takes
-longer by the piece. `divide` builds on it to say how many sequences of a step each rank takes, and in how many
-micro-batches. `state_shares` and `shard_cuts` say who holds which part of what is sharded.
+`split_by_cost` minimizes the slowest taker's cost. `divide` uses it to split a step's sequences over ranks and
+micro-batches. `state_shares` and `shard_cuts` split what is sharded.
 """
 
 import heapq
@@ -14,7 +13,7 @@ from typing import Any
 from phalanx.core.errors import ConfigError
 
 MIXTURE_BLOCK = 4096  # sequences within which each source of a mixture has its exact share
-UNBOUND = 2**31  # sequences: no limit that anybody knows of
+UNBOUND = 2**31  # sequences: no known limit
 BETTER = 1 - 1e-9  # what is faster by less than this is so by rounding
 ROUNDED = 1 + 1e-12  # what may be lost by it
 
@@ -38,7 +37,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Division:
-    """A step's work: how many of its sequences each rank takes, and into how many micro-batches it cuts them.
+    """The work split of a step: the sequences of each rank, and the number of its micro-batches.
 
     In lockstep all cut them into as many, `parts`, since their collectives pair up; a rank with fewer sequences runs
     some of weight 0. Else each runs its `own` number, which is () where all are alike; `parts` is the greatest. A rank
@@ -64,7 +63,7 @@ class Division:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As records, events and checkpoints have it: `parts` is a list where ranks run numbers of their own."""
+        """The JSON form of records, events and checkpoints: `parts` is a list where ranks run different numbers."""
         return {"shares": list(self.shares), "parts": list(self.own) or self.parts}
 
 
@@ -81,9 +80,9 @@ def parse_division(tree: Any) -> Division | None:
 
 
 def in_lockstep(zero: int, reduce: str) -> bool:
-    """Whether all ranks run as many micro-batches, since something travels in each: parameters that are gathered anew
-    (zero 3), or gradients that are reduced behind each. Else parameters travel before a step's first forward pass,
-    gradients behind its last backward pass, and how many there are between is each rank's own affair."""
+    """Whether all ranks must run the same number of micro-batches, since each has collectives: parameters are gathered
+    again (zero 3), or gradients reduced in each. Otherwise parameters are gathered before a step's first forward pass
+    and gradients reduced after its last backward pass, and ranks may run different numbers."""
     return zero == 3 or reduce == "per_micro_batch"
 
 
@@ -91,7 +90,7 @@ def in_lockstep(zero: int, reduce: str) -> bool:
 class CostLine:
     """What a rank (or any other taker) needs for n pieces: `base + max(n, least) * each`; it takes `most` at most.
 
-    It has room for `per_round` at a time, no fewer than `least`, and needs `round_cost` more whenever it begins anew.
+    It has room for `per_round` at a time, no fewer than `least`, and needs `round_cost` more for each round.
     """
 
     base: float
@@ -108,8 +107,8 @@ class CostLine:
 def split_by_cost(total: int, lines: Sequence[CostLine]) -> tuple[int, ...]:
     """Split `total` pieces so that the greatest cost of any taker is the least that is possible.
 
-    One piece after the other goes to whoever then has the least cost (of equals the first), which is optimal since
-    costs rise; all but the last few of them are given at once, at a cost that is too low for all.
+    One piece after the other goes to the taker with the least cost (of equals the first), which is optimal since costs
+    rise; all but the last few are assigned at once, at a cost that is too low for all.
     """
     assert total >= 0 and lines and all(line.each > 0 and line.most >= 0 for line in lines), (total, lines)
     assert all(line.least <= line.per_round for line in lines), lines

@@ -1,4 +1,4 @@
-"""Who owns which element: units in order of use -> buckets -> one range of each bucket for every rank. Pure.
+"""Buckets and shards: units in order of use -> buckets -> one range of each bucket for every rank. Pure.
 
 A bucket is the parameters of one unit that are alike in type and in whether they are trained, end to end, and padding.
 Its ranges follow one another in order of rank and may differ in length or be empty. Parameters with and without weight
@@ -13,20 +13,23 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.errors import ConfigError
 
+FP8_GATHERED = "fp8"  # the dtype of parameters that are gathered in FP8 (engine/fp8_gather.py)
 GRANULE = 64  # elements: every range starts at a multiple, so that the fastest kernels and whole cache lines apply
+# Bytes of an element on its way between nodes, by comm.compress; int8 has a scale of 2 bytes for each GRANULE.
+COMPRESSED_BYTES: dict[str, float | None] = {"none": None, "bf16": 2.0, "int8": 1 + 2 / GRANULE}
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A whole parameter. `unit` uses it (\"\" is the model itself); `dtype` is what it travels in; `whole_rows`: no
-    range may cut a row of its last dim, since the update rule keeps something for each row."""
+    """A whole parameter. `unit` uses it (\"\" is the model itself); `dtype` is what it travels in; `together`: so
+    many elements in a row, a divisor of all, belong together for the update rule, and no range may cut them."""
 
     name: str
     shape: tuple[int, ...]
     unit: str
     dtype: str
     trained: bool = True
-    whole_rows: bool = False
+    together: int = 1
 
     @property
     def elements(self) -> int:
@@ -190,10 +193,10 @@ def check_weights(weights: Sequence[float]) -> None:
 def check_whole_rows(parameters: Sequence[ParameterSpec]) -> None:
     """Raise ConfigError where ranges between whole rows could cut a GRANULE, of which all is rounded together."""
     for parameter in parameters:
-        if parameter.whole_rows and parameter.shape[-1] % GRANULE:
+        if parameter.together > 1 and parameter.together % GRANULE:
             raise ConfigError(
                 f"compression by int8 rounds {GRANULE} numbers together, but the update rule keeps rows of "
-                f"{parameter.name} whole, which have {parameter.shape[-1]}; compress by bf16, or take the rule adamw"
+                f"{parameter.name} whole, which have {parameter.together}; compress by bf16, or use the optimizer adamw"
             )
 
 
@@ -209,8 +212,9 @@ def shard_cuts(
     Rank r owns [cuts[r], cuts[r + 1]), in proportion to `weights` to less than a granule; all cuts are multiples of
     `granule`. With weight 0 it owns nothing. `room`: elements that each may have at most; who has no room for its part
     leaves it to the others. `taken`: elements that each owns of earlier buckets; the granules left over by rounding
-    down go to whoever is the farthest behind its part of all, so that over many buckets nobody gains (without it: by
-    largest remainder). Of equals the first gains. Raises ConfigError where the bucket has more than there is room for.
+    down go to the rank that is farthest below its share, so that rounding averages out over many buckets (without it:
+    by largest remainder). Of equals the first gains. Raises ConfigError where the bucket has more than there is room
+    for.
     """
     ranks = len(weights)
     assert elements >= 0 and granule >= 1 and min(weights) >= 0 and sum(weights) > 0, (elements, granule, weights)
@@ -242,7 +246,7 @@ def shard_cuts(
 
 
 def _in_proportion(total: int, weights: Sequence[float], most: Sequence[int]) -> list[float]:
-    """`total` in proportion to `weights`, but nobody more than its `most`; what is left over goes to the others."""
+    """Split `total` in proportion to `weights`, with at most `most` each; the rest goes to the others."""
     full: set[int] = set()
     while True:
         left = total - sum(most[rank] for rank in full)
@@ -267,7 +271,7 @@ def _cut(
         cuts = tuple(each * rank for rank in range(len(weights) + 1))
     else:
         cuts = shard_cuts(elements, GRANULE, weights, taken=taken)
-    if not any(member.parameter.whole_rows for member in members):
+    if not any(member.parameter.together > 1 for member in members):
         return cuts
     # The ends stay: what is behind the last parameter is padding.
     inner = [min(cuts[-1], max(0, _at_row(members, start + cut) - start)) for cut in cuts[1:-1]]
@@ -275,9 +279,9 @@ def _cut(
 
 
 def _at_row(members: Sequence[BucketMember], cut: int) -> int:
-    """The nearest place to `cut` at which no row is cut that must stay whole."""
+    """The nearest place to `cut` at which nothing is cut that belongs together."""
     for member in members:
-        if member.offset < cut < member.end and member.parameter.whole_rows:
-            row = member.parameter.shape[-1]
+        if member.offset < cut < member.end and member.parameter.together > 1:
+            row = member.parameter.together
             return member.offset + min(round((cut - member.offset) / row) * row, member.parameter.elements)
     return cut

@@ -1,9 +1,9 @@
-"""The order in which a training step's communication goes over the link, and what the step takes with it: all pure.
+"""The communication schedule of a training step (order of transfers), and the time of a step with it. Pure.
 
 A step's gradients are reduce-scattered bucket by bucket while the backward pass runs, each rank updates its own range,
 and the parameters are all-gathered until the next forward pass uses them. Both kinds need the same link in the same
-direction, so one lane per rank carries out one operation after the other, in an order that is made beforehand and is
-the same on all ranks: `plan_order`. Nothing is decided while training, so no two ranks can decide differently.
+direction, so one communication thread per rank runs one operation after the other, in an order that is computed
+beforehand and is the same on all ranks: `plan_order`.
 
 Every bucket's reduce-scatter and all-gather is cut into `parts`, so that a reduce-scatter whose gradients have just
 come waits for a part at the most. What may begin when:
@@ -33,7 +33,9 @@ from phalanx.layout.comm_simulation import (
     schedule_transfers,
 )
 
-NEAR_ENOUGH = 1.001  # of the bound: no search goes on for less
+NEAR_ENOUGH = 1.001  # of the bound: the search stops within it
+PARTS = 4  # operations that a bucket's transfer is cut into, so that an urgent one waits for a part at the most
+PART_BYTES = 2**18  # a shorter part would be latency more than transfer
 EFFORT = 40_000  # operations that a search may place; 512 buckets of 4 parts are 4,096
 
 
@@ -195,7 +197,7 @@ def _urgency(work: StepTimings) -> dict[ProgramNode, float]:
         left += work.forward_s[bucket]
         tails["gather", bucket, 0] = left
     for batch in reversed(work.reduced_micro_batches):
-        later = left + (work.micro_batches - 2 - batch) * (left + sum(work.backward_s))  # behind the next micro-batch
+        later = left + (work.micro_batches - 2 - batch) * (left + sum(work.backward_s))  # after the next micro-batch
         for bucket in range(work.buckets):
             if batch == work.micro_batches - 1:
                 behind = work.update_s[bucket] + work.gather_s[bucket] + tails["gather", bucket, 0]
@@ -208,7 +210,7 @@ def _urgency(work: StepTimings) -> dict[ProgramNode, float]:
 
 
 def _preemptive_s(jobs: Sequence[tuple[float, float, float]]) -> float:
-    """The least maximum of end and tail over jobs of (head, seconds, tail) on a lane that may interrupt them."""
+    """The least maximum of end and tail over jobs of (head, seconds, tail) on one machine with preemption."""
     coming = sorted(jobs)
     waiting: list[tuple[float, float]] = []
     now, most, taken = 0.0, 0.0, 0

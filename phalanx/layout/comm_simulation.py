@@ -1,8 +1,8 @@
-"""A training step's communication and computation as they happen: what is ready when, and who waits for what.
+"""Simulation of a training step's communication and computation: what is ready when, and what waits for what.
 
 Three lanes do one thing at a time each: computation, the link, and updates. What there is to do, and what needs what,
 is a `StepProgram`; the order on the link is given by whoever walks through it, operation by operation, or found on the
-way by `schedule_transfers`. Pure: seconds are numbers.
+way by `schedule_transfers`. Pure.
 """
 
 import heapq

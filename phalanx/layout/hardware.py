@@ -1,13 +1,12 @@
-"""What was measured on each device of a job, the file it is kept in, and what a device that ran out of memory may still
-be given.
+"""The hardware file (hardware.json): measurements of each device of a job.
 
-A device is slower or faster for one piece of work only, so a file says for which it was measured (`work`). Whoever
-reads one asks `explain_mismatch` first. No torch here: it is `autotune/measure.py` that measures.
+Speeds depend on the work, so a file says for which it was measured (`work`); check `explain_mismatch` before use. No
+torch here: `autotune/measure.py` measures.
 """
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ class MeasuredLink:
     """An all-reduce over all ranks: bytes of the tensor per second for a large one, seconds for one number.
 
     `busy_latency_s`: for one number while all ranks compute, as they do when gradients travel; a CPU that has a part of
-    a core answers later then. None where nobody has measured it, and of accelerators alone.
+    a core answers later then. None where it was not measured, and for accelerators only.
     """
 
     bytes_per_s: float
@@ -62,10 +61,9 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the steps of a run have shown beside its passes (`phalanx plan --calibrate`); None what they could not tell.
-
-    `run` is its name and `steps` how many were looked at; `host_s` are seconds of the host that a step takes beside all
-    else, `update` how many times as fast updates are as the memory of a device's kind would have them.
+    """Calibration from the steps of a run (`phalanx plan --calibrate`); None for unknown values. `run` is its name and
+    `steps` the number used; `host_s`: further seconds of the host per step, `update`: the measured speed of updates
+    over that by the memory bandwidth of the device's kind.
     """
 
     run: str
@@ -164,8 +162,8 @@ def explain_mismatch(hardware: Hardware, models: Sequence[str | None], work: Map
 
 
 def find_changed_device(paths: RunPaths, models: Sequence[str]) -> str | None:
-    """Which of a run's ranks is on a device of another model than when its devices were last measured; None where none
-    is, or where nobody knows."""
+    """The rank of a run that is on a device of another model than when its devices were last measured; None where there
+    is none, or models are unknown."""
     if not paths.hardware.exists():
         return None
     try:
@@ -183,11 +181,10 @@ def _describe_changed_device(there: Sequence[str], models: Sequence[str | None])
 
 
 def fit_speeds(hardware: Hardware) -> list[Speed]:
-    """How fast each rank is, in order of rank: the line nearest to the times of its device, relative to them.
+    """The speed of each rank, in order of rank: the line through the times of its device with the least relative error.
 
-    Devices of one model that differ by no more than ALIKE count as alike, since it is measured in a moment and noise is
-    no reason to divide unevenly. Where one device could not be measured, all count as alike: half of the truth would be
-    worse than none.
+    Devices of one model that differ by no more than ALIKE count as equal, since short measurements are noisy. Where one
+    device could not be measured, all count as equal.
     """
     lines = [fit_line(device.times) for device in hardware.devices]
     known = [found for found in lines if found is not None]
@@ -219,7 +216,7 @@ def _by_model(hardware: Hardware, lines: Sequence[tuple[float, float]]) -> dict[
 
 
 def describe_uneven_devices(hardware: Hardware) -> str | None:
-    """Which devices of one model differ so much that it may be due to who else uses a machine, as a sentence; None
+    """Devices of one model that differ so much that other users of the machine may be the cause, as a sentence; None
     where none do, or where one could not be measured."""
     lines = [fit_line(device.times) for device in hardware.devices]
     known = [found for found in lines if found is not None]
@@ -281,81 +278,6 @@ def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     # The best line through the origin: more sequences always take longer, whatever noise says.
     squares = sum(weight * size**2 for weight, (size, _) in zip(weights, times, strict=True))
     return 0.0, sum(weight * size * seconds for weight, (size, seconds) in zip(weights, times, strict=True)) / squares
-
-
-# ------------------------------------------------------------------------------------------------------- out of memory
-
-
-def read_micro_batch_limits(paths: RunPaths) -> dict[int, int]:
-    """Sequences of a micro-batch that each rank which has run out of memory may have at most, by rank."""
-    return {int(found["rank"]): int(found["most"]) for found in _limits(paths)}
-
-
-def record_out_of_memory(paths: RunPaths, rank: int, tried: int, device: str = "") -> int:
-    """Note that `rank` ran out of memory with micro-batches of `tried` sequences; returns its new limit, half of that.
-
-    `device` is the model of the rank's device, since another one may hold more (`drop_stale_limits`). Raises OSError.
-    """
-    assert tried > 1, "less than one sequence cannot be asked for"
-    path = paths.memory_limit(rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    most = tried // 2
-    write_atomic(path, json.dumps({"rank": rank, "most": most, "device": device}))
-    return most
-
-
-def record_kernel_kill(paths: RunPaths, rank: int, tried: int, steps: int) -> str | None:
-    """Note that the kernel has killed `rank` for want of memory, which ran micro-batches of `tried` sequences (0: none
-    yet) and had done so many `steps` since its start: as `record_out_of_memory`. Returns what to say of it; None where
-    that says nothing of the size of micro-batches, or nothing can be noted."""
-    killed = "killed by the kernel for want of memory, with micro-batches of"
-    if tried == 1 and not steps:
-        return (
-            f"{killed} one sequence, and there are none smaller; shard the model over more machines, run fewer ranks "
-            "on this one, or set memory.activations=full"
-        )
-    if tried <= 1:  # with the same it has come through steps: others took the memory, or it had lost some
-        return None
-    try:
-        most = record_out_of_memory(paths, rank, tried)
-    except OSError:
-        return None
-    return f"{killed} {tried} sequences at most; from the next start on it gets {most} at most"
-
-
-def drop_stale_limits(paths: RunPaths, models: Sequence[str]) -> None:
-    """Remove limits of ranks that are gone or that are on a device of another model now; `models` in order of rank."""
-    for found in _limits(paths):
-        rank = int(found["rank"])
-        if rank >= len(models) or found.get("device") not in ("", models[rank]):
-            paths.memory_limit(rank).unlink(missing_ok=True)
-
-
-def watch_limits(paths: RunPaths) -> Callable[[], bool]:
-    """A function that says whether a limit has been lowered since it was made or last asked.
-
-    Limits only fall, and not below one sequence, so it says True a bounded number of times.
-    """
-    seen = read_micro_batch_limits(paths)
-
-    def fell() -> bool:
-        nonlocal seen
-        before, seen = seen, read_micro_batch_limits(paths)
-        return any(most < before.get(rank, UNBOUND) for rank, most in seen.items())
-
-    return fell
-
-
-def _limits(paths: RunPaths) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted(paths.memory_limit(0).parent.glob("rank-*.json")):
-        try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # one that cannot be read limits nothing: running out of memory writes it anew
-            continue
-        if isinstance(tree, dict) and all(type(tree.get(key)) is int for key in ("rank", "most")) and tree["most"] >= 1:
-            found.append(tree)
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------- reading a file

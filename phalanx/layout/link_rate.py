@@ -1,4 +1,4 @@
-"""How fast the link is, from what its operations took, and whether that has changed: pure, like `comm_schedule`.
+"""The rate of the link, from the times of its transfers, and whether it has changed. Pure, like `comm_schedule`.
 
 An order of communication stays good while the rate moves a little, and making another one costs a message to all ranks.
 So one odd step changes nothing: only what comes twice in a row, and is farther off than steps differ by themselves.
@@ -44,7 +44,7 @@ def step_rate(moved: Iterable[tuple[float, float]]) -> float | None:
     """Bytes per second of a step, from the (bytes, seconds) of its operations on one rank; None if nothing moved.
 
     An operation also waits for the rank that comes last, which says nothing of the link: so the upper quartile by
-    bytes. The greatest of all ranks is the step's rate, since the rank that came last has waited for nobody.
+    bytes. The greatest of all ranks is the step's rate, since the last rank to arrive has not waited.
     """
     rates = sorted((size / seconds, size) for size, seconds in moved if size > 0 and seconds > 0)
     left = sum(size for _, size in rates) / 4

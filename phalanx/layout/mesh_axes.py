@@ -1,8 +1,12 @@
-"""How ranks are numbered along the axes of model parallelism. Pure.
+"""The mesh: numbering of ranks along the axes of data, context, tensor and pipeline parallelism. Pure.
 
 `rank = (stage * data + copy) * tensor + slice`: the ranks that hold slices of the same layers are neighbours, since
 they exchange most and so belong on one node; stages lie farthest apart, since they exchange least. As in Narayanan et
 al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021.
+
+Context parallelism is a part of the data axis: `context` neighbouring copies form a *row group*, which takes rows
+together. Each of its ranks holds a whole copy and computes some positions of each row. Gradients are sums, so whatever
+reduces or shards them treats these ranks as it does any others of the data axis.
 """
 
 from collections.abc import Iterator
@@ -13,7 +17,7 @@ from phalanx.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class MeshCoordinates:
-    """Where a rank stands: its stage of the pipeline, its copy of the model, its slice of the layers."""
+    """The coordinates of a rank: its pipeline stage, its copy of the model, its slice of the layers."""
 
     pipe: int
     data: int
@@ -22,10 +26,12 @@ class MeshCoordinates:
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """Degrees of model parallelism: `tensor` ranks share each layer, `pipeline` ranks follow one another."""
+    """Degrees of parallelism: `tensor` ranks share each layer, `pipeline` ranks follow one another, and the ranks of
+    `context` copies share each row."""
 
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
 
     @property
     def model_parallel_size(self) -> int:
@@ -34,18 +40,29 @@ class MeshAxes:
 
     def data_parallel_size(self, world: int) -> int:
         """Copies of the model on `world` ranks. Raises ConfigError where they do not come out even."""
-        if world % self.model_parallel_size:
-            what = " x ".join(
-                f"parallel.{name}={degree}"
-                for name, degree in (("tensor", self.tensor), ("pipeline", self.pipeline))
-                if degree > 1
-            )
+        together = self.model_parallel_size * self.context
+        if world % together:
+            degrees = (("tensor", self.tensor), ("pipeline", self.pipeline), ("context", self.context))
+            what = " x ".join(f"parallel.{name}={degree}" for name, degree in degrees if degree > 1)
+            if self.context > 1:
+                raise ConfigError(
+                    f"{world} rank{'s' * (world != 1)} cannot form groups of {together} ranks that take rows together "
+                    f"({what}); start a multiple of {together} ranks, or choose degrees whose product divides {world}"
+                )
             raise ConfigError(
                 f"{world} rank{'s' * (world != 1)} cannot hold copies of a model on {self.model_parallel_size} ranks "
                 f"each ({what}); start a multiple of {self.model_parallel_size} ranks, or choose degrees whose product "
                 f"divides {world}"
             )
         return world // self.model_parallel_size
+
+    def count_row_groups(self, world: int) -> int:
+        """Groups of `world` ranks that take different rows: copies of the model, or `context` of them together."""
+        return self.data_parallel_size(world) // self.context
+
+    def row_group(self, rank: int, world: int) -> int:
+        """Which of them `rank` belongs to."""
+        return self.coordinates(rank, world).data // self.context
 
     def coordinates(self, rank: int, world: int) -> MeshCoordinates:
         """Where `rank` of `world` stands."""
@@ -65,13 +82,14 @@ class MeshAxes:
         return (place.pipe * self.data_parallel_size(world) + place.data) * self.tensor + place.tensor
 
     def groups(self, axis: str, world: int) -> Iterator[tuple[int, ...]]:
-        """All groups of ranks that differ along one axis alone ("data", "tensor" or "pipe"), or in both of the model's
-        ("model"), each in order of rank: every rank is in one of them."""
+        """All groups of ranks that differ along one axis alone ("data", "context", "tensor" or "pipe"), or in both of
+        the model's ("model"), each in order of rank: every rank is in one of them."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(world):
             place = self.coordinates(rank, world)
             alike = {
                 "data": (place.pipe, place.tensor),
+                "context": (place.pipe, place.data // self.context, place.tensor),
                 "tensor": (place.pipe, place.data),
                 "pipe": (place.data, place.tensor),
                 "model": (place.data,),

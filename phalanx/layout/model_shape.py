@@ -8,20 +8,24 @@ Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
 # each token; one for the whole.
 OBJECTIVES = ("language", "masked", "masked-next", "tags", "classes")
 ROPE_RULES = ("linear", "dynamic", "yarn", "llama3")
+LONGROPE = "longrope"  # by numbers for each pair of channels, which come from a folder
 MASKED_FRACTION = 0.15  # of the tokens that are predicted, of those of a sequence: BERT's own (Devlin et al. 2018)
+IGNORE_INDEX = -100  # label without a loss
 MAX_LAYERS = 10_000  # beyond any model: a slip of the pen must not cost minutes of counting
 MAX_ELEMENTS = 2**59  # of one tensor: its bytes are counted in 64 bits, and torch allocates none of more
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than `original_max_seq_len` positions; see rope.py.
+    """How rotary frequencies are stretched for contexts longer than `original_max_seq_len` positions; see rotary.py.
 
     `linear` slows all waves by `factor`; `dynamic` only when a sequence is longer than the model's `max_seq_len`.
     `llama3` slows waves longer than `original_max_seq_len / low_freq_factor`, keeps those shorter than
     `original_max_seq_len / high_freq_factor`, and blends those between. `yarn` slows waves that turn less than
     `beta_slow` times in `original_max_seq_len`, keeps those that turn more than `beta_fast` times, and multiplies
     cosines and sines by `attention_factor` (None: from `factor` and, where both are given, the two `mscale`s).
+    `longrope` slows each pair of rotated channels by its `short_factors`, in sequences longer than
+    `original_max_seq_len` by its `long_factors`.
     """
 
     rule: str = "llama3"
@@ -35,6 +39,8 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True  # yarn: the ends of its ramp are whole channels
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices of a block that may get an adapter
@@ -42,7 +48,8 @@ LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices of a b
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
-    """Adapters beside frozen weights: `targets` of each block compute with W + alpha / rank * B A; see models/lora.py.
+    """LoRA adapters with frozen weights: `targets` of each block compute with W + alpha / rank * B A; see
+    models/lora.py.
 
     `dropout` is the probability of zeroing an element of A's input. `targets` are of LORA_TARGETS, in its order.
     """
@@ -59,34 +66,75 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
-    """What few decoders say of their attention; None: what all others do.
-
-    `window_rope_theta`: base of the rotary frequencies of layers with a window, which are not stretched.
+class BlockSpec:
+    """Deviations of a model from its family, as fields of the family's BlockOptions (None: as the family); and
+    `window_rope_theta`: base of the rotary frequencies of layers with a window, which are not stretched;
     `query_scalar`: scores are divided by its square root, else by that of the head's width.
     """
 
     window_rope_theta: float | None = None
     query_scalar: float | None = None
+    activation: str | None = None
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None
+    parallel: bool | None = None
+    shared_norm: bool | None = None
+    rotary_share: float | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """Mixture of experts: each token goes through `experts_per_token` of a layer's `experts`, gated feed-forward layers
+    of width `intermediate` each, and through no less however many choose one.
+
+    `renormalize`: the weights of the chosen experts are divided by their sum. `dense_layers` have an ordinary
+    feed-forward layer. Training balances their load by `balance` (sequence, step_before, step or none),
+    `balance_weight`, `z_loss` and `over` (layer or model); models/moe.py has the formulas.
+    """
+
+    experts: int
+    experts_per_token: int
+    intermediate: int
+    renormalize: bool = True
+    dense_layers: tuple[int, ...] = ()
+    balance: str = "sequence"
+    balance_weight: float = 0.01
+    z_loss: float = 0.0
+    over: str = "layer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSpec:
     """What only encoders have. `objective` is one of OBJECTIVES, `segment_kinds` the rows of the table of segments
-    (Hugging Face: type_vocab_size), `labels` what tokens or sequences are told apart as, and `attention_dropout` that
-    of attention's probabilities."""
+    (Hugging Face: type_vocab_size), and `labels` what tokens or sequences are told apart as."""
 
     objective: str = "masked"
     segment_kinds: int = 2
     labels: tuple[str, ...] = ()
-    attention_dropout: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
+class ModelSizes:
+    """The counts and widths of a transformer: lengths are in elements, `max_seq_len` in tokens."""
+
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(ModelSizes):
     """The shape of a language model: all that fixes its parameters and its mathematics.
 
-    Lengths are in elements, `max_seq_len` in tokens. A recipe's section `model` has the same keys.
+    A recipe's section `model` has the same keys.
 
     Examples:
         >>> spec = phalanx.ModelSpec(vocab_size=64, hidden=16, layers=2, heads=2, kv_heads=2, head_dim=8,
@@ -96,35 +144,37 @@ class ModelSpec:
     """
 
     architecture: str = "llama"
-    vocab_size: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    max_seq_len: int
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     dropout: float = 0.0
+    attention_dropout: float = 0.0  # of attention's probabilities
     init_std: float = 0.02
     sliding_window: int | None = None  # positions that a position sees, itself included
     full_attention_layers: tuple[int, ...] = ()  # layers that see everything despite the window
-    attention: AttentionSpec = AttentionSpec()
+    block: BlockSpec = BlockSpec()
     lora: LoraSpec | None = None
     encoder: EncoderSpec | None = None
+    moe: MoESpec | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number `layer` has experts in the place of one feed-forward layer."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     def window_of(self, layer: int) -> int | None:
         """How many positions a position of layer number `layer` sees; None: all before it."""
         return None if layer in self.full_attention_layers else self.sliding_window
 
 
+_TIMED_OF_MOE = ("experts", "experts_per_token", "intermediate", "dense_layers", "balance")
+
+
 def list_timing_shapes(spec: ModelSpec) -> dict[str, Any]:
     """What of a shape makes a difference to a device, as records of measurements have it: those of encoders and of
-    rare attention beside the others."""
+    rare blocks beside the others."""
     shapes = {name: value for name, value in asdict(spec).items() if name not in ("norm_eps", "init_std", "dropout")}
-    rare, encoder = shapes.pop("attention"), shapes.pop("encoder")
-    usual = {"objective": "language", "segment_kinds": 0, "labels": (), "attention_dropout": 0.0}
-    return shapes | (encoder or usual) | {name: value for name, value in rare.items() if value is not None}
+    rare, encoder, moe = shapes.pop("block"), shapes.pop("encoder"), shapes.pop("moe")
+    experts = {f"moe_{name}": moe[name] for name in _TIMED_OF_MOE} if moe else {}
+    usual = {"objective": "language", "segment_kinds": 0, "labels": ()}
+    return shapes | experts | (encoder or usual) | {name: value for name, value in rare.items() if value is not None}

@@ -1,9 +1,8 @@
-"""A pipeline's plan: which layers make which stage, who holds it, and what a schedule takes. Pure, without torch.
+"""Pipeline stages: their layers and ranks, and the time of a schedule. Pure, without torch.
 
-A stage is some consecutive layers; each rank of a pipeline holds one, or two with the schedules that need less waiting.
-Micro-batches go through the stages one behind the other. Sources: GPipe (Huang et al. 2019); 1F1B and interleaved
-stages (Narayanan et al. 2021); zero bubble (Qi et al. 2024). The orders themselves are PyTorch's
-(parallel/pipeline.py).
+A stage is some consecutive layers; each rank of a pipeline holds one, or two with the schedules that wait less.
+Sources: GPipe (Huang et al. 2019); 1F1B and interleaved stages (Narayanan et al. 2021); zero bubble (Qi et al. 2024).
+The orders themselves are PyTorch's (parallel/pipeline.py).
 """
 
 import bisect
@@ -32,7 +31,7 @@ class Action(NamedTuple):
 
     @property
     def result(self) -> "Result":
-        """What it makes that a neighbouring stage needs."""
+        """The result of the action that a neighbouring stage needs."""
         return Result("F" if self.kind == "F" else "G", self.stage, self.micro_batch)
 
 
@@ -252,9 +251,9 @@ TYPICAL_COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # what actions take, in
 def plan_moves(orders: ActionsByRank, stages: PipelineStages, ahead: int = 0) -> list[list[Move]]:
     """What each rank does, with sends and receives between its actions.
 
-    Any two ranks send and receive the same results in the same order, that of a simulated time: nobody waits for a
-    result that is to be sent behind one that is waited for. A rank is ready to receive `ahead` actions earlier than
-    that; then the two directions are not in the same order any more, which the link must allow.
+    Any two ranks send and receive the same results in the same order, that of a simulated time, so that no rank waits
+    for a result that is sent after one which itself waits. A rank posts receives `ahead` actions earlier; then the two
+    directions are ordered differently, which the link must allow.
     """
     spans = simulate_schedule(orders, stages, lambda action: TYPICAL_COST[action.kind])
     found: list[list[tuple[tuple[float, int, float, Action], Move]]] = [[] for _ in orders]

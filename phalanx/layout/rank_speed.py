@@ -1,8 +1,8 @@
-"""How fast a rank is: a line through its measured seconds, and when a step that is far off it is believed.
+"""The speed of a rank: a line through its measured seconds, with outliers and changes detected.
 
-Of each rank a line is kept, seconds of a micro-batch and of a sequence. It begins as its `Speed` foretells; a step of
-another share tells which of the two was wrong, by least squares. Small differences are averaged away. A large one is
-believed when it comes twice in a row, or three times where accidents are frequent, and then at once.
+Each rank has a line: seconds of a micro-batch and of a sequence. It starts with the measured `Speed`; steps with other
+shares correct both numbers by least squares. Small differences are averaged. A large one counts as a change when it
+comes twice in a row, or three times where outliers are frequent.
 """
 
 import math
@@ -23,7 +23,7 @@ OUTLIER, OUTLIER_AT_MOST = 0.12, 0.5
 FAR_OF_TWO = 3.0
 OFF_OF_THREE, FAR_OF_THREE, FAR_OF_THREE_AT_MOST, SPREAD_OF_THREE = 1.25, 2.2, 0.45, 3.5
 
-# Deviations of the part of a rank's seconds that comes by the micro-batch: as it was foretold, behind a change of the
+# Deviations of the micro-batch's part of a rank's seconds: as predicted, behind a change of the
 # device's speed, and behind another division.
 SHAPE, SHAPE_AFTER_CHANGE, SHAPE_AFTER_DIVISION = 0.25, 0.1, 0.03
 LEAST_SLOPE = 0.02  # part of a rank's seconds that comes by the sequence, at least
@@ -121,7 +121,7 @@ class RankSpeed:
         return RankSpeed(fixed_s, sequence_s, seen, cover)
 
     def _first_estimate(self, parts: int, pieces: int, seconds: float, noise: float) -> "RankSpeed":
-        """As the first measurement says; which part comes by the micro-batch is still as it was foretold."""
+        """Set the line to the first measurement; the part of a micro-batch is still the predicted one."""
         factor = seconds / self.predict_s(parts, pieces)
         return self.scale(parts, pieces, factor, noise * noise, SHAPE, 1)
 

@@ -1,7 +1,6 @@
-"""When a step's division no longer fits how fast the ranks are: a pure function of their measured seconds.
+"""Rebalancing: when the work split no longer fits the ranks' speeds. A pure function of their measured seconds.
 
-Of each rank a line is kept (`rank_speed.py`). A new division must be worth it: more than the noise of what was measured
-could pretend.
+Each rank has a line (`rank_speed.py`). A new work split must gain more than the noise of the measurements.
 """
 
 import itertools
@@ -33,9 +32,9 @@ FALSE_CHANGE_RATE = 3e-4  # part of all steps in which two accidents in a row ma
 # Steps in a row that differ by so much less than the noise that it must be over: four differences of two ranks' steps
 # come to a fifth of it once in some hundreds of steps.
 CALM, CALM_STEPS = 5.0, 3
-# Devices of one kind are equally fast, most likely: where they were thought to differ by UNLIKE, they are so no longer
-# once some steps in a row are nearer to each other than a part of that: their mean, and each of them. (Logarithms.)
-ALIKE_STEPS, UNLIKE, ALIKE, ALIKE_LEAST, ALIKE_AT_MOST, OF_EACH_STEP = 2, 0.09, 0.25, 0.03, 0.12, 1.75
+# Devices of one kind are most likely equally fast: a measured difference of at least DIFFERENT is dropped once some
+# consecutive steps differ by less than a fraction of that: their mean, and each of them. (Logarithms.)
+ALIKE_STEPS, DIFFERENT, ALIKE, ALIKE_LEAST, ALIKE_AT_MOST, OF_EACH_STEP = 2, 0.09, 0.25, 0.03, 0.12, 1.75
 ALIKE_WAIT, ALIKE_WAIT_FACTOR = 1, 8  # steps until they may be found equal again, and by what that grows
 EQUAL = 1.25  # deviations of noise within which devices of one kind count as equal, without any proof
 
@@ -150,7 +149,7 @@ def _equalize(history: SpeedHistory, ranks: Sequence[int]) -> SpeedHistory:
         if abs(mean - middle) <= near
         and all(abs(one - of_all) <= OF_EACH_STEP * near for one, of_all in zip(each, middles, strict=True))
     ]
-    if 2 * len(alike) <= len(ranks) or _spread([history.rank_speeds[rank] for rank in alike]) < UNLIKE:
+    if 2 * len(alike) <= len(ranks) or _spread([history.rank_speeds[rank] for rank in alike]) < DIFFERENT:
         return history
     speeds, factor = list(history.rank_speeds), math.exp(middle)
     for rank in alike:
@@ -227,7 +226,8 @@ def with_division(history: SpeedHistory, division: Division) -> SpeedHistory:
 
 
 def decide(history: SpeedHistory) -> tuple[SpeedHistory, RebalanceDecision | None]:
-    """Whether to divide anew after the last step that was observed, and the history with that noted."""
+    """Decide whether to split the work again after the last observed step; returns the decision and the updated
+    history."""
     if len(history.rank_speeds) == 1 or min(pace.seen for pace in history.rank_speeds) < 2:
         return history, None
     found, decision = _decided(history)
@@ -270,8 +270,8 @@ def _decided(history: SpeedHistory) -> tuple[SpeedHistory, RebalanceDecision | N
 
 
 def _divide_equally(history: SpeedHistory) -> tuple[SpeedHistory, RebalanceDecision] | None:
-    """Equal shares for ranks of one kind of device that have unequal ones and differ by no more than noise: it takes
-    proof to treat them differently, and none to treat them alike. None where there are no such ranks."""
+    """Equal shares for ranks of one kind of device that have unequal ones and differ by no more than noise; None where
+    there are no such ranks."""
     speeds, shares = list(history.rank_speeds), history.division.shares
     for kind in {speed.kind for speed in history.speeds} - {""}:
         ranks = [rank for rank, speed in enumerate(history.speeds) if speed.kind == kind]

@@ -1,7 +1,7 @@
-"""Which part of each parameter a tensor-parallel rank holds, and where its elements lie in the whole. Pure: no torch.
+"""Tensor shards: the part of each parameter on a tensor-parallel rank, and its place in the whole. Pure: no torch.
 
-What is cut how is said by a dict beside the model (`ModelFamily.tensor_plan`), from a module within a block, or
-outside of them, to one of KINDS. Source: Shoeybi et al., "Megatron-LM", 2019.
+The tensor plan of a family (`ModelFamily.tensor_plan`) maps modules, within a block or outside, to one of KINDS.
+Source: Shoeybi et al., "Megatron-LM", 2019.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # How the matrix (out, in) of a module is cut: by outputs; by outputs that are key and value heads, of which there may
 # be fewer than ranks; by inputs; by rows of the vocabulary, in ranges that may be unequal.
 CUT_KINDS = ("column", "column_kv", "row", "vocabulary")
-_BLOCK = re.compile(r"^(?:.*\.)?layers\.\d+\.")
+_BLOCK = re.compile(r"^(?:.*\.)?(?:layers|h)\.\d+\.")
 
 
 @dataclass(frozen=True)

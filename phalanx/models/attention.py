@@ -1,14 +1,15 @@
-"""Causal attention: whole rows, a sliding window, several documents in one row, and both; one function for all.
+"""Causal attention, with sliding windows and with several documents packed in one row.
 
-What is meant is said by `reference_attention`, with a mask of every pair of positions. Where there is no kernel that
-skips what the mask hides, the others walk through documents and bands of the window, so that no work is done for pairs
-far apart.
+`reference_attention` defines the result, with a mask of every pair of positions. Where no kernel skips masked pairs,
+documents and bands of the window are computed one after another, so that distant pairs cost nothing.
 """
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,20 +17,49 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.core.errors import is_out_of_memory
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.layers import cap_softly
 
-_WITHOUT_KERNEL = ("cpu", "meta")  # kinds of device on which nothing need be tried
-_TRIED = (0, 1, 300, 300, 1024)  # offsets of documents in what a kernel is tried with: tiles of several sizes
-_CHUNK_MIN = 128  # queries of one band: fewer make products too thin where the window is narrow
+_WITHOUT_KERNEL = ("cpu", "meta")  # kinds of device without the kernel
+_TRIED = (0, 1, 300, 300, 1024)  # document offsets of the kernel's trial: tiles of several sizes
+# Queries whose scores are materialized at a time; the random numbers of dropout take more memory.
+_SCORES_CHUNK, _DROPOUT_CHUNK = 1024, 256
+_CHUNK_MIN = 128  # least queries of one band: with a narrow window fewer make products too small
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, segments: Tensor | None = None) -> Tensor:
-    """Attention of each position to itself and those before it; q (B, heads, S, head_dim) -> the same shape.
+@dataclass(frozen=True)
+class ScoreDropout:
+    """Dropout of attention's probabilities with probability `p`, for heads from number `first_head` of the model on."""
+
+    draws: CounterRNG
+    site: Tensor
+    first_head: int
+    p: float
+
+    def apply(self, shares: Tensor, query: int, key: int, rows: slice = slice(None)) -> Tensor:
+        """Zero some of `shares` (B, kv_heads, groups, Q, K), of queries and keys from these positions on, and scale the
+        others; B are `rows` of the micro-batch."""
+        _, kv_heads, groups, queries, keys = shares.shape
+        heads = range(self.first_head, self.first_head + kv_heads * groups)
+        spans = range(query, query + queries), range(key, key + keys)
+        kept = self.draws.keep_scores(self.site, heads, *spans, self.p, rows).unflatten(1, (kv_heads, groups))
+        return torch.where(kept, shares * (1.0 / (1.0 - self.p)), 0.0)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, segments: Tensor | None = None, cap: float = 0.0,
+    dropout: ScoreDropout | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention: each position attends to itself and earlier ones; q (B, heads, S, head_dim) -> the same shape.
 
     k and v (B, kv_heads, S, head_dim): each of their heads serves heads / kv_heads neighbouring heads of q. With
-    `window` a position sees itself and the `window - 1` before it, as in Hugging Face's models (Beltagy et al.,
+    `window` a position attends to itself and the `window - 1` before it, as in Hugging Face's models (Beltagy et al.,
     "Longformer", 2020). `segments` int32 (n + 1,) are the offsets of documents in the B * S tokens, from 0 to B * S;
-    each lies within one row, may be empty, and is attended to by its own positions only.
+    each lies within one row, may be empty, and is attended to by its own positions only. `cap` (0: none) is a soft cap
+    of the scores, `dropout` that of the probabilities; torch has no kernel for these, so the scores are materialized.
     """
+    if cap or dropout is not None:
+        return _with_scores(q, k, v, window, segments, cap, dropout)
     if window is not None and window >= q.shape[2]:
         window = None
     if window is None and segments is None:
@@ -39,7 +69,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, seg
     if segments is None:
         assert window is not None
         return _banded(q, k, v, window)
-    if torch.compiler.is_compiling() or segments.is_meta:  # no walk along offsets that are not known yet
+    if torch.compiler.is_compiling() or segments.is_meta:  # offsets are unknown while compiling
         return reference_attention(q, k, v, window, segments)
     return _by_document(q, k, v, window, segments)
 
@@ -49,9 +79,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _lacks_grouped_kernel(q: Tensor) -> bool:
-    # On an accelerator torch's flash kernel takes no float32, and is missing on older devices as the variable-length
-    # one is; its memory-efficient one takes no grouped heads. Both together would fall to the plain kernel, which holds
-    # S x S scores for each head.
+    # On an accelerator torch's flash kernel does not support float32, and is missing on older devices, as the
+    # variable-length one is; the memory-efficient kernel does not support grouped heads. With both, torch would use the
+    # math kernel, which materializes S x S scores for each head.
     if q.dtype in (torch.float32, torch.float64):
         return q.dtype == torch.float32 and q.device.type != "cpu"
     return q.device.type not in _WITHOUT_KERNEL and not has_kernel(q.device, q.dtype, q.shape[3])
@@ -66,12 +96,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, repeat: bool, mask: Tensor | None =
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch's variable-length kernel runs there, forward and backward: it is asked once, with a few documents
-    of real lengths and grouped heads."""
+    """Whether torch's variable-length attention kernel works, forward and backward: tried once, with a few documents
+    and grouped heads."""
     return _tried(device, dtype, head_dim)
 
 
-# What torch.compiler.assume_constant_result does, without the import of all of torch._dynamo that it begins with.
+# As torch.compiler.assume_constant_result, without its import of all of torch._dynamo.
 has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -79,8 +109,8 @@ has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _tried(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     if device.type in _WITHOUT_KERNEL or dtype not in (torch.bfloat16, torch.float16):
         return False
-    # In a thread of its own, since hooks and modes are a thread's: where the asking block is recomputed, or compiled,
-    # they would take the trial for a part of it.
+    # In a separate thread, since hooks and modes belong to a thread: where the calling block is recomputed or compiled,
+    # they would record the trial as a part of it.
     with ThreadPoolExecutor(1) as apart:
         return apart.submit(_try, device, dtype, head_dim).result()
 
@@ -95,16 +125,16 @@ def _try(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
             out = varlen_attn(q, kv, kv, at, at, length, length, window_size=(length // 4, 0), enable_gqa=True)
             assert isinstance(out, Tensor)
             out.sum().backward()
-    except (RuntimeError, ValueError, TypeError) as error:  # too old a device or a torch, or too wide a head
-        if is_out_of_memory(error):  # says nothing of the kernel; what is raised is not remembered
+    except (RuntimeError, ValueError, TypeError) as error:  # device or torch too old, or head too wide
+        if is_out_of_memory(error):  # not the kernel's fault; an exception is not cached
             raise
         return False
     return True
 
 
 def varlen_attn(*args: Any, **kwargs: Any) -> Any:
-    """torch's variable-length attention. Its module imports all of torch._dynamo, more than a second of processor
-    time that a start without it is spared."""
+    """torch's variable-length attention, imported on first use: its module imports all of torch._dynamo, more than a
+    second of processor time."""
     from torch.nn.attention import varlen
 
     return varlen.varlen_attn(*args, **kwargs)
@@ -116,16 +146,16 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: Tenso
         segments = torch.arange(0, (batch + 1) * length, length, device=q.device, dtype=torch.int32)
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
     span = (-1 if window is None else window - 1, 0)
-    # The row's length bounds that of any document in it, and never changes: nothing is compiled anew for it.
+    # The row's length bounds that of any document in it, and is constant, so it causes no recompilation.
     out = varlen_attn(q, k, v, segments, segments, length, length, window_size=span, enable_gqa=heads != k.shape[1])
     assert isinstance(out, Tensor)
     return out.unflatten(0, (batch, length)).transpose(1, 2)
 
 
 def _banded(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Chunk after chunk of queries, each with the keys of its own and the chunk before: S * 2 chunks, not S * S pairs.
+    """Sliding-window attention by bands: each chunk of queries with the keys of the same and the previous chunk.
 
-    The chunks are a `split`, whose backward pass puts them together in one go; slices would each fill a whole tensor.
+    The chunks come from `split`, whose backward pass joins them at once; slices would each allocate a whole tensor.
     """
     chunk = max(window, _CHUNK_MIN)
     repeat = _lacks_grouped_kernel(q)
@@ -141,14 +171,46 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return torch.cat(out, dim=2)
 
 
+def _with_scores(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: Tensor | None, cap: float,
+    dropout: ScoreDropout | None,
+) -> Tensor:  # fmt: skip
+    """Attention with softly capped scores, dropout of probabilities, or both, one chunk of queries at a time."""
+    batch, heads, length, width = q.shape
+    # Query heads that share a key head are neighbours.
+    q = q.unflatten(1, (k.shape[1], heads // k.shape[1])) * width**-0.5
+    positions = torch.arange(length, device=q.device)
+    document = None if segments is None else _documents(segments, batch, length)
+    out, chunk = [], _SCORES_CHUNK if dropout is None else _DROPOUT_CHUNK
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
+        seen = slice(0 if window is None else max(0, start - window + 1), stop)
+        mask = _band(positions[start:stop], positions[seen], window)
+        if document is not None:
+            mask = mask & (document[:, start:stop, None] == document[:, None, seen])[:, None, None]
+        scores = q[..., start:stop, :] @ k[:, :, None, seen].transpose(-1, -2)
+        scores = cap_softly(scores, cap) if cap else scores
+        shares = torch.softmax(scores.masked_fill(~mask, -math.inf), -1, torch.promote_types(q.dtype, torch.float32))
+        if dropout is not None:
+            shares = dropout.apply(shares, start, seen.start)
+        out.append(shares.to(q.dtype) @ v[:, :, None, seen])
+    return torch.cat(out, dim=3).flatten(1, 2)
+
+
+def _documents(segments: Tensor, batch: int, length: int) -> Tensor:
+    """The document number of each position: (B, S)."""
+    tokens = torch.arange(batch * length, device=segments.device, dtype=segments.dtype)
+    return torch.searchsorted(segments, tokens, right=True).view(batch, length)
+
+
 def _band(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Which of the positions `keys` (m,) each of the positions `queries` (n,) sees: bool (n, m)."""
+    """The causal mask, with a window if given, of positions `queries` (n,) and `keys` (m,): bool (n, m)."""
     back = queries[:, None] - keys[None, :]
     return back >= 0 if window is None else (back >= 0) & (back < window)
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: Tensor) -> Tensor:
-    """One document after another; neighbours of equal length together."""
+    """Attention document by document; neighbours of equal length are batched."""
     batch, _, length, _ = q.shape
     runs = list(_runs(segments.tolist()))
     sizes = [count * size for count, size in runs]
@@ -161,19 +223,18 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: 
 
 
 def _runs(offsets: list[int]) -> Iterator[tuple[int, int]]:
-    """(how many, length) of neighbouring documents of equal length; empty ones are left out."""
+    """(count, length) of runs of neighbouring documents of equal length, without empty ones."""
     lengths = (stop - start for start, stop in itertools.pairwise(offsets))
     for size, group in itertools.groupby(length for length in lengths if length):
         yield len(list(group)), size
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: Tensor | None) -> Tensor:
-    """What `attention` means, with a mask of all pairs: bool (B, 1, S, S)."""
+    """Reference of `attention`, with a mask of all pairs: bool (B, 1, S, S)."""
     batch, _, length, _ = q.shape
     positions = torch.arange(length, device=q.device)
     mask = _band(positions, positions, window)
     if segments is not None:
-        tokens = torch.arange(batch * length, device=q.device, dtype=segments.dtype)
-        document = torch.searchsorted(segments, tokens, right=True).view(batch, length)
+        document = _documents(segments, batch, length)
         mask = mask & (document[:, :, None] == document[:, None, :])[:, None]
     return _attend(q, k, v, _lacks_grouped_kernel(q), mask)

@@ -16,24 +16,14 @@ from torch import Tensor, nn
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.families.bert import HF_NAMES, encoder_of
-from phalanx.models.layers import Embedding, cross_entropy_sum, sum_logit_losses
+from phalanx.models.layers import Embedding, LayerNorm, cross_entropy_sum, sum_logit_losses
 from phalanx.models.model import Architecture
 
-DROPOUT_SITES_PER_BLOCK = 3  # of dropout in a block: attention's probabilities, and the outputs of its two halves
-
-
-class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm with sums in float32 or better, and rounded once, whatever dtype its input has."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """input (..., width) -> the same shape and dtype."""
-        wide = torch.promote_types(input.dtype, torch.float32)
-        weight, bias = self.weight.to(wide), self.bias.to(wide)
-        return F.layer_norm(input.to(wide), self.normalized_shape, weight, bias, self.eps).to(input.dtype)
+DROPOUT_SITES_PER_BLOCK = 3  # per block: attention probabilities, and the outputs of its two halves
 
 
 class BertEmbeddings(nn.Module):
-    """Words, positions and kinds of segment, added up and normalised."""
+    """BERT's embeddings of tokens, positions and segments, summed and normalized."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -50,15 +40,15 @@ class BertEmbeddings(nn.Module):
 
 
 class BertAttention(nn.Module):
-    """Self-attention of all positions to all that are not padding."""
+    """Bidirectional self-attention, except to padding."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.head_dim, self.dropout = spec.head_dim, encoder_of(spec).attention_dropout
+        self.head_dim, self.dropout = spec.head_dim, spec.attention_dropout
         self.q, self.k, self.v, self.o = (nn.Linear(spec.hidden, spec.hidden) for _ in range(4))
 
     def forward(self, x: Tensor, mask: Tensor | None, draws: CounterRNG | None, site: Tensor | None) -> Tensor:
-        """x (B, S, D), seen bool (B, 1, 1, S) or None for all -> (B, S, D)."""
+        """x (B, S, D), mask bool (B, 1, 1, S) or None for all -> (B, S, D)."""
         q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
         if draws is None or site is None or self.dropout == 0.0:
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -70,21 +60,21 @@ class BertAttention(nn.Module):
 def attention_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, draws: CounterRNG, site: Tensor, p: float
 ) -> Tensor:
-    """Attention with dropout of its probabilities, which are all held: q, k, v (B, heads, S, head_dim) -> the same.
+    """Attention with dropout of its probabilities, which are materialized: q, k, v (B, heads, S, head_dim) -> the same.
 
-    A draw depends on the sample, both positions and the head, not on how far other samples are padded.
+    A draw depends on the sample, both positions and the head, not on the padding of other samples.
     """
     scores = (q @ k.transpose(2, 3)) * (1.0 / math.sqrt(q.shape[3]))
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     probabilities = torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    rows = probabilities.permute(0, 2, 3, 1)  # (B, S, S, heads): a position's channels are the others, head by head
+    rows = probabilities.permute(0, 2, 3, 1)  # (B, S, S, heads): other positions and heads as channels
     kept = draws.dropout(rows.flatten(2), site, p).view(rows.shape).permute(0, 3, 1, 2)
     return kept @ v
 
 
 class BertMLP(nn.Module):
-    """down(gelu(up(x))), with the exact error function."""
+    """BERT's feed-forward layer: down(gelu(up(x))), with the exact error function."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -97,7 +87,7 @@ class BertMLP(nn.Module):
 
 
 class BertBlock(nn.Module):
-    """Attention and MLP, each beside a residual and before a norm."""
+    """A block of BERT: attention and MLP with residuals, each followed by a norm."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -120,9 +110,9 @@ class BertBlock(nn.Module):
 
 
 class BertPretrainingHead(nn.Module):
-    """Masked tokens from the vectors at their places, and whether the second segment follows the first.
+    """BERT's head for masked language modeling and next-sentence prediction.
 
-    The last matrix is the embedding's, which it is handed. `cross_entropy_sum` is an attribute so that another
+    Its last matrix is the embedding's, passed as an argument. `cross_entropy_sum` is an attribute so that another
     implementation (a compiled one) can be put in its place.
     """
 
@@ -157,12 +147,12 @@ class BertPretrainingHead(nn.Module):
         loss = self.cross_entropy_sum(hidden.flatten(0, 1), words, labels.flatten(), self.bias)
         if follows is None:
             return loss, None
-        assert next_labels is not None, "a head for pairs needs to know which of them follow one another"
+        assert next_labels is not None, "a head for pairs needs next_labels"
         return loss, sum_logit_losses(follows, next_labels)
 
 
 class BertLabelHead(nn.Module):
-    """A label for each token, or through the pooler one for each sequence."""
+    """BERT's classification head: a label for each token, or through the pooler one for each sequence."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -181,11 +171,10 @@ class BertLabelHead(nn.Module):
 
 
 class Bert(Architecture):
-    """A model of the shape `spec` with the head of its objective; parameters hold no useful values until they are drawn
-    or read.
+    """BERT of the shape `spec` with the head of its objective; parameters are uninitialized until drawn or loaded.
 
-    Build it under `torch.device("meta")` to spend no memory. `embed...`, `layers.{i}...`, `head...` are its parameters,
-    in order of use and named as `parameter_shapes(spec)` says.
+    Build it under `torch.device("meta")` to allocate no memory. `embed...`, `layers.{i}...`, `head...` are its
+    parameters, in order of use and named as `parameter_shapes(spec)` says.
     """
 
     hf_names: ClassVar[dict[str, str]] = HF_NAMES
@@ -203,10 +192,10 @@ class Bert(Architecture):
     def encode(
         self, tokens: Tensor, segments: Tensor | None, lengths: Tensor | None, draws: CounterRNG | None
     ) -> Tensor:
-        """The vectors of all positions: tokens (B, S) int64 -> (B, S, D)."""
+        """Encode tokens (B, S) int64 -> hidden states (B, S, D)."""
         p = self.spec.dropout
-        draws = draws if p > 0.0 or encoder_of(self.spec).attention_dropout > 0.0 else None
-        # Places of dropout are numbers in a tensor, so that one compiled block serves all layers.
+        draws = draws if p > 0.0 or self.spec.attention_dropout > 0.0 else None
+        # Dropout sites are numbers in a tensor, so that one compiled block serves all layers.
         places = (
             torch.arange(DROPOUT_SITES_PER_BLOCK * len(self.layers) + 1, device=tokens.device)
             if draws is not None
@@ -235,8 +224,8 @@ class Bert(Architecture):
         """tokens (B, S) int64 -> logits, or the sum of losses if `labels` are given; see the heads for both.
 
         `segments` int64 (B, S): 0 and 1 for the two texts of a pair; `lengths` int64 (B,): positions from there on are
-        padding, which nothing attends to. `draws` turns dropout on; without it the model computes as in evaluation,
-        whatever `training` says.
+        padding, masked in attention. `draws` enables dropout; without it the model computes as in evaluation,
+        regardless of `training`.
         """
         hidden = self.encode(tokens, segments, lengths, draws)
         if isinstance(self.head, BertLabelHead):
@@ -251,8 +240,8 @@ class Bert(Architecture):
 
     @staticmethod
     def other_hf_names(theirs: str) -> Sequence[str]:
-        """Under which names a folder may hold a tensor too: a bare BertModel's, the decoder's own bias, and the norms
-        of folders written by the first programs."""
+        """Other names that a folder may have for a tensor: those of a bare BertModel, the decoder's bias, and norms
+        under names of TensorFlow checkpoints."""
         names = [theirs]
         if theirs == "cls.predictions.bias":
             names.append("cls.predictions.decoder.bias")
@@ -262,8 +251,8 @@ class Bert(Architecture):
 
     @staticmethod
     def ignores_hf_name(theirs: str) -> bool:
-        """Whether a tensor of a folder is none that a model of this kind lacks: a head for something else, the decoder,
-        which is the embedding, and the numbers of positions that old programs stored."""
+        """Whether a tensor of a folder is not needed: another head, the decoder, which is the embedding, and stored
+        position ids of old versions."""
         return theirs.startswith(("cls.", "classifier.", "bert.pooler.", "pooler.")) or theirs.endswith("position_ids")
 
 

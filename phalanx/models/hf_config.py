@@ -1,29 +1,29 @@
-"""config.json of Hugging Face folders, in and out, by the family of the model it describes. No torch here."""
+"""Read and write config.json of Hugging Face folders, by model family. No torch here."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import ConfigError, fetch_hint
+from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import FAMILIES, family_of, find_shape_problems
 from phalanx.models.families.family import NONE, ConfigJson, ModelFamily, check_accepted
 
-# The key by which a config.json with an architecture of a user's own says which of ours it is built on.
+# The key of a config.json with a custom architecture that names the built-in one it is based on.
 BASE_KEY = "phalanx_architecture"
-DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")  # that a config.json may name
+DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")  # valid in a config.json
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises ConfigError if the folder or the file is missing or no JSON."""
+    """Read config.json of a Hugging Face folder. Raises ConfigError if the folder or the file is missing or no JSON."""
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}), so the model's shape is unknown; give a Hugging Face folder, "
-            f"such as `phalanx export` makes of a run{fetch_hint(folder)}"
+            f"such as `phalanx export` makes of a run."
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); fetch the file again.") from error
@@ -33,10 +33,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def spec_from_config(config: dict[str, Any], where: str, own: Mapping[str, Any] = NONE) -> ModelSpec:
-    """The ModelSpec of a config.json's content, in the form of transformers 4 or 5; `where` names it in errors.
+    """Convert the content of a config.json, of transformers 4 or 5, to a ModelSpec; `where` names it in errors.
 
-    `own`: the keys that a class of one's own writes (`Architecture.hf_config`), which with its architecture are read,
-    too. Raises ConfigError for an architecture or a feature that is not supported, or for an impossible shape.
+    `own`: the keys that a custom class writes (`Architecture.hf_config`), accepted with its architecture. Raises
+    ConfigError for an unsupported architecture or feature, or an impossible shape.
     """
     family = find_config_family(config, own)
     if family is None:
@@ -51,8 +51,8 @@ def spec_from_config(config: dict[str, Any], where: str, own: Mapping[str, Any] 
 
 
 def find_config_family(config: ConfigJson, own: Mapping[str, Any] = NONE) -> ModelFamily | None:
-    """The family of a config.json, by its architectures or, where it names none, by its model_type; None for one that
-    is not built here. `own` is as of `spec_from_config`."""
+    """Find the family of a config.json, by its architectures or, where it has none, by its model_type; None if
+    unsupported. `own`: see `spec_from_config`."""
     named = config.get("architectures")
     if not isinstance(named, list) or not named:
         kind = config.get("model_type")
@@ -64,7 +64,7 @@ def find_config_family(config: ConfigJson, own: Mapping[str, Any] = NONE) -> Mod
 
 
 def _bases() -> list[ModelFamily]:
-    """Those that a class of a user's own may be built on."""
+    """The families that a custom class may be based on."""
     return [each for each in FAMILIES.values() if each.writes_text]
 
 
@@ -72,7 +72,7 @@ def _describe_unknown(config: ConfigJson, where: str, own: Mapping[str, Any]) ->
     named = config.get("architectures")
     if own.get("architectures") == named and named:
         return (
-            f"{where} sets {BASE_KEY}: {json.dumps(config.get(BASE_KEY))}, which is not known; set it to one of: "
+            f"{where} sets {BASE_KEY}: {json.dumps(config.get(BASE_KEY))}, which is unknown; set it to one of: "
             f"{', '.join(each.name for each in _bases())}."
         )
     called = named[0] if isinstance(named, list) and named else config.get("model_type")
@@ -92,10 +92,10 @@ def config_from_spec(
     eos_id: int | list[int] | None = None,
     own: Mapping[str, Any] = NONE,
 ) -> dict[str, Any]:
-    """The config.json of a model, readable by transformers 4.4x and 5; `dtype` is one of torch's.
+    """Convert a ModelSpec to a config.json for transformers 4.4x and 5; `dtype`: a torch dtype.
 
     Keys of `original` that do not describe the shape are kept; token ids that are None are taken from `original`. A
-    class of one's own adds its keys (`Architecture.hf_config`). Raises ConfigError for a dtype that no folder has.
+    custom class adds its keys (`Architecture.hf_config`). Raises ConfigError for an unsupported dtype.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype_name not in DTYPE_NAMES:

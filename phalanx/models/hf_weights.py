@@ -1,4 +1,4 @@
-"""The weights of Hugging Face folders, read by byte range: safetensors, and pickled .bin files of old ones."""
+"""Read the weights of Hugging Face folders by byte range: safetensors, and pickled .bin files of old folders."""
 
 import json
 import math
@@ -13,45 +13,47 @@ from torch import Tensor
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.hf_layout import Place, find_places, find_stacks
 from phalanx.models.llama import Llama
 from phalanx.models.model import Architecture
 from phalanx.models.user_model import hf_name, shapes_of
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# As safetensors calls them.
+# By the names of safetensors.
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# A kind of file -> the name of the only one, of the index of several, and of all of them without an index.
+# Kind of file -> the name of a single file, of the index of several, and the pattern of several without an index.
 _KINDS = {
     "safetensors": ("model.safetensors", "model.safetensors.index.json", "*.safetensors"),
     "bin": ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"),
 }
 
 
-# Of a file at a time, on its way to another type or device: it stays in the processor's cache.
+# Bytes of a file converted at a time, few enough for the processor's cache.
 _CHUNK_BYTES = 2 << 20
 
 
 class _File(Protocol):
-    """The tensors of one file, which stay on the disk until they are read."""
+    """The tensors of one file, read from disk on demand."""
 
     def keys(self) -> Iterable[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> str:
-        """As safetensors calls it, where that knows it."""
+        """The dtype of a tensor, by the name of safetensors where it has one."""
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Elements of the flattened tensor from `start` on, as many as `out` has."""
+        """Read elements of the flattened tensor from `start` on into `out`."""
 
 
 class _Safetensors:
-    """Bytes are read and not mapped: a mapped file is counted as memory of the process, and comes in small parts."""
+    """A safetensors file, read and not mapped: a mapped file counts as memory of the process, and is read in small
+    parts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with safe_open(path, framework="pt", device="cpu"):  # checks the header, and that all it promises is there
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (it is read from as long as this lives)
+        with safe_open(path, framework="pt", device="cpu"):  # checks the header, and that no bytes are missing
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as this object)
         size = int.from_bytes(self._file.read(8), "little")
         self._header = {name: at for name, at in json.loads(self._file.read(size)).items() if name != "__metadata__"}
         self._first = 8 + size
@@ -86,12 +88,12 @@ class _Safetensors:
             except OSError as error:
                 raise ConfigError(f"{self.path} cannot be read ({error.strerror}); fetch the file again.") from error
             if not count:
-                raise ConfigError(f"{self.path} has become shorter while it was read; fetch the file again.")
+                raise ConfigError(f"{self.path} was truncated while it was read; fetch the file again.")
             done += count
 
 
 class _Pickled:
-    """A .bin file, mapped."""
+    """A pickled .bin file, mapped."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
@@ -113,13 +115,18 @@ class _Pickled:
 class Weights:
     """The tensors of a local Hugging Face folder by our names, read by byte range: a rank reads only what it keeps.
 
-    Takes `model.safetensors`, shards with `model.safetensors.index.json`, or shards without an index; where there is no
-    such file, `pytorch_model.bin` in the same three forms. The names are those of `model_class`. Raises
-    ConfigError if there are none, or if one is missing or damaged.
+    Takes `model.safetensors`, shards with `model.safetensors.index.json`, or shards without an index; without these,
+    `pytorch_model.bin` in the same three forms. Names are mapped by `model_class`; if it fuses parameters in one
+    tensor, call `check` with the model's shape before reading. Raises ConfigError if there are no weights, or if a file
+    is missing or damaged.
     """
 
     def __init__(self, folder: Path, model_class: type[Architecture] = Llama) -> None:
         self.folder, self.model_class = Path(folder), model_class
+        self._places: dict[str, Place] = {}
+        self._stacks: dict[str, dict[str, tuple[int, ...]]] = {}  # our name -> theirs and their shapes
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of these parameters
+        self._last: tuple[str, Tensor] | None = None  # a transposed tensor
         paths = _files(self.folder)
         self._files = {path: _open(path) for path in paths}
         self._path_of = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -135,7 +142,7 @@ class Weights:
         return any(theirs in self._path_of for theirs in self._names(name))
 
     def _find(self, name: str) -> str:
-        """Their name for our parameter; a tied matrix may be stored under either of its two names."""
+        """Find the stored name of our parameter; a tied matrix may have either of its two names."""
         wanted = self._theirs(name)
         for known in self._names(name):
             if known in self._path_of:
@@ -150,21 +157,27 @@ class Weights:
         return wanted
 
     def _place(self, name: str) -> tuple[_File, str]:
-        """The file that holds our parameter, and its name there."""
+        """The file with our parameter, and its name there."""
         theirs = self._find(name)
         return self._files[self._path_of[theirs]], theirs
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of our parameter `name`. Raises ConfigError if the folder does not have it."""
+        """The shape of our parameter `name`. Raises ConfigError if the folder does not have it."""
+        if name in self._stacks:
+            return self._shapes[name]
         file, theirs = self._place(name)
-        return file.shape(theirs)
+        stored, place = file.shape(theirs), self._places.get(name)
+        return place.shape if place is not None and stored == place.stored else stored
 
     def _stored(self, name: str) -> str:
+        if name in self._stacks:
+            theirs = next(iter(self._stacks[name]))
+            return self._files[self._path_of[theirs]].dtype(theirs)
         file, theirs = self._place(name)
         return file.dtype(theirs)
 
     def dtype(self) -> torch.dtype:
-        """The dtype that the embedding is stored in. Raises ConfigError if it is none that a model is trained from."""
+        """The dtype of the stored embedding. Raises ConfigError if it is unsupported."""
         stored = self._stored(next(name for name in self.model_class.hf_names if name.startswith("embed.")))
         if stored not in STORED_DTYPES:
             raise ConfigError(
@@ -174,33 +187,67 @@ class Weights:
         return STORED_DTYPES[stored]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the row-major flattened parameter, 1-D, in the stored dtype.
+        """Read elements [start, stop) of the row-major flattened parameter, 1-D, in the stored dtype.
 
-        Raises ConfigError if the parameter is missing or its file damaged, and ValueError for a range outside it.
+        Raises ConfigError if the parameter is missing or its file damaged, and ValueError for a range out of bounds.
         """
         out = torch.empty(max(0, stop - start), dtype=STORED_DTYPES[self._stored(name)])
         self.read_into(name, start, stop, out)
         return out
 
     def read_into(self, name: str, start: int, stop: int, out: Tensor) -> None:
-        """`read` into `out`, 1-D, of any dtype and on any device, without a copy of the whole in between."""
-        file, theirs = self._place(name)
-        count = math.prod(file.shape(theirs))
+        """Read into `out`, 1-D, of any dtype and on any device, without a temporary copy of the whole."""
+        place, count = self._places.get(name), math.prod(self.shape(name))
         if not 0 <= start <= stop <= count:
             raise ValueError(f"{name} has {count} elements, but [{start}, {stop}) was asked for")
         assert out.shape == (stop - start,), (name, start, stop, tuple(out.shape))
-        if start < stop:
+        if start >= stop:
+            return
+        if name in self._stacks:
+            self._read_stack(self._stacks[name], start, stop, out)
+            return
+        file, theirs = self._place(name)
+        if place is None or place.alone:
             file.read_into(theirs, start, out)
+        elif place.transposed:
+            out.copy_(place.find_in(self._whole(file, theirs)).reshape(-1)[start:stop])
+        else:
+            at = 0
+            for first, last in place.runs(start, stop):
+                file.read_into(theirs, first, out[at : at + last - first])
+                at += last - first
+
+    def _read_stack(self, stack: dict[str, tuple[int, ...]], start: int, stop: int, out: Tensor) -> None:
+        names, each = list(stack), math.prod(next(iter(stack.values())))
+        for number in range(start // each, -(-stop // each)):
+            first, last = max(start, number * each), min(stop, (number + 1) * each)
+            theirs = names[number]
+            file = self._files[self._path_of[theirs]]
+            file.read_into(theirs, first - number * each, out[first - start : last - start])
+
+    def _whole(self, file: _File, theirs: str) -> Tensor:
+        """A whole stored tensor; the last one is cached, since its parts are read one after another."""
+        if self._last is None or self._last[0] != theirs:
+            whole = torch.empty(file.shape(theirs), dtype=STORED_DTYPES[file.dtype(theirs)])
+            file.read_into(theirs, 0, whole.view(-1))
+            self._last = theirs, whole
+        return self._last[1]
 
     def missing_parameters(self, spec: ModelSpec) -> list[str]:
-        """Our names of the parameters that are not here, or in another shape, and that may be drawn instead."""
+        """Our names of missing parameters, or ones of another shape, that may be drawn instead."""
         shapes = shapes_of(self.model_class, spec)
         may = {name: shape for name, shape in shapes.items() if name.startswith(self.model_class.may_draw)}
         return [name for name, shape in may.items() if not self._has(name) or self.shape(name) != shape]
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises ConfigError that names the tensors and files if they are not just what a model of `spec` needs."""
+        """Check that the weights are exactly those of a model of `spec`. Raises ConfigError that names tensors and
+        files."""
         shapes = shapes_of(self.model_class, spec)
+        stacks = find_stacks(self.model_class, shapes)
+        self._check_stacks(stacks)
+        self._stacks, self._shapes = stacks, {name: shapes[name] for name in stacks}
+        shapes = {name: shape for name, shape in shapes.items() if name not in stacks}
+        self._places = find_places(self.model_class, spec, shapes)
         drawn = set(self.missing_parameters(spec))
         needed = {name: shape for name, shape in shapes.items() if name not in drawn}
         missing = [self._theirs(name) for name in needed if not self._has(name)]
@@ -212,27 +259,47 @@ class Weights:
                 f"{self.folder} lacks {_few(missing)}, which its config.json promises; fetch the folder's files again."
             )
         for name, shape in needed.items():
+            theirs = self._find(name)
             if self.shape(name) != shape:
-                theirs = self._find(name)
-                raise ConfigError(
-                    f"{self._path_of[theirs]} holds {theirs} of shape {self.shape(name)}, but config.json makes it "
-                    f"{shape}; use weights and a config.json of one model."
-                )
-            stored = self._stored(name)
-            if stored not in STORED_DTYPES:
-                raise ConfigError(
-                    f"{self._path_of[self._find(name)]} stores {self._theirs(name)} as {stored}, which cannot be "
-                    f"trained from; use a folder that stores one of: {', '.join(DTYPES)}."
-                )
+                self._refuse_shape(theirs, self.shape(name), self._places[name].stored)
+            self._check_dtype(theirs)
         known = {theirs for name in shapes for theirs in self._names(name)}
+        known |= {theirs for stack in stacks.values() for theirs in stack}
         known |= {self._theirs("head.weight")} if tied else set()
-        # Rotary frequencies were stored by old versions of transformers; they follow from the config.
+        # Old versions of transformers stored rotary frequencies, which follow from the config.
         extra = [name for name in self._path_of if name not in known and not name.endswith("rotary_emb.inv_freq")]
         extra = [name for name in extra if not self.model_class.ignores_hf_name(name)]
         if extra:
             raise ConfigError(
                 f"{self._path_of[extra[0]]} holds {_few(extra)}, which a model of this config.json does not have; use "
                 "weights and a config.json of one model."
+            )
+
+    def _check_stacks(self, stacks: dict[str, dict[str, tuple[int, ...]]]) -> None:
+        """Raises ConfigError unless all matrices of experts are there, of the shapes and types that they should be."""
+        if missing := [theirs for stack in stacks.values() for theirs in stack if theirs not in self._path_of]:
+            raise ConfigError(
+                f"{self.folder} lacks {_few(missing)}, which its config.json promises; fetch the folder's files again."
+            )
+        for stack in stacks.values():
+            for theirs, shape in stack.items():
+                file = self._files[self._path_of[theirs]]
+                if file.shape(theirs) != shape:
+                    self._refuse_shape(theirs, file.shape(theirs), shape)
+                self._check_dtype(theirs)
+
+    def _refuse_shape(self, theirs: str, found: tuple[int, ...], promised: tuple[int, ...]) -> None:
+        raise ConfigError(
+            f"{self._path_of[theirs]} holds {theirs} of shape {found}, but config.json makes it {promised}; use "
+            "weights and a config.json of one model."
+        )
+
+    def _check_dtype(self, theirs: str) -> None:
+        stored = self._files[self._path_of[theirs]].dtype(theirs)
+        if stored not in STORED_DTYPES:
+            raise ConfigError(
+                f"{self._path_of[theirs]} stores {theirs} as {stored}, which cannot be trained from; use a folder that "
+                f"stores one of: {', '.join(DTYPES)}."
             )
 
 
@@ -242,9 +309,7 @@ def _few(names: list[str]) -> str:
 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is no folder, so no weights can be read from it; give a local Hugging Face folder."
-        )
+        raise ConfigError(f"{folder} is no folder with weights; give a local Hugging Face folder.")
     for single, index, pattern in _KINDS.values():
         if (folder / index).is_file():
             return _listed(folder, index)
@@ -253,7 +318,7 @@ def _files(folder: Path) -> list[Path]:
         if paths := sorted(folder.glob(pattern)):
             return paths
     raise ConfigError(
-        f"{folder} holds no .safetensors file and no pytorch_model.bin, the formats that weights are read from; fetch "
+        f"{folder} has no .safetensors file and no pytorch_model.bin, the supported formats of weights; fetch "
         "the folder's files again."
     )
 
@@ -279,10 +344,10 @@ def _open(path: Path) -> _File:
 
 
 def _open_pickled(path: Path) -> _Pickled:
-    """Only tensors are unpickled: anything else, and so any code, is refused by torch."""
+    """Open a .bin file with torch's weights-only unpickler, which refuses anything but tensors, and so any code."""
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever a file that is none makes of the unpickler
+    except Exception as error:  # a file that is no pickle can raise anything
         first = str(error).strip().partition("\n")[0].partition(". ")[0]
         raise ConfigError(
             f"{path} cannot be read as tensors alone ({type(error).__name__}: {first}); fetch the file again, or "

@@ -1,8 +1,8 @@
-"""Low-rank adapters beside frozen weights (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021).
+"""LoRA: low-rank adapters with frozen weights (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021).
 
 A chosen matrix W (out, in) computes x W^T + alpha / rank * dropout(x) A^T B^T, where only A (rank, in) and B (out,
-rank) are trained. They are parameters `lora_a` and `lora_b` of the matrix's own module; no other parameter is renamed,
-and every other parameter of the model is frozen.
+rank) are trained. They are parameters `lora_a` and `lora_b` of the matrix's module; other parameters keep their names
+and are frozen.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ from phalanx.models.layers import Linear
 
 # A target of LORA_TARGETS -> its module in a block.
 MODULES = {name: f"{'attention' if name in ('q', 'k', 'v', 'o') else 'mlp'}.{name}" for name in LORA_TARGETS}
-# Places of an adapter's dropout, apart from those of the blocks' own, which count from 0 to twice the layers.
+# Dropout sites of adapters, distinct from those of blocks, which count from 0 to twice the layers.
 _FIRST_SITE = 1 << 20
 
 
 class LoraLinear(Linear):
-    """A linear layer with an adapter; `number` (below 8) tells its dropout from that of others in the block."""
+    """A linear layer with a LoRA adapter; `number` (below 8) distinguishes its dropout from others in the block."""
 
     def __init__(self, like: nn.Linear, lora: LoraSpec, number: int) -> None:
-        """Takes shape, device and dtype of `like`, and none of its values."""
+        """Create the layer with the shape, device and dtype of `like`, without its values."""
         device, dtype = like.weight.device, like.weight.dtype
         super().__init__(like.in_features, like.out_features, like.bias is not None, device, dtype)
         self.requires_grad_(False)
@@ -37,17 +37,18 @@ class LoraLinear(Linear):
 
     def forward(self, x: Tensor, draws: CounterRNG | None = None, site: Tensor | None = None) -> Tensor:
         """x (B, S, in) -> (B, S, out). With `draws`, `site` is the 0-dim number of the block's first dropout."""
-        base = F.linear(x, self.weight, self.bias)
+        base = self.multiply(x, self.weight, self.bias)
         if draws is not None and site is not None:
             x = draws.dropout(x, site * 8 + (_FIRST_SITE + self.number), self.dropout)
-        # The scale on the narrow side: rank instead of `out` products for each token.
+        # Scale the narrow side: rank instead of `out` products per token.
         return base + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
 
 
 def apply_lora(model: nn.Module, lora: LoraSpec) -> None:
-    """Give the chosen matrices of each block of `model` (on meta) an adapter, and freeze every other parameter.
+    """Apply LoRA: add adapters to the chosen matrices of each block of `model` (on meta), and freeze all other
+    parameters.
 
-    Raises ConfigError where the blocks of a user's own model lack a chosen matrix, or do not hand dropout's draws on.
+    Raises ConfigError where the blocks of a custom model lack a chosen matrix, or do not pass on `draws` of dropout.
     """
     blocks = model.get_submodule("layers")
     assert isinstance(blocks, nn.ModuleList)
@@ -69,7 +70,7 @@ def apply_lora(model: nn.Module, lora: LoraSpec) -> None:
 
 
 def _check_draws(model: nn.Module) -> None:
-    """Raises ConfigError unless the draws of dropout reach each adapter: dropout is not left out in silence."""
+    """Raises ConfigError unless `draws` reach each adapter, so that dropout is never skipped silently."""
     missing = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
     def note(module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]) -> None:
@@ -83,16 +84,16 @@ def _check_draws(model: nn.Module) -> None:
         model(tokens, tokens, CounterRNG(0, 0, torch.zeros(1, dtype=torch.int64, device="meta")))
     except TypeError as error:
         raise ConfigError(
-            "model.lora.dropout needs a block that hands `draws` and `place` on to its attention, its MLP and their "
-            f"linear layers, which the model's own does not ({error}); set model.lora.dropout to 0, or mend the block"
+            "model.lora.dropout needs a block that passes `draws` and `site` on to its attention, its MLP and their "
+            f"linear layers, which the custom block does not ({error}); set model.lora.dropout to 0, or fix the block"
         ) from error
     finally:
         for hook in hooks:
             hook.remove()
     if missing:
         raise ConfigError(
-            f"model.lora.dropout reaches {len(missing)} of the adapters not at all, as {min(missing)} is not handed "
-            "`draws`; set model.lora.dropout to 0, or mend the block"
+            f"model.lora.dropout does not reach {len(missing)} of the adapters: {min(missing)} does not get "
+            "`draws`; set model.lora.dropout to 0, or fix the block"
         )
 
 
@@ -114,7 +115,7 @@ def init_adapter_slice(
 ) -> Tensor:
     """Initial values of elements [start, stop) of the flattened adapter parameter `name` of `shape`, 1-D.
 
-    A is uniform in +-1 / sqrt(in), as in PEFT, by coordinates; B is zero, so that a fresh adapter changes nothing.
+    A is uniform in +-1 / sqrt(in), as in PEFT, by coordinates; B is zero, so that a new adapter has no effect.
     """
     if name.endswith(".lora_b"):
         return torch.zeros(stop - start, device=device, dtype=dtype)
@@ -130,7 +131,7 @@ def merge_adapter(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) 
 
 
 def fingerprint_weights(read: Callable[[str, int, int], Tensor], shapes: dict[str, tuple[int, ...]]) -> str:
-    """A checksum that tells the frozen weights of one model from those of another without reading them all.
+    """A checksum of a model's frozen weights, from a sample of their elements.
 
     Of every parameter it takes the shape, the stored dtype, and 64 elements at the start, in the middle and at the end.
     `read(name, start, stop)` gives elements of a flattened parameter.

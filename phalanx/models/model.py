@@ -1,30 +1,31 @@
-"""What the trainer asks of any model: its units in order of use, its blocks, and how its parameters start.
+"""Base classes of models: units in order of use, blocks, and initialization of parameters.
 
-A model is plain PyTorch and knows nothing of ranks. `Model` is the base of a network of a user's own; `Architecture` of
-those that are built from a ModelSpec and have a place in the world of Hugging Face.
+A model is plain PyTorch and independent of ranks. `Model` is the base class of custom networks; `Architecture` that of
+models built from a ModelSpec, which Hugging Face folders can hold.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.core import renamed
+from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.counter_rng import derive_key, normal
 
-InitRule = tuple[str, float] | tuple[str]  # ("normal", standard deviation), ("ones",) or ("zeros",)
+# ("normal", standard deviation), ("ones",), ("zeros",), or ("read", read) of a function: see Model.start
+InitRule = tuple[str, float | Callable[[int, int], Tensor]] | tuple[str]
 
 
 class Model(nn.Module):
     """Base class of a custom task's network: an `nn.Module` that may say how it is sharded and initialized.
 
     It is built under `torch.device("meta")`, so a constructor must not read values; initial values are drawn as
-    `start` says, each rank its own part. Buffers stay empty: compute constants in the forward pass. Dropout draws
-    from the `CounterRNG` that the task hands on; without it a model computes as in evaluation, whatever
-    `training` says.
+    `start` says, each rank its own part. Buffers hold what `constant` returns. Dropout draws from the `CounterRNG` that
+    the task hands on; without it a model computes as in evaluation, batch norm too, whatever `training` says.
 
     Examples:
         >>> class Net(phalanx.Model):
@@ -81,12 +82,25 @@ class Model(nn.Module):
             shape: Its whole shape.
 
         Returns:
-            `("normal", standard deviation)`, `("ones",)` or `("zeros",)`. Default: ones for a one-dimensional
-            `weight`, zeros for other vectors, else normal with 1 / sqrt(fan-in).
+            `("normal", standard deviation)`, `("ones",)`, `("zeros",)`, or `("read", read)`, where
+            `read(first, last)` gives these elements of the flattened parameter, such as pre-trained ones. Default:
+            ones for a one-dimensional `weight`, zeros for other vectors, else normal with 1 / sqrt(fan-in).
         """
         if len(shape) < 2:
             return ("ones",) if name.rpartition(".")[2] == "weight" else ("zeros",)
         return ("normal", 1.0 / math.sqrt(max(1, math.prod(shape[1:]))))
+
+    def constant(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the values of a buffer, such as a table of positions, which nothing may change afterwards.
+
+        Args:
+            name: The buffer's name in the model.
+            shape: Its shape.
+
+        Raises:
+            errors.ConfigError: the network has a buffer and does not override this method.
+        """
+        raise ConfigError(f"the network has the buffer {name}; override the method constant, which returns its values")
 
 
 def default_init_rule(name: str, spec: ModelSpec) -> InitRule:
@@ -97,32 +111,38 @@ def default_init_rule(name: str, spec: ModelSpec) -> InitRule:
 
 
 class Architecture(Model):
-    """A model of the shape `spec`, which its constructor takes. `embed...`, `layers.{i}...` and `head...` are the names
-    of its parameters, in order of use."""
+    """An architecture: a model built from a ModelSpec `spec`. Its parameters are named `embed...`, `layers.{i}...` and
+    `head...`, in order of use."""
 
     # Our name -> the name in a Hugging Face folder; {i} is the layer.
     hf_names: ClassVar[dict[str, str]] = {}
-    # Keys of config.json that replace those of the built-in architecture or are added to them, such as "architectures".
+    # Our name of a parameter that stacks matrices of experts -> names there, in order; {e} is the expert.
+    hf_stacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    # Fused queries, keys and values are ordered by key head, else one after another.
+    hf_grouped: ClassVar[bool] = False
+    # Suffixes of our names of matrices that are stored (in, out) there.
+    hf_transposed: ClassVar[tuple[str, ...]] = ()
+    # Keys of config.json that replace or extend those of the built-in architecture, such as "architectures".
     hf_config: ClassVar[dict[str, Any]] = {}
-    # (parameter's name, spec) -> how it starts.
+    # (parameter's name, spec) -> its initialization rule.
     initial: ClassVar[Callable[[str, ModelSpec], InitRule]] = staticmethod(default_init_rule)
 
-    # Beginnings of our names of parameters that a Hugging Face folder may lack: they are drawn then.
+    # Prefixes of our names of parameters that a Hugging Face folder may lack; they are drawn then.
     may_draw: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
     def other_hf_names(theirs: str) -> Sequence[str]:
-        """Under which names a Hugging Face folder may hold the tensor `theirs`, too."""
+        """Alternative names of the tensor `theirs` in a Hugging Face folder."""
         return ()
 
     @staticmethod
     def ignores_hf_name(theirs: str) -> bool:
-        """Whether a Hugging Face folder may hold a tensor that this model has no use for."""
+        """Whether a tensor of a Hugging Face folder is ignored by this model."""
         return False
 
     @staticmethod
     def register() -> None:
-        """Make transformers know a class of one's own, so that it can load what was exported; nothing to do here."""
+        """Register a custom class with transformers, so that it can load an export; does nothing by default."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -141,23 +161,26 @@ class Architecture(Model):
 
 
 class StagedArchitecture(Architecture):
-    """An architecture that can be divided over ranks: into stages of layers, and by its family's `tensor_plan` into
-    slices of matrices. Its forward takes `stage` and `hidden` as that of `Llama` does."""
+    """An architecture that supports pipeline parallelism (stages of layers) and tensor parallelism (by its family's
+    `tensor_plan`). Its forward takes `stage` and `hidden` as that of `Llama` does."""
 
     embed: nn.Embedding
     layers: nn.ModuleList
 
     def keep_stages(self, stages: Sequence[range]) -> None:
-        """Let go of all layers but these, of the embedding unless the first is among them, and of the head unless the
-        last is; a tied head keeps the embedding. What is left is named as in the whole model."""
+        """Keep these pipeline stages: remove other layers, the embedding unless the first layer stays, and the head
+        unless the last does; a tied head keeps the embedding. Parameters keep their names."""
         numbers = [number for number in range(self.spec.layers) if any(number in stage for stage in stages)]
         kept = nn.ModuleList()
         for number in numbers:
             kept.add_module(str(number), self.layers[number])
         self.layers = kept
         has_head = self.spec.layers - 1 in numbers
-        if 0 not in numbers and not (has_head and self.spec.tie_embeddings):
-            del self.embed
+        if 0 not in numbers:
+            if has_head and self.spec.tie_embeddings:
+                self.embed._modules.pop("positions", None)  # the head uses only the table of tokens
+            else:
+                del self.embed
         if not has_head:
             del self.head
 
@@ -167,18 +190,23 @@ def draw_init_slice(
 ) -> Tensor:
     """Initial values of elements [first, last) of the flattened parameter `name`, 1-D; the same however it is cut.
 
-    Raises ValueError where a class of one's own names a start that there is not.
+    Raises ValueError where a custom class returns an unknown rule.
     """
     match rule:
         case ("normal", float(std)):
             wide = torch.promote_types(dtype, torch.float32)
             return normal(derive_key(seed, name), first, last, device=device, dtype=wide).mul_(std).to(dtype)
+        case ("read", read) if callable(read):
+            return read(first, last).to(device, dtype)
         case ("ones",):
             return torch.ones(last - first, device=device, dtype=dtype)
         case ("zeros",):
             return torch.zeros(last - first, device=device, dtype=dtype)
         case other:
-            raise ValueError(f'{name} starts as {other!r}, which is none of ("normal", std), ("ones",), ("zeros",)')
+            raise ValueError(
+                f'{name} is initialized as {other!r}, which is none of ("normal", std), ("ones",), ("zeros",), '
+                '("read", read)'
+            )
 
 
 __getattr__ = renamed.old_names(__name__)

@@ -1,7 +1,7 @@
-"""AdamW that keeps its two moments in 8 bits each: 2 bytes of state an element instead of 8.
+"""8-bit AdamW: two quantized moments, 2 bytes of optimizer state per element instead of 8.
 
-A moment is decoded, updated by the same kernel as AdamW's, and coded again, a portion at a time. A block of codes never
-leaves its row, and sharding never cuts a row, so any number of ranks keeps the same codes.
+A moment is dequantized, updated by the same kernel as AdamW's, and quantized again, in chunks. A block lies within one
+row, and sharding never cuts a row, so the codes are the same on any number of ranks.
 """
 
 import math
@@ -14,12 +14,12 @@ import torch
 from phalanx.optim.quantized import QuantizedShard, split_row, zero_code
 from phalanx.optim.update import MOMENTS, AdamW, Allocator, Slot, State, StepUpdate, copy_slot
 
-MIN_ELEMENTS = 4096  # of a whole parameter; in smaller ones, and in vectors, moments stay as they are
+MIN_ELEMENTS = 4096  # of a whole parameter; smaller ones and vectors keep unquantized moments
 
 
 @dataclass(frozen=True)
 class AdamW8bit:
-    """`AdamW` with coded moments, of matrices of LEAST_ELEMENTS elements and more."""
+    """8-bit AdamW: `AdamW` with quantized moments for matrices of at least MIN_ELEMENTS elements."""
 
     adamw: AdamW
     state_kinds: ClassVar[tuple[str, ...]] = MOMENTS
@@ -39,14 +39,8 @@ class AdamW8bit:
             state[f"{kind}.codes"].fill_(zero_code(kind))
         return state
 
-    def needs_whole_rows(self, shape: Sequence[int]) -> bool:
-        return _is_quantized(shape)
-
-    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
-        if not _is_quantized(shape):
-            return self.adamw.state_bytes(shape, itemsize)
-        count, length = split_row(shape[-1])
-        return 2 * math.prod(shape[:-1]) * count * (length + itemsize)
+    def elements_together(self, shape: Sequence[int]) -> int:
+        return shape[-1] if _is_quantized(shape) else 1
 
     def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
         copy_slot(source, target)
@@ -64,7 +58,7 @@ class AdamW8bit:
                 }
                 gradient = {name: grads[name][part]}
                 self.adamw.update_in_place({name: decoded}, gradient, change)
-                # Of a skipped step the same numbers are coded again, and give the same codes.
+                # A skipped step quantizes the same numbers again, which gives the same codes.
                 mean.quantize_rows(first, last, decoded["exp_avg"])
                 square.quantize_rows(first, last, decoded["exp_avg_sq"])
 

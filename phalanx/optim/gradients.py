@@ -2,7 +2,8 @@
 
 The backward pass runs on sums of losses divided by the recipe's nominal weight, a constant that keeps magnitudes near
 one; collectives sum. The step's true weight, counted over all ranks, the clip factor and the nominal weight are then
-folded into one divisor that the update applies. So neither shares nor ranks nor micro-batches change the mean.
+folded into one divisor that the update applies. So the mean does not depend on the batch split, the number of ranks, or
+micro-batches.
 """
 
 import threading
@@ -17,14 +18,14 @@ from phalanx.comm.mesh import Axis
 
 
 class LossScale:
-    """A factor of the loss that keeps small gradients above float16's least number (Micikevicius et al. 2018).
+    """Dynamic loss scaling for float16 (Micikevicius et al. 2018).
 
-    It is halved by a step whose gradient is not finite, which is skipped, and doubled after `every` steps in a row that
-    were taken. It lives on the device, and is updated there without the host waiting; the divisor of the update takes
-    it out again. It is the same on all ranks, whatever each computes in.
+    A step whose gradient is not finite is skipped and halves it; `every` good steps in a row double it. It is updated
+    on the device without synchronization; the divisor of the update cancels it. It is the same on all ranks, whatever
+    type each computes in.
     """
 
-    FLOOR = 1.0  # it is not halved below: a gradient that overflows even so is no matter of scale
+    FLOOR = 1.0  # not halved below: a gradient that still overflows does not overflow because of the scale
 
     def __init__(self, first: float, every: int, device: torch.device) -> None:
         self.floor = min(self.FLOOR, first)
@@ -33,7 +34,7 @@ class LossScale:
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)  # steps in a row
 
     def update(self, skip: torch.Tensor) -> None:
-        """Take note of a step that had weight; `skip` is 1.0 where its gradient was not finite."""
+        """Update the scale after a step with weight; `skip` is 1.0 where its gradient was not finite."""
         self._good_steps.add_(1)
         grown = self.factor * 2
         grows = (self._good_steps >= self._every) & torch.isfinite(grown)
@@ -43,22 +44,22 @@ class LossScale:
         self._good_steps.copy_(torch.where((skip > 0) | grows, 0, self._good_steps))
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps; waits for the device."""
+        """The state for a checkpoint; waits for the device."""
         return {"factor": self.factor.item(), "taken": self._good_steps.item()}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
         self.factor.fill_(state["factor"])
         self._good_steps.fill_(state["taken"])
 
 
 def scale_loss(loss_sum: torch.Tensor, nominal_weight: int, scale: LossScale | None = None) -> torch.Tensor:
-    """What the backward pass of a sum of losses begins with."""
+    """Scale a sum of losses for its backward pass: by the nominal weight, and the loss scale if given."""
     return loss_sum / nominal_weight if scale is None else loss_sum * (scale.factor / nominal_weight)
 
 
 def backward(loss_sum: torch.Tensor, nominal_weight: int, scale: LossScale | None = None) -> None:
-    """Run the backward pass of a sum of losses."""
+    """Run the backward pass of a sum of losses, scaled by `scale_loss`."""
     scale_loss(loss_sum, nominal_weight, scale).backward()
 
 
@@ -71,7 +72,7 @@ class TotalWeight:
         self._lock = threading.Lock()
 
     def get(self) -> int:
-        """The sum, when it is there; any thread may ask."""
+        """Wait for the sum; any thread may call this."""
         with self._lock:
             self._pending.wait()
         return int(self._sum.item())  # a host tensor: no device is synchronised
@@ -80,14 +81,14 @@ class TotalWeight:
 def sum_of_squares(grads: Iterable[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Sum of squares of all elements, as one element of `dtype` on `device`."""
     some = [grad for grad in grads if grad.numel()] or [torch.zeros(1, dtype=dtype, device=device)]
-    # Asked for in `dtype`: the norm of a bfloat16 tensor is otherwise rounded to bfloat16, off by up to 0.4 %.
+    # `dtype` is given because the norm of a bfloat16 tensor is otherwise rounded to bfloat16, off by up to 0.4 %.
     return torch.stack(torch._foreach_norm(some, 2, dtype)).square_().sum()
 
 
 def sum_of_squares_once(
     grads: Iterable[tuple[torch.Tensor, int]], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """As `sum_of_squares`, of gradients with how many ranks hold each alike: in the sum over them it counts once."""
+    """Sum of squares of gradients paired with their number of replicas: in the sum over ranks each counts once."""
     alike: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for grad, copies in grads:
         alike[copies].append(grad)
@@ -96,11 +97,11 @@ def sum_of_squares_once(
 
 
 def sum_over_model(squares: torch.Tensor, model: Axis | None, traffic: Traffic) -> torch.Tensor:
-    """Sums of squares added up over the ranks that hold other parts of the `model`: norm, clipping and skipping are
-    then the same on all of them. Waits for the device where there are such ranks."""
+    """All-reduce sums of squares over the ranks that hold other parts of the `model`, so that norm, clipping and
+    skipping are the same on all of them. Waits for the device where there are such ranks."""
     if model is None:
         return squares
-    total = squares.to("cpu", torch.float64, copy=True)  # their group is one of hosts
+    total = squares.to("cpu", torch.float64, copy=True)  # their group is on the hosts
     all_reduce(total, model.group, traffic).wait()
     return total.to(squares)
 
@@ -108,8 +109,8 @@ def sum_over_model(squares: torch.Tensor, model: Axis | None, traffic: Traffic) 
 def divisor_without_clipping(
     like: torch.Tensor, nominal_weight: int, total_weight: int, scale: LossScale | None = None
 ) -> torch.Tensor:
-    """The divisor that `compute_norm_and_divisor` gives for a gradient that is neither clipped nor skipped, bit by
-    bit."""
+    """The divisor of an unclipped step, bitwise equal to that of `compute_norm_and_divisor` if the gradient is neither
+    clipped nor skipped."""
     return _factor(like, nominal_weight, total_weight, scale).reciprocal()
 
 
@@ -126,10 +127,11 @@ def compute_norm_and_divisor(
     clip: float | None,
     scale: LossScale | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From the global sum of squares of raw gradients: (norm of the mean gradient, divisor for the update, skip flag).
+    """Gradient norm and clipping, from the global sum of squares of raw gradients: (norm of the mean gradient, divisor
+    for the update, skip flag).
 
-    All three are one-element tensors on the device. A step without weight, or of a norm that is not finite, is skipped;
-    the loss scale, if there is one, is updated by it.
+    All three are one-element tensors on the device. A step without weight or with a non-finite norm is skipped, and
+    updates the loss scale, if given.
     """
     factor = _factor(squares, nominal_weight, total_weight, scale)
     norm = squares.sqrt() * factor
@@ -139,6 +141,6 @@ def compute_norm_and_divisor(
     skip = (~torch.isfinite(norm)).float() if total_weight else torch.ones_like(norm, dtype=torch.float32)
     if scale is not None and total_weight:
         scale.update(skip)
-    # A NaN divisor would reach nothing, since the update is skipped, but keep it a number.
+    # A NaN divisor would have no effect, since the update is skipped, but keep it finite.
     divisor = torch.where(skip > 0, torch.ones_like(factor), factor).reciprocal()
     return norm, divisor, skip

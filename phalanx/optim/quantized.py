@@ -1,10 +1,10 @@
-"""Numbers of a state in 8 bits each: blocks of a row share a scale, and a code is an entry of a fixed table.
+"""Block-wise 8-bit quantization of optimizer state: blocks of a row share a scale, and a code indexes a fixed table.
 
-The table has more entries the nearer to zero (relative to the block's greatest), so that seven orders of magnitude are
-told apart. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022. Two changes: the table for
-signed numbers holds -1 as it holds 1, and a positive number is never coded as zero (a second moment of zero would make
-its update huge). With the first, decoding and coding again gives the same codes and scales: a checkpoint may hold the
-decoded numbers, and a run that is resumed from it goes on bit by bit.
+The table is denser near zero (relative to the block's maximum), and resolves seven orders of magnitude. Source:
+Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022. Two changes: the table for signed numbers has -1
+as well as 1, and a positive number is never quantized to zero (a second moment of zero would make its update huge).
+With the first, quantizing dequantized numbers gives the same codes and scales: a checkpoint holds dequantized numbers,
+and a run resumed from it is bitwise the same.
 """
 
 import functools
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-BLOCK = 256  # elements at most that share a scale
-CHUNK_ELEMENTS = 2**24  # decoded at a time
+BLOCK = 256  # most elements that share a scale
+CHUNK_ELEMENTS = 2**24  # dequantized at a time
 SIGNED = frozenset(["exp_avg"])
-# Blocks whose greatest is below count as zero: further down decoding would meet numbers that float32 holds inexactly.
+# Blocks whose maximum is below this count as zero: smaller numbers would be subnormal, inexact in float32.
 # The root of such a second moment is 1e-15, far below any eps.
 MIN_SCALE = 1e-30
 
 
 @functools.cache
 def make_codebook(signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 256 numbers that codes stand for, in order, and the 255 places between them at which rounding changes."""
+    """The codebook: the 256 values of the codes, in order, and the 255 thresholds between them."""
     numbers = [0.0, 1.0]
     for exponent in range(7):
         # 2^exponent numbers (twice as many where no sign is needed) in the middles of equal parts of [0.1, 1], scaled.
@@ -36,7 +36,7 @@ def make_codebook(signed: bool, dtype: torch.dtype, device: torch.device) -> tup
         values[0] = -1.0  # in place of -0.993
     between = (values[1:] + values[:-1]) / 2
     if not signed:
-        between[0] = 0.0  # whatever is above zero stays above it
+        between[0] = 0.0  # a positive number stays positive
     return values.to(device, dtype), between.to(device, dtype)
 
 
@@ -46,13 +46,14 @@ def zero_code(kind: str) -> int:
 
 
 def split_row(columns: int) -> tuple[int, int]:
-    """(blocks of a row, elements of a block): as few equal blocks as there can be; the last may be filled up."""
+    """(blocks of a row, elements of a block): the fewest equal blocks; the last may be padded."""
     count = -(-columns // BLOCK)
     return count, -(-columns // count)
 
 
 def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values (rows, columns) -> codes uint8 (rows, blocks, block) and scales (rows, blocks) in the values' dtype."""
+    """Quantize values (rows, columns) to codes uint8 (rows, blocks, block) and scales (rows, blocks) in the values'
+    dtype."""
     rows, columns = values.shape
     count, length = split_row(columns)
     blocks = F.pad(values, (0, count * length - columns)).view(rows, count, length)
@@ -64,15 +65,15 @@ def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Te
 
 
 def search_codes(normalized: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The codes of numbers from -1 to 1: how many of the places between the table's numbers lie below each."""
+    """The codes of numbers from -1 to 1: the number of thresholds below each."""
     _, between = make_codebook(signed, normalized.dtype, normalized.device)
     return torch.bucketize(normalized, between, out_int32=True).to(torch.uint8)
 
 
 def look_up_codes(normalized: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The same for float32: a binary search takes a CPU ten times as long.
+    """`search_codes` by table lookup, for float32: on a CPU ten times as fast as a binary search.
 
-    Numbers with the same upper 16 bits lie so close together that at most one of the places is among them.
+    Numbers with the same upper 16 bits are so close together that at most one threshold lies among them.
     """
     firsts, between = _look_up(signed, normalized.device)
     flat = normalized.flatten()
@@ -82,16 +83,16 @@ def look_up_codes(normalized: torch.Tensor, signed: bool) -> torch.Tensor:
 
 @functools.cache
 def _look_up(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The code of the least float32 with each upper half (65536,), and the place above each code (256,)."""
+    """The code of the smallest float32 with each upper half (65536,), and the threshold above each code (256,)."""
     upper = torch.arange(1 << 16, dtype=torch.int64, device=device)
-    least = (upper << 16) + torch.where(upper < 1 << 15, 0, 0xFFFF)  # of a negative number: the farthest from zero
+    least = (upper << 16) + torch.where(upper < 1 << 15, 0, 0xFFFF)  # of negative numbers the farthest from zero
     _, between = make_codebook(signed, torch.float32, device)
     firsts = torch.bucketize(least.to(torch.int32).view(torch.float32), between, out_int32=True)
     return firsts, torch.cat((between, between.new_full((1,), torch.inf)))
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool, columns: int) -> torch.Tensor:
-    """The numbers (rows, columns) that codes and scales stand for, in the dtype of the scales."""
+    """Dequantize codes and scales to values (rows, columns) in the dtype of the scales."""
     numbers, _ = make_codebook(signed, scales.dtype, scales.device)
     found = numbers.index_select(0, codes.flatten().int()).view(codes.shape).mul_(scales[..., None])
     return found.flatten(1)[:, :columns]
@@ -99,7 +100,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool, columns:
 
 @dataclass(frozen=True)
 class QuantizedShard:
-    """A coded shard of one kind of state, of whole rows: codes (rows, blocks, block) and scales (rows, blocks)."""
+    """A quantized shard of one kind of state, in whole rows: codes (rows, blocks, block) and scales (rows, blocks)."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -108,7 +109,7 @@ class QuantizedShard:
 
     @classmethod
     def from_state(cls, state: Mapping[str, torch.Tensor], kind: str, elements: int) -> "QuantizedShard":
-        """The view of what a state keeps flat under "KIND.codes" and "KIND.scales"."""
+        """A view of the flat tensors "KIND.codes" and "KIND.scales" of a state."""
         codes, scales = state[f"{kind}.codes"], state[f"{kind}.scales"]
         return cls(codes, scales, elements, kind in SIGNED)
 
@@ -125,22 +126,22 @@ class QuantizedShard:
         return self.elements // max(1, self.scales.shape[0])
 
     def row_chunks(self) -> list[tuple[int, int]]:
-        """The rows, cut into runs of at most PORTION_ELEMENTS elements."""
+        """Ranges of rows of at most CHUNK_ELEMENTS elements each."""
         rows, step = self.scales.shape[0], max(1, CHUNK_ELEMENTS // max(1, self.columns))
         return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
     def dequantize_rows(self, first: int, last: int) -> torch.Tensor:
-        """The decoded rows [first, last), flat."""
+        """The dequantized rows [first, last), flat."""
         return dequantize(self.codes[first:last], self.scales[first:last], self.signed, self.columns).reshape(-1)
 
     def quantize_rows(self, first: int, last: int, values: torch.Tensor) -> None:
-        """Code flat values into the rows [first, last)."""
+        """Quantize flat values into the rows [first, last)."""
         codes, scales = quantize(values.view(last - first, self.columns), self.signed)
         self.codes[first:last] = codes
         self.scales[first:last] = scales
 
     def dequantize(self) -> torch.Tensor:
-        """All elements, flat."""
+        """All elements, dequantized and flat."""
         out = torch.empty(self.elements, dtype=self.dtype, device=self.device)
         for first, last in self.row_chunks():
             out[first * self.columns : last * self.columns] = self.dequantize_rows(first, last)

@@ -1,8 +1,8 @@
 """Update rules of torch.optim, run by torch's own class on pieces of flat shards.
 
-What the class keeps in the parameter's shape is a kind of state, which engines hold and checkpoints keep. What it keeps
-as a single number must follow from the step and the learning rate, so that nothing else has to be saved: the count of
-steps, NAdam's product and ASGD's rates do. Every call makes the class anew and hands it the state.
+Tensors that the class keeps in the parameter's shape are kinds of state, which engines hold and checkpoints save.
+Single numbers that it keeps must follow from the step and the learning rate, so that they need not be saved: the step
+count, NAdam's product and ASGD's rates do. Every call creates the class again and hands it the state.
 """
 
 import functools
@@ -15,14 +15,14 @@ from phalanx.config.optimizers import BETAS, OPTIMIZERS
 from phalanx.core.errors import ConfigError
 from phalanx.optim.update import Allocator, Slot, State, StepUpdate
 
-CHUNK_ELEMENTS = 2**24  # updated at a time: the new state lies beside the old one until it is known whether it counts
+CHUNK_ELEMENTS = 2**24  # updated at a time; old and new state coexist until a skip is ruled out
 SCALARS = frozenset(["step", "mu_product", "eta", "mu"])
 
 
 @dataclass(frozen=True)
 class TorchRule:
-    """The rule `name` of `OPTIMIZERS` with its class's `arguments`; `initial`: what a state starts at, where not at
-    0."""
+    """The update rule of a torch.optim class, `name` in `OPTIMIZERS`, with its `arguments`; `initial`: initial values
+    of state, where not 0."""
 
     name: str
     arguments: Mapping[str, object]
@@ -39,11 +39,8 @@ class TorchRule:
             state[kind].fill_(value)
         return state
 
-    def needs_whole_rows(self, shape: Sequence[int]) -> bool:
-        return False
-
-    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
-        return len(self.state_kinds) * itemsize * torch.Size(shape).numel()
+    def elements_together(self, shape: Sequence[int]) -> int:
+        return 1
 
     def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
         if target is not source:
@@ -63,7 +60,7 @@ class TorchRule:
                     target[name][kind][part] = torch.where(change.skip > 0, before[kind], after[kind])
 
     def _step(self, states: Sequence[State], decayed: Sequence[bool], step: int, lr: float) -> None:
-        """Let the class update parameters and state in place."""
+        """Run the class on parameters and state, in place."""
         groups = []
         for decay in (True, False):
             params = [state["param"] for state, wanted in zip(states, decayed, strict=True) if wanted is decay]
@@ -83,7 +80,7 @@ class TorchRule:
                 state[kind] = optimizer.state[state["param"]][kind]
 
     def _scalars(self, step: int, lr: float) -> dict[str, torch.Tensor]:
-        """The single numbers that the class kept after the step before this one. They stay on the host."""
+        """The single numbers that the class keeps after the previous step, on the host."""
         found: dict[str, float] = {} if self.name == "sgd" else {"step": step - 1}
         if self.name == "nadam":
             betas, decay = self.arguments["betas"], self.arguments.get("momentum_decay", 4e-3)
@@ -91,7 +88,7 @@ class TorchRule:
             assert isinstance(decay, float | int)
             found["mu_product"] = _mu_product(step - 1, betas[0], decay)
         if self.name == "asgd":
-            # torch's class takes the rate from the step before; with a rate that changes ours is a step ahead of it.
+            # torch's class uses the previous step's rate; with a changing rate ours is one step ahead.
             lambd, alpha, t0 = (
                 float(self.arguments.get(key, default))  # type: ignore[arg-type]
                 for key, default in (("lambd", 1e-4), ("alpha", 0.75), ("t0", 1e6))
@@ -105,9 +102,9 @@ def make_torch_rule(
     name: str, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
     options: Mapping[str, bool | int | float],
 ) -> TorchRule:  # fmt: skip
-    """The rule of torch.optim that is called `name` in `OPTIMIZERS`.
+    """Create the update rule of a torch.optim class, by its `name` in `OPTIMIZERS`.
 
-    Raises ConfigError where its class refuses a value, or keeps a number of which nothing is known here.
+    Raises ConfigError where its class refuses a value, or keeps an unknown number.
     """
     arguments: dict[str, object] = dict(options)
     if BETAS[0] in OPTIMIZERS[name].keys:
@@ -115,13 +112,13 @@ def make_torch_rule(
     try:
         kinds = _kinds(name, lr, arguments)
     except ValueError as error:
-        raise ConfigError(f"optim.name {name} refuses its options ({error}); mend optim.options") from None
+        raise ConfigError(f"optim.name {name} refuses its options ({error}); correct optim.options") from None
     initial = {"step_size": lr, "sum": float(options.get("initial_accumulator_value", 0.0))}
     return TorchRule(name, arguments, weight_decay, kinds, {k: v for k, v in initial.items() if k in kinds})
 
 
 def _kinds(name: str, lr: float, arguments: Mapping[str, object]) -> tuple[str, ...]:
-    """What the class keeps in the parameter's shape, seen after a step of three elements."""
+    """The kinds of state that the class keeps in the parameter's shape, found by a step of three elements."""
     sample = torch.zeros(3)
     sample.grad = torch.ones(3)
     optimizer = _class_of(name)([sample], lr=lr, foreach=False, **arguments)
@@ -151,7 +148,7 @@ def _mu_product(steps: int, beta1: float, decay: float) -> float:
 
 
 def _portions(grads: Mapping[str, torch.Tensor]) -> Iterator[list[tuple[str, slice]]]:
-    """Cut the shards into parts and gather these, so that each list has at most PORTION_ELEMENTS elements."""
+    """Split the shards into lists of slices of at most CHUNK_ELEMENTS elements each."""
     batch: list[tuple[str, slice]] = []
     room = CHUNK_ELEMENTS
     for name, grad in grads.items():

@@ -1,7 +1,7 @@
-"""Element-wise update rules, from slot to slot.
+"""Optimizer update rules, which read one slot of state and write another.
 
-A slot holds the state of every shard, keyed by parameter name. An update reads one slot and writes another, or the same
-one: with two slots the old state survives until the new one is complete. Both ways give the same bits.
+A slot holds the state of every shard, keyed by parameter name. An update reads one slot and writes another, or updates
+in place: with two slots the old state remains until the new one is complete. Both give the same bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,21 +14,21 @@ import torch
 from phalanx.optim.quantized import QuantizedShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-NO_REPLICAS: Mapping[str, int] = MappingProxyType({})  # no parameter is held alike by ranks of one model
+NO_REPLICAS: Mapping[str, int] = MappingProxyType({})  # no parameter is replicated within one model
 
 ReadState = Callable[[str, str, int, int, torch.Tensor], None]  # name, kind, start, stop, out
 
 # --------------------------------------------------------------------------------------------------------------- state
-# The state of an optimizer: shards of parameters, and the pieces by which checkpoints keep what belongs to them.
+# Optimizer state: shards of parameters, and the pieces in which checkpoints store it.
 
 
 # An allocator gives zero-filled buffers for state: (parameter name, kind, elements, dtype, device) -> flat tensor.
 Allocator = Callable[[str, str, int, torch.dtype, torch.device], torch.Tensor]
 
-ROW_KIND = "row_"  # what the name of a kind of state begins with of which there is one number for each row
+ROW_KIND = "row_"  # prefix of kinds of state with one number per row
 
-State = dict[str, torch.Tensor]  # what is kept of one shard: "param", and what the rule made
-Slot = dict[str, State]  # by a name of the shard
+State = dict[str, torch.Tensor]  # of one shard: "param", and the rule's kinds of state
+Slot = dict[str, State]  # by name of the shard
 
 
 def state_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ def state_shape(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
 
 @dataclass
 class Shard:
-    """Elements [start, stop) of a parameter, flattened in row-major order: what one rank keeps of it."""
+    """A rank's shard of a parameter: elements [start, stop) of it, flattened in row-major order."""
 
     name: str
     start: int
@@ -50,10 +50,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A shard of one kind of state, as checkpoints keep it: elements [start, stop) of the flattened parameter, or rows.
+    """A shard of one kind of state, as checkpoints store it: elements [start, stop) of the flattened parameter, or
+    rows.
 
     With a `window` [first, last) they are elements of these columns alone, flattened: a part of a matrix that is cut by
-    its last dim. `values` is a 1-D tensor on any device, or a coded one that is decoded whenever `tensor` is asked for.
+    its last dim. `values` is a 1-D tensor on any device, or a quantized one, which each read of `tensor` dequantizes.
     """
 
     name: str
@@ -65,7 +66,7 @@ class StatePiece:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The elements; ask for it once, since decoding takes time and memory."""
+        """The elements; read it once, since dequantizing takes time and memory."""
         return self.values if isinstance(self.values, torch.Tensor) else self.values.dequantize()
 
     @property
@@ -82,9 +83,9 @@ class StatePiece:
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """What a step asks of every element: the number of the `step` (the first is 1) and its learning rate; which
-    parameters are not decayed; what gradients are divided by before use; whether (1.0) the state is carried over as it
-    is. The last two are one-element tensors on the device, so that nothing waits for the host."""
+    """The inputs of a step's update: the number of the `step` (the first is 1) and its learning rate; the parameters
+    without weight decay; the divisor of the gradients; whether the step is skipped (1.0: state is copied unchanged).
+    The last two are one-element tensors on the device, so that nothing synchronizes with the host."""
 
     step: int
     lr: float
@@ -94,10 +95,9 @@ class StepUpdate:
 
 
 class UpdateRule(Protocol):
-    """How a gradient changes a parameter. `state_kinds` are the kinds of state beside the master weights, as
-    checkpoints name them, of which a parameter may lack some. Each has a number for each element, or, if its name
-    begins with "row_", for each row (all but the last dim), where `needs_whole_rows` says that no rank has a part of
-    one."""
+    """An update rule (optimizer). `state_kinds` are the kinds of state besides the master weights, as checkpoints name
+    them; a parameter may lack some. Each has a number per element, or, if its name begins with "row_", per row (all but
+    the last dim); `elements_together` then keeps rows whole."""
 
     @property
     def state_kinds(self) -> tuple[str, ...]: ...
@@ -109,12 +109,9 @@ class UpdateRule(Protocol):
         """Allocate the state, without the master weights, of a shard of `elements` of the parameter of that `shape`."""
         ...
 
-    def needs_whole_rows(self, shape: Sequence[int]) -> bool:
-        """Whether something is kept for each row of a parameter of that shape, so that no shard may cut a row."""
-        ...
-
-    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
-        """Bytes of that state for a whole parameter whose master weights take `itemsize` bytes each."""
+    def elements_together(self, shape: Sequence[int]) -> int:
+        """The number of neighbouring elements that no shard of a parameter of that shape may cut: 1, a row (the last
+        dim), or all."""
         ...
 
     def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
@@ -123,17 +120,24 @@ class UpdateRule(Protocol):
 
 
 def allocate_zeros(name: str, kind: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The plain allocator: fresh zero-filled memory."""
+    """The default allocator: new zero-filled memory."""
     return torch.zeros(elements, dtype=dtype, device=device)
 
 
+def count_state_bytes(rule: UpdateRule, shape: Sequence[int], elements: int, dtype: torch.dtype) -> int:
+    """Bytes of the state, without the master weights, of a shard of `elements` of a parameter of that `shape`."""
+    state = rule.make_state("", shape, elements, dtype, torch.device("meta"), allocate_zeros)
+    return sum(tensor.nbytes for tensor in state.values())
+
+
 def state_pieces(rule: UpdateRule, name: str, state: State, start: int) -> Iterator[StatePiece]:
-    """The state of a shard that begins at element `start`, kind by kind; what is coded is decoded when asked for."""
+    """The pieces of a shard's state, kind by kind, for a shard that begins at element `start`; quantized state is
+    dequantized when read."""
     elements = state["param"].numel()
     for kind in ("param", *rule.state_kinds):
         if kind in state:
             values = state[kind]
-            # Rows are counted where there are some: of a shard without elements nothing lies anywhere.
+            # A shard without elements has no rows to count.
             row = max(1, elements // max(1, values.numel())) if kind.startswith(ROW_KIND) else 1
             yield StatePiece(name, kind, start // row, start // row + values.numel(), values)
         elif f"{kind}.codes" in state:
@@ -141,7 +145,7 @@ def state_pieces(rule: UpdateRule, name: str, state: State, start: int) -> Itera
 
 
 def load_state(rule: UpdateRule, name: str, state: State, start: int, read: ReadState) -> None:
-    """Fill the state of a shard that begins at element `start`."""
+    """Load the state of a shard that begins at element `start`."""
     for piece in state_pieces(rule, name, state, start):
         found = piece.values
         if isinstance(found, torch.Tensor):
@@ -155,7 +159,7 @@ def load_state(rule: UpdateRule, name: str, state: State, start: int, read: Read
 
 
 def copy_slot(source: Slot, target: Slot) -> None:
-    """Carry everything over, also of shards that get no gradient, so that an update may go on in place in `target`."""
+    """Copy all state, also of shards without a gradient, so that an update can continue in place in `target`."""
     if target is not source:
         for name, state in source.items():
             for key, tensor in state.items():
@@ -178,30 +182,27 @@ class AdamW:
     ) -> State:  # fmt: skip
         return {kind: allocate(name, kind, elements, dtype, device) for kind in MOMENTS}
 
-    def needs_whole_rows(self, shape: Sequence[int]) -> bool:
-        return False
-
-    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
-        return 2 * itemsize * torch.Size(shape).numel()
+    def elements_together(self, shape: Sequence[int]) -> int:
+        return 1
 
     def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
         copy_slot(source, target)
         self.update_in_place(target, grads, self.divide_grads(grads, change))
 
     def divide_grads(self, grads: Mapping[str, torch.Tensor], change: StepUpdate) -> StepUpdate:
-        """With the divisor left for the kernel, which reads it in float32: too coarse for a proof in float64."""
+        """Divide float64 gradients by the divisor, and leave the kernel 1: it reads its divisor in float32."""
         if all(grad.dtype != torch.float64 for grad in grads.values()):
             return replace(change, divisor=change.divisor.float())
         torch._foreach_div_(list(grads.values()), change.divisor)
         return replace(change, divisor=torch.ones_like(change.divisor, dtype=torch.float32))
 
     def update_in_place(self, slot: Slot, grads: Mapping[str, torch.Tensor], change: StepUpdate) -> None:
-        """The update of a slot whose moments are plain tensors."""
+        """Update a slot with unquantized moments in place."""
         for decay in (True, False):
             names = [name for name in grads if (name not in change.no_decay) is decay and grads[name].numel()]
             if not names:
                 continue
-            # One step count a tensor: the kernel takes a list and reads an entry for each.
+            # One step count per tensor: the kernel reads an entry of the list for each.
             count = torch.full((), float(change.step), dtype=torch.float32, device=grads[names[0]].device)
             torch._fused_adamw_(
                 [slot[name]["param"] for name in names],

@@ -1,4 +1,5 @@
-"""Which activations are kept for the backward pass, and which are computed again; offload.py moves what is kept."""
+"""Activation checkpointing: which activations are saved for the backward pass and which are recomputed (offload.py
+moves the saved ones to the host)."""
 
 import contextlib
 import functools
@@ -14,8 +15,8 @@ from phalanx.comm.collectives import device_for_group
 from phalanx.core.errors import ConfigError
 from phalanx.parallel.tensor_collectives import NAMESPACE, SUMS, TensorParallelPeers
 
-# What takes long to compute: matrix products, and attention by the kernel of any device. The last is that of several
-# documents in one row.
+# Expensive operators: matrix products, and the attention kernels of all devices. The last is for several documents in
+# one row.
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _ATTENTION = (
     "aten._scaled_dot_product_flash_attention_for_cpu",
@@ -26,14 +27,16 @@ _ATTENTION = (
     "aten._scaled_dot_product_attention_math_for_mps",
     "torch_attn._varlen_attn",
 )
+_EXPERTS = ("phalanx.grouped_mm",)
 
 
 def recompute(units: Sequence[nn.Module], selective: bool) -> None:
-    """Make each unit keep only its inputs and compute the rest again in the backward pass (Chen et al. 2016).
+    """Apply activation checkpointing: each unit saves only its inputs and recomputes the rest in the backward pass
+    (Chen et al. 2016).
 
-    `selective` keeps the results of matrix products and of attention too, so that little time is spent again
-    (Korthikanti et al. 2022). The forward method is replaced in place, so that names of parameters stay as they are.
-    Nothing needs the state of a random generator: dropout draws by coordinates, and draws the same again.
+    `selective` also saves the results of matrix products and of attention, so that recomputation takes little time
+    (Korthikanti et al. 2022). The forward method is replaced in place, so that parameters keep their names. No state of
+    a random generator is needed: dropout uses counter-based random numbers, the same when recomputed.
     """
     wrap = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if selective:
@@ -44,9 +47,9 @@ def recompute(units: Sequence[nn.Module], selective: bool) -> None:
 
 
 def by_position(wrap: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a checkpoint with all arguments in order: of what is given by name it holds the tensor itself, unseen by
-    autograd's hooks and checks."""
-    if not kwargs or torch.compiler.is_compiling():  # a compiled one sees no names
+    """Call a checkpoint with positional arguments only: it holds keyword tensors directly, unseen by autograd's hooks
+    and checks."""
+    if not kwargs or torch.compiler.is_compiling():  # compiled code has no keyword arguments
         return wrap(forward, *args, **kwargs)
     return wrap(functools.partial(_by_name, forward, tuple(kwargs)), *args, *kwargs.values())
 
@@ -62,14 +65,14 @@ def _policy(kept: frozenset[object], _: object, operator: object, *args: Any, **
 
 
 def _sums_over_ranks(operator: object, args: Sequence[Any]) -> bool:
-    """Whether it sums over tensor-parallel ranks. What they only gather is as large as on one rank, and is gathered
-    again: a rank keeps its part."""
+    """Whether an operator sums over tensor-parallel ranks. Gathered tensors are not saved but gathered again: a rank
+    keeps only its part."""
     return isinstance(operator, torch._ops.OpOverload) and operator.namespace == NAMESPACE and args[1] in SUMS
 
 
 def _is_short(operator: object, args: Sequence[Any]) -> bool:
-    """Whether a product sums over so few elements that its result takes little time for the memory it fills: that of an
-    adapter's B, which is as large as that of the matrix beside it."""
+    """Whether a matrix product has so short an inner dim that its result is cheap to recompute for its memory, such as
+    that of an adapter's B."""
     if not str(operator).startswith(_PRODUCTS):
         return False
     one, other = args[-2:]
@@ -77,7 +80,7 @@ def _is_short(operator: object, args: Sequence[Any]) -> bool:
 
 
 def check_horizon(blocks: int, horizon: int) -> None:
-    """Raises ConfigError where a model of so many `blocks` would have nothing that `offload` moves."""
+    """Raises ConfigError where `offload` would move nothing in a model of `blocks` blocks."""
     if blocks <= horizon:
         raise ConfigError(
             f"memory.activations=offload would move nothing: the inputs of the last {horizon} blocks stay on the "
@@ -87,29 +90,29 @@ def check_horizon(blocks: int, horizon: int) -> None:
 
 
 def operators_to_save() -> list[Callable[..., object]]:
-    """The operators whose results `selective` keeps."""
-    import torch.nn.attention.varlen  # makes the last of them known
+    """The operators whose results selective checkpointing saves."""
+    import torch.nn.attention.varlen  # registers the last of _ATTENTION, as the next that of _EXPERTS
 
     found = []
-    for name in (*_PRODUCTS, *_ATTENTION):
+    for name in (*_PRODUCTS, *_ATTENTION, *_EXPERTS):
         space, _, operator = name.partition(".")
         found.append(getattr(getattr(torch.ops, space), operator).default)
     return found
 
 
 # ------------------------------------------------------------------------------------------------------------- dropout
-# Dropout in models of transformers whose tensors are divided: what all ranks hold is dropped alike on all of them, and
-# what each holds for itself, the probabilities of its heads, by draws of its own. Before each pass the ranks take one
-# seed, so that their generators go on together; around attention each takes a seed of its own, drawn from there, and
-# then goes on where all are. Recomputed layers draw what they drew: PyTorch's checkpoints restore the generator, which
-# is all that this depends on.
+# Dropout in tensor-parallel models of transformers: replicated activations have the same dropout on all ranks, and each
+# rank's attention probabilities its own. Before each pass the ranks take one seed, so that their generators agree;
+# around attention each takes a separate seed, derived from the common one, and then returns to it. Recomputed layers
+# draw the same: PyTorch's checkpoints restore the generator, which is all that this depends on.
 
 
-_SEEDS = 2**62  # how many there are
+_SEEDS = 2**62  # number of seeds
 
 
 def sync_dropout(model: nn.Module, attention: list[nn.Module], peers: TensorParallelPeers) -> None:
-    """Have a divided model's dropout agree over its ranks, while it trains; `attention`: its modules with heads."""
+    """Synchronize the dropout of a tensor-parallel model over its ranks in training; `attention`: its modules with
+    heads."""
     model.register_forward_pre_hook(_SharedSeed(peers))
     for module in attention:
         own = _LocalRNG(peers.rank)
@@ -118,7 +121,7 @@ def sync_dropout(model: nn.Module, attention: list[nn.Module], peers: TensorPara
 
 
 class _SharedSeed:
-    """Seeds the generators of all ranks alike, by a number that the first draws from its own."""
+    """Seeds the generators of all ranks with a number that the first draws."""
 
     def __init__(self, peers: TensorParallelPeers) -> None:
         self._peers = peers
@@ -133,7 +136,7 @@ class _SharedSeed:
 
 
 class _LocalRNG:
-    """Around one module: draws of this rank's own."""
+    """Hooks around one module in which this rank uses its own random numbers."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._aside = rank, contextlib.ExitStack()

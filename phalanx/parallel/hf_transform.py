@@ -1,7 +1,7 @@
-"""Tensor parallelism for models of transformers, in place: the same primitives as for our own (tensor.py).
+"""Tensor parallelism for models of transformers, in place, by the primitives of tensor.py.
 
-A table for each architecture says how its matrices are cut. Its code goes on as it is: it finds the number of heads in
-the tensors. Logits are whole on every rank, so that a loss, transformers' or anybody's, is computed as before.
+A table for each architecture says how its matrices are cut. Its code is unchanged: it takes the number of heads from
+the tensors. Logits are whole on every rank, so that any loss, of transformers or custom, is computed as before.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from phalanx.parallel.tensor import (
     TENSOR_PARALLEL_MODULES,
     PartialRMSNorm,
     RowParallelLinear,
+    SplitRMSNorm,
     TensorParallelContext,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -35,8 +36,9 @@ from phalanx.parallel.tensor import (
 )
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
 
-_DROPOUT = ("attention_dropout", "hidden_dropout")  # keys of their configurations
-_ATTENTION = (".self_attn", ".attention")  # ends of the names of modules with heads
+_DROPOUT = ("attention_dropout", "hidden_dropout", "attn_pdrop")  # keys of their configurations
+_ATTENTION = (".self_attn", ".self_attention", ".attention", ".attn")  # ends of the names of modules with heads
+_HEAD_COUNTS = {"num_heads", "num_attention_heads"}  # attributes of those that do not ask their tensors
 _TIMEOUT_S = 600.0
 
 
@@ -57,13 +59,14 @@ def transform(
     dtype: torch.dtype | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> nn.Module:
-    """Cut a model of transformers over the ranks of `axis`, in place, and return it. Collective.
+    """Apply tensor parallelism to a model of transformers over the ranks of `axis`, in place, and return it.
+    Collective.
 
-    It holds its weights, the same on all ranks, or is on meta, and stays there. With `load_state_dict_from_rank0`
-    global rank 0 has the weights and all others, of the whole default group, are sent theirs, tensor by tensor, whether
-    their model is on meta or not. `device` and `dtype` are where parts go and what type they get; if not given they
-    stay where they are (what is sent goes to the host), in the type that they have. The axis must live as long as the
-    model is used. Raises ConfigError for models that it does not know, and for numbers that do not divide.
+    The model has its weights, the same on all ranks, or is on meta and stays there. With `load_state_dict_from_rank0`
+    global rank 0 has the weights and sends all other ranks of the default group their parts, tensor by tensor, whether
+    their model is on meta or not. `device` and `dtype` are those of the parts; by default they keep their device
+    (received ones are on the host) and type. The axis must exist as long as the model is used. Raises ConfigError for
+    unknown models, and for sizes that do not divide.
     """
     kinds = find_cut_plan(model)
     numbers = _numbers(model)
@@ -79,13 +82,23 @@ def transform(
     if arrive is not None:
         arrive.receive_rest(model)
     for name, module in list(model.named_modules()):
-        if name.endswith((".q_norm", ".k_norm")):  # each rank sees its own heads
+        if name.endswith((".q_norm", ".k_norm")):  # each rank has its own heads
             ours = RMSNorm(0, float(vars(module)["variance_epsilon"]))
-            ours.weight = module.get_parameter("weight")
-            model.set_submodule(name, PartialRMSNorm(ours, cut))
+            ours.weight, part = module.get_parameter("weight"), held.get(f"{name}.weight")
+            if part is None:
+                model.set_submodule(name, PartialRMSNorm(ours, cut))
+                continue
+            sharers = cut.kv_peers if part.copies > 1 else None  # over all heads, of which a rank has some
+            split = SplitRMSNorm(ours, copy_shard(ours.weight, part), part.shape[0], cut, sharers)
+            split.shards = {"weight": part}
+            model.set_submodule(name, split)
+        for number in _HEAD_COUNTS & vars(module).keys() if name.endswith(_ATTENTION) else ():
+            vars(module)[number] = numbers.heads // axis.size
+        if "num_kv_heads" in vars(module):
+            vars(module)["num_kv_heads"] = numbers.kv_heads // axis.size
         if "num_key_value_groups" in vars(module):
             vars(module)["num_key_value_groups"] = numbers.heads // axis.size // max(1, numbers.kv_heads // axis.size)
-    for parameter in model.parameters():  # not buffers: rotary frequencies keep their digits
+    for parameter in model.parameters():  # not buffers: rotary frequencies keep their precision
         parameter.data = parameter.data.to(dtype=dtype)
     model.register_load_state_dict_pre_hook(shard_state_dict)
     if any(_config(model).get(key) for key in _DROPOUT):
@@ -97,13 +110,13 @@ def transform(
 
 
 def find_cut_plan(model: nn.Module) -> Mapping[str, str]:
-    """How the modules of a model are cut. Raises ConfigError where nobody knows."""
+    """The tensor-parallel plan of a model: how its modules are cut. Raises ConfigError for an unknown architecture."""
     for each in type(model).__mro__:
         if each.__name__ in TRANSFORM_PLANS:
             return TRANSFORM_PLANS[each.__name__]
     raise ConfigError(
         f"tensor parallelism does not know {type(model).__name__}; it knows transformers' "
-        f"{', '.join(TRANSFORM_PLANS)}, so transform one of them, or leave tensor parallelism out"
+        f"{', '.join(TRANSFORM_PLANS)}, so transform one of them, or do not use tensor parallelism"
     )
 
 
@@ -113,15 +126,31 @@ def _config(model: nn.Module) -> dict[str, Any]:
 
 
 def _numbers(model: nn.Module) -> _Heads:
-    config = _config(model)
-    heads = int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    return _Heads(heads, kv_heads, int(config["intermediate_size"]), int(config["vocab_size"]))
+    config = cast(Any, model).config  # whose attributes have the same names in most architectures
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or _count_falcon_keys(config) or heads)
+    inner = (getattr(config, key, None) for key in ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"))
+    width = next((int(each) for each in inner if each), 4 * int(config.hidden_size))
+    return _Heads(heads, kv_heads, width, int(config.vocab_size))
+
+
+def _count_falcon_keys(config: Any) -> int | None:
+    if getattr(config, "new_decoder_architecture", False):
+        return int(config.num_kv_heads)
+    return 1 if getattr(config, "multi_query", False) else None
 
 
 def _check(model: nn.Module, numbers: _Heads, size: int) -> None:
-    """Raises ConfigError for what cannot be cut over so many ranks, or would not be the same there."""
+    """Raises ConfigError for a model that cannot be cut over so many ranks."""
     over = f"tensor parallelism over {size} ranks"
+    if getattr(cast(Any, model).config, "alibi", False):
+        raise ConfigError(f"{over} does not divide attention by distance (alibi); use a model with rotary positions")
+    fused = any(name.endswith(".query_key_value") for name, _ in model.named_modules())
+    if fused and numbers.kv_heads % size:
+        raise ConfigError(
+            f"{over} must divide the {numbers.kv_heads} key heads, which share a matrix with the queries; choose a "
+            "divisor"
+        )
     if numbers.heads % size or numbers.intermediate % size:
         raise ConfigError(
             f"{over} must divide the {numbers.heads} attention heads and the {numbers.intermediate} channels of the "
@@ -133,7 +162,7 @@ def _check(model: nn.Module, numbers: _Heads, size: int) -> None:
             f"multiple of {numbers.kv_heads}"
         )
     if numbers.vocab_size < size:
-        raise ConfigError(f"{over} leaves some without a row of the vocabulary of {numbers.vocab_size}; choose fewer")
+        raise ConfigError(f"{over} leaves some without a row of the vocabulary of {numbers.vocab_size}; use fewer")
 
 
 def _sharers(axis: Axis, kv_heads: int, timeout_s: float) -> TensorParallelPeers | None:
@@ -143,7 +172,7 @@ def _sharers(axis: Axis, kv_heads: int, timeout_s: float) -> TensorParallelPeers
 
 
 class _Rank0Weights:
-    """The weights that global rank 0 sends to all others, one tensor after the other; nobody else holds all of them."""
+    """The weights that global rank 0 sends to all others, one tensor at a time; no other rank holds all of them."""
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
@@ -154,22 +183,22 @@ class _Rank0Weights:
             *((name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers()),
         ]
         if self._sends and any(each.is_meta for each in model.parameters()):
-            described = []  # which no rank has, so that all of them find out
+            described = []  # matches no rank's, so that all ranks see the mismatch
         number = float(zlib.crc32(repr(described).encode()))
         seen = torch.tensor([number, -number], dtype=torch.float64, device=self._sent_from)
         collectives.all_reduce(seen, dist.group.WORLD, Traffic(), dist.ReduceOp.MAX).wait()  # type: ignore[arg-type]
         if seen[0] != -seen[1]:
             raise ConfigError(
-                "load_state_dict_from_rank0 needs the weights on rank 0 and the same model, in the same types, on all "
-                "ranks; load it there, and build it from one config elsewhere"
+                "load_state_dict_from_rank0 needs the weights on rank 0, and the same model, in the same types, on all "
+                "ranks; load the weights on rank 0, and build the model from the same config on the others"
             )
 
     def receive_shard(self, whole: Tensor, part: TensorShard) -> nn.Parameter:
-        """This rank's part of what rank 0 sends."""
+        """Receive this rank's shard of a parameter from rank 0."""
         return copy_shard(self._sent(whole, self._dtype).requires_grad_(whole.requires_grad), part)
 
     def receive_rest(self, model: nn.Module) -> None:
-        """Everything else, which all ranks have whole."""
+        """Receive all other parameters and buffers, which are whole on all ranks."""
         for module in model.modules():
             known = module.shards if isinstance(module, TENSOR_PARALLEL_MODULES) else {}
             for leaf, each in list(module._parameters.items()):
@@ -190,11 +219,11 @@ class _Rank0Weights:
         return whole.to(self._device)
 
 
-# ------------------------------------------------------------------------------------------------------- and back again
+# --------------------------------------------------------------------------------------- state dicts of the whole model
 
 
 def find_tensor_shards(model: nn.Module) -> dict[str, TensorShard]:
-    """Which slice each parameter of a transformed model is, by name; what is not named is whole on every rank."""
+    """The tensor shard of each parameter of a transformed model, by name; others are whole on every rank."""
     return {
         f"{name}.{leaf}": part
         for name, module in model.named_modules()
@@ -204,7 +233,7 @@ def find_tensor_shards(model: nn.Module) -> dict[str, TensorShard]:
 
 
 def find_tensor_axis(model: nn.Module) -> Axis | None:
-    """The ranks over which a model was cut; None where it was not."""
+    """The tensor-parallel axis of a transformed model; None for another."""
     cuts = (
         module.cut
         for module in model.modules()
@@ -217,11 +246,11 @@ def find_tensor_axis(model: nn.Module) -> Axis | None:
 def full_state_dict(
     model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor] | None = None, everywhere: bool = False
 ) -> dict[str, Tensor]:
-    """The state dict of the model as it was before `transform`, on the host, on the first rank of `axis`; elsewhere {},
-    or `everywhere` the same.
+    """The full state dict of a transformed model, on the host of the first rank of `axis`, or on all with `everywhere`;
+    elsewhere {}.
 
-    Gathered tensor by tensor. `tensors` are this rank's parts by name, where they are not in the model (since another
-    wrapper holds them). Collective.
+    Gathered tensor by tensor. `tensors`: this rank's parts by name, where the model does not have them because another
+    wrapper does. Collective.
     """
     own = dict(model.state_dict()) if tensors is None else tensors
     return dict(_gather_tensors(own, find_tensor_shards(model), axis, everywhere))
@@ -230,7 +259,7 @@ def full_state_dict(
 def _gather_tensors(
     own: Mapping[str, Tensor], parts: Mapping[str, TensorShard], axis: Axis, everywhere: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    memory: dict[int, Tensor] = {}  # what is tied stays tied
+    memory: dict[int, Tensor] = {}  # tied weights stay tied
     wanted = everywhere or axis.rank == 0
     for name, tensor in own.items():
         part = parts.get(name)
@@ -246,11 +275,11 @@ def _gather_tensors(
 
 
 def shard_state_dict(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook before a transformed model takes a state dict: of what is in it whole, each rank takes its part. Of a dict
-    of parts it takes them as they are."""
+    """A pre-hook of load_state_dict of a transformed model: each rank takes its part of whole tensors, and parts
+    unchanged."""
     parts = {
         clean_tensor_name(name): part for name, part in find_tensor_shards(model).items()
-    }  # its layers may be in FSDP now
+    }  # its layers may be wrapped by FSDP
     for name, given in list(state.items()):
         part = parts.get(clean_tensor_name(name.removeprefix(prefix)))
         if part is not None and isinstance(given, Tensor) and tuple(given.shape) == part.shape != part.local_shape:
@@ -258,8 +287,8 @@ def shard_state_dict(model: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 def gather_tensor(tensor: Tensor, shard: TensorShard, axis: Axis, everywhere: bool = False) -> Tensor:
-    """What all ranks hold parts of, put together on the host of the first, or `everywhere`; else nothing. Collective
-    over `axis`."""
+    """Gather a tensor from the parts of all ranks, on the host of the first rank, or `everywhere`; None elsewhere.
+    Collective over `axis`."""
     length = shard.shape[shard.dim]
     unlike = shard.copies == 1 and length % axis.size != 0
     widest = -(-length // axis.size) if unlike else tensor.shape[shard.dim]

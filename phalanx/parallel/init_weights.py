@@ -1,4 +1,4 @@
-"""First values for models of transformers that were built on meta, so that no process ever holds a whole one.
+"""Weight initialization of models on meta, shard by shard, so that no process ever holds a whole model.
 
 with torch.device("meta"):
     model = LlamaForCausalLM(config)
@@ -17,25 +17,29 @@ from phalanx.engine.interface import Engine
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.hf_weights import Weights
 from phalanx.models.lora import init_adapter_slice, is_adapter
-from phalanx.models.model import InitRule, Model, draw_init_slice
+from phalanx.models.model import Architecture, InitRule, Model, draw_init_slice
 from phalanx.models.peft import Adapter
 from phalanx.optim.update import Shard
+from phalanx.parallel.model_buffers import fill_buffers
 from phalanx.parallel.tensor import VocabParallelEmbedding
 from phalanx.system import accelerator
 
 # --------------------------------------------------------------------------------------------------------- materialize
-# Giving memory and values to a model that was built on meta: each rank makes or reads only what it keeps.
+# Allocation and initialization of a model on meta: each rank draws or reads only its shard.
 
 
 Fill = Callable[[Shard], None]
 
 
 def materialize(model: nn.Module, engine: Engine, fill: Fill) -> None:
-    """Let the engine take memory and `fill` write each of its shards. Raises ConfigError for what nobody would fill,
-    and names it: a buffer on meta, which may get memory but no values; a parameter that is on meta still."""
-    _refuse([name for name, buffer in model.named_buffers() if buffer.is_meta])
+    """Materialize a model: the engine allocates memory and `fill` writes each of its shards. Raises ConfigError that
+    names what has no values: a buffer on meta, or a parameter that is still on meta."""
+    fills_buffers = isinstance(model, Model) and not isinstance(model, Architecture)
+    _refuse([name for name, buffer in model.named_buffers() if buffer.is_meta and not fills_buffers])
     with torch.no_grad():
         engine.initialise(fill)
+    if fills_buffers:
+        fill_buffers(cast(Model, model), next(model.parameters()).device)
     _refuse([name for name, parameter in model.named_parameters() if parameter.is_meta])
 
 
@@ -43,13 +47,14 @@ def _refuse(left: list[str]) -> None:
     if left:
         are, them = ("are", "them") if len(left) > 1 else ("is", "it")
         raise ConfigError(
-            f"{', '.join(left)} of the model {are} on meta, and nothing gives {them} values; use parameters, or make "
+            f"{', '.join(left)} of the model {are} on meta, without values; use parameters, or create "
             f"{them} when the model is built"
         )
 
 
 def make_random_fill(model: Model, seed: int) -> Fill:
-    """Initial weights that depend on (seed, name, element) alone, so that no layout changes them."""
+    """Make a `fill` of random initial weights that depend on (seed, name, element) only, so that no layout changes
+    them."""
 
     def fill(shard: Shard) -> None:
         start, (device, dtype) = model.start(shard.name, shard.shape), (shard.tensor.device, shard.tensor.dtype)
@@ -59,7 +64,7 @@ def make_random_fill(model: Model, seed: int) -> Fill:
 
 
 def make_hf_fill(weights: Weights, spec: ModelSpec) -> Fill:
-    """Weights of a Hugging Face folder, each shard read by its byte range."""
+    """Make a `fill` from the weights of a Hugging Face folder, each shard read by its byte range."""
     weights.check(spec)
 
     def fill(shard: Shard) -> None:
@@ -69,7 +74,7 @@ def make_hf_fill(weights: Weights, spec: ModelSpec) -> Fill:
 
 
 def make_adapter_fill(base: Fill, seed: int, adapter: Adapter | None) -> Fill:
-    """Adapters drawn by coordinates, or read where there is an `adapter` to start from; `base` fills the rest."""
+    """Make a `fill` of adapters, drawn by coordinates or read from `adapter`; `base` fills the rest."""
 
     def fill(shard: Shard) -> None:
         if not is_adapter(shard.name):
@@ -85,7 +90,7 @@ def make_adapter_fill(base: Fill, seed: int, adapter: Adapter | None) -> Fill:
 
 
 def make_frozen_fill(fill: Fill) -> Fill:
-    """Fill what is frozen by `fill`, and the rest with zeros: a checkpoint, which holds it, is about to be loaded."""
+    """Make a `fill` of frozen parameters by `fill` and zeros elsewhere, before a checkpoint with the rest is loaded."""
 
     def fill_frozen(shard: Shard) -> None:
         if shard.trainable:
@@ -96,7 +101,7 @@ def make_frozen_fill(fill: Fill) -> Fill:
     return fill_frozen
 
 
-# -------------------------------------------------------------------------------------------------------- first values
+# ------------------------------------------------------------------------------------------------------- initial values
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device | str | None = None) -> None:
@@ -134,14 +139,14 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str | None = None) 
             vars(module)["attention_scaling"] = vars(fresh)["attention_scaling"]
     left = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if left:
-        raise ConfigError(f"buffer {left[0]} is on meta still, since its module does not make it; give it values")
+        raise ConfigError(f"buffer {left[0]} is still on meta, since its module does not create it; give it values")
 
 
 def _again(name: str, module: nn.Module, device: torch.device) -> nn.Module:
     leaf = next(leaf for leaf, buffer in module.named_buffers(recurse=False) if buffer.is_meta)
     why = f"buffer {name}.{leaf} is on meta" if name else f"buffer {leaf} is on meta"
     if "config" not in vars(module) or next(module.parameters(), None) is not None:
-        raise ConfigError(f"{why}, and {type(module).__name__} keeps no config to make it from; give it values before")
+        raise ConfigError(f"{why}, and {type(module).__name__} has no config to create it from; give it values before")
     with torch.device(device):
         return cast(nn.Module, cast(Any, type(module))(vars(module)["config"]))
 
@@ -155,7 +160,7 @@ def start_of(model: nn.Module, seed: int) -> Fill:
 
     Args:
         model: A model of transformers, built under `torch.device("meta")`.
-        seed: Of the draws.
+        seed: Seed of the random numbers.
 
     Returns:
         A function for `phalanx.shard(model, fill=...)`.
@@ -178,7 +183,7 @@ def start_of(model: nn.Module, seed: int) -> Fill:
     if std is None:
         raise ConfigError(
             f"start_of draws by model.config.initializer_range, which {type(model).__name__} does not have; write a "
-            "fill of your own"
+            "custom fill"
         )
     pads = _pads(model)
 
@@ -197,7 +202,7 @@ def start_of(model: nn.Module, seed: int) -> Fill:
 
 
 def _pads(model: nn.Module) -> dict[str, int]:
-    """The row of the token that pads, by the name of the embedding's weight."""
+    """The row of the padding token, by the name of the embedding's weight."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):

@@ -1,7 +1,7 @@
-"""What a rank holds of a model that several ranks hold together: its stages of a pipeline, its slices of their layers.
+"""A rank's part of a model under pipeline and tensor parallelism: its stages, and its slices of their layers.
 
-Engines know parameters as they are here; a start is drawn, a folder read and a checkpoint written in coordinates of the
-whole model. This is the only place that knows of both.
+Engines see this rank's parameters; initial values, Hugging Face folders and checkpoints use coordinates of the whole
+model. Only this file converts between the two.
 """
 
 import math
@@ -20,6 +20,7 @@ from phalanx.layout.model_shape import ModelSpec
 from phalanx.layout.pipeline_stages import PipelineStages, divide_layers, stages_from_counts
 from phalanx.layout.tensor_shards import TensorShard, count_copies, plan_tensor_shards
 from phalanx.models.families.catalog import family_of, parameter_shapes
+from phalanx.models.families.family import active_shapes
 from phalanx.models.model import Model, StagedArchitecture
 from phalanx.optim.update import Shard, StatePiece
 from phalanx.parallel.init_weights import Fill
@@ -27,21 +28,21 @@ from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.tensor import apply_tensor_parallel, copy_shard, make_tensor_context
 
 # -------------------------------------------------------------------------------------------------------- tensor state
-# Filling, saving and reading the state of tensor-parallel ranks in coordinates of whole parameters. An engine knows
-# nothing of slices: its shards and pieces are elements of the parameters that it was given, which may be parts. Here
-# these become elements of the whole, so that a start is drawn, a folder read and a checkpoint written the same on any
-# number of ranks.
+# Initializing, saving and loading the state of tensor-parallel ranks in coordinates of whole parameters. An engine does
+# not know of slices: its shards and pieces are elements of this rank's parameters. Here they become elements of whole
+# parameters, so that initial values and checkpoints are the same on any number of ranks.
 
 
 Read = Callable[[str, str, int, int, Tensor], None]  # name, kind, start, stop, out
-# Of a checkpoint: the last two are elements [start, stop) of a window of columns (None: of the whole), and the window.
+# The read function of a checkpoint: (name, kind, start, stop, out, window); [start, stop) are elements of the window of
+# columns, or of the whole parameter with None.
 WindowRead = Callable[[str, str, int, int, Tensor, tuple[int, int] | None], None]
 
-_ELEMENTS = 1 << 22  # of whole rows that are filled at a time to take columns from
+_ELEMENTS = 1 << 22  # of whole rows that are filled at a time to select columns
 
 
 def fill_by_runs(fill: Fill, shards: Mapping[str, TensorShard]) -> Fill:
-    """Fill parts by a `fill` of whole parameters that may be asked for any run of elements, however short: a file."""
+    """Fill slices by a `fill` of whole parameters that is fast for short runs, too, as files are."""
 
     def fill_part(shard: Shard) -> None:
         part = shards.get(shard.name)
@@ -57,8 +58,8 @@ def fill_by_runs(fill: Fill, shards: Mapping[str, TensorShard]) -> Fill:
 
 
 def fill_by_rows(fill: Fill, shards: Mapping[str, TensorShard]) -> Fill:
-    """Fill parts by a `fill` of whole parameters that is fast for long runs only, as draws are: of columns whole rows
-    are filled, a few at a time, and the rest of them is dropped."""
+    """Fill slices by a `fill` of whole parameters that is fast for long runs only, as random draws are: for columns,
+    whole rows are filled a few at a time, and the other columns dropped."""
 
     def fill_part(shard: Shard) -> None:
         part = shards.get(shard.name)
@@ -93,9 +94,9 @@ def _of_whole(shard: Shard, part: TensorShard, start: int, stop: int, into: Tens
 def to_whole_pieces(
     pieces: Iterable[StatePiece], shards: Mapping[str, TensorShard], first: bool
 ) -> Iterator[StatePiece]:
-    """An engine's pieces as a checkpoint keeps them, in coordinates of whole parameters; each is given by one rank.
+    """Convert an engine's pieces to coordinates of whole parameters, for a checkpoint; one rank yields each.
 
-    `first`: this is the first rank of the tensor axis, which gives what all of them have whole.
+    `first`: this is the first rank of the tensor axis, which yields replicated parameters.
     """
     for piece in pieces:
         part = shards.get(piece.name)
@@ -108,7 +109,7 @@ def to_whole_pieces(
 
 
 def make_shard_reader(read: WindowRead, shards: Mapping[str, TensorShard]) -> Read:
-    """What an engine loads by, from a checkpoint's `read`."""
+    """Make an engine's read function of its slices from a checkpoint's `read`."""
 
     def read_part(name: str, kind: str, start: int, stop: int, out: Tensor) -> None:
         part = shards.get(name)
@@ -124,51 +125,51 @@ def make_shard_reader(read: WindowRead, shards: Mapping[str, TensorShard]) -> Re
 # ------------------------------------------------------------------------------------------ a rank's part of the model
 
 
-if TYPE_CHECKING:  # the loop runs where pydantic is not installed
+if TYPE_CHECKING:  # avoids the import of pydantic
     from phalanx.config.schema import Config
 
-TIED_WEIGHT = "embed.weight"  # where the head has no weight of its own, the last stage holds this one, too
+TIED_WEIGHT = "embed.weight"  # with a tied head the last stage holds this one, too
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """This rank's part of the model. `shapes` are those of all parameters of the whole model that are trained; `copies`
-    says how many ranks of one model hold the same of a parameter."""
+    """This rank's part of a model. `shapes`: of all trained parameters of the whole model; `copies`: the number of
+    ranks that replicate a parameter within one model, by name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     pipeline: Pipeline | None = None
     shards: Mapping[str, TensorShard] = field(default_factory=dict)
     copies: Mapping[str, int] = field(default_factory=dict)
-    first: bool = True  # of the ranks that hold slices of the same layers
-    tied_elsewhere: frozenset[str] = frozenset()  # parameters that another stage saves
+    first: bool = True  # the first rank of the tensor axis
+    tied_elsewhere: frozenset[str] = frozenset()  # tied parameters that another stage saves
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's losses are counted, of all that have the same."""
+        """Whether this rank reports the loss; others with the same losses do not."""
         return self.first and (self.pipeline is None or self.pipeline.has_loss)
 
     def make_fill(self, fill: Fill, by_rows: bool) -> Fill:
-        """A `fill` of whole parameters for this part; `by_rows`: it is fast for long runs only."""
+        """Make a `fill` of this part from one of whole parameters; `by_rows`: that is fast for long runs only."""
         if not self.shards:
             return fill
         return fill_by_rows(fill, self.shards) if by_rows else fill_by_runs(fill, self.shards)
 
     def checkpoint_pieces(self, engine: Engine) -> Iterator[StatePiece]:
-        """What this rank gives to a checkpoint."""
+        """The pieces that this rank writes to a checkpoint."""
         return self.to_whole_pieces(engine.pieces())
 
     def to_whole_pieces(self, pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
-        """An engine's pieces in coordinates of whole parameters, those that this rank gives."""
+        """Convert an engine's pieces to coordinates of whole parameters, those that this rank yields."""
         own = (piece for piece in pieces if piece.name not in self.tied_elsewhere)
         return to_whole_pieces(own, self.shards, self.first)
 
     def make_reader(self, read: WindowRead) -> Read:
-        """What this rank's engine loads by."""
+        """Make the read function by which this rank's engine loads."""
         return make_shard_reader(read, self.shards)
 
 
 def partition_model(model: Model, config: "Config", mesh: Mesh, precision: Precision) -> ModelPart:
-    """Cut `model`, on meta, down to what this rank holds of it. Collective.
+    """Partition `model`, on meta: keep this rank's part of it. Collective.
 
     Raises ConfigError for a model that cannot be cut.
     """
@@ -182,7 +183,7 @@ def partition_model(model: Model, config: "Config", mesh: Mesh, precision: Preci
         )
     parallel = config.parallel
     pipeline = None
-    # Stages first: there is no use in slices of what is let go of.
+    # Stages first, so that only layers which stay are sliced.
     if mesh.pipe is not None:
         numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
         plan = plan_stages(model.spec, mesh.pipe.size, parallel.schedule, numbers)
@@ -204,11 +205,11 @@ def partition_model(model: Model, config: "Config", mesh: Mesh, precision: Preci
 
 
 def partition_model_at(model: Model, config: "Config", place: MeshCoordinates) -> PipelineStages | None:
-    """Leave of `model`, on meta, what the rank at `place` holds, in the shapes that it has there: to be counted, not to
-    be run. What `partition_model` leaves, found without the other ranks; returns the stages of its pipeline."""
+    """Partition `model`, on meta, as `partition_model` does for the rank at `place`, without the other ranks: for
+    counting bytes, not for running. Returns the stages of its pipeline."""
     plan, parallel = None, config.parallel
     if not isinstance(model, StagedArchitecture):
-        return plan  # which `partition_model` refuses
+        return plan  # `partition_model` refuses it
     if parallel.pipeline > 1:
         numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
         plan = plan_stages(model.spec, parallel.pipeline, parallel.schedule, numbers)
@@ -227,16 +228,17 @@ def plan_stages(
     spec: ModelSpec, ranks: int, schedule: str, numbers: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> PipelineStages:  # fmt: skip
-    """The stages of a model: of `numbers` of layers, or as even as the head lets them be, in proportion to `speeds`."""
+    """The pipeline stages of a model: with these `numbers` of layers, or balanced in proportion to `speeds`, with the
+    head's cost counted."""
     if numbers is not None:
         return stages_from_counts(spec.layers, ranks, schedule, numbers)
     return divide_layers(spec.layers, ranks, schedule, speeds=speeds, head=head_worth(spec))
 
 
 def head_worth(spec: ModelSpec) -> float:
-    """How many layers the head takes as long as, by their matrix products. An embedding looks up and costs nothing."""
-    shapes = parameter_shapes(spec)
-    block = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.0.") and len(shape) > 1)
+    """The cost of the head in layers, by matrix products. An embedding is a lookup and costs nothing."""
+    shapes, last = active_shapes(spec, parameter_shapes(spec)), f"layers.{spec.layers - 1}."
+    block = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(last) and len(shape) > 1)
     return spec.vocab_size * spec.hidden / block
 
 
@@ -248,8 +250,8 @@ def make_pipeline(
     precision: Precision,
     sequence: bool = False,
 ) -> Pipeline:
-    """Cut `model`, on meta, down to the stages of this rank, and give what runs them; `sequence`: ranks that share its
-    layers cut hidden states along the sequence."""
+    """Partition `model`, on meta, into this rank's pipeline stages, and return the pipeline; `sequence`: the number of
+    ranks that hidden states are cut over along the sequence."""
     assert mesh.pipe is not None, "a mesh without stages"
     model.keep_stages([plan.layers[stage] for stage in plan.stages_of(mesh.pipe.rank)])
     over = mesh.axes.tensor if sequence else 1
@@ -257,17 +259,17 @@ def make_pipeline(
 
 
 def count_tied_copies(model: StagedArchitecture, pipeline: Pipeline) -> dict[str, int]:
-    """How many ranks of the pipeline hold a parameter alike, where more than one does: the weight of a tied head, which
-    is the embedding's. All go the same way to the same bits, and are counted once in the norm."""
+    """The number of pipeline ranks that replicate a parameter: the embedding's weight with a tied head. All copies are
+    bitwise equal, and count once in the norm."""
     return {TIED_WEIGHT: 2} if holds_one_tied_end(model, pipeline) else {}
 
 
 def find_tied_elsewhere(model: StagedArchitecture, pipeline: Pipeline) -> frozenset[str]:
-    """Names of parameters whose state another rank of the pipeline saves."""
+    """Names of tied parameters whose state another rank of the pipeline saves."""
     return frozenset({TIED_WEIGHT} if holds_one_tied_end(model, pipeline) and 0 not in pipeline.stages else ())
 
 
 def holds_one_tied_end(model: StagedArchitecture, pipeline: Pipeline) -> bool:
-    """Whether this rank has one end of a model whose ends share a weight, and not the other."""
+    """Whether this rank has the embedding or the head of a model that ties them, but not both."""
     ends = {pipeline.plan.owner(0), pipeline.plan.owner(pipeline.plan.last)}
     return model.spec.tie_embeddings and len(ends) > 1 and pipeline.rank in ends

@@ -1,14 +1,14 @@
-"""What checkpointed units keep for the backward pass, moved to the host's memory and back while others compute.
+"""Activation offloading: inputs of checkpointed units move to host memory and back while others compute.
 
-A unit whose activations are computed again keeps its inputs alone. With many units and long sequences these are most of
-what a device holds between the two passes. Here an input stays on the device only while the pass is at most `horizon`
-units away from its unit: it leaves when its unit begins, and the device's copy goes `horizon` units later; it comes
-back `horizon` units before its unit's backward pass. So a device holds `horizon` + 1 inputs at most, whatever the
-depth, and the inputs of the last `horizon` units, which the backward pass wants first, never leave.
+A checkpointed unit saves only its inputs. With many units and long sequences these are most of what a device holds
+between the two passes. Here an input stays on the device only while the pass is at most `horizon` units away from its
+unit: the copy to the host starts when its unit begins, and the device's copy is freed `horizon` units later; it is
+prefetched `horizon` units before its unit's backward pass. So a device holds at most `horizon` + 1 inputs at any depth,
+and the inputs of the last `horizon` units, which the backward pass needs first, stay.
 
-On an accelerator copies run in a stream of their own beside the computation, to and from pinned memory; no host thread
-waits. On a CPU the same code copies at once into other buffers of the same memory: the same numbers, and nothing saved.
-Values are copied and never rounded, so gradients are the same bit for bit. Source: Rhu et al., "vDNN", 2016.
+On an accelerator copies run in a separate stream, to and from pinned memory; no host thread waits. On a CPU the same
+code copies synchronously into other buffers of the same memory, which saves nothing. Values are never rounded, so
+gradients are bitwise the same. Source: Rhu et al., "vDNN", 2016.
 """
 
 import functools
@@ -28,18 +28,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from phalanx.system import accelerator
 from phalanx.system import memory as host_memory
 
-MIN_BYTES = 1024  # what is smaller is not worth a copy
+MIN_BYTES = 1024  # smaller tensors are not worth a copy
 
-Key = tuple[Any, ...]  # of a tensor among those that are alive
+Key = tuple[Any, ...]  # identifies a live tensor
 
 
 def offload(units: Sequence[nn.Module], horizon: int) -> "ActivationOffloader":
-    """Have the inputs that checkpointed `units`, in order of use, save for the backward pass wait in host memory.
+    """Offload the inputs that checkpointed `units`, in order of use, save for the backward pass to host memory.
 
-    Moved are tensors handed to a unit itself (not within tuples) that a backward pass goes through: masks, tables and
-    numbers of positions, parameters, and tensors of less than LEAST_BYTES stay, as do overlapping views, whose strides
-    a copy could not have. The forward method is replaced in place: to be called after units were checkpointed and
-    compiled, since it is the outermost.
+    Tensor arguments of a unit (not within tuples) that need a gradient are moved. Masks, tables and position ids,
+    parameters, tensors of less than MIN_BYTES, and overlapping views, whose strides a copy could not have, stay. The
+    forward method is replaced in place: call it after units were checkpointed and compiled, since it is the outermost.
     """
     mover = ActivationOffloader(len(units), horizon)
     for number, unit in enumerate(units):
@@ -48,23 +47,22 @@ def offload(units: Sequence[nn.Module], horizon: int) -> "ActivationOffloader":
 
 
 class HostBufferPool:
-    """Host buffers that are used again. There are never more of them than were in use at one time."""
+    """A pool of reused host buffers, as many as were ever in use at one time."""
 
     def __init__(self) -> None:
         self.make: Callable[[int, bool], Tensor] = _host_buffer
-        self.allocations = 0  # allocations so far
+        self.allocations = 0  # number of allocations so far
         self.bytes = 0  # in all buffers
         self._free: list[Tensor] = []
-        self._lock = threading.RLock()  # one may come back in another thread, even while this one takes another
+        self._lock = threading.RLock()  # a buffer may be returned by another thread, even while this one takes another
 
     def take(self, size: int, pinned: bool) -> Tensor:
-        """A flat buffer of at least `size` bytes, the smallest that there is. Raises MemoryError when the host has no
-        more."""
+        """Take a flat buffer, the smallest of at least `size` bytes. Raises MemoryError when host memory runs out."""
         with self._lock:
             fitting = [number for number, buffer in enumerate(self._free) if buffer.nbytes >= size]
             if fitting:
                 return self._free.pop(min(fitting, key=lambda number: self._free[number].nbytes))
-            if self._free:  # too small: micro-batches have grown
+            if self._free:  # too small, since micro-batches have grown
                 self.bytes -= self._free.pop().nbytes
             size = host_memory.pinned_bytes(size) if pinned else size
             if pinned and size > (free := host_memory.free_bytes()):
@@ -87,7 +85,7 @@ def _host_buffer(size: int, pinned: bool) -> Tensor:
 
 
 class ActivationOffloader:
-    """Moves the inputs of some units; `out_bytes` and `back_bytes` count what it has moved so far."""
+    """Offloads the inputs of units; `out_bytes` and `back_bytes` count the bytes moved so far."""
 
     def __init__(self, units: int, horizon: int) -> None:
         assert horizon >= 1
@@ -96,18 +94,18 @@ class ActivationOffloader:
         self.out_bytes = self.back_bytes = 0
         self._units = units
         self._pass = _Pass(self)
-        self._unit = -1  # that the forward pass has come to
+        self._unit = -1  # the one that the forward pass has reached
         self._leaving: deque[_PendingCopy] = deque()
         self._streams: dict[torch.device, Any] = {}
 
     def forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Unit `number`'s forward pass. Raises RuntimeError where a unit has changed an earlier input in place."""
+        """Run unit `number`'s forward pass. Raises RuntimeError where a unit has changed an earlier input in place."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if number <= self._unit:
             self._begin()
         self._unit = number
-        # What a compiled unit saves beside its inputs, such as parameters, is not to be moved.
+        # What a compiled unit saves besides its inputs, such as parameters, is not moved.
         inputs = {_key(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and _movable(each)}
         with saved_tensors_hooks(functools.partial(self._pack, self._pass, number, inputs), _unpack):
             output = forward(*args, **kwargs)
@@ -116,20 +114,21 @@ class ActivationOffloader:
         return output
 
     def stream(self, device: torch.device) -> Any:
-        """The stream of copies; None on a CPU. One for both ways: so a buffer is not filled before it was emptied."""
+        """The stream of copies; None on a CPU. One for both directions, so that a buffer is read before it is
+        reused."""
         if device not in self._streams:
             self._streams[device] = accelerator.side_stream(device)
         return self._streams[device]
 
     def _begin(self) -> None:
-        """A forward pass begins; of one that an exception has ended something may still be on its way."""
+        """Start a forward pass; copies of one that an exception has ended may still be in flight."""
         while self._leaving:
             self._leaving.popleft().end(checked=False)
         self._pass = _Pass(self)
 
     def _pack(self, turn: "_Pass", unit: int, inputs: set[Key], tensor: Tensor) -> Any:
-        """What autograd keeps in the place of a tensor."""
-        if tensor.is_leaf:  # also a parameter, whose values may be elsewhere by the backward pass
+        """The object that autograd saves in place of a tensor."""
+        if tensor.is_leaf:  # includes parameters, whose memory may have moved by the backward pass
             return tensor
         if not _movable(tensor) or (key := _key(tensor)) not in inputs:
             return _DeviceInput(turn, unit, tensor)
@@ -145,11 +144,11 @@ class ActivationOffloader:
 
 
 class _Pass:
-    """A forward pass and its backward pass: which inputs of which units have left."""
+    """A forward pass and its backward pass, with the offloaded inputs of their units."""
 
     def __init__(self, mover: ActivationOffloader) -> None:
         self.mover = mover
-        # Weakly, so that what autograd has let go of gives its buffer back at once.
+        # Weak references, so that what autograd has freed returns its buffer at once.
         self._of_unit: dict[int, list[weakref.ref[_OffloadedInput]]] = {}
         self._known: dict[Key, tuple[StorageWeakRef, int, weakref.ref[_OffloadedInput]]] = {}
 
@@ -159,14 +158,14 @@ class _Pass:
         self._known[key] = StorageWeakRef(tensor.untyped_storage()), tensor._version, here
 
     def find_offloaded(self, key: Key, tensor: Tensor) -> "_OffloadedInput | None":
-        """What has become of `tensor`, if another unit had it as its input."""
+        """The offloaded copy of `tensor`, if it was the input of another unit."""
         storage, version, here = self._known.get(key, (None, 0, None))
         if storage is None or here is None or storage.expired() or version != tensor._version:
-            return None  # or another tensor in the same place
+            return None  # or another tensor at the same address
         return here()
 
     def prefetch_before(self, unit: int) -> None:
-        """Let come back what the units before `unit` will want, as far as the horizon."""
+        """Prefetch the inputs of the `horizon` units before `unit`."""
         for number in range(unit - 1, unit - 1 - self.mover.horizon, -1):
             for here in self._of_unit.get(number, ()):
                 if (moved := here()) is not None:
@@ -174,28 +173,28 @@ class _Pass:
 
 
 class _PendingCopy:
-    """The device's copy of an input that is on its way out: its memory must not be another's before it is read."""
+    """The device's copy of an input during its copy to the host; its memory must not be reused before it is read."""
 
     def __init__(self, unit: int, tensor: Tensor, left: torch.Event | None) -> None:
         self.unit, self._tensor, self._left = unit, tensor, left
         self._version = tensor._version
 
     def end(self, checked: bool) -> None:
-        """Let go of the tensor. What the device is told from here on comes behind the copy."""
+        """Free the tensor. Device work queued from here on runs after the copy."""
         _come_after(self._tensor.device, self._left)
         if checked and self._tensor._version != self._version:
             raise RuntimeError(
                 f"an input of block {self.unit} was changed in place while it was copied to the host for the backward "
-                "pass, which needs it as it was; change a copy of it"
+                "pass, which needs it unchanged; change a copy of it"
             )
 
 
 class _DeviceInput:
-    """An input that stays on the device; knows, as autograd itself would, whether it was changed."""
+    """An input that stays on the device; detects in-place changes, as autograd does."""
 
     def __init__(self, turn: _Pass, unit: int, tensor: Tensor) -> None:
         self._turn, self._unit, self._version = turn, unit, tensor._version
-        # Not the tensor itself: a result of a unit that the unit saves, too, would hold itself for ever.
+        # Not the tensor itself: a unit's result that the unit also saves would keep itself alive.
         self._tensor = tensor.detach()
 
     def get(self) -> Tensor:
@@ -209,7 +208,7 @@ class _DeviceInput:
 
 
 class _OffloadedInput:
-    """An input on the host; on the device, too, from when it is asked for until its last user has it."""
+    """An input on the host; also on the device from its prefetch until its last use."""
 
     _buffer: Tensor | None = None
     _back: Tensor | None = None
@@ -226,17 +225,17 @@ class _OffloadedInput:
         turn.mover.out_bytes += self._bytes
 
     def prefetch(self) -> None:
-        """Have it come back, unless it has or is on its way."""
+        """Start the copy back to the device, unless it was started."""
         if self._back is not None or self.users < 1:
             return
         self._back = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
-        # The copy must not begin before what had this memory is through: it comes behind all that was queued so far.
+        # The copy must not begin before earlier work on this memory has finished: it runs after all that is queued.
         self._arrived = self._copy(self._host(), _flat(self._back))
         self._turn.mover.back_bytes += self._bytes
 
     def get(self) -> Tensor:
-        """The input, on the device; what is queued next comes behind its arrival."""
-        self.users = max(self.users, 1)  # of a graph that is kept for several backward passes
+        """The input on the device; work queued next runs after its arrival."""
+        self.users = max(self.users, 1)  # for a retained graph with several backward passes
         self.prefetch()
         self._turn.prefetch_before(self.unit)
         tensor = self._back
@@ -253,7 +252,7 @@ class _OffloadedInput:
         return self._buffer[: self._bytes].view(self._dtype)
 
     def _copy(self, source: Tensor, target: Tensor) -> torch.Event | None:
-        """Copy behind what was queued; returns the mark behind the copy."""
+        """Copy after all queued work; returns an event recorded after the copy."""
         stream = self._turn.mover.stream(self._device)
         with torch.no_grad():
             if stream is None:
@@ -267,7 +266,7 @@ class _OffloadedInput:
     def __del__(self) -> None:
         if self._buffer is None or sys.is_finalizing():
             return
-        if self._back is not None:  # asked for in vain: its memory is not free before the copy has ended
+        if self._back is not None:  # prefetched but not used: its memory is not free before the copy has ended
             _come_after(self._device, self._arrived)
         self._turn.mover.pool.give(self._buffer)
 
@@ -277,7 +276,7 @@ def _unpack(saved: Any) -> Tensor:
 
 
 def _come_after(device: torch.device, event: torch.Event | None) -> None:
-    """What this thread queues next on the device comes behind the event."""
+    """Work that this thread queues next on the device waits for the event."""
     if event is not None:
         torch.accelerator.current_stream(device).wait_event(event)
 
@@ -287,10 +286,10 @@ def _key(tensor: Tensor) -> Key:
 
 
 def _movable(tensor: Tensor) -> bool:
-    """Whether a copy of the tensor's elements, in the order in which they lie, is worth its while."""
+    """Whether the tensor can be copied in memory order, and is large enough for that to pay."""
     if tensor.is_leaf or is_traceable_wrapper_subclass(tensor) or tensor.numel() * tensor.itemsize < MIN_BYTES:
         return False
-    step = 1  # elements to the next one along the dims that were looked at
+    step = 1  # stride that the next dim must have
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
             if stride != step:
@@ -300,5 +299,5 @@ def _movable(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its elements in the order in which they lie, 1-D."""
+    """The tensor's elements in memory order, 1-D."""
     return tensor.as_strided((tensor.numel(),), (1,))

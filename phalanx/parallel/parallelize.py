@@ -1,4 +1,5 @@
-"""Parallelism applied to a plain model, from outside and in one place: the order is the knowledge."""
+"""Apply tensor, pipeline and context parallelism, checkpointing, compilation and sharding to a plain model, in this
+order."""
 
 import contextlib
 import fcntl
@@ -7,7 +8,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,23 +17,28 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.p2p import connect
 from phalanx.core.errors import ConfigError, is_out_of_memory
 from phalanx.engine.interface import Engine, Precision
 from phalanx.models import layers
+from phalanx.models.batch_norm import batch_norms
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.model import Architecture, Model
 from phalanx.optim.gradients import LossScale
 from phalanx.optim.make_rule import make_rule
 from phalanx.parallel import activations
+from phalanx.parallel.context import ContextParallel, apply_context_parallel
+from phalanx.parallel.fp8 import find_fp8_weights, train_in_fp8
+from phalanx.parallel.model_buffers import prepare_buffers
 from phalanx.parallel.model_part import ModelPart, partition_model
 from phalanx.parallel.offload import ActivationOffloader, offload
 from phalanx.system import accelerator
 
-if TYPE_CHECKING:  # the loop runs where pydantic is not installed
+if TYPE_CHECKING:  # avoids the import of pydantic
     from phalanx.config.schema import Config
 
 MakeEngine = Callable[..., Engine]
-MAX_ERROR_CHARS = 200  # characters; compilers say much
+MAX_ERROR_CHARS = 200  # compilers' messages are long
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -42,24 +48,37 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def precision_of(dtype: str, mesh: Mesh) -> Precision:
-    """The types that this rank computes and exchanges in under a resolved `train.dtype`."""
+    """The mixed precision of this rank under a resolved `train.dtype`: types of arithmetic and of exchange."""
     compute = compute_dtype(dtype, mesh.device)
     return Precision(compute, torch.float32 if dtype == "mixed" and mesh.world > 1 else compute)
 
 
 def parallelize(
-    model: Model, config: "Config", mesh: Mesh, make_engine: MakeEngine, nominal_weight: int
+    model: Model,
+    config: "Config",
+    mesh: Mesh,
+    make_engine: MakeEngine,
+    nominal_weight: int,
+    context_shares: Sequence[float] = (),
 ) -> tuple[Engine, ModelPart]:
-    """Prepare a model on meta for training by the resolved `config`; returns the engine that drives it, and what this
-    rank holds of it."""
-    # What other ranks hold is let go of first: nothing need be done to it.
+    """Parallelize a model on meta by the resolved `config`; returns its engine and this rank's part of the model.
+    `context_shares`: parts of the ranks that take rows together with this one, in proportion."""
+    # Remove other ranks' parts first.
     parted = partition_model(model, config, mesh, precision_of(config.train.dtype, mesh))
-    # Recomputation and compilation after slicing: blocks exchange with other ranks from within.
-    change_blocks(model, config, sizes_change=mesh.world > 1 and config.balance.batch == "auto")
+    # Context after slicing: its exchanges are of this rank's heads.
+    if mesh.context is not None:
+        by = config.parallel.context_by
+        connect(mesh.context.group, mesh.device)
+        apply_context_parallel(model, ContextParallel(mesh.context, mesh.traffic, by, context_shares))
+    # Checkpointing and compilation after slicing, since blocks then contain collectives.
+    change_blocks(model, config, mesh.device, sizes_change=mesh.world > 1 and config.balance.batch == "auto")
+    if not isinstance(model, Architecture):
+        prepare_buffers(model, mesh.data, precision_of(config.train.dtype, mesh))
     # The engine after compilation: its hooks stay outside the compiled code and gather parameters before it runs.
     train, precision = config.train, precision_of(config.train.dtype, mesh)
-    # All ranks scale their losses alike, also those that need not, since their gradients are added up.
+    # All ranks scale their losses if any must, since their gradients are summed.
     (scaled,) = mesh.max([float(precision.compute == torch.float16)])
+    reads_fp8 = train.fp8 == "block" and config.parallel.engine == "sharded"
     engine = make_engine(
         model,
         sharding_units(model),
@@ -69,22 +88,23 @@ def parallelize(
         precision=precision,
         loss_scale=LossScale(train.loss_scale, train.loss_scale_growth_interval, mesh.device) if scaled else None,
         **({"copies": parted.copies} if parted.copies else {}),
+        **({"fp8_weights": find_fp8_weights(model, model.blocks())} if reads_fp8 else {}),
     )
     if not isinstance(model, Architecture):
         cast_at_edges(model, precision.compute)
-    # Memory last of all: what each rank must hold is known only now (see materialize.py).
+    # Memory is allocated last, once each rank's shards are known (see init_weights.py).
     return engine, parted
 
 
 def sharding_units(model: Model) -> list[tuple[str, nn.Module]]:
-    """The units that an engine shards one by one. What two units use (an embedding that is the head's too) must be
-    whole for both, and so belongs to the model itself."""
+    """The units that an engine shards one by one. Parameters that two units use (a tied embedding) must be whole for
+    both, and so belong to the model itself."""
     return [unit for unit in model.units() if unit[0] not in model.shared_units()]
 
 
 def cast_at_edges(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have `model` take floating-point inputs in the type that it computes in, and give its results in float32 or
-    better, so that a task of a user's own needs to know nothing of types."""
+    """Cast floating-point inputs of `model` to its compute type and its results to float32 or better, so that a custom
+    task need not handle types."""
 
     def narrowed(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
@@ -97,22 +117,26 @@ def cast_at_edges(model: nn.Module, dtype: torch.dtype) -> None:
     model.register_forward_hook(widened)
 
 
-def change_blocks(model: Model, config: "Config", sizes_change: bool = False) -> ActivationOffloader | None:
-    """What is done to the model's own code, whatever drives it; returns what moves activations to the host, if anything
-    does. `sizes_change`: a micro-batch may have another number of sequences in every step."""
+def change_blocks(
+    model: Model, config: "Config", device: torch.device, sizes_change: bool = False
+) -> ActivationOffloader | None:
+    """Apply FP8, activation checkpointing, compilation and offloading to a model's blocks; returns the offloader, if
+    any. `device` computes. `sizes_change`: the number of sequences of a micro-batch may vary."""
     blocks, memory = model.blocks(), config.memory
     assert memory.activations != "auto"
+    if config.train.fp8 == "block":
+        train_in_fp8(blocks, device)
     if memory.activations != "none":
         activations.recompute(blocks, selective=memory.activations == "selective")
-    # Compile after recomputation, so that the compiler sees what is recomputed and can fuse across it.
+    # Compile after checkpointing, so that the compiler sees what is recomputed and can fuse across it.
     if config.train.compile:
         compile_units(model, blocks, sizes_change)
-    # Offload after compilation: it is about what a block saves, compiled or not, and copies are not to be compiled.
+    # Offload after compilation: it handles what a block saves, and its copies must not be compiled.
     return offload(blocks, memory.offload_prefetch_blocks) if memory.activations == "offload" else None
 
 
 def find_compile_problem(device: torch.device) -> str:
-    """What is wrong where torch.compile can make no code for `device`, in one line; "" where it can."""
+    """Check torch.compile on `device`: the error in one line, or "" where it works."""
 
     def block(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.silu(x @ x).square().sum()
@@ -121,11 +145,11 @@ def find_compile_problem(device: torch.device) -> str:
     logging.disable()  # compilers log what they raise
     try:
         prepare_caches()
-        # By this process: those that compile side by side would outlive the trial.
+        # In this process: compile workers would outlive the check.
         with torch._inductor.config.patch(compile_threads=1):
             (found,) = torch.autograd.grad(torch.compile(block, fullgraph=True)(x), x)
-        found.tolist()  # and the code runs
-    except Exception as error:  # of whichever compiler
+        found.tolist()  # runs the code
+    except Exception as error:  # of any compiler
         if is_out_of_memory(error):
             raise
         said = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]
@@ -136,10 +160,10 @@ def find_compile_problem(device: torch.device) -> str:
 
 
 def _of_any_size(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a compiled block; the compiler is told beforehand what else it would find out by compiling twice."""
+    """Call a compiled block with dynamic dims marked, which spares a second compilation."""
     for value in (*args, *kwargs.values()):
         tensor = value.samples if isinstance(value, CounterRNG) else value
-        # Hidden states, samples, and the offsets of documents; tables of positions (S, d) are those of one row.
+        # Hidden states, samples, and offsets of documents; tables of positions (S, d) belong to one row.
         if isinstance(tensor, torch.Tensor) and tensor.dim() not in (0, 2):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return compiled(*args, **kwargs)
@@ -152,38 +176,41 @@ def _of_any_length(compiled: Callable[..., Any], hidden: torch.Tensor, weight: A
 
 
 def compile_units(model: Model, blocks: list[nn.Module], sizes_change: bool = False) -> None:
-    """Compile each block's forward, and the loss's inner function. Equal blocks share one compilation, and so do, if
-    `sizes_change`, micro-batches of any number of sequences but one. Raises ConfigError where torch's cache is another
-    user's."""
+    """torch.compile each block's forward, and the inner function of the loss. Equal blocks share one compilation, and
+    with `sizes_change` so do micro-batches of any number of sequences above one. Raises ConfigError where torch's cache
+    belongs to another user."""
     prepare_caches()
     for block in blocks:
-        compiled = torch.compile(block.forward, fullgraph=True)
+        norms = batch_norms(block).values()
+        for layer in norms:  # which exchanges with other ranks: compiled code ends before it and begins behind it
+            vars(layer)["forward"] = torch.compiler.disable(layer.forward)
+        compiled = torch.compile(block.forward, fullgraph=not norms)
         block.forward = functools.partial(_of_any_size, compiled) if sizes_change else compiled
     chunk: layers.ChunkFn = torch.compile(layers._chunk, fullgraph=True)
     if sizes_change:
         chunk = functools.partial(_of_any_length, chunk)
     for module in model.losses():
-        if module.cross_entropy_sum is layers.cross_entropy_sum:  # one that talks to other ranks stays as it is
+        if module.cross_entropy_sum is layers.cross_entropy_sum:  # not one with collectives
             module.cross_entropy_sum = functools.partial(layers.cross_entropy_sum, chunk_fn=chunk)
 
 
 # ------------------------------------------------------------------------------------------------------- compile cache
-# Torch's cache of compiled code: that nobody else can put code there, and what killed processes have left in it. torch
-# takes a library that exists for one that is whole. A linker that was killed leaves an empty or torn one, which every
-# later start would load and die of ("file too short"). While it builds one, torch keeps a folder beside it and holds a
-# lock; a folder that stays without anybody holding the lock tells of a build that never ended. By default the cache has
-# a name in the place for temporary files that can be foreseen, and torch runs what it finds there.
+# Torch's compile cache: no other user may put code there, and incomplete files of killed processes are removed. torch
+# assumes that an existing library is complete. A killed linker leaves an empty or truncated one, with which every later
+# start would fail ("file too short"). During a build torch keeps a folder beside the library and holds a lock; a folder
+# whose lock is free is that of a killed build. By default the cache has a predictable name in the folder of temporary
+# files, and torch runs the code that it finds there.
 
 
-BUILDING = "_CxxBuild"  # how the names of those folders end
-HEADERS = "precompiled_headers"  # the folder in the cache that has locks of its own
+BUILDING = "_CxxBuild"  # suffix of the names of those folders
+HEADERS = "precompiled_headers"  # the folder in the cache with separate locks
 RESULTS = (".so", ".o", ".gch")
-OWN_LOCK = ("", "main", "h")  # other builds hold a lock of another name, and are left alone
+OWN_LOCK = ("", "main", "h")  # other builds hold a lock of another name, and are kept
 
 
 def prepare_caches() -> None:
-    """Sweep where torch compiles for this process: the cache, and the place of headers, which cannot be moved. Raises
-    ConfigError where that is not this user's."""
+    """Prepare torch's compile caches: remove stale files of the cache and of the folder of headers, which cannot be
+    moved. Raises ConfigError where one belongs to another user."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
     check_cache_owner(Path(default_cache_dir()))
@@ -192,20 +219,20 @@ def prepare_caches() -> None:
 
 
 def check_cache_owner(cache: Path) -> None:
-    """Make a folder that is this user's alone, or raise ConfigError where there is one of another user."""
+    """Create a private folder, or raise ConfigError where it exists and belongs to another user."""
     with contextlib.suppress(FileExistsError):
         cache.mkdir(mode=0o700)
     found = cache.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise ConfigError(
             f"{cache}, whose code torch would run, is another user's or a link; have it removed, set TMPDIR to a "
-            "folder of your own, or train.compile=false"
+            "private folder, or train.compile=false"
         )
 
 
 def remove_stale_files(cache: Path) -> list[str]:
-    """Remove from torch's cache what builds that were killed have left; returns the names. Any number of processes may
-    do so, also while others compile."""
+    """Remove files of killed builds from torch's compile cache; returns their names. Processes may do so concurrently,
+    also while others compile."""
     removed = []
     for folder in sorted(cache.glob(f"*/*{BUILDING}")):
         name = folder.name.removesuffix(BUILDING)
@@ -213,7 +240,7 @@ def remove_stale_files(cache: Path) -> list[str]:
             continue
         locks = folder.parent / "locks" if folder.parent.name == HEADERS else cache / "locks"
         lock = locks / f"{name.partition('.')[0]}.lock"
-        # Somebody is building it, or cannot be asked: then it stays, at worst as it was.
+        # A build is in progress, or its lock is unreadable: keep it.
         with contextlib.suppress(OSError), open(lock, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not folder.is_dir() or not os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):

@@ -1,9 +1,9 @@
-"""Carries out the orders of a pipeline on one of its ranks: passes through its stages, and what they hand on.
+"""Pipeline parallelism on one rank: runs a schedule of passes through its stages, with sends and receives.
 
-Every rank of a pipeline has the same micro-batches. The first stage reads their tokens, the last their labels; between
-stages travel the hidden states and, back, their gradients. Results are received before they are needed, and leave
-while the next pass runs. With `zero_bubble` a backward pass comes in two halves: that to the stage's input, which the
-stage before waits for, and that to the weights, which nobody does (PyTorch's `stage_backward_input` and `_weight`).
+Every rank of a pipeline has the same micro-batches. The first stage reads their tokens, the last their labels; stages
+exchange hidden states and their gradients. Receives start before the results are needed, and sends overlap the next
+pass. With `zero_bubble` a backward pass has two halves: the gradient of the stage's input, which the previous stage
+waits for, and the gradients of the weights, which no rank waits for (PyTorch's `stage_backward_input` and `_weight`).
 """
 
 import itertools
@@ -22,48 +22,49 @@ from phalanx.layout import pipeline_stages
 from phalanx.layout.pipeline_stages import STAGES_PER_RANK, Action, Kind, Move, PipelineStages, Result
 from phalanx.system.trace import phase
 
-RECEIVE_AHEAD = 2  # actions: a result that comes early finds its receiver ready
+RECEIVE_AHEAD = 2  # actions by which a receive starts early
 
 
 class StageWork(Protocol):
-    """What a pipeline asks for while it works on the micro-batches 0, 1, ... of a step."""
+    """The callbacks of a pipeline for the micro-batches 0, 1, ... of a step."""
 
     def hidden_shape(self, micro_batch: int) -> Sequence[int]:
-        """Of the hidden states between two stages."""
+        """The shape of the hidden states between two stages."""
         ...
 
     def forward(self, stage: int, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        """Hidden states behind a stage; behind the last what the backward pass begins with, a scalar."""
+        """Run a stage: returns its hidden states, or of the last stage the scalar that the backward pass begins
+        with."""
         ...
 
     def parameters(self, stage: int) -> Iterator[nn.Parameter]:
-        """Those that a stage uses and trains."""
+        """The trained parameters of a stage."""
         ...
 
     def before_last_backward(self, stage: int) -> None:
-        """What comes next is the stage's last backward pass to its weights."""
+        """Called before the stage's last backward pass to its weights."""
         ...
 
     def after_weight_gradients(self, stage: int) -> None:
-        """A half of a backward pass has put gradients beside the stage's parameters, and no hook has seen it."""
+        """Called after the weight half of a backward pass, which sets `.grad` without calling hooks."""
         ...
 
 
 class Pipeline:
-    """This rank among those that hold the stages of one copy of a model."""
+    """Pipeline parallelism on this rank: its stages of one copy of a model, and the exchange with the other ranks."""
 
     def __init__(
         self, plan: PipelineStages, schedule: str, axis: Axis, device: torch.device, precision: Precision,
         traffic: Traffic, sequence: int = 1,
     ) -> None:  # fmt: skip
-        """`traffic` counts what is sent, and the host's waiting. `sequence`: over so many ranks hidden states are cut
-        along the sequence, where several share each layer."""
+        """`traffic` counts bytes sent and the host's waits. `sequence`: the number of ranks that hidden states are cut
+        over along the sequence."""
         assert axis.size == plan.ranks, (axis.size, plan.ranks)
         self.plan, self.rank = plan, axis.rank
         self.stages = plan.stages_of(axis.rank)
         self.precision, self.sequence = precision, sequence
         self._schedule = schedule
-        # Twice as many as a rank may have under way and nobody waits for: what is sent and has arrived keeps memory.
+        # Twice as many as a rank may have in flight: completed sends keep memory until they are waited for.
         self.messages = P2PChannel(axis.group, device, traffic, max_in_flight=2 * (plan.last + 1))
         self._known: dict[tuple[int, bool], list[Move]] = {}
 
@@ -73,29 +74,29 @@ class Pipeline:
         return self.plan.last in self.stages
 
     def train(self, count: int, work: StageWork) -> None:
-        """Forward and backward passes of `count` micro-batches."""
+        """Run the forward and backward passes of `count` micro-batches."""
         _PipelineRun(self, work, training=True).run(self._moves(count, training=True))
 
     def forward(self, count: int, work: StageWork) -> None:
-        """Forward passes alone; what the last stage gives is for `work` to keep."""
+        """Run forward passes only; `work` keeps the outputs of the last stage."""
         with torch.no_grad():
             _PipelineRun(self, work, training=False).run(self._moves(count, training=False))
 
     def sum_tied_gradient(self, gradient: Tensor) -> None:
-        """Add up, in place and to the same bits, what the first and the last stage have of a weight that both hold.
-        Only their ranks call this."""
+        """Sum the gradients of a tied weight over the first and last stage, in place and bitwise the same on both. Only
+        their ranks call this."""
         ends = [self.plan.owner(0), self.plan.owner(self.plan.last)]
         if ends[0] != ends[1]:
             gradient += self.messages.exchange(gradient, ends[self.rank == ends[0]])
 
     def close(self) -> None:
-        """The end; it is of no more use."""
+        """Close the channel; the pipeline cannot be used afterwards."""
         self.messages.close()
 
     def _moves(self, count: int, training: bool) -> list[Move]:
         if (count, training) not in self._known:
             orders = build_actions(self._schedule, self.plan, count)
-            if not training:  # the forward passes of a good order are in a good order
+            if not training:  # the forward passes of a valid order are in a valid order
                 orders = [[action for action in mine if action.kind == "F"] for mine in orders]
             ahead = RECEIVE_AHEAD if self.messages.full_duplex else 0
             self._known[count, training] = pipeline_stages.plan_moves(orders, self.plan, ahead)[self.rank]
@@ -103,14 +104,14 @@ class Pipeline:
 
 
 class _PipelineRun:
-    """The micro-batches of one step on their way through this rank's stages."""
+    """One run of a pipeline's schedule: the micro-batches of a step in this rank's stages."""
 
     def __init__(self, pipeline: Pipeline, work: StageWork, training: bool) -> None:
         self._pipeline, self._plan, self._work, self._training = pipeline, pipeline.plan, work, training
         self._arriving: dict[Result, PendingReceive] = {}
-        self._made: dict[Result, Tensor] = {}  # here, and not yet used or sent
+        self._made: dict[Result, Tensor] = {}  # results of this rank, not yet used or sent
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output, by stage and number
-        self._halves: dict[tuple[int, int], Any] = {}  # what the second half of a backward pass goes by
+        self._halves: dict[tuple[int, int], Any] = {}  # inputs of the second half of a backward pass
         self._left: Counter[int] = Counter()  # backward passes to weights, by stage
 
     def run(self, moves: Sequence[Move]) -> None:
@@ -144,15 +145,15 @@ class _PipelineRun:
         gradient = self._gradient(stage, number)
         self._before_weights(stage)
         with phase("backward"):
-            if output.requires_grad:  # nothing before it is trained otherwise
+            if output.requires_grad:  # else no parameter before it is trained
                 torch.autograd.backward(output, gradient)
         if hidden is not None:
             self._made[Result("G", stage, number)] = _input_gradient(hidden.grad, hidden)
 
     def _to_input(self, stage: int, number: int) -> None:
-        from torch.distributed.pipelining._backward import stage_backward_input  # late, as below
+        from torch.distributed.pipelining._backward import stage_backward_input  # imported late, as below
 
-        if stage == 0:  # there is none: all of it is done in the other half
+        if stage == 0:  # no input gradient: the other half does everything
             return
         hidden, output = self._kept.pop((stage, number))
         gradient, parameters = self._gradient(stage, number), self._work.parameters(stage)
@@ -174,7 +175,7 @@ class _PipelineRun:
         self._work.after_weight_gradients(stage)
 
     def _gradient(self, stage: int, number: int) -> Tensor | None:
-        """Of a stage's output; the last stage's is a loss."""
+        """The gradient of a stage's output; None for the last stage, whose output is a loss."""
         return None if stage == self._plan.last else self._take(Result("G", stage + 1, number))
 
     def _before_weights(self, stage: int) -> None:
@@ -193,7 +194,7 @@ class _PipelineRun:
     def _send(self, result: Result) -> None:
         to = self._plan.receiver_of(result)
         assert to is not None
-        # In the type that ranks exchange parameters in: the same on all, where each computes in its own.
+        # In the type of parameter exchange, the same on all ranks, while compute types may differ.
         self._pipeline.messages.send(self._made.pop(result).to(self._pipeline.precision.transport), to)
 
     def _receive(self, result: Result) -> None:
@@ -211,21 +212,21 @@ def _input_gradient(gradient: Tensor | None, like: Tensor | None) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------- pipeline schedules
-# The orders of torch.distributed.pipelining: which rank works on which micro-batch of which stage when. Only the tables
-# are PyTorch's. Its runtime is not used: it asks for as many micro-batches as it was made for, all of one shape, where
-# here their number changes from step to step and the last may be smaller; and it does not tell an engine which backward
-# pass is the last of a stage. `pipeline.py` carries the tables out. Both import it where a pipeline is made: it imports
-# all of torch._dynamo, more than a second of processor time that other runs are spared.
+# The schedules of torch.distributed.pipelining: which rank runs which micro-batch of which stage when. Only the tables
+# are PyTorch's. Its runtime is not used: it needs a fixed number of micro-batches of one shape, while here their number
+# changes from step to step and the last may be smaller; and it does not tell an engine which backward pass is a stage's
+# last. It is imported only where a pipeline is created, since it imports all of torch._dynamo, more than a second of
+# processor time.
 
 
-# Classes of torch.distributed.pipelining: with one stage of a rank, and with several.
+# Classes of torch.distributed.pipelining: with one stage per rank, and with several.
 SINGLE_STAGE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 MULTI_STAGE = {"interleaved": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleZBVZeroBubble"}
 ACTIONS = ("F", "B", "I", "W")
 
 
 class _StageStub:
-    """All that a schedule asks of a stage before it makes its table."""
+    """A stand-in of a stage, with the attributes that a schedule reads to build its table."""
 
     def __init__(self, stage: int, stages: int, ranks: int) -> None:
         self.stage_index, self.num_stages = stage, stages
@@ -236,16 +237,16 @@ class _StageStub:
 
 
 def round_up_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int:
-    """The least number of micro-batches, at least `micro_batches`, that PyTorch makes a table for."""
+    """Round `micro_batches` up to the next number that PyTorch builds a table for."""
     if schedule == "1f1b":
         return max(micro_batches, ranks)
-    if schedule == "interleaved":  # in rounds of one size
+    if schedule == "interleaved":  # in rounds of equal size
         return next(n for n in itertools.count(micro_batches) if n % max(1, n // ranks) == 0)
     return micro_batches
 
 
 def make_schedule(schedule: str, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
-    """PyTorch's schedule of that name for the `stages` of a rank."""
+    """Create PyTorch's schedule of that name for the `stages` of a rank."""
     from torch.distributed import pipelining
 
     if schedule in SINGLE_STAGE:
@@ -254,10 +255,10 @@ def make_schedule(schedule: str, stages: Sequence[Any], micro_batches: int, **op
 
 
 def build_actions(schedule: str, stages: PipelineStages, micro_batches: int) -> list[list[Action]]:
-    """The passes of each rank, in order.
+    """Build the pipeline schedule: the passes of each rank, in order.
 
-    Where PyTorch makes no table for so few micro-batches, or for such a number, it is that for a few more, without
-    them: what is left keeps its order, so nothing waits for what is not there.
+    Where PyTorch builds no table for this number of micro-batches, a larger table is used without the surplus ones: the
+    rest keep their order, so no pass waits for a missing one.
     """
     ranks, count = stages.ranks, round_up_micro_batches(schedule, stages.ranks, micro_batches)
     places = [_StageStub(stage, stages.last + 1, ranks) for stage in range(0, ranks * STAGES_PER_RANK[schedule], ranks)]

@@ -1,13 +1,13 @@
-"""What tensor-parallel ranks exchange within a pass: one operator, which autograd and the compiler know.
+"""Tensor-parallel collectives as one custom operator, known to autograd and torch.compile.
 
-Its two words say what becomes of a tensor on its way forward, and of its gradient on its way back:
+Its two arguments name the collective of the forward pass, and that of the gradient in the backward pass:
 
 | word | what a rank gets |
 |---|---|
-| `same` | what it has |
-| `sum` | the sum of what all ranks have |
-| `gather` | the parts of all ranks, one behind the other along dim 1 (of the sequence) |
-| `scatter` | its part along dim 1 of the sum |
+| `same` | its own tensor |
+| `sum` | the sum over all ranks (all-reduce) |
+| `gather` | the parts of all ranks, concatenated along dim 1, the sequence (all-gather) |
+| `scatter` | its part of the sum along dim 1 (reduce-scatter) |
 
 `same` and `sum` are each other's transpose, and so are `gather` and `scatter`. Source: Shoeybi et al., "Megatron-LM",
 2019 (f and g); Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
@@ -24,13 +24,13 @@ from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Axis
 
 NAMESPACE = "phalanx_exchange"  # of the operators
-SUMS = ("sum", "scatter")  # the words that add something up
+SUMS = ("sum", "scatter")  # those that sum
 SCHEMA = "(Tensor x, str there, str back) -> Tensor"
 
 
 class TensorParallelPeers:
-    """The ranks of an axis, as a model's modules know them. A model may outlive its mesh, which holds the axis, and
-    is of no more use then: the group must not live on."""
+    """The tensor-parallel peers of a rank, held by a model's modules. The reference to the axis is weak: a model may
+    outlive its mesh, but must not keep the process group alive."""
 
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
         self.rank, self.size = axis.rank, axis.size
@@ -41,16 +41,16 @@ class TensorParallelPeers:
 
     @property
     def axis(self) -> Axis:
-        """The axis, as long as its mesh is there."""
+        """The axis; fails once its mesh is gone."""
         return _alive(self._axis)
 
     def exchange(self, x: Tensor, forward_op: str, backward_op: str) -> Tensor:
-        """`x` as `forward_op` says, with a gradient as `backward_op` says; never `x` itself."""
+        """Apply the collective `forward_op` to `x`, and `backward_op` to its gradient; returns a new tensor."""
         out: Tensor = self._operator(x, forward_op, backward_op)
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks, of one shape, stacked; without a gradient."""
+        """Stack the tensors of all ranks, of one shape; without a gradient."""
         return _all_gather(x, _alive(self._axis), self._traffic)
 
 
@@ -62,7 +62,7 @@ def _alive(here: weakref.ref[Axis]) -> Axis:
 
 def _all_gather(x: Tensor, axis: Axis, traffic: Traffic) -> Tensor:
     out = x.new_empty((axis.size, *x.shape))
-    if not x.is_meta:  # there a pass only counts
+    if not x.is_meta:  # a pass on meta only counts
         collectives.all_gather(out.view(-1), x.contiguous().view(-1), axis.group, traffic).wait()
     return out
 
@@ -87,9 +87,9 @@ def _run_exchange(x: Tensor, op: str, axis: Axis, traffic: Traffic) -> Tensor:
 
 
 def _operator(here: weakref.ref[Axis], traffic: Traffic) -> Any:
-    """The operator of an axis. The compiler takes it as a whole, and keeps the order of a rank's collectives.
+    """The custom operator of an axis. torch.compile treats it as opaque, and keeps the order of a rank's collectives.
 
-    It outlives the axis, and is named alike at every start, so that what was compiled is found again.
+    It outlives the axis, and has the same name at every start, so that compiled code is found in the cache.
     """
     axis = _alive(here)
     size, name = axis.size, f"of_{axis.group.group_name}"

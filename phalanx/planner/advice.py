@@ -1,12 +1,12 @@
-"""What a reader of a plan asks next: why not another layout, what a wish costs, what would help, and what to do where
-nothing fits. Every answer is another search or prediction, never a rule of thumb."""
+"""Advice about a plan: comparison with another layout (--explain), upgrades that help most, and remedies where nothing
+fits. Every answer is another search or prediction."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.config import load
-from phalanx.config.optimizers import OPTIMIZERS
+from phalanx.config.optimizers import find_optimizer
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
@@ -15,8 +15,9 @@ from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.cost import RecoverySource
 from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, DEVICE_KINDS, CostConstants, DeviceKind
 from phalanx.planner.failures import FailureModel
+from phalanx.planner.plan import Plan, SearchResult
 from phalanx.planner.recipe_keys import CHOICE_FIELDS, free_layout, pins_of, shape_of, space_of, work_of
-from phalanx.planner.search import Plan, SearchResult, search_layouts
+from phalanx.planner.search import search_layouts
 from phalanx.planner.work import StepWork
 
 TERM_NAMES = {
@@ -39,10 +40,10 @@ FAMILIES = 6  # of layouts, as a search keeps them
 
 @dataclass(frozen=True)
 class PlanQuery:
-    """A recipe's work, as a plan is asked for it: `config` without a layout, `overrides` that hold some of it fixed,
-    `folder_spec` the shapes of `model.from_hf` where there is one. `pins`: fields of a Choice that are fixed besides;
-    `use_all_devices`: all devices are to be used, in the order they are in. `failures`: what is known of them but for
-    what the overrides say of checkpoints."""
+    """A planning request: `config` without a layout, `overrides` that fix some keys,
+    `folder_spec` the shapes of `model.from_hf` where there is one. `pins`: further fixed fields of a Choice;
+    `use_all_devices`: use all devices, in their order. `failures`: their known rates, except for overridden checkpoint
+    keys."""
 
     config: Config
     folder_spec: ModelSpec | None
@@ -64,8 +65,8 @@ class PlanQuery:
         return work_of(self.config, shape_of(self.config, self.folder_spec), cluster)
 
     def search(self, cluster: ClusterSpec, near: SearchResult | None = None) -> SearchResult:
-        """The best layouts there; `near`: of no larger degrees than those that were found. Raises ConfigError for what
-        the recipe itself refuses."""
+        """Search the best layouts on a cluster; `near` limits degrees to those of an earlier result. Raises
+        ConfigError if the recipe itself is invalid."""
         found, work = self._search(cluster, near), self.work(cluster)
         # Without some devices the others may compute in another type, and are judged by that.
         plans = [plan for plan in found.plans if self.work(plan.cluster) == work]
@@ -75,7 +76,7 @@ class PlanQuery:
             if alone != work:
                 try:
                     more = self._search(part, near)
-                except ConfigError:  # what is held fixed does not come out even there
+                except ConfigError:  # the fixed keys do not divide on this cluster either
                     continue
                 plans += [plan for plan in more.plans if self.work(plan.cluster) == alone]
                 tried += more.tried
@@ -94,7 +95,7 @@ class PlanQuery:
         return search_layouts(work, cluster, space, self.constants, failures=self.failure_model())
 
     def same_as(self, other: "PlanQuery", cluster: ClusterSpec) -> bool:
-        """Whether what a plan reckons with is the same in both, whatever else of their recipes differs."""
+        """Whether a plan is the same for both recipes, although other keys differ."""
         return self._planning_inputs(cluster) == other._planning_inputs(cluster)
 
     def _planning_inputs(self, cluster: ClusterSpec) -> tuple[object, ...]:
@@ -112,7 +113,7 @@ class PlanQuery:
 
 
 def _of_types(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
-    """What is left without the devices that keep the others from computing in the type that they would have alone."""
+    """The cluster without the devices that force the others to a wider compute type."""
     wanted: tuple[Callable[[DeviceKind], bool], ...] = (
         lambda kind: not kind.on_host,
         lambda kind: not kind.on_host and "bf16" in kind.flop_per_s,
@@ -130,8 +131,8 @@ def _of_types(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
 
 
 def why_slower(other: Plan, best: Plan, faster: bool = False) -> str:
-    """In which part of its steps that last a layout loses most against the best one; or wins, where it is `faster`. Of
-    steps of unlike numbers of tokens it is for as many."""
+    """The part of a step in which a layout loses most against the best one, or wins, where it is `faster`; scaled to
+    the same number of tokens."""
     scale = token_ratio(other, best)
     gains = {name: scale * value - best.estimate.terms[name] for name, value in other.estimate.terms.items()}
     lost = scale * (other.effective_step_s - other.estimate.step_s) - (best.effective_step_s - best.estimate.step_s)
@@ -151,20 +152,20 @@ def why_slower(other: Plan, best: Plan, faster: bool = False) -> str:
 
 
 def token_ratio(other: Plan, best: Plan) -> float:
-    """What seconds of a step of `other` are to be multiplied with, to be of as many tokens as one of `best`."""
+    """The factor that scales a step of `other` to the tokens of a step of `best`."""
     tokens = [plan.estimate.tokens_per_s * plan.estimate.step_s for plan in (other, best)]
     return tokens[1] / tokens[0]
 
 
 def explain_key(question: PlanQuery, cluster: ClusterSpec, best: Plan, setting: str) -> dict[str, Any]:
-    """What `key=value` costs against the best: both steps, by where they go. Raises ConfigError for what no recipe
-    has."""
+    """Explain `key=value`: compare its step with the best one, term by term. Raises ConfigError for an invalid
+    setting."""
     if "=" not in setting:
         raise ConfigError(f"--explain {setting} has no value; write it as key=value, such as parallel.tensor=4")
     asked = question.with_keys(setting)
     if asked.config.model.from_hf != question.config.model.from_hf:
         raise ConfigError(
-            f"--explain {setting} is another model, of other shapes; leave --explain out and plan with {setting}"
+            f"--explain {setting} changes the shapes of the model; remove --explain and plan with {setting}"
         )
     if asked.same_as(question, cluster):
         return {"wish": setting, "fits": True, "counts": False}
@@ -198,7 +199,7 @@ def explain_key(question: PlanQuery, cluster: ClusterSpec, best: Plan, setting: 
 
 
 def suggest_purchases(question: PlanQuery, cluster: ClusterSpec, near: SearchResult) -> list[tuple[str, float]]:
-    """(change, how many times as many tokens a second that last) of what could be bought, the most helpful first."""
+    """Upgrades of the cluster: (change, factor of goodput in tokens per second), the most effective first."""
     ideas: list[tuple[str, ClusterSpec]] = []
     if cluster.nodes > 1:
         faster = replace(cluster, between_bits_per_s=2 * cluster.between_bits_per_s)
@@ -228,7 +229,7 @@ def _linked(kind: DeviceKind) -> DeviceKind:
 
 
 def explain_idle_devices(question: PlanQuery, cluster: ClusterSpec, best: Plan) -> str | None:
-    """Why devices are left over; None where none are."""
+    """Why devices are idle; None where all are used."""
     over = cluster.devices - best.devices
     if not over:
         return None
@@ -253,16 +254,16 @@ def explain_idle_devices(question: PlanQuery, cluster: ClusterSpec, best: Plan) 
 
 
 def explain_no_layout(question: PlanQuery, cluster: ClusterSpec) -> str:
-    """Why there is no layout at all, be it too large for the devices or not."""
+    """Why there is no valid layout, apart from memory."""
     fixed = [word for word in question.overrides if word.partition("=")[0] in CHOICE_FIELDS]
     return (
-        f"{' '.join(fixed) or 'the recipe'} comes out even on no part of {parse_cluster.format_cluster(cluster)}; "
-        "choose degrees whose product divides the devices of a node, or of all nodes, or leave them out"
+        f"{' '.join(fixed) or 'the recipe'} fits no number of devices of {parse_cluster.format_cluster(cluster)}; "
+        "choose degrees whose product divides the devices of a node, or of all nodes, or remove them"
     )
 
 
 def suggest_fixes(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
-    """The three cheapest changes with which the model fits, each of which was tried: settings first, then devices."""
+    """Suggest the three cheapest changes with which the model fits, each verified: settings first, then devices."""
     ways: list[str] = []
     for way in (_settings, _shorter, _more_nodes, _larger_devices):
         ways += way(question, cluster)
@@ -270,7 +271,7 @@ def suggest_fixes(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
 
 
 def _fits(question: PlanQuery, cluster: ClusterSpec, *words: str) -> bool:
-    """Whether there is a layout, with `words` beside what is asked; a recipe that refuses them has none."""
+    """Whether there is a layout with the further overrides `words`; False where the recipe refuses them."""
     try:
         return bool((question.with_keys(*words) if words else question).search(cluster).plans)
     except ConfigError:
@@ -278,7 +279,7 @@ def _fits(question: PlanQuery, cluster: ClusterSpec, *words: str) -> bool:
 
 
 def _settings(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
-    """Keys that take less memory; first those that leave the curve as it is."""
+    """Settings that take less memory, first those that do not change the curve."""
     found = []
     freed = replace(question, config=free_layout(question.config, ()), overrides=())
     if question.overrides and _fits(freed, cluster):
@@ -291,7 +292,7 @@ def _settings(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
         off = () if resilience.replicate_every in ("auto", "off") else ("resilience.replicate_every=off",)
         if _fits(question, cluster, words, *off):
             found.append(f"{' '.join((words, *off))}: no steps in memory, so that failures go back to a checkpoint")
-    if smaller := OPTIMIZERS[question.config.optim.name].smaller:
+    if smaller := find_optimizer(question.config.optim.name).smaller:
         words = f"optim.name={smaller}"
         if _fits(question, cluster, words):
             found.append(f"{words}: moments in 8 bits (another curve)")
@@ -299,7 +300,7 @@ def _settings(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
 
 
 def _shorter(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
-    """The longest sequences that fit, in halves; with as many tokens in a step."""
+    """The longest sequence that fits, found by halving, with the same tokens per step."""
     length, batch = question.config.data.seq_len, question.config.train.global_batch
     while length > 128:
         length, batch = length // 2, batch * 2
@@ -310,7 +311,7 @@ def _shorter(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
 
 
 def _more_nodes(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
-    """The least number of further nodes of the roomiest kind."""
+    """The fewest additional nodes of the kind with the most memory."""
     number = max(range(len(cluster.groups)), key=lambda index: cluster.groups[index].kind.memory_bytes)
     group = cluster.groups[number]
 
@@ -334,7 +335,7 @@ def _least(enough: Callable[[int], bool], words: Callable[[int], str]) -> list[s
 
 
 def _larger_devices(question: PlanQuery, cluster: ClusterSpec) -> list[str]:
-    """The two kinds with the least memory that do in place of all there are."""
+    """The two smallest kinds of device that are sufficient in place of the present ones."""
     found: list[str] = []
     least = min(group.kind.memory_bytes for group in cluster.groups)
     roomier = sorted(

@@ -1,8 +1,8 @@
-"""What a run's steps say of its devices, its links and its host: a hardware.json by which the planner foretells them.
+"""Calibration: learn the speeds of devices, links and host from a run's steps, as a hardware.json for predictions.
 
-Each part of a step is put down to one thing, as far as records tell parts apart (`comparison.split_measured_step`):
+Each part of a step is attributed to one cause, as far as records distinguish parts (`comparison.split_measured_step`):
 computing to the devices' speeds, waiting that is no pipeline's bubble to the links, updates to the memory, the rest to
-the host. Nothing is learnt beyond what is plausible.
+the host. Implausible values are not learned.
 """
 
 import json
@@ -26,16 +26,16 @@ from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.predict import Prediction, predict_recipe_step
 from phalanx.planner.present_cluster import NodeDevice
 from phalanx.planner.work import StepWork
-from phalanx.report.event_text import format_difference, format_seconds
+from phalanx.report.formats import format_difference, format_seconds
 
-# Times as fast as a data-sheet has a device, updates and links: beyond these it is a mistake elsewhere. What is on the
-# sheet of a CPU is an order of magnitude.
+# Plausible ratios of measured speed to data sheet, for devices, updates and links: values beyond have another cause.
+# The data of CPUs are orders of magnitude.
 SPEEDS, SPEEDS_OF_CPU = (0.02, 1.25), (1e-3, 1e3)
 UPDATES = (0.01, 4.0)
 LINKS = (1e-3, 8.0)
 HALVINGS = 40
 LEAST_S = 1e-9  # of anything that is divided by
-LITTLE = 0.02  # of a step: communication of which less is waited for says nothing of links
+LITTLE = 0.02  # of a step: a shorter wait for communication says nothing about links
 NEEDED, OPTIONAL_FIELDS = (
     ("step", "step_s", "data_s"),
     ("wait_s", "update_s"),
@@ -44,7 +44,7 @@ NEEDED, OPTIONAL_FIELDS = (
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run as its records have it: the resolved `config`, the devices of its `nodes`, what was `known` of them, and
+    """Records of a run: the resolved `config`, the devices of its `nodes`, the measurements `known` of them, and
     the `steps` of its newest attempt. `spec`: the shapes of `model.from_hf`."""
 
     name: str
@@ -57,8 +57,8 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """What was learnt, as a file and in sentences; seconds of a step as it was, as it was foretold, and as it would be
-    foretold now."""
+    """The result of a calibration: a hardware file and sentences; seconds of a step as measured, as predicted before,
+    and as predicted now."""
 
     hardware: Hardware
     findings: tuple[str, ...]
@@ -68,11 +68,14 @@ class CalibrationResult:
 
 
 def calibrate_run(run: MeasuredRun) -> CalibrationResult:
-    """Raises ConfigError for a run that is too short, or of a network of one's own."""
+    """Calibrate from a run. Raises ConfigError for a run that is too short, or of a custom network."""
+    train = run.config.train
+    whole = [record for record in run.steps if train.batches.batch_size(record["step"]) == train.global_batch]
+    run = replace(run, steps=whole)
     if len(run.steps) < predict.ENOUGH:
         raise ConfigError(
             f"the newest attempt of the run {run.name} has {len(run.steps)} steps, and {predict.ENOUGH} are needed, "
-            f"of which the first {predict.WARM_UP} are left out; let it go on, or name a longer one"
+            f"of which the first {predict.WARM_UP} do not count; continue it, or name a longer one"
         )
     taken = run.steps[predict.WARM_UP :]
     _refuse_others(run, taken)
@@ -99,8 +102,8 @@ def _refuse_others(run: MeasuredRun, taken: Sequence[Mapping[str, Any]]) -> None
     divided = parse_division(taken[-1])
     if divided is not None and len(divided.shares) != copies:
         raise ConfigError(
-            f"the newest start of the run {run.name}, with {copies} copies of the model, has done no steps; those that "
-            f"there are were done by {len(divided.shares)}: let it go on for a while"
+            f"the newest start of the run {run.name}, with {copies} copies of the model, has done no steps; the "
+            f"earlier ones were done by {len(divided.shares)}: continue it for some steps"
         )
 
 
@@ -118,14 +121,14 @@ def _speeds(
     run: MeasuredRun, before: Prediction, parts: Mapping[tuple[str, ...], float], taken: Sequence[Mapping[str, Any]],
     constants: CostConstants, said: list[str],
 ) -> list[float]:  # fmt: skip
-    """How many times as fast as thought each copy of the model computes."""
+    """The measured over the predicted speed of each copy of the model."""
     copies = run.config.parallel.axes.data_parallel_size(before.cluster.devices)
     busy = [record["busy_s"] for record in taken if record.get("busy_s") and len(record["busy_s"]) == copies]
     terms = before.estimate.terms
     computes = terms["compute"] + terms["offload"]
     kinds = [before.cluster.kind_of(copy * before.choice.tensor) for copy in range(copies)]
-    if predict.ALL in parts:  # nothing is known but the whole
-        said.append("of one accelerator only whole steps are known: all of a difference is put down to the device")
+    if predict.ALL in parts:  # only whole steps are known
+        said.append("of one accelerator only whole steps are known: the whole difference is attributed to the device")
         raw = [computes / max(LEAST_S, parts[predict.ALL] - (before.estimate.step_s - computes))] * copies
     elif not busy:
         raw = [computes / max(LEAST_S, parts[predict.COMPUTE_TERMS])] * copies
@@ -157,7 +160,7 @@ def _bounded(speed: float, kind: DeviceKind, said: list[str]) -> float:
 
 
 def _copy_s(before: Prediction, copy: int, share: float, cuts: float, constants: CostConstants) -> float:
-    """Seconds that a copy's busiest rank was thought to compute: `share` sequences in so many micro-batches."""
+    """Predicted compute seconds of a copy's busiest rank: `share` sequences in `cuts` micro-batches."""
     choice, work = before.choice, before.work
     size = max(1, round(share / cuts))
     width = choice.tensor * before.cluster.devices // (choice.tensor * choice.pipeline)
@@ -188,7 +191,7 @@ def _file(
     learnt: Calibration,
     constants: CostConstants,
 ) -> Hardware:
-    """The devices with a pass of the whole model each, as long as it must have taken; the link as it was known."""
+    """The devices, each with the derived time of a pass of the whole model; the link unchanged."""
     axes, world = run.config.parallel.axes, cluster.devices
     size = max(1, before.choice.micro_batch)
     rows = run.known.devices if run.known is not None and len(run.known.devices) == world else None
@@ -216,7 +219,7 @@ def _device(rank: int, node: int, place: int, device: NodeDevice, kind: DeviceKi
 
 
 def _measured_work(run: MeasuredRun) -> dict[str, Any]:
-    """As a run that measures its devices says what for."""
+    """The work in the form of a run that measures its devices."""
     config, spec = run.config, build_model_spec(run.config, run.spec)
     how = {
         "task": config.task.kind,
@@ -242,7 +245,7 @@ def _host_s(parts: Mapping[tuple[str, ...], float]) -> float | None:
 
 
 def _update(run: MeasuredRun, found: Hardware, parts: Mapping[tuple[str, ...], float], said: list[str]) -> float | None:
-    """How many times as fast updates are as the memory of a device's kind would have them."""
+    """The measured speed of updates over that by the memory bandwidth of the device's kind."""
     took = parts.get(predict.UPDATE_TERMS, 0.0)
     if took <= 0:
         return None
@@ -256,7 +259,7 @@ def _update(run: MeasuredRun, found: Hardware, parts: Mapping[tuple[str, ...], f
 
 
 def _link_of(cluster: ClusterSpec, constants: CostConstants) -> MeasuredLink:
-    """What an all-reduce over all devices would have to be measured as for `measured_cluster` to give this cluster."""
+    """The all-reduce measurement from which `measured_cluster` derives this cluster."""
     ring = link_cost.ring_of(0, cluster.devices, 1, cluster)
     if cluster.nodes > 1:
         share = 2 * (1 - 1 / cluster.nodes)
@@ -273,7 +276,7 @@ def _link_of(cluster: ClusterSpec, constants: CostConstants) -> MeasuredLink:
 def _link(
     run: MeasuredRun, found: Hardware, parts: Mapping[tuple[str, ...], float], step_s: float, said: list[str]
 ) -> MeasuredLink | None:
-    """The link by which as much is waited for as was; as it was where that says nothing."""
+    """The link that explains the measured wait; unchanged where the wait says nothing about it."""
     link = found.link
     if link is None or predict.WAIT_TERMS not in parts:
         return link
@@ -302,7 +305,7 @@ def _link(
 
 
 def describe_calibration(result: CalibrationResult) -> list[str]:
-    """Lines for a person."""
+    """Format the calibration as lines of text."""
     took, then, now = result.measured_s, result.before_s, result.after_s
     return [
         *result.findings,
@@ -312,14 +315,14 @@ def describe_calibration(result: CalibrationResult) -> list[str]:
 
 
 def last_attempt_steps(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The steps of the attempt that came last, but for records that lack what is learnt from."""
+    """The steps of the newest attempt with complete records."""
     steps = [step for step in steps if _is_whole(step)]
     newest = max((step.get("attempt", 1) for step in steps), default=1)
     return [step for step in steps if step.get("attempt", 1) == newest]
 
 
 def _is_whole(step: Mapping[str, Any]) -> bool:
-    """Whether a record says all that is learnt from, in numbers that can be: a file may have been damaged."""
+    """Whether a record has all required fields with plausible numbers; a file may be damaged."""
     busy = step.get("busy_s") or []
     if not isinstance(busy, list) or type(step.get("attempt", 1)) is not int:
         return False

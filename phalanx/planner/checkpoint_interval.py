@@ -1,11 +1,11 @@
-"""How often to save, and what failures cost: closed forms for failures that come by chance at a constant rate.
+"""Checkpoint intervals and goodput: closed forms for random failures at a constant rate.
 
 Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly, "A higher
 order estimate of the optimum checkpoint interval for restart dumps", 2006. All times are in seconds. A time between
 failures is that of the whole job, so of n devices an n-th of one device's.
 
 Two levels are told apart, as the running system does. A *commit* is in memory, costs little, and outlives processes; a
-*checkpoint* is on a disk, costs more, and outlives nodes. Since each level is set back only by failures of its own, at
+*checkpoint* is on a disk, costs more, and outlives nodes. Since only certain failures return the job to each level, at
 first order each has the best interval that it would have alone (Moody et al., "Design, modeling, and evaluation of a
 scalable multi-level checkpointing system", 2010).
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.errors import ConfigError
 
-NEVER_S = 1e15  # thirty million years: what comes less often needs no checkpoint
+NEVER_S = 1e15  # thirty million years: rarer failures need no checkpoint
 MOST_EXPONENT = 700  # whose power a float can hold
 HALVINGS = 100  # of an interval in which a root lies: more than a float has bits
 
@@ -82,7 +82,7 @@ def useful_share(work_s: float, cost_s: float, mtbf_s: float, recovery_s: float)
     0.9033
     """
     exponent = (work_s + cost_s + recovery_s) / mtbf_s
-    if exponent > MOST_EXPONENT:  # it would never come to an end
+    if exponent > MOST_EXPONENT:  # it would never end
         return 0.0
     return work_s / (mtbf_s * math.exp(recovery_s / mtbf_s) * math.expm1((work_s + cost_s) / mtbf_s))
 

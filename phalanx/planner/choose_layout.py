@@ -1,9 +1,8 @@
-"""The layout of a run that leaves it to the planner, on the devices that it has been given: what a run folder's
-plan.json holds, and what a run without such a wish is expected to take.
+"""Choose the layout of a run (`parallel.layout: auto`) on its devices, and predict the step of any run; written to
+plan.json.
 
-Seen from a run, a plan may leave no device idle and may not turn their order round: the ranks are there. Keys that the
-recipe writes are held fixed. What the ranks measure by themselves (shares of work and of the state, layers of stages
-that differ) is left to them.
+A plan for a run must use all devices in their order. Keys in the recipe are fixed. What the ranks measure themselves
+(batch split, state shares, layers per stage) is left to them.
 """
 
 from collections.abc import Mapping
@@ -19,14 +18,14 @@ from phalanx.planner import advice, measured_cluster, parse_cluster, plan_file, 
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.device_catalog import CostConstants
+from phalanx.planner.plan import Plan, SearchResult
 from phalanx.planner.predict import allocator_bytes, predict_recipe_step
 from phalanx.planner.present_cluster import NodeDevice
 from phalanx.planner.recipe_keys import AUTO_LAYOUT, keys_of, pins_of
-from phalanx.planner.search import Plan, SearchResult
-from phalanx.report.event_text import format_bytes, format_seconds
+from phalanx.report.formats import format_bytes, format_seconds
 
 VERSION = 1
-# What the ranks of a run find out by themselves, and what follows from their number.
+# Keys that the ranks of a run determine themselves, or that follow from their number.
 RESOLVED_BY_RUN = ("parallel.engine", "parallel.layers_per_stage", "balance.batch", "balance.optimizer_state")
 RESOLVED_LATER = ("vocabulary", "lora")
 ALIKE = 5e-4  # relative difference of two steps below which neither is the faster
@@ -35,9 +34,8 @@ FROM_DATA_SHEETS, FROM_MEASUREMENTS = "data-sheets", "measurements"
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """`config`: the recipe, with what is auto resolved but for its layout; `pinned_keys`: the keys that it, or the
-    command line, has a value for; `nodes`: devices of each node, in order of rank; `known`: what was measured, if
-    anything;
+    """Inputs of a layout choice. `config`: the recipe, resolved except for its layout; `pinned_keys`: the keys that it,
+    or the command line, sets; `nodes`: devices of each node, in order of rank; `known`: measurements, if any;
     `folder_spec`: the shapes of `model.from_hf`."""
 
     config: Config
@@ -52,7 +50,7 @@ class LayoutRequest:
         return there, constants, FROM_MEASUREMENTS if is_measured else self._sheets()
 
     def _sheets(self) -> str:
-        """What is said of figures of data-sheets; of devices that have none here they are another one's."""
+        """The note on figures from data sheets, and on devices without one."""
         there = [device for node in self.nodes for device in node if not device.cores]
         strange = dict.fromkeys(device.model for device in there if not measured_cluster.has_data_sheet(device.model))
         if not strange:
@@ -63,12 +61,11 @@ class LayoutRequest:
 
 
 def choose_layout(asked: LayoutRequest, before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The record of the best layout: `keys` for the recipe, `layout` and `why` in words, what is `expected` of a
-    step, and what it was chosen `for`. `before` is such a record of an earlier start, which is taken again where
-    nothing that it was chosen for has changed. Raises ConfigError for a recipe that cannot be planned, and where
-    nothing fits."""
+    """The record of the best layout: `keys` for the recipe, `layout` and `why` in words, the step `expected`, and the
+    inputs that it was chosen `for`. `before` is such a record of an earlier start, which is reused if none of its
+    inputs has changed. Raises ConfigError for a recipe that cannot be planned, and if nothing fits."""
     free = {key: value for key, value in AUTO_LAYOUT.items() if key not in asked.pinned_keys}
-    # What was measured is an answer here, not a wish: only without it a model may be cut.
+    # Measured shares and layers are results, not requests: a model may be split only without them.
     config = load.update_config(asked.config, free | {"balance.hardware": None, "parallel.layout": "given"})
     cluster, constants, basis = asked.cluster()
     pins = pins_of(config, [f"{key}=" for key in sorted(asked.pinned_keys)])
@@ -115,7 +112,7 @@ def choose_layout(asked: LayoutRequest, before: Mapping[str, Any] | None) -> dic
 
 
 def predict_recipe_layout(asked: LayoutRequest) -> dict[str, Any]:
-    """The record of what the layout of a resolved recipe is expected to take. Raises ConfigError as `predict`."""
+    """The record of a resolved recipe's layout and its prediction. Raises ConfigError as `predict`."""
     cluster, constants, basis = asked.cluster()
     found = predict_recipe_step(asked.config, cluster, asked.folder_spec, constants)
     plan = Plan(found.choice, found.estimate, cluster)
@@ -134,12 +131,12 @@ def _plain(nodes: tuple[tuple[NodeDevice, ...], ...]) -> list[list[dict[str, Any
 
 
 def prediction_with_memory(plan: Plan) -> dict[str, Any]:
-    """As `phalanx plan` says it, and the bytes that the records of a run are to be compared with."""
+    """The prediction in the form of `phalanx plan`, and the bytes to compare with a run's records."""
     return {**plan_file.prediction_record(plan), "allocated_bytes": max(map(allocator_bytes, plan.estimate.memory))}
 
 
 def describe_layout(plan: Plan) -> str:
-    """A layout as a person says it."""
+    """Describe a layout in words."""
     choice = plan.choice
     words = [f"{plan.copies} cop{'y' if plan.copies == 1 else 'ies'} of the model"]
     words += [f"{choice.pipeline} stages{' of two parts' * (choice.virtual > 1)}"] if choice.pipeline > 1 else []
@@ -160,14 +157,14 @@ def describe_layout(plan: Plan) -> str:
 
 
 def _why(found: SearchResult) -> str:
-    """What the step goes into, and what the next best layout would lose by."""
+    """Explain the predicted step, and why the next best layout is slower."""
     best = found.best.estimate
     name = max(best.terms, key=lambda term: best.terms[term])
     said = f"a step should take {format_seconds(best.step_s)}, {100 * best.terms[name] / best.step_s:.0f} % of it "
     said += advice.TERM_NAMES[name]
     if len(found.plans) > 1:
         other = found.plans[1]
-        said += f"; next best of {found.tried} that were looked at: {describe_layout(other)}, "
+        said += f"; next best of {found.tried} layouts: {describe_layout(other)}, "
         longer = other.effective_step_s / found.best.effective_step_s - 1
         if longer < ALIKE:
             return said + "as fast"
@@ -182,8 +179,8 @@ def _explain_no_layout(question: PlanQuery, cluster: ClusterSpec, found: SearchR
         batch = question.config.train.global_batch
         return (
             f"{begun}: no degrees that it may choose make whole copies of the model on all {cluster.devices} ranks, "
-            f"with a sequence of the {batch} of a step for each at least; start fewer ranks, or leave out keys that "
-            "the recipe writes"
+            f"with at least one of the {batch} sequences of a step for each; start fewer ranks, or remove keys that "
+            "the recipe sets"
         )
     short = found.shortfall
     lacks = f"the one that needs the least takes {format_bytes(short.needed_bytes)} on a {short.kind.name}, "

@@ -1,4 +1,4 @@
-"""Which devices there are and what joins them, as plain numbers."""
+"""The cluster of a plan: devices and links as plain numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ from phalanx.planner.device_catalog import DeviceKind
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """`nodes` nodes alike, with `per_node` devices of one kind each; `shares_node`: the first of them is the last node
-    of the group before, which has unlike devices there."""
+    """A group of `nodes` equal nodes with `per_node` devices of one kind each; `shares_node`: its first node is the
+    last node of the previous group, with devices of both kinds."""
 
     nodes: int
     per_node: int
@@ -25,11 +25,10 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Groups of nodes on one network. A node sends `between_bits_per_s` at most, whatever number of devices it has, and
-    as many come in at the same time. Devices are numbered by group, node and place on the node, as ranks are.
-    `busy_hop_s`: by how much later than else a rank that computes takes part in what others send; CPUs only.
-
-    Raises ConfigError for a cluster without a device, or with a network that carries nothing.
+    """Groups of nodes on one network. A node sends at most `between_bits_per_s`, for any number of devices, and
+    receives as much at the same time. Devices are numbered by group, node and place on the node, as ranks are.
+    `busy_hop_s`: the added latency of a message to a rank that computes; CPUs only. Raises ConfigError for a cluster
+    without a device, or with a network without bandwidth.
     """
 
     groups: tuple[NodeGroup, ...]
@@ -56,7 +55,7 @@ class ClusterSpec:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, NodeGroup], ...]:
-        """(first device, one behind the last, group) in order."""
+        """(first device, one after the last, group) in order."""
         spans, first = [], 0
         for group in self.groups:
             spans.append((first, first + group.devices, group))
@@ -73,7 +72,7 @@ class ClusterSpec:
             for each in node:
                 found[each] = max(found[each], together)
             if group.nodes > 1:
-                node = [number]  # only its last node can have others beside
+                node = [number]  # only its last node can have devices of other groups
         return tuple(found)
 
     def node_size_of(self, device: int) -> int:
@@ -82,7 +81,7 @@ class ClusterSpec:
 
     @cached_property
     def names(self) -> tuple[tuple[int, int, str, bool], ...]:
-        """What tells clusters of one network apart."""
+        """The identity of a cluster, without its network."""
         return tuple((group.nodes, group.per_node, group.kind.name, group.shares_node) for group in self.groups)
 
     @cached_property
@@ -116,7 +115,7 @@ class ClusterSpec:
         return replace(self, groups=tuple(found))
 
     def merge_alike_groups(self) -> "ClusterSpec":
-        """With nodes alike as one group, at the place of the first of them; of nodes with unlike devices as it is."""
+        """Merge groups of equal nodes at the place of the first; nodes with heterogeneous devices stay."""
         if any(group.shares_node for group in self.groups):
             return self
         alike: dict[tuple[str, int], NodeGroup] = {}
@@ -127,7 +126,7 @@ class ClusterSpec:
         return replace(self, groups=tuple(alike.values()))
 
     def resize_groups(self, nodes: Sequence[int]) -> "ClusterSpec":
-        """With so many nodes of each group; those with none are left out."""
+        """Select this number of nodes of each group; groups without nodes are removed."""
         part = self.select_groups([number for number, count in enumerate(nodes) if count > 0])
         counts = [count for count in nodes if count > 0]
         groups = (replace(group, nodes=count) for group, count in zip(part.groups, counts, strict=True))

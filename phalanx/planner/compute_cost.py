@@ -1,7 +1,7 @@
-"""Seconds that a device computes for one micro-batch: products, attention, what only moves data, and the host's calls.
+"""Compute time of a device for one micro-batch: matrix products, attention, memory-bound kernels, and the host's calls.
 
-A pass takes what the device needs or what the host needs to call it, whichever is more: kernels are queued, and a queue
-runs dry where they are shorter than their calls. Pure floats.
+A pass takes the device's time or the host's time to launch its kernels, whichever is longer: kernels are queued, and
+the queue runs empty if they are shorter than their launches. Pure floats.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,14 @@ from phalanx.planner.device_catalog import CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import WIDTH, StepWork
 
-TILE_ROWS, TILE_COLUMNS = 256, 128  # of a matrix product that one multiprocessor computes at a time, at its fastest
+TILE_ROWS, TILE_COLUMNS = 256, 128  # tile of a matrix product that one multiprocessor computes at full speed
 # Kernels that are called for a block, by hand of an eager profile of a pre-norm decoder: forward, backward.
 KERNELS = (28, 52)
 PLAIN_KERNELS = (6, 9)  # more of them where attention writes its scores
-COLLECTIVE_CALLS = 4  # a collective takes the host as long as so many kernels
+COLLECTIVE_CALLS = 4  # kernel launches that take the host as long as a collective
 CALLS_OF_EDGE = (12, 20)  # of last norm, head and loss
-BAND_LEAST = 128  # queries at least of a band of `models.attention`, where no kernel skips what a window hides
+# Minimum queries of a band of `models.attention`, without a kernel that skips the window's masked part
+BAND_LEAST = 128
 LOGITS_MOVED = (20.0, 16.0)  # bytes of an element of whole logits, forward and backward
 
 
@@ -67,8 +68,8 @@ def writes_scores(work: StepWork, choice: LayoutChoice) -> bool:
 
 
 def attention_band(work: StepWork, kind: DeviceKind) -> int:
-    """Queries of a band, whose keys are its own and those of the band before, where a layer with a window has no kernel
-    that skips what it hides: on CPUs, on devices before Ampere, and in fp32. 0: there is such a kernel."""
+    """Queries of a band, which sees the keys of itself and of the previous band, for a layer with a window if no
+    kernel skips the masked part: on CPUs, on devices before Ampere, and in fp32. 0: there is such a kernel."""
     if not kind.on_host and "bf16" in kind.flop_per_s and work.width == 2:
         return 0
     return min(max(work.window, BAND_LEAST), work.seq_len)
@@ -111,18 +112,21 @@ def block_pass(
         (wide, hidden),
         (hidden, ffn),
     )
-    forward = backward = 0.0
+    blocks = "fp8" if work.fp8_blocks and kind.multiplies_fp8_blocks else kept
+    forward = backward = quantized = 0.0
     for columns, depth in products:
-        forward += matmul_s(tokens, columns, depth, kind, kept, constants)
-        backward += matmul_s(tokens, depth, columns, kind, kept, constants)  # of the input
+        forward += matmul_s(tokens, columns, depth, kind, blocks, constants)
+        backward += matmul_s(tokens, depth, columns, kind, blocks, constants)  # of the input
+        quantized += 0.5 * tokens * (columns + depth) + columns * depth  # elements, in each direction
         if work.lora is None:
             backward += matmul_s(depth, columns, tokens, kind, kept, constants)  # of the weight
     moving = work.width / (kind.memory_bytes_per_s * constants.memory_share)
-    # Forward: two norms (2 passes each), two residuals with what is added (3 each), and their dropout's mask.
+    # Forward: two norms (2 passes each), two residuals with their additions (3 each), and their dropout's mask.
     outside = tokens * hidden * (10.0 + (1.0 if work.dropout else 0.0)) / (tensor if choice.sequence else 1)
-    # Queries, keys and values are turned or laid out anew (2 passes each), the result once; activation in and out.
+    # Queries, keys and values are rotated or transposed (2 passes each), the result once; activation in and out.
     inside = tokens * (2.0 * (queries + 2 * keys) + 2.0 * queries + (3.0 if work.gated else 2.0) * ffn)
-    passes_forward, passes_backward = outside + inside, 1.6 * (outside + inside)
+    quantizing = quantized * (1.0 + 1.0 / work.width) if work.fp8_blocks else 0.0  # read as they are, written in a byte
+    passes_forward, passes_backward = outside + inside + quantizing, 1.6 * (outside + inside) + quantizing
     dtype_attention = "bf16" if kept == "fp8" else kept
     rate = kind.peak_flop_per_s(dtype_attention) * kind.sustained
     pairs = 4.0 * sequences * work.seq_len * work.seq_len * queries
@@ -133,7 +137,7 @@ def block_pass(
         forward += attention_density(work, kind) * pairs / rate
         backward += 2.5 * attention_density(work, kind) * pairs / rate
     else:
-        # Products of the library, one for each head: as any others, of as many tiles as there are scores.
+        # Library matrix products, one for each head: cost as any others, with the scores as output tiles.
         rate *= constants.matmul_share / (1.0 + constants.matmul_tail * TILE_ROWS * TILE_COLUMNS * kind.cores / scores)
         forward += pairs / rate
         backward += 2.0 * pairs / rate
@@ -178,8 +182,8 @@ def head_pass(
 ) -> PassTime:
     """The last norm, the product with the vocabulary, and the loss.
 
-    Of logits, forward: cast to fp32, their maximum, exponents and sum, what is picked; backward: the gradient in fp32
-    and cast back. `LOGITS_MOVED` are bytes of an element for each.
+    On logits, forward: cast to fp32, maximum, exponentials and sum, selection; backward: the gradient in fp32 and cast
+    back. `LOGITS_MOVED` are bytes per element of each.
     """
     dtype = "bf16" if work.precision == "fp8" else work.precision
     tokens, columns = sequences * work.seq_len, work.vocabulary / choice.tensor
@@ -198,14 +202,14 @@ def head_pass(
 
 @dataclass(frozen=True)
 class CopyGroup:
-    """Neighbouring copies whose devices are alike stage by stage, and that have as many sequences each."""
+    """Neighbouring copies whose devices are equal stage by stage, with equal shares."""
 
     first: int  # copy
     copies: int
     kinds: tuple[DeviceKind, ...]  # by stage; of a tensor group of several kinds the slowest
     share: int  # sequences of a step, of each of these copies
     parts: int  # micro-batches that it is cut into
-    owns: float  # of what is sharded, each of them
+    owns: float  # fraction of the sharded state of each
 
 
 @dataclass(frozen=True)
@@ -238,14 +242,13 @@ class StageCost:
 
 
 def filling_s(choice: LayoutChoice, stages: Sequence[StageCost], micro_batches: int) -> float:
-    """Seconds of a step in which the slowest stage has nothing to do, since the first micro-batch is on its way to it,
-    or the last one behind it.
+    """Idle seconds of the slowest stage in a step, while the pipeline fills and drains.
 
-    All other stages once, of interleaved chunks a part of that (Narayanan et al. 2021, 2.2) where there are as many
-    micro-batches as stages; of fewer, the first goes through all, and the others alone follow by chunks. With a
-    backward pass in two halves that take as long as each other, half of the other stages' forward passes, where there
-    are twice as many micro-batches as stages: what a chunk's weights take fills the rest (ZB-V, Qi et al. 2024); with
-    fewer, more. Tests hold all against the orders that run.
+    It is the time of all other stages once, for interleaved chunks a fraction of that (Narayanan et al. 2021, 2.2) if
+    there are as many micro-batches as stages; with fewer, the first goes through all, and the others follow by chunks.
+    With a backward pass in two halves of equal time, it is half of the other stages' forward passes, if there are twice
+    as many micro-batches as stages: weight gradients fill the rest (ZB-V, Qi et al. 2024); with fewer, more. Tests
+    compare all with the schedules that run.
     """
     slowest = max(stages, key=lambda stage: stage.total_s)
     if choice.order != "zero_bubble":
@@ -257,5 +260,5 @@ def filling_s(choice: LayoutChoice, stages: Sequence[StageCost], micro_batches: 
 
 
 def peak_dtype(work: StepWork, kind: DeviceKind) -> str:
-    """The type whose peak counts: what is multiplied in, of a device that has it."""
+    """The dtype whose peak applies: that of the matrix products, if the device supports it."""
     return work.precision if work.precision in kind.flop_per_s else "bf16" if "bf16" in kind.flop_per_s else "fp16"

@@ -1,7 +1,7 @@
-"""What a layout costs: seconds of a step by where they go, and bytes of each device. Pure floats, no search.
+"""The cost model of a layout: seconds of a step by term, and bytes of each device. Pure floats, no search.
 
-A step of the slowest copy of the model: every stage computes its micro-batches one after the other, the first one waits
-for the stages before it, gradients and parameters travel as the engine has it, and the state is updated.
+A step of the slowest copy of the model: every stage computes its micro-batches in turn after the first has reached it,
+the engine transfers gradients and parameters, and the state is updated.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "commit
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """A step, in seconds by where they go (`terms` add up to `step_s`), and what devices hold, the fullest first."""
+    """The estimate of a step: seconds by term (`terms` sum to `step_s`), and memory by device, the fullest first."""
 
     step_s: float
     terms: dict[str, float]
@@ -42,12 +42,12 @@ class StepEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has room for what it holds."""
+        """Whether every device has enough memory."""
         return all(each.free_bytes >= 0 for each in self.memory)
 
 
 class CostModel:
-    """A work on a cluster, with what many layouts have in common computed once: for a search."""
+    """The cost model of a step's work on a cluster, with parts that many layouts share computed once."""
 
     def __init__(self, work: StepWork, cluster: ClusterSpec, constants: CostConstants = DEFAULT_CONSTANTS) -> None:
         self.work, self.cluster, self.constants = work, cluster, constants
@@ -55,7 +55,7 @@ class CostModel:
         self._rings: dict[tuple[int, int, int], RingPlacement] = {}
 
     def estimate(self, choice: LayoutChoice) -> StepEstimate:
-        """Seconds and bytes of a layout. Raises ConfigError for one whose numbers do not come out even."""
+        """Estimate seconds and bytes of a layout. Raises ConfigError for one whose degrees do not divide."""
         work, constants = self.work, self.constants
         devices, copies, layers, shares = self._numbers(choice)
         runs = [
@@ -69,13 +69,13 @@ class CostModel:
             longest = max(stage.total_s for stage in stages)
             fill = filling_s(choice, stages, run.parts)
             mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
-            # Who is through first may be the last, as less hides behind shorter passes, or as it carries more slowly.
+            # Not always the copy with the longest passes: communication overlaps less with shorter ones.
             travel, shown_s = self._parameter_comm(choice, run, stages, layers, copies)
             if run.parts * longest + fill + shown_s > last_s:
                 last, last_s = (run, stages, longest, fill, travel, shown_s), run.parts * longest + fill + shown_s
         assert last is not None
         run, stages, longest, fill, travel, shown_s = last
-        average = min(mean_s, run.parts * longest)  # what the passes would take if all were equally busy
+        average = min(mean_s, run.parts * longest)  # the passes' time if all were equally busy
         part = average / max(longest, 1e-30)
         critical = max(stages, key=lambda stage: stage.total_s)
         update_s = max(self._update_s(choice, each, layers) for each in runs)
@@ -89,7 +89,7 @@ class CostModel:
             "commit": 0.0,
             "offload": part * critical.offload_s,
         }
-        # What is copied and sent of a step has until the update of the next one, beside what that sends itself.
+        # Copies and transfers of a step may take until the update of the next one, beside that step's transfers.
         window_s = sum(terms.values()) - update_s
         keeps = all(each.keeps.own for each in found)  # else none of them has room
         if keeps:
@@ -118,7 +118,7 @@ class CostModel:
         )
         return StepEstimate(step_s, terms, found, tokens_per_s, mfu, replicas, kept)
 
-    # ------------------------------------------------------------------------------------------------------- who is who
+    # ------------------------------------------------------------------------------------------------- ranks and copies
 
     def _numbers(self, choice: LayoutChoice) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
         work, cluster = self.work, self.cluster
@@ -182,7 +182,7 @@ class CostModel:
     def _fit_micro_batch(
         self, choice: LayoutChoice, run: CopyGroup, most: int, layers: tuple[int, ...], copies: int
     ) -> CopyGroup:
-        """With smaller micro-batches, where there is no room for whole ones."""
+        """Try smaller micro-batches, if the whole ones do not fit."""
         parts = choice.micro_batches(run.share, most, fits=False)
         if parts == run.parts or self._memory(choice, [run], layers, copies)[0].free_bytes >= 0:
             return run
@@ -260,8 +260,8 @@ class CostModel:
         forward = backward = offload = 0.0
         waits = layers[number] * layer.waits_s
         if choice.offload:
-            # Blocks whose inputs leave one behind the other, from the first one's beginning to the last one's, which
-            # waits until what is not to stay has left; and the same backwards.
+            # Blocks whose inputs are offloaded one after the other, from the beginning of the first to the end of the
+            # last, which waits for the offload; and the same backwards.
             copy_s = moved / (choice.tensor if choice.sequence else 1) / kind.host_bytes_per_s
             copies_s = (layers[number] - work.horizon) * copy_s
             forward = max(0.0, copies_s - (layers[number] - 1) * layer.forward_s)
@@ -335,11 +335,11 @@ class CostModel:
         return worst, most_s
 
     def _shard_ring(self, first: int, degree: int, tensor: int, count: int) -> RingPlacement:
-        """Of the `count` rings from `first` on, each of which has a copy of the state, the one that takes longest: they
-        lie on unlike devices, or not all within a node."""
+        """The slowest of `count` rings from `first` on, each with a copy of the state; they may be on heterogeneous
+        devices or cross nodes."""
         width, numbers = degree * tensor, {0}
         for begin, _, group in self.cluster.spans if count > 1 else ():
-            # Where a group begins, and behind it; and where rings and nodes do not begin together, as many as do.
+            # The first ring of each group and the one after it; more if rings and nodes are not aligned.
             unlike = group.per_node if width % group.per_node and group.per_node % width else 1
             number = max(0, begin - first) // width
             numbers |= {each for each in range(number, number + unlike + 1) if each < count}
@@ -395,6 +395,6 @@ class CostModel:
 def estimate_step(
     work: StepWork, cluster: ClusterSpec, choice: LayoutChoice, constants: CostConstants = DEFAULT_CONSTANTS
 ) -> StepEstimate:
-    """What a step of `work` costs on `cluster`, laid out as `choice`. Raises ConfigError for numbers that do not come
-    out even; who asks for many layouts keeps a `CostModel`."""
+    """Estimate a step of `work` on `cluster` in the layout `choice`; for many layouts use a `CostModel`. Raises
+    ConfigError for degrees that do not divide."""
     return CostModel(work, cluster, constants).estimate(choice)

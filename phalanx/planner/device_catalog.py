@@ -1,11 +1,11 @@
-"""Kinds of devices as plain numbers from their data-sheets: what a plan knows of a device that nobody has measured yet.
+"""The device catalog: data-sheet figures of kinds of devices, used by plans before a device is measured.
 
-Speeds are what a maker promises, without sparsity; how much of them a training step reaches is said by `constants`,
-the same for all kinds. Only `sustained` is not on a data-sheet: the share of the promised matrix products per second
-that the best of several shapes holds within the device's power, as measured by others: the maximum achievable matmul
-flop/s of Bekman's tables (bf16: A100 271.2, H100 794.5, B200 1,745 Tflop/s), and for kinds that are not there the best
-of torch's products of 1,024 to 10,240 rows in a public collection of such runs, which for an A100 is a tenth lower. A
-T4 is capped by its 70 W within seconds: products of 4,096 rows then go on at 24 Tflop/s.
+Speeds are the maker's, without sparsity; `constants`, the same for all kinds, say how much of them a training step
+reaches. Only `sustained` is not on a data sheet: the share of the peak matrix products per second that the best of
+several shapes sustains within the device's power, as published: the maximum achievable matmul flop/s of Bekman's tables
+(bf16: A100 271.2, H100 794.5, B200 1,745 Tflop/s), and for kinds that are not there the best of torch's products of
+1,024 to 10,240 rows in a public collection of such runs, which for an A100 is a tenth lower. A T4 is capped by its 70 W
+within seconds: products of 4,096 rows then run at 24 Tflop/s.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from phalanx.core.errors import ConfigError
 
 GB = 10**9
 GIB = 2**30
-UNMEASURED = 0.85  # `sustained` of a kind for which nobody has published it: the middle of those that are known
+UNMEASURED = 0.85  # `sustained` of kinds without a published figure: the middle of the known ones
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,18 @@ class DeviceKind:
     update: float = 1.0  # of its memory's bandwidth that updates reach, where a run has shown it
     speed: float = 1.0  # times as fast as its data-sheet says; of a CPU, which has none to speak of, always 1
     on_host: bool = False  # a CPU: nothing is queued, its memory is the host's, and it carries all that is sent itself
-    call_s: float = 0.0  # of a CPU for an operation, beside what it computes
-    carries_s_per_byte: float | None = None  # of a CPU's computing, for what it sends and gets; None: not measured
+    call_s: float = 0.0  # launch time of an operation on a CPU, beside its computation
+    # Compute seconds that a CPU loses per byte sent and received; None: not measured
+    carries_s_per_byte: float | None = None
+
+    @property
+    def multiplies_fp8_blocks(self) -> bool:
+        """Whether `train.fp8: block` runs on its FP8 units: torch has a kernel with such scales for Hopper only."""
+        return self.name.startswith(("H100", "H200"))
 
     def peak_flop_per_s(self, dtype: str) -> float:
-        """Matrix products per second in a type, flop/s. Raises ConfigError for one that the device has no unit for, or
-        of which nothing is known here."""
+        """Peak matrix products in a type, flop/s. Raises ConfigError for a type that the device does not support, or
+        that has no figure here."""
         if dtype not in self.flop_per_s:
             raise ConfigError(
                 f"a {self.name} computes no {dtype}, or a plan does not know how fast; it knows "
@@ -55,7 +61,7 @@ class DeviceKind:
         return self.flop_per_s[dtype]
 
     def scale_speed(self, speed: float) -> "DeviceKind":
-        """The same device as it was measured: `speed` times as fast as was thought, in memory and arithmetic alike."""
+        """The device with measured speed: `speed` times the catalog's, in memory and arithmetic."""
         faster = {dtype: flops * speed for dtype, flops in self.flop_per_s.items()}
         found = replace(self, flop_per_s=faster, memory_bytes_per_s=self.memory_bytes_per_s * speed)
         # What processes of one host exchange is copied by themselves.
@@ -78,11 +84,11 @@ def _kind(
 
 
 # Warp-level matrix instructions, which FlashAttention 2 and Triton of 2023 use: Luo et al., Benchmarking and Dissecting
-# the Nvidia Hopper GPU Architecture, 2024. Of Blackwell nobody has published it.
+# the Nvidia Hopper GPU Architecture, 2024. No figure is published for Blackwell.
 _HOPPER = 0.63
 _PCIE3, _PCIE4 = 16.0, 32.0  # GB/s of 16 lanes, in one direction
 
-# Memory is what the devices report, in GiB.
+# Memory as reported by the devices, in GiB.
 DEVICE_KINDS: dict[str, DeviceKind] = {
     kind.name: kind
     for kind in (
@@ -167,7 +173,7 @@ def find_kind(name: str) -> DeviceKind | None:
 
 
 def unknown_kind_message(name: str) -> str:
-    """What is said of a kind that nobody knows: which numbers are needed of it, and what finds them."""
+    """The error message for an unknown kind of device, with the figures that are needed and how to get them."""
     near = difflib.get_close_matches(name.upper().replace(" ", "-"), [*DEVICE_KINDS, *ALIASES], n=1)
     meant = f"; did you mean {near[0]}?" if near else "."
     return (
@@ -301,7 +307,8 @@ def _loss(errors: Sequence[float], point: Sequence[float], origin: Sequence[floa
 def _bounded_step(
     normal: list[list[float]], downhill: list[float], point: list[float], stiff: float, damping: float
 ) -> list[float]:
-    """One step from `point` within [0, 1]: what would leave it stays at its bound, and the rest is solved anew."""
+    """One step from `point` within [0, 1]: a coordinate that would leave it stays at its bound, and the rest is solved
+    again."""
     free = list(range(len(point)))
     tried = list(point)
     while free:

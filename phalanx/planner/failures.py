@@ -1,8 +1,8 @@
-"""What failures take of a plan: how often a job of so many devices fails, how often it saves therefore, and which share
-of its time goes into steps that last.
+"""Goodput of a plan under failures: failure rate by number of devices, checkpoint interval, and the share of time in
+lasting steps.
 
-What outlives a failure is what the plan keeps (`StepEstimate.recovers_from`), so that a layout without room for steps
-in memory is not thought to be faster than one that has it.
+What survives a failure depends on the plan (`StepEstimate.recovers_from`), so that a layout without room for in-memory
+checkpoints loses against one with room.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from phalanx.planner.checkpoint_interval import CheckpointCosts
 from phalanx.planner.cost import StepEstimate
 
 # Failures of one device, seconds: 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, Dubey et al. 2024,
-# table 5), of which so many were of hardware, or may have been.
+# table 5), and how many of them may have been of hardware.
 DEVICE_MTBF_S = 54 * 86400 * 16384 / 419
 HARDWARE_SHARE = 0.78
 RECOVERY_S = 60.0  # until a large job steps again: reading a checkpoint, compiling, the first collectives
@@ -30,9 +30,9 @@ LEAST_GOODPUT = 1e-6  # with which a job does not get anywhere
 
 @dataclass(frozen=True)
 class FailureModel:
-    """What is known of them. `mtbf_s` between those of the whole job, whatever part of the devices it uses; None: as
-    often as Llama 3's on as many devices. `recovery_s` to the first new step; `checkpoint_s` for which a checkpoint
-    holds training up, None: as the state's size has it; `checkpoint_steps` between checkpoints, None: as pays best."""
+    """Assumptions on failures. `mtbf_s` between those of the whole job, whatever part of the devices it uses; None: as
+    Llama 3's, scaled by devices. `recovery_s` to the first new step; `checkpoint_s` by which a checkpoint stalls
+    training, None: from the state's size; `checkpoint_steps` between checkpoints, None: the best interval."""
 
     mtbf_s: float | None = None
     recovery_s: float = RECOVERY_S
@@ -43,15 +43,15 @@ class FailureModel:
         """As the closed forms take it: failures of hardware go back to a checkpoint, and without steps in memory all
         do. A run keeps every step, and what that costs is in the step's seconds."""
         cost_s = self.checkpoint_s
-        if cost_s is None:  # until the state has left the device; the rest is written while it goes on
+        if cost_s is None:  # until the state has left the device; the rest is written while training continues
             cost_s = max(held.state_bytes / held.kind.host_bytes_per_s for held in estimate.memory)
         mtbf_s = self.mtbf_s if self.mtbf_s is not None else DEVICE_MTBF_S / devices
         hard = 1.0 if estimate.recovers_from == "checkpoints" else HARDWARE_SHARE
         return CheckpointCosts(estimate.step_s, mtbf_s, self.recovery_s, max(LEAST_S, cost_s), hard=hard)
 
     def checkpoint_interval(self, saving: CheckpointCosts) -> int | None:
-        """Steps between checkpoints; None: it fails so seldom that it needs none. Where nodes have copies of each
-        other's steps it is for two that are lost at once, and as many."""
+        """Steps between checkpoints; None: failures are too rare to need any. If nodes have copies of each other's
+        steps, for the simultaneous loss of two."""
         if self.checkpoint_steps is not None:
             return self.checkpoint_steps
         return checkpoint_interval.best_intervals(saving).checkpoint_steps
@@ -82,8 +82,7 @@ def check_goodput(found: float, saving: CheckpointCosts) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- observed failures
-# What a run's records say of failures and of saving: how long until it stepped again, and for how long a checkpoint
-# held it up.
+# Observed failures in a run's records: the time of recoveries, and by how much checkpoints stalled training.
 
 
 DEATHS = (EventKind.WORKER_DIED, EventKind.NODE_LOST)
@@ -107,7 +106,8 @@ class ObservedFailures:
 
 
 def read_observed_failures(paths: RunPaths) -> ObservedFailures:
-    """Raises ConfigError where there is no run, or it has neither failed nor saved anything while it went on."""
+    """Read recovery and checkpoint times from a run's records. Raises ConfigError if there is no run, or it has
+    neither recovered nor saved."""
     if not paths.metrics.exists():
         raise ConfigError(
             f"{paths.display_name} holds no {paths.metrics.name}, so it is no run; name the folder of one"
@@ -118,8 +118,8 @@ def read_observed_failures(paths: RunPaths) -> ObservedFailures:
     recoveries, savings = _recoveries(lines, events), _savings(steps, events)
     if not recoveries and not savings:
         raise ConfigError(
-            f"the run in {paths.display_name} has neither gone on after a failure nor after a checkpoint, so nothing "
-            "follows from it for either; name one that has, or leave --run out"
+            f"the run in {paths.display_name} has continued neither after a failure nor after a checkpoint, so nothing "
+            "follows from it for either; name one that has, or remove --run"
         )
     return ObservedFailures(
         paths.name,
@@ -131,8 +131,7 @@ def read_observed_failures(paths: RunPaths) -> ObservedFailures:
 
 
 def _recoveries(lines: Sequence[Record], events: Sequence[Record]) -> list[float]:
-    """Seconds from each failure to the beginning of the first step behind it. A line is written about a step after the
-    step that it is of."""
+    """Seconds from each failure to the beginning of the next step. The line of a step is written a step later."""
     died: dict[int, float] = {}
     for event in events:
         if event.get("kind") in DEATHS and _is_number(event, "time") and type(event.get("attempt")) is int:
@@ -147,8 +146,8 @@ def _recoveries(lines: Sequence[Record], events: Sequence[Record]) -> list[float
 
 
 def _savings(steps: Sequence[Record], events: Sequence[Record]) -> list[float]:
-    """Seconds for which each checkpoint held training up: of the time from the line of its step, which is written
-    before it, to the next one's, what is neither that step's nor the delay of a line, nor an evaluation's."""
+    """Seconds by which each checkpoint stalled training: the time between the line of its step, which is written
+    before it, and the next one, without the step itself, the delay of a line, and evaluations."""
     lines = {record["step"]: record for record in steps}
     evaluated: dict[int, float] = {}
     for event in events:

@@ -32,7 +32,7 @@ class HeterogeneousDevices:
         self._shares: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def complete(self, choice: LayoutChoice) -> LayoutChoice:
-        """A layout with what it leaves open: layers of its stages, and where devices differ the copies' shares."""
+        """Complete a layout: layers of its stages, and the copies' shares if devices differ."""
         devices = choice.devices or self.cluster.devices
         copies = devices // (choice.tensor * choice.pipeline)
         if not choice.stages:
@@ -42,7 +42,7 @@ class HeterogeneousDevices:
         return choice
 
     def stage_layers(self, choice: LayoutChoice, copies: int) -> tuple[int, ...]:
-        """Layers of each stage, by the slowest device that has a part of it, and by what the head takes."""
+        """Layers of each stage, by its slowest device, and by the time of the head."""
         folded = choice.order == "zero_bubble"
         if choice.pipeline == 1 or (choice.virtual > 1 and not folded):
             return ()
@@ -64,7 +64,7 @@ class HeterogeneousDevices:
         return self._stages[key]
 
     def kinds_of(self, first: int, behind: int) -> list[DeviceKind]:
-        """Of devices [first, behind)."""
+        """Kinds of devices [first, behind)."""
         return [group.kind for begin, end, group in self.cluster.spans if begin < behind and first < end]
 
     def divide_batch(self, choice: LayoutChoice, copies: int) -> tuple[int, ...]:
@@ -86,8 +86,7 @@ class HeterogeneousDevices:
         return self._shares[key]
 
     def _in_lockstep(self, choice: LayoutChoice, copies: int) -> list[list[int]]:
-        """Sequences of each copy, by class: all run as many micro-batches, as do ranks that hold a copy together and
-        need not where none of them would be empty."""
+        """Sequences of each copy, by class: all run equally many micro-batches."""
         classes = self.classes(choice, copies)
         total = self.work.global_batch
         parts = 1
@@ -110,7 +109,7 @@ class HeterogeneousDevices:
         return taken
 
     def _apart(self, choice: LayoutChoice, copies: int) -> list[list[int]]:
-        """Sequences of each copy, by class: each runs as many micro-batches as it needs. As `balance.divide` has it."""
+        """Sequences of each copy, by class: each runs as many micro-batches as it needs. As in `balance.divide`."""
         classes, size = self.classes(choice, copies), choice.micro_batch
         left = total = self.work.global_batch
         lines = [CostLine(fixed, each, total, 1, size, fixed) for _, fixed, each in classes]
@@ -131,7 +130,7 @@ class HeterogeneousDevices:
         return taken
 
     def _key(self, choice: LayoutChoice) -> tuple[object, ...]:
-        """What a copy's seconds depend on."""
+        """The properties that a copy's time depends on."""
         return (choice.tensor, choice.pipeline, choice.stages, choice.recompute, choice.offload)
 
     def classes(self, choice: LayoutChoice, copies: int) -> list[tuple[int, float, float]]:
@@ -180,8 +179,8 @@ class HeterogeneousDevices:
         return self._paces[key]
 
     def state_weights(self, holders: Sequence[DeviceMemory], copies: int, tensor: int) -> tuple[float, ...]:
-        """How much of the state each copy holds where equal parts do not fit: what there is room for; () if that is too
-        little. What is not the state stays what it is."""
+        """Fraction of the state that each copy holds if equal parts do not fit: limited by its free memory; () if
+        that is not enough in total."""
         rooms: list[float] = []
         needed = 0.0
         for held, (begin, behind, _) in zip(holders, self.cluster.spans, strict=False):

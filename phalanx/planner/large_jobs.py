@@ -1,4 +1,4 @@
-"""A job on clusters that nobody has at hand: what is simulated, beside the closed forms, as a record."""
+"""Simulations of large jobs: a record of the simulation beside the closed forms."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,21 +13,22 @@ from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.compute_cost import peak_dtype
 from phalanx.planner.cost import CostModel, RecoverySource, StepEstimate
 from phalanx.planner.failures import HARDWARE_SHARE
-from phalanx.planner.search import Plan, SearchResult
-from phalanx.planner.simulate import Scenario, simulate
+from phalanx.planner.plan import Plan, SearchResult
+from phalanx.planner.simulate import Scenario, Stalls, Stragglers, simulate
 
 AIMS = (0.90, 0.95, 0.99)
 SIZES = (8, 32, 128, 512, 2048, 8192, 16384)
 HANG_S, HANG_STEPS = 20.0, 10  # resilience.hang_timeout_s auto
 MOST_DEVICES = 131_072
 MOST_STEPS = 10**9  # between copies
-# Of failures, the share that takes back to a checkpoint, by what is kept.
+# Fraction of failures after which a job returns to a checkpoint, by recovery source.
 CHECKPOINT_LOSS_SHARE: dict[RecoverySource, float] = {"checkpoints": 1.0, "memory": HARDWARE_SHARE, "copies": 0.0}
 RECOVERY_SOURCES: tuple[RecoverySource, ...] = tuple(CHECKPOINT_LOSS_SHARE)
 
 
 def estimate_by_source(plan: Plan, question: PlanQuery) -> dict[RecoverySource, StepEstimate]:
-    """The steps of a plan's layout by what is kept, whatever the recipe wants; without what there is no room for."""
+    """The step estimates of a plan's layout by recovery source, whatever the recipe says; without those that do
+    not fit."""
     resilience = question.config.resilience
     memory = "true" if resilience.in_memory_checkpoints is True else "auto"
     every = "auto" if resilience.replicate_every == "off" else resilience.replicate_every
@@ -55,10 +56,10 @@ def keys_for(keep: RecoverySource, resilience: ResilienceSection) -> dict[str, A
 
 @dataclass(frozen=True)
 class LargeJob:
-    """What is to be simulated; seconds. `step_assumed`: nobody has said what it trains. `commit_s` comes to `step_s`
-    where steps are kept, and `copies_s` besides where each `copies_every`th is copied, on average. `possible`: what
-    there is room for. `group`: devices that hold a copy of the model together. `checkpoint_every`: steps between
-    checkpoints, where that is held fixed; None: as pays best."""
+    """The job to simulate, in seconds. `step_assumed`: without a recipe, the step's time is assumed. `commit_s` comes
+    to `step_s` where steps are kept, and `copies_s` besides where each `copies_every`th is copied, on average.
+    `possible`: what there is room for. `group`: devices that hold a copy of the model together. `checkpoint_every`:
+    steps between checkpoints, where that is held fixed; None: as pays best."""
 
     devices: int
     per_node: int
@@ -86,7 +87,7 @@ class LargeJob:
         return self.devices // self.per_node
 
     def recovery_source_on(self, devices: int) -> RecoverySource:
-        """What outlives a failure on so many devices: one node has no other one that could keep anything."""
+        """The recovery source on a number of devices: a single node has no other node for copies."""
         return "memory" if self.keep == "copies" and devices <= self.per_node else self.keep
 
     def overhead_s(self, keep: RecoverySource) -> float:
@@ -95,7 +96,7 @@ class LargeJob:
         return commit_s + (self.copies_s if keep == "copies" else 0.0)
 
     def with_plan(self, plan: Plan, question: PlanQuery) -> "LargeJob":
-        """With the steps of a plan, and with what it would pay for keeping them."""
+        """Use the steps of a plan, and its costs of commits and copies."""
         kept = estimate_by_source(plan, question)
         alone_s = kept["checkpoints"].step_s  # what takes the least memory fits wherever the plan does
         memory_s = kept["memory"].step_s if "memory" in kept else alone_s
@@ -128,7 +129,7 @@ class LargeJob:
         return keep == "copies" and self.copies_every > 1
 
     def checkpoint_steps(self, keep: RecoverySource) -> int | None:
-        """Steps between checkpoints; None: no failure takes back to one, and nobody asks for any."""
+        """Steps between checkpoints; None: no failure returns to one, and none are requested."""
         if self.checkpoint_every is not None:
             return self.checkpoint_every
         return (
@@ -138,7 +139,7 @@ class LargeJob:
         )
 
     def goodput(self, keep: RecoverySource, saving: checkpoint_interval.CheckpointCosts | None = None) -> float:
-        """By the closed form, each step being committed; `saving`: in place of its own."""
+        """Goodput by the closed form, with each step committed; `saving` replaces the job's costs."""
         saving = saving or self.checkpoint_costs(keep)
         if keep != "copies":
             return checkpoint_interval.goodput(
@@ -155,7 +156,7 @@ def check_device_count(devices: int, per_node: int) -> None:
     """Raises ConfigError for devices that are no whole nodes, or too many."""
     if devices % per_node or devices > MOST_DEVICES:
         raise ConfigError(
-            f"--gpus {devices} are no whole nodes of {per_node} devices, or more than {MOST_DEVICES:,}; give a "
+            f"--gpus {devices} is no multiple of {per_node} devices per node, or more than {MOST_DEVICES:,}; give a "
             "multiple, or another --per-node"
         )
 
@@ -163,7 +164,8 @@ def check_device_count(devices: int, per_node: int) -> None:
 def simulate_job(
     job: LargeJob, resilience: ResilienceSection, question: tuple[PlanQuery, ClusterSpec, SearchResult] | None
 ) -> dict[str, Any]:
-    """The record of a simulated job. Raises ConfigError for what takes too long, or comes to no whole nodes."""
+    """The record of a simulated job. Raises ConfigError if it takes too long, or if the devices do not make whole
+    nodes."""
     check_device_count(job.devices, job.per_node)
     if job.spares * job.per_node > MOST_DEVICES:
         raise ConfigError(f"--spares {job.spares} are nodes of more than {MOST_DEVICES:,} devices; give fewer")
@@ -174,8 +176,8 @@ def simulate_job(
             detect_s=job.detect_s, restart_s=job.restart_s, memory=keep != "checkpoints",
             commit_s=job.overhead_s(keep), copied=job.copies_every if keep == "copies" else 0,
             checkpoint_steps=checkpoint_steps or 0, checkpoint_s=job.checkpoint_s,
-            spares=job.spares, straggler_every_s=job.straggler_every_s, stall_every_s=job.stall_every_s,
-            hang_s=_hang_s(resilience, job.step_s), policy=_policy(resilience, job),
+            spares=job.spares, stragglers=Stragglers(job.straggler_every_s),
+            stalls=Stalls(job.stall_every_s, hang_s=_hang_s(resilience, job.step_s)), policy=_policy(resilience, job),
         ),
         job.seed,
     )  # fmt: skip
@@ -218,8 +220,8 @@ def simulate_job(
 def _scaled(
     job: LargeJob, devices: int, question: tuple[PlanQuery, ClusterSpec, SearchResult] | None
 ) -> dict[str, Any]:
-    """As many devices in whole nodes, unlike ones in the same mix, each failing as often; the same steps, where it is
-    known what they are. Tokens per second are of steps alone, without what keeping them takes, as the goodput is."""
+    """Scale the job to another number of devices in whole nodes, in the same mix of kinds and with the same failure
+    rate per device. Tokens per second exclude the cost of commits, which the goodput includes."""
     there_job, rates, keep = job, dict[str, float | None](), job.recovery_source_on(devices)
     if question is not None:
         asked, cluster, found = question
@@ -245,8 +247,8 @@ def _scaled(
 
 
 def resize_cluster(cluster: ClusterSpec, devices: int) -> ClusterSpec:
-    """About as many devices in whole nodes, of each group as large a part as there is now: what is left by rounding
-    down goes to the groups that lack most."""
+    """A cluster of about that many devices in whole nodes, with unchanged proportions of the groups; nodes lost by
+    rounding go to the groups with the largest remainder."""
     there = sum(group.nodes for group in cluster.groups)
     nodes = max(1, round(devices * there / cluster.devices))
     exact = [nodes * group.nodes / there for group in cluster.groups]
@@ -258,7 +260,7 @@ def resize_cluster(cluster: ClusterSpec, devices: int) -> ClusterSpec:
 
 
 def _power(cluster: ClusterSpec, devices: int, question: PlanQuery) -> float:
-    """What the first devices multiply in a second together."""
+    """Matrix-product FLOP/s of the first devices."""
     work = question.work(cluster)
     return sum(
         max(0, min(behind, devices) - begin)

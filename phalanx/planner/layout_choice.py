@@ -1,4 +1,4 @@
-"""One way of laying a training step out over a cluster: what a search enumerates and a cost is of."""
+"""A parallel layout of a training step on a cluster, as the search enumerates it and the cost model takes it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -45,12 +45,12 @@ class LayoutChoice:
 
     @property
     def lockstep(self) -> bool:
-        """Whether all copies run as many micro-batches, some of them empty, since something travels in each."""
+        """Whether all copies run the same number of micro-batches, some empty, since each has collectives."""
         return self.engine == "fsdp" or in_lockstep(self.zero, self.reduce)
 
     def layers_of(self, layers: int) -> tuple[int, ...]:
-        """How many of so many layers each stage has: of interleaved chunks every `pipeline`th is its own, and of folded
-        ones the nth from either end."""
+        """Layers of each stage: with interleaved chunks every `pipeline`th chunk, with folded ones the nth from
+        either end."""
         if not self.stages:
             return tuple(split_evenly(layers, self.pipeline))
         if self.order == "zero_bubble":
@@ -63,9 +63,9 @@ class LayoutChoice:
         return stage == 0, stage == (0 if self.order == "zero_bubble" else self.pipeline - 1)
 
     def micro_batches(self, share: int, most: int, fits: bool = True) -> int:
-        """Micro-batches of a copy with so many sequences of a step, where the most that any has are `most`: all run as
-        many in lockstep, and else no more than they have sequences. A copy on one device runs as few as it can where
-        whole micro-batches `fits` there, as a run finds out by measuring it; of others nobody knows."""
+        """Micro-batches of a copy with `share` sequences of a step, if the largest share is `most`: all run equally
+        many in lockstep, otherwise at most one per sequence. A copy on one device runs as few as possible if whole
+        micro-batches `fits`, as a run measures."""
         together = max(1, -(-most // self.micro_batch))
         if self.lockstep:
             return together

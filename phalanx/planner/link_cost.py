@@ -1,22 +1,23 @@
-"""Seconds of collectives, by where their ranks are: within a node, or over several. Pure floats."""
+"""The cost of collectives in seconds, by the place of their ranks: within a node, or across nodes. Pure floats."""
 
 import math
 from dataclasses import dataclass
 
+from phalanx.layout.comm_schedule import PART_BYTES, PARTS
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.device_catalog import CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import StepWork, find_trained_share
 
-# Passes over memory for a byte that a CPU hands on: read and written on its way out, and on its way in; and read with
-# what is there, and written, where it is added up.
+# Memory accesses of a CPU per byte transferred: read and written on its way out, and on its way in; and for a sum read
+# with the other operand, and written.
 MEMORY_PASSES = 7.0
 
 
 @dataclass(frozen=True)
 class ReplicationCost:
-    """What a node sends to another one that keeps a copy of its state: bytes of each `every`th step, and the seconds
-    by which a step is longer for it on average, which are part of `communication`."""
+    """Cost of replicas on another node: bytes of each `every`th step, and the average seconds added to a step,
+    which are part of `communication`."""
 
     every: int
     node_bytes: float
@@ -43,7 +44,7 @@ def ring_of(first: int, ranks: int, stride: int, cluster: ClusterSpec) -> RingPl
             if group.kind.link_bytes_per_s < slowest.link_bytes_per_s:
                 slowest = group.kind
     nodes = min(cluster.node_of(last) - cluster.node_of(first) + 1, ranks)
-    # A node's devices at one distance from each other: as many rings as there are members of a stride on a node.
+    # A node's devices at one distance from each other form as many rings as the stride has members on a node.
     return RingPlacement(ranks, nodes, min(stride, most), slowest)
 
 
@@ -98,8 +99,8 @@ def compute_slowdown(kind: DeviceKind, crosses: bool, cluster: ClusterSpec, cons
 
 
 def cpu_transfer_s(sent_bytes: float, kind: DeviceKind, constants: CostConstants) -> float:
-    """Seconds that a CPU does not compute since it sends so many bytes, and gets as many: as was measured, or COPIES of
-    them at the speed of its memory, into and out of the system's buffers and to add them up."""
+    """Compute seconds that a CPU loses by sending and receiving so many bytes: as measured, or COPIES of them at
+    the speed of its memory, into and out of system buffers and to add them up."""
     if kind.carries_s_per_byte is not None:
         return sent_bytes * kind.carries_s_per_byte
     return MEMORY_PASSES * sent_bytes / (kind.memory_bytes_per_s * constants.memory_share)
@@ -129,9 +130,7 @@ def doublings(ranks: int) -> float:
 # Over what an update on a CPU writes to another place, so that the step before stays whole: the old is read, and the
 # new place fetched before it is written.
 COMMIT_PASSES = 3.0
-# In how many parts at most a unit travels between hosts and how short a part may be, as `engine.sharding_spec` has it,
-# and how many parts are under way at a time.
-PARTS, PART_BYTES, UNDER_WAY = 4, 2**18, 2
+UNDER_WAY = 2  # parts of transfers at a time
 
 
 @dataclass(frozen=True)
@@ -150,10 +149,10 @@ def update_s(work: StepWork, kind: DeviceKind, own: float, constants: CostConsta
 
 
 def commit_s(kind: DeviceKind, state_bytes: float, window_s: float, constants: CostConstants) -> float:
-    """Seconds by which a step is longer since its state is kept in memory that outlives the ranks.
+    """Seconds added to a step by keeping its state in memory that outlives the ranks.
 
-    A CPU's update writes it to another place (docs/benchmarks.md has that measured). An accelerator's is copied to the
-    host while the next step computes for `window_s`, and the next update waits for what is left of it.
+    A CPU's update writes it to another slot (measured in docs/benchmarks.md). An accelerator's is copied to the host
+    while the next step computes for `window_s`, and the next update waits for the remaining copy.
     """
     if kind.on_host:
         return COMMIT_PASSES * state_bytes / (kind.memory_bytes_per_s * constants.memory_share * kind.update)
@@ -177,7 +176,7 @@ def estimate_comm_time(
     trained = parameters * find_trained_share(work)
 
     def sharded(elements: float, each_bytes: float, ring: RingPlacement, operations: int) -> float:
-        """Seconds of a tensor that travels in so many operations."""
+        """Seconds of a tensor that is sent in so many operations."""
         shorter = 1.0 if work.far_bytes is None else min(1.0, work.far_bytes / each_bytes)
         alone_s = reduce_scatter_s(elements * each_bytes / operations, ring, cluster, constants, shorter)
         return operations * (alone_s + skew_s(ring, constants))
@@ -194,7 +193,8 @@ def estimate_comm_time(
     reduce = fewer * sharded(trained, work.reduce_bytes, shard, units)
     if spread.ranks > 1:
         reduce += 2.0 * sharded(trained * owns, work.reduce_bytes, spread, units)
-    gather = fewer * sharded(trained if choice.zero < 3 else parameters, work.gather_bytes, shard, units)
+    each_bytes = work.zero3_gather_bytes if choice.zero == 3 and choice.engine != "fsdp" else work.gather_bytes
+    gather = fewer * sharded(trained if choice.zero < 3 else parameters, each_bytes, shard, units)
     reduces = micro_batches if choice.reduce == "per_micro_batch" or choice.engine == "fsdp" else 1
     parts = min(PARTS, max(1.0, trained * work.reduce_bytes / units / PART_BYTES)) * units / UNDER_WAY
     later = parts * cluster.busy_hop_s * _hops(shard), parts * cluster.busy_hop_s * (_hops(shard) + 2 * _hops(spread))
@@ -213,8 +213,8 @@ def _hops(ring: RingPlacement) -> int:
 
 
 def _left(travels_s: float, room_s: float, later_s: float) -> float:
-    """Of what travels for `travels_s` by itself, and by `later_s` longer beside computation, what is left when
-    computation ends after `room_s`; it then goes on by itself."""
+    """The exposed rest of a transfer of `travels_s` (`later_s` longer beside computation) when computation ends after
+    `room_s`; it then continues alone."""
     beside_s = travels_s + later_s
     return travels_s - room_s * (travels_s / beside_s) if beside_s > room_s else 0.0
 

@@ -1,4 +1,4 @@
-"""A cluster from `hardware.json`: known kinds of devices, as fast as they were measured to be."""
+"""Make a cluster from `hardware.json`: kinds of the catalog with measured speeds."""
 
 import itertools
 import math
@@ -13,28 +13,28 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout import hardware
 from phalanx.layout.balance import UNBOUND, Speed
 from phalanx.layout.hardware import Hardware, MeasuredDevice
+from phalanx.layout.model_shape import MoESpec
 from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.cost import CostModel
 from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, DEVICE_KINDS, GIB, RANGES, CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
-from phalanx.planner.work import WIDTH, StepWork
+from phalanx.planner.work import WIDTH, StepWork, find_ffn_widths
 
 CALLS_AT_MOST = 2.0  # times as fast that a CPU may be without what its calls take
-FALLBACK_KIND = (
-    "A100-40GB"  # what an accelerator that nobody knows is taken to be made like, at the speed that was measured
-)
-# Ratio of the times of neighbours of one model on a node that count as alike: what is measured in a moment differs by
-# so much, and where devices differ by design (parts of a CPU, say) it is more.
+FALLBACK_KIND = "A100-40GB"  # substitute for an unknown accelerator, at the measured speed
+# Ratio of times up to which neighbours of one model on a node count as equal: short measurements differ by that much,
+# and devices that differ by design (fractions of a CPU) by more.
 ALIKE = 1.25
-ALIKE_MEMORY = 1.02  # ratio of the memories of two devices that count as alike
+ALIKE_MEMORY = 1.02  # ratio of the memories of two devices that count as equal
 # Of the model that was measured, without which its passes say nothing of another one's.
 SHAPES = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab_size", "positions", "head_dim")
+MOE_SHAPES = ("moe_experts", "moe_experts_per_token", "moe_intermediate")
 
 
 def cluster_from_hardware(found: Hardware, constants: CostConstants = DEFAULT_CONSTANTS) -> ClusterSpec:
-    """The devices of a file, neighbours alike together. Raises ConfigError for a file of a network of one's own, whose
-    work nobody can compare with other work, and for one whose shapes or memories are none."""
+    """Make a cluster from the devices of a hardware file, equal neighbours grouped. Raises ConfigError for a file of a
+    custom network, whose work cannot be compared, and for invalid shapes or memories."""
     on_host = any(device.host_to_device_bytes_per_s is None for device in found.devices)
     work, passes = _work_of(found.work, on_host), single_device_choice(found.work)
     for device in found.devices:
@@ -85,7 +85,7 @@ def _speeds(devices: Sequence[MeasuredDevice]) -> list[Speed]:
 
 
 def constants_from_hardware(found: Hardware, start: CostConstants = DEFAULT_CONSTANTS) -> CostConstants:
-    """The constants with what a run has shown of them, as far as it is plausible."""
+    """The constants updated by a run's measurements, within plausible ranges."""
     if found.learnt is None or found.learnt.host_s is None:
         return start
     least, most = RANGES["step_s"]
@@ -110,7 +110,7 @@ def group_devices(nodes: Sequence[int], kinds: Sequence[DeviceKind]) -> tuple[No
 
 
 def _distinguish_kinds(kinds: Sequence[DeviceKind]) -> list[DeviceKind]:
-    """Kinds of one name as one, with the least memory of its like; those with other memories get names of their own."""
+    """Merge kinds of one name, with their least memory; those with other memories get separate names."""
     memories: dict[str, list[int]] = {}
     for kind in sorted(kinds, key=lambda kind: kind.memory_bytes):
         known = memories.setdefault(kind.name, [])
@@ -142,26 +142,38 @@ def _alike(devices: Sequence[MeasuredDevice], speeds: Sequence[Speed]) -> Iterat
 
 
 def _work_of(work_record: dict[str, Any], on_host: bool = False) -> StepWork:
-    """A pass of one sequence of what was measured; `on_host`: by CPUs, which compute a mixed type in fp32."""
+    """The work of the measured pass of one sequence; `on_host`: by CPUs, which compute a mixed dtype in fp32."""
     if any(name not in work_record for name in (*SHAPES, "dtype")) or work_record["dtype"] not in (*WIDTH, "mixed"):
         raise ConfigError(
-            "the hardware file was measured with a network of one's own, from which nothing follows for another; "
+            "the hardware file was measured with a custom network, which says nothing about other models; "
             "measure with a recipe of a built-in model, or give --cluster"
         )
     window, full = work_record.get("sliding_window"), work_record.get("full_attention_layers") or []
-    sizes = {name: work_record[name] for name in SHAPES} | ({} if window is None else {"sliding_window": window})
+    names = SHAPES + (MOE_SHAPES if "moe_experts" in work_record else ())
+    sizes = {name: work_record.get(name) for name in names} | ({} if window is None else {"sliding_window": window})
     wrong = [name for name, value in sizes.items() if type(value) is not int or not 1 <= value <= UNBOUND]
-    if not isinstance(full, list | tuple) or any(type(layer) is not int for layer in full):
-        wrong.append("full_attention_layers")
+    dense = work_record.get("moe_dense_layers", [])
+    for name, layers in (("full_attention_layers", full), ("moe_dense_layers", dense)):
+        if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):
+            wrong.append(name)
     if wrong:
         raise ConfigError(
             f"the hardware file is damaged, since of the model that was measured {' and '.join(wrong)} cannot be what "
             "it says; measure again with `phalanx hardware`, or give --cluster"
         )
+    moe = None
+    if "moe_experts" in work_record:
+        moe = MoESpec(
+            experts=work_record["moe_experts"],
+            experts_per_token=work_record["moe_experts_per_token"],
+            intermediate=work_record["moe_intermediate"],
+            dense_layers=tuple(dense),
+        )
+    widths = find_ffn_widths(work_record["layers"], work_record["intermediate"], moe)
     options = FAMILIES.get(str(work_record.get("architecture")), DEFAULT_FAMILY).options
     return StepWork(
         layers=work_record["layers"], hidden=work_record["hidden"], heads=work_record["heads"],
-        kv_heads=work_record["kv_heads"], ffn=work_record["intermediate"], vocabulary=work_record["vocab_size"],
+        kv_heads=work_record["kv_heads"], **widths, vocabulary=work_record["vocab_size"],
         seq_len=work_record["positions"], global_batch=1,
         tied=bool(work_record.get("tie_embeddings")), gated=options.gated, biases=options.biases,
         head_dim=work_record["head_dim"],
@@ -172,7 +184,7 @@ def _work_of(work_record: dict[str, Any], on_host: bool = False) -> StepWork:
 
 
 def single_device_choice(work_record: dict[str, Any]) -> LayoutChoice:
-    """The layout whose passes a file's times are of: one device, which computes again what the recipe said."""
+    """The layout of the measured passes: one device, with the recipe's recomputation."""
     again = work_record.get("activations")
     return LayoutChoice(
         recompute="full" if again in ("full", "offload") else "selective" if again == "selective" else "none"
@@ -215,10 +227,10 @@ def match_device(device: MeasuredDevice) -> DeviceKind:
 
 
 def match_device_name(model: str, on_host: bool, memory_bytes: int) -> DeviceKind:
-    """The same of a device of which no more is known."""
+    """The kind of a device of which only name and memory are known."""
     if on_host:
         return DEVICE_KINDS["CPU"]
-    memory_bytes = max(1, memory_bytes)  # of a node that has not said what it has: 0
+    memory_bytes = max(1, memory_bytes)  # 0 from a node that did not report it
     near = min(
         _find_named_kind(model) or [DEVICE_KINDS[FALLBACK_KIND]],
         key=lambda kind: abs(math.log(kind.memory_bytes / memory_bytes)),
@@ -241,9 +253,8 @@ def _find_named_kind(model: str) -> list[DeviceKind]:
 
 
 def _linked(cluster: ClusterSpec, found: Hardware, constants: CostConstants) -> ClusterSpec:
-    """With the network, or the links of the one node, such that an all-reduce takes what it was measured to take, as
-    `link_cost.reduce_scatter_s` has it: each of n nodes, or of the ranks of one, passes on 2 (n - 1) / n of the
-    bytes."""
+    """A cluster whose network, or links of its only node, give the measured time of an all-reduce by
+    `link_cost.reduce_scatter_s`: each of n nodes, or of the ranks of one, passes on 2 (n - 1) / n of the bytes."""
     if found.link is None:
         return cluster
     rate, latency, count = found.link.bytes_per_s, found.link.latency_s, cluster.devices

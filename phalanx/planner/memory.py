@@ -1,33 +1,42 @@
-"""Bytes that a device holds while it trains, by what holds them. Pure numbers.
+"""The memory model of the planner: bytes of a device in training by item, from the shapes of a model. Pure numbers.
 
-For this project's own engine the rule is that of `engine.memory_model`, which needs torch: a test compares the two.
+What lasts from one micro-batch to the next is that of `layout.memory_model`; activations are counted here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from phalanx.layout.memory_model import (
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    STATE_ITEMS,
+    ElementBytes,
+    Holdings,
+    Sizes,
+    count_fsdp_bytes,
+    count_sharded_bytes,
+    count_single_bytes,
+    loss_chunk_tokens,
+)
 from phalanx.planner import compute_cost
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.device_catalog import CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
-from phalanx.planner.work import StepWork, adapter_widths, count_adapter_parameters, find_trained_share
+from phalanx.planner.work import StepWork, adapter_widths, count_adapter_parameters
 from phalanx.recovery import catalog
 from phalanx.recovery.catalog import NO_COPIES, StateCopies, choose_copies, list_copy_options
 
-STATE = ("master weights", "optimizer state")
-UNITS_AT_ONCE = 2  # of parameters that are whole with zero 3: the block in use, and the one that is fetched
-IN_FLIGHT = 3  # buckets of gradients of one size on their way with zero 2
-# Tokens of a chunk of this project's own loss, on an accelerator and on a CPU, and bytes of its logits in fp32.
-CHUNK_TOKENS, CHUNK_LEAST_BYTES, CHUNK_MOST_BYTES = 4096, 512 << 20, 2 << 30
-CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES = 512, 4 << 20
-# Of a device, that layouts of this project's own engine leave free: a run that ends for want of memory costs more than
+# Of a device, that layouts of the sharded engine leave free: a run that runs out of memory costs more than
 # a smaller micro-batch, and train.micro_batch=auto leaves twice as much.
 MEMORY_MARGIN = 0.1
-CHECKPOINT_COPY = "a checkpoint's copy"  # beyond what is held in a step
+CHECKPOINT_COPY = "a checkpoint's copy"  # a temporary copy, beyond the memory of a step
 # On a CPU: of steps that outlive the ranks, what is not in the master weights and the optimizer state already; and of
 # another node's ranks.
 IN_MEMORY_STEPS, REPLICAS = "kept steps", "replicas of other ranks"
-IN_SHARES = (*STATE, IN_MEMORY_STEPS, REPLICAS)  # what a device holds more of, the more of the state is its own
+IN_SHARES = (*STATE_ITEMS, IN_MEMORY_STEPS, REPLICAS)  # items that grow with a device's share of the state
 READ_NORMS = (("q", "k", "v"), ("gate", "up"))  # matrices that read what one norm gives
 # Of an element of what is dropped, while random bits are made: three words of 8 bytes for two, and their halves apart.
 DRAW_BYTES = 20
@@ -36,13 +45,13 @@ LOGIT_BYTES = 6  # of an element of whole logits of two bytes: themselves, their
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What each of some devices alike holds, of what it has; bytes."""
+    """Memory of a group of equal devices, by item, against their capacity; bytes."""
 
     devices: int
     kind: DeviceKind
     stage: int
     parts: dict[str, float]
-    state_bytes: float = 0.0  # of the master weights and moments that it owns, once: what is committed and saved of it
+    state_bytes: float = 0.0  # master weights and moments that it owns, once: the size of a commit or save
     keeps: StateCopies = (
         NO_COPIES  # how often its state, and that of another node's device, lies in memory that outlives ranks
     )
@@ -53,7 +62,7 @@ class DeviceMemory:
 
     @property
     def free_bytes(self) -> float:
-        """Bytes to spare; below zero what is short."""
+        """Free bytes; negative if memory is short."""
         return self.kind.memory_bytes - self.total_bytes
 
 
@@ -84,7 +93,7 @@ def band_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) 
 
 def rope_bytes(work: StepWork, sequences: float) -> float:
     """What a block keeps of one of the `sequences` of a micro-batch of the angles that queries and keys are turned by:
-    cosines and sines in fp32 for either. They are the same for all sequences, unless rows have positions of their own.
+    cosines and sines in fp32 for either. They are the same for all sequences, unless positions differ by row.
     """
     return 16.0 * work.head_channels * work.seq_len / (1.0 if work.own_positions else sequences)
 
@@ -115,7 +124,7 @@ def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) 
     dropped = work.dropout or work.attention_dropout
     scores = work.heads * work.seq_len * (2 * width - 2 + 3 if dropped else width)
     if work.attention_dropout and choice.engine == "sharded":
-        # Their exponents in fp32 at least, what is left of them, and which were dropped.
+        # Exponentials in at least fp32, their normalized values, and the dropout mask.
         scores = work.heads * work.seq_len * (max(4, width) + width + 1)
     elif not compute_cost.writes_scores(work, choice):
         scores = 0
@@ -127,7 +136,8 @@ def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) 
     again = everything - (of_input if width >= 4 and choice.engine == "sharded" else 0.0)
     if choice.recompute == "selective":
         if work.attention_dropout and choice.engine == "sharded":
-            # Scores are products, which are kept, and a dry run shows nearly all that is made of them kept as well.
+            # Scores are products, which are kept, and a dry run shows that nearly all values derived from them are kept
+            # as well.
             return work.seq_len * (outside / spread + (inside + scores) / tensor), 0.0
         if compute_cost.writes_scores(work, choice):
             return work.seq_len * (outside / spread + inside / tensor), work.seq_len * scores / tensor
@@ -138,7 +148,7 @@ def block_activations(work: StepWork, choice: LayoutChoice, bands: float = 0.0) 
         rank = work.lora.rank if work.lora is not None else 0
         results += width * sum(rank + (rows if 8 * rank >= rows else 0) for _, rows in adapter_widths(work).values())
         kept = work.seq_len * (3 * width * hidden / spread + results / tensor)
-        # What was kept is handed out once: only the block's input is there beside what is made of it.
+        # Kept activations are counted once: only the block's input is added to those derived from it.
         return kept, again - kept + of_input
     return of_input, again
 
@@ -148,8 +158,8 @@ def input_bytes(work: StepWork) -> tuple[float, float]:
     inputs; of what the last matrix takes). What `o` takes is attention's result, which is kept anyway.
 
     A trained matrix needs its input, that of a norm's several matrices once. A frozen one needs none: the gradient to
-    its input takes the weight alone. Its adapter keeps what it takes, with dropout a copy of its own and which elements
-    are left (a byte each), and what A makes of it, `rank` elements for B.
+    its input takes the weight alone. Its adapter keeps its input, with dropout a separate copy and the mask (a byte per
+    element), and what A makes of it, `rank` elements for B.
     """
     width, lora, targets = work.width, work.lora, adapter_widths(work)
     if lora is None:
@@ -189,12 +199,7 @@ def loss_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) 
     """What this project's own loss holds at its height: of one chunk logits, these in fp32 (or fp64) and their
     logarithms, and of the head's matrix the gradient in that."""
     columns, tokens = work.vocabulary / tensor, sequences * work.seq_len
-    if kind.on_host:
-        chunk = max(CPU_CHUNK_TOKENS, CPU_CHUNK_BYTES / (4 * columns))
-    else:
-        enough = min(CHUNK_TOKENS, CHUNK_MOST_BYTES / (4 * columns))
-        chunk = max(1.0, enough, CHUNK_LEAST_BYTES / (4 * columns))
-    chunks = max(1.0, -(-tokens // chunk))
+    chunks = max(1.0, -(-tokens // loss_chunk_tokens(columns, kind.on_host)))
     wide = max(4, work.width)
     gradient = columns * work.hidden * wide if work.lora is None else 0.0
     # With several, the gradient to the logits of the one before is still there.
@@ -222,65 +227,49 @@ def estimate_device_memory(
     first, last = choice.ends(stage)
     whole, block, embedding, head = parameters_of(work, choice.tensor, layers, first, last)
     width = work.width if choice.engine in ("sharded", "fsdp") else 2 if work.width == 2 else 4
-    own = whole * own_share
-    parts: dict[str, float] = {}
     zero = choice.zero if copies > 1 else min(choice.zero, 1)
-    trained = find_trained_share(work)
-    if zero == 3:
-        if choice.engine == "sharded" and not work.tied:
-            units = sum(sorted((block, block, embedding, head))[-UNITS_AT_ONCE:])
-        elif choice.engine == "sharded":  # a table that the head uses too is always there
-            units = embedding + UNITS_AT_ONCE * block
-        else:
-            units = max(embedding + head, block) + UNITS_AT_ONCE * block
-        parts["weights"] = min(whole, units) * width + own * (1.0 - trained) * work.gather_bytes
+    each = ElementBytes(width, work.gather_bytes, work.master_bytes)
+    unsharded = choice.engine == "ddp" or zero == 0
+    several = copies * choice.tensor * choice.pipeline > 1
+    # Of a block, of the embedding and of the head; frozen parameters have separate buckets.
+    learns = (block, embedding, head) if work.lora is None else (float(count_adapter_parameters(work)), 0.0, 0.0)
+    learning = layers * learns[0] + learns[1] + learns[2]
+    edges = [edge for edge in (embedding, head) if edge]
+    held = Holdings(
+        trained=_sizes(layers, learns[0], learns[1:]),
+        frozen={} if work.lora is None else _sizes(layers, block - learns[0], edges),
+        own=learning * own_share,
+        own_frozen=(whole - learning) * own_share,
+        state_bytes=learning * own_share * work.state_bytes,
+        # A table that the head uses too is always there.
+        units=_sizes(layers, block, [head] if work.tied else edges),
+        root=embedding if work.tied else 0.0,
+    )
+    if choice.engine == "fsdp":
+        parts = count_fsdp_bytes(held, each, reshards=zero == 3)
+    elif choice.engine != "sharded":
+        parts = _others_bytes(work, whole, learning * (1.0 if unsharded else own_share), width)
+    elif several or work.far_bytes is not None:
+        reduce = choice.reduce if copies > 1 else "per_step"
+        parts = count_sharded_bytes(
+            held, each, zero=zero, reduce=reduce, slots=choice.slots, accumulates=micro_batches > 1,
+            compressed=work.far_bytes is not None,
+        )  # fmt: skip
     else:
-        parts["weights"] = whole * width
-    apart = zero == 3 or choice.slots > 1 or width != work.master_bytes
-    if choice.engine == "ddp" and width != work.master_bytes:
-        apart = True
-    if work.far_bytes is not None:  # parameters are rounded from the masters
-        apart = True
-    state_own = whole if choice.engine == "ddp" or zero == 0 else own
-    parts["master weights"] = state_own * trained * work.master_bytes * choice.slots if apart else 0.0
-    parts["optimizer state"] = state_own * trained * work.state_bytes * choice.slots
+        parts = count_single_bytes(held, each)
     # What accelerators commit is copied to their host, as it is. Nothing is known of the room there, which is taken to
     # be enough.
     keeps = list_copy_options(work.memory, work.replicate, replicated, replays=False)[0]
     if kind.on_host and choice.engine == "sharded" and work.memory is not False:
-        gradient = own * trained * work.master_bytes
-        state = gradient + own * trained * work.state_bytes
+        gradient = held.own * work.master_bytes
+        state = gradient + held.state_bytes
         options = list_copy_options(work.memory, work.replicate, replicated, work.replays)
         keeps = choose_copies(options, state, gradient, kind.memory_bytes - kind.reserved_bytes)
-        # The state lives there; but that of one rank alone is copied there.
-        there = 0.0 if copies * choice.tensor * choice.pipeline == 1 else sum(parts[name] for name in STATE)
-        if keeps.own:
-            parts[IN_MEMORY_STEPS] = max(0.0, keeps.own_bytes(state, gradient) - there)
+        if keeps.own:  # the state lives there; but that of one rank alone is copied there
+            there = sum(parts[name] for name in STATE_ITEMS) if several else 0.0
+            parts[IN_MEMORY_STEPS] = keeps.bytes_beside(there, state, gradient)
         if keeps.replicas:
             parts[REPLICAS] = keeps.replica_bytes(state, gradient)
-    alone = copies * choice.tensor * choice.pipeline == 1 and work.far_bytes is None  # the engine of a single rank
-    accumulates = micro_batches > 1
-    gradient = work.reduce_bytes if choice.engine != "sharded" else work.master_bytes
-    # Of a block, of the embedding and of the head what is trained.
-    learns = (block, embedding, head) if work.lora is None else (float(count_adapter_parameters(work)), 0.0, 0.0)
-    largest = max(learns) if zero == 3 else learns[0]
-    if choice.engine == "fsdp":
-        sums = own * trained * work.master_bytes + largest * (work.reduce_bytes + width)
-    elif zero <= 1 or choice.engine == "megatron":
-        sums = whole * trained * gradient
-        if choice.engine == "sharded" and alone and width != work.master_bytes:
-            sums += whole * trained * width  # those of one micro-batch beside their sum
-    elif choice.reduce == "per_step" and accumulates:
-        sums = (own + whole) * trained * gradient
-    else:
-        buckets = largest if zero == 3 else min(layers, IN_FLIGHT) * learns[0] + learns[1] + learns[2]
-        sums = (own * trained + buckets) * gradient
-    parts["gradients"] = sums
-    several = copies * choice.tensor * choice.pipeline > 1
-    if several and choice.engine == "sharded" and work.gather_bytes > width:  # each makes its own type of what it gets
-        # What is trained travels apart from what is frozen, which is only gathered with zero 3.
-        gathered = (max(learns[0], block - learns[0]), embedding, head) if zero == 3 else learns
-        parts["weights on their way"] = 2 * max(gathered) * work.gather_bytes
     beside = band_bytes(work, kind, choice.tensor, sequences)
     if choice.engine == "sharded" and not work.both_ways:
         beside += rope_bytes(work, sequences)
@@ -288,7 +277,7 @@ def estimate_device_memory(
     under_way = float(min(choice.pipeline - stage, micro_batches))
     if choice.order == "gpipe":
         under_way = float(micro_batches if choice.pipeline > 1 else 1)
-    elif choice.order == "zero_bubble":  # of either chunk as many as there are stages, Qi et al. 2024
+    elif choice.order == "zero_bubble":  # in-flight micro-batches of either chunk, Qi et al. 2024
         under_way = float(min(choice.pipeline, micro_batches))
     elif choice.virtual > 1 and choice.pipeline > 1:
         more = 1.0 + (choice.pipeline - 1) / (choice.pipeline * choice.virtual)
@@ -299,7 +288,7 @@ def estimate_device_memory(
     again *= sequences
     if last and choice.engine == "sharded":
         # The last norm and its input, and the loss; in a block's backward pass these are over.
-        residual = work.width if work.width < 4 else 0  # else it is what the norm keeps
+        residual = work.width if work.width < 4 else 0  # otherwise the norm keeps it
         normalised = work.width if work.lora is None else 0
         edge = sequences * work.seq_len * work.hidden * (4 + normalised + work.width + residual)
         parts["logits"] = loss_bytes(work, kind, choice.tensor, sequences)
@@ -309,12 +298,32 @@ def estimate_device_memory(
     if last and choice.engine != "sharded":
         logits = sequences * work.seq_len * work.vocabulary / choice.tensor * LOGIT_BYTES * work.width / 2
         parts["logits"] = logits
-    state = state_own * trained * (work.master_bytes + work.state_bytes)
+    state = learning * (1.0 if unsharded else own_share) * (work.master_bytes + work.state_bytes)
     if kind.on_host and choice.engine == "sharded":
         # A checkpoint's copy lies in the same memory; it is made between steps, when nothing is under way.
-        resting = (0.0 if zero == 3 else parts["weights"]) + sum(parts.get(name, 0.0) for name in IN_SHARES)
-        resting += min(parts["gradients"], own * gradient * trained if zero == 3 else parts["gradients"])
+        resting = (0.0 if zero == 3 else parts[PARAMETERS]) + sum(parts.get(name, 0.0) for name in IN_SHARES)
+        resting += min(parts[GRADIENTS], held.own * work.master_bytes if zero == 3 else parts[GRADIENTS])
         parts[CHECKPOINT_COPY] = max(0.0, resting + state - sum(parts.values()))
     slack = max(constants.slack, MEMORY_MARGIN) if choice.engine == "sharded" else constants.slack
     parts["reserved"] = kind.reserved_bytes + slack * kind.memory_bytes
     return DeviceMemory(devices, kind, stage, parts, state, keeps)
+
+
+def _sizes(layers: int, block: float, edges: Sequence[float]) -> Sizes:
+    """Blocks and edges by their elements."""
+    sizes = {block: layers}
+    for edge in edges:
+        sizes[edge] = sizes.get(edge, 0) + 1
+    return sizes
+
+
+def _others_bytes(work: StepWork, whole: float, own: float, width: int) -> dict[str, float]:
+    """What lasts in ranks of Megatron-LM and of PyTorch's DistributedDataParallel, which reduce in the type of
+    `reduce_bytes`, and of which each updates `own` parameters."""
+    apart = width != work.master_bytes
+    return {
+        PARAMETERS: whole * width,
+        GRADIENTS: whole * work.reduce_bytes,
+        MASTERS: own * work.master_bytes if apart else 0.0,
+        OPTIMIZER_STATE: own * work.state_bytes,
+    }

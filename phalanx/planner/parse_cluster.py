@@ -1,4 +1,4 @@
-"""Clusters as a person writes them, `4x(8xA100-80GB), 2x(8xV100-32GB), 200Gb/s`, and other short words: times, prices.
+"""Parse the text of a cluster, such as `4x(8xA100-80GB), 2x(8xV100-32GB), 200Gb/s`, times, token counts and prices.
 
     cluster = part {"," part}
     part    = [nodes "x"] "(" [devices "x"] kind ")"  |  [devices "x"] kind  |  speed  |  latency
@@ -22,7 +22,6 @@ MOST_DEVICES = 1_000_000
 MOST_DIGITS = 9  # of a number of devices
 # Bits/s and seconds, beyond which a network is a slip of the pen.
 LEAST_SPEED, MOST_SPEED, MOST_LATENCY = 1e3, 1e15, 10.0
-LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e15  # of a time: thirty million years
 MOST_AMOUNT = 1e30
 PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 SPACE = re.compile(r"\s*")
@@ -37,21 +36,18 @@ LATENCIES = {
     "m": 1e-3,
 }  # by folded letter: of mu there are two
 NAME = re.compile(r"[A-Za-z][\w.+-]*(?:[ ][A-Za-z0-9][\w.+-]*)*")
-DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|days?|w|weeks?)\s*", re.I)
-SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "day": 86400.0, "days": 86400.0,
-           "w": 604800.0, "week": 604800.0, "weeks": 604800.0}  # fmt: skip
 AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmbt]?)\s*", re.I)
 AMOUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def parse_cluster(text: str) -> ClusterSpec:
-    """The cluster that a text describes. Raises ConfigError whose second line points at the character that is wrong."""
+    """Parse a cluster. Raises ConfigError whose second line points at the wrong character."""
     groups: list[NodeGroup] = []
     speed: float | None = None
     latency: float | None = None
     at = _skip(text, 0)
     if at == len(text):
-        raise _wrong(text, at, "there is nothing; write, for instance, 4x(8xA100-80GB), 200Gb/s")
+        raise _wrong(text, at, "the text is empty; write, for instance, 4x(8xA100-80GB), 200Gb/s")
     while True:
         if match := SPEED.match(text, at):
             if speed is not None:
@@ -90,7 +86,7 @@ def _group(text: str, at: int) -> tuple[NodeGroup, int]:
     start = _skip(text, start)
     if text[start : start + 1] != "(":
         if nodes is not None and TIMES.match(text, start):
-            raise _wrong(text, start, "devices of several nodes stand in brackets; write it as 4x(8xA100-80GB)")
+            raise _wrong(text, start, "devices of several nodes need brackets; write it as 4x(8xA100-80GB)")
         kind, end = _kind(text, start)
         return NodeGroup(1, nodes or 1, kind), end  # what stands before a kind are devices of one node
     inside = _skip(text, start + 1)
@@ -106,14 +102,12 @@ def _times(text: str, at: int, what: str) -> tuple[int | None, int]:
     match = TIMES.match(text, at)
     if match is None:
         if number := NUMBER.match(text, at):
-            raise _wrong(
-                text, number.end(), f"behind {number[0]} an x and what there are so many of is expected, or Gb/s"
-            )
+            raise _wrong(text, number.end(), f"after {number[0]} an x with a kind of device, or Gb/s, is expected")
         return None, at
     if len(match[1]) > MOST_DIGITS:
         raise _wrong(text, at, f"more than {MOST_DEVICES:,} devices; there must be a digit too many")
     if int(match[1]) < 1:
-        raise _wrong(text, at, f"0 {what} are none; write how many there are, or leave the part out")
+        raise _wrong(text, at, f"0 {what} are not possible; write their number, or remove the part")
     return int(match[1]), match.end()
 
 
@@ -123,7 +117,7 @@ def _kind(text: str, at: int) -> tuple[DeviceKind, int]:
         raise _wrong(text, at, f"a kind of device is expected here, one of {', '.join(DEVICE_KINDS)}")
     found, end = find_kind(match[0]), match.end()
     for gap in re.finditer(" ", match[0]):
-        # What begins another part behind a blank is no part of the name: a comma is missing.
+        # Text after a blank that begins another part means that a comma is missing.
         if found is None and any(form.match(text, at + gap.end()) for form in (TIMES, SPEED, LATENCY)):
             end = at + gap.start()
             found = find_kind(text[at:end])
@@ -141,7 +135,7 @@ def _next(text: str, at: int) -> int | None:
         raise _wrong(text, at, "a comma or the end is expected here")
     at = _skip(text, at + 1)
     if at == len(text):
-        raise _wrong(text, at, "behind the comma something is expected; write it, or remove the comma")
+        raise _wrong(text, at, "nothing follows the comma; remove it")
     return at
 
 
@@ -170,18 +164,7 @@ def _wrong(text: str, at: int, why: str) -> ConfigError:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ times, amounts
-
-
-def parse_duration(text: str, what: str) -> float:
-    """`90s`, `45min`, `3h`, `2d`: seconds above 0. Raises ConfigError, which names `what` it is for."""
-    match = DURATION.fullmatch(text)
-    value = float(match[1]) * SECONDS[match[2].casefold()] if match else math.nan
-    if not value > 0 or math.isinf(value):
-        raise ConfigError(f"{what} {text!r} is no time above zero; write it as 90s, 45min, 3h or 2d")
-    if not LEAST_SECONDS <= value <= MOST_SECONDS:
-        raise ConfigError(f"{what} {text!r} is {value:.3g} s, which no job can have; write it as 90s, 45min, 3h or 2d")
-    return value
+# ------------------------------------------------------------------------------------------------------------- amounts
 
 
 def parse_amount(text: str, what: str) -> float:
@@ -204,7 +187,7 @@ def parse_amount(text: str, what: str) -> float:
 
 
 def format_cluster(there: ClusterSpec) -> str:
-    """The cluster as `parse_cluster` reads it, but for unlike devices of one node, which a plus joins."""
+    """Format a cluster as `parse_cluster` reads it, except heterogeneous devices of one node, which a plus joins."""
     text = ""
     for group in there.groups:
         text += (" + " if group.shares_node else ", ") if text else ""

@@ -1,5 +1,7 @@
-"""plan.json: what was asked, the layout that was chosen as keys of a recipe, what is expected of it, and what
-else there is to say. Written for people and programs; `tables.py` shows it."""
+"""plan.json: the query, the chosen layout as recipe keys, its prediction, and further advice.
+
+Written for people and programs; `tables.py` shows it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -11,8 +13,8 @@ from phalanx.planner.checkpoint_interval import best_intervals
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.failures import FailureModel, ObservedFailures, check_goodput
 from phalanx.planner.memory import DeviceMemory
+from phalanx.planner.plan import Plan, SearchResult, Shortfall
 from phalanx.planner.recipe_keys import apply_plan, keys_of
-from phalanx.planner.search import Plan, SearchResult, Shortfall
 
 VERSION = 1
 DAY_S = 86400.0
@@ -20,19 +22,19 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line asks beside the layout; None: nothing."""
+    """Options of the command line beside the layout; None: not given."""
 
     tokens: float | None = None  # to train on
     price: float | None = None  # of a device for an hour
     explain: str | None = None  # key=value
-    experience: ObservedFailures | None = None  # what a run has shown of failures and of saving
+    experience: ObservedFailures | None = None  # a run's observed failures and checkpoint times
 
 
 def plan_record(
     question: PlanQuery, cluster: ClusterSpec, found: SearchResult, wanted: PlanOptions, recipe_name: str
 ) -> dict[str, Any]:
-    """The record of a plan, JSON-able. Raises ConfigError where the recipe refuses what was found, or a wish, and where
-    failures leave nothing."""
+    """The record of a plan, JSON-able. Raises ConfigError if the recipe rejects the layout, or an option, and if
+    failures leave no goodput."""
     plan = found.best
     work = question.work(plan.cluster)
     apply_plan(question.config, plan)
@@ -76,7 +78,7 @@ def plan_record(
 
 
 def prediction_record(plan: Plan) -> dict[str, Any]:
-    """What a step takes, by where it goes, and what devices hold."""
+    """The prediction of a step: its time and memory by item."""
     estimate = plan.estimate
     return {
         "step_s": estimate.step_s,
@@ -151,14 +153,14 @@ def saving_of(plan: Plan, failures: FailureModel, experience: ObservedFailures |
 
 
 def goal_record(plan: Plan, tokens: float, price: float | None, good: float) -> dict[str, Any]:
-    """Days to so many tokens, failures included, and what that costs at a price of a device for an hour."""
+    """Days to so many tokens, failures included, and the cost at a price per device hour."""
     days = tokens / (plan.estimate.tokens_per_s * good) / DAY_S
     money = None if price is None else days * 24 * plan.devices * price
     return {"tokens": tokens, "days": days, "price": price, "money": money}
 
 
 def short_record(question: PlanQuery, cluster: ClusterSpec, short: Shortfall) -> dict[str, Any]:
-    """What is said where nothing fits."""
+    """The record of a plan where nothing fits."""
     return {
         "version": VERSION,
         "fits": False,

@@ -1,4 +1,4 @@
-"""What a step of a recipe's own layout takes on given devices: one prediction, and no search."""
+"""Prediction of the step of a recipe's own layout on given devices, without a search."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,8 +39,8 @@ def predict_recipe_step(
     """A step of the layout that `config` describes, on all devices of `cluster` in their order.
 
     What is still `auto` is taken as a run would resolve it without looking at memory, and `train.micro_batch` as the
-    largest power of two that fits. `folder_spec` are the shapes of `model.from_hf`. Raises ConfigError for a network of
-    one's own, and for degrees that do not come out even.
+    largest power of two that fits. `folder_spec` are the shapes of `model.from_hf`. Raises ConfigError for a custom
+    network, and for degrees that do not divide.
     """
     work = work_of(config, shape_of(config, folder_spec), cluster)
     choice = choice_of(config, cluster)
@@ -101,20 +101,20 @@ def choice_of(config: Config, cluster: ClusterSpec) -> LayoutChoice:
 
 
 def allocator_bytes(held: DeviceMemory) -> float:
-    """What a run's records can show of it: on an accelerator what is allocated, so without the driver's and the
-    fragments; on a CPU what is resident, with what a process is itself, but no replica, which another process has."""
+    """The memory visible in a run's records: on an accelerator the allocated bytes, without the driver's and
+    fragmentation; on a CPU the resident bytes, with the process's base, but without replicas, which another
+    process holds."""
     reserved = held.parts.get("reserved", 0.0) + held.parts.get(REPLICAS, 0.0)
     return held.total_bytes - reserved + (held.kind.reserved_bytes if held.kind.on_host else 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison
-# What a run's steps took beside what was expected of them, part by part as far as its records can tell them apart. On a
-# CPU the host does all work itself, so waiting, updates and the rest are known; an accelerator tells how long its
-# passes took, and all else is one part. Medians over steps, without the first ones of an attempt, which compile and
-# warm up.
+# Comparison of a run's measured steps with their prediction, part by part as far as its records have them. On a CPU the
+# host does all work itself, so waiting, updates and the rest are known; on an accelerator only the passes are known,
+# and all else is one part. Medians over steps, without the first ones of an attempt, which compile and warm up.
 
 
-WARM_UP, ENOUGH = 5, 20  # steps of an attempt that are left out, and after which it is told
+WARM_UP, ENOUGH = 5, 20  # steps of an attempt that are excluded, and the number that is compared
 FAR = 0.15  # relative error from which on the part that is off is named
 COMPUTE_TERMS = ("compute", "offload")
 WAIT_TERMS = ("communication", "bubble")

@@ -1,4 +1,4 @@
-"""The cluster that a job has been given, from what its nodes say of their devices before anybody has measured them."""
+"""The cluster of a job, from its nodes' descriptions of their devices before any measurement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,8 +61,8 @@ def cluster_from_nodes(nodes: Sequence[Sequence[NodeDevice]]) -> ClusterSpec:
 def resolve_cluster(
     nodes: Sequence[Sequence[NodeDevice]], known: Hardware | None
 ) -> tuple[ClusterSpec, CostConstants, bool]:
-    """The cluster that these devices are, the constants for it, and whether both rest on what was measured of them
-    (`known`), or on data-sheets, as where that was of other devices."""
+    """The cluster of these devices, its constants, and whether both rest on measurements of these devices
+    (`known`), or on data sheets, for example if the measurements were of other devices."""
     there = [(number, device.model) for number, devices in enumerate(nodes) for device in devices]
     if known is not None:
         order = {node: number for number, node in enumerate(dict.fromkeys(device.node for device in known.devices))}

@@ -1,4 +1,4 @@
-"""Between recipes and plans: what a recipe asks of a cluster, which layouts it allows, and the keys of a plan."""
+"""Convert between recipes and plans: a recipe's work, the layouts that it allows, and the keys of a plan."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -6,20 +6,20 @@ from typing import Any, get_args
 from phalanx.config import load
 from phalanx.config.model import LoraTarget
 from phalanx.config.model_spec import build_model_spec, is_custom_task
-from phalanx.config.optimizers import OPTIMIZERS
+from phalanx.config.optimizers import find_optimizer
 from phalanx.config.schema import Config
 from phalanx.config.validation import find_problems_for_world
 from phalanx.core.errors import ConfigError
+from phalanx.layout.buckets import COMPRESSED_BYTES
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.families.catalog import family_of
+from phalanx.models.families.catalog import block_options
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.layout_choice import LayoutChoice
-from phalanx.planner.search import Plan, SearchSpace, list_degrees
-from phalanx.planner.work import WIDTH, StepWork
+from phalanx.planner.plan import Plan
+from phalanx.planner.search import SearchSpace, list_degrees
+from phalanx.planner.work import WIDTH, StepWork, find_ffn_widths
 
-FRESH_RANK = 16  # of adapters that nobody says more of, as a start has it
-# Bytes of an element on its way between nodes, by comm.compress; int8 has a scale of 2 bytes for 64 of them.
-COMPRESSED_BYTES = {"none": None, "bf16": 2.0, "int8": 1 + 2 / 64}
+FRESH_RANK = 16  # the default rank of adapters
 # Keys of a recipe that a plan chooses, and the field of a Choice that each is.
 CHOICE_FIELDS = {
     "parallel.engine": "engine",
@@ -37,7 +37,7 @@ CHOICE_FIELDS = {
     "balance.batch": "shares",
     "balance.optimizer_state": "state",
 }
-# What a plan finds out by itself, whatever a recipe made for another cluster says.
+# Keys that a plan determines itself, whatever a recipe made for another cluster says.
 AUTO_LAYOUT: dict[str, Any] = {
     "parallel.layout": "given",
     "parallel.engine": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.grad_reduce": "auto",
@@ -56,12 +56,17 @@ ENGINE_FIELDS: dict[str, dict[str, Any]] = {
 
 def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
     """The model's shapes; a vocabulary that is not known yet is taken to be as large as the one that would be trained.
-    `folder_spec` is that of `model.from_hf`. Raises ConfigError for a network of one's own."""
+    `folder_spec` is that of `model.from_hf`. Raises ConfigError for a custom network."""
     if is_custom_task(config) or config.model.code is not None:
         key = "task.code" if is_custom_task(config) else "model.code"
         raise ConfigError(
-            f"a plan is made from the shapes of built-in models, and {key} brings a network of its own; start it with "
+            f"a plan needs the shapes of a built-in model, and {key} names a custom network; start it with "
             "few steps on one node, or `phalanx train --dry-run` for its memory"
+        )
+    if config.parallel.context > 1:
+        raise ConfigError(
+            f"a plan does not know parallel.context, which is {config.parallel.context}; set parallel.context=1, or "
+            "`phalanx train --dry-run` for its memory"
         )
     if folder_spec is None and config.model.preset is None and config.model.vocab_size == "auto":
         config = load.update_config(config, {"model.vocab_size": config.data.tokenizer_vocab})
@@ -98,27 +103,30 @@ def precision_of(config: Config, cluster: ClusterSpec) -> tuple[str, bool]:
 
 def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
     """A step of the recipe, as the cost model takes it."""
-    computes = family_of(spec).options
+    computes = block_options(spec)
     precision, mixed = precision_of(config, cluster)
-    rule = OPTIMIZERS[config.optim.name]
+    rule = find_optimizer(config.optim.name)
     number_bytes = 8 if precision == "fp64" else 4  # of masters, moments and gradients
     return StepWork(
         layers=spec.layers,
         hidden=spec.hidden,
         heads=spec.heads,
         kv_heads=spec.kv_heads,
-        ffn=spec.intermediate,
+        **find_ffn_widths(spec.layers, spec.intermediate, spec.moe),
         vocabulary=spec.vocab_size,
         seq_len=config.data.seq_len,
         global_batch=config.train.global_batch,
         tied=spec.tie_embeddings,
         gated=computes.gated,
         biases=computes.biases,
+        qkv_biases=computes.qkv_bias,
         dropout=spec.dropout > 0,
-        attention_dropout=spec.encoder is not None and spec.encoder.attention_dropout > 0,
-        positions=spec.max_seq_len if computes.learnt_positions else 0,
+        # Scores are held where they are cut, as they are where some are dropped.
+        attention_dropout=computes.score_cap > 0 or spec.attention_dropout > 0,
+        positions=0 if computes.position_offset is None else spec.max_seq_len + computes.position_offset,
         head_dim=spec.head_dim,
         precision=precision,
+        fp8_blocks=config.train.fp8 == "block",
         master_bytes=number_bytes,
         state_bytes=rule.state_bytes(config.optim.options, number_bytes, spec.hidden),
         reduce_bytes=number_bytes,
@@ -132,7 +140,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         memory=config.resilience.in_memory_checkpoints,
         replicate=config.resilience.replicate_every,
         replays=rule.replays,
-        qk_norm=computes.qk_norm,
+        qk_norm=bool(computes.qk_norm),
         own_positions=config.data.format in ("chat", "prompt") or config.data.isolate_documents,
     )
 
@@ -141,12 +149,10 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
 
 
 def free_layout(config: Config, overrides: Sequence[str]) -> Config:
-    """The recipe without the layout that it was written for, but with what the command line says of it."""
+    """The recipe without its own layout, but with the keys of the command line."""
     said = {word.partition("=")[0] for word in overrides}
     values = {key: value for key, value in AUTO_LAYOUT.items() if key not in said}
-    return load.update_config(
-        config, values | {"parallel.layout": "given"}
-    )  # by the plan, whoever else was to choose it
+    return load.update_config(config, values | {"parallel.layout": "given"})  # chosen by the plan, not by the run
 
 
 def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
@@ -170,7 +176,7 @@ def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         if key == "parallel.schedule":
             if value not in SCHEDULES:
                 raise ConfigError(
-                    f"a plan knows parallel.schedule {' and '.join(SCHEDULES)}, not {value}; leave it out"
+                    f"a plan supports parallel.schedule {' and '.join(SCHEDULES)}, not {value}; remove it"
                 )
             value = SCHEDULES[value]
         if key == "memory.activations":
@@ -191,14 +197,14 @@ def space_of(config: Config, work: StepWork, cluster: ClusterSpec, pins: Mapping
     asked = {f"parallel.{name}": pins[name] for name in ("tensor", "pipeline") if name in pins}
     if why := _why_not(config, asked):
         raise ConfigError(why)
-    # Of a folder's model the recipe alone does not know what it is, and a start would refuse to cut it.
+    # The architecture of a folder's model is not in the recipe, and a start would refuse to split it.
     kind = "a BERT" if work.both_ways else "adapters (model.lora)" if config.model.lora is not None else None
     if kind is not None and any(degree > 1 for degree in asked.values()):
         words = " and ".join(f"{key}={value}" for key, value in asked.items() if value > 1)
         raise ConfigError(
             f"{words} cuts models of the Llama family whose weights are all trained, not {kind}; remove it"
         )
-    refused: dict[tuple[int, bool], bool] = {}  # what is said of a pipeline does not depend on its length
+    refused: dict[tuple[int, bool], bool] = {}  # the check of a pipeline does not depend on its length
     found = []
     for tensor, pipeline in list_degrees(work, cluster, pins.get("pipeline", 0)):
         if (pins.get("tensor", tensor), pins.get("pipeline", pipeline)) != (tensor, pipeline):
@@ -229,12 +235,12 @@ def _why_not(config: Config, values: Mapping[str, int]) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------- what a plan sets
+# ---------------------------------------------------------------------------------------------------- keys of a plan
 
 
 def keys_of(plan: Plan, config: Config) -> dict[str, Any]:
-    """The keys of a recipe that make it run in this layout; all that a layout is, so that nothing else interferes.
-    `config`: what the plan is for, which says whether one rank alone is to have the sharded engine."""
+    """The recipe keys of this layout, complete, so that no default interferes. `config`: the recipe, which says
+    whether a single rank must use the sharded engine."""
     choice, fsdp = plan.choice, plan.choice.engine == "fsdp"
     sharded = plan.devices > 1 or config.parallel.engine == "sharded" or config.comm.compress != "none"
     keys: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""Search for the fastest parallel layout on a cluster: enumerate, leave out what cannot fit, rank by seconds a step.
+"""Search for the fastest parallel layout on a cluster: enumerate, skip what cannot fit, rank by seconds per step.
 
 Every layout that is returned fits, by `memory`. Devices are taken in the cluster's order, from the first on; where some
-are better left idle, a smaller cluster or `LayoutChoice.devices` says so, with the reason. Unlike devices get shares by
-their speed (balance.py), stages of a pipeline layers by theirs (layout/pipeline_stages.py).
+are better left idle, a smaller cluster or `LayoutChoice.devices` says so, with the reason. Heterogeneous devices get
+shares by their speed (balance.py), stages of a pipeline layers by theirs (layout/pipeline_stages.py).
 """
 
 import itertools
@@ -14,23 +14,21 @@ from typing import Any, Literal
 from phalanx.layout import balance
 from phalanx.planner import compute_cost, memory
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.cost import CostModel, StepEstimate
+from phalanx.planner.cost import CostModel
 from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, CostConstants, DeviceKind
 from phalanx.planner.failures import FailureModel
 from phalanx.planner.heterogeneous import HeterogeneousDevices
 from phalanx.planner.layout_choice import LayoutChoice, Recompute
 from phalanx.planner.memory import DeviceMemory
+from phalanx.planner.plan import WORTH, BestPlans, Plan, SearchResult, layout_family
 from phalanx.planner.work import StepWork
 
 RECOMPUTE: tuple[tuple[Recompute, bool], ...] = (("none", False), ("selective", False), ("full", False), ("full", True))
-MOST_GROUPS = 4  # of which all subsets are tried; of more, those of the fastest kinds
-FEW = 16  # copies of the model of which every number is tried; sequences of one, too
+MOST_GROUPS = 4  # groups of which all subsets are tried; of more, those of the fastest kinds
+FEW = 16  # copies of the model up to which every number is tried; sequences of one, too
 MOST_SHARES = 4  # even shares that a copy on faster devices may have
-MOST_HOPES = 32  # layouts of a family that are tried with other degrees
-FEW_STAGES = 8  # of which every number is tried
+FEW_STAGES = 8  # stages up to which every number is tried
 NEARLY = 0.9  # slices of a block may take less than their part of it
-BETTER = 1 - 1e-9
-WORTH = 1.25  # times as long as the best: what is slower is not even a runner-up
 PACE_IS_NEAR = 0.8  # what large micro-batches may be faster by than a line through small ones
 Reduce = Literal["per_step", "per_micro_batch"]
 
@@ -45,73 +43,12 @@ class SearchSpace:
     use_all_devices: bool = False  # all devices in the order they are in, since they are there already
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A parallel layout that fits, with its predicted speed and the part of the cluster that it uses, by rank."""
-
-    choice: LayoutChoice
-    estimate: StepEstimate
-    cluster: ClusterSpec
-    goodput: float = 1.0  # share of the time that goes into steps that last; 1 without a failure model
-
-    @property
-    def effective_step_s(self) -> float:
-        """Seconds for each step that lasts: what failures take is paid by the others."""
-        return self.estimate.step_s / self.goodput
-
-    @property
-    def effective_tokens_per_s(self) -> float:
-        """Tokens of lasting steps a second."""
-        return self.estimate.tokens_per_s * self.goodput
-
-    @property
-    def devices(self) -> int:
-        """How many devices it uses."""
-        return self.choice.devices or self.cluster.devices
-
-    @property
-    def copies(self) -> int:
-        """Of the whole model."""
-        return self.devices // (self.choice.tensor * self.choice.pipeline)
-
-
-def layout_family(choice: LayoutChoice, zero: int, cluster: ClusterSpec) -> tuple[object, ...]:
-    """What tells layouts apart for a reader: of each family only the best is shown."""
-    return (choice.tensor, choice.pipeline, zero, cluster.names)
-
-
-@dataclass(frozen=True)
-class Shortfall:
-    """How far a model is from fitting, in the layout that needs the least: bytes missing on the fullest device."""
-
-    choice: LayoutChoice
-    cluster: ClusterSpec
-    kind: DeviceKind
-    stage: int
-    needed_bytes: float
-    missing_bytes: float
-    parts: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """`plans`: the best of each family, fastest first; empty where nothing fits, which `shortfall` then explains."""
-
-    plans: tuple[Plan, ...]
-    shortfall: Shortfall | None
-    tried: int
-
-    @property
-    def best(self) -> Plan:
-        return self.plans[0]
-
-
 def list_degrees(work: StepWork, cluster: ClusterSpec, asked: int = 0) -> Iterator[tuple[int, int]]:
     """Pairs of a tensor and a pipeline degree that come out even: slices of all heads and channels on one node, and no
     more stages than layers. Of more than FEW_STAGES, powers of two and three times such, as many as there are layers,
     and the number that is `asked` for: the same for all clusters, as more devices are never to be a loss."""
     for tensor in range(1, max(group.per_node for group in cluster.groups) + 1):
-        divides = work.heads % tensor == 0 and work.ffn % tensor == 0
+        divides = work.heads % tensor == 0 and work.ffn % tensor == 0 and (tensor == 1 or not work.router_rows)
         heads = work.kv_heads % tensor == 0 or tensor % work.kv_heads == 0
         if divides and heads and any(group.per_node % tensor == 0 for group in cluster.groups):
             for pipeline in range(1, min(work.layers, cluster.devices // tensor) + 1):
@@ -126,7 +63,7 @@ def search_layouts(
 ) -> SearchResult:  # fmt: skip
     """The best layouts, `keep` families of them at most; `failures` None: as if nothing ever failed. Deterministic; of
     equals the first of the enumeration wins."""
-    found = _BestPlans(failures)
+    found = BestPlans(failures)
     for part, turned in [(cluster, False)] if space.use_all_devices else _parts(cluster):
         _Search(work, part, space, constants, found, turned).search_cluster()
     if not space.use_all_devices:
@@ -140,8 +77,8 @@ def search_layouts(
 
 
 def _parts(cluster: ClusterSpec) -> Iterator[tuple[ClusterSpec, bool]]:
-    """The cluster, and what is left of it without some of its groups, since a slow one may cost more than it does; each
-    also turned round."""
+    """The cluster, and its subsets without some groups, since a slow group may cost more than it adds; each also
+    in reverse order."""
     groups, numbers = cluster.groups, range(len(cluster.groups))
     if len(groups) <= MOST_GROUPS:
         subsets: list[tuple[int, ...]] = [
@@ -152,7 +89,8 @@ def _parts(cluster: ClusterSpec) -> Iterator[tuple[ClusterSpec, bool]]:
         subsets = [tuple(by_speed[:size]) for size in range(len(groups), 0, -1)]
     seen = set()
     for subset in subsets:
-        # Stages lie one behind the other: the kind with the head, or with the most in flight, may be either.
+        # The order of stages matters: the kind with the head, or with the most micro-batches in flight, may be first or
+        # last.
         for turned in (False, True):
             part = cluster.select_groups(subset[::-1] if turned else subset)
             if part.names not in seen:
@@ -161,10 +99,10 @@ def _parts(cluster: ClusterSpec) -> Iterator[tuple[ClusterSpec, bool]]:
 
 
 def _with_fewer(
-    work: StepWork, space: SearchSpace, constants: CostConstants, found: "_BestPlans", plans: list[Plan]
+    work: StepWork, space: SearchSpace, constants: CostConstants, found: BestPlans, plans: list[Plan]
 ) -> None:
-    """Plans for some nodes of few unlike ones, in the degrees of those for all: a slow node less may be less to wait
-    for. As long as that helps one more is left out."""
+    """Plans for some nodes of a small heterogeneous cluster, in the degrees of those for all: without its slow nodes a
+    cluster may be faster. Removes one more as long as that helps."""
     seen = set()
     for plan in plans:  # which grows
         groups, degrees = plan.cluster.groups, (plan.choice.tensor, plan.choice.pipeline)
@@ -179,67 +117,6 @@ def _with_fewer(
                 plans += [other for other in made[:1] if other.effective_step_s < plan.effective_step_s]
 
 
-class _BestPlans:
-    """The best plan of each family so far, and the nearest miss."""
-
-    def __init__(self, failures: FailureModel | None) -> None:
-        self.failures = failures
-        self.plans: dict[tuple[object, ...], Plan] = {}
-        self.hopes: dict[tuple[object, ...], list[tuple[float, LayoutChoice]]] = {}
-        self.best_s = math.inf
-        self.shortfall: Shortfall | None = None
-        self.tried = self.missed = 0
-
-    def ranking(self) -> list[Plan]:
-        return sorted(self.plans.values(), key=lambda plan: plan.effective_step_s)
-
-    def is_hopeless(self, key: tuple[object, ...], bound_s: float) -> bool:
-        """Whether a layout of this family that takes so long at least is none that anybody would look at."""
-        if bound_s > WORTH * self.best_s:
-            return True
-        before = self.plans.get(key)
-        return before is not None and bound_s > before.effective_step_s
-
-    def promising_choices(self, plan: Plan) -> Iterator[LayoutChoice]:
-        """Layouts of a plan's family that would beat it if they exchanged nothing, as another degree may have it: of
-        those with fewer devices or other micro-batches one that waits longer now may be the faster one then."""
-        key = layout_family(plan.choice, plan.choice.zero, plan.cluster)
-        yield plan.choice
-        for hope_s, choice in sorted(self.hopes[key], key=lambda hope: hope[0])[:MOST_HOPES]:
-            if hope_s >= self.plans[key].effective_step_s:
-                return
-            yield choice
-
-    def note_misfit(self, choice: LayoutChoice, cluster: ClusterSpec, held: DeviceMemory) -> None:
-        """Note a layout that does not fit, if it is nearer to it than all others."""
-        self.tried += 1
-        self.missed += 1
-        if self.shortfall is None or -held.free_bytes < self.shortfall.missing_bytes:
-            self.shortfall = Shortfall(
-                choice, cluster, held.kind, held.stage, held.total_bytes, -held.free_bytes, held.parts
-            )
-
-    def see(self, choice: LayoutChoice, estimate: StepEstimate, cluster: ClusterSpec) -> bool:
-        """Whether it fits; the best of its family is kept."""
-        worst = estimate.memory[0]
-        if worst.free_bytes < 0:
-            self.note_misfit(choice, cluster, worst)
-            return False
-        self.tried += 1
-        key = layout_family(choice, choice.zero, cluster)
-        before = self.plans.get(key)
-        self.hopes.setdefault(key, []).append((estimate.step_s - estimate.terms["communication"], choice))
-        if before is not None and estimate.step_s >= before.effective_step_s:
-            return True  # and no failure would make it faster
-        plan = Plan(choice, estimate, cluster)
-        if self.failures is not None:
-            plan = replace(plan, goodput=self.failures.goodput(estimate, plan.devices))
-        if before is None or plan.effective_step_s < before.effective_step_s * BETTER:
-            self.plans[key] = plan
-            self.best_s = min(self.best_s, plan.effective_step_s)
-        return True
-
-
 class _Search:
     """One cluster, all of whose groups are used."""
 
@@ -249,7 +126,7 @@ class _Search:
         cluster: ClusterSpec,
         space: SearchSpace,
         constants: CostConstants,
-        found: _BestPlans,
+        found: BestPlans,
         turned: bool,
     ) -> None:
         self.turned = turned
@@ -273,8 +150,8 @@ class _Search:
         return (self.space.pins[name],) if name in self.space.pins else values
 
     def device_counts(self, together: int) -> Iterator[int]:
-        """How many devices are worth a try: all that make whole copies; fewer where the largest share of a step stays
-        what it is, since sequences are whole; and few, where communication takes longer than computing."""
+        """Numbers of devices to try: all that make whole copies; fewer if the largest share of a step stays the
+        same, since sequences are whole; and few, if communication takes longer than computing."""
         batch, wanted, shares = self.work.global_batch, self.space.pins.get("devices"), self.space.pins.get("shares")
         if isinstance(shares, tuple):
             wanted = len(shares) * together
@@ -306,9 +183,9 @@ class _Search:
         return self.work.layers * block_s / together * NEARLY < self.found.best_s
 
     def layouts(self, tensor: int, pipeline: int, devices: int) -> None:
-        """All else that can be chosen, for so many devices."""
+        """Try all other choices, for so many devices."""
         copies, pins = devices // (tensor * pipeline), self.space.pins
-        # Stages of unlike devices have unlike numbers of layers, which interleaved ones cannot have.
+        # Stages of heterogeneous devices have different numbers of layers, which interleaved ones cannot have.
         twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.unlike.uniform and "stages" not in pins
         for virtual in self.candidate_values("virtual", (1, 2) if twice else (1,)):
             if "stages" in pins and len(pins["stages"]) != pipeline * virtual:
@@ -341,7 +218,7 @@ class _Search:
                     break  # where everything fits, computing again only takes time
 
     def is_slow(self, choice: LayoutChoice, copies: int) -> bool:
-        """Whether unlike devices would take longer than anybody would look at, were all of them busy all the time."""
+        """Whether heterogeneous devices are too slow even if all of them were always busy."""
         if self.unlike.uniform or self.found.best_s == math.inf:
             return False
         width = copies * choice.tensor * choice.pipeline
@@ -386,7 +263,8 @@ class _Search:
                 fitted = True
                 continue
             each = replace(choice, zero=zero, shard_degree=degree, reduce=reduce, slots=slots)
-            if each.lockstep and not self.unlike.uniform and "shares" not in pins:  # they were of copies that are not
+            # The shares were for copies with other layouts.
+            if each.lockstep and not self.unlike.uniform and "shares" not in pins:
                 each = replace(each, shares=self.unlike.divide_batch(each, copies))
             holders = self.holders(each, copies)
             worst = min(holders, key=lambda held: held.free_bytes)
@@ -398,8 +276,8 @@ class _Search:
         return fitted
 
     def state_of(self, choice: LayoutChoice, copies: int, holders: Sequence[DeviceMemory]) -> tuple[float, ...] | None:
-        """Parts of the state: as they are held fixed (None: they are for other numbers of ranks), by what unlike
-        devices have room for where even ones do not fit, or () for even ones."""
+        """State shares: the fixed ones (None: for another number of ranks), by the room of heterogeneous devices where
+        even ones do not fit, or () for even ones."""
         wanted, degree = self.space.pins.get("state"), choice.shard_degree
         if choice.engine != "sharded":
             return ()  # the others know of even parts alone
@@ -433,7 +311,7 @@ class _Search:
                 reduces = ("per_micro_batch", "per_step") if zero == 3 else ("per_micro_batch",)
             for reduce in self.candidate_values("reduce", reduces):
                 if zero == 3 and pins.get("slots", 1) > 1:
-                    continue  # its parameters are gathered anew for each pass
+                    continue  # its parameters are gathered again for each pass
                 if pipeline == 1 or (zero < 3 and reduce == "per_step"):
                     yield zero, degree, reduce, pins.get("slots", 1)
 
@@ -446,7 +324,7 @@ class _Search:
         slots = self.candidate_values("slots", (1, 2) if choice.zero < 3 and copies > 1 else (1,))
         cuts = [choice.stages]
         if choice.stages and self.unlike.uniform and "stages" not in pins and not self.space.use_all_devices:
-            # By products the head counts as so many layers, which small layers are slower than.
+            # By products the head counts as this many layers; small layers are slower than that.
             cuts.append(tuple(balance.split_evenly(self.work.layers, choice.pipeline)))
         for degree, count, stages in itertools.product(degrees, slots, cuts):
             state = choice.state if degree in (0, choice.shard_degree) else ()
@@ -478,8 +356,9 @@ class _Search:
         return self._blocks[key]
 
     def holders(self, choice: LayoutChoice, copies: int) -> list[DeviceMemory]:
-        """What the fullest devices hold, with even parts of the state: cheaper to know than all that a layout costs. Of
-        one stage those of each group, of several those of the first and the last stage with the most memory."""
+        """Memory of the fullest devices, with even parts of the state, which is cheaper than the full cost of a
+        layout. With one stage, one of each group; with several, those of the first and the last stage with the
+        most memory."""
         largest = max(choice.shares) if choice.shares else -(-self.work.global_batch // copies)
         replicated = memory.needs_replicas(choice, copies, self.cluster)
         layers = choice.layers_of(self.work.layers)

@@ -1,9 +1,9 @@
-"""A job on a large cluster over weeks: discrete events, and the running system's own `decide` for what follows.
+"""Discrete-event simulation of a job on a large cluster over weeks, with the `decide` of a real run.
 
 Failures come by chance at a constant rate (an exponential time between them, from a seed). Each takes a process or a
 whole node with it and is noticed a little later; then `decide` (elastic/supervisor/decide.py) says what happens:
-another attempt on the same nodes, a spare in the lost one's seat, a division over fewer nodes, waiting, or the end. An
-attempt needs a while before its first step, begins from the step that `decide` finds, and walks lost steps again.
+another attempt on the same nodes, a spare in place of the lost one, a division over fewer nodes, waiting, or the end.
+An attempt needs some time before its first step, resumes from the step that `decide` finds, and replays lost steps.
 Between events time is passed over by formulas, so that a month of 16,384 devices takes seconds.
 """
 
@@ -23,26 +23,44 @@ from phalanx.recovery.catalog import StateFileInfo
 
 DAY_S = 86400.0
 MOST_EVENTS = 5_000_000  # beyond which it would take many minutes
-KIND, SHARD = "device", "shard"  # all nodes, and what they hold of the state, are alike here
+KIND, SHARD = "device", "shard"  # all nodes, and their parts of the state, are equal here
 ROUNDED = 1e-6  # of a step: what may be lost by rounding
 BUCKETS = (
-    "working", "walked again", "commits", "checkpoints", "detecting", "restarting", "waiting", "slower", "stalled",
+    "working", "replaying", "commits", "checkpoints", "detecting", "restarting", "waiting", "slower", "stalled",
     "given up",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """What a job is and what happens to it; an `every` of infinity means never.
+class Stragglers:
+    """One begins every `every_s` on average and has `speed` of its speed for `for_s`; where the work is `shared` again
+    the others take some of it."""
 
-    `mtbf_s` lie between failures of the whole job on all its `nodes`, of which a share `hard` takes a node with it, and
-    the others a process. Failures are noticed after `detect_s`; an attempt has its first step begun after `restart_s`,
-    and dividing the ranks anew takes `prepare_s`. With `memory`, each `commit_steps` steps a commit takes `commit_s`,
-    which outlives processes; of each `copied`th one (0: of none) the next node has a copy, which outlives nodes. After
-    each `checkpoint_steps` (0: never) a checkpoint holds training up for
-    `checkpoint_s`. A lost node is back after `repair_s`. A straggler has `slow` of its speed for `slow_for_s`; with
-    `shared` the others take its work. A stall stops all for `stall_s`; one longer than `hang_s` counts as a
-    failure of processes.
+    every_s: float = math.inf
+    speed: float = 0.5
+    for_s: float = 3600.0
+    shared: bool = True
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """All stop for `for_s` every `every_s` on average; for more than `hang_s` it counts as a failure of processes."""
+
+    every_s: float = math.inf
+    for_s: float = 30.0
+    hang_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Parameters of a simulated job and its failures; an `every` of infinity means never.
+
+    `mtbf_s` is the time between failures of the whole job on all its `nodes`; a fraction `hard` of them takes a node,
+    the others a process. Failures are noticed after `detect_s`; an attempt begins its first step after `restart_s`, and
+    redistributing the ranks takes `prepare_s`. With `memory`, each `commit_steps` steps a commit takes `commit_s`,
+    which outlives processes; the next node has a copy of each `copied`th one (0: of none), which outlives nodes. After
+    each `checkpoint_steps` (0: never) a checkpoint stalls training for `checkpoint_s`. A lost node is back after
+    `repair_s`. `policy`, groups in nodes: that of a recipe by default.
     """
 
     nodes: int
@@ -61,23 +79,16 @@ class Scenario:
     checkpoint_s: float = 0.0
     spares: int = 0
     repair_s: float = DAY_S
-    straggler_every_s: float = math.inf
-    slow: float = 0.5
-    slow_for_s: float = 3600.0
-    shared: bool = True
-    stall_every_s: float = math.inf
-    stall_s: float = 30.0
-    hang_s: float = math.inf
-    policy: supervisor_state.RecoveryPolicy | None = (
-        None  # None: as a recipe's section resilience has it by default; group in nodes
-    )
+    stragglers: Stragglers = Stragglers()
+    stalls: Stalls = Stalls()
+    policy: supervisor_state.RecoveryPolicy | None = None
 
     def __post_init__(self) -> None:
-        rates = (self.mtbf_s, self.straggler_every_s, self.stall_every_s)
+        rates = (self.mtbf_s, self.stragglers.every_s, self.stalls.every_s)
         assert self.nodes >= 1 and min(self.span_s, self.step_s, *rates) > 0 and self.spares >= 0, self
-        assert 0 <= self.hard <= 1 and 0 < self.slow <= 1 and min(self.copied, self.checkpoint_steps) >= 0, self
-        assert self.commit_steps >= 1, self
-        assert min(self.detect_s, self.restart_s, self.commit_s, self.checkpoint_s, self.stall_s) >= 0, self
+        assert 0 <= self.hard <= 1 and min(self.copied, self.checkpoint_steps) >= 0, self
+        assert 0 < self.stragglers.speed <= 1 <= self.commit_steps, self
+        assert min(self.detect_s, self.restart_s, self.commit_s, self.checkpoint_s, self.stalls.for_s) >= 0, self
         saves_s = self.checkpoint_steps * self.step_s or math.inf
         if self.span_s * sum(1 / every for every in (saves_s, *rates)) > MOST_EVENTS:
             often = min(saves_s, *rates)
@@ -89,9 +100,8 @@ class Scenario:
 
 @dataclass
 class SimulationResult:
-    """Where the time went, by BUCKETS, in seconds that sum to `span_s`; `ended`: why and when it was given up.
-
-    `working` is what the steps that were done would have taken with all nodes, each counted once.
+    """The result of a simulation: seconds by BUCKETS, which sum to `span_s`; `ended`: why and when the job
+    stopped. `working` is the time that the completed steps would have taken with all nodes, each counted once.
     """
 
     span_s: float
@@ -134,22 +144,22 @@ class _SimulatedJob:
         slots, seats = (supervisor_state.NodeSlot(1, KIND),) * scenario.nodes, tuple(range(scenario.nodes))
         self.state = supervisor_state.JobState(policy, nodes=nodes, slots=slots, seats=seats)
         self.mode = "waiting"  # a bucket, or "saving"
-        self.entered = 0  # how often the mode has changed: what was due in an earlier one is void
+        self.entered = 0  # number of mode changes: events of an earlier mode are void
         self.paced = 0  # how often the next checkpoint was planned
         self.work_s = 0.0  # that the state holds, in seconds of all nodes
-        self.most_s = 0.0  # that it ever held: below this, steps are walked again
+        self.most_s = 0.0  # the most ever reached: below this, steps are replayed
         self.since_s = 0.0  # of work since the last checkpoint
         self.newest = 0  # commit that an ended attempt had
-        self.base = 0  # a step that other nodes got whatever its number is: an attempt began behind the newest with it
-        self.lost: set[int] = set()  # nodes that nobody misses yet
+        self.base = 0  # a step that other nodes have, whatever its number: an attempt began after the newest with it
+        self.lost: set[int] = set()  # lost nodes that are not noticed yet
         self.slowed: dict[int, float] = {}  # until when, by node
 
     def run_to_end(self) -> None:
         """Pass over the whole span, from event to event."""
         scenario = self.scenario
         self.next_of("fail", scenario.mtbf_s)
-        self.next_of("slow", scenario.straggler_every_s)
-        self.next_of("stall", scenario.stall_every_s)
+        self.next_of("slow", scenario.stragglers.every_s)
+        self.next_of("stall", scenario.stalls.every_s)
         self.decide_on(supervisor_state.Tick(0.0))
         while self.outcome.ended is None and self.queue and self.queue[0][0] < scenario.span_s:
             at, _, what, about = heapq.heappop(self.queue)
@@ -176,9 +186,8 @@ class _SimulatedJob:
         seats, scenario = self.state.seats, self.scenario
         slow = sum(node in self.slowed for node in seats) if self.slowed else 0
         alike = len(seats) / scenario.nodes
-        if slow and not scenario.shared:
-            return alike * scenario.slow
-        return alike * (1 - slow / len(seats) * (1 - scenario.slow))
+        share = slow / len(seats) if scenario.stragglers.shared else float(slow > 0)
+        return alike * (1 - share * (1 - scenario.stragglers.speed))
 
     def work_rates(self) -> tuple[float, float]:
         """(work, commits) in a second of the clock; a commit takes as long with fewer nodes."""
@@ -188,7 +197,7 @@ class _SimulatedJob:
         return work, work * commit
 
     def pass_until(self, at: float) -> None:
-        """Let the clock go on, and put the time into its bucket."""
+        """Advance the clock, and count the time in its bucket."""
         passed, self.now, seconds = at - self.now, at, self.outcome.seconds
         if self.mode != "working":
             seconds["checkpoints" if self.mode == "saving" else self.mode] += passed
@@ -199,7 +208,7 @@ class _SimulatedJob:
         self.work_s += done
         self.since_s += done
         self.most_s = max(self.most_s, self.work_s)
-        for name, value in (("working", done - again), ("walked again", again), ("commits", passed * commits)):
+        for name, value in (("working", done - again), ("replaying", again), ("commits", passed * commits)):
             seconds[name] += value
         seconds["slower"] += passed * (1 - work - commits)
 
@@ -227,25 +236,25 @@ class _SimulatedJob:
             case "noticed":
                 self.notice_failure(*about)
             case "slow":
-                self.next_of(what, scenario.straggler_every_s)
+                self.next_of(what, scenario.stragglers.every_s)
                 self.outcome.stragglers += 1
                 node = self.draws.choice(self.state.seats)
-                self.slowed[node] = self.now + scenario.slow_for_s
+                self.slowed[node] = self.now + scenario.stragglers.for_s
                 self.at(self.slowed[node], "fast", node)
                 self.plan_checkpoint()
             case "fast" if self.slowed.get(about, math.inf) <= self.now:
                 del self.slowed[about]
                 self.plan_checkpoint()
             case "stall":
-                self.next_of(what, scenario.stall_every_s)
+                self.next_of(what, scenario.stalls.every_s)
                 self.outcome.stalls += 1
                 if self.mode == "working":
                     self.enter("stalled")
-                    hung = scenario.stall_s > scenario.hang_s
-                    self.after(min(scenario.stall_s, scenario.hang_s), "hung" if hung else "go on", self.entered)
+                    lasts_s, hung = scenario.stalls.for_s, scenario.stalls.for_s > scenario.stalls.hang_s
+                    self.after(min(lasts_s, scenario.stalls.hang_s), "hung" if hung else "continue", self.entered)
             case "hung" if due:
                 self.fail(self.state.seats[0], False, 0.0)
-            case "go on" if due:
+            case "continue" if due:
                 self.enter("working")
             case "checkpoint" if about == self.paced:
                 self.enter("saving")
@@ -268,7 +277,7 @@ class _SimulatedJob:
         self.decide_on(supervisor_state.StepsCommitted(self.now, _whole(self.work_s / self.scenario.step_s)))
 
     def fail(self, node: int, hard: bool, detect_s: float) -> None:
-        """From now on no rank gets on, but the agents have yet to notice."""
+        """A failure: ranks make no progress, but the agents have yet to notice."""
         self.outcome.hard += hard
         self.outcome.soft += not hard
         if hard:
@@ -291,8 +300,8 @@ class _SimulatedJob:
         self.all_end(ExitCode.FAILED)
 
     def keep_memory(self) -> None:
-        """Which commits living nodes hold, by rank, of an attempt that is about to end: of their own the newest and the
-        last one that was copied, and copies of the one before them."""
+        """The commits that living nodes hold, by rank, when an attempt ends: the rank's newest and last copied one, and
+        copies of the previous node's."""
         scenario = self.scenario
         if self.state.phase != JobPhase.RUNNING or not scenario.memory:
             return
@@ -317,16 +326,15 @@ class _SimulatedJob:
         ]
         self.state = replace(self.state, nodes=tuple(nodes))
         if scenario.copied and {each.rank for node in nodes for each in node.held} >= set(rank_of.values()):
-            self.decide_on(
-                supervisor_state.StepsCommitted(self.now, copied)
-            )  # as safe as on a disk, and what comes after it is progress
+            # Equivalent to a checkpoint, so later steps are progress.
+            self.decide_on(supervisor_state.StepsCommitted(self.now, copied))
 
     def slot(self, rank: int, step: int, copied: int, replica: bool) -> StateFileInfo:
-        """What a node says of a rank's state in its memory."""
+        """State file entry of a rank in a node's memory."""
         world, steps = len(self.state.seats), (copied,) if replica else (step, copied)
         return StateFileInfo(self.state.attempt, 0, rank, world, rank, world, steps, SHARD, replica)
 
-    # ----------------------------------------------------------------------------------------------- what is to be done
+    # ---------------------------------------------------------------------------------------------------- actions
 
     def decide_on(self, event: supervisor_state.SupervisorEvent) -> None:
         """Have the supervisor decide, and carry it out."""
@@ -354,8 +362,8 @@ class _SimulatedJob:
                 self.at(max(self.now, self.state.wait_until) + 1e-3, "time")
 
     def all_end(self, code: ExitCode) -> None:
-        """All other nodes say that their ranks have ended. The supervisor only counts these words until the last one,
-        so they are put into its state together: telling 2048 one by one would take longer than the rest."""
+        """All other nodes report that their ranks have ended. The supervisor only counts these messages until the
+        last one, so they are put into its state together: processing 2048 one by one would dominate the run time."""
         if self.state.phase != JobPhase.ENDING:
             return
         state = self.state
@@ -364,7 +372,7 @@ class _SimulatedJob:
         self.decide_on(supervisor_state.RanksEnded(self.now, last, state.attempt, int(code)))
 
     def all_ready(self, division: int, node: int | None) -> None:
-        """What is offered is taken: by one node, or by all, again together."""
+        """Nodes report ready for a division: one node, or all together."""
         if node is None:
             *others, last = self.state.nodes
             ready = tuple(replace(each, ready=division) for each in others)
@@ -380,7 +388,7 @@ class _SimulatedJob:
         self.work_s = action.step * self.scenario.step_s
         self.since_s = self.work_s - self.state.committed * self.scenario.step_s
         self.enter("restarting")
-        self.after(self.scenario.restart_s, "go on", self.entered)
+        self.after(self.scenario.restart_s, "continue", self.entered)
 
 
 def _node(number: int, ready: int = 0) -> supervisor_state.Node:

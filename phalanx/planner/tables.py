@@ -1,4 +1,4 @@
-"""A plan, and a simulated job, as tables that a person reads in a hundred columns."""
+"""Tables of a plan and of a simulated job, 100 columns wide."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -10,11 +10,11 @@ from rich.text import Text
 
 from phalanx.planner.advice import TERM_NAMES
 from phalanx.planner.plan_file import as_overrides
-from phalanx.report.event_text import format_bytes, format_count, format_seconds
+from phalanx.report.formats import format_bytes, format_count, format_seconds
 
 BAR = 30  # characters of a step
-LEAST_SHARE = 0.0005  # of the time: what is less is not shown
-LEAST_GAIN = 1.005  # times as fast: what helps less is said not to
+LEAST_SHARE = 0.0005  # fraction of the time below which an item is not shown
+LEAST_GAIN = 1.005  # speedup below which a change is reported as useless
 FEW_STAGES = 8  # whose numbers are listed
 
 
@@ -63,7 +63,7 @@ def _layout(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _short(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Without lists, which may have a thousand numbers, and without what is so by itself."""
+    """Without lists, which may have a thousand numbers, and without defaults."""
     plain = {
         "parallel.tensor": 1, "parallel.sequence_parallel": True, "parallel.pipeline": 1, "parallel.schedule": "1f1b",
         "optim.double_buffer": False,
@@ -189,7 +189,7 @@ def _kept(keys: Mapping[str, Any]) -> str:
 
 
 def render_explanation(record: Mapping[str, Any]) -> list[RenderableType]:
-    """What a wish costs, beside the best."""
+    """Show the cost of a requested key, compared with the best layout."""
     asked = record["explain"]
     if not asked["counts"]:
         return [Text(f"{asked['wish']} changes nothing that a plan reckons with", "green")]
@@ -199,7 +199,7 @@ def render_explanation(record: Mapping[str, Any]) -> list[RenderableType]:
     if abs(asked["slower"]) < LEAST_SHARE:
         return [Text(f"{asked['wish']} costs nothing: it is in the best layout, or as good", "green")]
     theirs, ours = asked["expected"], record["expected"]
-    # Of other numbers of tokens for as many.
+    # For other numbers of tokens, as many.
     scale = ours["tokens_per_s"] * ours["step_s"] / (theirs["tokens_per_s"] * theirs["step_s"])
     more, less = (f"takes {100 * abs(asked['slower']):.1f} % {word} for a token" for word in ("longer", "less"))
     much = more if asked["slower"] > 0 else less
@@ -310,7 +310,7 @@ def render_simulation(record: Mapping[str, Any]) -> RenderableType:
 
 
 def _remedy(why: str) -> str:
-    """What to do about a job that was given up."""
+    """Advice for a simulated job that stopped early."""
     if why.startswith("nodes were lost"):
         return "have more --spares, or wait for those that come back (resilience.on_lost_node, wait_for_node_s)"
     return "raise resilience.max_restarts, or save more often"

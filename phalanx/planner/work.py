@@ -1,9 +1,10 @@
-"""What a training step has to do, as plain numbers: the shape of a decoder and of its batch. No torch here."""
+"""The work of a training step as plain numbers: the shape of a decoder and of its batch. No torch here."""
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from typing import Any
 
-from phalanx.layout.model_shape import LoraSpec
+from phalanx.layout.model_shape import LoraSpec, MoESpec
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp64": 8}  # bytes of an element that is kept; fp8 only multiplies
 
@@ -13,7 +14,10 @@ class DecoderShape:
     """A decoder of `layers` equal blocks, as plain numbers.
 
     `positions` are rows of a learnt table of positions. `biases`: matrices add one and norms have two vectors, as in
-    GPT-2. `qk_norm`: each head's queries and keys are normalised. With `lora` its adapters alone are trained.
+    GPT-2; `qkv_biases`: the matrices of queries, keys and values alone add one, as in Qwen2. `qk_norm`: each head's
+    queries and keys are normalised. With `lora` its adapters alone are trained.
+    `ffn` is the width of the feed-forward part that a token goes through; of a mixture of experts there are also
+    `idle_ffn` that it does not, and `router_rows`, all as means over the layers.
     A position sees itself and those before it, with a `window` no more than so many, but in `full_layers` of the layers
     all the same, and `both_ways` all positions.
     """
@@ -28,6 +32,7 @@ class DecoderShape:
     tied: bool = False
     gated: bool = True
     biases: bool = False
+    qkv_biases: bool = False
     qk_norm: bool = False
     positions: int = 0
     head_dim: int = 0  # 0: hidden / heads
@@ -35,6 +40,8 @@ class DecoderShape:
     full_layers: int = 0
     both_ways: bool = False
     lora: LoraSpec | None = None
+    idle_ffn: int = 0
+    router_rows: int = 0
 
     @cached_property
     def head_channels(self) -> int:
@@ -53,19 +60,27 @@ class DecoderShape:
 
     @cached_property
     def matrix_parameters(self) -> int:
-        """Parameters of a block's matrices: queries, keys, values, output; and two of the feed-forward part, or three
-        where it is gated (Shazeer 2020)."""
+        """Parameters of a block's matrices that a token goes through: queries, keys, values, output; and two of the
+        feed-forward part, or three where it is gated (Shazeer 2020), and the router of experts."""
         attention = self.hidden * (self.query_channels + 2 * self.key_channels) + self.query_channels * self.hidden
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
+        return attention + (3 if self.gated else 2) * self.hidden * self.ffn + self.hidden * self.router_rows
+
+    @cached_property
+    def idle_parameters(self) -> int:
+        """Parameters of a block's experts that a token does not go through."""
+        return (3 if self.gated else 2) * self.hidden * self.idle_ffn
 
     @cached_property
     def block_parameters(self) -> int:
-        """Parameters of a block: its matrices, its two norms, its adapters, and biases where there are any."""
-        small = 2 * self.hidden + count_adapter_parameters(self)
+        """Parameters of a block: its matrices, all experts among them, its two norms, its adapters, and biases where
+        there are any."""
+        small = 2 * self.hidden + count_adapter_parameters(self) + (2 * self.head_channels if self.qk_norm else 0)
+        if self.biases or self.qkv_biases:
+            small += self.query_channels + 2 * self.key_channels
         if self.biases:
-            small += 2 * self.hidden + self.query_channels + 2 * self.key_channels + 2 * self.hidden
+            small += 4 * self.hidden
             small += (2 if self.gated else 1) * self.ffn
-        return self.matrix_parameters + small
+        return self.matrix_parameters + self.idle_parameters + small
 
     @cached_property
     def embedding_parameters(self) -> int:
@@ -74,7 +89,7 @@ class DecoderShape:
 
     @cached_property
     def head_parameters(self) -> int:
-        """Parameters behind the last block: its norm, and the head's matrix where it is not the embedding's."""
+        """Parameters after the last block: its norm, and the head's matrix unless it is the embedding's."""
         return (2 if self.biases else 1) * self.hidden + (0 if self.tied else self.vocabulary * self.hidden)
 
     def parameters(self) -> int:
@@ -82,11 +97,25 @@ class DecoderShape:
         return self.embedding_parameters + self.layers * self.block_parameters + self.head_parameters
 
 
+def find_ffn_widths(layers: int, intermediate: int, moe: MoESpec | None) -> dict[str, Any]:
+    """`ffn`, `idle_ffn` and `router_rows` of a DecoderShape."""
+    if moe is None:
+        return {"ffn": intermediate}
+    dense = sum(layer < layers for layer in moe.dense_layers)
+    routed = (layers - dense) / layers
+    return {
+        "ffn": round(routed * moe.experts_per_token * moe.intermediate + (1.0 - routed) * intermediate),
+        "idle_ffn": round(routed * (moe.experts - moe.experts_per_token) * moe.intermediate),
+        "router_rows": round(routed * moe.experts),
+    }
+
+
 @dataclass(frozen=True)
 class StepWork(DecoderShape):
     """The step that trains a decoder on `global_batch` sequences of `seq_len` tokens.
 
-    `precision` is the type of matrix products; `master_bytes` and `state_bytes` are kept for each trained parameter
+    `precision` is the type of matrix products; with `fp8_blocks` those of blocks, except gradients of weights, are in
+    FP8 on devices that have a kernel for it; `master_bytes` and `state_bytes` are kept for each trained parameter
     (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes` at most from node to node
     where that is compressed.
     With `attention_dropout` scores are written to memory, whatever a layout has for attention.
@@ -102,6 +131,7 @@ class StepWork(DecoderShape):
     dropout: bool = False
     attention_dropout: bool = False
     precision: str = "bf16"
+    fp8_blocks: bool = False
     master_bytes: int = 4
     state_bytes: float = 8.0
     reduce_bytes: int = 4
@@ -127,6 +157,14 @@ class StepWork(DecoderShape):
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.global_batch * self.seq_len
+
+    @cached_property
+    def zero3_gather_bytes(self) -> float:
+        """Bytes that travel for each parameter under ZeRO 3, where FP8 matrices of blocks travel in one."""
+        if not self.fp8_blocks or self.far_bytes is not None:
+            return float(self.gather_bytes)
+        matrices = self.layers * (self.matrix_parameters + self.idle_parameters) / self.parameters()
+        return matrices + (1.0 - matrices) * self.gather_bytes
 
     def flops_per_token(self) -> float:
         """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, beside 6

@@ -1,8 +1,8 @@
-"""What is kept of a run in shared memory, on which nodes, and what an attempt begins with of it: plain data, and one
-pure choice.
+"""Catalog of the state that a run keeps in shared memory on all nodes, and the choice of the step to resume from: plain
+data, and one pure function.
 
-Ranks that hold the same pieces of a model, as in hybrid sharding, are one *part* of it: whichever of them is left will
-do.
+Ranks that hold the same pieces of a model, as in hybrid sharding, form one *part* of it: any one of them is enough to
+restore it.
 """
 
 import zlib
@@ -19,10 +19,10 @@ HEADER_ONLY = (
 
 @dataclass(frozen=True)
 class StateFileInfo:
-    """What a node says of a state file that it has: that of a `rank` of `world` in attempt `generation`, with these
-    committed steps. `way`: how often training had gone back since; what was committed before belongs to no run any
-    more. `part` is the lowest rank that holds the same pieces, `parts` how many unlike ones there are; `layout`: as
-    above, or BARE; `replica`: it was sent here by a rank of another node."""
+    """Catalog entry of a state file: its `rank` of `world` in attempt `generation`, and its committed steps. `way`
+    counts the rollbacks before it was written; steps of an earlier `way` belong to an abandoned branch of the run.
+    `part` is the lowest rank that holds the same pieces, of `parts` different ones; `layout` is a digest, or
+    HEADER_ONLY; `replica`: the file was received from a rank of another node."""
 
     generation: int
     way: int
@@ -37,7 +37,7 @@ class StateFileInfo:
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """A step, and which copies of it are gone on from: by rank of that attempt, the node and what it holds."""
+    """A step to resume from, and the copies to use: for each rank of that attempt, the node and its file."""
 
     step: int
     generation: int
@@ -46,7 +46,7 @@ class RestorePoint:
 
 
 def find_redundant(parts: Sequence[Hashable], nodes: Sequence[int]) -> list[bool]:
-    """Of each rank whether ranks of another node have its part anyway; both by rank, its part and its node."""
+    """For each rank, whether a rank of another node holds the same part. Both arguments are indexed by rank."""
     nodes_of: dict[Hashable, set[int]] = {}
     for part, node in zip(parts, nodes, strict=True):
         nodes_of.setdefault(part, set()).add(node)
@@ -54,17 +54,17 @@ def find_redundant(parts: Sequence[Hashable], nodes: Sequence[int]) -> list[bool
 
 
 def needs_replicas(parts: Sequence[Hashable], nodes: Sequence[int]) -> bool:
-    """Whether nodes keep replicas of what others hold: there are several, and not of all parts another node has one
-    anyway. Both by rank, as above."""
+    """Whether nodes keep replicas of each other's state: there are several nodes, and some part is on one node only.
+    Both arguments are indexed by rank."""
     return len(set(nodes)) > 1 and not all(find_redundant(parts, nodes))
 
 
 def choose_restore_point(held: Mapping[int, Iterable[StateFileInfo]]) -> RestorePoint | None:
-    """The newest step that is whole in what nodes hold; of generations that hold the same, the newest. With it comes
-    what ranks said of the step whose state is not there.
+    """Choose the newest complete step among the files of all nodes, and the newest generation that has it. Headers of
+    ranks whose state is missing are returned with it.
 
-    A step is whole that all ranks of a generation hold, be it in their own memory or in a replica; or, where nothing is
-    left of some ranks, that is held for every part.
+    A step is complete if each rank of a generation has it in its own memory or in a replica; if files of some ranks are
+    lost, it is enough that each part has one.
     """
     ways: dict[tuple[int, int], dict[int, list[tuple[int, StateFileInfo]]]] = {}
     for node, files in sorted(held.items()):
@@ -91,7 +91,7 @@ def _of(generation: int, way: int, by_rank: Mapping[int, list[tuple[int, StateFi
     whole = [step for step in steps if len(_holders(step, by_rank)) == world]
     if not whole:
         whole = [step for step in steps if len({each.part for _, each in _holders(step, by_rank).values()}) == parts]
-        # Of these one of which all ranks have said what it came to: a step counts when they have.
+        # The outcome of a step is in the headers of all ranks; without all of them the step does not count.
         whole = [step for step in whole if len(_holders(step, every)) == world] or whole
     if not whole:
         return None
@@ -100,7 +100,7 @@ def _of(generation: int, way: int, by_rank: Mapping[int, list[tuple[int, StateFi
 
 
 def _holders(step: int, by_rank: Mapping[int, list[tuple[int, StateFileInfo]]]) -> dict[int, tuple[int, StateFileInfo]]:
-    """For each rank whose state of a step is there, where: its own memory before a replica."""
+    """Location of a step for each rank that has it: the rank's own memory if possible, else a replica."""
     found = {}
     for rank, copies in sorted(by_rank.items()):
         here = [copy for copy in copies if step in copy[1].steps]
@@ -110,7 +110,7 @@ def _holders(step: int, by_rank: Mapping[int, list[tuple[int, StateFileInfo]]]) 
 
 
 def find_missing_ranks(held: Mapping[int, Iterable[StateFileInfo]]) -> list[int]:
-    """The ranks of the newest generation of which no node holds anything; empty where nothing at all is held."""
+    """Ranks of the newest generation without a file on any node; empty if there are no files at all."""
     every = [each for files in held.values() for each in files if each.layout != HEADER_ONLY]
     generation = max((each.generation for each in every), default=0)
     newest = [each for each in every if each.generation == generation]
@@ -120,56 +120,61 @@ def find_missing_ranks(held: Mapping[int, Iterable[StateFileInfo]]) -> list[int]
 
 
 def inventory_to_message(held: Iterable[StateFileInfo]) -> list[dict[str, Any]]:
-    """As JSON."""
+    """Convert to JSON."""
     return [asdict(each) for each in held]
 
 
 def inventory_from_message(message: Iterable[Mapping[str, Any]]) -> tuple[StateFileInfo, ...]:
-    """Read what `inventory_to_message` wrote."""
+    """Read the output of `inventory_to_message`."""
     return tuple(StateFileInfo(**{**each, "steps": tuple(each["steps"])}) for each in message)
 
 
 def restore_point_to_message(choice: RestorePoint) -> dict[str, Any]:
-    """As JSON."""
+    """Convert to JSON."""
     files = [[node, asdict(each)] for node, each in choice.files.values()]
     return {"step": choice.step, "generation": choice.generation, "way": choice.way, "files": files}
 
 
 def restore_point_from_message(message: Mapping[str, Any]) -> RestorePoint:
-    """Read what `restore_point_to_message` wrote."""
+    """Read the output of `restore_point_to_message`."""
     files = {each["rank"]: (int(node), inventory_from_message([each])[0]) for node, each in message["files"]}
     return RestorePoint(int(message["step"]), int(message["generation"]), int(message["way"]), files)
 
 
 # -------------------------------------------------------------------------------------------------------------- budget
-# What it takes to keep steps in memory that outlives the ranks: one rule for a run's shares, a dry run and a plan. It
-# is memory of the host. Where ranks compute on CPUs it is that which they compute in, and their state lives there.
+# Memory for in-memory checkpoints: one rule for a run's batch split, a dry run and a plan. It is host memory. For ranks
+# that compute on CPUs it is also the memory of their training state.
 
 
-SLOTS = 2  # steps of a rank, and of a replica
+SLOTS = 2  # slots, one step each, of a rank and of a replica
 NEWEST, PINNED = "the two newest steps", "a third, on several nodes"
 REPLICA = "a replica, on several nodes"
 
 
 @dataclass(frozen=True)
 class StateCopies:
-    """How often the state of a rank lies in such memory: `own` times as its own, and `replicas` times that of a rank of
-    another node, taken to be as large; `replays`: a gradient of either beside it, by which updates are made again."""
+    """Number of copies of a rank's state in shared memory: `own` for itself, and `replicas` for a rank of
+    another node, assumed to be of equal size; `replays`: each has a gradient buffer too, from which updates are
+    repeated."""
 
     own: int = 0
     replicas: int = 0
     replays: bool = False
 
     def own_bytes(self, state: float, gradient: float) -> float:
-        """Bytes of a rank's own, of whose state and gradient these are."""
+        """Bytes of a rank's own copies, from the bytes of its state and of its gradient."""
         return self.own * state + self.replays * gradient
 
+    def bytes_beside(self, there: float, state: float, gradient: float) -> float:
+        """Bytes of a rank's own copies beyond its training state, of which `there` bytes are in that memory already."""
+        return max(0.0, self.own_bytes(state, gradient) - there) if self.own else 0.0
+
     def replica_bytes(self, state: float, gradient: float) -> float:
-        """Bytes of the replica that is kept for another rank."""
+        """Bytes of the replica of another rank."""
         return self.replicas * state + self.replays * gradient
 
     def total_bytes(self, state: float, gradient: float) -> float:
-        """Both."""
+        """Bytes of own copies and replica."""
         return self.own_bytes(state, gradient) + self.replica_bytes(state, gradient)
 
 
@@ -179,9 +184,8 @@ NO_COPIES = StateCopies()
 def list_copy_options(
     memory: bool | str, replicate: int | str, several: bool, replays: bool
 ) -> tuple[StateCopies, ...]:
-    """What `resilience.in_memory_checkpoints` and `resilience.replicate_every` ask for, and what is done in turn where
-    there is no room for that. `several`: other nodes are to get what this one has; `replays`: they can make its updates
-    again."""
+    """Options of `resilience.in_memory_checkpoints` and `resilience.replicate_every`, most memory first. `several`:
+    nodes exchange replicas; `replays`: a replica can repeat the rank's updates."""
     if memory is False:
         return (NO_COPIES,)
     if not several or replicate == "off":
@@ -197,7 +201,7 @@ def list_copy_options(
 
 
 def choose_copies(options: Sequence[StateCopies], state: float, gradient: float, free: float) -> StateCopies:
-    """Which of them a run does that finds so many bytes free; the last one, where none of the others leaves enough."""
+    """Choose the first option that fits into the free bytes, or the last if none does."""
     for each in options[:-1]:
         own = each.own_bytes(state, gradient)
         if own <= HOST_MEMORY_SHARE * free and each.replica_bytes(state, gradient) <= HOST_MEMORY_SHARE * (free - own):
@@ -206,7 +210,7 @@ def choose_copies(options: Sequence[StateCopies], state: float, gradient: float,
 
 
 def describe_budget(keeps: StateCopies, state: int) -> dict[str, int]:
-    """What is counted, in words, for a dry run."""
+    """Memory by purpose, for the output of a dry run."""
     found = {NEWEST: SLOTS * state} if keeps.own else {}
     if keeps.replicas:
         found |= {PINNED: state} if keeps.own > SLOTS else {}
@@ -215,25 +219,24 @@ def describe_budget(keeps: StateCopies, state: int) -> dict[str, int]:
 
 
 # ----------------------------------------------------------------------------------------------------------- integrity
-# What tells memory that was damaged from memory that was written: checks of words, of short records, and of slots. They
-# are against accidents (a flipped bit, a page that was not written), not against somebody who means it. No torch.
+# Integrity checks for shared memory: of words, of short records, and of slots. They detect accidents (a flipped bit, an
+# unwritten page), not attacks. No torch.
 
 
-WORD_BITS = 40  # of a value in a checked word; the other 24 are its check
+WORD_BITS = 40  # bits of the value in a checked word; the other 24 are its check
 VOID_WORD = (1 << 64) - 1
-PAGE_BYTES = 4096  # of which each has a sum of its own
+PAGE_BYTES = 4096  # unit of the checksum: each page has its own sum
 _FRAME_BYTES = 8
 
 
 def encode_word(value: int, place: int) -> int:
-    """A value that is not negative as an unsigned word of eight bytes that carries its own check; the same value at
-    another `place` has another one."""
+    """Encode a value >= 0 as an unsigned 8-byte word with a check; the check depends on `place`."""
     assert 0 <= value < 1 << WORD_BITS, value
     return value | _check_bits(value, place) << WORD_BITS
 
 
 def decode_word(word: int, place: int) -> int | None:
-    """The value of a word; None where it has been damaged."""
+    """Decode a checked word; None if it is damaged."""
     value = word & ((1 << WORD_BITS) - 1)
     return value if word >> WORD_BITS == _check_bits(value, place) else None
 
@@ -243,12 +246,12 @@ def _check_bits(value: int, place: int) -> int:
 
 
 def frame_record(record: bytes) -> bytes:
-    """A record behind its length and its CRC-32."""
+    """Prepend its length and its CRC-32 to a record."""
     return len(record).to_bytes(4, "little") + zlib.crc32(record).to_bytes(4, "little") + record
 
 
 def unframe_record(memory: bytes | memoryview) -> bytes | None:
-    """The record that memory begins with; None where it has been damaged."""
+    """The record at the start of memory; None if it is damaged."""
     length = int.from_bytes(memory[:4], "little")
     record = bytes(memory[_FRAME_BYTES : _FRAME_BYTES + length])
     whole = len(record) == length and zlib.crc32(record) == int.from_bytes(memory[4:_FRAME_BYTES], "little")
@@ -256,14 +259,14 @@ def unframe_record(memory: bytes | memoryview) -> bytes | None:
 
 
 def frame_bytes(record: bytes) -> int:
-    """What `frame_record` takes."""
+    """Length of the output of `frame_record`."""
     return _FRAME_BYTES + len(record)
 
 
 def checksum(memory: memoryview) -> int:
-    """The CRC-32 of the sums of memory's pages, of which it must be whole ones; a sum is that of the page's words of
-    eight bytes, modulo 2^64. As fast as memory can be read, which a CRC of all of it is not."""
-    import numpy as np  # not at the top: agents import this module, and need no numbers
+    """Checksum of memory, whose length is a multiple of PAGE_BYTES: the CRC-32 of the sums of its pages, each the sum
+    of the page's 8-byte words modulo 2^64. It runs at the speed of memory, which a CRC of all bytes does not."""
+    import numpy as np  # not at the top: agents import this module and do not use numpy
 
     if not len(memory):
         return 0

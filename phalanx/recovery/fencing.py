@@ -1,8 +1,7 @@
-"""Whether a rank may still write: files of epochs in the run folder say which attempt goes on
-(`elastic/membership/election.py`).
+"""Fencing of stale ranks: epoch files in the run folder say which attempt may write (`elastic/membership/election.py`).
 
-A node that was cut off from the others ends its ranks within a second or so; until then they could still complete a
-checkpoint beside the one of those who go on. No torch here.
+A node that is disconnected from the others ends its ranks within about a second; until then they could still complete a
+checkpoint beside that of the continuing nodes. No torch here.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from phalanx.core.run_paths import RunPaths
 
 
 def read_newest_epoch(paths: RunPaths) -> dict[str, Any] | None:
-    """What the file of the newest epoch says, or its number alone where it is being written; None without any."""
+    """Contents of the newest epoch file, or only its number while it is being written; None if there is none."""
     numbers = _epochs(paths)
     return read_epoch(paths, numbers[-1]) if numbers else None
 
@@ -25,7 +24,7 @@ def _epochs(paths: RunPaths) -> list[int]:
 
 
 def read_epoch(paths: RunPaths, epoch: int) -> dict[str, Any]:
-    """What the file of an epoch says, or its number alone where it is being written."""
+    """Contents of an epoch file, or only its number while it is being written."""
     said: Any = {}
     with contextlib.suppress(OSError, ValueError, RecursionError):
         said = json.loads(paths.epoch(epoch).read_text(encoding="utf-8"))
@@ -33,8 +32,8 @@ def read_epoch(paths: RunPaths, epoch: int) -> dict[str, Any]:
 
 
 def is_fenced(file: Mapping[str, Any], attempt: int, epoch: int | None) -> bool:
-    """Whether ranks of an attempt, ordered in an `epoch`, may not write any more, as the file of an epoch says:
-    attempts of a later epoch have taken their place, or later ones of the same. None: one node had the run alone."""
+    """Whether ranks of an attempt, started in an `epoch` (None: by a single node), are fenced according to an epoch
+    file: it names a later epoch, or a later attempt of the same epoch."""
     since, oldest = file.get("since"), file.get("attempt")
     if type(oldest) is not int:
         return False
@@ -42,13 +41,14 @@ def is_fenced(file: Mapping[str, Any], attempt: int, epoch: int | None) -> bool:
 
 
 def check_before_commit(paths: RunPaths, attempt: int, epoch: int | None = None) -> None:
-    """Raises CutOff where the run goes on elsewhere, with a later attempt than this; RunError where one node had it."""
-    # What a file says that is being written is not known yet; then what the one before it says counts.
+    """Check before a commit that this attempt may write. Raises CutOff if the run continues elsewhere with a later
+    attempt; RunError if this attempt was started by a single node."""
+    # An epoch file that is being written is incomplete; then the previous one counts.
     files = (read_epoch(paths, number) for number in reversed(_epochs(paths)))
     known = next((each for each in files if type(each.get("attempt")) is int), {})
     if is_fenced(known, attempt, epoch):
-        # On one node alone its agent would try again, under a number that may write.
+        # The agent of a single node would retry with a higher attempt number, which is not fenced.
         raise (RunError if epoch is None else CutOff)(
-            f"this rank belongs to attempt {attempt}, and since epoch {known['epoch']} the run goes on with another "
-            "one on other nodes; this node was cut off from them and ends"
+            f"this rank belongs to attempt {attempt}, but since epoch {known['epoch']} the run continues on other "
+            "nodes; this node was cut off from them and exits"
         )

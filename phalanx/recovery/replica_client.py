@@ -1,7 +1,7 @@
-"""A rank's way to copies of state on other nodes: it asks the process of its own node that keeps replicas, through a
-socket in their folder in shared memory, which is their user's alone. That one knows the job's secret, ranks do not.
+"""Client of a rank to its node's replica process, which reaches copies of state on other nodes. It uses a socket in the
+run's private folder in shared memory. The replica process knows the job's secret, ranks do not.
 
-A frame is four bytes of length and JSON; some are followed by as many raw bytes as they say. No torch here.
+A frame is four bytes of length and JSON; some frames are followed by raw bytes, whose number they give. No torch here.
 """
 
 import json
@@ -16,8 +16,8 @@ from phalanx.core.placement import HostPort
 from phalanx.recovery.state_file import PAGE, StateFileReader, parse_metadata
 
 SOCKET = "replicas.sock"
-FRAME_BYTES = 64 << 20  # the longest frame: an index has a line for each parameter
-PART_BYTES = 16 << 20  # that are asked for at a time
+FRAME_BYTES = 64 << 20  # longest frame; an index has one line per parameter
+PART_BYTES = 16 << 20  # bytes per read request
 
 Message = dict[str, Any]
 
@@ -29,18 +29,18 @@ def send_frame(connection: socket.socket, message: Message) -> None:
 
 
 def receive_frame(connection: socket.socket) -> Message:
-    """Wait for a frame. Raises OSError where there is none any more, or no sense in it."""
+    """Wait for a frame. Raises OSError if the connection is closed or the frame is invalid."""
     length = int.from_bytes(receive_into(connection, memoryview(bytearray(4))), "little")
     if length > FRAME_BYTES:
         raise ConnectionError("it sent a frame that is too long")
     message = parse_object(receive_into(connection, memoryview(bytearray(length))).tobytes())
     if message is None:
-        raise ConnectionError("it sent what is no frame")
+        raise ConnectionError("it sent an invalid frame")
     return message
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> memoryview:
-    """Fill a view with what comes. Raises OSError."""
+    """Fill a view with received bytes. Raises OSError."""
     got = 0
     while got < len(view):
         count = connection.recv_into(view[got:])
@@ -51,9 +51,9 @@ def receive_into(connection: socket.socket, view: memoryview) -> memoryview:
 
 
 class ReplicaClient:
-    """`node` is this one's number among `nodes` with ranks; `partner`: where the next one is, which holds replicas of
-    this one's state (None: there is no other); `timeout_s`: what any answer gets. Errors are CollectiveErrors: a node
-    is lost, or the process that keeps replicas on one."""
+    """Connection to the replica process. `node` is this node's index among the `nodes` with ranks; `partner`: address
+    of the next node, which holds replicas of this node's state (None: there is no other); `timeout_s`: limit for each
+    answer. Errors are CollectiveErrors: a node, or a replica process, is lost."""
 
     def __init__(
         self, folder: Path, node: int, nodes: int, partner: HostPort | None, attempt: int, timeout_s: float
@@ -61,18 +61,18 @@ class ReplicaClient:
         self.node, self.previous_node, self.partner = node, (node - 1) % nodes, partner
         self._folder, self._attempt, self._timeout_s = folder, attempt, timeout_s
         self._connection: socket.socket | None = None
-        self._unacknowledged: list[int] = []  # steps that were sent and are not acknowledged
-        self.replays = False  # the partner can make this rank's updates again
-        self.partner_steps: set[int] = set()  # steps that the partner has had from before
+        self._unacknowledged: list[int] = []  # steps that were sent but not acknowledged
+        self.replays = False  # the partner can repeat this rank's updates
+        self.partner_steps: set[int] = set()  # steps that the partner holds from an earlier attempt
 
     def begin_replica(
         self, path: Path, requested: bool, bare: bool, rule: Message | None = None, newest: int | None = None
     ) -> str | None:
-        """Have the partner make room for a replica of this rank's state file, or find that which it has; why it has no
-        room, where it has none. What nobody has asked for (not `requested`) must leave more room for others. `bare`:
-        without state, as another node holds the same anyway. `rule`: what updates go by, and by which kernels, where
-        they can be made again of gradients. `newest`: the step that is gone on from, behind which the partner has
-        nothing to keep (None: it has nothing of this file)."""
+        """Have the partner allocate a replica of this rank's state file, or reuse an existing one. Returns the reason
+        if it has no room. If replication was not `requested` by the user, more memory must stay free. `bare`: headers
+        only, as another node holds the same state. `rule`: the update rule and its kernels, if updates can be repeated
+        from gradients. `newest`: the step that the run resumes from, after which the partner keeps nothing (None: it
+        has no part of this file)."""
         assert self.partner is not None
         answer = self._ask(
             {
@@ -90,51 +90,53 @@ class ReplicaClient:
         return None if answer.get("short") is None else str(answer["short"])
 
     def share_gradients(self, gradients: int, size: int) -> None:
-        """Give the process of this node a descriptor of the memory that this rank's gradients will be in."""
+        """Pass a descriptor of the memory for this rank's gradients to the replica process of this node."""
         self._send({"gradients": size})
         assert self._connection is not None
         socket.send_fds(self._connection, [b"g"], [gradients])
 
     def send_commit(self, step: int, update: Message | None = None) -> None:
-        """A step is committed in this rank's file: its slot is on its way to the partner from now on; or its gradients,
-        with what `update` says of it, if the partner has the step before."""
+        """Report a committed step of this rank's file, which starts sending its slot to the partner; or its gradients
+        with `update`, if the partner has the previous step."""
         self._unacknowledged.append(step)
         self._send({"step": step, "told": update})
 
     def wait_for_ack(self) -> None:
-        """Wait until the partner has all that was sent."""
+        """Wait until the partner has acknowledged all steps sent."""
         while self._unacknowledged:
             self._answer()
             self._unacknowledged.pop(0)
 
     def invalidate_replica(self, way: int) -> None:
-        """Have the partner make its replica void; what comes now is of another way."""
+        """Have the partner void its replica; later steps belong to a new branch of the run."""
         self.wait_for_ack()
         self._ask({"forget": way})
         self.partner_steps = set()
 
     def release_replica(self) -> None:
-        """Have the partner take the memory back that it has made room in."""
+        """Have the partner free the memory of the replica."""
         self.wait_for_ack()
         self._ask({"leave": True})
 
     def start_fetch(self, address: HostPort, name: str, step: int, slots: int) -> str | None:
-        """Have a state file of another node, which holds a step, copied to a file of so many slots in this node's
-        folder, unless it is on its way already; the name of the copy, or None where there is no room for one."""
+        """Start copying a state file of another node that holds a step into this node's folder, with the given number
+        of slots, unless a copy is in progress. Returns the name of the copy, or None if there is no room."""
         self.wait_for_ack()
         found = self._ask({"fetch": name, "of": list(address), "step": step, "slots": slots})["file"]
         return None if found is None else str(found)
 
     def wait_for_fetch(self) -> None:
-        """Wait until that is whole. Raises CollectiveError where it will not be."""
+        """Wait until the copy is complete. Raises CollectiveError if it fails."""
         answer = self._ask({"fetched": True})
-        while "whole" not in answer:  # it gets on
+        while "whole" not in answer:  # other answers report progress
             answer = self._answer()
         if not answer["whole"]:
-            raise CollectiveError("state could not be copied from another node; it or its process for that was lost")
+            raise CollectiveError(
+                "state could not be copied from another node; that node or its replica process was lost"
+            )
 
     def read_bytes(self, address: HostPort, name: str, at: int, count: int) -> bytearray:
-        """Bytes of a state file on another node."""
+        """Read bytes of a state file on another node."""
         self.wait_for_ack()
         found = bytearray(count)
         view = memoryview(found)
@@ -149,8 +151,8 @@ class ReplicaClient:
         return found
 
     def verify_file(self, address: HostPort, name: str, step: int) -> str | None:
-        """Have another node compare what a state file of it holds of a step with its checksum: what is wrong with it,
-        in which case it is void from then on, or None."""
+        """Have another node compare a step in its state file with the checksum. Returns the damage found, in which case
+        the step is voided, or None."""
         self.wait_for_ack()
         problem = self._ask({"check": name, "of": list(address), "step": step})["problem"]
         return None if problem is None else str(problem)
@@ -184,22 +186,22 @@ class ReplicaClient:
         return answer
 
     def _connection_error(self, error: OSError) -> CollectiveError:
-        why = f"has not answered for {self._timeout_s:g} s" if isinstance(error, TimeoutError) else "is gone"
+        why = f"has not responded for {self._timeout_s:g} s" if isinstance(error, TimeoutError) else "is gone"
         return CollectiveError(
-            f"the process of this node that keeps replicas {why} ({error}), so no step is safe any more; look for what "
-            "has killed it (the kernel's log, where memory was short)"
+            f"this node's replica process {why} ({error}), so steps are no longer replicated; find out what killed "
+            "it (see the kernel's log if memory was short)"
         )
 
 
 class RemoteStateFile(StateFileReader):
-    """A state file on another node, to be read: `read(at, count)` gets bytes of it."""
+    """Reader of a state file on another node; `read(at, count)` fetches its bytes."""
 
     def __init__(self, name: str, read: Callable[[int, int], bytearray]) -> None:
-        """Raises CheckpointError where it is none, and what `read` does where it cannot be reached."""
+        """Raises CheckpointError if it is not a state file, and the errors of `read` if it cannot be reached."""
         self._read_bytes = read
         self.metadata = parse_metadata(Path(name), bytes(self._read_bytes(0, PAGE)))
         if self.metadata.index_bytes > FRAME_BYTES:
-            raise CheckpointError(f"the state file {name} on another node says that its index is longer than any")
+            raise CheckpointError(f"the state file {name} on another node has an impossibly long index")
 
     def read_bytes(self, at: int, count: int) -> memoryview:
         if not 0 <= at <= at + count <= self.metadata.end:

@@ -1,9 +1,9 @@
-"""The folder in shared memory that a run has on a node: what lies there outlives the processes that wrote it.
+"""A run's folder in shared memory on a node, whose contents outlive the processes that wrote them.
 
-Anybody may make folders in that place, so its name is drawn: what makes it the run's is a file in it, in a folder that
-is this user's alone, by which a run that was killed finds it again. One agent at a time holds it, by a lock, and
-removes it when the run has come to its end. A run that keeps nothing in memory, or cannot, has a folder for its
-agent's own purposes in the place for temporary files instead. No torch here.
+Any user may create folders in shared memory, so the name is random: a file inside a folder that only this user can
+access names the run, and a killed run finds its folder by that file. One agent at a time holds the folder, by a lock,
+and removes it at the end of the run. A run without in-memory checkpoints has a folder for its agent in the directory
+for temporary files instead. No torch here.
 """
 
 import contextlib
@@ -24,19 +24,20 @@ from phalanx.core.run_paths import RunPaths
 
 SHM_ROOT = Path("/dev/shm")
 PREFIX = "phalanx-"
-LOCK, RUN = "lock", "run"  # in a folder; the latter says whose it is
-OLD_S = 86400.0  # a folder that nobody has held for so long is swept
-TOUCHED_S = 60.0  # how often who holds one says so
-PASSING_S = 1.0  # what who holds one only to look at it gets
+LOCK, RUN = "lock", "run"  # files in a folder; the latter names its run
+OLD_S = 86400.0  # a folder that was not held for this long is removed
+TOUCHED_S = 60.0  # interval at which the holder updates the folder's time
+PASSING_S = 1.0  # time limit for a process that locks a folder only to inspect it
 RETRY_S = 0.02
-SHARED_MEMORY_SHARE, HOST_MEMORY_SHARE = 0.9, 0.5  # of what is free, that state may take where nobody has asked for it
+# Share of the free memory that state may use unless the user asked for it.
+SHARED_MEMORY_SHARE, HOST_MEMORY_SHARE = 0.9, 0.5
 _MAKE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass
 class SharedMemoryFolder:
-    """`state`: whether state may be kept in the folder; else `reason` says why not, where that was wanted. `persists`:
-    whether the folder stays when its holder leaves, as it must where a run is to go on from it."""
+    """A held folder. `state`: whether it may keep state; if not although wanted, `reason` says why. `persists`: whether
+    it stays when its holder exits, as a run that resumes from it needs."""
 
     folder: Path
     state: bool = True
@@ -45,22 +46,21 @@ class SharedMemoryFolder:
     touched: float = 0.0
 
     def touch(self) -> None:
-        """Note that somebody holds it: what is written by mapping leaves no trace in a file's times."""
+        """Update the folder's time, which shows that it is held: writes to mapped memory do not change it."""
         if time.monotonic() - self.touched > TOUCHED_S:
             self.touched = time.monotonic()
-            with contextlib.suppress(OSError):  # somebody has taken the folder away, as ranks will find
+            with contextlib.suppress(OSError):  # the folder was removed, which the ranks will notice
                 os.utime(self.folder / LOCK)
 
 
 def compute_run_key(paths: RunPaths) -> str:
-    """What tells a run from every other one on this machine."""
+    """Key that identifies a run on this machine."""
     name = paths.url.text if paths.url is not None else str(paths.root.resolve())
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def find_folder(paths: RunPaths, node: int = 0, place: Path = SHM_ROOT) -> Path | None:
-    """The folder that a run has on a node, if it has one: several nodes may be one machine, in tests and by
-    namespaces."""
+    """Find the folder of a run on a node; None without one. Several nodes may share a machine, as in tests."""
     return next(iter(_find_folders(f"{compute_run_key(paths)}-{node}", place)), None)
 
 
@@ -68,10 +68,9 @@ def find_folder(paths: RunPaths, node: int = 0, place: Path = SHM_ROOT) -> Path 
 def hold_folder(
     paths: RunPaths, node: int = 0, place: Path = SHM_ROOT, wanted: bool = True
 ) -> Iterator[SharedMemoryFolder]:
-    """Make a run's folder on a node, or find what was left of it, and hold it; what leaves with `persists` false takes
-    it away. Where it is not `wanted`, or shared memory cannot be used, the folder lies elsewhere.
-
-    Raises RunError when another agent of this user holds it.
+    """Create or find the folder of a run on a node, and hold it; on exit with `persists` false it is removed. If it is
+    not `wanted`, or shared memory cannot be used, the folder is in the directory for temporary files. Raises RunError
+    if another agent of this user holds it.
     """
     folder, why = None, None
     try:
@@ -94,21 +93,21 @@ def hold_folder(
 
 
 def _own(place: Path) -> Iterator[Path]:
-    """Folders of runs that are this user's alone; others can make what is called like one."""
+    """Folders of runs that only this user can access; other users may create folders of the same names."""
     try:
         with os.scandir(place) as entries:
             named = [entry for entry in entries if entry.name.startswith(PREFIX)]
     except OSError:
         return
     for entry in sorted(named, key=lambda entry: entry.name):
-        with contextlib.suppress(OSError):  # it is gone by now
+        with contextlib.suppress(OSError):  # removed meanwhile
             found = entry.stat(follow_symlinks=False)
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
                 yield Path(entry.path)
 
 
 def _read_owner(folder: Path) -> str:
-    """The run and node that a folder says it belongs to; empty where it says nothing."""
+    """The run and node that a folder names as its owner; empty without one."""
     try:
         descriptor = os.open(folder / RUN, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, encoding="ascii", errors="replace") as file:
@@ -118,21 +117,22 @@ def _read_owner(folder: Path) -> str:
 
 
 def _find_folders(name: str, place: Path) -> list[Path]:
-    """The folders that belong to a run and node: one, or more where a start was killed while another one began. One
-    that holds state comes first."""
+    """Folders that belong to a run and node: one, or more if a start was killed while another one began. Those with
+    state come first."""
     folders = [folder for folder in _own(place) if _read_owner(folder) == name]
     return sorted(folders, key=lambda folder: (not any(folder.glob("state-*")), folder.name))
 
 
 def _take_folder(name: str, place: Path) -> tuple[Path, int]:
-    """A folder of that name, found or made, and its lock, which is held. Raises OSError where none can be made, and
-    RunError when another process holds it."""
+    """Find or create the folder of that name and lock it. Raises OSError if none can be created, and RunError if
+    another process holds it."""
     until = time.monotonic() + PASSING_S
     while True:
         folders = _find_folders(name, place)
         for folder in folders:
             descriptor = _try_lock(folder)
-            if descriptor is not None and _read_owner(folder) == name:  # who takes one away takes that away first
+            # A process that removes a folder first removes the file that names its owner.
+            if descriptor is not None and _read_owner(folder) == name:
                 return folder, descriptor
             if descriptor is not None:
                 os.close(descriptor)
@@ -140,18 +140,19 @@ def _take_folder(name: str, place: Path) -> tuple[Path, int]:
             folder, descriptor = _make_folder(place, name)
             if _find_folders(name, place) == [folder]:
                 return folder, descriptor
-            _remove(folder)  # somebody has made one in the same moment: whoever comes again first has it
+            _remove(folder)  # another process has created one at the same time; the next to retry gets it
             os.close(descriptor)
             time.sleep(random.uniform(0, RETRY_S))
         elif time.monotonic() > until:
             raise RunError(
-                f"another process holds {folders[0]}, so this run already goes on on this machine; stop that one first"
+                f"another process holds {folders[0]}, so this run is already running on this machine; stop that "
+                "process first"
             )
         time.sleep(RETRY_S)
 
 
 def _make_folder(place: Path, name: str = "") -> tuple[Path, int]:
-    """A new folder that nobody could foresee, and its lock, which is held."""
+    """Create a folder with an unpredictable name, and lock it."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     try:
         descriptor = os.open(folder / LOCK, _MAKE, 0o600)
@@ -165,7 +166,7 @@ def _make_folder(place: Path, name: str = "") -> tuple[Path, int]:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """The lock of a folder, if it is to be had."""
+    """Lock a folder; None if another process holds it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder / LOCK, _MAKE, 0o600)
         if _lock(descriptor) and _is_at(descriptor, folder / LOCK):
@@ -175,14 +176,14 @@ def _try_lock(folder: Path) -> int | None:
 
 
 def _remove(folder: Path) -> None:
-    """Take away a folder whose lock is held: first of all what it is found by."""
+    """Remove a folder whose lock is held, first the file that identifies it."""
     with contextlib.suppress(OSError):
         os.unlink(folder / RUN)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_unheld(name: str, place: Path) -> None:
-    """Remove what a run has left there, unless somebody holds it."""
+    """Remove the folders of a run and node that no process holds."""
     for folder in _find_folders(name, place):
         descriptor = _try_lock(folder)
         if descriptor is not None:
@@ -191,7 +192,7 @@ def _remove_unheld(name: str, place: Path) -> None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one that a path leads to."""
+    """Whether a descriptor and a path refer to the same file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:
@@ -209,8 +210,8 @@ def _lock(descriptor: int) -> bool:
 def hold_orphaned_folders(
     paths: RunPaths, node: int, place: Path = SHM_ROOT
 ) -> Generator[tuple[int, Path], None, None]:
-    """The folders that the same run has had on this machine as other nodes, with their numbers, and that nobody holds;
-    each is held while it is looked at."""
+    """Hold the unheld folders that the same run used on this machine under other node numbers; yields them with these
+    numbers. Each is held while it is inspected."""
     for folder in _own(place):
         key, _, number = _read_owner(folder).rpartition("-")
         if key != compute_run_key(paths) or not number.isdecimal() or int(number) == node:
@@ -228,13 +229,13 @@ def remove_stale_folders(
     old_s: float = OLD_S,
     but: RunPaths | None = None,
 ) -> list[Path]:
-    """Remove the folders of this user's runs that nobody holds or has held for `old_s` seconds; returns them. Those of
-    the run `but`, of whichever node, are about to be gone on from."""
+    """Remove the folders of this user's runs that no process has held for `old_s` seconds; returns them. Folders of the
+    run `but`, of any node, are kept: it resumes from them."""
     swept = []
     for folder in (folder for place in places for folder in _own(place)):
         try:
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # not a run's, or gone by now
+        except OSError:  # not a run's folder, or removed meanwhile
             continue
         try:
             ours = but is not None and _read_owner(folder).rpartition("-")[0] == compute_run_key(but)
@@ -248,8 +249,8 @@ def remove_stale_folders(
 
 
 def describe_shortage(what: str, need: float, shared: float, host: float, requested: bool) -> str | None:
-    """Why `what`, of `need` bytes, does not fit into what is free of shared memory and of the host's; None: it does.
-    What nobody has asked for (not `requested`) must leave more."""
+    """Why `what`, of `need` bytes, does not fit into the free shared memory and the free host memory; None if it fits.
+    If it was not `requested` by the user, more memory must stay free."""
     of_shared, of_host = (1.0, 1.0) if requested else (SHARED_MEMORY_SHARE, HOST_MEMORY_SHARE)
     if need > of_shared * shared:
         return f"{what} takes {format_bytes(need)}, and shared memory has {format_bytes(shared)} free"
@@ -259,5 +260,5 @@ def describe_shortage(what: str, need: float, shared: float, host: float, reques
 
 
 def format_bytes(count: float) -> str:
-    """Bytes in words."""
+    """Format a number of bytes."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"

@@ -1,15 +1,13 @@
-"""The file in shared memory that holds a rank's state: some slots, and for each a word that says of which step it is.
+"""The state file of a rank in shared memory: slots, and for each a word with its step.
 
-A step is committed by one aligned store of eight bytes, behind the state and its header; before anything is written to
-a slot its word is made void. So whoever is killed, at whatever instruction, leaves slots that are whole and slots that
-say that they are not. Nobody but the rank writes to its file, and nobody maps it before the rank is dead and reaped.
+A step is committed by one aligned 8-byte store, after the state and its header; before a slot is written its word is
+set to VOID. So a process that is killed at any instruction leaves each slot either complete or void. Only the rank
+writes to its file, and no process maps it for reading before the rank is dead and reaped. A reader checks slots that it
+did not write (`StateFile.find_damage`): the header has the checksum of the data. Words and the first page have separate
+checks, so that agents, which read nothing else, also skip damaged ones.
 
-Whoever reads a slot that he has not written checks it first (`StateFile.find_damage`): its header has the checksum of
-its data. Words and the first page carry checks of their own, so agents, who read nothing else, pass damage over as
-well.
-
-A step counts when all ranks have committed it. No rank writes over a slot before all have committed the step after it,
-so at any moment all of them hold a step in common. No torch here: an agent decides by the words alone.
+A step counts when all ranks have committed it. No rank overwrites a slot before all have committed the following step,
+so at any moment all ranks have a step in common. No torch here: an agent decides from the words alone.
 """
 
 import hashlib
@@ -38,19 +36,19 @@ from phalanx.recovery.catalog import (
 
 MAGIC, VERSION = b"phlxmem\0", 4
 PAGE = 4096
-VOID = -1  # in place of a step: the slot holds nothing
-WORDS = (256, 320, 448)  # where the words are, each in a cache line of its own
+VOID = -1  # in place of a step: the slot is empty
+WORDS = (256, 320, 448)  # offsets of the words, each in a separate cache line
 WAY = 384
-HEADER_BYTES = 1 << 16  # of a slot's header, with its length and check
-CHECKSUM = "checksum"  # of a slot's data, in its header
+HEADER_BYTES = 1 << 16  # space for a slot's header, with its length and check
+CHECKSUM = "checksum"  # key of a header: the checksum of the slot's data
 HEADERS = tuple(PAGE + slot * HEADER_BYTES for slot in range(len(WORDS)))
 INDEX = PAGE + len(WORDS) * HEADER_BYTES
-UNFINISHED = "is not a whole state file yet"
-ALIGNED = 64  # bytes, of everything in a slot
+UNFINISHED = "is not a complete state file yet"
+ALIGNED = 64  # alignment in bytes of everything in a slot
 # Magic, version, generation, rank, world, index bytes, data at, slot bytes, layout, run, part, parts, slots.
 _FIXED = struct.Struct("<8sIIIIQQQ32s32sIII")
-_REMEDY = "remove it, and the run goes on from its newest checkpoint"
-_CHECK = 248  # where the CRC-32 of these is
+_REMEDY = "remove it; the run then resumes from its newest checkpoint"
+_CHECK = 248  # offset of the CRC-32 of these
 EMPTY_INDEX: dict[str, Any] = {"tensors": [], "pieces": [], "bare": True}  # the index of a file without state
 
 
@@ -60,9 +58,9 @@ class OtherStateFormat(CheckpointError):
 
 @dataclass(frozen=True)
 class StateFileMetadata:
-    """What a state file says of itself: `generation` is the attempt that made it, `run` the run that it belongs to,
-    `layout` what its slots look like; both are digests. `steps`: the committed ones, by slot; `part`: the lowest rank
-    that holds the same pieces, of `parts` unlike ones."""
+    """Metadata of a state file: `generation` is the attempt that created it, `run` and `layout` are digests of the run
+    and of the layout of its slots. `steps`: the committed ones, by slot; `part`: the lowest rank that holds the same
+    pieces, of `parts` different ones."""
 
     path: Path
     generation: int
@@ -76,8 +74,8 @@ class StateFileMetadata:
     words: tuple[int, ...]
     part: int
     parts: int
-    way: int  # how often what the file held was made void, since training went back and takes another way
-    torn: tuple[int, ...] = ()  # slots whose word has been damaged, so that nobody knows what they hold
+    way: int  # number of rollbacks, each of which voided the slots
+    torn: tuple[int, ...] = ()  # slots whose word is damaged, so that their contents are unknown
 
     @property
     def steps(self) -> dict[int, int]:
@@ -89,18 +87,18 @@ class StateFileMetadata:
 
     @property
     def end(self) -> int:
-        """How long the file is."""
+        """Length of the file."""
         return self.slot_offset(self.slots)
 
     def slot_offset(self, slot: int) -> int:
-        """Where a slot's data begins."""
+        """Offset of a slot's data."""
         return self.data_at + slot * self.slot_bytes
 
 
 @dataclass(frozen=True)
 class StateFileOwner:
-    """Whose file it is: of which attempt, rank, number of ranks and run; the lowest rank that holds the same `part`,
-    and how many unlike ones there are."""
+    """Owner of a state file: attempt, rank, number of ranks and run; the lowest rank that holds the same `part`, and
+    the number of different parts."""
 
     generation: int
     rank: int
@@ -111,17 +109,18 @@ class StateFileOwner:
 
 
 def state_file_name(generation: int, rank: int) -> str:
-    """What the file of a rank is called."""
+    """Name of a rank's state file."""
     return f"state-{generation:06d}-{rank:05d}"
 
 
 def digest_json(tree: Any) -> bytes:
-    """What something that JSON can say is known by."""
+    """Digest of a JSON value."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
 def compute_run_id(events: Path) -> bytes:
-    """What a run is known by: how its records begin. A folder that was emptied and used again is another run."""
+    """Identity of a run: a digest of the start of its records. A folder that was emptied and reused is a
+    different run."""
     try:
         with open(events, "rb") as file:
             return hashlib.sha256(file.readline()).digest()
@@ -130,32 +129,33 @@ def compute_run_id(events: Path) -> bytes:
 
 
 def round_up(count: int, to: int) -> int:
-    """The least multiple of `to` that is not below `count`."""
+    """Round `count` up to a multiple of `to`."""
     return -(-count // to) * to
 
 
 class StateFileReader(Protocol):
-    """What is read of a state file, here or on another node."""
+    """Read access to a state file, on this node or another."""
 
     metadata: StateFileMetadata
 
     def read_bytes(self, at: int, count: int) -> memoryview:
-        """So many bytes of the file, as they are."""
+        """Read raw bytes of the file."""
         ...
 
     def index(self) -> dict[str, Any]:
-        """What lies where in a slot. Raises CheckpointError where it is not that of the file's layout."""
+        """Index of a slot: the positions of its tensors. Raises CheckpointError if it does not match the file's
+        layout."""
         index = parse_object(bytes(self.read_bytes(INDEX, self.metadata.index_bytes)))
         if index is None or digest_json(index) != self.metadata.layout:
             raise _refuse(self.metadata.path, "has an index that does not match its digest")
         return index
 
     def raw_header(self, slot: int) -> bytes:
-        """The header of a slot that holds a step, as it lies there; empty where it has been damaged."""
+        """Raw header of a slot that holds a step; empty if it is damaged."""
         return unframe_record(self.read_bytes(HEADERS[slot], HEADER_BYTES)) or b""
 
     def header(self, slot: int) -> dict[str, Any]:
-        """The same, read. Raises CheckpointError where it is none."""
+        """Header of a slot that holds a step. Raises CheckpointError if it is invalid."""
         header = parse_object(self.raw_header(slot))
         if header is None:
             raise _refuse(self.metadata.path, "has a header that does not match its checksum")
@@ -163,18 +163,18 @@ class StateFileReader(Protocol):
 
 
 class StateFile(StateFileReader):
-    """A state file, mapped: for who writes to it, or (`writable` false) to be read, when changes stay in this process.
-    `at_once`: all of it now, and not page by page as it is touched."""
+    """A mapped state file: for its writer, or (`writable` false) for reading, with changes private to this process.
+    `at_once`: map all pages now, not each on first access."""
 
     def __init__(self, path: Path, writable: bool = False, at_once: bool = True) -> None:
-        """Raises CheckpointError where it is none, or not this user's alone."""
+        """Raises CheckpointError if it is not a state file, or accessible to other users."""
         descriptor = open_descriptor(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
             self.metadata = read_metadata_at(path, descriptor)
-            # Its memory was taken when it was made. To have all of it mapped at once costs a fraction of what it costs
-            # page by page, at a moment when a rank that was killed is waited for.
+            # Its memory was allocated when the file was created. Mapping all of it at once takes a fraction of the time
+            # that page faults would, while the recovery of a killed rank waits.
             writes = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
-            # Read privately: a buffer that cannot be written to is of no use to torch.
+            # A private mapping: torch requires a writable buffer.
             self.map = mmap.mmap(descriptor, 0, flags=writes if writable else mmap.MAP_PRIVATE)
         finally:
             os.close(descriptor)
@@ -187,7 +187,7 @@ class StateFile(StateFileReader):
         return memoryview(self.map)[at : at + count]
 
     def slot_offset(self, slot: int) -> int:
-        """Where a slot's data begins."""
+        """Offset of a slot's data."""
         return self.metadata.slot_offset(slot)
 
     def slot_step(self, slot: int) -> int:
@@ -195,15 +195,15 @@ class StateFile(StateFileReader):
         return _step(self._words[WORDS[slot] // 8], slot)
 
     def refresh(self) -> None:
-        """See which steps it holds now that another process has written to it."""
+        """Reread the steps of the slots after another process has written to the file."""
         self.metadata = replace(self.metadata, words=tuple(self.slot_step(slot) for slot in range(self.metadata.slots)))
 
     def invalidate(self, slot: int) -> None:
-        """From here on the slot may be written to."""
+        """Set a slot's word to VOID, so that the slot may be written."""
         self._words[WORDS[slot] // 8] = VOID_WORD
 
     def invalidate_all(self, way: int | None = None) -> None:
-        """Make all slots void: steps that come now are of another `way` (None: the next)."""
+        """Void all slots; later steps belong to branch `way` of the run (None: the next)."""
         for slot in range(self.metadata.slots):
             self.invalidate(slot)
         way = self.metadata.way + 1 if way is None else way
@@ -211,16 +211,16 @@ class StateFile(StateFileReader):
         self.metadata = replace(self.metadata, words=(VOID,) * self.metadata.slots, way=way, torn=())
 
     def make_header(self, slot: int, header: dict[str, Any]) -> bytes:
-        """A header, with the checksum of the slot's data as they are now."""
+        """Make a header, with the checksum of the slot's current data."""
         return json.dumps(header | {CHECKSUM: checksum(self.data(slot))}).encode()
 
     def data(self, slot: int) -> memoryview:
-        """A slot's data."""
+        """Data of a slot."""
         return self.read_bytes(self.slot_offset(slot), self.metadata.slot_bytes)
 
     def commit(self, slot: int, step: int, header: bytes) -> None:
-        """Declare a void slot's data that of a step; `header` is JSON, made by `make_header` by whoever wrote the data
-        first: a copy keeps it, and so what is damaged stays known as that."""
+        """Commit a step to a void slot. `header` is JSON, made by `make_header` by the process that wrote the data
+        first: copies keep it, so damage stays detectable."""
         assert self.slot_step(slot) == VOID, (slot, self.slot_step(slot))
         if frame_bytes(header) > HEADER_BYTES:
             raise CheckpointError(
@@ -232,11 +232,11 @@ class StateFile(StateFileReader):
         self._words[WORDS[slot] // 8] = encode_word(step, slot)  # the commit
 
     def find_damage(self, step: int) -> str | None:
-        """What is wrong with what the file holds of a step, and None where all is as it was written: for whoever has
-        not written it, before it is used. All of the slot is read."""
+        """Find damage of a step in the file; None if it is intact. Readers call it before use; it reads the whole
+        slot."""
         slot = self.metadata.steps.get(step)
         if slot is None:
-            return f"does not hold step {step} any more"
+            return f"no longer holds step {step}"
         try:
             self.index()
             header = self.header(slot)
@@ -245,13 +245,13 @@ class StateFile(StateFileReader):
         if header.get("step") != step:
             return f"has the header of step {header.get('step')} with step {step}"
         if self.metadata.slot_bytes and header.get(CHECKSUM) != checksum(self.data(slot)):
-            return f"does not have the checksum of step {step} any more"
+            return f"no longer has the checksum of step {step}"
         return None
 
 
 def invalidate_damaged_step(path: Path, step: int) -> str | None:
-    """What is wrong with what a file holds of a step, which is void from then on; None where nothing is. One that
-    cannot be mapped any more is removed."""
+    """Find damage of a step in a file and void the step; None if it is intact. A file that cannot be mapped is
+    removed."""
     try:
         file = StateFile(path, writable=True)
     except CheckpointError as error:
@@ -264,7 +264,7 @@ def invalidate_damaged_step(path: Path, step: int) -> str | None:
 
 
 def _step(word: int, slot: int) -> int:
-    """What a slot's word says; one that has been damaged says that the slot holds nothing."""
+    """Decode a slot's word; VOID if it is damaged."""
     step = None if word == VOID_WORD else decode_word(word, slot)
     return VOID if step is None else step
 
@@ -272,8 +272,8 @@ def _step(word: int, slot: int) -> int:
 def create_state_file(
     folder: Path, who: StateFileOwner, index: dict[str, Any], slot_bytes: int, slots: int = 2, at_once: bool = True
 ) -> StateFile:
-    """Make a rank's file, filled with zeros, with all slots void. Raises OSError where there is no room for it: its
-    memory is taken here and now, so that no later write can fail; whether it is mapped `at_once` is another thing."""
+    """Create a rank's state file, filled with zeros and with all slots void. Raises OSError if there is no room: the
+    memory is allocated now, so that no later write can fail; `at_once` only controls when it is mapped."""
     path = folder / state_file_name(who.generation, who.rank)
     folder.mkdir(mode=0o700, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -300,7 +300,7 @@ def create_state_file(
         fixed = _FIXED.pack(bytes(8), *numbers, who.part, who.parts, slots)
         os.pwrite(descriptor, fixed, 0)
         os.pwrite(descriptor, zlib.crc32(fixed[8:]).to_bytes(4, "little"), _CHECK)
-        os.pwrite(descriptor, MAGIC, 0)  # last of all: before, it is no state file
+        os.pwrite(descriptor, MAGIC, 0)  # last: without it, this is not a state file
     except OSError:
         path.unlink()
         raise
@@ -310,12 +310,12 @@ def create_state_file(
 
 
 def state_file_bytes(index: dict[str, Any], slot_bytes: int, slots: int = 2) -> int:
-    """What `create_state_file` takes."""
+    """Length of a file that `create_state_file` makes."""
     return round_up(INDEX + len(json.dumps(index).encode()), PAGE) + slots * round_up(slot_bytes, PAGE)
 
 
 def read_metadata(path: Path) -> StateFileMetadata | None:
-    """What a state file says; None where it is none, or not whole."""
+    """Metadata of a state file; None if it is not one, or incomplete."""
     try:
         descriptor = open_descriptor(path, os.O_RDONLY)
     except CheckpointError:
@@ -336,7 +336,7 @@ def open_descriptor(path: Path, how: int) -> int:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(descriptor)
-        raise _refuse(path, "is not a file that is this user's alone")
+        raise _refuse(path, "is not a regular file that only this user can access")
     return descriptor
 
 
@@ -345,9 +345,9 @@ def read_metadata_at(path: Path, descriptor: int) -> StateFileMetadata:
 
 
 def parse_metadata(path: Path, raw: bytes) -> StateFileMetadata:
-    """What the first page of a state file says. Raises CheckpointError where it is none."""
+    """Metadata from the first page of a state file. Raises CheckpointError if it is invalid."""
     if len(raw) < PAGE or raw[:8] != MAGIC:
-        raise _refuse(path, UNFINISHED if raw[:8] == bytes(8) else "is not a whole state file")
+        raise _refuse(path, UNFINISHED if raw[:8] == bytes(8) else "is not a complete state file")
     _, version, generation, rank, world, index_bytes, data_at, slot_bytes, layout, run, *rest = _FIXED.unpack_from(raw)
     part, parts, slots = rest
     if (wrong := format_versions.describe_version_problem(version, (VERSION,), _REMEDY)) is not None:

@@ -1,14 +1,20 @@
-"""The part of a page's script that makes BokehJS models of its payload: one plot for each chart.
+"""Parts of the pages' scripts: `CURVES_SCRIPT` makes curves of a payload, for the report and for the live page, and
+`CHART_SCRIPT` makes BokehJS models of them: one plot for each chart.
 
 The axes of all charts share one range in x.
 """
 
-CHART_SCRIPT = r"""
+CURVES_SCRIPT = r"""
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const units = data.duration > 172800 ? [86400, "d"] : data.duration > 7200 ? [3600, "h"]
-  : data.duration > 180 ? [60, "min"] : [1, "s"];
-// each kind has a height of its own, so that what happens at the same step is seen side by side
+let data = null, units = [1, "s"];
+
+function take(payload) {
+  data = payload;
+  units = data.duration > 172800 ? [86400, "d"] : data.duration > 7200 ? [3600, "h"]
+    : data.duration > 180 ? [60, "min"] : [1, "s"];
+}
+
+// each kind has a separate height, so that what happens at the same step is seen side by side
 const shapes = {
   died: { symbol: "x", width: 3.4, size: 9, color: "red", height: 0.97, word: "worker died", mark: "\u2717" },
   restarted: { symbol: "circle", width: 1.6, color: "amber", height: 0.89, word: "restarted", mark: "\u25cb" },
@@ -84,7 +90,7 @@ function logTicks(low, high, _, wanted) {
 
 // ---- what is drawn, from the columns of the payload
 
-// x, y and step of one column; a gap where an attempt ends, unless steps simply go on in the next one
+// x, y and step of one column; a gap where an attempt ends, unless the next one continues the steps
 // (a stacked area has no gaps: it goes down to zero and comes up again)
 function points(columns, name, always, area) {
   const xs = place(columns), out = { x: [], y: [], step: [] };
@@ -156,7 +162,14 @@ function heights(chart, drawn) {
   return { start: chart.zero && low === 0 ? 0 : low - edge, end: high + edge };
 }
 
+"""
+
+CHART_SCRIPT = (
+    CURVES_SCRIPT
+    + r"""
 // ---- Bokeh's models
+
+take(JSON.parse(document.getElementById("data").textContent));
 
 function plot(chart, x_range) {
   const M = Bokeh.Models, drawn = curves(chart), font = getComputedStyle(document.body).fontFamily;
@@ -235,3 +248,4 @@ function plot(chart, x_range) {
   return { chart, figure, drawn, y_range };
 }
 """
+)

@@ -1,4 +1,4 @@
-"""What a run looks like in a terminal: a progress bar with events above it, or plain lines where there is no terminal.
+"""Progress of a run in a terminal: a progress bar with events above it, or plain lines without a terminal.
 
 Nothing here starts a thread (the process that shows the bar may also be the one that forks), hides the cursor, or
 replaces `sys.stdout`: whatever kills the process, the terminal is left as it was.
@@ -28,29 +28,37 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.records import EventKind, read_events, read_steps
 from phalanx.core.renamed import rename_event
 from phalanx.core.run_paths import RunPaths, Url
-from phalanx.report import devices, event_text, views
+from phalanx.report import devices, event_text, first_screen, formats, views
 from phalanx.report.logs import open_terminal
+from phalanx.report.status import RATE_STEPS, STYLES
 
-STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
-RATE_STEPS = 20  # the shown rate is a median over these many steps, so that one slow step does not shake it
 REDRAW_S = 0.08
-FOLDED = ((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))  # takes away the last row of a folded line
+FOLDED = ((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))  # erases the last row of a folded line
 LINE_S, LINE_MOST_S = 10.0, 60.0  # between two lines without a terminal; the gap grows on long runs
 
 
 class Console:
-    """Shows the records of one run as they come.
+    """Console display of one run's records, as they arrive.
 
-    `total_steps` is where the bar ends (0: there is none), `description` the word at its left, `stream` a text stream
-    (standard output if None), `unit` what the speed counts. On a terminal there is a live bar; anywhere else a line at
-    the first step, then about every ten seconds (a minute on long runs) or every twentieth of the run, and every event.
-    A stream that takes nothing any more is left alone. Close it, or use it as a context manager.
+    `total_steps` is where the bar ends (0: no bar), `description` the word at its left, `stream` a text stream
+    (standard output if None), `unit` what the speed counts. With a `folder`, a run begins with four lines: model,
+    devices, folder and batch split; events of `first_screen.DETAILS` are shown only if `verbose`. On a terminal a live
+    bar follows; anywhere else a line at the first step, then about every ten seconds (a minute on long runs) or every
+    twentieth of the run. A closed stream is ignored. Close the console, or use it as a context manager.
     """
 
     def __init__(
-        self, total_steps: int, description: str = "training", stream: TextIO | None = None, unit: str = "tokens"
+        self,
+        total_steps: int,
+        description: str = "training",
+        stream: TextIO | None = None,
+        unit: str = "tokens",
+        folder: str | None = None,
+        verbose: bool = False,
     ) -> None:
         self.total_steps = total_steps
+        self._folder, self._verbose = folder, verbose
+        self._start: dict[str, Any] | None = None  # the event of a start whose split is not shown yet
         self.description = description
         self.unit = unit
         stream = sys.stdout if stream is None else stream
@@ -64,8 +72,7 @@ class Console:
         self._drawn = 0.0
         self._line: tuple[int, float] | None = None  # step and time of the last line
         self._unprinted = False
-        self._when: float | None = None  # of the last step
-        self._loss: float | None = None
+        self._record: dict[str, Any] = {}  # of the last step
         self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
         self._tokens_per_s: deque[float] = deque(maxlen=RATE_STEPS)
         self._work: deque[devices.DeviceStep] = deque(maxlen=RATE_STEPS)
@@ -92,18 +99,19 @@ class Console:
         self.close()
 
     def on_step(self, record: dict[str, Any]) -> None:
-        """Take a step record; a step that comes again after a restart moves the bar back."""
+        """Show a step record; a replayed step moves the bar back."""
         step = record.get("step")
         if not isinstance(step, int):
             return
         self.step = step
-        self._when = event_text.finite_number(record, "time")
-        self._loss = event_text.finite_number(record, "loss")
+        self._record = record
         for window, key in ((self._step_s, "step_s"), (self._tokens_per_s, "tokens_per_s")):
-            value = event_text.finite_number(record, key)
+            value = formats.finite_number(record, key)
             if value is not None:
                 window.append(value)
         work = devices.parse_device_step(record)
+        if self._start is not None:  # the record of an earlier start has the split, or one copy takes the batch
+            self._show_split({"shares": list(work.shares)} if work is not None and len(work.shares) > 1 else None)
         if work is not None and len(work.shares) > 1:
             self._work.append(work)
             self._devices = devices.format_shares(self._work)
@@ -115,12 +123,40 @@ class Console:
     def on_event(self, event: dict[str, Any]) -> None:
         """Print an event as a line (above the bar, where there is one)."""
         kind = str(event.get("kind"))
+        if self._folder is not None and self._on_first_screen(kind, event):
+            return
         if kind == EventKind.WORKER_DIED and self._unprinted:
-            self._print_step()  # where the run stood belongs above what happened to it
+            self._print_step()  # the last step goes above the failure
         sentence = event_text.describe_event(event, self.step or None)
         if kind == EventKind.RESUMED and isinstance(event.get("step"), int):
             self.step = event["step"]
         self.say(sentence, kind, event.get("time"))
+
+    def _on_first_screen(self, kind: str, event: dict[str, Any]) -> bool:
+        """Show what an event adds to the first screen. Returns whether that is all that is shown of it."""
+        assert self._folder is not None
+        if kind == EventKind.RUN_STARTED:
+            self._start = event
+            self._print_lines(first_screen.start_lines(event, self._folder))
+            return True
+        if kind == EventKind.LAYOUT_CHOSEN and self._start is not None:
+            self._start = {**self._start, "layout": event.get("layout")}
+        if kind == EventKind.WORK_SPLIT and self._start is not None:
+            self._show_split(event)
+            return True
+        joined = kind == EventKind.NODE_JOINED and self._start is not None  # the line of devices counts it
+        return not self._verbose and (kind in first_screen.DETAILS or joined)
+
+    def _show_split(self, split: dict[str, Any] | None) -> None:
+        assert self._start is not None
+        line, self._start = first_screen.split_line(self._start, split), None
+        self._print_lines([line])
+
+    def _print_lines(self, lines: list[str]) -> None:
+        self._clear_folded()
+        for line in lines:
+            self.rich.print(Text(line), soft_wrap=self._live is None)
+        self.tick()
 
     def say(self, text: str, kind: str = "", when: float | None = None) -> None:
         """Print a line of text with the mark of `kind`, at `when` (seconds since the epoch; now if None)."""
@@ -134,7 +170,7 @@ class Console:
         self.tick()
 
     def tick(self) -> None:
-        """Draw the bar again if that was not done just now; call it often, also while nothing happens."""
+        """Redraw the bar, at most every REDRAW_S; call it often, also between records."""
         now = time.monotonic()
         if self._live is not None and now - self._drawn >= REDRAW_S:
             self._drawn = now
@@ -142,8 +178,8 @@ class Console:
             self._live.refresh()
 
     def _clear_folded(self) -> None:
-        """Where the terminal has become narrower since the bar was drawn, it has folded that line into several; take
-        away all but the last, which is drawn over."""
+        """Erase the rows into which a terminal that became narrower has folded the bar, except the last, which is
+        redrawn."""
         if self._live is None:
             return
         before, self._width = self._width, max(1, self.rich.width)
@@ -151,7 +187,7 @@ class Console:
             self.rich.control(Control(*FOLDED))
 
     def close(self) -> None:
-        """Draw the last state and leave the terminal clean. A forked child that gets here leaves it alone."""
+        """Draw the last state and clean the terminal up; no effect in a forked child."""
         if os.getpid() != self._pid:
             return
         if self._live is not None:
@@ -171,12 +207,13 @@ class Console:
     def _figures(self) -> list[str]:
         """Loss, rate, time left and time elapsed, in the order in which a narrow terminal keeps them."""
         rate, left = statistics.median(self._tokens_per_s) if self._tokens_per_s else None, self._left_s()
-        figures = [f"loss {self._loss:.4f}" if self._loss is not None else ""]
-        figures.append(f"{event_text.format_count(rate)} {self.unit}/s" if rate is not None else "")
+        loss = formats.finite_number(self._record, "loss")
+        figures = [f"loss {loss:.4f}" if loss is not None else ""]
+        figures.append(f"{formats.format_count(rate)} {self.unit}/s" if rate is not None else "")
         figures.append(
-            f"{event_text.format_clock(left)} left" if left is not None and self.step < self.total_steps else ""
+            f"{formats.format_clock(left)} left" if left is not None and self.step < self.total_steps else ""
         )
-        figures.append(f"{event_text.format_clock(time.monotonic() - self._started)} elapsed")
+        figures.append(f"{formats.format_clock(time.monotonic() - self._started)} elapsed")
         figures.append(self._devices)
         return [figure for figure in figures if figure]
 
@@ -211,11 +248,11 @@ class Console:
         self._unprinted = False
         if self._live is None:
             parts = [f"{self.description} step {self.step}/{self.total_steps}", *self._figures()]
-            self.say("  ".join(parts), when=self._when)
+            self.say("  ".join(parts), when=formats.finite_number(self._record, "time"))
 
 
 class _Tail:
-    """The complete new lines of a growing JSON-lines file that need not exist yet."""
+    """Tail of a growing JSON-lines file, complete lines only; the file may not exist yet."""
 
     def __init__(self, path: Path, offset: int) -> None:
         self.path = path
@@ -230,7 +267,7 @@ class _Tail:
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             text = file.read()
-        end = text.rfind(b"\n") + 1  # what follows is a line that its writer has not finished
+        end = text.rfind(b"\n") + 1  # the rest is an unfinished line
         self.offset += end
         return [record for line in text[:end].splitlines() if (record := _record(line)) is not None]
 
@@ -244,7 +281,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class RecordSink(Protocol):
-    """What a follower feeds."""
+    """Receiver of a follower's records."""
 
     def on_step(self, record: dict[str, Any]) -> None: ...
 
@@ -254,10 +291,8 @@ class RecordSink(Protocol):
 
 
 class Follower:
-    """Feeds a console from the files that a run writes.
-
-    With `from_start` everything in the files is shown; without it only what is written from now on, which is what a
-    command wants that resumes a run. Reading needs nothing of the run but its folder, so the run may die at any point.
+    """Follows the files of a run and feeds a console. `from_start` shows all records; otherwise only new ones, as a
+    resumed run needs. It reads the folder only, so the run may die at any point.
     """
 
     def __init__(self, paths: RunPaths, console: RecordSink, from_start: bool = False) -> None:
@@ -267,16 +302,13 @@ class Follower:
         self._events = _Tail(paths.events, 0 if from_start else _length(paths.events))
 
     def poll(self, final: bool = False) -> None:
-        """Show the complete lines written since the last call, in order of time. What is newer than this call waits for
-        the next one, as an older line may come to the other file meanwhile; nothing waits for a second, or where it is
-        `final`.
+        """Show the complete lines written since the last call, in order of time. Lines newer than this call wait for
+        the next call, since the other file may get an older line meanwhile; no line waits twice, nor if `final`.
         """
         began, held = time.time(), self._held
-        new = [
-            (event_text.finite_number(record, "time") or 0.0, True, record) for record in self._steps.read_new_lines()
-        ]
+        new = [(formats.finite_number(record, "time") or 0.0, True, record) for record in self._steps.read_new_lines()]
         new += [
-            (event_text.finite_number(record, "time") or 0.0, False, record) for record in self._events.read_new_lines()
+            (formats.finite_number(record, "time") or 0.0, False, record) for record in self._events.read_new_lines()
         ]
         self._held = [] if final else [entry for entry in new if entry[0] > began]
         found = held + [entry for entry in new if final or entry[0] <= began]
@@ -293,18 +325,18 @@ def _length(path: Path) -> int:
 
 
 def render_run_summary(paths: RunPaths) -> RenderableType:
-    """The closing box of a run, from its records: folder, last step, losses, checkpoint, export and report."""
-    # the last line, not the highest step: after a restart steps are walked again
+    """Summary of a finished run, from its records: folder, last step, losses, checkpoint, export and report."""
+    # the last line, not the highest step: steps are replayed after a restart
     last: dict[str, Any] = next(iter(deque(read_lines(paths.metrics), maxlen=1)), {})
     events = {str(event.get("kind")): event for event in read_events(paths.events)}
     rows = [("run", paths.display_name)]
     if "step" in last:
         rows.append(("last step", str(last["step"])))
-    if (loss := event_text.finite_number(last, "loss")) is not None:
+    if (loss := formats.finite_number(last, "loss")) is not None:
         rows.append(("loss", f"{loss:.4f}"))
     for name, evaluations in views.group_by_set(read_events(paths.events)).items():
-        if (loss := event_text.finite_number(evaluations[-1], "loss")) is not None:
-            beside = event_text.describe_scores(evaluations[-1])
+        if (loss := formats.finite_number(evaluations[-1], "loss")) is not None:
+            beside = formats.describe_scores(evaluations[-1])
             rows.append((f"{name} loss", f"{loss:.4f}" + (f"  ({beside})" if beside else "")))
     if (checkpoint := _checkpoint(paths, events.get(EventKind.CHECKPOINT_SAVED, {}).get("step"))) is not None:
         rows.append(("checkpoint", str(checkpoint)))
@@ -314,7 +346,7 @@ def render_run_summary(paths: RunPaths) -> RenderableType:
         rows.append(("report", f"{paths.display_name}/{paths.report.name}"))
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")  # a path that is cut short is of no use
+    grid.add_column(overflow="fold")  # do not truncate paths
     for name, value in rows:
         grid.add_row(name, Text(value))
     panel = Panel.fit(grid, title="phalanx", title_align="left", border_style="green", padding=(0, 1))
@@ -325,7 +357,7 @@ def render_run_summary(paths: RunPaths) -> RenderableType:
 
 
 def _checkpoint(paths: RunPaths, step: object) -> Path | Url | None:
-    """The folder of the checkpoint of `step`: the one whose name ends in that number. A store is not asked."""
+    """The checkpoint folder of `step`, by its name; makes no request to a store."""
     if isinstance(paths.checkpoints, Url):
         return paths.checkpoints if isinstance(step, int) else None
     if not paths.checkpoints.is_dir():

@@ -1,14 +1,13 @@
-"""What the step records say of each device: its share of the work, how long it was busy, how long it waited for others.
+"""Utilization of each device from the step records: its share of the batch, its busy time and its waiting time.
 
 Of the ranks that the last step had, over the newest steps in a row with as many of them (the progress line: over a
 few, the closing table and the report: over all but the first), a device's **share** is how many of a step's sequences
 it does, and its part of the work that of all sequences of these steps. **Busy** is the part of their time in which it
-worked, and waiting is the rest. Ranks that are gone are in no row: their steps count before that.
+worked, and waiting is the rest. Ranks that left have no row.
 
-What an even split would have cost is reckoned from the same records: with equal shares the device that needs most time
-for one would have held up all. Not all of its time grows with its share; which part does is known where the devices
-were measured. Of a device that had no share and was not measured nobody knows what one would have taken, and then
-nothing is said.
+The cost of an even split is estimated from the same records: with equal shares, the slowest device delays all. Part of
+its time does not grow with its share; measurements of the devices tell which. There is no estimate if a device had no
+share and was not measured.
 """
 
 import html
@@ -27,12 +26,12 @@ from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.balance import Division, parse_division
-from phalanx.report import event_text
+from phalanx.report import formats
 
 Record = Mapping[str, Any]
 Line = tuple[float, float]  # seconds of a micro-batch, and of each of its sequences
 COLORS = ("blue", "teal", "violet", "orange", "green", "red", "amber", "grey")
-DRAWN = len(COLORS)  # of more ranks than this only the extremes are drawn and shown
+DRAWN = len(COLORS)  # with more ranks, only the extremes are drawn
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ class DeviceStep:
     parts_by_rank: tuple[int, ...] = ()  # where they differ, each rank's
 
     def even_s(self, lines: Mapping[int, Line]) -> float | None:
-        """What the step would have taken with equal shares, in as many micro-batches, or where ranks have their own
-        number in as large ones; what no device was busy with (the link) stays as it is. None where a rank had no share
-        and its device has no line: what it was busy with counts for nothing, and says nothing of a sequence."""
+        """Estimated step time with equal shares, in as many micro-batches (or in micro-batches of the same size if each
+        rank has its own number). Time in which no device was busy (the link) stays the same. None if a rank had no
+        share and its device was not measured."""
         if any(not own and rank not in lines for rank, own in enumerate(self.shares)):
             return None
         share = sum(self.shares) / len(self.shares)
@@ -62,34 +61,34 @@ class DeviceStep:
         return self.parts_by_rank or (self.parts,) * len(self.shares)
 
     def _parts_for(self, share: float, rank: int) -> int:
-        """Micro-batches of a rank that had another share."""
+        """Micro-batches of a rank with another share."""
         if not self.parts_by_rank:
             return self.parts
-        # What is known of memory is what was used of it; of a rank that had nothing, what the others did.
+        # The memory limit is unknown: take the largest micro-batch used, by other ranks if this one had none.
         sizes = [max(1, -(-had // parts)) for had, parts in zip(self.shares, self.parts_by_rank, strict=True)]
         size = sizes[rank] if self.shares[rank] else max(sizes)
         return max(1, math.ceil(share / size))
 
     def busy_share(self, rank: int) -> float:
-        """The part of the step in which a rank worked; some of what it did may lie a little before or behind."""
+        """Busy fraction of the step for a rank, at most 1: some of its work may lie just outside the step."""
         return mean_busy_share([self], rank)
 
 
 def mean_busy_share(steps: Sequence[DeviceStep], rank: int) -> float:
-    """The part of the time of some steps in which a rank worked."""
+    """Busy fraction of some steps for a rank."""
     return min(1.0, sum(step.busy_s[rank] for step in steps) / sum(step.step_s for step in steps))
 
 
 def steps_of_current_ranks(steps: Sequence[DeviceStep]) -> list[DeviceStep]:
-    """The newest steps in a row that have as many ranks as the last."""
+    """The newest consecutive steps with as many ranks as the last one."""
     world = len(steps[-1].shares) if steps else 0
     newest = itertools.takewhile(lambda step: len(step.shares) == world, reversed(steps))
     return list(newest)[::-1]
 
 
 def _grows(line: Line, was: tuple[int, float], other: tuple[int, float]) -> float:
-    """How many times as long a device of this line takes for another share: (micro-batches, sequences) as it was and
-    would have been; a micro-batch without a sequence costs as much as one of one."""
+    """Ratio of a device's times for another and for its own share, each as (micro-batches, sequences); an empty
+    micro-batch costs as much as one sequence."""
     (fixed_s, sequence_s), (parts, share), (other_parts, other_share) = line, was, other
     other_s = other_parts * fixed_s + max(other_share, other_parts) * sequence_s
     return other_s / (parts * fixed_s + max(share, parts) * sequence_s)
@@ -97,7 +96,7 @@ def _grows(line: Line, was: tuple[int, float], other: tuple[int, float]) -> floa
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """A device over some steps: its share of all sequences, of the last step's, and the part of the time it worked."""
+    """A device over some steps: its share of all sequences and of the last step's, and its busy fraction."""
 
     rank: int
     name: str
@@ -109,9 +108,8 @@ class DeviceUsage:
 
 @dataclass(frozen=True)
 class DeviceSummary:
-    """All devices over some steps; `step_s` and `even_s` are means of a step, as it was and with equal shares (None
-    where no step tells). Where several ranks hold one model together, shares are those of its copies, and so is each of
-    `devices`."""
+    """All devices over some steps. `step_s` and `even_s` are mean step times, measured and with equal shares (None if
+    unknown). With model parallelism, `devices` are copies of the model."""
 
     devices: tuple[DeviceUsage, ...]
     step_s: float
@@ -121,7 +119,7 @@ class DeviceSummary:
 
     @property
     def about(self) -> str:
-        """Of how many steps the numbers are."""
+        """The number of steps behind the figures."""
         return (
             f"of {self.steps} step{'' if self.steps == 1 else 's'} on these {'copies' if self.of_copies else 'ranks'}"
         )
@@ -133,10 +131,10 @@ class DeviceSummary:
 
     @property
     def verdict(self) -> str:
-        """What an even split would have cost, as a sentence; empty where nobody knows."""
+        """The estimated cost of an even split, as a sentence; empty if unknown."""
         if self.even_s is None:
             return ""
-        ours, even = event_text.format_seconds(self.step_s), event_text.format_seconds(self.even_s)
+        ours, even = formats.format_seconds(self.step_s), formats.format_seconds(self.even_s)
         if abs(self.even_s - self.step_s) <= 0.005 * self.step_s:
             return f"an even split would have been as fast: {ours} a step"
         if self.even_s < self.step_s:
@@ -147,17 +145,17 @@ class DeviceSummary:
 
 
 def parse_device_step(record: Record) -> DeviceStep | None:
-    """What a step record says of the devices; None where it says nothing, or nothing that makes sense."""
+    """Device figures of a step record; None if they are missing or invalid."""
     shares, busy_s, step_s = (
         record.get("shares"),
         record.get("busy_s"),
-        event_text.finite_number(dict(record), "step_s"),
+        formats.finite_number(dict(record), "step_s"),
     )
     if not isinstance(shares, list) or not isinstance(busy_s, list) or step_s is None or step_s <= 0:
         return None
     if not shares or len(shares) != len(busy_s) or any(type(share) is not int or share < 0 for share in shares):
         return None
-    times = [event_text.finite_number({"s": value}, "s") for value in busy_s]
+    times = [formats.finite_number({"s": value}, "s") for value in busy_s]
     if sum(shares) == 0 or any(value is None or value < 0 for value in times):
         return None
     division = parse_division(record) or Division(tuple(shares), 1)  # older records do not name micro-batches
@@ -168,10 +166,9 @@ def parse_device_step(record: Record) -> DeviceStep | None:
 def summarize_devices(
     records: Iterable[Record], names: Mapping[int, str], lines: Mapping[int, Line] | None = None
 ) -> DeviceSummary | None:
-    """Of the steps with as many ranks as the last; None where no record speaks of several ranks. `names` of the ranks'
-    devices, and `lines` of those that were measured, by rank. More names than shares: these are of copies of a model.
-
-    The first step is left out where there are others: whatever is compiled or set up in it is no part of the others.
+    """Device utilization over the steps with as many ranks as the last; None without records of several ranks. `names`
+    of the devices and `lines` of the measured ones, by rank. More names than shares: shares belong to copies of the
+    model. The first step is excluded if there are others, since it includes compilation and set-up.
     """
     steps = steps_of_current_ranks([step for record in records if (step := parse_device_step(record)) is not None])
     if not steps or len(steps[-1].shares) < 2:
@@ -196,7 +193,7 @@ def summarize_devices(
 
 
 def _mean(steps_s: Sequence[float], evens: Sequence[float | None]) -> float | None:
-    """The mean of a step with equal shares, from the steps that tell it: as many times the mean of all."""
+    """Mean step time with equal shares: the mean of all steps, scaled by the steps for which it is known."""
     told = [(step_s, even_s) for step_s, even_s in zip(steps_s, evens, strict=True) if even_s is not None]
     if not told:
         return None
@@ -205,8 +202,8 @@ def _mean(steps_s: Sequence[float], evens: Sequence[float | None]) -> float | No
 
 
 def read_device_names(paths: RunPaths) -> dict[int, str]:
-    """What each rank's device is called: as it was measured, with its host where there are several, or as the last
-    start found it; nothing where neither says."""
+    """Device names by rank, with the host if there are several: as measured, else as the last start found them; empty
+    if unknown."""
     known = _known(paths)
     several = len({device.host for device in known}) > 1
     measured = {device.rank: f"{device.model} on {device.host}" if several else device.model for device in known}
@@ -214,13 +211,13 @@ def read_device_names(paths: RunPaths) -> dict[int, str]:
 
 
 def read_device_lines(paths: RunPaths) -> dict[int, Line]:
-    """What each rank's device was measured to take, where it was."""
+    """Measured times of each rank's device."""
     found = {device.rank: hardware.fit_line(device.times) for device in _known(paths)}
     return {rank: line for rank, line in found.items() if line is not None}
 
 
 def _known(paths: RunPaths) -> tuple[hardware.MeasuredDevice, ...]:
-    """The devices of the last start as they were measured; none where others were, or none at all."""
+    """Measurements of the devices of the last start; none if others were measured, or none."""
     if not paths.hardware.exists():
         return ()
     try:
@@ -231,8 +228,7 @@ def _known(paths: RunPaths) -> tuple[hardware.MeasuredDevice, ...]:
 
 
 def _models(paths: RunPaths) -> list[str] | None:
-    """What the devices of the last start are called, in order of rank, where it says; of the last on several, if there
-    was one, since there is nothing to tell of one device."""
+    """Device names of the last start on several devices, in order of rank, if recorded."""
     starts = [event for event in read_events(paths.events) if event.get("kind") == EventKind.RUN_STARTED]
     several = [event for event in starts if event.get("world") != 1]
     models = (several or starts)[-1].get("models") if starts else None
@@ -240,7 +236,7 @@ def _models(paths: RunPaths) -> list[str] | None:
 
 
 def format_shares(steps: Sequence[DeviceStep]) -> str:
-    """The shares of the last of some steps and how busy its ranks were over them, for a line that has little room."""
+    """Shares of the last step and busy fractions over all steps, for the progress line."""
     steps = steps_of_current_ranks(steps)
     step, worked = steps[-1], [100 * mean_busy_share(steps, rank) for rank in range(len(steps[-1].busy_s))]
     if len(worked) > DRAWN:
@@ -250,7 +246,7 @@ def format_shares(steps: Sequence[DeviceStep]) -> str:
 
 
 def render_device_table(found: DeviceSummary) -> Table:
-    """For a terminal; of many ranks the ones that waited least and most."""
+    """Device table for a terminal; of many ranks, those that waited least and most."""
     shown = Table(
         caption="\n".join(filter(None, (found.about, found.verdict))),
         caption_justify="left",
@@ -275,7 +271,7 @@ def _cells(device: DeviceUsage) -> tuple[str, ...]:
         f"{100 * device.share:.1f} %",
         f"{100 * device.busy:.0f} %",
         f"{100 * max(0.0, 1 - device.busy):.0f} %",
-        "-" if device.sequences_per_s is None else event_text.format_count(device.sequences_per_s),
+        "-" if device.sequences_per_s is None else formats.format_count(device.sequences_per_s),
     )
 
 
@@ -287,7 +283,7 @@ def _few(devices: Sequence[DeviceUsage]) -> list[DeviceUsage]:
 
 
 def render_device_card(found: DeviceSummary | None) -> list[str]:
-    """The table of the report."""
+    """Device table of the report."""
     if found is None:
         return []
     head = "".join(f"<th>{title}</th>" for title in found.titles)
@@ -307,13 +303,13 @@ def render_device_card(found: DeviceSummary | None) -> list[str]:
 
 
 def world_size_of(records: Iterable[Record]) -> int:
-    """The most ranks that any record speaks of; 1 where none does."""
+    """The largest number of ranks in any record; 1 without records."""
     return max((len(step.shares) for record in records if (step := parse_device_step(record)) is not None), default=1)
 
 
 def device_columns(records: Sequence[Record], world: int) -> dict[str, list[float | None]]:
-    """Columns for the curves: the share of the work and the busy part of the time, of each of `world` ranks; of many
-    the least, the median and the greatest. Nothing of one rank."""
+    """Chart columns: batch share and busy fraction of each of `world` ranks; of many ranks the minimum, median and
+    maximum; none for one rank."""
     found: dict[str, list[float | None]] = {name: [] for name in _names(world)}
     for step in map(parse_device_step, records):
         values = dict.fromkeys(found) if step is None else _values(step, world)

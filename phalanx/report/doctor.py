@@ -1,4 +1,4 @@
-"""The lines of `phalanx doctor` at a terminal, each as soon as it is known."""
+"""Terminal output of `phalanx doctor`: a line as soon as each check ends."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,19 +15,19 @@ STATE_WIDTH, CHECK_WIDTH = 7, 27
 
 
 class DoctorConsole:
-    """Shows lines, and at a terminal also which check is going on."""
+    """Prints results, and on a terminal the check that is running."""
 
     def __init__(self, terminal: Console) -> None:
         self._terminal = terminal
 
     def begin(self, name: str) -> None:
-        """A check begins."""
+        """Show that a check begins."""
         if self._terminal.is_terminal:
             self._erase()
             self._terminal.print(Text(f"... {name}", style="dim"), end="\r")
 
     def line(self, state: str, check: str, sentence: str) -> None:
-        """A check has said something."""
+        """Print a result of a check."""
         if not self._terminal.is_terminal:  # a line of a file, to be searched
             self._terminal.out(f"{state:{STATE_WIDTH}} {check:{CHECK_WIDTH}} {sentence}", highlight=False)
             return
@@ -46,13 +46,13 @@ class DoctorConsole:
         self._terminal.print(shown)
 
     def end(self, report: Mapping[str, Any], file: str) -> None:
-        """All is done; `report` as it is written to `file`."""
+        """Print the summary of `report`, which was written to `file`."""
         if self._terminal.is_terminal:
             self._erase()
         counts = ", ".join(f"{count} {state}" for state, count in report["count"].items() if count)
         verdict = str(report["verdict"])
         text = Text.assemble((verdict, STYLES[verdict]), f": {counts}, in {report['seconds']:.0f} s. ")
-        text.append(f"To be sent to others, without names, addresses and secrets: {file}")
+        text.append(f"Report to share, without names, addresses and secrets: {file}")
         self._terminal.print(text)
 
     def _erase(self) -> None:

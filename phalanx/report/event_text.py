@@ -1,19 +1,26 @@
-"""Plain words for what the records say: one sentence per event, and numbers as people write them."""
+"""Event text: one sentence for each event of a run, and formats of numbers."""
 
-import math
-import signal
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import HELD_OUT
+from phalanx.report.formats import (
+    describe_scores,
+    finite_number,
+    format_bytes,
+    format_count,
+    format_difference,
+    format_seconds,
+    signal_name,
+)
 
 
 class EventMark(NamedTuple):
-    """How an event is shown: a symbol, its twin for terminals without Unicode, and a tone.
+    """Mark of an event on displays: a symbol, its ASCII replacement, and a tone.
 
-    Tones: "bad", "warn", "good", "info" and "quiet"; each display gives them colours of its own.
+    Tones: "bad", "warn", "good", "info" and "quiet"; each display chooses their colours.
     """
 
     symbol: str
@@ -49,6 +56,7 @@ _MARKS = {
     EventKind.RESTARTED: EventMark("↻", "@", "warn"),
     EventKind.GAVE_UP: EventMark("✗", "X", "bad"),
     EventKind.NODE_JOINED: EventMark("·", "-", "quiet"),
+    EventKind.NODE_LEAVING: EventMark("!", "!", "warn"),
     EventKind.NODE_LOST: EventMark("✗", "X", "bad"),
     EventKind.INCIDENT: EventMark("↻", "@", "warn"),
     EventKind.STOP_REQUESTED: EventMark("!", "!", "warn"),
@@ -66,69 +74,15 @@ WITHIN = ("gather", "reduce")  # phases of a profile that happen inside the othe
 
 
 def event_mark(kind: str) -> EventMark:
-    """The mark of a kind of event; a kind that this version does not know gets a quiet one."""
+    """The mark of a kind of event; an unknown kind gets a quiet one."""
     return _MARKS[EventKind(kind)] if kind in _MARKS else EventMark("·", "-", "quiet")
 
 
-def format_seconds(value: float) -> str:
-    """A duration given in seconds, in two units at most: `85 ms`, `4.2 s`, `3 min 05 s`, `2 h 10 min`, `3 d 04 h`."""
-    if value < 0.9995:
-        return f"{value * 1000:.3g} ms" if value > 0 else "0 s"
-    if value < 59.95:
-        return f"{value:.1f} s"
-    whole = round(value)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    minutes = round(value / 60)
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    hours = round(value / 3600)
-    return f"{hours // 24} d {hours % 24:02d} h"
-
-
-def format_clock(value: float) -> str:
-    """A duration given in seconds as a clock shows it: `1:05`, `2:03:09`."""
-    whole = max(0, round(value))
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
-
-
-def format_bytes(count_bytes: float) -> str:
-    """A number of bytes in binary units: `512 B`, `1.5 MiB`, `79.6 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count_bytes < 999.5:
-            return f"{count_bytes:.3g} {unit}"
-        count_bytes /= 1024
-    return f"{count_bytes:.4g} TiB"
-
-
-def format_count(value: float) -> str:
-    """A large number in three digits: `950`, `12.4k`, `1.24M`, `8.03B`, `15T`."""
-    for unit in ("", "k", "M", "B"):
-        if abs(value) < 999.5:
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.4g}T"
-
-
-def format_perplexity(loss: float) -> str:
-    """e to the loss (nats per token), as text; a loss too large for a double has none worth printing."""
-    return f"{math.exp(loss):,.1f}" if loss < 20 else "over 1e8"
-
-
-def finite_number(event: dict[str, Any], key: str) -> float | None:
-    """A finite number of a record, or None where it is missing, null, not finite or not a number."""
-    value = event.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
-
-
 def describe_event(event: dict[str, Any], after_step: int | None = None) -> str:
-    """One event in plain words, without its mark and its time.
+    """One event as a sentence, without its mark and its time.
 
-    `after_step` is the last step known when the event happened, for events that carry none. Details that are missing
-    (an older or a foreign writer) are left out; a kind that this version does not know is spelled out with its details.
+    `after_step` is the last step known when the event happened, for events that carry none. Missing details are left
+    out; an event of an unknown kind is shown with all its details.
     """
     match event.get("kind"):
         case EventKind.RUN_STARTED:
@@ -138,7 +92,7 @@ def describe_event(event: dict[str, Any], after_step: int | None = None) -> str:
         case EventKind.LAYOUT_CHOSEN:
             again = " as at the last start" if event.get("again") else ""
             why = f"; {event['why']}" if event.get("why") else ""
-            return f"layout{again}: {event.get('layout', '?')}{why}; phalanx plan says more"
+            return f"layout{again}: {event.get('layout', '?')}{why}; see phalanx plan"
         case EventKind.PREDICTION_CHECKED:
             return _compared(event)
         case EventKind.ATTEMPT_STARTED:
@@ -146,29 +100,29 @@ def describe_event(event: dict[str, Any], after_step: int | None = None) -> str:
         case EventKind.RESUMED:
             step = event.get("step", "?")
             if event.get("memory"):
-                return f"resumed from step {step}, which was kept in memory"
+                return f"resumed from step {step}, kept in memory"
             return f"resumed from the checkpoint of step {step}"
         case EventKind.MEASURING:
             return "measuring the devices" + _because(event)
         case EventKind.MEASURED:
             return _measured(event)
         case EventKind.DEVICES_CHANGED:
-            return "the run goes on with other devices, for which the work is divided anew" + _because(event)
+            return "devices changed: the batch is split again" + _because(event)
         case EventKind.WORK_SPLIT | EventKind.WORK_REBALANCED:
             return _shared(event)
         case EventKind.COMM_SCHEDULE_CHANGED:
             rate = finite_number(event, "bytes_per_s")  # named where it is that of the network
-            at = "what was measured" if rate is None else f"a link of {format_bytes(rate)}/s"
-            return f"transfers in a new order from step {event.get('step', '?')} on, for {at}"
+            at = "the measured times" if rate is None else f"a link of {format_bytes(rate)}/s"
+            return f"new communication schedule from step {event.get('step', '?')} on, for {at}"
         case EventKind.MEMORY_LIMITED:
-            return "micro-batches are smaller where memory ran out before" + _limits(event)
+            return "micro-batch limited after out of memory" + _limits(event)
         case EventKind.CHECKPOINT_SAVED:
-            how = "was there already" if event.get("already_there") else "saved" + _cost(event)
-            return f"checkpoint of step {event.get('step', '?')} {how}"
+            saved = "exists already" if event.get("already_there") else "saved" + _cost(event)
+            return f"checkpoint of step {event.get('step', '?')} {saved}"
         case EventKind.CHECKPOINT_FAILED:
             return f"checkpoint of step {event.get('step', '?')} could not be saved" + _because(event)
         case EventKind.CHECKPOINT_SKIPPED:
-            return f"no checkpoint of step {event.get('step', '?')} was begun" + _because(event)
+            return f"checkpoint of step {event.get('step', '?')} skipped" + _because(event)
         case EventKind.CHECKPOINT_REFUSED:
             return f"checkpoint of step {event.get('step', '?')} was not used" + _because(event)
         case EventKind.EVALUATED:
@@ -182,27 +136,27 @@ def describe_event(event: dict[str, Any], after_step: int | None = None) -> str:
         case EventKind.STRAGGLER:
             return _slow(event)
         case EventKind.INJECTED:
-            return f"injected on rank {event.get('rank', '?')}, as asked for: {event.get('fault', 'a fault')}"
+            return f"fault injected on rank {event.get('rank', '?')}: {event.get('fault', 'a fault')}"
         case EventKind.WORKER_DIED:
             return _died(event, after_step)
         case EventKind.RESTARTED:
-            return f"starting again: attempt {event.get('attempt', '?')}" + _because(event)
+            return f"restarting: attempt {event.get('attempt', '?')}" + _because(event)
         case EventKind.GAVE_UP:
-            return "not started again" + _because(event)
+            return "no further restart" + _because(event)
         case EventKind.NODE_JOINED:
             ranks = event.get("ranks", "?")
             return f"{_node(event)} joined" + (f" with {ranks} rank{'' if ranks == 1 else 's'}" if ranks else "")
+        case EventKind.NODE_LEAVING:
+            return f"{_node(event)} will soon be gone" + _because(event)
         case EventKind.NODE_LOST:
             return f"{_node(event)} was lost" + _because(event)
         case EventKind.INCIDENT:
             return _incident(event)
         case EventKind.STOP_REQUESTED:
-            then = (
-                "finishing the step, saving, then leaving" if "script" not in event else "the script's ranks get it too"
-            )
+            then = "passed to the script's ranks" if "script" in event else "finishing the step, saving, then leaving"
             return f"got {signal_name(event.get('signal'))}: {then}"
         case EventKind.STOPPED:
-            return "stopped" + _after(event, after_step) + "; the same command goes on from here"
+            return "stopped" + _limit(event) + _after(event, after_step) + "; the same command resumes it"
         case EventKind.FINISHED:
             took = finite_number(event, "seconds")
             last = " in the last attempt" if (finite_number(event, "attempt") or 1) > 1 else ""
@@ -214,7 +168,7 @@ def describe_event(event: dict[str, Any], after_step: int | None = None) -> str:
             return _profiled(event)
         case EventKind.MEMORY_RECORDED:
             peak = finite_number(event, "peak_bytes")
-            above = f": {format_bytes(peak)} above its start at most" if peak is not None else ""
+            above = f": {format_bytes(peak)} above its start at peak" if peak is not None else ""
             return f"memory of step {event.get('step', '?')} recorded{above}; see {event.get('file', '?')}"
         case EventKind.HEALTH:
             return _health(event)
@@ -225,29 +179,20 @@ def describe_event(event: dict[str, Any], after_step: int | None = None) -> str:
 
 
 def set_name(event: Mapping[str, Any]) -> str:
-    """The set that an evaluation was on, as it is shown; what older writers evaluated was held out."""
+    """Display name of an evaluation's set; events of older versions mean the held-out set."""
     name = event.get("set", HELD_OUT)
     return "held-out" if name == HELD_OUT else str(name)
 
 
-def signal_name(value: object) -> str:
-    """`SIGKILL` for 9, "9" or "SIGKILL"; a number without a name stays `signal 99`."""
-    text = str(value)
-    if not text.isdecimal():
-        return text
-    known = {int(member): member.name for member in signal.Signals}
-    return known.get(int(text), f"signal {text}")
-
-
 def _incident(event: dict[str, Any]) -> str:
-    """What failed, where, what was done, and how long it took until a step was done again, where steps are told of."""
-    said = f"{event.get('what', 'something failed')}; {event.get('done', 'the ranks start again')}"
+    """What failed and where, the action taken, and the recovery time until the next step, if steps are known."""
+    said = f"{event.get('what', 'something failed')}; {event.get('done', 'all ranks restart')}"
     took, step = finite_number(event, "seconds"), event.get("step")
     if took is None:
         return said
     if step is None:
-        return f"{said}, {format_seconds(took)} after it was seen"
-    return f"{said}; training went on with step {step} after {format_seconds(took)}"
+        return f"{said}, {format_seconds(took)} after detection"
+    return f"{said}; training resumed with step {step} after {format_seconds(took)}"
 
 
 def _because(event: dict[str, Any]) -> str:
@@ -264,6 +209,11 @@ def _after(event: dict[str, Any], after_step: int | None) -> str:
     return f" after step {step}" if step is not None else ""
 
 
+def _limit(event: dict[str, Any]) -> str:
+    """Which key has stopped a run, if one has; of a signal another event tells."""
+    return f" by {event['reason']}" if str(event.get("reason")).startswith("train.") else ""
+
+
 def _started(event: dict[str, Any]) -> str:
     parts = []
     world = finite_number(event, "world")
@@ -277,7 +227,7 @@ def _started(event: dict[str, Any]) -> str:
 
 
 def describe_parameters(event: dict[str, Any]) -> str:
-    """How many parameters the run of a `run_started` event has, and how many in adapters where it trains those."""
+    """Parameter count of a `run_started` event, with that of adapters if they are trained."""
     whole, trained = finite_number(event, "parameters"), finite_number(event, "trainable")
     if not whole:
         return ""
@@ -297,7 +247,7 @@ def _pids(event: dict[str, Any]) -> str:
 
 
 def _measured(event: dict[str, Any]) -> str:
-    """Devices that differ, each with its speed; of many the slowest and the fastest."""
+    """Measured speed of each device; of many, the slowest and the fastest."""
     rows = event.get("devices")
     rates = [
         (rate, f"rank {row.get('rank', '?')} ({row.get('model', 'a device')}) {format_count(rate)}")
@@ -312,32 +262,34 @@ def _measured(event: dict[str, Any]) -> str:
 
 
 def _shared(event: dict[str, Any]) -> str:
-    """Shares from a step on, why, and what a step was expected to take before and after; of many ranks the extremes."""
+    """The batch split from a step on, its reason, and the predicted step times before and after."""
     shares, parts = event.get("shares"), event.get("parts")
-    again = "new shares" if event.get("kind") == EventKind.WORK_REBALANCED else "shares"
+    said = "batch rebalanced" if event.get("kind") == EventKind.WORK_REBALANCED else "batch split"
+    said += f" from step {event.get('step', '?')} on"
     if not isinstance(shares, list) or not shares:
-        return f"{again} from step {event.get('step', '?')} on"
-    said = f"{again} from step {event.get('step', '?')} on: {_by_rank(shares)}"
+        return said
+    said += f": {format_shares(shares)}"
     each = finite_number(event, "parts")
     said += f" in {each:.0f} micro-batches each" if each is not None and each > 1 else ""
-    said += f" in {_by_rank(parts)} micro-batches" if isinstance(parts, list) and parts else ""
-    said += f", {event['why']}" if event.get("why") else ""
+    said += f" in {format_shares(parts)} micro-batches" if isinstance(parts, list) and parts else ""
+    said += f" ({event['why']})" if event.get("why") else ""
     before, after = finite_number(event, "before_s"), finite_number(event, "after_s")
-    if before is not None and after is not None:
-        said += f"; a step should take {format_seconds(after)} instead of {format_seconds(before)}"
-    return said
+    if before is None or after is None:
+        return said
+    return said + f"; predicted step {format_seconds(after)}, was {format_seconds(before)}"
 
 
-def _by_rank(numbers: list[Any]) -> str:
+def format_shares(numbers: list[Any]) -> str:
+    """Shares in order of rank, `8+8`; of more than eight ranks the least and the largest, `1 to 10`."""
     known = [value for each in numbers if (value := finite_number({"n": each}, "n")) is not None]
     return "+".join(map(str, numbers)) if len(numbers) <= 8 or not known else f"{min(known)} to {max(known)}"
 
 
 def _compared(event: dict[str, Any]) -> str:
-    """A step's time beside what was expected of it, the part that is off, and memory likewise."""
+    """Measured and predicted step time, the term that differs most, and memory."""
     thought, took = finite_number(event, "predicted_s"), finite_number(event, "measured_s")
     if not thought or took is None:
-        return "a step was compared with what was expected of it"
+        return "a step was compared with its prediction"
     said = (
         f"a step takes {format_seconds(took)}, {format_difference(took, thought)} {format_seconds(thought)} predicted"
     )
@@ -345,19 +297,12 @@ def _compared(event: dict[str, Any]) -> str:
     for row in event.get("terms") or []:
         if isinstance(row, dict) and row.get("name") == event.get("off") and event.get("off"):
             measured, predicted = finite_number(row, "measured_s") or 0.0, finite_number(row, "predicted_s") or 0.0
-            said += f"; off is {event['off']}: {format_seconds(measured)} instead of {format_seconds(predicted)}"
+            said += f"; largest difference in {event['off']}: "
+            said += f"{format_seconds(measured)} instead of {format_seconds(predicted)}"
     held, thought_of = finite_number(event, "measured_bytes"), finite_number(event, "predicted_bytes")
     if held and thought_of:
         said += f"; memory {format_bytes(held)}, {format_difference(held, thought_of)} {format_bytes(thought_of)}"
     return said
-
-
-def format_difference(value: float, than: float) -> str:
-    """`3.1 % more than`, or less; `as much as` where they differ by less than a thousandth."""
-    more = value / than - 1
-    if abs(more) < 0.0005:
-        return "as much as"
-    return f"{100 * abs(more):.3g} % {'more' if more > 0 else 'less'} than"
 
 
 def _limits(event: dict[str, Any]) -> str:
@@ -374,7 +319,7 @@ def _cost(event: dict[str, Any]) -> str:
 
 
 def _profiled(event: dict[str, Any]) -> str:
-    """The phases of rank 0 that tile a step; collectives lie within them."""
+    """The consecutive phases of a step on rank 0; collectives are within them."""
     phases = event.get("phases")
     pairs = phases.items() if isinstance(phases, dict) else ()
     shares = [
@@ -395,30 +340,10 @@ def _evaluated(event: dict[str, Any]) -> str:
     return f" {loss:.4f}{f', {beside}' if beside else ''}{_after(event, None)}"
 
 
-def eval_scores(event: dict[str, Any]) -> dict[str, float]:
-    """The scores of an evaluation, such as its accuracy."""
-    found = event.get("scores")
-    return (
-        {str(name): value for name in found if (value := finite_number(found, name)) is not None}
-        if isinstance(found, dict)
-        else {}
-    )
-
-
-def describe_scores(event: dict[str, Any]) -> str:
-    """What an evaluation says beside its loss: its scores; without any, of tokens the perplexity."""
-    if found := eval_scores(event):
-        return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-    loss = finite_number(event, "loss")
-    return (
-        f"perplexity {format_perplexity(loss)}" if loss is not None and event.get("unit", "tokens") == "tokens" else ""
-    )
-
-
 def _rolled_back(event: dict[str, Any]) -> str:
-    back = f"went back from step {event.get('from_step', '?')} to the checkpoint of step {event.get('step', '?')}"
+    back = f"rolled back from step {event.get('from_step', '?')} to the checkpoint of step {event.get('step', '?')}"
     first, last = event.get("first"), event.get("last")
-    past = "" if first is None else f"; the data of steps {first} to {last} are passed over"
+    past = "" if first is None else f"; data of steps {first} to {last} skipped"
     return back + _because(event) + past
 
 
@@ -429,9 +354,9 @@ def _corrupted(event: dict[str, Any]) -> str:
     )
     sure = all(row.get("certain") for row in rows)
     who = names if sure else f"one of {names}"
-    mended = "repaired from another rank" if event.get("repaired") else "not repaired"
+    repair = "repaired from another rank" if event.get("repaired") else "not repaired"
     what = event.get("parameters") or "parameters"
-    return f"silent corruption behind step {event.get('step', '?')}: {who} held another {what} than it must; {mended}"
+    return f"silent corruption after step {event.get('step', '?')}: wrong {what} on {who}; {repair}"
 
 
 def _slow(event: dict[str, Any]) -> str:
@@ -440,7 +365,7 @@ def _slow(event: dict[str, Any]) -> str:
     for_s, times = finite_number(event, "seconds"), finite_number(event, "factor")
     since = f" for {format_seconds(for_s)}" if for_s is not None else ""
     slower = f"{times:.1f} times" if times is not None else "many times"
-    return f"{names} has needed {slower} as long as at its best{since}; its node is worth looking at, or being drained"
+    return f"{names} took {slower} its best time{since}; check its node, or drain it"
 
 
 def _died(event: dict[str, Any], after_step: int | None) -> str:
@@ -457,7 +382,7 @@ def _died(event: dict[str, Any], after_step: int | None) -> str:
         cause = f"ended with exit code {event['exit_code']}"
     else:
         cause = "died"
-    for said in (cause, cause.removeprefix("was ")):  # the agent's reason may begin with the same words
+    for said in (cause, cause.removeprefix("was ")):  # the agent's reason may begin with the same cause
         reason = reason.removeprefix(said).removeprefix(" and").lstrip(" ;")
     because = f": {reason}" if reason else ""
     return f"rank {event.get('rank', '?')}{pid} {cause}{_after(event, after_step)}{because}"
@@ -471,5 +396,5 @@ def _health(event: dict[str, Any]) -> str:
         [str(each.get("sentence")) for each in findings if isinstance(each, dict)] if isinstance(findings, list) else []
     )
     if not said:
-        return f"nothing was found to be wrong with {host}{when}"
-    return f"health of {host}{when}: {'; '.join(dict.fromkeys(said))}"
+        return f"health check of {host}{when}: ok"
+    return f"health check of {host}{when}: {'; '.join(dict.fromkeys(said))}"

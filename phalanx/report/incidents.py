@@ -1,31 +1,30 @@
-"""What an incident is, how long recovering from it took, and what else went wrong: for the screen and the report alike.
+"""Incidents of a run and their recovery times, for the console and the report.
 
-An **incident** is an interruption of training that nobody asked for: from the failure of a rank or a node that made the
-ranks start again, or that ended the run, to the next step that is done, however many failures lie between. Faults that
-a user has injected are no incidents themselves, what they bring down is; nodes that come, are left on request, or are
-lost without the ranks having to start again are none.
+An **incident** is an unplanned interruption of training: from the failure of a rank or a node that restarts the ranks
+or ends the run, to the next completed step, with all failures in between. An injected fault is not an incident, its
+effect is. A node that joins, leaves on request, or is lost without a restart is not an incident.
 
-Its **recovery time** is the time from its first failure to the end of the first step that is done after it: what the
-console says when it is over. Where a run's records have no such line, it follows from their times.
+The **recovery time** is the time from the first failure to the end of the first step completed after it, as the
+console prints it. If a run's records lack it, it is computed from their times.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.records import EventKind
-from phalanx.report import event_text
+from phalanx.report import event_text, formats
 from phalanx.report.history import Record, RunHistory, events_with_steps
 
-# Worth a look, and no incident: warnings, and parts of one.
+# Notable events that are not incidents: warnings, and parts of an incident.
 PARTS = (EventKind.WORKER_DIED, EventKind.RESTARTED, EventKind.NODE_LOST, EventKind.INCIDENT, EventKind.GAVE_UP)
 EXPECTED_KINDS = (EventKind.INJECTED, EventKind.STOPPED, EventKind.STOP_REQUESTED, EventKind.WARNING)
 
 
 @dataclass(frozen=True)
 class Incident:
-    """One incident: the event of its first failure, the step that was done last before it, and the event by which the
-    run says that it is over. `step` is the first one after it and `seconds` the recovery time, None where no step
-    followed; `replayed_steps` is how many steps were done a second time."""
+    """One incident: the event of its first failure, the last step before it, and the event that ends it. `step` is the
+    first step after it and `seconds` the recovery time, both None if no step followed; `replayed_steps` counts the
+    steps that were repeated."""
 
     cause: Record
     after_step: int | None
@@ -33,31 +32,31 @@ class Incident:
     step: int | None
     seconds: float | None
     replayed_steps: int
-    gave_up: Record | None = None  # why it was not gone on after it
+    gave_up: Record | None = None  # why the run did not continue
 
     @property
     def time(self) -> float | None:
-        return event_text.finite_number(self.cause, "time")
+        return formats.finite_number(self.cause, "time")
 
     @property
     def what(self) -> str:
-        """What failed and what was done about it."""
+        """What failed, and the action taken."""
         if self.end_event is not None:
             what = self.end_event.get("what", "something failed")
-            return f"{what}; {self.end_event.get('done', 'the ranks start again')}"
+            return f"{what}; {self.end_event.get('done', 'all ranks restart')}"
         return event_text.describe_event(self.cause, self.after_step)
 
     @property
     def recovery(self) -> str:
-        """How it went on."""
+        """The outcome of the incident."""
         if self.seconds is None:
             return event_text.describe_event(self.gave_up) if self.gave_up is not None else "no step followed"
         steps = (
-            f", {self.replayed_steps} step{'' if self.replayed_steps == 1 else 's'} walked again"
+            f", {self.replayed_steps} step{'' if self.replayed_steps == 1 else 's'} replayed"
             if self.replayed_steps
             else ""
         )
-        return f"training went on with step {self.step} after {event_text.format_seconds(self.seconds)}{steps}"
+        return f"training resumed with step {self.step} after {formats.format_seconds(self.seconds)}{steps}"
 
 
 def find_incidents(run: RunHistory) -> list[Incident]:
@@ -71,10 +70,11 @@ def find_incidents(run: RunHistory) -> list[Incident]:
     for next_attempt, failures in part_of.items():
         first, cause, after_step = failures[0]
         told = _find_end_event(run, first, next_attempt)
-        again = sum(1 for record in run.lost_steps if first <= _attempt(record) <= failures[-1][0])
+        lost = run.totals.lost_by_attempt
+        again = sum(count for number, count in lost.items() if first <= number <= failures[-1][0])
         step, seconds = _first_step_after(steps, cause, next_attempt)
-        if told is not None and event_text.finite_number(told, "seconds") is not None:
-            step, seconds = told.get("step"), event_text.finite_number(told, "seconds")
+        if told is not None and formats.finite_number(told, "seconds") is not None:
+            step, seconds = told.get("step"), formats.finite_number(told, "seconds")
         gave_up = [event for event in run.events if event.get("kind") == EventKind.GAVE_UP and _attempt(event) >= first]
         ended = gave_up[-1] if gave_up and seconds is None else None
         found.append(Incident(cause, after_step, told, step, seconds, again, ended))
@@ -82,7 +82,7 @@ def find_incidents(run: RunHistory) -> list[Incident]:
 
 
 def find_other_problems(run: RunHistory) -> list[tuple[Record, int | None]]:
-    """What else went wrong or is worth a look, each with the step that was done last before it."""
+    """Other notable events, each with the last step before it."""
     return [
         (event, step)
         for event, step in events_with_steps(run)
@@ -97,7 +97,7 @@ def _attempt(record: Record) -> int:
 
 
 def _find_end_event(run: RunHistory, first: int, next_attempt: int | None) -> Record | None:
-    """The event by which the run itself says that an incident is over."""
+    """The event that ends an incident, as the run recorded it."""
     for event in run.events:
         if event.get("kind") == EventKind.INCIDENT and first < _attempt(event):
             return event if next_attempt is None or _attempt(event) <= next_attempt else None
@@ -105,12 +105,12 @@ def _find_end_event(run: RunHistory, first: int, next_attempt: int | None) -> Re
 
 
 def _first_step_after(steps: list[Record], cause: Record, next_attempt: int | None) -> tuple[int | None, float | None]:
-    """The first step of an attempt, and how long after a failure it was done."""
-    failed = event_text.finite_number(cause, "time")
+    """The first step of an attempt, and the time from a failure to its end."""
+    failed = formats.finite_number(cause, "time")
     done = [
         (moment, record["step"])
         for record in steps
-        if _attempt(record) == next_attempt and (moment := event_text.finite_number(record, "time")) is not None
+        if _attempt(record) == next_attempt and (moment := formats.finite_number(record, "time")) is not None
     ]
     if failed is None or not done:
         return None, None
@@ -119,9 +119,9 @@ def _first_step_after(steps: list[Record], cause: Record, next_attempt: int | No
 
 
 def _attempt_failures(run: RunHistory) -> dict[int, tuple[Record, int | None]]:
-    """By attempt, what brought it down, and after which step: the worker that died first (others may follow it down),
-    or else a node that was lost."""
-    # Where ranks start again for another reason than a failure, that is given.
+    """First failure of each attempt, and the last step before it: the worker that died first (others may follow), else
+    a lost node."""
+    # A restart without a failure has a reason.
     failed = {
         event.get("attempt")
         for event in run.events

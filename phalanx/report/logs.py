@@ -1,8 +1,9 @@
-"""Finding the words of a run: of its nodes, of its ranks, and of the first that went wrong."""
+"""Logs of a run: of its nodes, of its ranks, and of the first error."""
 
 import codecs
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -20,21 +21,18 @@ from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import event_text
 
-TAIL_BYTES = 64 * 1024  # of a log that is shown from near its end
-LAST_LINES = 40  # of the log of a rank that went wrong
+TAIL_BYTES = 64 * 1024  # shown of the end of a log
+LAST_LINES = 40  # of the log of a failed rank
 LOOK_S = 0.25
-NOTHING = "there are no logs yet"
-ELSEWHERE = (  # of an empty one, as a rank's is where nothing went wrong
-    "the progress of a run is kept here where `phalanx launch` started it, and else went to the terminal of its "
-    "command; `phalanx status` and `phalanx report` show what became of it"
+NOTHING = "no logs yet"
+ELSEWHERE = (  # for an empty log, such as that of a rank without errors
+    "only `phalanx launch` logs the progress of a run; that of other runs went to the terminal; see `phalanx "
+    "status` and `phalanx report`"
 )
 
 
 def find_log(paths: RunPaths, rank: int | None, node: int | None) -> Path:
-    """The file that holds what a rank, a node, or the run said: of a rank that of the newest attempt.
-
-    Raises RunError with what there is instead.
-    """
+    """Log file of a rank (newest attempt), of a node, or of the run. Raises RunError with the logs that exist."""
     if rank is not None:
         numbers = sorted(number for number in paths.list_logged_attempts() if paths.log(number, rank).exists())
         if not numbers:
@@ -74,11 +72,11 @@ def _describe_logs(paths: RunPaths) -> str:
     )
     said = [f"nodes {_few(nodes)}"] if nodes else []
     said += [f"ranks {_few(ranks)}"] if ranks else []
-    return f"there are logs of {' and '.join(said)}" if said else NOTHING
+    return f"it has logs of {' and '.join(said)}" if said else NOTHING
 
 
 def has_no_output(paths: RunPaths) -> bool:
-    """Whether nothing of a run has said anything yet: its job waits, or it is just being started."""
+    """Whether a run has no output yet: its job is queued or starting."""
     return not _job_logs(paths) and _describe_logs(paths) == NOTHING
 
 
@@ -87,7 +85,7 @@ def _few(numbers: list[int]) -> str:
 
 
 def read_tail(path: Path) -> str:
-    """The end of a file, from the beginning of a line on; all of one that is short."""
+    """The last TAIL_BYTES of a file, from the beginning of a line; a shorter file whole."""
     with open(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - TAIL_BYTES))
@@ -98,8 +96,8 @@ def read_tail(path: Path) -> str:
 
 
 def follow_file(find: Callable[[], Path], show: Callable[[str], None], ends: Callable[[], bool]) -> None:
-    """Show a growing file from near its end on, and the one that takes its place when `find` names another, until
-    `ends` says so and there is nothing more to show."""
+    """Follow a growing file from near its end, and its successor when `find` names another, until `ends` is true and
+    all is shown."""
     path = find()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
     show(read_tail(path))
@@ -112,7 +110,7 @@ def follow_file(find: Callable[[], Path], show: Callable[[str], None], ends: Cal
             show(f"\n==> {path} <==\n")
         with open(path, "rb") as file:
             if offset > file.seek(0, 2):
-                offset = 0  # it was begun anew
+                offset = 0  # the file was truncated
             file.seek(offset)
             data = file.read()
         offset += len(data)
@@ -124,9 +122,8 @@ def follow_file(find: Callable[[], Path], show: Callable[[str], None], ends: Cal
 
 
 def explain_first_error(paths: RunPaths, fetch: Callable[[Path], None]) -> Iterator[str]:
-    """Lines that tell of the first real cause of the newest incident: the event, the traceback, the end of the log.
-
-    `fetch` is called with each file before it is read. Raises RunError where nothing of the run has died.
+    """Root cause of the newest incident: lines with the event, the traceback and the end of the log. Calls `fetch` with
+    each file before reading it. Raises RunError if no rank has died.
     """
     died = [event for event in read_events(paths.events) if event.get("kind") == EventKind.WORKER_DIED]
     attempts = {event.get("attempt") for event in died}
@@ -137,9 +134,7 @@ def explain_first_error(paths: RunPaths, fetch: Callable[[Path], None]) -> Itera
         for path in paths.exit_cause(number, 0).parent.glob("rank-*.cause.json")
     )
     if not numbers and not causes:
-        raise RunError(
-            f"no rank of {paths.display_name} has died, so there is no first error; see `phalanx logs` without it"
-        )
+        raise RunError(f"no rank of {paths.display_name} has died; run `phalanx logs` without --first-error")
     if numbers:
         event = next(event for event in died if event.get("attempt") == numbers[-1])
         yield f"attempt {numbers[-1]}: {event_text.describe_event(event)}"
@@ -155,12 +150,12 @@ def explain_first_error(paths: RunPaths, fetch: Callable[[Path], None]) -> Itera
 
 
 def _recorded_cause(paths: RunPaths, died: dict[str, Any]) -> Iterator[str]:
-    """What the records know of a rank that a signal ended, which had no time to say anything itself."""
+    """Recorded facts of a rank that was killed by a signal and could not report its cause."""
     attempt, rank = died.get("attempt"), died.get("rank")
     if died.get("doing"):
-        yield f"  it was doing: {died['doing']}"
+        yield f"  operation: {died['doing']}"
     steps = [record.get("step") for record in read_lines(paths.metrics) if record.get("attempt") == attempt]
-    yield f"  the last step that the attempt has done: {steps[-1] if steps else 'none'}"
+    yield f"  last step of the attempt: {steps[-1] if steps else 'none'}"
     events = list(read_events(paths.events))
     for event in events[: events.index(died)]:
         if event.get("kind") == EventKind.INJECTED and (event.get("attempt"), event.get("rank")) == (attempt, rank):
@@ -171,8 +166,8 @@ def _recorded_cause(paths: RunPaths, died: dict[str, Any]) -> Iterator[str]:
             yield f"  {event_text.describe_event(event)}"
     if died.get("signal") == "SIGKILL":
         yield (
-            "  SIGKILL comes from outside and leaves a process no time for a word: the kernel sends it where memory"
-            " runs out (`dmesg -T` on that machine says so), and so do schedulers, container limits and people"
+            "  SIGKILL comes from outside, and the process cannot log it. Senders are the kernel when memory runs "
+            "out (see `dmesg -T` on that machine), schedulers, container limits and users"
         )
 
 
@@ -194,13 +189,12 @@ def _rank_error_lines(paths: RunPaths, attempt: int, rank: int, fetch: Callable[
 
 
 # ------------------------------------------------------------------------------------------------------------ terminal
-# The terminal, or whatever the output goes to: when nobody takes it any more the program goes on without a word.
+# The output stream: once it is closed, the program continues silently.
 
 
 class QuietStream:
-    """A text stream that goes quiet, instead of raising, once its reader, terminal or disk is gone (`| head`, EIO).
-
-    Its descriptor is pointed at /dev/null then: what still lies in buffers would raise at the next flush, anywhere.
+    """Text stream that drops its output, instead of raising, once its reader, terminal or disk is gone (`| head`, EIO).
+    Its descriptor then points to /dev/null, since buffered text would raise at the next flush.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -221,7 +215,7 @@ class QuietStream:
         return self._stream.fileno()
 
     def write(self, text: str) -> int:
-        """Write, as long as somebody takes it."""
+        """Write, unless the stream is closed."""
         if not self._lost:
             try:
                 return self._stream.write(text)
@@ -230,7 +224,7 @@ class QuietStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, as long as somebody takes it."""
+        """Flush, unless the stream is closed."""
         if not self._lost:
             try:
                 self._stream.flush()
@@ -240,13 +234,13 @@ class QuietStream:
     def _lose(self) -> None:
         self._lost = True
         null = os.open(os.devnull, os.O_WRONLY)
-        with contextlib.suppress(OSError):  # a stream without a descriptor has nothing to redirect
+        with contextlib.suppress(OSError):  # a stream without a descriptor
             os.dup2(null, self._stream.fileno())
         os.close(null)
 
 
 def open_terminal(stream: TextIO | None = None, width: int | None = None) -> Console:
-    """A rich console on a stream (standard output if None) that goes quiet when nobody takes its output any more."""
+    """A rich console on a stream (standard output if None), which drops its output once the stream is closed."""
     output = QuietStream(sys.stdout if stream is None else stream)
     return Console(file=cast(TextIO, output), width=width, highlight=False, emoji=False)
 
@@ -254,7 +248,8 @@ def open_terminal(stream: TextIO | None = None, width: int | None = None) -> Con
 # ------------------------------------ progress bars for work before and after training: tokenising, exporting, loading
 
 
-# Those whose progress is counted in bytes: their bar shows a rate as well.
+SLOW_S = 5.0  # without a terminal, a phase that takes longer prints a line
+# Phases counted in bytes: their bar also shows a rate.
 IN_BYTES = ("tokenizer", "tokens", "records")
 PHASES = {
     "tokenizer": "training the tokenizer",
@@ -268,9 +263,10 @@ PHASES = {
 
 @contextlib.contextmanager
 def phase_progress(aside: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A function `(phase, done, total)` that shows a bar per phase; without a terminal, a line when a phase begins.
+    """Progress bars of phases: yields a function `(phase, done, total)`. The bars vanish at the end; without a
+    terminal, a phase prints one line once it has run for SLOW_S seconds.
 
-    `aside`: beside an output that is the result itself: on standard error, gone at the end, and only on a terminal.
+    `aside` is for a command whose standard output is its result: bars on standard error, and no lines.
     """
     console = open_terminal(sys.stderr if aside else None)
     columns = (
@@ -280,21 +276,24 @@ def phase_progress(aside: bool = False) -> Iterator[Callable[[str, int, int], No
         TextColumn("{task.fields[rate]}"),
     )
     bars: dict[str, TaskID] = {}
+    slow_at: dict[str, float] = {}  # when a phase without a terminal gets its line
     with Progress(
         *columns,
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,
-        transient=aside,
+        transient=True,
     ) as shown:
 
         def report(phase: str, done: int, total: int) -> None:
             if phase not in bars:
                 name = PHASES.get(phase, phase)
                 bars[phase] = shown.add_task(name, total=total, rate="")
-                if not console.is_terminal and not aside:
-                    console.print(name)
+                slow_at[phase] = math.inf if console.is_terminal or aside else time.monotonic() + SLOW_S
+            if time.monotonic() >= slow_at[phase]:
+                slow_at[phase] = math.inf
+                console.print(f"{PHASES.get(phase, phase)}: {100 * done / max(1, total):.0f} %")
             shown.update(bars[phase], completed=done, total=total)
             task = shown.tasks[bars[phase]]
             if phase in IN_BYTES and task.speed:

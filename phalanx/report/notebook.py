@@ -1,4 +1,4 @@
-"""Live display of a run below a notebook's cell: a progress bar with its figures, and the loss curve."""
+"""Live display of a run in a notebook: a progress bar with figures, and the loss curve."""
 
 import html
 import io
@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from phalanx.core.records import EventKind
+from phalanx.report import formats
 from phalanx.report.console import Console
 
 REDRAW_S = 0.5
@@ -22,24 +23,25 @@ def is_notebook() -> bool:
 
 
 class NotebookBar(Console):
-    """A run's console whose bar is an element of the notebook's page. Events are not shown: who starts the run prints
-    them as lines."""
+    """Progress bar of a run as an element of a notebook's page. It does not show events: the caller prints them as
+    lines."""
 
     def __init__(self, total_steps: int, description: str, unit: str = "tokens") -> None:
         from IPython.display import display
 
         super().__init__(total_steps, description, io.StringIO(), unit)
         self._points: list[tuple[int, float]] = []  # step and loss
-        self._every = 1  # of the steps, how many there are to a point
+        self._every = 1  # steps to a point
         self._changed_at = time.monotonic()
         self._handle = display(self, display_id=True)
 
     def on_step(self, record: dict[str, Any]) -> None:
         super().on_step(record)
-        if self._loss is not None and self.step % self._every == 0:
+        loss = formats.finite_number(record, "loss")
+        if loss is not None and self.step % self._every == 0:
             while self._points and self._points[-1][0] >= self.step:  # replayed
                 self._points.pop()
-            self._points.append((self.step, self._loss))
+            self._points.append((self.step, loss))
         if len(self._points) > MOST_POINTS:
             self._every *= 2
             self._points = [point for point in self._points if point[0] % self._every == 0]
@@ -56,7 +58,7 @@ class NotebookBar(Console):
         self._redraw()
 
     def _step_line(self) -> None:
-        """No lines: `tick` draws."""
+        """Prints no line; `tick` draws."""
 
     def _redraw(self) -> None:
         self._changed_at = time.monotonic()
@@ -66,7 +68,7 @@ class NotebookBar(Console):
         return "  ".join([f"{self.description} step {self.step}/{self.total_steps}", *self._figures()])
 
     def _repr_html_(self) -> str:
-        """The bar, and the curve once there is one; IPython calls this."""
+        """HTML of the bar and the curve; called by IPython."""
         figures = html.escape("  ".join([f"{self.step}/{self.total_steps}", *self._figures()]))
         bar = (
             f'<div style="white-space: pre"><b>{html.escape(self.description)}</b>  '

@@ -1,4 +1,4 @@
-"""The script of a report's page: it draws the charts and says what is at the pointer. BokehJS is in the page.
+"""The script of a report's page: it draws the charts and shows the values at the pointer. BokehJS is in the page.
 
 The box of values, the vertical line through all charts and the legends are elements of the page, not of Bokeh, so that
 text of a run is never read as markup, and they follow the page's colours.
@@ -138,7 +138,7 @@ function keys(chart) {
 function legend() {
   const entries = Object.entries(shapes).filter(([kind]) => data.events.some((event) => event.class === kind))
     .map(([, shape]) => [shape.mark, shape.color, shape.word]);
-  if (data.lost.step.length) entries.push(["\u22ef", "blue", "steps lost and walked again"]);
+  if (data.lost.step.length) entries.push(["\u22ef", "blue", "lost steps, replayed"]);
   for (const [mark, tone, word] of entries) {
     const item = document.createElement("span"), sign = document.createElement("i");
     sign.textContent = mark; sign.style.color = `var(--${tone})`;

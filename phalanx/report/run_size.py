@@ -1,4 +1,4 @@
-"""What a dry run found, as tables for a terminal."""
+"""Tables of a dry run for a terminal: parameters, memory, FLOPs."""
 
 from typing import Any
 
@@ -6,34 +6,34 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.records import EventKind
-from phalanx.report import event_text
+from phalanx.report import event_text, formats
 from phalanx.report.logs import open_terminal
 
 
 def print_run_size(found: dict[str, Any]) -> None:
-    """Print the tables of `phalanx.launch.dry_run_estimate`, and what its numbers leave out."""
+    """Print the tables of `phalanx.launch.dry_run_estimate`, with its assumptions."""
     terminal = open_terminal()
     model, assumed, work, disk = (found[name] for name in ("model", "assumed", "work", "disk"))
     ranks = assumed["ranks"]
-    memory = [(name, event_text.format_bytes(value)) for name, value in found["memory"].items()]
-    kept = [(name, event_text.format_bytes(value)) for name, value in found["host_memory"].items()]
+    memory = [(name, formats.format_bytes(value)) for name, value in found["memory"].items()]
+    kept = [(name, formats.format_bytes(value)) for name, value in found["host_memory"].items()]
     table = Table.grid(padding=(0, 3, 0, 0))
     for title, rows in {
         "parameters": _parameters(model),
         **({"layout": _layout(found["layout"])} if found["layout"] else {}),
         _whose(ranks, bool(found["layout"])): [
             *memory,
-            ("together", event_text.format_bytes(found["memory_total"])),
+            ("together", formats.format_bytes(found["memory_total"])),
         ],
-        **({"kept of each rank in the memory of the host": kept} if kept else {}),
+        **({"in host memory for each rank": kept} if kept else {}),
         f"activations of one {'sequence' if work['unit'] == 'tokens' else 'sample'}": [
-            (f"memory.activations={mode}", event_text.format_bytes(value)) for mode, value in found["sequence"].items()
+            (f"memory.activations={mode}", formats.format_bytes(value)) for mode, value in found["sequence"].items()
         ],
         "work": _work(work),
         "disk": [
-            ("a checkpoint", f"{event_text.format_bytes(disk['checkpoint'])}, {disk['checkpoints_kept']} kept"),
-            ("an export", event_text.format_bytes(disk["export"])),
-            *([("its adapter alone", event_text.format_bytes(disk["adapter"]))] if disk["adapter"] else []),
+            ("a checkpoint", f"{formats.format_bytes(disk['checkpoint'])}, {disk['checkpoints_kept']} kept"),
+            ("an export", formats.format_bytes(disk["export"])),
+            *([("its adapter only", formats.format_bytes(disk["adapter"]))] if disk["adapter"] else []),
         ],
     }.items():
         table.add_row(Text(title, style="bold cyan"))
@@ -48,42 +48,42 @@ def print_run_size(found: dict[str, Any]) -> None:
 
 
 def size_notes(assumed: dict[str, Any], keeps: bool = False) -> list[str]:
-    """What was assumed, and what the numbers leave out."""
+    """The assumptions, and what the numbers exclude."""
     zero = "" if assumed["zero"] is None else f" with parallel.zero {assumed['zero']}"
     found = [
-        f"Reckoned for {assumed['dtype']}, engine {assumed['engine']}{zero}, {assumed['micro_batch']} sample"
+        f"Estimated for {assumed['dtype']}, engine {assumed['engine']}{zero}, {assumed['micro_batch']} sample"
         f"{'s' if assumed['micro_batch'] > 1 else ''} at a time, memory.activations={assumed['activations']}."
     ]
     if assumed["by_formula"]:
         state = "" if assumed["zero"] is None else ", as the shares of the state,"
-        found.append(f"Activations and loss{state} are estimates, by the planner's formulas.")
+        found.append(f"Activations and loss{state} are estimates from the planner's formulas.")
     if assumed["zero_needs"]:
         one, two = (assumed["zero_needs"][zero] for zero in ("1", "2"))
-        # a few units save nothing by it
-        between = f"2 where it has {event_text.format_bytes(two)}, " if two < one else ""
+        # few units save nothing
+        between = f"2 where it has {formats.format_bytes(two)}, " if two < one else ""
         found.append(
-            f"parallel.zero is auto: the run takes 1 where each rank has {event_text.format_bytes(one)} free, "
+            f"parallel.zero is auto: the run takes 1 where each rank has {formats.format_bytes(one)} free, "
             f"{between}else 3."
         )
     if assumed["micro_batch_measured"]:
         found.append(
-            "train.micro_batch is auto: the run measures what fits; each further sequence takes as much again."
+            "train.micro_batch is auto: the run measures what fits; each further sequence takes the same memory."
         )
     if assumed["activations_measured"]:
-        found.append("memory.activations is auto: the run takes the first mode that fits; reckoned for none.")
+        found.append("memory.activations is auto: the run takes the first mode that fits; estimated for none.")
     if assumed["vocabulary_trained"]:
-        found.append("The tokenizer is still to be trained: on a small text it gets fewer tokens than assumed here.")
+        found.append("The tokenizer is not trained yet: a small text gives it fewer tokens than assumed here.")
     if assumed["labels_assumed"]:
-        found.append("task.labels is auto: the data say how many there are; the head is reckoned for two.")
+        found.append("task.labels is auto: the data define the labels; the head is estimated for two.")
     if keeps:
         found.append(
-            "What is kept in the host's memory outlives the ranks (resilience.in_memory_checkpoints, "
-            "resilience.replicate_every); with auto as far as there is room. On CPUs the state lies "
-            "there alone, and gradients are kept beside replicas."
+            "Copies in host memory outlive the ranks (resilience.in_memory_checkpoints, "
+            "resilience.replicate_every); auto keeps them if they fit. On CPUs host memory has the state itself, "
+            "and gradients beside replicas."
         )
     found.append(
-        "Left out: what compilation saves, the allocator's unused blocks, buffers of collectives, the driver and torch "
-        "itself; allow a fifth of the device for them. FLOPs are those of the model: recomputation is not counted."
+        "Not included: savings of compilation, unused blocks of the allocator, buffers of collectives, the driver "
+        "and torch itself; allow a fifth of the device for them. FLOPs are those of the model, without recomputation."
     )
     return found
 
@@ -107,7 +107,7 @@ def _layout(layout: dict[str, Any]) -> list[tuple[str, str]]:
             f"{start} to {stop - 1}" if stop - start > 1 else f"{start}" for _, start, stop in rank["stages"]
         )
         name = f"place {number}: layers {layers}" if pipeline > 1 else "each"
-        parameters, memory = event_text.format_count(rank["parameters"]), event_text.format_bytes(rank["memory"])
+        parameters, memory = formats.format_count(rank["parameters"]), formats.format_bytes(rank["memory"])
         held = f"{parameters} parameters{of_slice}, {memory}"
         rows.append((name, held))
     return rows
@@ -116,28 +116,29 @@ def _layout(layout: dict[str, Any]) -> list[tuple[str, str]]:
 def _parameters(model: dict[str, Any]) -> list[tuple[str, str]]:
     whole = model["parameters"]
     rows = [
-        (name, f"{event_text.format_count(count)}  {100 * count / whole:4.1f} %")
-        for name, count in model["parts"].items()
+        (name, f"{formats.format_count(count)}  {100 * count / whole:4.1f} %") for name, count in model["parts"].items()
     ]
-    trained = f"{event_text.format_count(model['trained'])}  {100 * model['trained'] / whole:.3g} %"
+    trained = f"{formats.format_count(model['trained'])}  {100 * model['trained'] / whole:.3g} %"
     return [("all", f"{whole:,}"), *rows, ("trained", trained)]
 
 
 def _work(work: dict[str, Any]) -> list[tuple[str, str]]:
     unit, flops = work["unit"], f"{work['flops_per_token']:.3g}"
-    step, run = (
-        f"{work['sequences_per_step']:,} samples",
-        f"{work['steps']:,} steps, {event_text.format_count(work['tokens'])}",
-    )
+    step, run = f"{work['sequences_per_step']:,} samples", f"{work['epochs']} epochs of the data, not counted here"
+    if work["steps"] is not None:
+        run = f"{work['steps']:,} steps, {formats.format_count(work['tokens'])} {unit}"
     if unit == "tokens":
-        step = f"{work['sequences_per_step']:,} sequences, {event_text.format_count(work['tokens_per_step'])} tokens"
+        step = f"{work['sequences_per_step']:,} sequences, {formats.format_count(work['tokens_per_step'])} tokens"
         flops += f", {work['flops_per_token_causal']:.3g} with causal attention"
+    if work["rampup_batch"] is not None:
+        start, increment, samples = work["rampup_batch"]
+        step += f"; the first {samples:,} sequences in steps of {start:,}, growing by {increment:,}"
     if not work["flops_per_token"]:
-        return [("a step", step), ("the run", f"{run} {unit}"), ("FLOPs", "not known")]
+        return [("a step", step), ("the run", run), ("FLOPs", "not known")]
     return [
         ("a step", step),
-        ("the run", f"{run} {unit}"),
+        ("the run", run),
         (f"FLOPs of a {unit[:-1]}", flops),
         ("FLOPs of a step", f"{work['flops_per_step']:.3g}"),
-        ("FLOPs of the run", f"{work['flops']:.3g}"),
+        *([] if work["flops"] is None else [("FLOPs of the run", f"{work['flops']:.3g}")]),
     ]

@@ -1,5 +1,4 @@
-"""How a run stands, from its records alone: facts as plain data (`read_status`), and one screen of them
-(`render_status`)."""
+"""Status of a run from its records: facts as plain data (`read_status`), and one screen of them (`render_status`)."""
 
 import statistics
 import time
@@ -15,14 +14,14 @@ from rich.text import Text
 from phalanx.core.errors import RunError
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
-from phalanx.report import event_text
+from phalanx.report import event_text, formats
 from phalanx.report.history import RunHistory, count_attempts, read_run_history, run_status
 from phalanx.report.incidents import Incident, find_incidents, find_other_problems
 
-RATE_STEPS = 20  # rate and time left follow from a median of these many steps
-NODES = 8  # each of which has a line on the screen; of more those only that something is to be said of
-MEANT, WELL = "in the run", ("", "ok", "unknown")  # of a node that nothing is to be said of
-INCIDENTS = 8  # and warnings, shown on the screen; the JSON has them all
+RATE_STEPS = 20  # rate and time left are from the median of these many steps
+NODES = 8  # each has a line on the screen; of more nodes, those with a finding or a request
+MEANT, WELL = "in the run", ("", "ok", "unknown")  # of a node without a finding or a request
+INCIDENTS = 8  # and warnings, on the screen; the JSON has all
 STYLES = {"bad": "bold red", "warn": "yellow", "good": "green", "info": "cyan", "quiet": "dim"}
 
 Facts = dict[str, Any]
@@ -31,17 +30,34 @@ Facts = dict[str, Any]
 def read_status(
     paths: RunPaths, now: float, scheduler: Facts | None = None, nodes: Sequence[Mapping[str, str]] = ()
 ) -> Facts:
-    """What is known of a run at the time `now`: plain data, all of it from the records but `scheduler`, which is what
-    the caller knows of its job or process (`by`, `id`, `state`, ...), and `nodes` (each with `node`, `state`, `health`
-    and `why`).
-
-    Raises RunError where there are neither records nor a job.
+    """Status of a run at the time `now`, as plain data from its records. The caller adds `scheduler`, the job or
+    process (`by`, `id`, `state`, ...), and `nodes` (each with `node`, `state`, `health` and `why`). Raises RunError if
+    there are neither records nor a job.
     """
     if not paths.metrics.exists() and not paths.events.exists():
         if scheduler is None:
-            raise RunError(f"{paths.display_name} holds no run; name the folder of one, or start it")
+            raise RunError(f"no run in {paths.display_name}; give the folder of a run, or start it")
         return _empty(paths, scheduler)
-    run = read_run_history(paths)
+    return describe_run(read_run_history(paths), paths, now, scheduler, nodes)
+
+
+def describe_trouble(run: RunHistory) -> Facts:
+    """Incidents and warnings of a run: a part of its facts that changes with its events and attempts alone."""
+    return {
+        "incidents": [_incident(each) for each in find_incidents(run)],
+        "warnings": [_other(event, after) for event, after in find_other_problems(run)],
+    }
+
+
+def describe_run(
+    run: RunHistory,
+    paths: RunPaths,
+    now: float,
+    scheduler: Facts | None,
+    nodes: Sequence[Mapping[str, str]],
+    trouble: Facts | None = None,
+) -> Facts:
+    """The facts of `read_status` from a history that was read; `trouble` if it is known already."""
     alive = scheduler is not None and scheduler.get("state") in ("RUNNING", "COMPLETING")
     state, tone = run_status(run, now)
     if alive and state in ("not finished", "died"):
@@ -62,7 +78,7 @@ def read_status(
         "tone": tone,
         "step": step,
         "steps": steps,
-        "loss": event_text.finite_number(last, "loss"),
+        "loss": formats.finite_number(last, "loss"),
         "unit": started[-1].get("unit", "tokens") if started else "tokens",
         "tokens_per_s": _median(recent, "tokens_per_s"),
         "left_s": (steps - step) * step_s if running and steps and step_s is not None else None,
@@ -73,9 +89,8 @@ def read_status(
         "nodes": list(nodes),
         "checkpoint": _checkpoint(run),
         "goodput": measure_goodput(run, now if running else None),
-        "incidents": [_incident(each) for each in find_incidents(run)],
-        "warnings": [_other(event, after) for event, after in find_other_problems(run)],
-        "last_line": run.last_line or None,  # of records that are empty yet
+        **(describe_trouble(run) if trouble is None else trouble),
+        "last_line": run.last_line or None,  # of records that are still empty
         "scheduler": scheduler,
     }
 
@@ -91,15 +106,15 @@ def _empty(paths: RunPaths, scheduler: Facts) -> Facts:
 
 
 def measure_goodput(run: RunHistory, now: float | None) -> Facts | None:
-    """The share of a run's time that went into steps that count: the sum of their times over the time between each
-    start and the orderly end that follows it (a stop, the last step), or the last line, or `now` for a run that goes
-    on. Time between an orderly end and the next start, such as in a queue, is not the run's; None before any step.
+    """Goodput: the sum of the times of counted steps over the run's time, from each start to its orderly end (a stop,
+    the last step), its last line, or `now` while it runs. Time between an orderly end and the next start, such as in a
+    queue, does not count. None before the first step.
     """
-    counted_s = sum(event_text.finite_number(record, "step_s") or 0.0 for record in run.counted_steps)
+    counted_s = run.totals.counted_s
     marks = [
         (moment, str(event.get("kind")))
         for event in run.events
-        if (moment := event_text.finite_number(event, "time")) is not None
+        if (moment := formats.finite_number(event, "time")) is not None
         and event.get("kind") in (EventKind.RUN_STARTED, EventKind.RESTARTED, EventKind.STOPPED, EventKind.FINISHED)
     ]
     if not counted_s or not marks:
@@ -109,14 +124,14 @@ def measure_goodput(run: RunHistory, now: float | None) -> Facts | None:
         if kind in (
             EventKind.RUN_STARTED,
             EventKind.RESTARTED,
-        ):  # the latter alone where ranks have only stopped for other nodes
+        ):  # the latter alone if ranks only stopped for other nodes
             began = moment if began is None else began
         elif began is not None:
             wall_s, began = wall_s + moment - began, None
     if began is not None:
         wall_s += max(0.0, (run.ended if now is None else now) - began)
     wall_s = max(wall_s, counted_s)
-    return {"share": counted_s / wall_s, "counted_s": counted_s, "wall_s": wall_s, "lost_steps": len(run.lost_steps)}
+    return {"share": counted_s / wall_s, "counted_s": counted_s, "wall_s": wall_s, "lost_steps": run.totals.lost_steps}
 
 
 def _incident(each: Incident) -> Facts:
@@ -131,17 +146,20 @@ def _incident(each: Incident) -> Facts:
 def _other(event: Facts, step: int | None) -> Facts:
     kind = str(event.get("kind"))
     tone, text = event_text.event_mark(kind).tone, event_text.describe_event(event, step)
-    return {"time": event_text.finite_number(event, "time"), "kind": kind, "step": step, "tone": tone, "text": text}
+    return {"time": formats.finite_number(event, "time"), "kind": kind, "step": step, "tone": tone, "text": text}
 
 
 def _total_steps(run: RunHistory) -> int | None:
-    train = run.config.get("train")
+    started = (event.get("steps") for event in reversed(run.events) if event.get("kind") == EventKind.RUN_STARTED)
+    if isinstance(steps := next(started, None), int):
+        return steps
+    train = run.facts.config.get("train")
     steps = train.get("steps") if isinstance(train, dict) else None
     return steps if isinstance(steps, int) else None
 
 
 def _median(records: Sequence[Facts], key: str) -> float | None:
-    values = [value for record in records if (value := event_text.finite_number(record, key)) is not None]
+    values = [value for record in records if (value := formats.finite_number(record, key)) is not None]
     return statistics.median(values) if values else None
 
 
@@ -149,14 +167,14 @@ def _checkpoint(run: RunHistory) -> Facts | None:
     saved = [event for event in run.events if event.get("kind") == EventKind.CHECKPOINT_SAVED]
     if not saved:
         return None
-    return {"step": saved[-1].get("step"), "time": event_text.finite_number(saved[-1], "time")}
+    return {"step": saved[-1].get("step"), "time": formats.finite_number(saved[-1], "time")}
 
 
 # ---------------------------------------------------------------------------------------------------------- on a screen
 
 
 def render_status(facts: Facts, now: float) -> RenderableType:
-    """One screen of `read_status`'s facts."""
+    """Render the facts of `read_status` as one screen."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -180,7 +198,7 @@ def _rows(facts: Facts, now: float) -> list[tuple[str, RenderableType]]:
     quiet = (
         ""
         if facts["last_line"] is None
-        else f", last heard of {event_text.format_seconds(max(0.0, now - facts['last_line']))} ago"
+        else f", last record {formats.format_seconds(max(0.0, now - facts['last_line']))} ago"
     )
     rows.append(("state", Text(facts["state"] + quiet, style=STYLES[facts["tone"]])))
     if facts["scheduler"] is not None:
@@ -189,9 +207,9 @@ def _rows(facts: Facts, now: float) -> list[tuple[str, RenderableType]]:
         rows.append(("progress", _progress(facts)))
         figures = [f"loss {facts['loss']:.4f}" if facts["loss"] is not None else "loss is not a finite number"]
         if facts["tokens_per_s"] is not None:
-            figures.append(f"{event_text.format_count(facts['tokens_per_s'])} {facts['unit']}/s")
+            figures.append(f"{formats.format_count(facts['tokens_per_s'])} {facts['unit']}/s")
         if facts["left_s"] is not None:
-            figures.append(f"{event_text.format_clock(facts['left_s'])} left")
+            figures.append(f"{formats.format_clock(facts['left_s'])} left")
         rows.append(("", Text("   ".join(figures))))
     if facts["ranks"] is not None:
         ranks = f"{facts['ranks']} rank{'' if facts['ranks'] == 1 else 's'} on {facts['device']}"
@@ -200,18 +218,18 @@ def _rows(facts: Facts, now: float) -> list[tuple[str, RenderableType]]:
         rows.append(("nodes", _nodes(facts)))
     if facts["checkpoint"] is not None:
         when = facts["checkpoint"]["time"]
-        ago = "" if when is None else f", {event_text.format_seconds(max(0.0, now - when))} ago"
+        ago = "" if when is None else f", {formats.format_seconds(max(0.0, now - when))} ago"
         rows.append(("checkpoint", Text(f"step {facts['checkpoint']['step']}{ago}")))
     if (good := facts["goodput"]) is not None:
-        lost = f"; {good['lost_steps']} steps were walked again" if good["lost_steps"] else ""
-        counted, wall = event_text.format_seconds(good["counted_s"]), event_text.format_seconds(good["wall_s"])
+        lost = f"; {good['lost_steps']} steps were replayed" if good["lost_steps"] else ""
+        counted, wall = formats.format_seconds(good["counted_s"]), formats.format_seconds(good["wall_s"])
         text = f"{good['share']:.1%}: {counted} of steps in {wall}{lost}"
         rows.append(("goodput", Text(text)))
     return rows
 
 
 def _nodes(facts: Facts) -> Text:
-    """Each node where they are few; of many how many there are, and those that something is to be said of."""
+    """Each node if there are few; of many, their number and those with a finding or a request."""
     if not facts["nodes"]:
         return Text(", ".join(map(str, facts["hosts"] or [])))
     told = [(node, node["state"] != MEANT or node["health"] not in WELL or node["why"]) for node in facts["nodes"]]
@@ -235,7 +253,7 @@ def _progress(facts: Facts) -> RenderableType:
 
 
 def describe_scheduler(scheduler: Facts) -> str:
-    """What is known of the job or process, on one line."""
+    """The job or process on one line."""
     if scheduler["by"] == "process":
         return f"process {scheduler['id']} on {scheduler['nodes']}"
     parts = [f"{scheduler['id']} of {scheduler['by'].capitalize()}, {scheduler['state']}"]
@@ -246,7 +264,7 @@ def describe_scheduler(scheduler: Facts) -> str:
         f", until {scheduler['end_time']}" if scheduler.get("state") == "RUNNING" and scheduler.get("end_time") else ""
     )
     restarts = scheduler.get("restarts") or 0
-    parts.append(f", started again {restarts} time{'' if restarts == 1 else 's'}" if restarts else "")
+    parts.append(f", restarted {restarts} time{'' if restarts == 1 else 's'}" if restarts else "")
     return "".join(parts)
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from phalanx.layout.balance import Division
 from phalanx.layout.hardware import Hardware, MeasuredDevice
-from phalanx.report import event_text
+from phalanx.report import formats
 from phalanx.report.page_script import PAGE_SCRIPT
 
 # -------------------------------------- what checks of nodes have found, and which nodes a run or Slurm has, as tables
@@ -28,8 +28,7 @@ STYLES: Mapping[str, str] = {
 
 
 def render_findings_table(result: Mapping[str, Any], show_ok: bool = True) -> Table:
-    """A row for each finding of a node, as in its results file; without those that are well where `show_ok` is
-    false."""
+    """Findings of a node, a row each, as in its results file; `show_ok=False` omits those that are ok."""
     verdict = str(result["verdict"])
     shown = Table(
         title=Text.assemble(f"{result['host']}: ", (verdict, STYLES.get(verdict, ""))),
@@ -49,8 +48,19 @@ def render_findings_table(result: Mapping[str, Any], show_ok: bool = True) -> Ta
     return shown
 
 
+def render_rows(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Rows with the same keys, which head the columns; columns without a value are omitted."""
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    columns = [key for key in rows[0] if any(row[key] for row in rows)]
+    for column in columns:
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text(row[column], STYLES.get(row[column], "")) for column in columns))
+    return shown
+
+
 def render_node_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """A row for each node: its name, its state, its health, what is asked of it or why it is out of use."""
+    """Nodes, a row each: name, state, health, and the request or the reason it is drained."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("node", "state", "health"):
         shown.add_column(column, no_wrap=True)
@@ -65,14 +75,14 @@ def render_node_table(rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def render_hardware_table(known: Hardware, division: Division) -> Table:
-    """A row for each rank: its device, its speed by size of micro-batch, and its share of a step under `division`."""
+    """Measured devices, a row for each rank: speed by size of micro-batch, and its share of a step under `division`."""
     positions = known.work.get("positions")
     positions = positions if type(positions) is int and positions > 1 else 1
     unit = "tokens/s" if positions > 1 else "samples/s"
     each = "sequence" if positions > 1 else "sample"
     several = len({device.host for device in known.devices}) > 1
     copies = any(device.host_to_device_bytes_per_s for device in known.devices)
-    # Fits a terminal of 80 columns: the names and the speeds of a device take as many lines as they need.
+    # Fits 80 columns: names and speeds wrap.
     shown = Table(caption=_caption(known, division, each), caption_justify="left", box=None, padding=(0, 2, 0, 0))
     shown.add_column("rank", justify="right", no_wrap=True)
     shown.add_column("device", min_width=8, overflow="fold")
@@ -85,17 +95,17 @@ def render_hardware_table(known: Hardware, division: Division) -> Table:
         shown.add_column("host to\ndevice", justify="right", no_wrap=True)
     shown.add_column(f"share\nof {sum(division.shares)}", justify="right", no_wrap=True)
     for device, share in zip(known.devices, division.shares, strict=True):
-        speeds = [f"{size}:{event_text.format_count(positions * size / seconds)}" for size, seconds in device.times]
+        speeds = [f"{size}:{formats.format_count(positions * size / seconds)}" for size, seconds in device.times]
         best = max((size / seconds for size, seconds in device.times), default=None)
         bandwidth = device.host_to_device_bytes_per_s
         shown.add_row(
             str(device.rank),
             _called(device, several),
-            event_text.format_bytes(device.memory_bytes),
+            formats.format_bytes(device.memory_bytes),
             str(device.most),
             "  ".join(speeds) or "-",
-            *(["-" if best is None else event_text.format_count(best)] if positions > 1 else []),
-            *(["-" if bandwidth is None else f"{event_text.format_bytes(bandwidth)}/s"] if copies else []),
+            *(["-" if best is None else formats.format_count(best)] if positions > 1 else []),
+            *(["-" if bandwidth is None else f"{formats.format_bytes(bandwidth)}/s"] if copies else []),
             str(share),
         )
     return shown
@@ -107,13 +117,13 @@ def _called(device: MeasuredDevice, several: bool) -> str:
 
 
 def _caption(known: Hardware, division: Division, each: str) -> str:
-    parts = [f"speeds by {each}s of a micro-batch, of forward and backward passes alone, not compiled"]
+    parts = [f"speeds by {each}s of a micro-batch: forward and backward passes only, not compiled"]
     if known.link is not None:
-        rate, latency = event_text.format_bytes(known.link.bytes_per_s), event_text.format_seconds(known.link.latency_s)
+        rate, latency = formats.format_bytes(known.link.bytes_per_s), formats.format_seconds(known.link.latency_s)
         parts.append(f"an all-reduce over all ranks: {rate}/s, and {latency} for one number")
     plural = "es" if division.parts > 1 else ""
     few = f"{min(division.own)} to {division.parts}" if division.own else str(division.parts)
-    parts.append(f"each rank would take its share of a step in {few} micro-batch{plural}")
+    parts.append(f"each rank takes its share of a step in {few} micro-batch{plural}")
     return "; ".join(parts)
 
 
@@ -124,7 +134,8 @@ WIDEST_BAR = 40
 
 
 def print_datasets(console: Console, found: Sequence[Any]) -> None:
-    """Print a table of sets, and of each its lengths and samples; `found` are `data.inspect.TokenSetStats`."""
+    """Print token sets: a table of all, then the lengths and samples of each; `found` are
+    `data.inspect.TokenSetStats`."""
     table = Table("", *(escape(one.name) for one in found), title="token sets")
     for name, value in ROWS:
         cells = [value(one) for one in found]
@@ -143,10 +154,10 @@ ROWS: tuple[tuple[str, Any], ...] = (
     ("tokens", lambda one: f"{one.tokens:,}"),
     ("tokens of a document: mean", lambda one: f"{one.mean:,.1f}"),
     ("median", lambda one: f"{one.median:,.1f}"),
-    ("95 % have at most", lambda one: f"{one.p95:,.0f}"),
+    ("95 % are at most", lambda one: f"{one.p95:,.0f}"),
     ("longest", lambda one: f"{one.longest:,}"),
-    ("vocabulary that occurs", lambda one: f"{one.used:,} of {one.vocab_size:,}"),
-    ("tokens that are learnt", lambda one: _share(one.learnt, one.tokens)),
+    ("vocabulary used", lambda one: f"{one.used:,} of {one.vocab_size:,}"),
+    ("target tokens", lambda one: _share(one.learnt, one.tokens)),
     ("rows when packed", lambda one: "" if one.rows is None else f"{one.rows:,}, {one.filled:.1%} full"),
     ("longer than a row", lambda one: "" if one.too_long is None else f"{one.too_long:,}"),
 )
@@ -166,7 +177,7 @@ def _histogram(console: Console, one: Any) -> None:
 
 
 def _sample(console: Console, one: Any, number: int, runs: Sequence[tuple[str, bool]]) -> None:
-    """Where not everything is learnt, what is stands in double brackets: colours are lost in a file."""
+    """Target tokens are in double brackets if not all tokens are targets: a file has no colours."""
     console.print(f"[bold]{escape(one.name)}, document {number:,}[/bold]")
     text = Text()
     for content, learnt in runs:
@@ -193,17 +204,17 @@ def print_batch(
         console.print(Text(f"source {number} is {folder}", style="dim"), soft_wrap=True)
 
 
-# ------------------------------------ the page of a report: its markup and style; what draws in it is `page_script.py`
+# ------------------------------------ the page of a report: its markup and style; the script is `page_script.py`
 # The numbers come from `html.py`. Nothing is fetched. Everything here is ASCII, and a content policy in the page
-# forbids any request, so that it opens offline for good.
+# forbids any request, so that it always opens offline.
 
 
 def render_page(**parts: str) -> str:
-    """The page with its parts put in. Parts are put in once, so that text of a part never counts as a place of one."""
+    """The page with its parts. Substituted in one pass: text of a part is never a placeholder."""
     return re.sub(r"@@(\w+)@@", lambda place: parts[place[1]], _PAGE)
 
 
-_STYLE = """
+PALETTE = """
 :root { color-scheme: light dark;
   --back: #f4f5f7; --card: #ffffff; --ink: #171a21; --soft: #667085; --line: #e3e6eb; --grid: #eef0f3;
   --blue: #2f6fde; --orange: #d9730d; --teal: #0f8f7f; --violet: #7a5af8; --red: #d92d20; --green: #12905a;
@@ -212,7 +223,11 @@ _STYLE = """
   --back: #0e1116; --card: #161b22; --ink: #e6e9ef; --soft: #8b95a5; --line: #272e38; --grid: #212832;
   --blue: #6ea8fe; --orange: #f5a55a; --teal: #4cc9b0; --violet: #a78bfa; --red: #ff6b61; --green: #4cc38a;
   --amber: #e3b341; --grey: #6b7686; } }
-* { box-sizing: border-box; }
+"""
+
+_STYLE = (
+    PALETTE
+    + """* { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--ink);
   font: 14px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 main { max-width: 1320px; margin: 0 auto; padding: 28px 24px 48px; }
@@ -297,6 +312,7 @@ main.paper { width: 800px; padding: 0; } .paper .grid { grid-template-columns: 1
 @media print { body { background: none; } .switch, .hint, .tip { display: none; } .scroll, pre { max-height: none; }
   .grid .card, .incidents li { break-inside: avoid; } }
 """
+)
 
 _PAGE = (
     """<!doctype html>

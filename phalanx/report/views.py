@@ -1,26 +1,26 @@
-"""Parts of the report's page: what a profile shows, evaluations, and how the run compares with its prediction."""
+"""Parts of the report's page: profiles, evaluations, and the comparison with the prediction."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from phalanx.core.records import EventKind
-from phalanx.report import event_text
+from phalanx.report import event_text, formats
 from phalanx.report.history import RunHistory
 
 # -------------------------------------------------------------------------------------------------------- profile view
-# The part of a report that shows what was seen inside steps: phases of a profile, memory by phase.
+# Inside a step: phases of a profile, memory by phase.
 
 
 def render_profile_cards(run: RunHistory) -> list[str]:
-    """One card for each profile and for each memory record; rows whose numbers are damaged are left out."""
+    """Cards of profiles and memory records; rows with damaged numbers are left out."""
     found = []
     for event in run.events:
         if event.get("kind") == EventKind.PROFILED:
             steps = f"steps {event.get('first', '?')} to {event.get('last', '?')}"
             found.append(_card("Profile", f"{steps}, time of a step", _phases(event) + _operators(event)))
         elif event.get("kind") == EventKind.MEMORY_RECORDED and isinstance(event.get("phases"), dict):
-            note = f"step {event.get('step', '?')}, rank 0, bytes above what was held when it began"
+            note = f"step {event.get('step', '?')}, rank 0, bytes above its start"
             found.append(_card("Memory by phase", note, _memory(event["phases"])))
     return found
 
@@ -36,9 +36,9 @@ def _phases(event: dict[str, Any]) -> str:
     rows = [
         (
             f"{name}, within the others" if name in event_text.WITHIN else name,
-            event_text.format_seconds(mine),
+            formats.format_seconds(mine),
             f"{100 * mine / whole:.1f} %" if whole else "",
-            event_text.format_seconds(slowest),
+            formats.format_seconds(slowest),
         )
         for name, (mine, slowest) in known.items()
     ]
@@ -48,7 +48,7 @@ def _phases(event: dict[str, Any]) -> str:
 def _operators(event: dict[str, Any]) -> str:
     entries = event.get("operators")
     rows = [
-        (str(entry[0]), event_text.format_seconds(numbers[0]), f"{numbers[1]:g}")
+        (str(entry[0]), formats.format_seconds(numbers[0]), f"{numbers[1]:g}")
         for entry in (entries if isinstance(entries, list) else ())
         if isinstance(entry, list) and entry and len(numbers := _numbers(entry[1:])) == 2
     ]
@@ -59,17 +59,17 @@ def _memory(phases: dict[str, Any]) -> str:
     rows = []
     for name, row in phases.items():
         if isinstance(row, dict):
-            numbers = [event_text.finite_number(row, key) for key in ("allocated_bytes", "kept_bytes", "peak_bytes")]
+            numbers = [formats.finite_number(row, key) for key in ("allocated_bytes", "kept_bytes", "peak_bytes")]
             rows.append((str(name), *("" if value is None else _signed(value) for value in numbers)))
-    return _table(("phase", "allocated", "kept at its end", "highest total"), rows)
+    return _table(("phase", "allocated", "at its end", "highest total"), rows)
 
 
 def _numbers(values: list[Any]) -> list[float]:
-    return [number for value in values if (number := event_text.finite_number({"value": value}, "value")) is not None]
+    return [number for value in values if (number := formats.finite_number({"value": value}, "value")) is not None]
 
 
 def _signed(count_bytes: float) -> str:
-    return f"-{event_text.format_bytes(-count_bytes)}" if count_bytes < 0 else event_text.format_bytes(count_bytes)
+    return f"-{formats.format_bytes(-count_bytes)}" if count_bytes < 0 else formats.format_bytes(count_bytes)
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -87,11 +87,11 @@ def _card(title: str, note: str, body: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- eval view
-# What the events say about the sets that a run is evaluated on: one curve and one row of a table for each.
+# Evaluation sets: one curve and one row of a table for each.
 
 
 def group_by_set(events: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The evaluations of each set, by the name that is shown, in order of step and the last of each step."""
+    """Evaluations by set name, in order of step; of a replayed step the last one."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for event in events:
         if event.get("kind") == EventKind.EVALUATED and isinstance(event.get("step"), int):
@@ -100,12 +100,12 @@ def group_by_set(events: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str
 
 
 def render_eval_card(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The table of the sets in the report, where there are several; a row each, with its last and its best loss."""
+    """Table of the evaluation sets, if there are several: a row each, with its last and its best loss."""
     sets = group_by_set(events)
     if len(sets) < 2:
         return []
     last_of = [evaluations[-1] for evaluations in sets.values()]
-    named = list(dict.fromkeys(name for event in last_of for name in event_text.eval_scores(event)))
+    named = list(dict.fromkeys(name for event in last_of for name in formats.eval_scores(event)))
     unit = str(last_of[0].get("unit", "tokens"))
     beside = named or (["perplexity"] if unit == "tokens" else [])
     counted = "tokens" if unit == "tokens" else "losses"
@@ -113,11 +113,11 @@ def render_eval_card(events: Iterable[Mapping[str, Any]]) -> list[str]:
     rows = []
     for name, evaluations in sets.items():
         last = evaluations[-1]
-        loss, tokens = event_text.finite_number(last, "loss"), event_text.finite_number(last, "tokens")
+        loss, tokens = formats.finite_number(last, "loss"), formats.finite_number(last, "tokens")
         losses = [
             (value, event["step"])
             for event in evaluations
-            if (value := event_text.finite_number(event, "loss")) is not None
+            if (value := formats.finite_number(event, "loss")) is not None
         ]
         best = "{:.4f} at step {}".format(*min(losses)) if losses else "-"
         cells = (
@@ -134,33 +134,33 @@ def render_eval_card(events: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _beside(event: dict[str, Any], title: str) -> str:
-    found, loss = event_text.eval_scores(event), event_text.finite_number(event, "loss")
+    found, loss = formats.eval_scores(event), formats.finite_number(event, "loss")
     if title in found:
         return f"{found[title]:.4f}"
-    return event_text.format_perplexity(loss) if title == "perplexity" and loss is not None else "-"
+    return formats.format_perplexity(loss) if title == "perplexity" and loss is not None else "-"
 
 
 def score_curves(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[dict[str, Any]], str]]:
-    """(name that is shown, evaluations, the score's own name) of each score of each set."""
+    """(display name, evaluations, name of the score) of each score of each set."""
     found = []
     sets = group_by_set(events)
     for name, evaluations in sets.items():
-        for score in dict.fromkeys(score for event in evaluations for score in event_text.eval_scores(event)):
-            have = [event for event in evaluations if score in event_text.eval_scores(event)]
+        for score in dict.fromkeys(score for event in evaluations for score in formats.eval_scores(event)):
+            have = [event for event in evaluations if score in formats.eval_scores(event)]
             found.append((f"{name} {score}" if len(sets) > 1 else score, have, score))
     return found
 
 
-# ------------------------------------ the part of a report that shows what steps took beside what was expected of them
+# ------------------------------------ measured and predicted step times
 
 
 def render_prediction_card(run: RunHistory) -> list[str]:
-    """One card of the newest comparison; none where there is none, or it is damaged."""
+    """Card of the newest comparison; none if it is missing or damaged."""
     found = [event for event in run.events if event.get("kind") == EventKind.PREDICTION_CHECKED]
     if not found:
         return []
     event = found[-1]
-    thought, took = event_text.finite_number(event, "predicted_s"), event_text.finite_number(event, "measured_s")
+    thought, took = formats.finite_number(event, "predicted_s"), formats.finite_number(event, "measured_s")
     if thought is None or took is None:
         return []
     off = event.get("off")
@@ -168,19 +168,19 @@ def render_prediction_card(run: RunHistory) -> list[str]:
     for row in event.get("terms") or []:
         if not isinstance(row, dict):
             continue
-        predicted, measured = event_text.finite_number(row, "predicted_s"), event_text.finite_number(row, "measured_s")
+        predicted, measured = formats.finite_number(row, "predicted_s"), formats.finite_number(row, "measured_s")
         if predicted is not None and measured is not None:
             name = str(row.get("name"))
             rows.append(_row(name, predicted, measured, whole=took, off=name == off))
     held, thought_of = (
-        event_text.finite_number(event, "measured_bytes"),
-        event_text.finite_number(event, "predicted_bytes"),
+        formats.finite_number(event, "measured_bytes"),
+        formats.finite_number(event, "predicted_bytes"),
     )
     if held is not None and thought_of is not None:
         cells = (
             "memory of the fullest rank",
-            event_text.format_bytes(thought_of),
-            event_text.format_bytes(held),
+            formats.format_bytes(thought_of),
+            formats.format_bytes(held),
             _apart(held, thought_of),
             "",
         )
@@ -199,8 +199,8 @@ def _row(name: str, predicted: float, measured: float, whole: float, off: bool =
     share = f"{100 * measured / whole:.1f} %" if whole else ""
     cells = (
         name,
-        event_text.format_seconds(predicted),
-        event_text.format_seconds(measured),
+        formats.format_seconds(predicted),
+        formats.format_seconds(measured),
         _apart(measured, predicted),
         share,
     )

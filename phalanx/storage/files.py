@@ -1,9 +1,9 @@
-"""Files at URLs, through fsspec: each operation is tried again until a deadline, and nothing half-written is seen.
+"""Files at URLs, through fsspec: each operation is retried until a deadline, and no reader sees a partial file.
 
-A caller sees FileNotFoundError for what is not there, ConfigError for what a user has to mend (credentials, rights, a
-bucket, a driver), and StorageError for a store that failed or stalled for `timeout_s`; `retry` has the details.
-Object stores show a file when it is complete; on all others it is written under a temporary name and moved. Operations
-start threads, so a process that still forks must not call them itself.
+Raises FileNotFoundError for a missing file, ConfigError for what a user has to fix (credentials, permissions, a bucket,
+a driver), and StorageError for a store that failed or stalled for `timeout_s`; `retry` has the details. Object stores
+show a file when it is complete; on others it is written under a temporary name and moved. Operations start threads, so
+a process that will fork must not call them.
 """
 
 import contextlib
@@ -30,17 +30,18 @@ from phalanx.core.run_paths import SCHEME, redact_url
 from phalanx.storage.retry import RetryAttempt, T, call_with_retry, describe_error
 
 TIMEOUT_S = 300.0
+DEFAULT_CACHE = "~/.cache/phalanx"
 CHUNK_BYTES = 8 << 20
-# What shows an object only when all of it has arrived; a server-side copy for a rename would be waste there.
+# Object stores, which show an object only when it is complete; there a rename is a wasteful server-side copy.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "hf"})
 _CHAINED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)::.*://")
 _GLOB = re.compile(r"[*?\[]")
-_VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "updated", "last_modified")  # as drivers call them
+_VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "updated", "last_modified")  # names used by drivers
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a store lists: a file, or a folder (`size` 0). `version` changes when the file does; "" where unknown."""
+    """A directory entry: a file, or a folder (`size` 0). `version` changes when the file does; "" if unknown."""
 
     url: str
     size: int
@@ -49,26 +50,26 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
+        """Last part of the URL."""
         return self.url.rstrip("/").rpartition("/")[2]
 
 
 def is_url(text: str | Path) -> bool:
-    """Whether a text names something at a URL (scheme://...) and not a local path. Raises ConfigError for a chain of
-    drivers (driver::scheme://...), which would be taken for one."""
+    """Whether a text is a URL (scheme://...) and not a local path. Raises ConfigError for a chain of drivers
+    (driver::scheme://...), which would be mistaken for one."""
     if isinstance(text, str) and (chained := _CHAINED.match(text)):
-        raise ConfigError(f"{chained[1]}::... chains drivers, which is not supported; name the URL behind it alone")
+        raise ConfigError(f"{chained[1]}::... chains drivers, which is not supported; give the inner URL only")
     return isinstance(text, str) and SCHEME.match(text) is not None
 
 
 def join_url(url: str, *names: str) -> str:
-    """A URL below another."""
+    """Join a URL and names below it."""
     return "/".join([url.rstrip("/"), *names])
 
 
 def local_cache(cache: str) -> Path:
     """The local folder of a `data.cache`; where that is a URL itself, the default one."""
-    return Path("~/.cache/phalanx" if is_url(cache) else cache).expanduser()
+    return Path(DEFAULT_CACHE if is_url(cache) else cache).expanduser()
 
 
 def get_filesystem(url: str) -> tuple[Any, str]:
@@ -88,20 +89,20 @@ def get_filesystem(url: str) -> tuple[Any, str]:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"{redact_url(url)} cannot be opened ({describe_error(error, url)}); "
-            "use a scheme that fsspec knows, such as s3://"
+            f"{redact_url(url)} cannot be opened ({describe_error(error, url)}); use a scheme that fsspec supports, "
+            "such as s3://"
         ) from error
 
 
 @functools.lru_cache(maxsize=16)
 def _make_filesystem(pid: int, root: str) -> tuple[Any, str]:
-    # Not fsspec's own cache, which has one instance, with connections of its own, for each thread.
+    # Not fsspec's own cache, which has a separate instance, with separate connections, for each thread.
     made: tuple[Any, str] = fsspec.core.url_to_fs(root, skip_instance_cache=True)
     return made
 
 
 def set_region(region: str) -> None:
-    """Look for S3's buckets in a region, from now on in this process; else the environment or S3 itself says where."""
+    """Set S3's region for this process; by default the environment or S3 itself determines it."""
     settings = fsspec.config.conf.setdefault("s3", {})
     settings["client_kwargs"] = {**settings.get("client_kwargs", {}), "region_name": region}
     _make_filesystem.cache_clear()
@@ -112,17 +113,17 @@ def _retry(what: str, url: str, action: Callable[[RetryAttempt], T], timeout_s: 
 
 
 def _renew(url: str) -> None:
-    """Drop drivers that hold one connection, which may be what is broken; the others renew theirs themselves."""
-    with contextlib.suppress(Exception):  # one that cannot be made: the next try says so
+    """Drop drivers with a single connection, which may be broken; the others renew their connections themselves."""
+    with contextlib.suppress(Exception):  # if it cannot be created, the next try reports that
         if not isinstance(get_filesystem(url)[0], AsyncFileSystem):
             _make_filesystem.cache_clear()
 
 
-# ----------------------------------------------------------------------------------------------------------- looking
+# ------------------------------------------------------------------------------------------- metadata and listings
 
 
 def get_entry(url: str, timeout_s: float = TIMEOUT_S) -> Entry | None:
-    """Size and version of what is at a URL; None where nothing is."""
+    """Size and version of the file at a URL; None if there is none."""
 
     def look(attempt: RetryAttempt) -> Entry:
         files, path = get_filesystem(url)
@@ -130,7 +131,7 @@ def get_entry(url: str, timeout_s: float = TIMEOUT_S) -> Entry | None:
         return _entry(url, files.info(path))
 
     try:
-        return _retry("looked at", url, look, timeout_s)
+        return _retry("queried", url, look, timeout_s)
     except FileNotFoundError:
         return None
 
@@ -141,12 +142,13 @@ def exists(url: str, timeout_s: float = TIMEOUT_S) -> bool:
 
 
 def list_folder(url: str, recursive: bool = False, timeout_s: float = TIMEOUT_S) -> list[Entry]:
-    """What is in a folder, in order of name; with `recursive`, all files below it and no folders. Empty where no such
-    folder is. A URL of a file lists that file."""
+    """List a folder in order of name; with `recursive`, all files below it and no folders. Empty if the folder
+    does not exist. A URL of a file lists that file."""
     if not recursive:
         return _list_with(url, timeout_s, lambda files, path: files.ls(path, detail=True))
     if urlsplit(url).scheme.lower() in OBJECT_STORES:
-        # One request lists thousands of objects. Elsewhere `find` walks, and takes a folder that fails for empty.
+        # One request lists thousands of objects. Elsewhere `find` descends folder by folder, and treats a folder that
+        # fails as empty.
         return _list_with(url, timeout_s, lambda files, path: files.find(path, detail=True).values())
     found = []
     for one in list_folder(url, timeout_s=timeout_s):
@@ -168,8 +170,8 @@ def _list_with(url: str, timeout_s: float, ask: Callable[[Any, str], Iterable[di
 
 
 def glob(url: str, timeout_s: float = TIMEOUT_S) -> list[Entry]:
-    """The files that a URL with `*`, `?`, `[...]` or `**` in it matches, in order of URL, hidden ones only where the
-    pattern names the dot; without any of these, the file at the URL or all files below it."""
+    """Files that match a URL with `*`, `?`, `[...]` or `**`, in order of URL; hidden ones only if the pattern
+    names the dot. Without a pattern, the file at the URL or all files below it."""
     found = _GLOB.search(url)
     if found is None:
         whole = get_entry(url, timeout_s)
@@ -179,7 +181,7 @@ def glob(url: str, timeout_s: float = TIMEOUT_S) -> list[Entry]:
 
 
 def _matching(folder: str, segments: list[str], timeout_s: float) -> Iterator[Entry]:
-    """The files below a folder whose parts match; segment by segment, so that only folders that matter are listed."""
+    """Files below a folder that match, segment by segment, so that only relevant folders are listed."""
     segment, rest = segments[0], segments[1:]
     if segment == "**":
         below = {join_url(folder, *parts[:n]) for one in list_folder(folder, recursive=True, timeout_s=timeout_s)
@@ -201,7 +203,7 @@ def _matching(folder: str, segments: list[str], timeout_s: float) -> Iterator[En
 
 
 def _url_of(folder: str, path: str, name: str) -> str:
-    """The URL of what a store calls `name`, from the URL and the name of a folder around it."""
+    """URL of a store's file `name`, from the URL and the name of an enclosing folder."""
     base, own = path.rstrip("/"), name.rstrip("/")
     if own == base:
         return folder
@@ -220,9 +222,9 @@ def _entry(url: str, info: dict[str, Any]) -> Entry:
 
 
 def read_bytes(url: str, start: int = 0, stop: int | None = None, timeout_s: float = TIMEOUT_S) -> bytes:
-    """Bytes [start, stop) of a file; to its end where `stop` is None. Raises as the module says; a file that is
-    shorter than `stop` is a StorageError once the time is up."""
-    if stop is not None and stop - start > CHUNK_BYTES:  # in parts, as one that takes long must not look like a stall
+    """Read bytes [start, stop) of a file, to its end if `stop` is None. Raises as documented for the module; a
+    file shorter than `stop` is a StorageError after the deadline."""
+    if stop is not None and stop - start > CHUNK_BYTES:  # in parts, as a long read must not count as a stall
         bounds = [*range(start, stop, CHUNK_BYTES), stop]
         return b"".join(read_bytes(url, a, b, timeout_s) for a, b in itertools.pairwise(bounds))
 
@@ -232,14 +234,14 @@ def read_bytes(url: str, start: int = 0, stop: int | None = None, timeout_s: flo
             return b""
         data = bytes(files.cat_file(path, start=start or None, end=stop))
         if stop is not None and len(data) != stop - start:
-            raise OSError(f"{len(data)} bytes came where {stop - start} were asked for")
+            raise OSError(f"{len(data)} bytes arrived where {stop - start} were requested")
         return data
 
     return _retry("read", url, read, timeout_s)
 
 
 class _Ranges(io.RawIOBase):
-    """A file as its byte ranges: each read is an operation of its own, so one that breaks costs that range alone."""
+    """A file as byte ranges: each read is a separate operation, so after an error only that range is read again."""
 
     def __init__(self, url: str, position: int, size: int, timeout_s: float) -> None:
         self._url, self._position, self._size, self._timeout_s = url, position, size, timeout_s
@@ -258,7 +260,7 @@ class _Ranges(io.RawIOBase):
         return self._position
 
     def readall(self) -> bytes:
-        return b"".join(iter(lambda: self.read(CHUNK_BYTES) or b"", b""))  # the inherited one asks for 8 KiB each time
+        return b"".join(iter(lambda: self.read(CHUNK_BYTES) or b"", b""))  # the inherited method reads 8 KiB at a time
 
     def readinto(self, buffer: Any) -> int:
         stop = min(self._position + min(len(buffer), CHUNK_BYTES), self._size)
@@ -271,16 +273,15 @@ class _Ranges(io.RawIOBase):
 
 
 def open_read(url: str, offset: int = 0, timeout_s: float = TIMEOUT_S) -> io.BufferedReader:
-    """A file object that reads from byte `offset` on and goes on where it was after an error. Raises FileNotFoundError
-    where there is no file."""
+    """Open a file for reading from byte `offset`; reads continue after an error. Raises FileNotFoundError."""
     found = get_entry(url, timeout_s)
     if found is None or found.folder:
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", redact_url(url))
+        raise FileNotFoundError(errno.ENOENT, "the file does not exist", redact_url(url))
     return io.BufferedReader(_Ranges(url, offset, found.size, timeout_s), CHUNK_BYTES)
 
 
 def download(url: str, local: Path, timeout_s: float = TIMEOUT_S) -> None:
-    """Copy a file to a local path, where it appears complete or not at all. Raises OSError of the local disk too."""
+    """Copy a file to a local path atomically. Raises OSError of the local disk too."""
     temporary = local.with_name(f".{local.name}.{os.getpid()}.partial")
     local.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -300,7 +301,7 @@ def download(url: str, local: Path, timeout_s: float = TIMEOUT_S) -> None:
 def write_chunks(
     url: str, make_chunks: Callable[[], Iterable[bytes | memoryview]], timeout_s: float = TIMEOUT_S
 ) -> None:
-    """Write a file from chunks; `make_chunks` is called anew for each try and has to give the same ones."""
+    """Write a file from chunks; `make_chunks` is called again for each try and must return the same chunks."""
 
     def write(attempt: RetryAttempt) -> None:
         files, path = get_filesystem(url)
@@ -324,7 +325,7 @@ def write_bytes(url: str, data: bytes | memoryview, timeout_s: float = TIMEOUT_S
 
 
 def upload(local: Path, url: str, timeout_s: float = TIMEOUT_S) -> int:
-    """Copy a local file to a URL and return its bytes, as many as it had when the copy began."""
+    """Copy a local file to a URL and return the number of bytes, which is its size at the start of the copy."""
     size = local.stat().st_size
 
     def chunks() -> Iterator[bytes]:
@@ -340,7 +341,7 @@ def upload(local: Path, url: str, timeout_s: float = TIMEOUT_S) -> int:
 
 @contextlib.contextmanager
 def _target(files: Any, url: str, path: str) -> Iterator[str]:
-    """The path to write to: the final one in an object store, else a temporary one that is then moved there."""
+    """The path to write to: the final one in an object store, else a temporary one that is then moved."""
     if urlsplit(url).scheme.lower() in OBJECT_STORES:
         yield path
         return
@@ -351,7 +352,7 @@ def _target(files: Any, url: str, path: str) -> Iterator[str]:
         yield temporary
         files.mv(temporary, path)
     except BaseException:
-        for _ in range(3):  # best effort: the error that is on its way has more to say
+        for _ in range(3):  # best effort: the original error is raised
             with contextlib.suppress(Exception):
                 files.rm_file(temporary)
                 break
@@ -360,14 +361,14 @@ def _target(files: Any, url: str, path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _open_for_write(files: Any, path: str) -> Iterator[Any]:
-    """A file open for writing that is complete when the block ends, and thrown away when it raises."""
+    """A file open for writing that is completed at the end of the block, and discarded if the block raises."""
     file = files.open(path, "wb")
     try:
         yield file
         file.close()
     except BaseException:
         if isinstance(file, AbstractBufferedFile):
-            # Closing one, which its garbage collection does as well, would make a file of what is there so far.
+            # Closing it, as garbage collection does as well, would complete the file with the bytes so far.
             file.closed = True
             with contextlib.suppress(Exception):
                 file.discard()
@@ -378,7 +379,7 @@ def _open_for_write(files: Any, path: str) -> Iterator[Any]:
 
 
 def remove(urls: Iterable[str], timeout_s: float = TIMEOUT_S) -> None:
-    """Remove files; those that are not there are no error."""
+    """Remove files; missing ones are not an error."""
     for url in urls:
 
         def drop(attempt: RetryAttempt, url: str = url) -> None:

@@ -1,7 +1,7 @@
-"""The lease of a run folder at a URL: which process may write to it.
+"""Lease of a run folder at a URL: which process may write to it.
 
-It is an object that its holder renews every few seconds, and that another start takes over when it has not been renewed
-for STALE_S. Who lost it commits nothing more.
+It is an object that its holder renews every few seconds; another start takes it over when it was not renewed for
+STALE_S. A process that lost the lease commits nothing more.
 """
 
 import json
@@ -22,17 +22,17 @@ STOP_FILE = ".stop"  # exists at the URL while the process that holds the run is
 
 
 def url_of(paths: RunPaths) -> Url:
-    """Where a run that is at a URL is."""
+    """URL of a run that is at a URL."""
     assert paths.url is not None, paths.root
     return paths.url
 
 
 def acquire_lease(paths: RunPaths, pid: int, stale_s: float = STALE_S) -> None:
-    """Make process `pid` of this machine the one that writes to the run. Raises RunError when another one does.
+    """Acquire the lease of a run for process `pid` of this machine. Raises RunError if another process holds it.
 
-    A lease whose process has ended on this machine is taken over at once, any other when `stale_s` pass without its
-    being renewed. Stores that fsspec speaks to have no lock in common: of two starts within SETTLE_S the later wins,
-    and should that go wrong, the one that finds the other's lease at its next renewal ends.
+    A lease whose process has ended on this machine is taken over at once, any other after `stale_s` without renewal.
+    fsspec has no lock that all stores support: of two starts within SETTLE_S the later wins, and should both have
+    started, the one that finds the other's lease at its next renewal stops.
     """
     held = _read_lease(paths)
     until = time.monotonic() + stale_s
@@ -53,20 +53,20 @@ def acquire_lease(paths: RunPaths, pid: int, stale_s: float = STALE_S) -> None:
         "beat": time.time(),
     }
     write_atomic(_lease(paths), json.dumps(mine))
-    push_error_file(paths).unlink(missing_ok=True)  # of an earlier start
+    push_error_file(paths).unlink(missing_ok=True)  # left by an earlier start
     _write_lease(paths, mine)
     time.sleep(SETTLE_S)
     check_lease(paths)
 
 
 def renew_lease(paths: RunPaths) -> None:
-    """Say that the process is still there. Raises RunError when another one has taken the run over."""
+    """Renew the lease. Raises RunError if another process has taken it over."""
     check_lease(paths)
-    _write_lease(paths, {**_read_own_lease(paths), "beat": time.time()})  # any other value than before would do
+    _write_lease(paths, {**_read_own_lease(paths), "beat": time.time()})  # any new value would do
 
 
 def release_lease(paths: RunPaths) -> None:
-    """Let others have the run."""
+    """Release the lease."""
     url = url_of(paths)
     held = _read_lease(paths)
     if held is not None and held.get("owner") == _read_own_lease(paths)["owner"]:
@@ -75,13 +75,13 @@ def release_lease(paths: RunPaths) -> None:
 
 
 def is_in_use(paths: RunPaths) -> bool:
-    """Whether some process holds the run, or held it when it was killed."""
+    """Whether a process holds the run, or held it when it was killed."""
     return _read_lease(paths) is not None
 
 
 def read_holder(paths: RunPaths) -> tuple[int, str] | None:
-    """The process that writes to the run, and its machine; None where there is none, or it has stopped renewing its
-    lease, by the clocks of both machines."""
+    """The process that writes to the run, and its machine; None if there is none, or if its lease is stale by the
+    clocks of both machines."""
     held = _read_lease(paths)
     if held is None or _has_ended(held) or type(held.get("pid")) is not int:
         return None
@@ -92,8 +92,8 @@ def read_holder(paths: RunPaths) -> tuple[int, str] | None:
 
 
 def request_stop(paths: RunPaths) -> bool:
-    """Ask the process that holds the run, on whatever machine, to save and leave. Returns whether it has heard it: it
-    looks every BEAT_S."""
+    """Request the process that holds the run, on any machine, to save and exit. Returns whether it has noticed: it
+    checks every BEAT_S."""
     held, url = _read_lease(paths), url_of(paths)
     asked = (url / STOP_FILE).text
     storage.write_bytes(asked, str((held or {}).get("owner")).encode(), timeout_s=url.timeout_s)
@@ -107,7 +107,7 @@ def request_stop(paths: RunPaths) -> bool:
 
 
 def is_stop_requested(paths: RunPaths) -> bool:
-    """Whether this process is asked to stop; what is asked of another one is of the past."""
+    """Whether this process is requested to stop; requests to earlier processes are ignored."""
     url = url_of(paths)
     asked = (url / STOP_FILE).text
     try:
@@ -119,7 +119,7 @@ def is_stop_requested(paths: RunPaths) -> bool:
 
 
 def push_error_file(paths: RunPaths) -> Path:
-    """Where the holder's process that copies the records says why it could not."""
+    """File in which the copying process reports its error."""
     return paths.root / ".mirror"
 
 
@@ -133,20 +133,20 @@ def _read_own_lease(paths: RunPaths) -> dict[str, Any]:
 
 
 def check_lease(paths: RunPaths) -> None:
-    """Raises RunError when this process is not the one that writes to the run any more."""
+    """Raises RunError if this process no longer holds the lease."""
     held = _read_lease(paths)
-    if held is None:  # a store that does not replace a file at one stroke is without it for a moment
+    if held is None:  # a store without atomic replacement briefly shows no file
         time.sleep(SETTLE_S)
         held = _read_lease(paths)
     if held is None:
         raise RunError(
-            f"the run {paths.display_name} no longer has its lease ({paths.lock.name} is gone), so another process may "
-            "have written to it and this one must not any more; start it again, which goes on with what is there"
+            f"the run {paths.display_name} no longer has its lease ({paths.lock.name} is gone), so another process "
+            "may have written to it and this one must stop writing; restart it to resume from what is there"
         )
     if held.get("owner") != _read_own_lease(paths)["owner"]:
         raise RunError(
-            f"the run {paths.display_name} has been taken over by process {held.get('process')}, so this one must not "
-            "write to it any more; let that one go on, or stop it and start again"
+            f"the run {paths.display_name} was taken over by process {held.get('process')}, so this process must "
+            "stop writing to it; let the other process continue, or stop it and restart this one"
         )
 
 
@@ -167,7 +167,7 @@ def _write_lease(paths: RunPaths, lease: dict[str, Any]) -> None:
 
 
 def _machine() -> str:
-    """What tells machines, and containers that count processes anew, apart."""
+    """The identity of this machine, or of a container with its own process numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''} {os.readlink('/proc/self/ns/pid')}"
 

@@ -1,4 +1,4 @@
-"""Local copies of what lies at a URL: where they are in the cache, and the lock of who makes one."""
+"""Local copies of files at a URL or on the Hugging Face hub: their paths, and the lock during a copy."""
 
 import contextlib
 import fcntl
@@ -13,14 +13,16 @@ from pathlib import Path
 
 from phalanx.core.errors import ConfigError
 from phalanx.storage import files as storage
+from phalanx.storage import hub
 
 LOCK_TIMEOUT_S, LOCK_POLL_S = 3600.0, 0.1
-_MODEL = re.compile(r"\.(?:json|safetensors|bin|model|jinja|txt)$")  # what a model's folder is read for
+_MODEL = re.compile(r"\.(?:json|safetensors|bin|model|jinja|txt)$")  # files of a model's folder that are read
 
 
 @contextlib.contextmanager
 def lock_file(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold an exclusive lock on this machine, which the kernel lets go when its holder dies. Raises ConfigError."""
+    """Hold an exclusive lock on this machine, which the kernel releases when its holder dies. Raises ConfigError
+    after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         with open(path, "a") as file:
@@ -29,8 +31,8 @@ def lock_file(path: Path, timeout_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"another process has held {path} for {timeout_s:.0f} s while it makes the same files; wait "
-                        "for it or end it, then start again"
+                        f"another process has held {path} for {timeout_s:.0f} s to make the same files; wait for it "
+                        "or end it, then restart"
                     ) from None
             else:
                 if _same(file.fileno(), path):  # else it was removed between opening and locking
@@ -47,27 +49,35 @@ def _same(fd: int, path: Path) -> bool:
         return False
 
 
+def is_remote(folder: str) -> bool:
+    """Whether a text names a folder at a URL or a repository of the hub, not a local folder."""
+    return storage.is_url(folder) or hub.is_hub_name(folder)
+
+
 def local_copy_path(folder: str, cache: str) -> Path:
-    """Where the local copy of a folder at a URL lies in the cache; a local folder is its own copy."""
-    if not storage.is_url(folder):
+    """Path in the cache of a remote folder's local copy; a local folder is its own copy."""
+    if not is_remote(folder):
         return Path(folder).expanduser()
     url = folder.rstrip("/")
     digest = hashlib.sha256(url.encode()).hexdigest()[:12]
     return storage.local_cache(cache) / "fetched" / f"{url.rpartition('/')[2]}-{digest}"
 
 
-def fetch_folder(folder: str, cache: str, timeout_s: float = storage.TIMEOUT_S, weights: bool = True) -> Path:
-    """Make the local copy of a folder of a model at a URL, complete or not at all; nothing where it is as new. Without
-    `weights`, they need not be in it.
-
-    Several processes may ask for it at once: one fetches, the others wait. Raises ConfigError where there is no
-    file, and when they wait for too long.
+def fetch_folder(
+    folder: str, cache: str = storage.DEFAULT_CACHE, timeout_s: float = storage.TIMEOUT_S, weights: bool = True
+) -> Path:
+    """Make a local copy of a model's remote folder atomically, unless there is a current one. Without `weights`, these
+    may be missing from it. For a name on the hub, the copy is a link into the cache of huggingface_hub. Several
+    processes may call this at once: one downloads, the others wait. Raises ConfigError for an empty folder, and when
+    the wait takes too long.
     """
     copy = local_copy_path(folder, cache)
-    if not storage.is_url(folder):
+    if not is_remote(folder):
         return copy
     copy.parent.mkdir(parents=True, exist_ok=True)
     with lock_file(copy.with_name(f".{copy.name}.lock"), LOCK_TIMEOUT_S):
+        if hub.is_hub_name(folder):
+            return hub.fetch_snapshot(folder, copy, weights)
         found = {
             entry.name: entry for entry in storage.list_folder(folder, timeout_s=timeout_s) if _MODEL.search(entry.name)
         }
@@ -76,13 +86,13 @@ def fetch_folder(folder: str, cache: str, timeout_s: float = storage.TIMEOUT_S, 
         if not weights:
             found = {name: entry for name, entry in found.items() if not name.endswith((".bin", ".safetensors"))}
         if not found:
-            raise ConfigError(f"{storage.redact_url(folder)} holds no file of a model; correct the URL")
+            raise ConfigError(f"{storage.redact_url(folder)} has no model files; correct the URL")
         state = {name: [entry.size, entry.version] for name, entry in found.items()}
         mark = copy / ".source.json"
         there = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
         if all(there.get(name) == one for name, one in state.items()):
             return copy
-        unfinished = copy.with_name(f".{copy.name}.partial")  # the lock's holder is the only one to write it
+        unfinished = copy.with_name(f".{copy.name}.partial")  # only the lock's holder writes it
         shutil.rmtree(unfinished, ignore_errors=True)
         for name, entry in found.items():
             storage.download(entry.url, unfinished / name, timeout_s)

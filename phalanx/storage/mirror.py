@@ -1,7 +1,7 @@
-"""A run folder at a URL: the records live in a local working folder and are copied to the URL as they change.
+"""Run folder at a URL: the records live in a local working folder and are copied to the URL as they change.
 
-The URL is the truth: a start fetches its records first, and a checkpoint is committed only when the records up to its
-step are there. One process at a time may write, which holds a lease (`lease.py`).
+The URL has the authoritative copy: a start downloads its records first, and a checkpoint is committed only when the
+records up to its step are there. Only the process that holds the lease (`lease.py`) may write.
 """
 
 import fcntl
@@ -26,14 +26,14 @@ from phalanx.core.run_paths import MANIFEST, RunPaths, Url
 from phalanx.storage import files as storage
 from phalanx.storage import lease
 
-PUSH_S = 3.0  # between two looks for changed records
+PUSH_S = 3.0  # interval between checks for changed records
 PUSH_SHARE = 25  # a copy that took t is followed by a pause of at least this times t
 
-FileVersions = dict[str, tuple[int, int]]  # name -> size and time of the version that has been copied
+FileVersions = dict[str, tuple[int, int]]  # name -> size and time of the copied version
 
 
 def make_working_paths(url: str, cache: str, timeout_s: float, rank: int = 0) -> RunPaths:
-    """The names of a run at a URL, with its working folder in the cache; ranks of a larger job have one each."""
+    """Paths of a run at a URL, with its working folder in the cache; each rank of a larger job has a separate one."""
     place = Url(url.rstrip("/"), timeout_s)
     digest = hashlib.sha256(place.text.encode()).hexdigest()[:12]
     name = f"{place.name}-{digest}" + (f"-rank-{rank:05d}" if rank else "")
@@ -42,7 +42,7 @@ def make_working_paths(url: str, cache: str, timeout_s: float, rank: int = 0) ->
 
 @contextmanager
 def open_records(run: str) -> Iterator[RunPaths]:
-    """The files of a run, a folder or a URL, that is only read; one at a URL is fetched for as long."""
+    """Read-only access to a run's files, at a path or a URL; those at a URL are downloaded temporarily."""
     if not storage.is_url(run):
         yield RunPaths(Path(run))
         return
@@ -52,7 +52,7 @@ def open_records(run: str) -> Iterator[RunPaths]:
 
 @contextmanager
 def open_remote_records(url: str, timeout_s: float = storage.TIMEOUT_S) -> Iterator[RunPaths]:
-    """The records of a run at a URL in a temporary folder, for who only reads them."""
+    """Download a run's records from a URL to a temporary folder, for reading."""
     place = Url(url.rstrip("/"), timeout_s)
     with tempfile.TemporaryDirectory(prefix="phalanx-run-") as folder:
         paths = RunPaths(Path(folder) / place.name, place)
@@ -65,13 +65,12 @@ def open_remote_records(url: str, timeout_s: float = storage.TIMEOUT_S) -> Itera
 
 
 def fetch_records(paths: RunPaths, also: Sequence[str] = ()) -> None:
-    """Bring the records that a start reads into the working folder, and what is in folders that are named `also`. One
-    that only goes on where the URL's ends is kept: the process that wrote it was killed before it could copy the
-    rest."""
+    """Download the records that a start reads into the working folder, and the folders in `also`. A local file
+    that continues the URL's is kept: the process that wrote it was killed before it copied the rest."""
     url = lease.url_of(paths)
     folders = (paths.tokenizer.name, *also)
     found = [*_files(url), *(f"{folder}/{name}" for folder in folders for name in _files(url / folder))]
-    found = [name for name in found if name != paths.report.name]  # it is large, and made anew
+    found = [name for name in found if name != paths.report.name]  # it is large, and regenerated
     arrived = {name: paths.root / f".incoming.{name.replace('/', '.')}" for name in found}
     for name, incoming in arrived.items():
         storage.download((url / name).text, incoming, url.timeout_s)
@@ -94,8 +93,7 @@ def fetch_records(paths: RunPaths, also: Sequence[str] = ()) -> None:
 
 
 def list_logs(paths: RunPaths) -> None:
-    """Make the names of a run's logs known in the local copy of its records: files that are empty until
-    `refresh_file`."""
+    """Create placeholders of a run's logs in the local copy of its records: empty files until `refresh_file`."""
     logs = paths.node_log(0).parent.name
     for entry in storage.list_folder(
         (lease.url_of(paths) / logs).text, recursive=True, timeout_s=lease.url_of(paths).timeout_s
@@ -108,7 +106,7 @@ def list_logs(paths: RunPaths) -> None:
 
 
 def refresh_file(paths: RunPaths, file: Path) -> None:
-    """Fetch one file of the records as it is now. Nothing happens where the URL has no such file."""
+    """Download the current version of one record file. No effect if the URL does not have it."""
     url = lease.url_of(paths)
     incoming = paths.root / ".incoming"
     with suppress(FileNotFoundError):
@@ -122,11 +120,11 @@ def _files(url: Url) -> list[str]:
 
 
 def _is_another(events: Path, arrived: Path | None) -> bool:
-    """Whether the events here are of another run than those of the URL, which has been emptied since then."""
+    """Whether the local events are of another run than those of the URL, which was emptied meanwhile."""
     if arrived is None or not events.is_file():
         return False
     with open(events, "rb") as here, open(arrived, "rb") as there:
-        return here.readline() != there.readline()  # with the time of the run's first event
+        return here.readline() != there.readline()  # the first line has the time of the run's start
 
 
 def _begins_with(longer: Path, shorter: Path) -> bool:
@@ -138,15 +136,15 @@ def _begins_with(longer: Path, shorter: Path) -> bool:
 
 
 def push_records(paths: RunPaths, pushed: FileVersions) -> None:
-    """Copy the records that have changed since `pushed`, which is brought up to date. Raises as `storage` does."""
+    """Copy the records that have changed since `pushed`, which is updated. Raises the errors of `files`."""
     url = lease.url_of(paths)
     with open(paths.root / ".copying", "w") as lock:
-        # Two processes copy: one that began earlier must not write older records over newer ones. It takes as long as
-        # the store is tried at most, and the kernel lets go for who dies.
+        # Two processes copy: an earlier copy must not overwrite newer records. The lock is held at most as long as the
+        # store is retried, and released by the kernel if its holder dies.
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name in _records(paths):
             path = paths.root / name
-            with suppress(FileNotFoundError):  # it was a temporary one
+            with suppress(FileNotFoundError):  # a temporary file
                 now = path.stat()
                 stamp = (now.st_size, now.st_mtime_ns)
                 if pushed.get(name) != stamp:
@@ -155,7 +153,7 @@ def push_records(paths: RunPaths, pushed: FileVersions) -> None:
 
 
 def _records(paths: RunPaths) -> list[str]:
-    """Names of all files of the working folder but hidden ones, the configuration last: with it, a run is there."""
+    """Names of all files of the working folder except hidden ones, the configuration last: its presence marks a run."""
     names = []
     for folder, folders, files in os.walk(paths.root):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -164,13 +162,12 @@ def _records(paths: RunPaths) -> list[str]:
 
 
 def check_before_commit(paths: RunPaths, pushed: FileVersions) -> None:
-    """What has to be true before a checkpoint may be committed: this run still has the URL, and its records are there.
-
-    Raises RunError where another process has taken the run over, else as `files` does.
+    """Check before a checkpoint is committed that this run still has the lease, and that its records are at the
+    URL. Raises RunError if another process has taken the run over, and the errors of `files`.
     """
     lease.check_lease(paths)
     push_records(paths, pushed)
-    lease.check_lease(paths)  # that may have taken long
+    lease.check_lease(paths)  # again, as copying may have taken long
 
 
 def publish_file(paths: RunPaths, file: Path) -> None:
@@ -180,24 +177,24 @@ def publish_file(paths: RunPaths, file: Path) -> None:
 
 
 def append_event(paths: RunPaths, kind: EventKind, **details: Any) -> None:
-    """Add an event to the records at the URL, unless a run is going on there: its process alone writes them."""
+    """Add an event to the records at the URL, unless a run is active there: only its process writes them."""
     if not lease.is_in_use(paths):
         events = lease.url_of(paths) / paths.events.name
-        with suppress(FileNotFoundError):  # a run may have gone on since the records were fetched
+        with suppress(FileNotFoundError):  # a run may have continued since the records were downloaded
             storage.download(events.text, paths.events, events.timeout_s)
         write_event(paths.events, kind, _attempt(paths), **details)
         publish_file(paths, paths.events)
 
 
-# ------------------------------------------------------------------------------------------- the process that copies
+# ---------------------------------------------------------------------------------------------- the copying process
 
 
 def run_mirror(paths: RunPaths, control: int) -> int:
-    """The life of the process beside a run: keeps the lease and copies records until descriptor `control` says so, then
-    once more. Returns an exit code, CONFIG where the run is another process's now; `read_push_error` has the
-    sentence."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the run ends first: it has something to say still
+    """Main loop of the process beside a run, which renews the lease and copies records until descriptor `control`
+    signals the end, then once more. Returns an exit code, CONFIG if the run now belongs to another process;
+    `read_push_error` has the message."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGPWR):
+        signal.signal(number, signal.SIG_IGN)  # the run ends first and writes its last records
     seen: FileVersions = {}
     ending = threading.Event()
     lost: list[str] = []
@@ -208,12 +205,15 @@ def run_mirror(paths: RunPaths, control: int) -> int:
         began = time.monotonic()
         try:
             if not lost:
-                lease.check_lease(paths)  # not only at the beats: this machine may have slept
+                lease.check_lease(paths)  # not only at renewals: this machine may have been suspended
                 push_records(paths, seen)
             failing = False
         except (OSError, PhalanxError) as error:
             if not failing:
-                _warn(paths, f"the run's records cannot be copied to {paths.display_name} now, and wait here: {error}")
+                _warn(
+                    paths,
+                    f"the run's records cannot be copied to {paths.display_name} now and are kept locally: {error}",
+                )
             failing = True
         pause = max(PUSH_S, PUSH_SHARE * (time.monotonic() - began))
         if select.select([control], [], [], pause)[0]:
@@ -233,15 +233,15 @@ def run_mirror(paths: RunPaths, control: int) -> int:
 
 
 def read_push_error(paths: RunPaths) -> str:
-    """Why the records are not all at the URL."""
+    """Why the records at the URL are incomplete."""
     try:
         return lease.push_error_file(paths).read_text(encoding="utf-8")
     except OSError:
-        return "the process that copies them has died"
+        return "the copying process died"
 
 
 def _keep_lease(paths: RunPaths, ending: threading.Event, lost: list[str]) -> None:
-    """Renew the lease until the end. Once it is lost, the run is asked to stop."""
+    """Renew the lease until the end. If it is lost, request the run to stop."""
     while not ending.wait(lease.RENEW_S):
         try:
             lease.renew_lease(paths)
@@ -253,11 +253,11 @@ def _keep_lease(paths: RunPaths, ending: threading.Event, lost: list[str]) -> No
             os.kill(os.getppid(), signal.SIGTERM)
             return
         except (OSError, PhalanxError):
-            continue  # the copying says so
+            continue  # the copying loop reports it
 
 
 def _warn(paths: RunPaths, message: str) -> None:
-    with suppress(OSError):  # no room there either: the end says it
+    with suppress(OSError):  # the disk is full as well; reported at the end
         write_event(paths.events, EventKind.WARNING, _attempt(paths), message=message)
 
 

@@ -1,4 +1,4 @@
-"""Who may read what a run writes: what the user's umask says, or the user alone (`storage.private`)."""
+"""Permissions of a run's files: by the user's umask, or private to the user (`storage.private`)."""
 
 import os
 import stat
@@ -10,10 +10,9 @@ OTHERS = 0o077
 
 
 def restrict_permissions(folder: Path, private: bool = False) -> None:
-    """Have this process, and those that it starts, write for its user alone from now on, if that is asked for
-    (`private`) or the run folder is its user's alone already. What is asked for holds for what lies in the folder, too.
-
-    Raises RunError where that cannot be changed.
+    """Restrict file permissions of this process and its children to the user, if `private`, or if the run folder
+    is already private. With `private`, existing files of the folder are restricted too. Raises RunError if that
+    fails.
     """
     if not private and not _is_private(folder):
         return
@@ -24,12 +23,12 @@ def restrict_permissions(folder: Path, private: bool = False) -> None:
                 found = path.lstat()
                 if not stat.S_ISLNK(found.st_mode) and found.st_mode & OTHERS:
                     path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS)
-    except FileNotFoundError:  # a process that still ends has taken something away
+    except FileNotFoundError:  # removed meanwhile by a process that is exiting
         return
     except OSError as error:
         raise RunError(
-            f"storage.private is true, but the rights of the run folder {folder} cannot be changed ({error.strerror}); "
-            "have its owner do that, or choose another with --run-dir"
+            f"storage.private is true, but the permissions of the run folder {folder} cannot be changed "
+            f"({error.strerror}); have its owner change them, or choose another with --run-dir"
         ) from None
 
 
@@ -42,7 +41,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def current_umask() -> int:
-    """What this process takes from the rights of what it makes."""
+    """The umask of this process."""
     taken = os.umask(OTHERS)
     os.umask(taken)
     return taken

@@ -1,8 +1,9 @@
-"""Patience with a store at a URL: an operation is tried again until it succeeds, is hopeless, or its time is up.
+"""Retries of operations on a store at a URL, until success, a permanent error or a time limit.
 
-One that fails is tried again after a growing, random pause. One that stalls (it neither returns nor moves on) is left
-behind in its daemon thread and tried anew. Errors that no retry mends (no credentials, no rights, no such bucket, no
-driver) end at once with a sentence. The time counts from the last byte that got farther than any before.
+An operation that fails is retried after a growing, random pause. One that stalls (it neither returns nor reports
+progress) is abandoned in its daemon thread and retried. Errors that no retry fixes (no credentials, no permission, no
+such bucket, no driver) are raised at once with a sentence. The time limit counts from the last byte beyond all earlier
+progress.
 """
 
 import errno
@@ -36,11 +37,11 @@ T = TypeVar("T")
 
 
 class _Abandoned(Exception):
-    """Raised inside an operation that nobody waits for any more."""
+    """Raised inside an abandoned operation."""
 
 
 class RetryAttempt:
-    """One try of an operation: it tells how far it has got, and learns when it has been given up."""
+    """One try of an operation: it reports progress, and can check whether it was abandoned."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -48,7 +49,7 @@ class RetryAttempt:
         self.abandoned = False
 
     def report_progress(self, position: int) -> None:
-        """Note that `position` bytes are done."""
+        """Report that `position` bytes are done."""
         if self.abandoned:
             raise _Abandoned
         self.position, self.progressed_at = position, time.monotonic()
@@ -61,14 +62,15 @@ def call_with_retry(
     timeout_s: float,
     renew: Callable[[str], None] | None = None,
 ) -> T:
-    """The result of `action`, tried until it succeeds, cannot succeed, or `timeout_s` pass without progress.
+    """Call `action`, and retry it until it succeeds, fails permanently, or makes no progress for `timeout_s`.
 
     Args:
-        what: what is done to the URL, for errors, such as "read".
-        action: called in a daemon thread, once for each try; it calls `RetryAttempt.report_progress` where it may take
-        long. renew: called before each further try.
+        what: the operation, for errors, such as "read".
+        action: called in a daemon thread, once for each try; it calls `RetryAttempt.report_progress` if it may take
+            long.
+        renew: called before each further try.
 
-    Raises FileNotFoundError for what is not there, ConfigError for what a user has to mend, else StorageError.
+    Raises FileNotFoundError for a missing file, ConfigError for what a user has to fix, else StorageError.
     """
     deadline, pause, farthest, tries = time.monotonic() + timeout_s, FIRST_PAUSE_S, 0, 0
     while True:
@@ -87,8 +89,8 @@ def call_with_retry(
         if time.monotonic() + wait >= deadline:
             raise StorageError(
                 f"{redact_url(url)} could not be {what} for {timeout_s:g} s in {tries} tries "
-                f"({describe_error(error, url)}); look at the store and the network, "
-                "or raise resilience.storage_timeout_s"
+                f"({describe_error(error, url)}); check the store and the network, or raise "
+                "resilience.storage_timeout_s"
             ) from error
         time.sleep(wait)
         pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -97,7 +99,7 @@ def call_with_retry(
 
 
 def _call_with_stall_limit(attempt: RetryAttempt, action: Callable[[RetryAttempt], T], stall_s: float) -> T:
-    """`action(attempt)` in a thread that is left behind when nothing moves for `stall_s`."""
+    """Run `action(attempt)` in a thread that is abandoned if there is no progress for `stall_s`."""
     done = threading.Event()
     results: list[T] = []
     errors: list[BaseException] = []
@@ -124,31 +126,33 @@ def _call_with_stall_limit(attempt: RetryAttempt, action: Callable[[RetryAttempt
 
 
 def _find_fatal(error: Exception, what: str, url: str) -> Exception | None:
-    """The error to raise at once where another try would not help, else None."""
+    """The error to raise at once if a retry would not help, or None."""
     if isinstance(error, ConfigError):
         return error
     code = _store_code(error)
     name = type(error).__name__
     if name in _CREDENTIAL_ERRORS or code in _CREDENTIAL_CODES:
         return ConfigError(
-            f"{redact_url(url)} cannot be {what}: the store's credentials are missing or not accepted "
-            f"({code or name}); set those of its driver in the environment or its own file (for s3, AWS_ACCESS_KEY_ID "
-            "and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
+            f"{redact_url(url)} cannot be {what}: the store's credentials are missing or rejected ({code or name}); "
+            "set its driver's credentials in the environment or in its configuration file (for s3, "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
         )
     if code in ("NoSuchBucket", "InvalidBucketName") or "bucket does not exist" in str(error):
-        return ConfigError(f"{redact_url(url)} cannot be {what}: its bucket does not exist; make it or correct the URL")
+        return ConfigError(
+            f"{redact_url(url)} cannot be {what}: its bucket does not exist; create it or correct the URL"
+        )
     if isinstance(error, PermissionError):
         return ConfigError(
-            f"{redact_url(url)} cannot be {what}: access is denied ({describe_error(error, url)}); give these "
-            "credentials the right, or use others"
+            f"{redact_url(url)} cannot be {what}: access is denied ({describe_error(error, url)}); grant these "
+            "credentials access, or use others"
         )
     if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(errno.ENOENT, "there is no such file", redact_url(url))
+        return FileNotFoundError(errno.ENOENT, "the file does not exist", redact_url(url))
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         return StorageError(
-            f"{redact_url(url)} cannot be {what} ({error.strerror}); make room there or use another URL"
+            f"{redact_url(url)} cannot be {what} ({error.strerror}); free space there or use another URL"
         )
-    if isinstance(error, _NOT_RETRYABLE) or name == "ParamValidationError":  # S3's word for a ValueError
+    if isinstance(error, _NOT_RETRYABLE) or name == "ParamValidationError":  # raised by S3's client as by a ValueError
         return ConfigError(
             f"{redact_url(url)} cannot be {what} ({describe_error(error, url)}); correct the URL or use another"
         )
@@ -156,7 +160,7 @@ def _find_fatal(error: Exception, what: str, url: str) -> Exception | None:
 
 
 def _store_code(error: BaseException) -> str | None:
-    """What an S3 server called the error; s3fs keeps its answer as the cause."""
+    """Error code of an S3 server; s3fs keeps the answer as the cause."""
     for one in (error, error.__cause__):
         answer = getattr(one, "response", None)
         if isinstance(answer, dict) and isinstance(answer.get("Error"), dict):
@@ -165,7 +169,7 @@ def _store_code(error: BaseException) -> str | None:
 
 
 def describe_error(error: BaseException, url: str) -> str:
-    """An error in few words, without secrets of the URL."""
+    """Describe an error in a few words, without secrets of the URL."""
     text = " ".join(str(error).split()).replace(url, redact_url(url))
     secret = urlsplit(url).password
     if secret:

@@ -1,4 +1,5 @@
-"""The one file that knows what kind of device there is; the rest goes through it or through torch.accelerator."""
+"""Device abstraction: the only file that depends on the kind of accelerator; other code uses it or
+torch.accelerator."""
 
 import contextlib
 import datetime
@@ -61,7 +62,8 @@ def describe_build() -> str:
 
 
 def record_event(device: torch.device) -> torch.Event:
-    """A mark behind all that this thread has queued on the device; its `synchronize` holds the host until then."""
+    """An event after all work that this thread has queued on the device; its `synchronize` blocks the host until
+    then."""
     with torch.accelerator.device_index(device.index or 0):
         event = torch.Event(device.type)
         event.record()
@@ -85,8 +87,33 @@ def make_native_group(
     return group
 
 
+def has_block_scaled_mm(device: torch.device) -> bool:
+    """Whether `block_scaled_mm` may run there: on NVIDIA's Hopper, the only kind whose kernel takes such scales."""
+    if device.type != SCRIPT_DEVICE_TYPE or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def block_scaled_mm(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+    """a @ b.T in bfloat16 of FP8 matrices with float32 scales of blocks.
+
+    a (M, K) with a_scale (M, K / 128), b (N, K) with b_scale (N / 128, K / 128) -> (M, N). Layouts are cuBLAS's: scales
+    of `a` column by column and M a multiple of 4, rows of tiles of `b` filled up to a multiple of 4.
+    """
+    functional: Any = torch.nn.functional
+    rows, tiles = a.shape[0], b_scale.shape[1]
+    a = torch.nn.functional.pad(a.view(torch.uint8), (0, 0, 0, -rows % 4)).view(a.dtype)
+    a_scale = torch.nn.functional.pad(a_scale, (0, 0, 0, -rows % 4)).t().contiguous().t()
+    b_scale = torch.nn.functional.pad(b_scale, (0, -tiles % 4)).t()
+    kinds = functional.ScalingType
+    product: torch.Tensor = functional.scaled_mm(
+        a, b.t(), a_scale, kinds.BlockWise1x128, b_scale, kinds.BlockWise128x128, output_dtype=torch.bfloat16
+    )
+    return product[:rows]
+
+
 def device_uuid(device: torch.device) -> str:
-    """What tells this device from every other one; "" for a CPU, and where a kind of device has no such mark."""
+    """The unique ID of this device; "" for a CPU, and for kinds of devices without one."""
     if device.type == "cpu":
         return ""
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -155,7 +182,7 @@ def set_arithmetic(device: torch.device, *, tf32: bool, deterministic: bool) -> 
 
 
 def get_device_name(device: torch.device) -> str:
-    """What the maker calls the device; "cpu" for a CPU."""
+    """The vendor's name of the device; "cpu" for a CPU."""
     if device.type == "cpu":
         return "cpu"
     return str(torch.get_device_module(device).get_device_name(device))
@@ -222,10 +249,10 @@ def page_lock(memory: torch.Tensor, device: torch.device) -> bool:
 
 
 class HostCopy:
-    """A copy of small device tensors that is asked for now and read later."""
+    """An asynchronous copy of small device tensors to the host, read later."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        stacked = torch.stack([tensor.detach().reshape(()).to(torch.float64) for tensor in tensors])
+        stacked = torch.cat([tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors])
         self._event: torch.Event | None = None
         if stacked.device.type == "cpu":
             self._host = stacked
@@ -236,15 +263,15 @@ class HostCopy:
         self._event.record()
 
     def get(self) -> list[float]:
-        """The values; waits for the copy alone, not for what was queued after it."""
+        """The values; waits for the copy only, not for work queued after it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
 
 
 def record_stream(tensor: torch.Tensor) -> None:
-    """Have the memory of a tensor that was made for another stream, once it is let go of, wait for what this thread has
-    queued."""
+    """Record this thread's stream for a tensor of another stream, so that its memory is not reused before the queued
+    work."""
     if tensor.device.type != "cpu":
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
@@ -255,13 +282,13 @@ def side_stream(device: torch.device) -> Any:
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Hold the host until the device has done all that this thread has queued."""
+    """Block until the device has finished all work that this thread has queued."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 
 
 def synchronize(device: torch.device) -> None:
-    """Hold the host until the device has done all that was queued."""
+    """Block until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -333,7 +360,7 @@ def save_memory_history(device: torch.device, path: Path) -> bool:
 
 
 def out_of_memory(message: str) -> Exception:
-    """What a device's allocator raises when there is no memory left."""
+    """The exception of a device's allocator when memory runs out."""
     return torch.OutOfMemoryError(message)
 
 

@@ -1,4 +1,4 @@
-"""A function call in a forked child that the agent does not wait for: shared files may hang, and an agent may not."""
+"""An asynchronous function call in a forked child: shared file systems may hang, but an agent must not."""
 
 import json
 import os
@@ -49,10 +49,10 @@ class AsyncCall:
             return (json.loads(text),)
         if status == ExitCode.FAILED and text:
             raise error_of(json.loads(text))
-        raise RuntimeError(f"{self._name}, called in a process of its own, ended with {status} and no answer")
+        raise RuntimeError(f"{self._name}, called in its own process, ended with {status} and no result")
 
     def cancel(self) -> int | None:
-        """End the child, however far it is; its exit code, or minus a signal. None: it was over, or does not end."""
+        """Kill the child; returns its exit code, or minus a signal. None: it was over, or does not end."""
         if self._over:
             return None
         self._over = True

@@ -1,5 +1,5 @@
-"""How many processors this process may use: those that it may run on, or fewer by the quota of a control group, where a
-container or a scheduler has set one. No torch here: agents ask too.
+"""The number of processors for this process: its CPU affinity, or fewer by a control group's quota. No torch here:
+agents ask too.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ def count_cpus(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 
 def cpu_quota(groups: Path = GROUPS, own: Path = OWN) -> float | None:
-    """Processors' worth of time that the control groups of this process allow: the least of its own and all above, None
-    without any. `groups` and `own` as for `cgroups.iter_groups`."""
+    """Processors' worth of time that the control groups of this process allow: the least of its group and all above,
+    None without any. `groups` and `own` as for `cgroups.iter_groups`."""
     found = []
     for place, version in cgroups.iter_groups("cpu", groups, own):
         with contextlib.suppress(OSError, ValueError):

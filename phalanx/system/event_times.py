@@ -1,4 +1,4 @@
-"""Times of what a device does, by its own clock, taken while the host runs ahead and read when the device is there."""
+"""Timing of device work by events, recorded while the host runs ahead and read later."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def record_time(device: torch.device) -> Any:
-    """A mark for `seconds_between`, behind all that this thread has queued on the device; on a CPU, now."""
+    """A time stamp for `seconds_between`, after all work that this thread has queued on the device; on a CPU, now."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
@@ -16,7 +16,7 @@ def record_time(device: torch.device) -> Any:
 
 
 def seconds_between(first: Any, last: Any) -> float:
-    """What has gone by between two stamps, by the device's own clock. Holds the host until it has come to the last."""
+    """Seconds between two stamps, by the device's clock. Blocks until the device has reached the last."""
     if isinstance(first, float):
         return float(last - first)
     last.synchronize()
@@ -42,5 +42,5 @@ class EventTimes:
         return event
 
     def recycle(self, *stamps: Any) -> None:
-        """These will not be asked for again."""
+        """Return stamps for reuse."""
         self._unused += (each for each in stamps if not isinstance(each, float))

@@ -1,4 +1,4 @@
-"""Why a process ended: what it says about an exception of its own, and which of several ends was the first real cause.
+"""Causes of process exits: the record of an exception, and the root cause among several exits.
 
 When one rank dies, the others fail a moment later because their collectives lost a peer; sometimes the agent even sees
 them first. Pure functions, no torch.
@@ -23,9 +23,9 @@ _LOST_PEER = re.compile(
     r"remote process exited|ncclRemoteError|unhandled system error|process group .*(abort|timeout)",
     re.IGNORECASE,
 )
-# What a rank says whose replica, or what it begins with, is on a node that has gone.
+# The message of a rank whose replica, or initial state, is on a lost node.
 _LOST_COPY = re.compile(r"state could not be (read|replicated|copied) (to|from) another node")
-FROM_ELSE = "from what else is kept"  # why there is another attempt after damage
+FROM_ELSE = "from other saved state"  # why there is another attempt after damage
 HANG, DEADLOCK = "Hang", "Deadlock"  # types of causes that an agent finds for a rank
 # Exceptions that speak of something outside the program.
 _OF_OTHERS = ("CollectiveError", "StorageError", "DamagedState")
@@ -67,7 +67,7 @@ class WorkerExit:
     cause: dict[str, Any] | None = None
     host: str | None = None  # where it ran, if that was another node
     doing: str | None = None  # what it was last known to do, if a signal ended it
-    starved: bool = False  # whether the kernel has killed something for want of memory meanwhile
+    starved: bool = False  # whether the kernel killed a process because memory ran out at that time
 
     @property
     def abnormal(self) -> bool:
@@ -88,13 +88,13 @@ class WorkerExit:
         if self.cause is not None and self.cause["step"] is not None:
             how["step"] = self.cause["step"]
         if self.starved:
-            reason += "; the kernel has killed something for want of memory meanwhile"
+            reason += "; the kernel killed a process because memory ran out at that time"
         how |= {name: value for name, value in (("doing", self.doing), ("host", self.host)) if value is not None}
         return {"rank": self.rank, "pid": self.pid, **how, "reason": reason}
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; real-time signals have no name of their own."""
+    """The name of a signal, SIGKILL for 9; real-time signals have no separate names."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -107,8 +107,8 @@ def is_secondary_failure(end: WorkerExit) -> bool:
 
 
 def root_cause_priority(end: WorkerExit) -> int:
-    """0: a death by signal; 1: an exception of its own; 2: an abort, or state that did not come to another node; 3: an
-    exception that speaks of a lost peer."""
+    """Rank of an end as a cause. 0: a death by signal; 1: a direct exception; 2: an abort, or state that did not come
+    to another node; 3: an exception that speaks of a lost peer."""
     if end.signal is not None:
         return 2 if end.signal == signal.SIGABRT else 0
     if end.cause is None:
@@ -122,8 +122,7 @@ def root_cause_priority(end: WorkerExit) -> int:
 
 
 def is_state_damage(end: WorkerExit | None) -> bool:
-    """Whether a rank found what it was to go on from damaged, and has made that void: the next attempt goes on from
-    something else."""
+    """Whether a rank found its saved state damaged and voided it: the next attempt resumes from other state."""
     return end is not None and end.cause is not None and end.cause["type"] == "DamagedState"
 
 
@@ -133,11 +132,11 @@ def find_root_cause(ends: Sequence[WorkerExit]) -> WorkerExit:
 
 
 def fingerprint_failure(end: WorkerExit) -> str:
-    """What is the same whenever the same mistake ends a rank, whichever it is: the class of its exception, the step and
-    the last line of code that its traceback names; or the signal of a crash.
+    """The fingerprint of a failure, equal for the same mistake on any rank: the class of its exception, the step and
+    the last line of code in its traceback; or the signal of a crash.
 
-    Empty for what says nothing of the next attempt: a kill from outside, an exit code alone, a lost peer, and whatever
-    speaks of something outside the program.
+    Empty for failures that say nothing about the next attempt: a kill from outside, an exit code alone, a lost peer,
+    and causes outside the program.
     """
     if end.signal is not None:
         return "" if end.signal in (signal.SIGKILL, signal.SIGTERM) else f"death by {signal_name(end.signal)}"

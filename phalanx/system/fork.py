@@ -1,4 +1,4 @@
-"""Forking a warm process safely: a child that is a process of its own, and one function call in such a child."""
+"""Safe forks of a warm process: a child process, and one function call in such a child."""
 
 import contextlib
 import ctypes
@@ -18,9 +18,11 @@ from phalanx.core.placement import ExitCode
 from phalanx.system.cgroups import read_group_lines
 from phalanx.system.exit_causes import describe_exception, signal_name
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+LEAVE_SIGNAL = signal.SIGPWR  # this machine will soon be gone: its node leaves the run, which stops without others
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, LEAVE_SIGNAL)
 MEANWHILE_MS = 100.0
-UNKILLABLE_S = 1.0  # what a killed child gets to be gone, where nobody may wait for it for ever
+DEVICES_TIMEOUT_S = 120.0  # of a call that finds devices, or imports large libraries
+UNKILLABLE_S = 1.0  # time for a killed child to end
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,7 +38,7 @@ def thread_names() -> list[str]:
 
 
 def out_of_memory_kills() -> int:
-    """How often the kernel of this machine has killed a process for want of memory since it started."""
+    """The number of out-of-memory kills by the kernel of this machine since boot."""
     for line in read_group_lines(Path("/proc/vmstat")):
         if line.startswith("oom_kill "):
             return int(line.split()[1])
@@ -48,19 +50,19 @@ def fork(
 ) -> tuple[int, int]:
     """Fork a child that runs `child()` and exits with its return value; give back (pid, pidfd).
 
-    The child leads a process group of its own, with `session` a session, which Linux serves as it does all others,
+    The child leads a new process group, with `session` a new session, which Linux serves as it does all others,
     however busy the parent's is (sched_autogroup). It dies with its parent, and holds of the parent's descriptors only
     output, error (standard input is empty) and those in `keep`. Signals that are `blocked_signals` wait until it
     unblocks them. It never returns into the caller's frames.
 
     Raises:
-        AssertionError: this process has more than one thread; the child could hang on a lock that nobody will release.
+        AssertionError: this process has more than one thread; the child could hang on a lock that is never released.
         OSError: the system has no room for another process.
     """
     threads = thread_names()
     assert len(threads) == 1, (
         f"the process that forks has {len(threads)} threads ({', '.join(threads)}), so its children could hang on a "
-        "lock that one of them holds; do multi-threaded work, and whatever opens an accelerator, inside fork_call"
+        "lock held by one of them; do multi-threaded work, and work that opens an accelerator, inside fork_call"
     )
     sys.stdout.flush()
     sys.stderr.flush()
@@ -116,7 +118,7 @@ def _leave_parent(parent: int, keep: Collection[int], mask: Collection[int], ses
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel SIGKILL this process when its parent ends, however it ends."""
+    """Have the kernel SIGKILL this process when its parent ends."""
     signal_at_parent_death(parent, signal.SIGKILL)
 
 
@@ -194,16 +196,18 @@ def fork_call(
         status = end_child(pid, pidfd)
         os.close(reader)
     if text is None:
-        raise PhalanxError(f"{name} was stopped: it had not finished after {timeout_s:g} s in a process of its own")
+        raise PhalanxError(f"{name} was stopped: it had not finished after {timeout_s:g} s in its own process")
     if status == 0 and text:
         return json.loads(text)
     if status == ExitCode.FAILED and text:
         raise error_of(json.loads(text))
     if status == -signal.SIGKILL and out_of_memory_kills() > kills_before:
-        raise OutOfMemory(f"{name} was killed because this machine ran out of memory; ask for less, or free some")
+        raise OutOfMemory(
+            f"{name} was killed because this machine ran out of memory; lower its memory use, or free memory"
+        )
     assert status is not None, "what has said its last word has ended"
     how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit code {status}"
-    raise RuntimeError(f"{name}, called in a process of its own, {how} before it gave an answer")
+    raise RuntimeError(f"{name}, called in its own process, {how} before it returned a result")
 
 
 def answer_into(writer: int, function: Callable[..., Any], args: tuple[Any, ...]) -> int:
@@ -257,11 +261,11 @@ def drain(reader: int, received: bytearray) -> bool:
 
 
 def error_of(cause: dict[str, Any]) -> Exception:
-    """The error that a child's description stands for."""
+    """Rebuild a child's error from its description."""
     classes: dict[str, type[PhalanxError]] = {cls.__name__: cls for cls in PhalanxError.__subclasses__()}
     classes[PhalanxError.__name__] = PhalanxError
     if cause["type"] in classes:
         return classes[cause["type"]](cause["message"])
     if cause["exit_code"] == ExitCode.OUT_OF_MEMORY:
         return OutOfMemory(cause["reason"])
-    return RuntimeError(f"in a process of its own:\n{cause['traceback']}")
+    return RuntimeError(f"in its own process:\n{cause['traceback']}")

@@ -1,4 +1,4 @@
-"""Files that one process at a time holds for as long as it lives, while others may look whether somebody does."""
+"""File locks that a process holds for its lifetime, and that others can test."""
 
 import contextlib
 import fcntl
@@ -10,13 +10,13 @@ from pathlib import Path
 from phalanx.core.errors import RunError
 from phalanx.core.run_paths import RunPaths
 
-PASSING_S = 1.0  # what those get who hold one for a moment, only to look
+PASSING_S = 1.0  # time for processes that hold a lock briefly, to test it
 RETRY_S = 0.01
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file for this process alone, until it is closed; False where another process holds it. Who just
-    looks (`is_locked`) is waited for."""
+    """Lock an open file exclusively until it is closed; False where another process holds the lock. Waits for processes
+    that only test it (`is_locked`)."""
     until = time.monotonic() + PASSING_S
     while True:
         with contextlib.suppress(OSError):
@@ -38,8 +38,8 @@ def is_locked(descriptor: int) -> bool:
 
 
 def is_locked_by_other_users(descriptor: int, listed: Path = Path("/proc/locks")) -> bool:
-    """Whether none but other users' processes hold an open file, as far as Linux says whose they are. What root holds,
-    or somebody who cannot be seen, is not a stranger's."""
+    """Whether none but other users' processes hold an open file, as far as Linux says whose they are. Files held by
+    root, or by processes that cannot be seen, do not count as another user's."""
     rows = [line.split() for line in _lines(listed)]
     inode = str(os.fstat(descriptor).st_ino)
     # By the number alone: devices are not called alike there on every file system.
@@ -61,30 +61,30 @@ def _lines(path: Path) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------ symlinks
-# Links in a run folder that lead out of it: whoever may write into a run folder must not have its owner write anywhere
-# else. No torch here.
+# Links in a run folder that point outside: users who can write to a run folder must not make its owner write elsewhere.
+# No torch here.
 
 
-MAX_DEPTH = 3  # folders below the run folder: logs/attempt-001/rank-00000.log is looked at
+MAX_DEPTH = 3  # folders below the run folder: logs/attempt-001/rank-00000.log is checked
 
 
 def check_symlinks(paths: RunPaths) -> None:
-    """Raises RunError for a link in a run folder that leads out of it. The folder itself may be behind links."""
+    """Raises RunError for a link in a run folder that points outside. The folder itself may be behind links."""
     root = Path(os.path.realpath(paths.root))  # which takes a link to itself for what it is
     for link in _links(str(root), MAX_DEPTH):
         target = Path(os.path.realpath(link))
         if target != root and root not in target.parents:
             name = Path(link).relative_to(root)
             raise RunError(
-                f"the run folder {paths.display_name} has a link, {name}, that leads out of it to {target}, and a run "
-                "writes nowhere but into its own folder; remove the link, or have --run-dir name a folder in that place"
+                f"the run folder {paths.display_name} has a link, {name}, that points outside to {target}, but a run "
+                "writes only into its own folder; remove the link, or set --run-dir to a folder at the target"
             )
 
 
 def _links(folder: str, deeper: int) -> Iterator[str]:
     try:
         entries = list(os.scandir(folder))
-    except OSError:  # gone meanwhile, or not to be read: whoever writes there says so
+    except OSError:  # gone meanwhile, or unreadable: a write there will fail with an error
         return
     for entry in entries:
         if entry.is_symlink():

@@ -1,6 +1,4 @@
-"""How much memory this machine leaves, and the control groups of this process, where a container or a scheduler has set
-a limit. No torch here: agents ask too.
-"""
+"""Free host memory, within the limits of this process's control groups. No torch here: agents ask too."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +6,7 @@ from pathlib import Path
 
 from phalanx.system.cgroups import GROUPS, OWN, iter_groups, read_group_lines
 
-# Of each version of control groups: the limit, what is used, and what of that is files that nobody has used of late,
+# Of each version of control groups: the limit, the usage, and the part of it that is inactive file cache,
 # which the kernel gives back before it lets anybody die.
 NAMES = {
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -39,7 +37,7 @@ def cgroup_free_bytes(groups: Path = GROUPS, own: Path = OWN) -> list[int]:
 
 
 def cgroup_oom_kills(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """How many processes of this one's control group the kernel has killed for want of memory; 0 where nothing says."""
+    """The number of out-of-memory kills in this process's control group; 0 if unknown."""
     for place, version in iter_groups("memory", groups, own):
         for words in map(str.split, read_group_lines(place / EVENTS[version])):
             if words[:1] == ["oom_kill"]:
@@ -51,7 +49,7 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     """(the limit, what is used of it), in bytes, of each control group that has one."""
     for place, version in iter_groups("memory", groups, own):
         limit, usage, files = NAMES[version]
-        with contextlib.suppress(OSError, ValueError):  # no limit is said as `max`
+        with contextlib.suppress(OSError, ValueError):  # `max` means no limit
             most, used = (int((place / name).read_text()) for name in (limit, usage))
             stat = [line.split() for line in read_group_lines(place / "memory.stat")]
             yield most, used - sum(int(words[1]) for words in stat if words[:1] == [files])

@@ -1,4 +1,4 @@
-"""What a process knows of the Slurm step that it was started in, read from Slurm's variables; pure."""
+"""The Slurm step of this process, read from Slurm's variables; pure."""
 
 import re
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ def read_slurm_step(environment: Mapping[str, str]) -> SlurmStep | None:
     tasks, nodes = _number(environment, "SLURM_STEP_NUM_TASKS"), _number(environment, "SLURM_STEP_NUM_NODES")
     if tasks != nodes:
         raise ConfigError(
-            f"the Slurm step has {tasks} tasks on {nodes} nodes, but each node needs one, which starts the ranks there "
-            "itself; give srun --ntasks-per-node=1"
+            f"the Slurm step has {tasks} tasks on {nodes} nodes, but each node needs one task, which starts the "
+            "ranks there; give srun --ntasks-per-node=1"
         )
     host = environment.get("SLURM_LAUNCH_NODE_IPADDR") or environment.get("SLURM_SRUN_COMM_HOST")
     port = environment.get("SLURM_SRUN_COMM_PORT", "")

@@ -1,5 +1,5 @@
-"""Which rank a process is when something else started it: the environment of torchrun, Open MPI's mpirun or Slurm, read
-into a placement."""
+"""The rank of an externally started process: the environment of torchrun, Open MPI's mpirun or Slurm, read into a
+placement."""
 
 import re
 import zlib
@@ -66,7 +66,7 @@ def _mpirun(environment: Mapping[str, str], devices: Sequence[str]) -> Placement
     host = environment.get("MASTER_ADDR") or ("127.0.0.1" if local_world == world else None)
     if host is None:
         raise ConfigError(
-            f"mpirun has started {world} ranks, {local_world} of them here, but does not say where rank 0 is; give its "
+            f"mpirun started {world} ranks, {local_world} of them here, but does not say where rank 0 is; give its "
             "host to all of them: mpirun -x MASTER_ADDR=HOST"
         )
     job = zlib.crc32(environment.get("PMIX_NAMESPACE", "").encode())
@@ -85,8 +85,8 @@ def _master_port(environment: Mapping[str, str], default: int | None = None) -> 
     port = _number(environment, "MASTER_PORT", default)
     if not 0 < port < 65536:
         raise ConfigError(
-            f"the environment variable MASTER_PORT is {port}, where no rank can meet another; give a free port between "
-            "1 and 65535, or start torchrun with --standalone"
+            f"the environment variable MASTER_PORT is {port}, which is not a port; give a free port between 1 and "
+            "65535, or start torchrun with --standalone"
         )
     return port
 
@@ -117,7 +117,7 @@ def _slurm(environment: Mapping[str, str], devices: Sequence[str]) -> Placement:
 
 
 def _seen(devices: Sequence[str], local_rank: int, local_world: int, per_task: str = "") -> str:
-    """The device of a rank that something else started, which may have shown it its own accelerators alone.
+    """The device of an externally started rank, whose launcher may expose only that rank's accelerators.
 
     A variable of the driver set for each of torchrun's ranks, or `srun --gpu-bind`, shows one. --gpus-per-task shows
     as many as it says, such as 2 or "a100:2"; a step without binding in a job with that option sees all of the node.
@@ -163,7 +163,9 @@ def _tasks_here(environment: Mapping[str, str], world: int) -> int:
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", str(world)).split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part)
         if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE has {part!r}, which is no count; start the ranks with srun")
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE has {part!r}, which is not a count; start the ranks with srun"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     node = _number(environment, "SLURM_NODEID")
     return counts[node] if node < len(counts) else world
@@ -172,8 +174,8 @@ def _tasks_here(environment: Mapping[str, str], world: int) -> int:
 def _check_place(place: tuple[str, int], total: tuple[str, int], starter: str) -> None:
     if place[1] >= total[1]:
         raise ConfigError(
-            f"the environment has {place[0]} {place[1]} of {total[0]} {total[1]}, which no rank can be; "
-            f"let {starter} set them"
+            f"the environment has {place[0]} {place[1]} of {total[0]} {total[1]}, which is not possible; let "
+            f"{starter} set them"
         )
 
 

@@ -1,4 +1,4 @@
-"""Names of a step's phases for a profiler; they cost next to nothing while nobody looks."""
+"""Names of a step's phases for a profiler; nearly free without a profiler."""
 
 import contextlib
 

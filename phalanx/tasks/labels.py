@@ -1,4 +1,4 @@
-"""A label for each word of a sentence, or one for a text: what a pre-trained BERT is fine-tuned on, and its scores."""
+"""Token and sequence classification: fine-tuning of a pre-trained BERT, and its scores."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,17 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from phalanx.core import renamed
+from phalanx.models.layers import IGNORE_INDEX
 from phalanx.tasks.task import Batch, Task
 
 if TYPE_CHECKING:
     from phalanx.models.counter_rng import CounterRNG
 
-IGNORE_INDEX = -100  # a label that no loss is computed for
 _ENTITY = re.compile(r"O|[BIES]-.+")
 
 
 class LabelledLike(Protocol):
-    """A row without padding: `tokens` and `segments` (n,); `labels` (n,) with IGNORED where no word begins, or (1,)."""
+    """A row without padding: `tokens` and `segments` (n,); `labels` (n,) with IGNORE_INDEX except at the first
+    piece of each word, or (1,)."""
 
     @property
     def tokens(self) -> NDArray[np.int64]: ...
@@ -37,7 +38,7 @@ class LabelledLike(Protocol):
 
 
 def _inputs(samples: Sequence[LabelledLike], seq_len: int) -> tuple[dict[str, Tensor], Tensor]:
-    """What the model is given but for labels, and the samples' places; of no samples, one row."""
+    """The model's inputs except labels, and the samples' positions; one row if there are no samples."""
     tokens = [sample.tokens for sample in samples] or [np.zeros(1, np.int64)]
     segments = [sample.segments for sample in samples] or [np.zeros(1, np.int64)]
     width = row_width(tokens, seq_len)
@@ -55,9 +56,9 @@ def _logits(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenClassificationTask(Task):
-    """A label for each word, at its first piece; the weight of a batch is the number of its words.
+    """Token classification: a label for each word, at its first piece; the weight of a batch is its number of words.
 
-    `labels` are the names by number. Where all are O or begin with B-, I-, E- or S-, entities are scored as well.
+    `labels` are the names by number. If all are O or begin with B-, I-, E- or S-, entities are scored as well.
     """
 
     seq_len: int
@@ -68,7 +69,8 @@ class TokenClassificationTask(Task):
         return all(_ENTITY.fullmatch(label) for label in self.labels)
 
     def collate(self, samples: Sequence[LabelledLike]) -> Batch:
-        """`tokens`, `segments`, `labels` (B, S) and `lengths` (B,), all int64; of no samples one row without words."""
+        """Batch `tokens`, `segments`, `labels` (B, S) and `lengths` (B,), all int64; without samples one row
+        without words."""
         inputs, positions = _inputs(samples, self.seq_len)
         labels = [sample.labels for sample in samples] or [np.full(1, IGNORE_INDEX)]
         inputs["labels"] = pad_rows(labels, inputs["tokens"].shape[1], IGNORE_INDEX)
@@ -80,11 +82,11 @@ class TokenClassificationTask(Task):
         return loss
 
     def nominal_weight(self, global_batch: int) -> int:
-        """A quarter of the tokens of full rows, about as many words as short sentences have."""
+        """A quarter of the tokens of full rows, about the number of words of short sentences."""
         return global_batch * max(1, self.seq_len // 4)
 
     def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Words, entities there are and entities found, and of both how many are right."""
+        """Number of words, entities in the data and predicted entities, and of correct words and entities."""
         chosen, truth = _logits(model, batch).argmax(-1), batch.inputs["labels"]
         words = truth != IGNORE_INDEX
         found = {"words": words.sum(), "words right": (words & (chosen == truth)).sum()}
@@ -111,13 +113,15 @@ class TokenClassificationTask(Task):
 
 @dataclass(frozen=True)
 class SequenceClassificationTask(Task):
-    """One label for each text or pair of texts; the weight of a batch is the number of its texts."""
+    """Sequence classification: one label for each text or pair of texts; the weight of a batch is its number of
+    texts."""
 
     seq_len: int
     labels: tuple[str, ...]
 
     def collate(self, samples: Sequence[LabelledLike]) -> Batch:
-        """`tokens`, `segments` (B, S), `lengths` and `labels` (B,), all int64. No samples give one text unlabelled."""
+        """Batch `tokens`, `segments` (B, S), `lengths` and `labels` (B,), all int64. Without samples one text
+        without a label."""
         inputs, positions = _inputs(samples, self.seq_len)
         inputs["labels"] = torch.tensor(
             [int(sample.labels[0]) for sample in samples] or [IGNORE_INDEX], dtype=torch.int64
@@ -130,11 +134,11 @@ class SequenceClassificationTask(Task):
         return loss
 
     def nominal_weight(self, global_batch: int) -> int:
-        """Every text of a global batch."""
+        """The number of texts of a global batch."""
         return global_batch
 
     def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """For each label how many texts have it, are given it, and both."""
+        """For each label, how many texts have it, are predicted to have it, and both."""
         truth = batch.inputs["labels"]
         asked = truth != IGNORE_INDEX
         chosen, truth = _logits(model, batch).argmax(-1)[asked], truth[asked]
@@ -147,7 +151,7 @@ class SequenceClassificationTask(Task):
         return {f"{kind} {number}": count for kind, all in kinds.items() for number, count in enumerate(all)}
 
     def scores(self, counts: dict[str, float]) -> dict[str, float]:
-        """Accuracy, and the mean of the F1 of each label that a text has or is given."""
+        """Accuracy, and the mean F1 over labels that occur in the data or in predictions."""
         numbers = range(len(self.labels))
         have, given, right = ([counts[f"{kind} {number}"] for number in numbers] for kind in ("have", "given", "right"))
         each = [2 * r / (h + g) for h, g, r in zip(have, given, right, strict=True) if h + g]
@@ -160,8 +164,9 @@ class SequenceClassificationTask(Task):
 def find_entities(sentences: Iterable[Sequence[str]]) -> set[tuple[int, str, int, int]]:
     """The entities of tagged sentences: (sentence, kind, first word, last word).
 
-    Tags are O, or B-, I-, E- or S- and a kind. An entity begins at B- and S-, and wherever another kind or nothing came
-    before; so it is scored where a model's tags make no grammar, by CoNLL's own program and by seqeval.
+    Tags are O, or B-, I-, E- or S- and a kind. An entity begins at B- and S-, and after a tag of another kind or O; so
+    invalid sequences of tags are scored as by CoNLL's program and by seqeval.
+
     Source: Tjong Kim Sang and De Meulder, "Introduction to the CoNLL-2003 Shared Task", 2003.
     """
     return {(number, *span) for number, tags in enumerate(sentences) for span in _spans(tags)}
@@ -181,11 +186,11 @@ def _spans(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
 # ----------------------------------------------------------------------------- rows of different lengths in one tensor
 
 
-WIDTHS = 64  # rows are padded to a multiple of it, so that shapes stay few
+WIDTHS = 64  # multiple to which rows are padded, to limit the number of shapes
 
 
 def pad_rows(rows: Sequence[NDArray[np.int64]], width: int, filler: int) -> Tensor:
-    """`rows` (n_i,) -> (B, width) int64, filled up behind each."""
+    """Pad `rows` (n_i,) to (B, width) int64."""
     out = np.full((len(rows), width), filler, np.int64)
     for row, values in zip(out, rows, strict=True):
         row[: len(values)] = values
@@ -193,7 +198,7 @@ def pad_rows(rows: Sequence[NDArray[np.int64]], width: int, filler: int) -> Tens
 
 
 def row_width(rows: Sequence[NDArray[np.int64]], max_width: int, step: int = WIDTHS) -> int:
-    """The length of the longest row, up to a multiple of `step` but no more than `max_width`."""
+    """The length of the longest row, rounded up to a multiple of `step` but at most `max_width`."""
     longest = max((len(row) for row in rows), default=1)
     return max(longest, min(-(-longest // step) * step, max_width))
 

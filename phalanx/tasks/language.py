@@ -1,4 +1,4 @@
-"""Next-token prediction, on running text and on rows of whole documents."""
+"""Causal language modeling (next-token prediction), on running text and on rows of whole documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,30 +10,28 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from phalanx.core import renamed
+from phalanx.models.layers import IGNORE_INDEX
 from phalanx.tasks.task import Batch, SampleLike, Task
 
 if TYPE_CHECKING:
     from phalanx.models.counter_rng import CounterRNG
 
-IGNORE_INDEX = -100  # a label that no loss is computed for
-
 
 @dataclass(frozen=True)
 class CausalLMTask(Task):
-    """Each token is predicted from those before it; the weight of a batch is the number of its labels.
-
-    `isolated`: a row holds several documents, and none attends to another.
+    """Causal language modeling: each token is predicted from those before it; the weight of a batch is its number
+    of labels. `isolated`: a row has several documents, and none attends to another.
     """
 
     seq_len: int
     isolated: bool = False
 
     def collate(self, samples: Sequence[SampleLike]) -> Batch:
-        """Tokens and labels, both (B, seq_len) int64. No samples give one sequence whose labels are all ignored.
+        """Batch tokens and labels, both (B, seq_len) int64. Without samples one sequence whose labels are all ignored.
 
-        If `isolated`, also positions (B, seq_len) int64, which start at 0 in each document, and segments int32
-        (n + 1,): where documents begin in the B * seq_len tokens, with that number behind them up to a power of two, so
-        that shapes stay few.
+        If `isolated`, also positions (B, seq_len) int64, which start at 0 in each document, and segments int32 (n +
+        1,): the offsets of documents in the B * seq_len tokens, followed by that number up to a power of two, to limit
+        the number of shapes.
         """
         if not samples:
             tokens = torch.zeros(1, self.seq_len, dtype=torch.int64)
@@ -51,7 +49,7 @@ class CausalLMTask(Task):
         return Batch(inputs | self._documents([sample.lengths for sample in samples]), weight, positions)
 
     def _documents(self, lengths: Sequence[NDArray[np.int64] | None]) -> dict[str, Tensor]:
-        """Positions and segments of rows whose documents have these lengths; a row without any is one document."""
+        """Positions and segments of rows whose documents have these lengths; a row without lengths is one document."""
         if not self.isolated:
             assert all(row is None for row in lengths), "rows of several documents for a task that knows of none"
             return {}
@@ -69,12 +67,12 @@ class CausalLMTask(Task):
         }
 
     def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
-        """The sum of the cross-entropies in nats over the labels that count."""
+        """The sum of the cross-entropies in nats over the labels that are not ignored."""
         loss: Tensor = model(**batch.inputs, draws=draws)
         return loss
 
     def nominal_weight(self, global_batch: int) -> int:
-        """Every label of a global batch of full sequences, learnt or not."""
+        """The number of labels of a global batch of full sequences, ignored ones included."""
         return global_batch * self.seq_len
 
 

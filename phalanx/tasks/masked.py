@@ -1,4 +1,4 @@
-"""Masked tokens, and whether the second of two segments follows the first: what BERT is pre-trained on."""
+"""Masked language modeling and next-sentence prediction: the pre-training of BERT."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from phalanx.models.layers import IGNORE_INDEX
 from phalanx.tasks.labels import LabelledLike, pad_rows, row_width
 from phalanx.tasks.task import Batch, Task
 
 if TYPE_CHECKING:
     from phalanx.models.counter_rng import CounterRNG
 
-IGNORE_INDEX = -100  # a label that no loss is computed for
 PREDICTIONS_MULTIPLE = 8  # predictions of a row are padded to a multiple of it
 
 
 class MaskedLike(LabelledLike, Protocol):
-    """A row without padding: `tokens` and `segments` (n,), `places` (p,) and what stood there in `labels` (p,), all
-    int64; `follows` is 0 where the second segment follows, 1 where not, IGNORED where nobody asks."""
+    """A row without padding: `tokens` and `segments` (n,), `places` (p,) of masked tokens and their original
+    values `labels` (p,), all int64; `follows` is 0 if the second segment follows the first, 1 if not, IGNORE_INDEX
+    if unknown."""
 
     @property
     def places(self) -> NDArray[np.int64]: ...
@@ -32,13 +33,12 @@ class MaskedLike(LabelledLike, Protocol):
 
 @dataclass(frozen=True)
 class MaskedLMTask(Task):
-    """The weight of a batch is the number of its masked tokens, and its loss the sum over them.
+    """Masked language modeling: the weight of a batch is its number of masked tokens, and its loss the sum over them.
 
-    With `pairs` the loss also has `max_predictions` times the sum over samples of the second loss, where
+    With `pairs` the loss also has `max_predictions` times the sum over samples of the next-sentence loss, where
     `max_predictions` is how many tokens of a full row are masked: divided by the weight, it is nearly the mean over
-    samples, as BERT's authors add it, and exactly so where all rows are full. The factor is a constant, so that no
-    split of a batch changes the sum.
-    `full_rows`: all rows have `seq_len` tokens, so that there is no padding to be hidden.
+    samples, as in the BERT paper, and exactly so if all rows are full. The factor is a constant, so that no split of a
+    batch changes the sum. `full_rows`: all rows have `seq_len` tokens, so that no padding mask is needed.
     """
 
     seq_len: int
@@ -47,8 +47,8 @@ class MaskedLMTask(Task):
     full_rows: bool = False
 
     def collate(self, samples: Sequence[MaskedLike]) -> Batch:
-        """`tokens`, `segments` (B, S), `lengths` (B,), `places` and `labels` (B, P), all int64, and with `pairs`
-        `next_labels` (B,). No samples give one row whose labels are all ignored."""
+        """Batch `tokens`, `segments` (B, S), `lengths` (B,), `places` and `labels` (B, P), all int64, and with
+        `pairs` `next_labels` (B,). Without samples one row whose labels are all ignored."""
         tokens = [sample.tokens for sample in samples] or [np.zeros(self.seq_len if self.full_rows else 1, np.int64)]
         segments = [sample.segments for sample in samples] or [np.zeros(1, np.int64)]
         places = [sample.places for sample in samples] or [np.zeros(0, np.int64)]
@@ -68,16 +68,16 @@ class MaskedLMTask(Task):
         return Batch(inputs, sum(len(row) for row in labels), _numbers(positions))
 
     def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
-        """In nats; see the class for what is added up."""
+        """The sum of the losses in nats; see the class."""
         loss, next_loss = model(**batch.inputs, draws=draws)
         return loss if next_loss is None else loss + self.max_predictions * next_loss
 
     def nominal_weight(self, global_batch: int) -> int:
-        """Every masked token of a global batch of full rows."""
+        """The number of masked tokens of a global batch of full rows."""
         return global_batch * self.max_predictions
 
     def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Masked tokens and pairs, and how many of them are predicted right."""
+        """Number of masked tokens and pairs, and of correct predictions of each."""
         asked = {name: value for name, value in batch.inputs.items() if name not in ("labels", "next_labels")}
         logits, follows = model(**asked)
         labels = batch.inputs["labels"]
@@ -88,7 +88,7 @@ class MaskedLMTask(Task):
         return found
 
     def scores(self, counts: dict[str, float]) -> dict[str, float]:
-        """Shares of masked tokens and, with `pairs`, of pairs that are predicted right."""
+        """Accuracy of masked tokens and, with `pairs`, of pairs."""
         found = {"accuracy": counts["masked right"] / max(counts["masked"], 1.0)}
         if self.pairs:
             found["next_accuracy"] = counts["pairs right"] / max(counts["pairs"], 1.0)

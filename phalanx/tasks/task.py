@@ -1,4 +1,5 @@
-"""What one batch means. A task never sees a rank: weights are counts of this batch alone, and losses are sums."""
+"""Tasks: the definition of a batch and of its loss. A task never sees a rank: weights are counts of this batch
+alone, and losses are sums."""
 
 import hashlib
 import itertools
@@ -16,14 +17,13 @@ from phalanx.models.model import Model
 if TYPE_CHECKING:
     from phalanx.models.counter_rng import CounterRNG
 
-ALIGNED = 64  # bytes, of each tensor of a batch on its way
+ALIGNED = 64  # byte alignment of each tensor of a batch during copies
 
 
 class SampleLike(Protocol):
-    """What a loader hands over: tokens of shape (seq_len + 1,), int64, and the sample's place in the run.
-
-    `learnt` (seq_len,): which labels count, all if None; `lengths`: how many of the inputs belong to each document,
-    None where all inputs attend to all before them.
+    """A sample of the loader: tokens of shape (seq_len + 1,), int64, and the sample's position in the run. `learnt`
+    (seq_len,): which labels count, all if None; `lengths`: number of inputs of each document, None if all inputs attend
+    to all before them.
     """
 
     @property
@@ -47,6 +47,8 @@ class Batch:
         inputs: Tensors by name.
         weight: The number of losses that `loss_sum` adds up, such as samples or labeled tokens.
         samples: Position of each sample in the run, (B,) int64, by which dropout draws; a task leaves it out.
+        padding: Whether it is made of no samples, so that a rank without any takes part in collectives; a task leaves
+            it out.
 
     Examples:
         >>> batch = phalanx.Batch({"x": torch.ones(3, 2)}, weight=3)
@@ -57,19 +59,20 @@ class Batch:
     inputs: dict[str, Tensor]
     weight: int
     samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    padding: bool = False
 
     def to(self, device: torch.device | str) -> Self:
         """Copy the batch to a device, without the host waiting for the copies."""
         *inputs, samples = _to_device([*self.inputs.values(), self.samples], torch.device(device))
-        return type(self)(dict(zip(self.inputs, inputs, strict=True)), self.weight, samples)
+        return type(self)(dict(zip(self.inputs, inputs, strict=True)), self.weight, samples, self.padding)
 
 
 class Task(Protocol):
-    """Turns samples into a batch, and a batch into the sum of its losses. Derive from it: what it says itself holds
-    where nothing else is said."""
+    """Interface of a task: turns samples into a batch, and a batch into the sum of its losses. Derive from it to
+    inherit the defaults."""
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """Make a batch; of no samples, one of weight 0 that still runs through the model."""
+        """Make a batch; without samples, one of weight 0 that still runs through the model."""
         ...
 
     def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
@@ -77,24 +80,25 @@ class Task(Protocol):
         ...
 
     def nominal_weight(self, global_batch: int) -> int:
-        """What a full global batch weighs: a constant that keeps magnitudes near one."""
+        """The weight of a full global batch: a constant that keeps magnitudes near one."""
         ...
 
     def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Counts or sums (one-element tensors) that `scores` are made of, such as how many answers are right; those of
-        all batches and ranks are added up, a name that one lacks as 0. A batch of weight 0 must count nothing."""
+        """Counts or sums (one-element tensors) from which `scores` are computed, such as the number of correct
+        answers; they are added up over batches and ranks, missing names as 0. A batch of weight 0 must count
+        nothing."""
         return {}
 
     def scores(self, counts: dict[str, float]) -> dict[str, float]:
-        """What an evaluation says beside the loss, such as the accuracy, from the sums of all its counts."""
+        """Metrics of an evaluation beside the loss, such as the accuracy, from the sums of all counts."""
         return {}
 
 
 def _to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type in ("cpu", "meta"):
         return [tensor.to(device) for tensor in tensors]
-    # From pageable memory a copy makes the host wait, whatever non_blocking says; and to pin each would cost more than
-    # the copy itself.
+    # A copy from pageable memory makes the host wait, even with non_blocking; and pinning each tensor would cost more
+    # than its copy.
     ends = list(itertools.accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors))
     packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
     starts = [0, *ends[:-1]]
@@ -107,7 +111,7 @@ def _to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     ]
 
 
-# -------------------------------- A task of a user's own: a network, data and a loss, in a file that `task.code` names
+# ------------------------------------ custom tasks: a network, data and a loss, in a file that `task.code` names
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Which evaluation of a run was the best, and when none has been better for so long that training ends."""
+"""The best evaluation of a run, and early stopping after evaluations without improvement."""
 
 import math
 from collections.abc import Mapping
@@ -11,19 +11,18 @@ from phalanx.core.run_paths import RunPaths
 
 @dataclass
 class BestEvaluation:
-    """What a run's evaluations have come to, the same on all ranks.
-
-    The loss that counts is the mean over the held-out sets. `patience`: evaluations without a lower one after which
-    training ends; 0: it never does.
+    """The best evaluation so far, the same on all ranks. The loss that counts is the mean over the evaluation
+    sets. `patience`: number of evaluations without improvement after which training ends; 0 disables early
+    stopping.
     """
 
     patience: int
     step: int | None = None
     loss: float = math.inf
-    evaluations_since: int = 0  # evaluations
+    evaluations_since: int = 0  # evaluations since the best
 
     def update(self, step: int, losses: Mapping[str, float]) -> bool:
-        """Take in an evaluation; returns whether it is the best so far."""
+        """Add an evaluation; returns whether it is the best so far."""
         if not losses:
             return False
         loss = math.fsum(losses.values()) / len(losses)
@@ -35,20 +34,20 @@ class BestEvaluation:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why training ends, if it does."""
+        """Why training ends, or None."""
         if not 0 < self.patience <= self.evaluations_since:
             return None
         best = "no loss was a number" if self.step is None else f"the best is {self.loss:.4f}, of step {self.step}"
-        return f"{self.evaluations_since} evaluations in a row were no better: {best} (train.patience)"
+        return f"{self.evaluations_since} evaluations in a row did not improve: {best} (train.patience)"
 
 
 def find_best_evaluation(paths: RunPaths, step: float = math.inf, patience: int = 0) -> BestEvaluation:
-    """What the evaluations up to `step` have come to, as the events tell."""
+    """The best evaluation up to `step`, from the events."""
     found: dict[int, dict[str, float]] = {}
     for event in read_events(paths.events):
         of, loss = event.get("step"), event.get("loss")
         if event.get("kind") == EventKind.EVALUATED and type(of) is int and of <= step:
-            # JSON has no NaN of its own.
+            # JSON has no NaN.
             found.setdefault(of, {})[str(event.get("set"))] = float(loss) if isinstance(loss, int | float) else math.nan
     best = BestEvaluation(patience)
     for of in sorted(found):
@@ -57,7 +56,7 @@ def find_best_evaluation(paths: RunPaths, step: float = math.inf, patience: int 
 
 
 def agree_on_best_evaluation(patience: int, step: int, paths: RunPaths, group: JsonGroup) -> BestEvaluation:
-    """The same on all ranks, by what rank 0 reads: others may see the file later. Collective."""
+    """The best evaluation, broadcast from rank 0, as other ranks may not see the events file yet. Collective."""
     mine = (
         find_best_evaluation(paths, step, patience)
         if group.gather_objects(None) is not None

@@ -1,4 +1,4 @@
-"""The callback interface: what a user's code is told of a run while it trains, and what it can request."""
+"""The callback interface: what user code receives from a run while it trains, and what it can request."""
 
 import enum
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ class RunState:
     step: int = 0
     replayed: bool = False
 
-    def stop(self, reason: str = "a callback asked for it") -> None:
+    def stop(self, reason: str = "requested by a callback") -> None:
         """End training as at the last step, with a checkpoint and an evaluation.
 
         Args:
@@ -102,10 +102,11 @@ class Callback:
 
     def on_train_end(self, run: RunState, reason: str | None) -> None:
         """Training ends after `run.step`, whose checkpoint is saved; `reason` is None where all steps are done, else
-        what ended it earlier: `train.patience`, a callback, or the name of a signal. Not called after a failure."""
+        what ended it earlier: `train.patience`, a callback, `train.stop_after`, `train.stop_every`, or the name of a
+        signal. Not called after a failure."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints keep of this callback: JSON values only."""
+        """State of this callback for checkpoints: JSON values only."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Calling a user's callbacks: on rank 0, in a fixed order, with their state in checkpoints.
+"""Running users' callbacks: on rank 0, in a fixed order, with their state in checkpoints.
 
-What a callback is told is a function of the run alone. After a failure it gets its state from a checkpoint, and is told
-again what the run folder recorded since. All ranks agree on its requests at the end of a step, by the message that they
-exchange then anyway. So a run that was killed stops, saves and evaluates at the steps where it would have done so.
+What a callback receives is a function of the run alone. After a failure it gets its state from a checkpoint, then the
+records since that checkpoint again. All ranks agree on its requests at the end of a step, by a message that they
+exchange anyway. So a killed run stops, saves and evaluates at the same steps as an uninterrupted one.
 """
 
 import functools
@@ -25,8 +25,8 @@ from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind, read_events, read_steps
 from phalanx.core.run_paths import RunPaths
+from phalanx.core.user_code import describe_error, load_class, source_file
 from phalanx.engine.interface import Engine
-from phalanx.models.user_model import describe_error, load_class, source_file
 from phalanx.trainer.callback import Callback, CallbackRequest, RunState
 from phalanx.workload.step_hooks import StepHooks
 
@@ -35,14 +35,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HEADER_KEY = "callbacks"  # the key of a checkpoint's header
-DEFAULT_STOP_REASON = "a callback asked for it"  # on ranks that have no callbacks
+HEADER_KEY = "callbacks"  # key of a checkpoint's header
+DEFAULT_STOP_REASON = "requested by a callback"  # on ranks that have no callbacks
 
 
 def load_callback_class(config: "Config", paths: RunPaths | None = None) -> type[Callback] | None:
-    """The class that `callback.code` names, from the run folder's copy where there is one; None without the key.
-
-    Raises ConfigError for a file that has no such class, and for options that it does not take.
+    """The class that `callback.code` names, from the run folder's copy if there is one; None without the key.
+    Raises ConfigError for a file without such a class, and for options that it does not take.
     """
     if config.callback.code is None:
         return None
@@ -52,13 +51,15 @@ def load_callback_class(config: "Config", paths: RunPaths | None = None) -> type
     try:
         inspect.signature(found).bind(**config.callback.options)
     except TypeError as error:
-        raise ConfigError(f"callback.options do not fit the class Callback of {file}: {error}; change them") from None
+        raise ConfigError(
+            f"callback.options do not match the class Callback of {file}: {error}; correct them"
+        ) from None
     return found
 
 
 @dataclass(frozen=True)
 class NamedCallback:
-    """A callback; `name` is for messages, `version` tells one with other code or options from it."""
+    """A callback; `name` is for messages, `version` identifies its code and options."""
 
     callback: Callback
     name: str
@@ -68,7 +69,7 @@ class NamedCallback:
 
 def collect_callbacks(config: "Config", paths: RunPaths, given: Sequence[Callback]) -> list[NamedCallback]:
     """The recipe's callback, then those `given` to `launch.run.train`. Raises ConfigError for one that cannot be
-    made."""
+    constructed."""
     found = []
     if (made := load_callback_class(config, paths)) is not None:
         file = source_file(made)
@@ -84,10 +85,11 @@ def collect_callbacks(config: "Config", paths: RunPaths, given: Sequence[Callbac
 
 
 class CallbackRunner:
-    """The callbacks of a run. On rank 0 it is a sink: what it hears waits until the training loop has it told.
+    """Runner of the callbacks of a run.
 
-    The same on all ranks: `due`, what is requested for the end of the last step, and `over`, why a callback has ended
-    training (but for the wording), None while none has.
+    On rank 0 it is a metric sink: events are queued until the training loop dispatches them. The same on all ranks:
+    `due`, the requests for the end of the last step, and `over`, why a callback has ended training (the wording may
+    differ), or None.
     """
 
     def __init__(
@@ -98,8 +100,8 @@ class CallbackRunner:
         group: JsonGroup | None = None,
         model_divided: bool = False,
     ) -> None:
-        """Without arguments there are no callbacks. `group` is for `resume_at`, on all ranks of a run with callbacks;
-        `model_divided`: ranks hold parts of layers."""
+        """Without arguments there are no callbacks. `group` is for `resume_at`, on all ranks of a run with
+        callbacks; `model_divided`: layers are split over ranks."""
         self.due_requests = CallbackRequest(0)
         self.stop_reason: str | None = None
         self.step_hooks = StepHooks()
@@ -111,9 +113,9 @@ class CallbackRunner:
             model_divided,
         )
         self._pending: deque[tuple[str, dict[str, Any]]] = deque()
-        self._requests, self._reason = CallbackRequest(0), DEFAULT_STOP_REASON  # of the next step to end
-        self._newest = 0  # the last step that was ever told
-        self._evaluated = 0  # the step of the last evaluation that was told
+        self._requests, self._reason = CallbackRequest(0), DEFAULT_STOP_REASON  # requests for the next step to end
+        self._newest = 0  # the last step that was ever dispatched
+        self._evaluated = 0  # the step of the last evaluation that was dispatched
         self._begun = False
         if run is not None:
             run.request = self._request
@@ -133,7 +135,7 @@ class CallbackRunner:
     # ------------------------------------------------------------------------------------------------ the training loop
 
     def resume_at(self, step: int, header: Mapping[str, Any] | None) -> None:
-        """Continue after `step`; `header` is that of its checkpoint, None where it was kept in memory. Collective."""
+        """Continue after `step`; `header` is that of its checkpoint, None for an in-memory checkpoint. Collective."""
         self.due_requests, self.stop_reason = CallbackRequest(0), None
         if self._group is None:
             return
@@ -143,18 +145,18 @@ class CallbackRunner:
         self.due_requests = CallbackRequest(due)
 
     def take_requests(self) -> CallbackRequest:
-        """What is requested for the end of the step under way."""
+        """Return and clear the requests for the end of the current step."""
         requests, self._requests = self._requests, CallbackRequest(0)
         return requests
 
     def apply_requests(self, requests: int) -> None:
-        """All ranks have heard of the `requests` for the end of a step."""
+        """Apply the `requests` for the end of a step, on which all ranks have agreed."""
         self.due_requests = CallbackRequest(requests)
         if CallbackRequest.STOP in self.due_requests:
             self.stop_reason = self._reason
 
     def dispatch(self) -> None:
-        """Tell the callbacks what was heard since the last time. Does nothing on other ranks."""
+        """Pass new events to the callbacks. Does nothing on other ranks."""
         if self._run is None or not self._pending:
             return
         results: dict[str, dict[str, float | None]] = {}
@@ -172,20 +174,20 @@ class CallbackRunner:
                 self._call("on_save", int(record["step"]))
 
     def send_weights(self, engine: Engine) -> None:
-        """Give the callbacks the weights. Collective."""
+        """Pass the weights to the callbacks. Collective."""
         with engine.full_parameters() as whole:
             copies = {name: each.detach().cpu().clone() for name, each in whole.items()} if self._callbacks else {}
         self._call("on_weights", copies)
 
     def end_training(self, step: int, reason: str | None) -> None:
-        """Training ends after `step`, whose checkpoint is saved."""
+        """Report the end of training after `step`, whose checkpoint is saved."""
         self.dispatch()
         if self._run is not None:
             self._run.step = step
         self._call("on_train_end", reason)
 
     def to_header(self, step: int) -> dict[str, Any]:
-        """What the checkpoint of `step` keeps of the callbacks; nothing on other ranks."""
+        """State of the callbacks for the checkpoint of `step`; empty on other ranks."""
         if not self._callbacks:
             return {}
         states = [self._state(each) for each in self._callbacks]
@@ -206,15 +208,15 @@ class CallbackRunner:
         assert self._run is not None
         if request == CallbackRequest.WEIGHTS and self._model_divided:
             raise ConfigError(
-                "gather_weights needs a rank that can hold all weights, and parallel.tensor or parallel.pipeline "
-                "divides them; read the checkpoint that on_save names instead, or set both to 1"
+                "gather_weights needs all weights on one rank, but parallel.tensor or parallel.pipeline splits "
+                "them; read the checkpoint that on_save names instead, or set both to 1"
             )
         if request == CallbackRequest.STOP and CallbackRequest.STOP not in self._requests:
             self._reason = reason
         self._requests |= request
 
     def _restore(self, step: int, header: Mapping[str, Any] | None) -> None:
-        """Bring the callbacks to `step`."""
+        """Restore the callbacks' state of `step`."""
         assert self._run is not None
         assert self._paths is not None
         self._pending.clear()
@@ -244,7 +246,7 @@ class CallbackRunner:
             _call_user_code(each.name, each.file, "load_state_dict(state)", restore)
         if not entry.get("evaluated", True):
             self._evaluated = since - 1
-        if same:  # what other code or options have asked for is asked again by these, or not
+        if same:  # requests of other code or options are not repeated; the current callbacks make theirs again
             self._requests, self._reason = (
                 CallbackRequest(int(entry["requests"])),
                 str(entry["stop"] or DEFAULT_STOP_REASON),
@@ -252,7 +254,7 @@ class CallbackRunner:
             self.stop_reason = self._reason if entry.get("over") else None
 
     def _replay(self, since: int, step: int) -> None:
-        """Tell again what is recorded from behind `since` to `step`."""
+        """Replay the records after `since` up to `step`."""
         assert self._paths is not None
         if since == step and self._evaluated == since:
             return
@@ -297,15 +299,15 @@ class CallbackRunner:
             return dict(json.loads(json.dumps(state, allow_nan=False)))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{each.name}: state_dict() returns no dictionary of JSON values ({error}); checkpoints keep nothing "
-                "else, so return numbers, texts, lists and dictionaries"
+                f"{each.name}: state_dict() returns no dictionary of JSON values ({error}); return only numbers, "
+                "strings, lists and dictionaries"
             ) from None
 
 
 def make_callback_runner(
     config: "Config", given: Sequence[Callback], paths: RunPaths, placement: Placement, mesh: Mesh
 ) -> CallbackRunner:
-    """The callbacks of a run, on rank 0; other ranks only take part in what all have to agree on."""
+    """Make the runner of a run's callbacks, on rank 0; other ranks only take part in the agreement."""
     if config.callback.code is None and not given:
         return CallbackRunner()
     group = JsonGroup(mesh.checkpoint)
@@ -316,7 +318,7 @@ def make_callback_runner(
 
 
 def _find_saved_state(step: int, paths: RunPaths) -> tuple[int, Any]:
-    """The newest checkpoint of `step` or before, and what it keeps of the callbacks; 0 and None without one."""
+    """The newest checkpoint up to `step` that has state of the callbacks, and that state; 0 and None without one."""
     for saved in list_steps(paths.checkpoints):
         if saved > step:
             continue
@@ -330,7 +332,7 @@ def _find_saved_state(step: int, paths: RunPaths) -> tuple[int, Any]:
 
 
 def _results(event: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Loss and scores by the set's name, as JSON has them: None for a loss that is no number."""
+    """Loss and scores by the set's name, as JSON has them: None for a loss that is not a number."""
     loss = event.get("loss")
     return {
         str(event.get("set")): {
@@ -341,8 +343,7 @@ def _results(event: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def _call_user_code(name: str, file: str, said: str, function: Callable[[], Any]) -> Any:
-    """What a method of a callback returns. Raises ConfigError with the line of what it raises; the log has the
-    traceback."""
+    """Call a callback's method. Raises ConfigError with the line of any exception; the log has the traceback."""
     try:
         return function()
     except PhalanxError:

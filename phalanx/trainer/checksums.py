@@ -1,9 +1,9 @@
-"""Silent corruption: whether ranks that must hold the same parameters do, to the bit; who does not; and its repair.
+"""Detection and repair of silent data corruption: ranks that must hold the same parameters are compared bit by bit.
 
-Compared are the parameters as the ranks compute with them, of those that hold the same part of the model; where these
-are released between uses, the shards that they are gathered from, of ranks that hold the same ones. Of a sum of all
-bits as whole numbers no order of adding matters, and any one bit that flips changes it. What only one rank holds has no
-twin to be compared with.
+The parameters are compared as the ranks compute with them, between ranks that hold the same part of the model; if
+parameters are released between uses, their shards are compared, between ranks that hold the same ones. A checksum is a
+sum of all bits as integers, so it does not depend on the order of addition, and any single flipped bit changes it.
+Parameters that only one rank holds cannot be compared.
 """
 
 import time
@@ -30,15 +30,15 @@ from phalanx.trainer.anomalies import RollbackRequest
 from phalanx.workload.master_weights import find_master_pieces, keeps_whole_parameters, view_as_integers
 from phalanx.workload.sinks import RecordWriter
 
-MAX_NAMED_PARAMETERS = 3  # parameters that an event names
-MAX_ROLLBACKS = 3  # times that a step is gone back behind
+MAX_NAMED_PARAMETERS = 3  # parameters named in an event
+MAX_ROLLBACKS = 3  # rollbacks behind the same step
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits as whole numbers of 64 of them, modulo 2**64, on its device."""
+    """Checksum of a tensor: the sum of its bits as 64-bit integers modulo 2**64, on its device."""
     flat = tensor.detach().reshape(-1)
     together = max(1, 8 // flat.element_size())
-    # From the first element that begins such a number to the last that ends one; what is beside them one by one.
+    # The aligned middle as 64-bit integers; the elements before and after it one by one.
     first = min(-flat.storage_offset() % together, flat.numel())
     last = first + (flat.numel() - first) // together * together
     ends = view_as_integers(torch.cat([flat[:first], flat[last:]])).sum(dtype=torch.int64)
@@ -47,8 +47,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ChecksumVerdict:
-    """Ranks (of those compared) that deviate, and the parameters they deviate in; `healthy` has for each of these a
-    rank to take it from. Without a majority `ranks` are all that may be wrong, and nobody is known to be healthy."""
+    """Deviating ranks (of those compared) and the parameters in which they deviate; `healthy` has for each of
+    these a rank with the correct value. Without a majority, `ranks` are all candidates and `healthy` is empty."""
 
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
@@ -56,10 +56,10 @@ class ChecksumVerdict:
 
 
 def find_deviating_ranks(table: Sequence[Sequence[int]], names: Sequence[str]) -> ChecksumVerdict | None:
-    """What checksums say, one row for each rank with a sum for each parameter; None: all agree.
+    """Find deviating ranks from checksums, one row for each rank with a sum for each parameter; None: all agree.
 
-    More than half of the ranks are believed. Where in some parameter there is no such half, all are named that do not
-    agree with the others.
+    A value held by more than half of the ranks is correct. If a parameter has no such majority, all ranks that do not
+    agree with the others are returned.
     """
     wrong: set[int] = set()
     healthy: dict[str, int] = {}
@@ -85,7 +85,8 @@ def compare_parameters(engine: Engine, mesh: Mesh) -> ChecksumVerdict | None:
     with engine.full_parameters() as parameters:
         names = [name for name, each in parameters.items() if each.numel()]
         mine = torch.stack([checksum(parameters[name]) for name in names]).cpu()
-    # One number first, which is all there is as a rule: the sums, each with a weight of its own, modulo 2**64.
+    # First a single number, which is usually enough: the sum of the checksums modulo 2**64, each with a different
+    # weight.
     weights = torch.arange(1, 2 * len(names), 2, dtype=torch.int64) * 0x9E3779B97F4A7C1 + 1
     if len(set(_gather_rows((mine * weights).sum().view(1), mesh)[:, 0].tolist())) == 1:
         return None
@@ -93,16 +94,16 @@ def compare_parameters(engine: Engine, mesh: Mesh) -> ChecksumVerdict | None:
 
 
 def fingerprint_shards(engine: Engine, mesh: Mesh) -> list[int]:
-    """For each rank of `mesh` a number that ranks which keep the same of the parameters have in common, and no others;
-    0: it keeps nothing of them. Collective."""
+    """Fingerprint the parameter shards of each rank of `mesh`: equal for ranks that hold the same shards,
+    different for others; 0 for a rank without shards. Collective."""
     rows = [[piece.name, piece.start, piece.stop] for piece in find_master_pieces(engine)]
     mine = int.from_bytes(digest_json(rows)[:6], "little") if rows else 0
     return [int(known) for known in mesh.gather(float(mine))]
 
 
 def compare_shards(engine: Engine, mesh: Mesh, shards: Sequence[int]) -> ChecksumVerdict | None:
-    """Compare what ranks of `mesh` keep of the parameters with those that keep the same, by `fingerprint_shards`.
-    Collective; the verdict is that of the ranks with the same as this one. None: they agree."""
+    """Compare this rank's parameter shards with those of the ranks with the same `fingerprint_shards`. Collective;
+    the verdict covers these ranks. None: they agree."""
     pieces = find_master_pieces(engine)
     names = [piece.name for piece in pieces]
     mine = torch.tensor([int(checksum(piece.tensor)) for piece in pieces], dtype=torch.int64)
@@ -117,7 +118,7 @@ def compare_shards(engine: Engine, mesh: Mesh, shards: Sequence[int]) -> Checksu
 
 
 def _gather_rows(mine: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The row of each rank."""
+    """Gather the rows of all ranks."""
     table = torch.zeros(mesh.world, mine.numel(), dtype=torch.int64)
     table[mesh.rank] = mine
     all_reduce(table, mesh.control, mesh.bookkeeping).wait()
@@ -126,8 +127,8 @@ def _gather_rows(mine: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 @torch.no_grad()
 def repair_parameters(engine: Engine, mesh: Mesh, verdict: ChecksumVerdict) -> bool:
-    """Give the ranks that deviate the parameters of healthy ones, and see whether their masters agree with these; what
-    the masters of a rank differ in cannot be repaired. Collective; all get the same answer."""
+    """Copy parameters from healthy ranks to deviating ones, and check that these ranks' master parameters match.
+    Wrong masters cannot be repaired. Collective; all get the same answer."""
     with engine.full_parameters() as parameters:
         for name, source in verdict.healthy.items():
             values = parameters[name].view(-1)
@@ -142,8 +143,7 @@ def repair_parameters(engine: Engine, mesh: Mesh, verdict: ChecksumVerdict) -> b
 
 
 def _agrees_with_masters(engine: Engine, name: str, values: torch.Tensor) -> bool:
-    """Whether this rank's part of the masters gives these values. Of weights that are compressed on their way nobody
-    can say."""
+    """Whether this rank's part of the masters matches the values. With compressed weights this cannot be decided."""
     if isinstance(engine, ShardedEngine) and engine.sharding.compress != NO_COMPRESSION:
         return True
     flat = values.view(-1)
@@ -156,7 +156,7 @@ def _agrees_with_masters(engine: Engine, name: str, values: torch.Tensor) -> boo
 
 
 class ChecksumMonitor:
-    """Compares every so many steps, and says what came of it. `step`: up to it all is taken to be well."""
+    """Compares checksums periodically and reports the result. `step`: assumed to be healthy."""
 
     def __init__(
         self, every: int, engine: Engine, mesh: Mesh, paths: RunPaths, records: RecordWriter, step: int
@@ -166,15 +166,15 @@ class ChecksumMonitor:
         self._last_bad_step, self._rollbacks = (
             0,
             0,
-        )  # the last step that was gone back behind, and how often without getting past it
+        )  # the last step rolled back to, and how often without getting past it
         self.every = every
-        self._shards: list[int] | None = None  # by which twins are known, where parameters are not kept whole
+        self._shards: list[int] | None = None  # fingerprints of the shards, if parameters are sharded between uses
         if every and not keeps_whole_parameters(engine):
             self._shards = fingerprint_shards(engine, mesh.data)
         if every and (why := self._why_useless()) is not None:
             self.every = 0
             records.write_event(
-                EventKind.WARNING, {"message": f"resilience.checksum_every compares nothing here: {why}"}
+                EventKind.WARNING, {"message": f"resilience.checksum_every has nothing to compare: {why}"}
             )
 
     def _why_useless(self) -> str | None:
@@ -183,9 +183,9 @@ class ChecksumMonitor:
         holding = [known for known in self._shards or () if known]
         if self._shards is not None and len(set(holding)) == len(holding):
             return (
-                "each rank holds its own shard of the parameters between steps (parallel.zero 3 and fsdp2), which no "
-                "other one has; with parallel.shard_degree below the number of ranks some do, with parallel.zero 1 or "
-                "2 all hold the same"
+                "each rank holds its own shard of the parameters between steps (parallel.zero 3 and fsdp2), which "
+                "no other rank has; with parallel.shard_degree below the number of ranks some ranks share one, with "
+                "parallel.zero 1 or 2 all do"
             )
         return None
 
@@ -195,16 +195,16 @@ class ChecksumMonitor:
         return compare_shards(self._engine, self._mesh.data, self._shards)
 
     def check_step(self, step: int) -> RollbackRequest | None:
-        """Compare now, behind `step`; repair what can be repaired. What is to be gone back behind else. Collective.
-        Raises Corrupted where that has not helped."""
+        """Compare now, after `step`; repair if possible. Returns a rollback request otherwise. Collective. Raises
+        Corrupted if rollbacks did not help."""
         found = self._compare()
         if not any(self._mesh.gather(float(found is not None))):  # in any part of the model
             self._last_good_step, self._deviated_before = step, frozenset()
             self._rollbacks = 0 if step > self._last_bad_step else self._rollbacks
             return None
         ranks = frozenset(found.ranks if found is not None else ())
-        # Whoever deviates again has kept what is wrong where nothing can be compared; of a shard that is wrong that
-        # which the rule keeps of it may be so, too.
+        # A rank that deviates again has wrong state that cannot be compared; a wrong shard may also have reached the
+        # optimizer state.
         again = bool(ranks & self._deviated_before) or self._shards is not None
         hopeless = found is not None and (not found.healthy or again)
         if found is not None and not hopeless:
@@ -216,17 +216,17 @@ class ChecksumMonitor:
             return None
         names = ", ".join(str(row["rank"]) for row in known)
         sure = "" if all(row["certain"] for row in known) else "one of "
-        reason = f"{sure}rank{'s' if len(known) > 1 else ''} {names} held other parameters than it must ({parameters})"
+        reason = f"{sure}rank{'s' if len(known) > 1 else ''} {names} held wrong parameters ({parameters})"
         self._last_bad_step, self._rollbacks = max(self._last_bad_step, step), self._rollbacks + 1
         if self._rollbacks > MAX_ROLLBACKS:
             raise Corrupted(
-                f"behind step {step} {reason}, and going back {MAX_ROLLBACKS} times has not helped; look at the "
-                f"devices that {self._paths.suspects} names"
+                f"after step {step} {reason}, and {MAX_ROLLBACKS} rollbacks did not help; check the devices listed "
+                f"in {self._paths.suspects}"
             )
         return RollbackRequest(step, reason, good_step=self._last_good_step)
 
     def _report(self, step: int, found: ChecksumVerdict | None, repaired: bool) -> tuple[list[dict[str, Any]], str]:
-        """Write down who may be wrong, and in what; both are the same on all ranks."""
+        """Record the suspected ranks and parameters; both are the same on all ranks."""
         mine = None
         if found is not None:
             mine = {
@@ -255,5 +255,5 @@ class ChecksumMonitor:
         try:
             for row in rows:
                 append_line(self._paths.suspects, row)
-        except OSError as error:  # the event says the same
+        except OSError as error:  # the event has the same contents
             self._records.write_event(EventKind.WARNING, {"message": f"{self._paths.suspects}: {error.strerror}"})

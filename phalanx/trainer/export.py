@@ -1,11 +1,11 @@
-"""From a run's newest checkpoint to a Hugging Face folder, tensor by tensor."""
+"""Export of a run's checkpoint to a Hugging Face folder, tensor by tensor."""
 
 import contextlib
 import functools
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,12 +16,15 @@ from phalanx.core.errors import CheckpointError, ConfigError, PhalanxError, RunE
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.data.cache import temporary_folder
+from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import hf_config
 from phalanx.models.hf_export import copy_tokenizer, export, export_plain, new_folder
+from phalanx.models.hf_layout import find_adapter_places
 from phalanx.models.hf_weights import Weights
 from phalanx.models.model import Architecture, Model
 from phalanx.models.peft import save_adapter
 from phalanx.models.user_model import build_on_meta, hf_name, shapes_of
+from phalanx.parallel.model_buffers import RunningStatistics, fill_buffers, read_statistics
 from phalanx.parallel.parallelize import DTYPES
 from phalanx.storage import files as storage
 from phalanx.trainer.run_folder import next_attempt, read_run_config
@@ -62,7 +65,7 @@ def export_run(
             f"--merge is for a run that trains adapters, and {paths.display_name} trains the weights themselves"
         )
     if merge is not False if spec.lora is not None else dtype is None:
-        local_copies.fetch_local_copies(wanted)  # the weights that the run started from are read
+        local_copies.fetch_local_copies(wanted)  # the base weights are read
     checkpoint = _newest(paths) if step is None else _of_step(paths, step)
     read: Callable[[str], torch.Tensor] = functools.partial(_read, checkpoint)
     if spec.lora is not None and merge is False:
@@ -70,7 +73,7 @@ def export_run(
         with open_export_target(folder, config) as (local, _), new_folder(local) as temporary:
             named = functools.partial(hf_name, model_class=code)
             base = adapters.base_name(wanted), adapters.read_base_fingerprint(paths)
-            save_adapter(temporary, spec.lora, spec.layers, read, stored, named, *base)
+            save_adapter(temporary, spec.lora, spec.layers, read, stored, named, *base, find_adapter_places(code, spec))
             copy_tokenizer(paths.tokenizer, temporary)
         return _finish_export(checkpoint, paths, folder, note)
     read = (
@@ -116,13 +119,16 @@ def _export_custom(
     merge: bool | None,
     step: int | None,
 ) -> int:
-    """A network of a user's own: its parameters by their own names, a config.json of its options, and its code."""
+    """Export a custom network: its parameters under their own names, a config.json of its options, and its code."""
     if merge:
         raise ConfigError(
             f"--merge is for a run that trains adapters, and {paths.display_name} trains the weights themselves"
         )
     checkpoint = _newest(paths) if step is None else _of_step(paths, step)
     shapes = {name: tuple(shape) for name, (shape, _) in checkpoint.parameters.items()}
+    statistics = read_statistics(checkpoint.header)
+    shapes |= {name: tuple(values.shape) for name, values in statistics.items()}
+    read = _make_reusing_reader(checkpoint)
     out_dtype = EXPORT_DTYPES[dtype] if dtype is not None else DTYPES[_compute_dtype(config)]
     total, done = sum(math.prod(shape) for shape in shapes.values()) * out_dtype.itemsize, 0
 
@@ -139,14 +145,15 @@ def _export_custom(
     }
     with open_export_target(folder, config) as (local, finished):
         export_plain(
-            local, shapes, _make_reusing_reader(checkpoint), out_dtype, texts, progress=report, finished=finished
-        )
+            local, shapes, lambda name: statistics[name] if name in statistics else read(name), out_dtype, texts,
+            progress=report, finished=finished,
+        )  # fmt: skip
     return _finish_export(checkpoint, paths, folder, note)
 
 
 def load_trained_model(paths: RunPaths, step: int | None = None) -> Model:
-    """The model of a run's newest valid checkpoint, or of that of `step`, on the CPU in float32 (float64 of an fp64
-    run), in evaluation mode; adapters are merged into it. Raises as `export_run` does."""
+    """Load the model of a run's newest valid checkpoint, or of that of `step`, on the CPU in float32 (float64 for
+    an fp64 run), in evaluation mode, with adapters merged into it. Raises as `export_run` does."""
     wanted = _require_config(paths)
     config = local_copies.use_local_copies(wanted)
     spec = find_model_shape(config, paths)
@@ -165,11 +172,38 @@ def load_trained_model(paths: RunPaths, step: int | None = None) -> Model:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(read(name).view_as(parameter))
+        if spec is None:
+            fill_buffers(model, "cpu", DTYPES[_master_dtype(config)])
+            RunningStatistics(model).restore(checkpoint.header)
     return model
 
 
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run's checkpoint: `read(name, kind)` gives a parameter (kind `param`), or what the optimizer keeps of it, whole
+    and as it is stored; `kinds` are those that there are, `step` is its step, `spec` and `config` are the run's."""
+
+    config: Config
+    spec: ModelSpec
+    step: int
+    kinds: frozenset[str]
+    read: Callable[[str, str], torch.Tensor]
+
+
+def open_trained_run(paths: RunPaths, step: int | None = None) -> TrainedRun:
+    """The newest valid checkpoint of a run of a language model, or that of `step`. Raises as `export_run` does, and
+    ConfigError where the run trains adapters or a task of the user's own."""
+    config = _require_config(paths)
+    spec = find_model_shape(config, paths)
+    if spec is None or spec.lora is not None:
+        raise ConfigError(f"{paths.display_name} trains no whole language model; export it, and convert the export")
+    checkpoint = _newest(paths) if step is None else _of_step(paths, step)
+    kinds = frozenset(checkpoint.kinds(next(iter(checkpoint.parameters))))
+    return TrainedRun(config, spec, int(checkpoint.header["step"]), kinds, functools.partial(_read, checkpoint))
+
+
 def _require_config(paths: RunPaths) -> Config:
-    """The configuration of a run. Raises RunError where the folder holds none."""
+    """The configuration of a run. Raises RunError if the folder has none."""
     config = read_run_config(paths)
     if config is None:
         raise RunError(f"{paths.display_name} holds no run (it has no {paths.config.name}); name a run folder")
@@ -190,13 +224,13 @@ def _of_step(paths: RunPaths, step: int) -> Checkpoint:
     if step not in there:
         known = ", ".join(str(other) for other in sorted(there)) or "none"
         raise CheckpointError(
-            f"{paths.display_name} has no checkpoint of step {step} (it has {known}); name one of these, or have the "
-            "best one kept by checkpoint.best=true"
+            f"{paths.display_name} has no checkpoint of step {step} (it has {known}); choose one of these, or keep "
+            "the best one with checkpoint.best=true"
         )
     checkpoint, why = open_and_verify(step_folder(paths.checkpoints, step), 0, 1, None)
     if checkpoint is None:
         raise CheckpointError(
-            f"the checkpoint of step {step} of {paths.display_name} cannot be used ({why}); name another"
+            f"the checkpoint of step {step} of {paths.display_name} cannot be used ({why}); choose another"
         )
     return checkpoint
 
@@ -214,14 +248,14 @@ def _finish_export(checkpoint: Checkpoint, paths: RunPaths, folder: Path | Url, 
 
 
 def _natural_dtype(config: Config, code: type[Architecture]) -> torch.dtype:
-    """What the weights were imported as, else the compute type."""
+    """The dtype of the imported weights, or the compute type."""
     if not config.model.from_hf:
         return DTYPES[_compute_dtype(config)]
     folder = Path(config.model.from_hf).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            f"model.from_hf {folder} is gone, so nobody knows in which dtype it stored its weights; choose one with "
-            f"--dtype {'|'.join(EXPORT_DTYPES)}"
+            f"model.from_hf {folder} is gone, so the dtype of its weights is unknown; choose one with --dtype "
+            f"{'|'.join(EXPORT_DTYPES)}"
         )
     return Weights(folder, code).dtype()
 
@@ -230,15 +264,15 @@ def _master_dtype(config: Config) -> str:
     return "fp64" if config.train.dtype == "fp64" else "fp32"
 
 
-def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+def _read(checkpoint: Checkpoint, name: str, kind: str = "param") -> torch.Tensor:
     shape, dtype = checkpoint.parameters[name]
     out = torch.empty(math.prod(shape), dtype=getattr(torch, dtype))
-    checkpoint.read_into(name, "param", 0, out.numel(), out)
+    checkpoint.read_into(name, kind, 0, out.numel(), out)
     return out.view(shape)
 
 
 def _make_reusing_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
-    """As `_read`, but each takes the memory of the one before: to get new memory takes longer than to fill it."""
+    """Like `_read`, but each tensor reuses the memory of the previous one: allocating takes longer than copying."""
     dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in checkpoint.parameters.items()}
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, (shape, _) in checkpoint.parameters.items()}
     memory = torch.empty(max(sizes.values()), dtype=torch.uint8)
@@ -252,7 +286,7 @@ def _make_reusing_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor
 
 
 def _special_ids(tokenizer: Path) -> dict[str, int]:
-    """Ids of the beginning and end of a text, as far as the run's tokenizer names them."""
+    """Token ids of the beginning and end of a text, if the run's tokenizer names them."""
     try:
         config = json.loads((tokenizer / "tokenizer_config.json").read_text(encoding="utf-8"))
         added = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
@@ -268,24 +302,24 @@ def _special_ids(tokenizer: Path) -> dict[str, int]:
     return ids
 
 
-# ----------------------------- where an export goes: a local folder, or through a temporary one to a URL, file by file
+# ---------------------------- target of an export: a local folder, or through a temporary one to a URL, file by file
 
 
-WRITE_LAST = ("config.json", "adapter_config.json")  # what makes a folder a model, or an adapter, to those who load it
+WRITE_LAST = ("config.json", "adapter_config.json")  # the files that identify a folder as a model or an adapter
 
 
 @contextlib.contextmanager
 def open_export_target(folder: Path | Url, config: Config) -> Iterator[tuple[Path, Callable[[Path], None] | None]]:
-    """A local folder to write to, and what takes a finished file away from it (None where it may stay).
-
-    What is written there is at the URL when the block ends, LAST at last. When it fails, what has been copied is
-    removed as far as the store lets it. Raises ConfigError when there is something at the URL, else as `storage` does.
+    """Open the target of an export: a local folder to write to, and a function that moves a finished file away from it
+    (None if it stays). At the end of the block, all files are at the URL, WRITE_LAST after the others. On failure the
+    copied files are removed, if the store permits it. Raises ConfigError if the URL is not empty, and the errors of
+    `storage`.
     """
     if isinstance(folder, Path):
         yield folder, None
         return
     if storage.list_folder(folder.text, timeout_s=folder.timeout_s):
-        raise ConfigError(f"{folder} is not empty, so an export would mix with what is there; name a new URL")
+        raise ConfigError(f"{folder} is not empty, so an export would mix with its files; choose a new URL")
     copied: list[str] = []
 
     def take(path: Path) -> None:

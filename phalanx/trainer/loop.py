@@ -1,4 +1,4 @@
-"""A rank's training loop: one step after the other, and what belongs to a step. `train_rank.py` starts and ends it."""
+"""The training loop of a rank. `train_rank.py` starts and ends it."""
 
 import functools
 import time
@@ -9,9 +9,10 @@ import torch
 
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import RunError
-from phalanx.core.records import EventKind, StepRecord
+from phalanx.core.records import EventKind, ExpertStepRecord, StepRecord
 from phalanx.engine.interface import StepOutcome
 from phalanx.optim.lr_schedule import learning_rate
+from phalanx.parallel.model_buffers import RunningStatistics
 from phalanx.parallel.parallelize import compute_dtype
 from phalanx.tasks.task import Batch
 from phalanx.trainer import anomalies, best_checkpoint
@@ -23,6 +24,7 @@ from phalanx.trainer.profile import StepProfiler
 from phalanx.trainer.restore import ResumePoint, restore_state
 from phalanx.trainer.setup import TrainingSetup
 from phalanx.trainer.skipped_batches import SkippedBatches
+from phalanx.trainer.stop_request import SaveRequestFile, make_start_limit
 from phalanx.trainer.stragglers import StragglerDetector
 from phalanx.workload.clock import clock_of
 from phalanx.workload.step import evaluate, evaluate_pipeline, run_micro_batches, run_pipeline
@@ -36,20 +38,23 @@ def is_due(step: int, every: int) -> bool:
 
 
 class TrainingLoop:
-    """The steps of a run on this rank, and what is known of them from one to the next."""
+    """The training loop of a run on this rank, with its state between steps."""
 
     def __init__(self, setup: TrainingSetup) -> None:
         self.setup = setup
         self.resume_point: ResumePoint | None = None
         self.skipped_batches = SkippedBatches()
-        self.rollback_request: RollbackRequest | None = None  # what training is to go back behind
+        self.running_statistics = RunningStatistics(setup.components.model)
+        self.rollback_request: RollbackRequest | None = None  # set when training must roll back
         self.profiler = StepProfiler(setup.job.config.train, setup.job.paths, setup.mesh, setup.records)
         self.clock = clock_of(setup.mesh, [unit for _, unit in setup.components.model.units()])
-        self.stragglers = StragglerDetector(setup.mesh.data.world)
+        self.start_limit = make_start_limit(setup.job.config.train, setup.job.paths, setup.mesh.rank)
+        self.save_request = SaveRequestFile(setup.job.paths.save_request, setup.mesh.rank)
+        self.stragglers = StragglerDetector(setup.mesh.axes.count_row_groups(setup.mesh.world))
 
     def restore(self) -> int:
-        """Fill model and state from shared memory, the newest good checkpoint or the starting weights; returns the
-        step."""
+        """Restore model and state from shared memory, the newest valid checkpoint or the initial weights; returns
+        the step."""
         setup = self.setup
         setup.step_hooks.enter_phase("restore")
         job, mesh = setup.job, setup.mesh
@@ -76,13 +81,15 @@ class TrainingLoop:
         return start.step
 
     def resume_at(self, step: int, header: dict[str, Any], in_memory: bool = False) -> None:
-        """Go on behind `step`, whose state is there, from the header of its checkpoint, or that which was kept
+        """Resume after `step`, whose state is loaded, from the header of its checkpoint, or the one kept
         `in_memory`. No save may be running."""
         setup = self.setup
         config, workload, engine = setup.job.config, setup.components.workload, setup.components.engine
         group = JsonGroup(setup.mesh.checkpoint)
         if engine.loss_scale is not None and "loss_scale" in header:
             engine.loss_scale.restore(header["loss_scale"])
+        if setup.components.expert_balance is not None:
+            setup.components.expert_balance.restore(header)
         speed = make_mfu_calculator(workload.flops(), setup.mesh, compute_dtype(config.train.dtype, setup.mesh.device))
         positions, sharing = config.train.global_batch * workload.positions, setup.components.work_split
         self.recorder = StepRecorder(
@@ -99,17 +106,27 @@ class TrainingLoop:
         self.rollback_request = None
         if setup.in_memory_store is not None:
             setup.in_memory_store.tokens = int(header["tokens"])
+        if step:
+            self.running_statistics.restore(header)
+        self.running_statistics.snapshot(step)
         engine.resume_after(step)
         setup.callbacks.resume_at(step, None if in_memory else header)
 
+    def find_early_stop(self) -> str | None:
+        """Why training ends before the first step of this attempt: the name of a signal that any rank got. Nothing is
+        computed then that may take longer than a machine lives that will soon be gone. Collective."""
+        stop = self.setup.stop.signal
+        asked = self.setup.mesh.max([float(stop is not None)])[0] > 0
+        return (stop or "another rank's request") if asked else None
+
     @property
     def stop_reason(self) -> str | None:
-        """Why training ends before its last step, if it does; the same on all ranks but for the wording."""
+        """Why training ends before its last step, or None; the same on all ranks except for the wording."""
         return self.best_evaluation.stop_reason or self.setup.callbacks.stop_reason
 
     def train_step(self, step: int) -> str | None:
-        """One optimizer step: draw, forward and backward, exchange, update, commit, record. Returns the name of the
-        signal by which any rank was asked to stop."""
+        """One optimizer step: draw, forward and backward, exchange, update, commit, record. Returns the reason to
+        end after it, or None: the name of a signal that any rank got, or a key of the recipe."""
         setup = self.setup
         engine, optim = setup.components.engine, setup.job.config.optim
         self.clock.start()
@@ -118,13 +135,18 @@ class TrainingLoop:
         engine.begin_step(step, sum(batch.weight for batch in batches), lr, optim.clip_norm)
         loss_sum = self.run_passes(batches, step)
         self.exchange(step)
-        # Behind the record of the step before: who commits this step waits for it, so that no record is ever missing.
+        # After the record of the previous step: the thread that commits this step waits for it, so that no record is
+        # lost.
         self.recorder.add_passes(step, loss_sum, lr, data_s)
-        setup.components.work_split.announce(
-            asked=setup.stop.signal is not None, requests=setup.callbacks.take_requests()
-        )
+        stop = setup.stop.signal or self.start_limit.find_reason(step)
+        wanted = setup.callbacks.take_requests()
+        if self.save_request.take():
+            wanted |= CallbackRequest.SAVE
+        setup.components.work_split.announce(asked=stop is not None, requests=wanted)
         with setup.step_hooks.phase("update", step):
             outcome = engine.finish_step()
+        if setup.components.expert_balance is not None:
+            setup.components.expert_balance.note_outcome(outcome)
         engine.commit(step)
         if setup.in_memory_store is not None:
             setup.in_memory_store.decide(step)
@@ -137,23 +159,25 @@ class TrainingLoop:
         setup.step_hooks.after_commit(engine, step)
         if is_due(step, self.checksum_monitor.every):
             self.rollback_request = self.checksum_monitor.check_step(step) or self.rollback_request
-        return (setup.stop.signal or "another rank's signal") if asked else None
+        return (stop or "another rank's request") if asked else None
 
     def draw(self, step: int) -> tuple[list[Batch], float]:
-        """This rank's micro-batches of a step, on its device; and the seconds that it took to make them."""
+        """This rank's micro-batches of a step, on its device; and the seconds spent on making them."""
         setup = self.setup
         parts, begun = setup.components, time.perf_counter()
         setup.step_hooks.progress_page.set_largest_micro_batch(
-            parts.work_split.largest_micro_batch(setup.mesh.data.rank)
+            parts.work_split.largest_micro_batch(setup.mesh.row_group)
         )
         with setup.step_hooks.phase("data", step):
-            drawn = parts.train.batches(step - 1, parts.work_split.division, self.skipped_batches.count_before(step))
+            drawn = parts.train.batches(
+                step - 1, parts.work_split.divide_step(step), self.skipped_batches.count_before(step)
+            )
             batches = [parts.task.collate(samples).to(setup.mesh.device) for samples in drawn]
         return batches, time.perf_counter() - begun
 
     def exchange(self, step: int) -> None:
-        """Tell the other ranks how long this one has worked, and write the record of the step before: while the device
-        is busy with this step, its results can be read."""
+        """Exchange the ranks' compute times, and write the record of the previous step: while the device computes
+        this step, the previous results can be read."""
         setup = self.setup
         work_split = setup.components.work_split
         setup.step_hooks.enter_phase("exchange", step)
@@ -163,7 +187,7 @@ class TrainingLoop:
         self.process_record(self.recorder.flush(work_split.gather_rows()))
 
     def run_passes(self, batches: Sequence[Batch], step: int) -> torch.Tensor:
-        """Forward and backward of a step's micro-batches; the sum of the losses that this rank counts."""
+        """Run forward and backward passes of a step's micro-batches; returns the sum of this rank's losses."""
         setup = self.setup
         parts, config = setup.components, setup.job.config
         pipeline = parts.model_part.pipeline
@@ -173,6 +197,9 @@ class TrainingLoop:
         run = functools.partial(run_micro_batches, veto=veto)
         if pipeline is not None:
             run = functools.partial(run_pipeline, pipeline=pipeline)
+        experts = parts.expert_balance
+        if experts is not None:
+            experts.begin(step, batches, parts.task, config.train.seed)
         loss_sum = run(
             parts.engine,
             parts.model,
@@ -183,13 +210,19 @@ class TrainingLoop:
             nominal_weight=parts.nominal_weight,
             step_hooks=setup.step_hooks,
         )
+        if experts is not None:
+            experts.end(step)
+        self.running_statistics.snapshot(step)
         return loss_sum if parts.model_part.reports_loss else torch.zeros_like(loss_sum)
 
     def process_record(self, record: StepRecord | None) -> None:
-        """Write a step's record, and see whether training goes well. Raises Diverged where it shall stop."""
+        """Write a step's record, and check training health. Raises Diverged if training must stop."""
         setup = self.setup
         if record is None:
             return
+        experts = setup.components.expert_balance
+        if experts is not None and (load := experts.describe(record.step)) is not None:
+            record = ExpertStepRecord(**vars(record), expert_entropy=load[0], expert_max_load=load[1])
         setup.records.write_step(record, self.anomaly_detector.skip_reason(record))
         setup.callbacks.dispatch()
         scale = setup.components.engine.loss_scale
@@ -200,9 +233,7 @@ class TrainingLoop:
             record.time, setup.components.work_split.compute_copy_seconds()
         ):
             ranks = [
-                rank
-                for rank in range(setup.mesh.world)
-                if setup.mesh.axes.coordinates(rank, setup.mesh.world).data == copy
+                rank for rank in range(setup.mesh.world) if setup.mesh.axes.row_group(rank, setup.mesh.world) == copy
             ]
             nodes = sorted({setup.mesh.topology.node_of[rank] for rank in ranks})
             setup.records.write_event(
@@ -219,18 +250,18 @@ class TrainingLoop:
         setup.callbacks.dispatch()
 
     def needs_checkpoint(self, step: int) -> bool:
-        """Whether a step has a checkpoint: its turn has come, it is the best so far, or a callback asks for it."""
+        """Whether a step is checkpointed: by `checkpoint.every`, as the best so far, or at a callback's request."""
         setup = self.setup
         due = is_due(step, setup.job.config.checkpoint.every)
         return due or setup.saver.protected == step or CallbackRequest.SAVE in setup.callbacks.due_requests
 
     def save(self, step: int, wait: bool = True) -> bool:
-        """Start saving the state of `step`; training goes on meanwhile. A save that still runs is waited for; without
-        `wait` none is started beside it, since a remote store that stalls must not stall training too."""
+        """Start saving the state of `step` in the background. If the previous save is running, wait for it, or
+        without `wait` skip this one, so that a stalled remote store does not stall training."""
         setup = self.setup
         with setup.step_hooks.phase("checkpoint", step):
             if not wait and setup.mesh.max([setup.saver.busy()])[0]:
-                reason = "the save before it is still running; a larger checkpoint.every leaves the store more time"
+                reason = "the previous save is still running; a larger checkpoint.every gives the store more time"
                 setup.records.write_event(EventKind.CHECKPOINT_SKIPPED, {"step": step, "reason": reason})
                 return False
             dtype = "float64" if setup.job.config.train.dtype == "fp64" else "float32"
@@ -241,11 +272,12 @@ class TrainingLoop:
             return True
 
     def collect_measurements(self, step: int, outcome: StepOutcome) -> dict[str, Any] | None:
-        """What this rank has measured of a step, for those who may have to go on from it in memory."""
+        """This rank's measurements of a step, for an attempt that resumes from it in memory."""
         return self.recorder.collect_measurements(step, outcome)
 
-    def checkpoint_header(self, step: int, tokens: int) -> dict[str, Any]:
-        """What is kept of a step besides its state. In the sharded engine it is the lane that asks for it."""
+    def checkpoint_header(self, step: int, tokens: int, outcome: StepOutcome | None = None) -> dict[str, Any]:
+        """The header of an in-memory checkpoint, with the step's `outcome`. In the sharded engine the
+        communication thread calls it."""
         setup = self.setup
         header: dict[str, Any] = {
             "step": step,
@@ -255,34 +287,37 @@ class TrainingLoop:
             "world": setup.mesh.world,
             "nodes": list(setup.mesh.topology.node_of),
             "division": setup.components.work_split.to_header(),
+            **self.running_statistics.to_header(step),
         }
         if setup.components.engine.loss_scale is not None:
             header["loss_scale"] = setup.components.engine.loss_scale.state()
+        if setup.components.expert_balance is not None:
+            header |= setup.components.expert_balance.to_header(step, outcome)
         return header
 
     def finish_saving(self, step: int) -> None:
-        """Wait for the last save. Raises RunError when it failed: a run whose last state is lost has not come to its
-        end, and starting it again once there is room brings it there."""
+        """Wait for the last save. Raises RunError if it failed: without its last state a run is not finished, and
+        a restart with free disk space finishes it."""
         setup = self.setup
         setup.step_hooks.enter_phase("ending", step)
         setup.saver.close()
         last = setup.saver.outcome
         if last is not None and not last.saved:
             raise RunError(
-                f"the last checkpoint, of step {step}, was not saved: {last.reason}; then start the run again, which "
-                "goes on from the checkpoint before"
+                f"the last checkpoint, of step {step}, was not saved: {last.reason}; then restart the run, which "
+                "resumes from the previous checkpoint"
             )
 
 
-# ---------------------------------------------------------------- what is measured on data that nothing is learnt from
+# --------------------------------------------------------------------------------------------- evaluation
 
 
 def evaluate_all(setup: TrainingSetup, step: int, limit: int) -> dict[str, float]:
-    """Loss on each held-out set, of `limit` sequences, weighted as in training; the same on all ranks."""
+    """Evaluation loss on each held-out set, over `limit` sequences, weighted as in training; the same on all ranks."""
     components, records = setup.components, setup.records
     losses: dict[str, float] = {}
     if not components.held_out and limit:
-        message = "no evaluation: the held-out documents make less than one sequence (data.held_out)"
+        message = "no evaluation: the held-out documents are shorter than one sequence (data.held_out)"
         if components.workload.spec is None:
             message = "no evaluation: held_out() of task.code gives no samples"
         records.write_event(EventKind.WARNING, {"message": message})

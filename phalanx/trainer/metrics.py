@@ -1,4 +1,5 @@
-"""Step records: measured here, written a step late so that the host never waits for the device to finish a step."""
+"""Step records: measured here, and written one step late so that the host never waits for the device to finish a
+step."""
 
 import math
 import threading
@@ -16,16 +17,16 @@ from phalanx.system import accelerator
 from phalanx.system.accelerator import HostCopy
 from phalanx.workload.work_split import WorkSplit
 
-WAIT_S = 1.0  # who commits a step waits so long for its passes to be noted, which takes microseconds
+WAIT_S = 1.0  # limit of a commit's wait for the step's passes to be noted, which takes microseconds
 
 
 @dataclass
 class MfuCalculator:
-    """What turns tokens per second into model FLOPs utilisation."""
+    """Constants of model FLOPs utilization (MFU)."""
 
     full_flops: int  # model FLOPs of a token
     causal_flops: int
-    peak_flops: float | None  # FLOP/s of all devices together
+    peak_flops: float | None  # peak FLOP/s of all devices together
 
     def compute_mfu(self, tokens_per_s: float) -> tuple[float | None, float | None]:
         if self.peak_flops is None:
@@ -34,8 +35,8 @@ class MfuCalculator:
 
 
 def make_mfu_calculator(flops: tuple[int, int] | None, mesh: Mesh, dtype: torch.dtype) -> MfuCalculator:
-    """FLOPs of a token (full, causal) and peak of this job; the peak is unknown when any rank's device is not in the
-    table, and of no use when nobody knows the FLOPs."""
+    """FLOPs of a token (full, causal) and peak FLOP/s of this job; no peak if any rank's device is not in the
+    table, or if the FLOPs are unknown."""
     peak = accelerator.peak_flops(accelerator.get_device_name(mesh.device), dtype)
     known, total = mesh.sum([float(peak is not None), peak or 0.0])
     full, causal = flops or (0, 0)
@@ -59,10 +60,10 @@ class _PendingStep:
 
 
 class StepRecorder:
-    """Collects one step's measurements and hands out its record when the next step is under way.
+    """Records the measurements of steps, each returned while the next step runs.
 
-    `positions`: how many tokens the model is given in a step, all ranks. Where only answers are learnt they are more
-    than the labels that the loss is a mean of; speed and utilisation speak of all of them.
+    `positions`: number of input tokens of a full global batch over all ranks. If only answers are trained on, it
+    exceeds the number of labels in the loss; speed and utilization refer to all tokens.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class StepRecorder:
         self._mesh, self._mfu_calculator, self._attempt = mesh, mfu_calculator, attempt
         self._pending_step: _PendingStep | None = None
         self._step_began = time.perf_counter()
-        # Of the last two steps: the loss sum, the learning rate, seconds for data, when the step began.
+        # For the last two steps: the loss sum, the learning rate, seconds for data, the step's start.
         self._computed: dict[int, tuple[HostCopy, float, float, float]] = {}
         self._changed = threading.Condition()
 
     def restart_clock(self) -> None:
-        """Leave out of the next step's time what was done since the last one (evaluation, a checkpoint)."""
+        """Exclude the time since the last step (an evaluation, a checkpoint) from the next step's time."""
         self._step_began = time.perf_counter()
 
     def add_step(
@@ -95,8 +96,8 @@ class StepRecorder:
         data_s: float,
         update_s: float = 0.0,
     ) -> None:
-        """Take note of a step that has been queued; its loss sum is on the device. `update_s` went into updates since
-        the last call."""
+        """Add a step that has been queued; its loss sum is on the device. `update_s` is the time spent on updates
+        since the last call."""
         assert self._pending_step is None
         now = time.perf_counter()
         traffic = self._mesh.traffic.take()
@@ -110,15 +111,15 @@ class StepRecorder:
         accelerator.reset_peak_memory(self._mesh.device)
 
     def add_passes(self, step: int, loss_sum: torch.Tensor, lr: float, data_s: float) -> None:
-        """The passes of a step are done, and the record of the step before is written."""
+        """Note that the passes of a step are queued and the previous step's record is written."""
         noted = HostCopy([loss_sum]), lr, data_s, self._step_began
         with self._changed:
             self._computed = {old: each for old, each in self._computed.items() if old == step - 1} | {step: noted}
             self._changed.notify_all()
 
     def collect_measurements(self, step: int, outcome: StepOutcome) -> dict[str, Any] | None:
-        """What this rank knows of a step that is being committed, in case nobody lives to write its record; any thread
-        may ask. None where the main thread has not got there in time."""
+        """This rank's measurements of a step being committed, in case its record cannot be written; any thread may
+        call it. None if the main thread has not noted the step in time."""
         with self._changed:
             self._changed.wait_for(lambda: max(self._computed, default=0) >= step, WAIT_S)
             if step not in self._computed:
@@ -138,11 +139,11 @@ class StepRecorder:
         }
 
     def rebuild_record(self, step: int, attempt: int, rows: Sequence[Mapping[str, Any]]) -> StepRecord:
-        """The record of a step that an attempt before committed and did not write: what its ranks, in order,
-        had kept (`collect_measurements`). What they waited and sent is not known."""
+        """Rebuild the record of a step that an earlier attempt committed without writing its record, from the
+        measurements of its ranks in order (`collect_measurements`). Wait times and communicated bytes are unknown."""
         first, step_s = rows[0], max(float(row["step_s"]) for row in rows)
         losses = [row["loss"] for row in rows]
-        tokens_per_s = self._positions / step_s
+        tokens_per_s = self._positions * self._work_split.share_of_batch(step) / step_s
         mfu, mfu_causal = self._mfu_calculator.compute_mfu(tokens_per_s)
         return StepRecord(
             step=step,
@@ -165,15 +166,15 @@ class StepRecorder:
         )
 
     def rank_values(self) -> list[float]:
-        """What the others need of this rank for the record of the step noted last; nothing if there is none."""
+        """This rank's values for the record of the last step; empty without one."""
         if self._pending_step is None:
             return []
         done = self._pending_step
         return [*done.values.get(), done.step_s, done.wait_s, float(done.memory_bytes)]
 
     def flush(self, rows: Sequence[Sequence[float]] | None = None) -> StepRecord | None:
-        """The record of the step noted last, once. Every rank must call it: it adds up their losses. `rows` is what all
-        have given as `mine`, in order of rank; without it they are asked here."""
+        """Return the record of the last step, once. All ranks must call it, since their losses are added up.
+        `rows` has the `rank_values` of all ranks in order; by default they are gathered here."""
         if self._pending_step is None:
             return None
         # Losses are added in order of rank, the same everywhere.
@@ -182,7 +183,7 @@ class StepRecorder:
         norm, skip = done.outcome.get()
         weight = done.outcome.weight
         step_s = max(steps_s)
-        tokens_per_s = self._positions / step_s
+        tokens_per_s = self._positions * self._work_split.share_of_batch(done.step) / step_s
         mfu, mfu_causal = self._mfu_calculator.compute_mfu(tokens_per_s)
         on_host = self._mesh.device.type == "cpu"
         division, busy_s = self._work_split.describe_step(done.step)
@@ -210,7 +211,7 @@ class StepRecorder:
         )
 
     def _gather_rank_values(self) -> list[list[float]]:
-        """What each rank gives as `mine`, in order of rank."""
+        """Gather the `rank_values` of all ranks, in order of rank."""
         mine = self.rank_values()
         table = [0.0] * (len(mine) * self._mesh.world)
         table[len(mine) * self._mesh.rank : len(mine) * (self._mesh.rank + 1)] = mine

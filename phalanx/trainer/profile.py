@@ -1,4 +1,4 @@
-"""Looking inside a run: a trace of some steps by torch.profiler, and what one step did with memory."""
+"""Profiling of a run: a torch.profiler trace of some steps, and a memory profile of one step."""
 
 import contextlib
 import gzip
@@ -25,7 +25,7 @@ from phalanx.workload.sinks import RecordWriter
 if TYPE_CHECKING:
     from phalanx.config.schema import TrainSection
 
-OPERATORS = 10  # as many are named in an event and in the rank's log
+OPERATORS = 10  # number of operators in an event and in the rank's log
 OUTSIDE = "between phases"
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CaptureContext:
-    """What a look needs to know of the run it looks into."""
+    """The context of a run for its profilers."""
 
     paths: RunPaths
     mesh: Mesh
@@ -41,7 +41,7 @@ class CaptureContext:
 
 
 class StepCapture(Protocol):
-    """A look at the steps from `first` to `last`."""
+    """A profiler of the steps from `first` to `last`."""
 
     first: int
     last: int
@@ -49,15 +49,15 @@ class StepCapture(Protocol):
     def start(self, step: int) -> None: ...
 
     def finish(self, step: int, alone: bool) -> None:
-        """Write what was seen up to and including `step`; `alone`: the other ranks may be gone."""
+        """Write the profile up to and including `step`; `alone`: other ranks may have exited."""
         ...
 
 
 class StepProfiler:
-    """The looks that a recipe asks for (`train.profile`, `train.memory_snapshot`); free of cost where it asks for none.
+    """The profilers of a recipe (`train.profile`, `train.memory_snapshot`); without any, no cost.
 
-    Call `begin_step` when a step begins. Leaving the context writes what is still open, also after an error: what
-    filled the memory is worth most then.
+    Call `begin_step` when a step begins. Leaving the context writes unfinished profiles, also after an error: the one
+    that shows what filled the memory matters most.
     """
 
     def __init__(self, train: "TrainSection", paths: RunPaths, mesh: Mesh, records: RecordWriter) -> None:
@@ -70,7 +70,7 @@ class StepProfiler:
             make = CpuMemoryCapture if mesh.device.type == "cpu" else AcceleratorMemoryCapture
             self._scheduled.append(make(train.memory_snapshot, train.memory_snapshot, where))
         self._active: StepCapture | None = None
-        self._step = 0  # the last that began
+        self._step = 0  # the last step begun
 
     def __enter__(self) -> Self:
         return self
@@ -81,7 +81,7 @@ class StepProfiler:
         self.close(alone=error is not None)
 
     def begin_step(self, step: int) -> bool:
-        """Say that `step` begins; whether that took time which is not the step's."""
+        """Note that `step` begins; returns whether that took time to be excluded from the step's."""
         if self._active is None and not self._scheduled:
             return False
         busy = False
@@ -99,30 +99,29 @@ class StepProfiler:
         return busy
 
     def _warn_missed(self, captures: list[StepCapture]) -> None:
-        """Say that steps cannot be looked into any more, unless an attempt before did it."""
+        """Warn of steps that can no longer be profiled, unless an earlier attempt profiled them."""
         for look in captures:
             self._scheduled.remove(look)
             if not self._context.paths.profile.exists():
-                message = f"steps {look.first} to {look.last} are not looked into: they were done before this start"
+                message = f"steps {look.first} to {look.last} are not profiled: they were done before this start"
                 self._context.records.write_event(EventKind.WARNING, {"message": message})
 
     def close(self, alone: bool = False) -> None:
-        """Finish what is open, with the step that began last as its last one."""
+        """Finish open profiles; the step begun last is their last one."""
         if self._active is not None:
             look, self._active = self._active, None
             look.finish(self._step, alone)
 
 
 class TraceCapture:
-    """Every operation of some steps, our phases named: a trace for each rank, to be opened in Perfetto or
-    chrome://tracing."""
+    """Trace of all operators of some steps, with phases named: one file per rank, for Perfetto or chrome://tracing."""
 
     def __init__(self, first: int, last: int, context: CaptureContext) -> None:
         self.first, self.last, self._context = first, last, context
         self._profiler = _profiler(context.mesh.device)
 
     def start(self, step: int) -> None:
-        self.first = step  # a run that goes on within the window sees the rest of it
+        self.first = step  # a run that resumes within the window profiles the rest of it
         self._profiler.start()
 
     def finish(self, step: int, alone: bool) -> None:
@@ -144,8 +143,8 @@ class TraceCapture:
 
 
 class CpuMemoryCapture:
-    """What a step allocates on the host, by phase and operator. torch's allocator keeps no history there, so it is
-    taken from torch.profiler."""
+    """Memory profile of a step on the host, by phase and operator. torch's host allocator keeps no history, so
+    torch.profiler records it."""
 
     def __init__(self, first: int, last: int, context: CaptureContext) -> None:
         self.first, self.last, self._context = first, last, context
@@ -178,14 +177,14 @@ class CpuMemoryCapture:
 
 
 class AcceleratorMemoryCapture:
-    """The history of the device's allocator in a step, as the file that pytorch.org/memory_viz reads."""
+    """Memory history of the device's allocator in a step, in the format of pytorch.org/memory_viz."""
 
     def __init__(self, first: int, last: int, context: CaptureContext) -> None:
         self.first, self.last, self._context = first, last, context
 
     def start(self, step: int) -> None:
         if not accelerator.start_memory_history(self._context.mesh.device):
-            message = f"no memory snapshot: a device of kind {self._context.mesh.device.type} keeps no history"
+            message = f"no memory snapshot: a device of kind {self._context.mesh.device.type} records no memory history"
             self._context.records.write_event(EventKind.WARNING, {"message": message})
 
     def finish(self, step: int, alone: bool) -> None:
@@ -210,7 +209,7 @@ def _profiler(device: torch.device, memory: bool = False) -> torch.profiler.prof
 
 @contextlib.contextmanager
 def _write_whole_file(path: Path, records: RecordWriter) -> Iterator[Path]:
-    """A file beside `path` that takes its place if it was written. What a full disk does not take is only missed."""
+    """Write a file atomically; if the disk is full, only log a warning."""
     temporary = path.with_name(f".{path.name}")
     try:
         path.parent.mkdir(exist_ok=True)
@@ -225,12 +224,12 @@ def _write_whole_file(path: Path, records: RecordWriter) -> Iterator[Path]:
 
 
 def phase_seconds(averages: Iterable[FunctionEventAvg], steps: int) -> dict[str, float]:
-    """Seconds of each phase in a step: of the host, or of the device where that worked longer in it."""
+    """Seconds of each phase in a step, on the host or on the device, whichever is longer."""
     seconds = dict.fromkeys(PHASES, 0.0)
     for entry in averages:
         name = str(entry.key).removeprefix(TRACE_PREFIX)
         if str(entry.key).startswith(TRACE_PREFIX) and name in seconds:
-            # An accelerator has an entry of its own for a phase, beside the host's of the same name.
+            # An accelerator has an additional entry for a phase, of the same name as the host's.
             seconds[name] = max(
                 seconds[name], entry.cpu_time_total / 1e6 / steps, entry.device_time_total / 1e6 / steps
             )
@@ -238,7 +237,7 @@ def phase_seconds(averages: Iterable[FunctionEventAvg], steps: int) -> dict[str,
 
 
 def top_operators(averages: Iterable[FunctionEventAvg], steps: int) -> list[list[Any]]:
-    """[name, seconds of a step in itself alone, calls in a step] of the operators that took longest."""
+    """[name, self seconds per step, calls per step] of the slowest operators."""
 
     def own(entry: FunctionEventAvg) -> float:
         return float(entry.self_device_time_total or entry.self_cpu_time_total)
@@ -255,16 +254,16 @@ def top_operators(averages: Iterable[FunctionEventAvg], steps: int) -> list[list
 
 
 def summarize_allocations(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What a chrome trace with memory events says: the peak above the start, and a table by phase and by operator.
+    """Summarize a chrome trace with memory events: the peak above the start, and a table by phase and by operator.
 
-    A phase's row has the bytes it allocated, how many more are held at its ends than at its beginnings, and the highest
-    total above the start while it ran. An allocation belongs to the innermost phase and to the innermost operator.
+    A phase's row has the bytes allocated, how many more are held at its end than at its beginning, and the highest
+    total above the start while it ran. An allocation belongs to the innermost phase and the innermost operator.
     """
     entries = sorted(
         (event for event in events if event.get("cat") in ("user_annotation", "cpu_op", "cpu_instant_event")),
         key=lambda event: (event["ts"], -event.get("dur", 0)),
     )
-    phases: list[tuple[float, str]] = []  # (end, name) of those that are open
+    phases: list[tuple[float, str]] = []  # (end, name) of open phases
     operators: dict[Any, list[tuple[float, str]]] = {}
     by_phase: dict[str, dict[str, int]] = {}
     by_operator: dict[str, dict[str, int]] = {}
@@ -302,7 +301,7 @@ def _innermost(spans: list[tuple[float, str]], now: float) -> str | None:
 
 
 def _render_table(seconds: dict[str, float], operators: list[list[Any]]) -> str:
-    lines = ["seconds of a step by phase (gather and reduce lie within the others):"]
+    lines = ["seconds of a step by phase (gather and reduce are included in the others):"]
     lines += [f"  {value:10.6f}  {name}" for name, value in seconds.items() if value]
     lines += ["seconds of a step by operator, and calls:"]
     lines += [f"  {value:10.6f}  {name}  x{calls:g}" for name, value, calls in operators]

@@ -1,6 +1,6 @@
-"""What must be looked up or measured before step 0: tokenizer, token files, the model's shapes, the micro-batch.
+"""Resolving each `auto` before step 0: tokenizer, token files, the model's shapes, the micro-batch.
 
-It reads files and computes, so a launcher calls it in a child process and takes the JSON-able answer.
+It reads files and computes, so a launcher calls it in a child process and takes the JSON answer.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,19 @@ import torch
 import yaml
 
 from phalanx.autotune.activations import choose_activation_mode
-from phalanx.autotune.measure import describe_work, read_hardware_file
-from phalanx.autotune.micro_batch import MicroBatchFit, check_state_fits, find_least_zero, largest_micro_batch
+from phalanx.autotune.measure import describe_work
+from phalanx.autotune.micro_batch import (
+    MicroBatchFit,
+    bytes_of_other_keys,
+    check_state_fits,
+    find_least_zero,
+    largest_micro_batch,
+)
+from phalanx.autotune.probe_model import shorten_rows
+from phalanx.autotune.rank_speeds import read_hardware_file
 from phalanx.config.load import build_config, to_yaml, update_config
-from phalanx.config.model_spec import LABELLED, build_model_spec
-from phalanx.config.resolve import NOT_COMPILED_ON_CPU
+from phalanx.config.model_spec import LABELLED, build_model_spec, decide_experts
+from phalanx.config.resolve import NOT_COMPILED_ON_CPU, decide_decay_steps
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.faults import Fault
@@ -29,14 +37,18 @@ from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.hf_weights import Weights
 from phalanx.models.lora import fingerprint_weights
 from phalanx.models.user_model import check_model_class, shapes_of
+from phalanx.optim.lr_schedule import check_schedule
 from phalanx.optim.make_rule import make_rule
+from phalanx.optim.own_class import OwnClassRule
 from phalanx.parallel.activations import check_horizon
 from phalanx.parallel.parallelize import find_compile_problem
+from phalanx.trainer import run_folder
 from phalanx.trainer.callback_runner import load_callback_class
 from phalanx.trainer.run_folder import fingerprint_tokens
 from phalanx.trainer.setup import TrainingJob
 from phalanx.workload import adapters, local_copies
 from phalanx.workload.bert import default_labels, uses_record_files
+from phalanx.workload.context_task import resolve_context
 from phalanx.workload.custom import CustomWorkload
 from phalanx.workload.custom_checks import check_custom_task
 from phalanx.workload.engines import make_sharding_spec
@@ -47,23 +59,24 @@ ZERO_REASONS = {
     2: "gradients would take more than half of a memory, too",
     3: "parameters and gradients would take more than half of a memory",
 }
-MICRO_BATCHES = 4  # for each stage of a pipeline: it is idle for about a fifth of a step then
+MICRO_BATCHES = 4  # per stage of a pipeline, which leaves about a fifth of a step idle
 Chosen = list[tuple[str, Any, str]]  # key, value, reason
 
 
 def resolve_with_files(
     recipe: str, devices: Sequence[str], world: int, local_world: int, progress: Progress | None
 ) -> dict[str, Any]:
-    """Resolve the remaining `auto`s of a configuration (as YAML text); everything a user can get wrong is found here.
+    """Resolve the remaining `auto`s of a configuration (as YAML text), and check everything that a user may have got
+    wrong.
 
     `devices` has one of each model that this process's node has. Returns {"config": YAML, "chosen": [[key, value,
-    reason]], "parameters": their number, "trainable": that of what is trained, "base": what the weights beside adapters
-    are known by, "weights": what those of model.from_hf are known by, "warnings": what a user should know, "train":
-    [[folder, weight]], "held_out": {name: folder}, "data": what each set is known by, by name, "tokenizer": folder or
-    None, "unit": what speed counts}.
+    reason]], "parameters": their number, "trainable": number of trained parameters, "base": fingerprint of the weights
+    beside adapters, "weights": fingerprint of those of model.from_hf, "warnings": texts, "train": [[folder, weight]],
+    "held_out": {name: folder}, "data": fingerprint of each set by name, "tokenizer": folder or None, "unit": unit of
+    the speed}.
     """
     wanted = build_config(yaml.safe_load(recipe), "the configuration")
-    load_callback_class(wanted)  # a mistake in it is found before anything is measured
+    load_callback_class(wanted)  # to find errors in it before anything is measured
     compiled = resolve_compile(wanted, devices)
     wanted = update_config(wanted, {key: value for key, value, _ in compiled})
     if wanted.task.kind == "custom":
@@ -74,7 +87,7 @@ def resolve_with_files(
 
 
 def resolve_compile(config: Config, devices: Sequence[str]) -> Chosen:
-    """Whether this node compiles blocks, where that is `auto`: on accelerators, after a trial on each of `devices`."""
+    """Resolve `train.compile` = auto: blocks are compiled on accelerators, if a trial on each of `devices` succeeds."""
     if config.train.compile != "auto":
         return []
     if any(torch.device(device).type == "cpu" for device in devices):
@@ -88,14 +101,17 @@ def resolve_compile(config: Config, devices: Sequence[str]) -> Chosen:
 def _resolve_model(
     wanted: Config, devices: Sequence[str], world: int, local_world: int, progress: Progress | None
 ) -> dict[str, Any]:
+    pinned = local_copies.pin_commits(wanted)
+    wanted = update_config(wanted, {key: value for key, value, _ in pinned})
     config = local_copies.fetch_local_copies(wanted)
-    make_rule(config.optim)  # its class may refuse a value
-    chosen: Chosen = []
+    _check_optimizer(config)
+    chosen: Chosen = list(pinned)
     hf_spec, code, known_weights = None, resolve_model_class(config), None
     if config.model.from_hf:
         folder = Path(config.model.from_hf).expanduser()
         hf_spec = spec_from_config(read_config(folder), str(folder), code.hf_config)
-        build_model_spec(config, hf_spec)  # a sequence too long for it, say, before anything else is done
+        # Raises, for example, if sequences are too long, before anything else is done
+        build_model_spec(config, hf_spec)
         weights = Weights(folder, code)
         weights.check(hf_spec)
         stored = shapes_of(code, hf_spec).keys() - set(weights.missing_parameters(hf_spec))
@@ -107,6 +123,9 @@ def _resolve_model(
         of_adapter = adapters.resolve_adapter_options(config, hf_spec, code)
         chosen += of_adapter
         config = update_config(config, {key: value for key, value, _ in of_adapter})
+    of_experts = decide_experts(config, hf_spec)
+    chosen += of_experts
+    config = update_config(config, {key: value for key, value, _ in of_experts})
     prepared = prepare_for(config, progress)
     if config.task.kind in LABELLED and config.task.labels == "auto":
         chosen.append(("task.labels", *default_labels(config, _labels(prepared))))
@@ -119,6 +138,12 @@ def _resolve_model(
     in_adapters = adapters.check_adapters(config, spec, code) if spec.lora is not None else None
     subject = make_workload(config, spec)
     _check_data(prepared, spec.vocab_size, config, subject)
+    length = _resolve_epochs(config, subject, prepared.train)
+    chosen += length
+    config = update_config(config, {key: value for key, value, _ in length})
+    of_context = resolve_context(config, spec)
+    chosen += of_context
+    config = update_config(config, {key: value for key, value, _ in of_context})
     fitting = _resolve_memory(config, subject, devices, world, local_world)
     chosen += fitting
     config = update_config(config, {key: value for key, value, _ in fitting})
@@ -138,9 +163,39 @@ def _resolve_model(
     }
 
 
+def _resolve_epochs(config: Config, workload: Workload, folders: Sequence[tuple[Path, float]]) -> Chosen:
+    """Resolve `train.steps`, and the keys that depend on it, from `train.epochs`: over all sources together."""
+    train = config.train
+    if train.epochs is None:
+        return []
+    sequences = Loader(workload.train_data(folders), train.global_batch, train.seed, rank=0).sequences
+    steps = train.batches.count_steps(train.epochs * sequences)
+    chosen: Chosen = [("train.steps", steps, f"train.epochs is {train.epochs:g}, of {sequences} sequences")]
+    return chosen + list(decide_decay_steps(update_config(config, {"train.steps": steps})))
+
+
+def _check_optimizer(config: Config) -> None:
+    """Raises ConfigError if the optimizer's class rejects a value or the layout, or if the schedule is invalid."""
+    rule = make_rule(config.optim)
+    check_schedule(config.optim, config.train.steps)
+    if not isinstance(rule, OwnClassRule) or rule.granularity == "element":
+        return
+    parallel = config.parallel
+    if parallel.tensor > 1:
+        raise ConfigError(
+            f"optim.name {config.optim.name} needs a {rule.granularity} whole, which parallel.tensor cuts; set "
+            "parallel.tensor=1"
+        )
+    if rule.granularity == "matrix" and parallel.engine == "fsdp2":
+        raise ConfigError(
+            f"optim.name {config.optim.name} needs a matrix whole, which parallel.engine fsdp2 cuts; set "
+            "parallel.engine=sharded"
+        )
+
+
 def _resolve_memory(config: Config, workload: Workload, devices: Sequence[str], world: int, local_world: int) -> Chosen:
-    """What follows from memory, where it is `auto`. Raises ConfigError for a model that no device can hold, for offload
-    that would move nothing, and for what was measured for another job."""
+    """Resolve keys that depend on memory. Raises ConfigError for a model that no device can hold, for offload that
+    would move nothing, and for measurements of a different job."""
     chosen: Chosen = []
     if config.parallel.engine == "sharded" and config.parallel.zero == "auto":
         zero, why = 1, "the gradients of a pipeline's stages are summed until its step ends"
@@ -149,7 +204,7 @@ def _resolve_memory(config: Config, workload: Workload, devices: Sequence[str], 
             why = ZERO_REASONS[zero]
         chosen.append(("parallel.zero", zero, why))
         if zero == 3 and config.optim.double_buffer:
-            chosen.append(("optim.double_buffer", False, "with parallel.zero 3 there is nothing to update early"))
+            chosen.append(("optim.double_buffer", False, "with parallel.zero 3 no update can start early"))
         config = update_config(config, {key: value for key, value, _ in chosen})
     if config.parallel.engine == "sharded" and config.parallel.grad_reduce == "auto":
         chosen.append(
@@ -158,21 +213,25 @@ def _resolve_memory(config: Config, workload: Workload, devices: Sequence[str], 
         config = update_config(config, {chosen[-1][0]: chosen[-1][1]})
     for device in devices:
         check_state_fits(config, workload, device, world=world, local_world=local_world)
-    # Where shares follow the devices one may get nearly all there is, though they are alike now.
+    # If shares follow the devices, one rank may get nearly all of a batch, even if they are equal now.
     work, batch, copies = (
         config.balance.batch,
         config.train.global_batch,
-        config.parallel.axes.data_parallel_size(world),
+        config.parallel.axes.count_row_groups(world),
     )
     most = (
         max(work) if isinstance(work, list) else max(balance.split_evenly(batch, copies)) if work == "even" else batch
     )
-    if config.parallel.pipeline > 1:  # of few micro-batches all stages but one would wait for most of a step
+    if config.parallel.pipeline > 1:  # with few micro-batches all stages but one would wait for most of a step
         most = max(1, most // (MICRO_BATCHES * copies * config.parallel.pipeline))
 
     def probe(tried: Config) -> list[MicroBatchFit]:
+        kept = bytes_of_other_keys(tried, workload)
+        tried, part = shorten_rows(tried, workload)
         return [
-            largest_micro_batch(tried, workload, device, world=world, local_world=local_world, most=most)
+            largest_micro_batch(
+                tried, part, device, world=world, local_world=local_world, most=most, more_sample_bytes=kept
+            )
             for device in devices
         ]
 
@@ -184,22 +243,30 @@ def _resolve_memory(config: Config, workload: Workload, devices: Sequence[str], 
     elif config.memory.activations == "offload":
         check_horizon(len(workload.model().blocks()), config.memory.offload_prefetch_blocks)
     file = config.balance.hardware
-    if file is not None and (local_world == world or Path(file).expanduser().exists()):  # rank 0's node has to have it
+    if file is not None and (local_world == world or Path(file).expanduser().exists()):  # rank 0's node must have it
         read_hardware_file(file, [None] * world, describe_work(config, workload))
     if config.train.micro_batch == "auto":
         answers = answers or probe(config)
-        # The most that any rank may have: how much of it fits where is measured by the ranks themselves.
+        # The upper limit of any rank: the ranks themselves measure how much of it fits.
         found = max(answers, key=lambda answer: answer.micro_batch)
-        chosen.append(("train.micro_batch", found.micro_batch, found.reason()))
+        why = found.reason()
+        if config.parallel.context > 1:
+            why += f"; a sample is an even part of one (parallel.context {config.parallel.context})"
+        chosen.append(("train.micro_batch", found.micro_batch, why))
     return chosen
 
 
 def _resolve_custom(config: Config, devices: Sequence[str], world: int, local_world: int) -> dict[str, Any]:
-    """The same for a task of a user's own, which needs no files but that one."""
-    make_rule(config.optim)
+    """`resolve_with_files` for a custom task, which needs no other files."""
+    _check_optimizer(config)
     own = CustomWorkload(config)
     parameters = check_custom_task(own, config)
-    chosen = _resolve_memory(config, own, devices, world, local_world)
+    chosen = _resolve_epochs(config, own, [])
+    if own.takes_whole_share:
+        why = "batch norm is over the global batch, so a rank takes its share of a step at once"
+        chosen.append(("train.micro_batch", config.train.global_batch, why))
+    config = update_config(config, {key: value for key, value, _ in chosen})
+    chosen += _resolve_memory(config, own, devices, world, local_world)
     return {
         "config": to_yaml(update_config(config, {key: value for key, value, _ in chosen})),
         "chosen": chosen,
@@ -217,7 +284,7 @@ def _resolve_custom(config: Config, devices: Sequence[str], world: int, local_wo
 
 
 def _sets_by_name(prepared: PreparedData) -> dict[str, Path]:
-    """What a run is trained and evaluated on, by the names in its data.json."""
+    """The training and evaluation sets of a run, by the names in its data.json."""
     several = len(prepared.train) > 1
     trained = {f"train {number}" if several else "train": path for number, (path, _) in enumerate(prepared.train, 1)}
     held_out = prepared.held_out.items()
@@ -225,26 +292,27 @@ def _sets_by_name(prepared: PreparedData) -> dict[str, Path]:
 
 
 def token_folders(answer: dict[str, Any]) -> tuple[list[tuple[Path, float]], dict[str, Path]]:
-    """The training sets with their weights, and the sets to evaluate on by name, of such an answer."""
+    """The training sets with their weights, and the evaluation sets by name, from the answer of
+    `resolve_with_files`."""
     train = [(Path(folder), float(weight)) for folder, weight in answer["train"]]
     return train, {name: Path(folder) for name, folder in answer["held_out"].items()}
 
 
 def make_training_job(answer: dict[str, Any], paths: RunPaths, faults: Sequence[Fault] = ()) -> TrainingJob:
-    """What the ranks of this node train, of such an answer."""
+    """The job of this node's ranks, from the answer of `resolve_with_files`."""
     config = build_config(yaml.safe_load(answer["config"]), "the resolved configuration")
-    config = local_copies.use_local_copies(config)
+    config = run_folder.use_kept_code(local_copies.use_local_copies(config), paths)
     return TrainingJob(config, find_model_shape(config, paths), paths, *token_folders(answer), faults=tuple(faults))
 
 
 def _labels(prepared: PreparedData) -> list[str]:
-    """All labels that the prepared data has."""
+    """All labels of the prepared data."""
     sets = [RecordFile(folder) for folder in [*(folder for folder, _ in prepared.train), *prepared.held_out.values()]]
     return [label for each in sets for label in each.facts["labels"]]
 
 
 def _fingerprint_set(folder: Path, config: Config) -> dict[str, Any]:
-    """What a set is known by."""
+    """Fingerprint of a set."""
     if uses_record_files(config):
         records = RecordFile(folder)
         return {"records": records.count, "crc32": records.checksum}
@@ -271,14 +339,14 @@ def _check_data(prepared: PreparedData, vocab_size: int, config: Config, workloa
         if rows.count:
             continue
         file = held_out[name]
-        less = "no record that is short enough"
+        less = "no record short enough"
         remedy = "raise data.held_out, lower data.seq_len"
         if isinstance(file, TokenFile):
             less = f"only {file.tokens} tokens, less than one sequence of {config.data.seq_len}"
             if not file.documents and name == HELD_OUT:
                 documents = sum(TokenFile(folder).documents for folder, _ in prepared.train)
                 less = f"no tokens: data.held_out {config.data.held_out:g} chose no document of {documents}"
-                remedy = "raise it, name a set in data.validation"
+                remedy = "raise it, or give a set in data.validation"
         if name != HELD_OUT:
             raise DataError(f"data.validation {name} has {less}; add documents, lower data.seq_len, or remove it")
         if config.train.eval_every and len(held_out) == 1:

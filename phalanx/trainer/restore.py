@@ -1,4 +1,5 @@
-"""What an attempt begins with: the last committed step in shared memory, the newest checkpoint, or starting weights."""
+"""Restoring the state of an attempt: the last committed step in shared memory, the newest checkpoint, or initial
+weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,8 +36,8 @@ EMPTY_HEADER: dict[str, Any] = {"step": 0, "skipped": 0, "tokens": 0}
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on: what is said of the step that it goes on after. `in_memory`: that is where the step was.
-    `step_measurements`: on rank 0, what the ranks that committed it there had measured of it."""
+    """The resume point of a run: the step after which it resumes. `in_memory`: from shared memory.
+    `step_measurements`: on rank 0, the measurements of the ranks that committed it there."""
 
     header: dict[str, Any]
     in_memory: bool
@@ -50,20 +51,19 @@ class ResumePoint:
 def make_in_memory_store(
     config: "Config", placement: Placement, mesh: Mesh, paths: RunPaths, records: RecordWriter
 ) -> SharedMemoryStore | None:
-    """This rank's slots in shared memory; None where the recipe, or how the ranks were started, leaves them out.
-
-    Raises ConfigError where they are asked for and cannot be.
+    """Make this rank's slots in shared memory; None if the recipe, or how the ranks were started, excludes them.
+    Raises ConfigError if they are required but impossible.
     """
     wanted = config.resilience.in_memory_checkpoints
     if wanted is False:
         return None
     why = None
     if placement.shared is None:
-        why = "something else than Phalanx started the ranks and starts them again"
+        why = "another launcher started the ranks and restarts them"
     elif not placement.keeps:
         why = "shared memory cannot be used on every node"
         if wanted == "auto":
-            reason = f"after a failure the run goes back to a checkpoint, since {why}"
+            reason = f"after a failure the run goes back to a checkpoint: {why}"
             records.write_event(EventKind.AUTO_RESOLVED, {"key": MEMORY_KEY, "value": False, "reason": reason})
     if placement.shared is None or why is not None:
         if wanted is True:
@@ -106,19 +106,17 @@ def restore_state(
     in_memory_store: SharedMemoryStore | None,
     wrap_with_progress_touch: Callable[[Any], Any],
 ) -> ResumePoint:
-    """Fill model and state, in `in_memory_store` where they are kept; `wrap_with_progress_touch` wraps what takes long.
-    Collective.
-
-    Raises RunError where there are checkpoints and none can be used.
+    """Restore model and state, into `in_memory_store` if there is one; `wrap_with_progress_touch` wraps slow
+    operations. Collective. Raises RunError if there are checkpoints but none is usable.
     """
-    group = JsonGroup(mesh.checkpoint)  # nothing is being saved yet, and it has patience with a store
+    group = JsonGroup(mesh.checkpoint)  # no save is running, and this group has the timeout for a store
     replicas = None if in_memory_store is None else in_memory_store.replicas
     source = _source(placement, mesh, group, components, paths, records, replicas)
     if in_memory_store is not None:
         in_memory_store.to_global = components.model_part.to_whole_pieces
     fill = wrap_with_progress_touch(components.starting_weights)
     materialize(components.model, components.engine, fill if source is None else make_frozen_fill(fill))
-    # Ranks of before may have written its unimportant parts at different moments; and for other ranks it may be far.
+    # Earlier ranks may have written its optional parts at different times; and other ranks may see another version.
     header = group.broadcast_object((EMPTY_HEADER if source is None else source.header) if mesh.rank == 0 else None)
     left = source.records() if isinstance(source, InMemoryCheckpointReader) and mesh.rank == 0 else []
     start = ResumePoint(header, isinstance(source, InMemoryCheckpointReader), left)
@@ -134,7 +132,7 @@ def restore_state(
         if isinstance(source, Checkpoint):
             source.close()
     elif placement.attempt > 1:
-        records.write_event(EventKind.WARNING, {"message": "there is no checkpoint yet: starting again from step 1"})
+        records.write_event(EventKind.WARNING, {"message": "there is no checkpoint yet: restarting from step 1"})
     if not start.step:
         for message in [*components.workload.warnings(), *components.train.warnings()]:
             records.write_event(EventKind.WARNING, {"message": message})
@@ -150,15 +148,15 @@ def _source(
     records: RecordWriter,
     replicas: ReplicaClient | None,
 ) -> InMemoryCheckpointReader | Checkpoint | None:
-    """What the attempt goes on from; None: from nothing."""
+    """The state that the attempt resumes from; None for a new run."""
     if placement.kept is not None:
         return InMemoryCheckpointReader(placement.kept, components.model_part.shapes, replicas)
     folder = paths.checkpoints
     checkpoint = agree_on_newest(folder, mesh.rank, group, None, records.write_event)
     if checkpoint is None and group.broadcast_object(len(list_steps(folder))):
-        # Beginning anew would write over what may only be unreadable for the moment.
+        # Starting over would overwrite checkpoints that may be unreadable only temporarily.
         raise RunError(
             f"none of the checkpoints in {folder} can be used (their reasons are in {paths.events}); restore one, or "
-            "move that folder away to begin again"
+            "move that folder away to start over"
         )
     return checkpoint

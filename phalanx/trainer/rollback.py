@@ -1,7 +1,7 @@
-"""Going back: to a checkpoint before something went wrong, in the same processes, past the data that it went wrong on.
+"""Rollback to a checkpoint before a training failure, in the same processes, skipping the data involved.
 
-The checkpoint is saved anew with what is passed over from then on, and those behind it are removed: they belong to a
-way that was given up, and whoever goes on with the run goes on with this one.
+The checkpoint is saved again with the skipped batches, and later ones are removed: they belong to an abandoned branch
+of the run, and a resumed run continues from this one.
 """
 
 from typing import Any
@@ -15,15 +15,13 @@ from phalanx.core.records import EventKind
 from phalanx.trainer.anomalies import RollbackRequest
 from phalanx.trainer.loop import TrainingLoop
 
-MAX_ROLLBACKS, WITHIN_BATCHES = 3, 1000  # rollbacks, within so many batches: more do not help
+MAX_ROLLBACKS, WITHIN_BATCHES = 3, 1000  # at most so many rollbacks within so many batches: more do not help
 
 
 def roll_back(loop: TrainingLoop, request: RollbackRequest) -> int:
-    """Have all ranks go back behind what went wrong; returns the step that they are at then. Collective.
-
-    Where `request.good_step` names a step that was well, what came after it is done again with the same data. Raises
-    Diverged where there is nothing to go back to, or it was done too often, and Corrupted for the same after
-    corruption.
+    """Roll back all ranks; returns the step that they are at then. Collective. With `request.good_step`, the last
+    healthy step, later steps are repeated on the same data. Raises Diverged if there is no earlier checkpoint, or after
+    too many rollbacks, and Corrupted in the same cases after corruption.
     """
     setup = loop.setup
     first = request.step - setup.job.config.resilience.rollback_steps + 1
@@ -32,30 +30,31 @@ def roll_back(loop: TrainingLoop, request: RollbackRequest) -> int:
     if request.good_step is None:
         if skips.count_recent(request.step, WITHIN_BATCHES) >= MAX_ROLLBACKS:
             raise Diverged(
-                f"in step {request.step} {request.reason}, and training has gone back {MAX_ROLLBACKS} times within "
-                f"{WITHIN_BATCHES} steps already; start a new run with a lower optim.lr, "
-                "or look at the data of these steps"
+                f"in step {request.step} {request.reason}, and training was already rolled back {MAX_ROLLBACKS} "
+                f"times within {WITHIN_BATCHES} steps; start a new run with a lower optim.lr, or check the data of "
+                "these steps"
             )
         skips = skips.with_steps(max(1, first), request.step)
     setup.step_hooks.enter_phase("restore")
     setup.saver.wait()
-    if setup.in_memory_store is not None:  # before anything else: whoever is killed from here on goes back to the disk
+    if setup.in_memory_store is not None:  # first: a rank killed from here on resumes from the disk
         setup.in_memory_store.discard_previous()
-    group = JsonGroup(setup.mesh.checkpoint)  # nothing is being saved now
+    group = JsonGroup(setup.mesh.checkpoint)  # no save is running
     folder, reason = setup.job.paths.checkpoints, request.reason
     checkpoint = agree_on_newest(folder, setup.mesh.rank, group, None, setup.records.write_event, at_most=target)
-    if checkpoint is None and request.good_step is not None:  # all are younger: better one that may be wrong than none
+    # All are younger; one that may contain the error is better than none
+    if checkpoint is None and request.good_step is not None:
         checkpoint = agree_on_newest(
             folder, setup.mesh.rank, group, None, setup.records.write_event, at_most=request.step
         )
-        reason += f"; no checkpoint of step {target} or before is left, so this one may hold what was wrong"
+        reason += f"; no checkpoint of step {target} or before is left, so this one may contain the error"
     if checkpoint is None:
         said = (
-            f"in step {request.step} {request.reason}, and no checkpoint of step {target} or before is there "
-            "to go back to"
+            f"in step {request.step} {request.reason}, and no checkpoint of step {target} or before is left to go "
+            "back to"
         )
         if request.good_step is not None:
-            raise Corrupted(f"{said}; the next attempt begins again")
+            raise Corrupted(f"{said}; the next attempt starts over")
         raise Diverged(f"{said}; lower optim.lr, or save more often (checkpoint.every) and keep more (checkpoint.keep)")
     step = int(checkpoint.header["step"])
     setup.saver.remove_after(step)
@@ -73,5 +72,5 @@ def roll_back(loop: TrainingLoop, request: RollbackRequest) -> int:
     loop.resume_at(step, header)
     if details.get("first"):
         loop.save(step)
-        setup.saver.wait()  # who dies from here on takes the way that was chosen
+        setup.saver.wait()  # a rank that dies from here on follows the new branch
     return step

@@ -1,4 +1,4 @@
-"""The run folder: one run at a time, one configuration for good."""
+"""The run folder: one run at a time, with one fixed configuration."""
 
 import contextlib
 import json
@@ -17,7 +17,8 @@ from phalanx.core import format_versions
 from phalanx.core.errors import RunError
 from phalanx.core.json_lines import read_lines, write_atomic
 from phalanx.core.records import EventKind, read_events
-from phalanx.core.run_paths import BASE_WEIGHTS, TOKENIZER_FILES, RunPaths
+from phalanx.core.run_paths import BASE_WEIGHTS, IMPORTED, TOKENIZER_FILES, RunPaths
+from phalanx.core.user_code import split_reference
 from phalanx.core.version import __version__
 from phalanx.data.chat import load_template
 from phalanx.data.record_files import TokenFile
@@ -25,15 +26,14 @@ from phalanx.storage import local_copies
 from phalanx.system import locks
 
 LOCK_TRIES = 100
-SETTLE_S = 0.2  # after a lock was taken back from another user
+SETTLE_S = 0.2  # wait after taking a lock back from another user
 REMOVE_TRIES = 20
 
 
 @contextlib.contextmanager
 def hold_run_folder(paths: RunPaths) -> Iterator[None]:
-    """Hold a run folder for this process. One that was made for a start that was then refused is taken away again.
-
-    Raises RunError when the folder is in use or cannot be written.
+    """Hold a run folder for this process; if the start is refused, a folder created for it is removed. Raises
+    RunError if the folder is in use or cannot be written.
     """
     lock, created = lock_run_folder(paths)
     try:
@@ -45,21 +45,20 @@ def hold_run_folder(paths: RunPaths) -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_disk_errors(paths: RunPaths) -> Iterator[None]:
-    """Turn what a disk refuses into a RunError that names the run folder."""
+    """Turn disk errors into a RunError that names the run folder."""
     try:
         yield
     except OSError as error:
         raise RunError(
-            f"the run folder {paths.root} cannot be written ({error.strerror or error}); free space there, change its "
-            "rights, or choose another with --run-dir"
+            f"the run folder {paths.root} cannot be written ({error.strerror or error}); free space there, change "
+            "its permissions, or choose another with --run-dir"
         ) from None
 
 
 def lock_run_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bool]:
-    """Create the run folder if need be and lock it for this process, or in the name of another one, its `holder`.
-
-    Returns the lock's descriptor, which keeps it, and whether the folder is new. Raises RunError when the folder is in
-    use, cannot be written, was written by a later release, or has links that lead out of it.
+    """Create the run folder if necessary and lock it, for this process or in the name of its `holder`. Returns the
+    lock's descriptor, which must stay open, and whether the folder is new. Raises RunError if the folder is in use,
+    cannot be written, was written by a later release, or has links that lead out of it.
     """
     locks.check_symlinks(paths)
     format_versions.check_run_version(paths)
@@ -72,25 +71,24 @@ def lock_run_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bo
             lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             if made and isinstance(error, FileNotFoundError) and not paths.root.exists():
-                continue  # a start that was refused took its folder away in between
+                continue  # a refused start has removed its folder meanwhile
             raise RunError(
                 f"the run folder {paths.root} cannot be written ({error.strerror}); choose another with --run-dir"
             ) from None
         strangers = _try_lock(lock, paths)
-        if taken_back and not strangers:  # another start may have taken it back in the same moment, and this file away
+        if taken_back and not strangers:  # another start may have taken it back at the same time and removed this file
             time.sleep(SETTLE_S)
         taken_back = taken_back or strangers
         if not strangers and _is_at(lock, paths.lock):
             break
-        os.close(lock)  # whoever held it before took the file away: another process may lock a new one
+        os.close(lock)  # an earlier holder removed the file: another process may lock a new one
     else:
         raise RunError(
-            f"the lock {paths.lock} was taken away again and again by other starts; wait for them or choose another "
-            "--run-dir"
+            f"the lock {paths.lock} was repeatedly taken by other starts; wait for them or choose another --run-dir"
         )
     try:
         with report_disk_errors(paths):
-            os.fchmod(lock, 0o600)  # earlier versions let everybody open it, and who can may lock it
+            os.fchmod(lock, 0o600)  # earlier versions let every user open it, and whoever can open it can lock it
             os.truncate(lock, 0)
             os.write(lock, f"{holder or os.getpid()} on {platform.node()}\n".encode())
     except RunError:
@@ -101,7 +99,7 @@ def lock_run_folder(paths: RunPaths, holder: int | None = None) -> tuple[int, bo
 
 
 def _make(folder: Path) -> bool:
-    """Make a folder with its parents; False where it exists."""
+    """Create a folder with its parents; False if it exists."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -112,8 +110,9 @@ def _make(folder: Path) -> bool:
 
 
 def _try_lock(lock: int, paths: RunPaths) -> bool:
-    """Raises RunError where a process of this user holds a lock, which is closed then. What only another user's holds,
-    who has opened it when that was allowed, is no lock of a run: the file is taken away, and True returned."""
+    """Lock a run folder's file; returns False. If only another user holds the lock, who opened it while that was
+    permitted, the file is removed, and True returned. Raises RunError if a process of this user holds it; the
+    descriptor is then closed."""
     if locks.try_lock(lock):
         return False
     if locks.is_locked_by_other_users(lock):
@@ -124,16 +123,16 @@ def _try_lock(lock: int, paths: RunPaths) -> bool:
     os.close(lock)
     pid, _, host = holder.partition(" on ")
     gone = host == platform.node() and pid.isdecimal() and not Path("/proc", pid).exists()
-    by = f"another process than the one that it names ({holder}), which has ended" if gone else f"process {holder}"
+    by = f"a process other than the one it names ({holder}), which has ended" if gone else f"process {holder}"
     raise RunError(
         f"the run folder {paths.display_name} is in use by {by}; wait for it, stop it"
-        + (f" (`fuser -v {paths.lock}` says which it is)" if gone else "")
+        + (f" (`fuser -v {paths.lock}` shows which)" if gone else "")
         + ", or choose another --run-dir"
     )
 
 
 def _is_at(lock: int, path: Path) -> bool:
-    """Whether an open file is the one that a path leads to."""
+    """Whether a descriptor and a path refer to the same file."""
     try:
         return os.path.samestat(os.fstat(lock), os.stat(path))
     except OSError:
@@ -141,60 +140,58 @@ def _is_at(lock: int, path: Path) -> bool:
 
 
 def read_run_config(paths: RunPaths) -> Config | None:
-    """The resolved configuration of the run that the folder holds, or None when it holds none.
-
-    A run that ended before its first step has nothing to go on with: its recipe may still be mended.
+    """The resolved configuration of the run in the folder, or None without a run. A run that ended before its
+    first step has nothing to resume, so its recipe may still change.
     """
     if not paths.has_checkpoints.exists() and not paths.metrics.exists():
         return None
     if not paths.config.exists():
-        if paths.has_checkpoints.exists():
+        imported = (paths.root / IMPORTED).exists() and not paths.metrics.exists()  # no run has begun yet
+        if paths.has_checkpoints.exists() and not imported:
             raise RunError(
-                f"the run folder {paths.display_name} has checkpoints but no {paths.config.name} to say whose they "
-                "are; restore that file or choose another --run-dir"
+                f"the run folder {paths.display_name} has checkpoints but no {paths.config.name}, so the run they "
+                "belong to is unknown; restore that file or choose another --run-dir"
             )
         return None
-    format_versions.check_run_version(
-        paths
-    )  # of a run at a URL, whose records have only come after the folder was opened
+    format_versions.check_run_version(paths)  # for a run at a URL, whose records arrived after the folder was opened
     return load.load_saved_recipe(paths.config)
 
 
 def next_attempt(paths: RunPaths) -> int:
-    """One more than the last attempt that left a trace; of a run at a URL one that left nothing but logs here, since it
-    was killed before its records were copied and another machine went on."""
+    """The next attempt number. For a run at a URL, an attempt may have left only local logs, if it was killed
+    before its records were copied and another machine continued."""
     traces = [*_numbers(read_events(paths.events), "attempt"), *_numbers(read_lines(paths.metrics), "attempt")]
     traces += paths.list_logged_attempts()
     return 1 + max(traces, default=0)
 
 
 def last_devices(paths: RunPaths) -> tuple[Any, Any] | None:
-    """How many ranks the last start had and on what devices; None before the first."""
+    """Number of ranks of the last start and their devices; None before the first."""
     starts = [event for event in read_events(paths.events) if event.get("kind") == EventKind.RUN_STARTED]
     return (starts[-1].get("world"), starts[-1].get("device_names")) if starts else None
 
 
 def find_final_step(paths: RunPaths) -> int | None:
-    """The last step of a run that came to its end, or None."""
+    """The last step of a finished run, or None."""
     finished = (event for event in read_events(paths.events) if event.get("kind") == EventKind.FINISHED)
     return max(_numbers(finished, "step"), default=None)
 
 
 def _numbers(records: Iterable[dict[str, Any]], key: str) -> list[int]:
-    """The values of a key, where they are whole numbers: a line may have come from anywhere."""
+    """The integer values of a key; other types are ignored, as records are not trusted."""
     return [record[key] for record in records if type(record.get(key)) is int]
 
 
 def fingerprint_tokens(file: TokenFile) -> dict[str, Any]:
-    """What a token set is known by."""
+    """Fingerprint of a token set."""
     return {"tokens": file.tokens, "crc32": file.checksum}
 
 
 def check_run_data(paths: RunPaths, data: dict[str, dict[str, Any]], resuming: bool, base: str | None = None) -> None:
-    """Note what a new run is trained on, or raise RunError when a run that goes on would not find the same.
+    """Record the data of a new run, or raise RunError if a resumed run would not find the same data.
 
-    `data` says by name what each set is known by; `base` is the fingerprint of the frozen weights of a run that trains
-    adapters, which must stay the same too.
+    `data` has the fingerprint of each set by name; `base` is the fingerprint of the frozen weights of a run that trains
+    adapters, which must not change either.
     """
     now = dict(data)
     if base is not None:
@@ -208,41 +205,58 @@ def check_run_data(paths: RunPaths, data: dict[str, dict[str, Any]], resuming: b
         raise RunError(f"{paths.data} cannot be read ({error}); restore it or choose another --run-dir") from None
     if not isinstance(then, dict) or any(not isinstance(then.get(name), dict) for name in now):
         raise RunError(
-            f"{paths.data} does not say what the run is trained on, so nobody can tell whether the data has changed; "
+            f"{paths.data} does not say what the run is trained on, so changes of the data cannot be detected; "
             "restore it or choose another --run-dir"
         )
     changed = [name for name in now if then.get(name) != now[name]]
     if BASE_WEIGHTS in changed:
         raise RunError(
             f"the weights in model.from_hf have changed since the run in {paths.display_name} began, and its "
-            "checkpoints hold only what was trained beside them; restore that folder, or choose another --run-dir"
+            "checkpoints hold only the weights trained beside them; restore that folder, or choose another --run-dir"
         )
     if changed:
         own = "samples" in now[changed[0]]
         what, where = ("samples", "what it reads") if own else ("tokens", "data.source and the tokenizer")
         raise RunError(
             f"the data of the run in {paths.display_name} has changed since it began ({' and '.join(changed)} {what} "
-            f"differ), so its curve could not go on; restore {where}, or choose another --run-dir"
+            f"differ), so its loss curve could not continue; restore {where}, or choose another --run-dir"
         )
 
 
 def check_run_code(paths: RunPaths, config: Config, resuming: bool) -> None:
-    """Raises RunError when a run that goes on would not find the model's or task's code that it began with."""
+    """Raises RunError if a resumed run would not find the model's or task's code that it began with."""
     for key, code, kept in _codes(paths, config):
         then = kept.read_text(encoding="utf-8") if kept.is_file() else None
         if resuming and then != _code(code):
             raise RunError(
-                f"{key} {code} is not what the run in {paths.display_name} began with (its {kept.name}"
-                f"{' is gone' if then is None else ''}), so its curve could not go on; restore the file, or choose "
-                f"another --run-dir, or copy it to {paths.display_name}/{kept.name} if what has changed in it changes "
-                "nothing that is computed"
+                f"{key} {code} is not what the run in {paths.display_name} began with (its "
+                f"{kept.name}{' is gone' if then is None else ''}), so its loss curve could not continue; restore "
+                f"the file, or choose another --run-dir, or copy it to {paths.display_name}/{kept.name} if its "
+                "changes do not affect the computation"
             )
 
 
 def _codes(paths: RunPaths, config: Config) -> list[tuple[str, str, Path]]:
-    """Files of the user's that the run needs: the key, its value, and where the copy is."""
+    """The user's files that the run needs: key, file, and path of the copy."""
     found = [("model.code", config.model.code, paths.model_code), ("task.code", config.task.code, paths.task_code)]
+    for key, value, kept in _references(paths, config):
+        found.append((key, value[0] if value else None, kept))
     return [(key, code, kept) for key, code, kept in found if code is not None]
+
+
+def _references(paths: RunPaths, config: Config) -> list[tuple[str, tuple[str, str] | None, Path]]:
+    """Keys that may name a member of a file: key, file and name if so, and path of the file's copy."""
+    optim = config.optim
+    return [
+        ("optim.name", split_reference(optim.name), paths.optimizer_code),
+        ("optim.schedule", split_reference(optim.schedule), paths.schedule_code),
+    ]
+
+
+def use_kept_code(config: Config, paths: RunPaths) -> Config:
+    """The configuration with the user's files replaced by the run folder's copies, if there are any."""
+    kept = {key: f"{copy}:{value[1]}" for key, value, copy in _references(paths, config) if value and copy.is_file()}
+    return load.update_config(config, kept) if kept else config
 
 
 def _code(path: str) -> str:
@@ -250,9 +264,8 @@ def _code(path: str) -> str:
 
 
 def remove_empty_run_folder(paths: RunPaths, created: bool) -> None:
-    """Take the lock out of a run folder that holds nothing else, and the folder itself where this start `created` it.
-
-    For a start that was refused; only its holder may take a lock away. Never raises: the refusal has more to say.
+    """Remove the lock from a run folder that is otherwise empty, and the folder itself if this start `created` it.
+    For a refused start; only the lock's holder may remove it. Never raises, so that the refusal is reported.
     """
     with contextlib.suppress(OSError):
         if os.listdir(paths.root) != [paths.lock.name]:
@@ -264,19 +277,19 @@ def remove_empty_run_folder(paths: RunPaths, created: bool) -> None:
             return
         except FileNotFoundError:
             return
-        except OSError:  # another node has put a file there for a moment, to see what is new
+        except OSError:  # another node has temporarily created a file there, to see changes
             time.sleep(0.01)
 
 
 def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -> None:
-    """Write what makes the run repeatable: configuration, versions, tokenizer, code of the user's."""
+    """Write what makes the run repeatable: configuration, versions, tokenizer, the user's code."""
     write_atomic(paths.config, load.render_saved_recipe(config))
     write_atomic(
         paths.versions, json.dumps({format_versions.KEY: format_versions.RUN_FOLDER, **_versions()}, indent=2) + "\n"
     )
     for _, code, kept in _codes(paths, config):
         write_atomic(kept, _code(code))
-    if config.callback.code is not None:  # no part of what is computed: it may be another at the next start
+    if config.callback.code is not None:  # not part of the computation: it may change at the next start
         write_atomic(paths.callback_code, _code(config.callback.code))
     if tokenizer is None:
         return
@@ -284,10 +297,11 @@ def write_start(paths: RunPaths, config: Config, tokenizer: Path | str | None) -
     for name in TOKENIZER_FILES:
         if (Path(tokenizer) / name).is_file():
             shutil.copyfile(Path(tokenizer) / name, paths.tokenizer / name)
-    if (template := load_template(config.data.chat_template)) is not None:  # what it was tuned with is asked with
+    # So that prompts use the template of training
+    if (template := load_template(config.data.chat_template)) is not None:
         write_atomic(paths.tokenizer / "chat_template.jinja", template)
     if config.model.from_hf:
-        # Atomic, as ranks that something else started may read it already.
+        # Atomic, as ranks started by another launcher may be reading it.
         original = local_copies.local_copy_path(config.model.from_hf, config.data.cache) / "config.json"
         write_atomic(paths.hf_config, original.read_text(encoding="utf-8"))
 

@@ -1,4 +1,4 @@
-"""Setting up training on one rank: the parts that its loop works with, made once, in one frozen record."""
+"""Setting up training on one rank: the objects that the loop uses, created once, in a frozen record."""
 
 import functools
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.autotune import stage_sizes
-from phalanx.autotune.measure import find_rank_speeds
+from phalanx.autotune.rank_speeds import find_rank_speeds
 from phalanx.autotune.state_shares import find_in_memory_options, resolve_state_weights
 from phalanx.checkpoint.disk.save import CheckpointSaver
 from phalanx.checkpoint.memory.store import SharedMemoryStore
@@ -43,10 +43,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What every rank of a run is told; `config` has no `auto` left, and a custom network no `spec`.
-
-    `train_tokens`: token sets with their weights in the mixture; `held_out_tokens`: those to evaluate on, by name;
-    `faults`: what shall go wrong; `callbacks`: those of the program that started the run, beside the recipe's.
+    """The job of every rank of a run; `config` has no `auto` left, and a custom network no `spec`. `train_tokens`:
+    token sets with their weights in the mixture; `held_out_tokens`: evaluation sets by name; `faults`: injected faults;
+    `callbacks`: those of the program that started the run, beside the recipe's.
     """
 
     config: "Config"
@@ -60,7 +59,7 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What the training loop works with. `job.config` is the configuration that all ranks have agreed on."""
+    """The objects that the training loop uses. `job.config` is the configuration that all ranks have agreed on."""
 
     job: TrainingJob
     placement: Placement
@@ -74,7 +73,7 @@ class TrainingSetup:
     callbacks: CallbackRunner = field(default_factory=CallbackRunner)
 
     def close(self) -> None:
-        """End what works beside the main thread, and write what is left of the records."""
+        """Stop background work and write the remaining records."""
         self.step_hooks.close()
         self.components.close()
         if self.in_memory_store is not None:
@@ -90,9 +89,8 @@ def set_up_training(
     stop: StopRequest,
     sinks: Sequence[Sink] = (),
 ) -> TrainingSetup:
-    """Make the parts of a run on this rank, and resolve what its ranks agree on once they have met. Collective.
-
-    Raises PhalanxError for what a user can fix.
+    """Create the objects of a run on this rank, after resolving with the other ranks what they must agree on.
+    Collective. Raises PhalanxError for problems that a user can fix.
     """
     job = replace(job, config=agree_on_sharding(job.config, mesh))
     config, paths = job.config, job.paths
@@ -118,14 +116,14 @@ def set_up_training(
     workload = make_workload(config, job.spec, paths)
     for message in (*find_shared_devices(mesh), *find_kernel_differences(mesh, config.train.dtype, workload.spec)):
         records.write_event(EventKind.WARNING, {"message": message})
-    same = placement.kept is not None and placement.nodes == 1  # where it has been all the time
+    same = placement.kept is not None and placement.nodes == 1  # the state is on this node already
     keeping, made = find_in_memory_options(config, placement, mesh), functools.cache(workload.model)
     weights = resolve_state_weights(config, workload, mesh, placement.local_world, paths, records, same, keeping, made)
     speeds, link = find_rank_speeds(config, workload, placement, mesh, paths, records, weights)
     config = stage_sizes.resolve_stage_sizes(config, workload, mesh, paths, records)
     job = replace(job, config=config)
     memory = make_in_memory_store(config, placement, mesh, paths, records)
-    # A custom task, which may remember what it was asked to measure, is made again.
+    # A custom task is created again, as it may have state from the measurement.
     again = None if workload.spec is None else (workload, made())
     tokens = job.train_tokens, job.held_out_tokens
     components = build_components(config, job.spec, mesh, *tokens, paths, speeds, link, weights, memory, again)
@@ -133,29 +131,28 @@ def set_up_training(
 
 
 # ------------------------------------------------------------------------------------------------ device compatibility
-# What ranks must know of each other's devices before they train: who shares one, and whose kernels are others.
+# Device compatibility: ranks that share a device, and ranks with different kernels.
 
 
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_shared_devices(mesh: Mesh) -> list[str]:
-    """A sentence on each accelerator that several ranks are on. Collective."""
+    """Describe each accelerator that several ranks share. Collective."""
     devices, said = JsonGroup(mesh.control).all_gather_objects(accelerator.hardware_id(mesh.device, this_host())), []
     for device in sorted(set(devices) - {""}):
         ranks = [str(rank) for rank, each in enumerate(devices) if each == device]
         if len(ranks) > 1:
             said.append(
-                f"ranks {', '.join(ranks)} are on one accelerator, or on parts of one, whose own collectives refuse "
-                "that: what ranks exchange goes through host memory, slowly; start one rank per accelerator"
+                f"ranks {', '.join(ranks)} share one accelerator, or parts of one, which its collectives do not "
+                "support: ranks communicate through host memory, slowly; start one rank per accelerator"
             )
     return said
 
 
 def find_kernel_differences(mesh: Mesh, dtype: str, spec: ModelSpec | None) -> list[str]:
-    """A sentence on ranks whose device has no kernel for attention that others of the same name have. Collective.
-
-    Each rank asks before it holds a model, so that the answer, which it remembers, is not one of a full memory.
+    """Describe ranks whose device lacks an attention kernel that others of the same name have. Collective. Each
+    rank tests before it allocates a model, so that a full memory does not change the result, which is cached.
     """
     mine = False
     if spec is not None and mesh.device.type != "cpu" and dtype in HALF_DTYPES:
@@ -166,8 +163,8 @@ def find_kernel_differences(mesh: Mesh, dtype: str, spec: ModelSpec | None) -> l
         lacking = [rank for rank, each in enumerate(everyones) if each == [name, False]]
         if having and lacking:
             said.append(
-                f"rank{'s' if len(lacking) > 1 else ''} {', '.join(map(str, lacking))} found no kernel for attention "
-                f"of several documents on {name}, as rank {having[0]} did on the same: they compute the same more "
-                "slowly, and round otherwise; see that driver and libraries are the same on all nodes"
+                f"rank{'s' if len(lacking) > 1 else ''} {', '.join(map(str, lacking))} found no attention kernel for "
+                f"packed documents on {name}, but rank {having[0]} did on the same model: they are slower and round "
+                "differently; install the same driver and libraries on all nodes"
             )
     return said

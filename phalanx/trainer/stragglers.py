@@ -1,6 +1,7 @@
-"""Ranks that have become slow and stay so: nothing fails, since shares follow, but somebody should look at the device.
+"""Straggler detection: ranks that have become slow and stay slow.
 
-Plain numbers in, sentences' details out; no torch here.
+Nothing fails, because shares adapt, but the device needs inspection. Plain numbers in, event details out; no torch
+here.
 """
 
 import statistics
@@ -8,9 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-STEPS = 16  # whose median counts
-SLOW_FACTOR, RECOVERED_FACTOR = 2.0, 1.5  # times its own best: it is slow; it is well again
-REPORT_AFTER_S = 300.0  # for so long, before anything is said
+STEPS = 16  # window of the median
+SLOW_FACTOR, RECOVERED_FACTOR = 2.0, 1.5  # times the copy's own best: threshold of slow, and of recovered
+REPORT_AFTER_S = 300.0  # time above the threshold before it is reported
 
 
 @dataclass
@@ -22,17 +23,17 @@ class _CopySpeed:
 
 
 class StragglerDetector:
-    """Knows how fast each of `count` copies of the model has been, on the rank that decides about shares."""
+    """Tracks the speed of each of `count` copies of the model, on the rank that decides about shares."""
 
     def __init__(self, count: int, stays_s: float = REPORT_AFTER_S) -> None:
         self._paces = [_CopySpeed() for _ in range(count)]
         self._stays_s = stays_s
 
     def observe(self, now_s: float, seconds: Sequence[float]) -> list[tuple[int, float, float]]:
-        """Take in, by copy, the seconds that a fixed amount of work takes it. Returns those that have been slow for
-        long, each once until it is well again: (copy, times its own best, seconds for which it has been slow)."""
+        """Add, for each copy, the seconds of a fixed amount of work. Returns newly detected stragglers, each once
+        until it recovers: (copy, times its own best, seconds above the threshold)."""
         found: list[tuple[int, float, float]] = []
-        if len(seconds) != len(self._paces):  # nothing was measured
+        if len(seconds) != len(self._paces):  # no measurement
             return found
         for number, (pace, one) in enumerate(zip(self._paces, seconds, strict=True)):
             pace.recent.append(one)

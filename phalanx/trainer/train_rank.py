@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.autotune.measure import limit_after_out_of_memory
+from phalanx.autotune.rank_speeds import limit_after_out_of_memory
 from phalanx.comm.mesh import join
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core import progress_page
@@ -24,16 +24,15 @@ from phalanx.trainer.setup import TrainingJob, set_up_training
 from phalanx.trainer.stop_request import handle_stop_signals
 from phalanx.workload.sinks import Sink
 
-STORE_OPERATIONS = 10  # of a rank that the others wait for in a save, each tried for resilience.storage_timeout_s
+STORE_OPERATIONS = 10  # of a rank that others wait for during a save, each limited by resilience.storage_timeout_s
 
 
 def run_training(
     job: TrainingJob, placement: Placement, sinks: Sequence[Sink] = (), attempt: int | None = None
 ) -> ExitCode:
     """Train from the newest checkpoint of the run folder, or from the start, to the last step or a request to stop.
-
-    `attempt` is rank 0's count of attempts, where whoever started the ranks keeps none; other ranks give 0 then.
-    Raises PhalanxError for what a user can mend, and whatever a broken collective or device raises.
+    `attempt` is rank 0's count of attempts, if the launcher keeps none; other ranks pass 0. Raises PhalanxError for
+    problems that a user can fix, and errors of a broken collective or device.
     """
     config = job.config
     threads = accelerator.threads_per_rank(placement.threads, placement.local_world)
@@ -62,7 +61,7 @@ def run_training(
             error.add_note(f"step {engine.step + 1}")
             raise
         except RuntimeError as error:
-            step_hooks.enter_phase("ending")  # nobody is to be impatient while it is found out whose fault it is
+            step_hooks.enter_phase("ending")  # hang detection is suspended while the error is attributed
             error.add_note(f"step {engine.step + 1}")
             named = mesh.roll_call.name_missing_ranks(error)
             if named is error:
@@ -74,12 +73,15 @@ def run_training(
 
 
 def run_steps(loop: TrainingLoop, start: int) -> ExitCode:
-    """All steps behind `start`, with what is due between them: evaluations, checkpoints, going back. Collective."""
+    """Run all steps after `start`, with evaluations, checkpoints and rollbacks between them. Collective."""
     setup = loop.setup
     config, began = setup.job.config, time.perf_counter()
-    step, saved, evaluated = start, start if start else None, None  # the steps that are on disk, were evaluated
-    if loop.resume_point is not None and loop.resume_point.in_memory:
-        saved = finish_interrupted_step(loop, loop.resume_point)
+    step, saved, evaluated = start, start if start else None, None  # the last steps saved and evaluated
+    asked = loop.find_early_stop()
+    if loop.resume_point is not None:
+        saved = finish_interrupted_step(loop, loop.resume_point, stopping=asked is not None)
+    if asked is not None:
+        return _save_and_stop(loop, start, asked, saved if start else start)
     loop.recorder.restart_clock()
     while step < config.train.steps and not loop.stop_reason:
         step += 1
@@ -120,7 +122,7 @@ def run_steps(loop: TrainingLoop, start: int) -> ExitCode:
 
 
 def find_step_outputs(step: int, paths: RunPaths, group: JsonGroup) -> tuple[bool, bool, bool]:
-    """Whether the record of a step, an evaluation behind it, and its checkpoint are there. Collective."""
+    """Whether the record of a step, the evaluation after it, and its checkpoint exist. Collective."""
     found = None
     if group.gather_objects(None) is not None:  # rank 0: others may see the files later
         newest = read_last_line(paths.metrics) or {}
@@ -132,17 +134,26 @@ def find_step_outputs(step: int, paths: RunPaths, group: JsonGroup) -> tuple[boo
     return recorded, evaluated, saved
 
 
-def finish_interrupted_step(loop: TrainingLoop, resume_point: ResumePoint) -> int | None:
-    """What those who committed a step in memory were to do behind it and did not live to do: its record, an evaluation,
-    a checkpoint, what callbacks had requested. Returns the step if it is on disk. Collective."""
+def finish_interrupted_step(loop: TrainingLoop, resume_point: ResumePoint, stopping: bool) -> int | None:
+    """Complete a step that earlier ranks committed in memory before they died: its record, an evaluation, a checkpoint,
+    requests of callbacks; `stopping`: its record alone. Of a step on disk, an evaluation that a stop cut short. Returns
+    the step if it is on disk. Collective."""
     setup = loop.setup
     step, config, due = resume_point.step, setup.job.config, setup.callbacks.due_requests
+    if not resume_point.in_memory and (not step or stopping or not is_due(step, config.train.eval_every)):
+        return step or None
     recorded, evaluated, saved = find_step_outputs(step, setup.job.paths, JsonGroup(setup.mesh.checkpoint))
     if resume_point.step_measurements and not recorded:
         setup.records.write_step(
             loop.recorder.rebuild_record(step, setup.placement.attempt, resume_point.step_measurements)
         )
         setup.callbacks.dispatch()
+    if stopping:
+        return step if saved else None
+    if not resume_point.in_memory:
+        if step < config.train.steps and not evaluated and setup.components.held_out:
+            loop.evaluate(step)
+        return step
     if CallbackRequest.WEIGHTS in due:
         setup.callbacks.send_weights(setup.components.engine)
     evaluates = is_due(step, config.train.eval_every) or CallbackRequest.EVALUATE in due
@@ -154,7 +165,7 @@ def finish_interrupted_step(loop: TrainingLoop, resume_point: ResumePoint) -> in
 
 
 def _save_and_stop(loop: TrainingLoop, step: int, why: str, saved: int | None) -> ExitCode:
-    """Save and stop because a signal said so."""
+    """Save and stop, because of a signal or a limit of the recipe."""
     setup = loop.setup
     loop.profiler.close()
     if saved != step:

@@ -1,4 +1,4 @@
-"""A run that trains adapters: what they start from, which frozen weights they belong to, how they become one model."""
+"""Adapters of a run: their initial values, the frozen weights that they belong to, and merging."""
 
 import functools
 import json
@@ -13,11 +13,13 @@ from torch import nn
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import BASE_WEIGHTS, RunPaths
 from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.hf_layout import find_adapter_places
 from phalanx.models.hf_weights import Weights
 from phalanx.models.lora import MODULES, adapter_names, fingerprint_weights, merge_adapter
 from phalanx.models.model import Architecture
 from phalanx.models.peft import Adapter
 from phalanx.models.user_model import build_on_meta, hf_name, shapes_of
+from phalanx.storage import hub
 
 if TYPE_CHECKING:  # the loop runs where pydantic is not installed
     from phalanx.config.model import LoraSection
@@ -26,21 +28,22 @@ if TYPE_CHECKING:  # the loop runs where pydantic is not installed
 ReadTensor = Callable[[str], torch.Tensor]  # our parameter's name -> the whole of it
 
 
-def open_adapter(section: "LoraSection", layers: int, code: type[Architecture]) -> Adapter | None:
+def open_adapter(section: "LoraSection", spec: ModelSpec, code: type[Architecture]) -> Adapter | None:
     """The adapter that a run starts from, or None where it starts from a fresh one."""
     if section.adapter is None:
         return None
-    return Adapter(Path(section.adapter).expanduser(), layers, functools.partial(hf_name, model_class=code))
+    names, places = functools.partial(hf_name, model_class=code), find_adapter_places(code, spec)
+    return Adapter(Path(section.adapter).expanduser(), spec.layers, names, places)
 
 
 def resolve_adapter_options(config: "Config", spec: ModelSpec, code: type[Architecture]) -> list[tuple[str, Any, str]]:
     """(key, value, reason) of each `auto` of model.lora that the recipe alone could not resolve: those of an adapter
-    that it names, and the matrices that a class of the user's own has. `spec` is the model's without adapters.
+    that it names, and the matrices of a custom class. `spec` is the model's without adapters.
 
     Raises ConfigError where the adapter is of another shape than the recipe says, or where nothing can get one.
     """
     section = config.model.lora
-    adapter = open_adapter(section, spec.layers, code) if section is not None else None
+    adapter = open_adapter(section, spec, code) if section is not None else None
     if section is None:
         return []
     if adapter is None:
@@ -71,7 +74,7 @@ def _targets_of(spec: ModelSpec, code: type[Architecture]) -> list[str]:
     if not found:
         raise ConfigError(
             f"the blocks of model.code have no linear layer by any of the names {', '.join(MODULES.values())}, so no "
-            "adapter could be added; name a layer so, or leave model.lora out"
+            "adapter could be added; use one of these names, or remove model.lora"
         )
     return found
 
@@ -81,7 +84,7 @@ def check_adapters(config: "Config", spec: ModelSpec, code: type[Architecture]) 
     model = build_on_meta(spec, code)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     assert config.model.lora is not None
-    adapter = open_adapter(config.model.lora, spec.layers, code)
+    adapter = open_adapter(config.model.lora, spec, code)
     if adapter is not None:
         adapter.check_shapes(shapes)
     return sum(math.prod(shape) for shape in shapes.values())
@@ -90,24 +93,26 @@ def check_adapters(config: "Config", spec: ModelSpec, code: type[Architecture]) 
 def adapter_warnings(config: "Config", spec: ModelSpec, code: type[Architecture]) -> list[str]:
     """A sentence where the adapter that a run starts from was trained beside other weights than the run's own."""
     assert config.model.lora is not None
-    adapter = open_adapter(config.model.lora, spec.layers, code)
+    adapter = open_adapter(config.model.lora, spec, code)
     if adapter is None or adapter.base in (None, compute_base_fingerprint(config, spec, code)):
         return []
     return [
-        f"the adapter {adapter.folder} was trained beside other weights than those in model.from_hf "
+        f"the adapter {adapter.folder} was trained with other weights than those in model.from_hf "
         f"{config.model.from_hf} (which may be a copy of them in another type), so what it has learnt may not fit; "
-        "name the folder that it belongs to, or start from a fresh adapter"
+        "name the folder that it belongs to, or start from a new adapter"
     ]
 
 
 def compute_base_fingerprint(config: "Config", spec: ModelSpec, code: type[Architecture]) -> str:
     """The fingerprint of the frozen weights that the adapters of a run belong to."""
-    return fingerprint_weights(_weights(config, code).read, shapes_of(code, spec))
+    return fingerprint_weights(_weights(config, spec, code).read, shapes_of(code, spec))
 
 
-def _weights(config: "Config", code: type[Architecture]) -> Weights:
+def _weights(config: "Config", spec: ModelSpec, code: type[Architecture]) -> Weights:
     assert config.model.from_hf is not None, "adapters need a model of which the weights are known"
-    return Weights(Path(config.model.from_hf).expanduser(), code)
+    weights = Weights(Path(config.model.from_hf).expanduser(), code)
+    weights.check(spec)
+    return weights
 
 
 def make_merged_reader(
@@ -119,7 +124,7 @@ def make_merged_reader(
     """
     assert spec.lora is not None
     check_base_weights(config, spec, code, paths)
-    lora, weights, shapes = spec.lora, _weights(config, code), shapes_of(code, spec)
+    lora, weights, shapes = spec.lora, _weights(config, spec, code), shapes_of(code, spec)
     adapters = {matrix: (a, b) for matrix, a, b in adapter_names(lora, spec.layers)}
 
     def read(name: str) -> torch.Tensor:
@@ -139,8 +144,8 @@ def check_base_weights(config: "Config", spec: ModelSpec, code: type[Architectur
         raise RunError(f"{paths.data} does not say which weights the adapters belong to; restore it")
     if noted != compute_base_fingerprint(config, spec, code):
         raise RunError(
-            f"model.from_hf {config.model.from_hf} does not hold the weights that the adapters of {paths.root} were "
-            "trained beside; restore that folder, or export the adapters alone, without --merge"
+            f"model.from_hf {config.model.from_hf} does not have the weights that the adapters of {paths.root} were "
+            "trained with; restore that folder, or export only the adapters, without --merge"
         )
 
 
@@ -152,8 +157,11 @@ def read_base_fingerprint(paths: RunPaths) -> str | None:
         return None
 
 
-def base_name(config: "Config") -> str:
-    """What an exported adapter says that its base model is: where the folder lies."""
+def base_name(config: "Config") -> tuple[str, str | None]:
+    """What an exported adapter says that its base model is: where the folder lies, or its name and revision on the
+    hub."""
     assert config.model.from_hf is not None
+    if hub.is_hub_name(config.model.from_hf):
+        return hub.split_hub_name(config.model.from_hf)
     folder = Path(config.model.from_hf).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else config.model.from_hf
+    return str(folder.resolve()) if folder.is_dir() else config.model.from_hf, None

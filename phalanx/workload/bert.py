@@ -52,6 +52,7 @@ class BertWorkload:
         # The speed of labelled texts counts texts: they are short, and how much of a row is padding varies.
         self.unit = "tokens" if self._masks else "samples"
         self.positions = config.data.seq_len if self._masks else 1
+        self.takes_whole_share = False
 
     def model(self, layers: int | None = None) -> Model:
         return build_on_meta(self._spec if layers is None else replace(self._spec, layers=layers), self._code)
@@ -108,7 +109,7 @@ class BertWorkload:
         if not parts:
             return []
         names = ", ".join(dict.fromkeys(name.removeprefix("head.").rpartition(".")[0] or name for name in parts))
-        return [f"{folder} has no head for task.kind {self._config.task.kind}; drawn anew: {names}"]
+        return [f"{folder} has no head for task.kind {self._config.task.kind}; newly initialized: {names}"]
 
     def flops(self) -> tuple[int, int] | None:
         return flops_per_token(self._spec, self.positions) if self._masks else None
@@ -141,7 +142,7 @@ def find_missing_parameters(folder: Path, spec: ModelSpec) -> list[str]:
 
 
 def default_labels(config: "Config", found: Sequence[str]) -> tuple[list[str], str]:
-    """What `task.labels: auto` stands for, and why; `found` are the labels of the data. Raises ConfigError where there
+    """Resolve `task.labels: auto`, with the reason; `found` are the labels of the data. Raises ConfigError where there
     are fewer than two."""
     known = None
     if config.model.from_hf:
@@ -149,7 +150,7 @@ def default_labels(config: "Config", found: Sequence[str]) -> tuple[list[str], s
     labels = order_labels(found, known)
     if len(labels) < 2:
         raise ConfigError(
-            f"the data has only the label {labels[0]!r}, so there is nothing to tell apart; name data with others, or "
+            f"the data has only the label {labels[0]!r}, so there is nothing to learn; name data with others, or "
             "set task.labels"
         )
     same = known is not None and labels == known

@@ -1,7 +1,7 @@
 """From a resolved configuration to the parts of a run: model, engine, task and loaders."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,15 @@ from phalanx.engine.timing import UpdateTimer
 from phalanx.layout.balance import Speed, in_lockstep
 from phalanx.layout.hardware import MeasuredLink
 from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.batch_norm import batch_norms
 from phalanx.models.model import Model
 from phalanx.parallel.init_weights import Fill
 from phalanx.parallel.model_part import ModelPart
 from phalanx.parallel.parallelize import parallelize, precision_of
 from phalanx.tasks.task import Task
+from phalanx.workload.context_task import find_context_shares, join_speeds, make_context_task
 from phalanx.workload.engines import StateWeights, make_engine_factory, make_sharding_spec
+from phalanx.workload.expert_balance import ExpertBalance, make_expert_balance
 from phalanx.workload.work_split import WorkSplit
 from phalanx.workload.workload import Workload, make_workload
 
@@ -43,10 +46,12 @@ class RunComponents:
     nominal_weight: int
     starting_weights: Fill
     updates: UpdateTimer
+    expert_balance: ExpertBalance | None = None  # of a model with experts
 
     def close(self) -> None:
         """End what works beside the main thread."""
         self.engine.close()
+        self.train.close()
         if self.model_part.pipeline is not None:
             self.model_part.pipeline.close()
 
@@ -81,18 +86,29 @@ def build_components(
         # Ranks that were not started by one launcher have each measured what fits.
         speeds = [Speed(1.0, most=int(most)) for most in mesh.data.gather(train.micro_batch)]
     assert len(speeds) == mesh.data.world, "a step is divided over copies of the model"
+    context_shares = find_context_shares(config, speeds, mesh)
+    speeds = join_speeds(config, speeds)
     assert spec is None or (spec.lora is None) == (config.model.lora is None), "an `auto` of model.lora is left"
     subject = make_workload(config, spec, paths) if prebuilt is None else prebuilt[0]
     task, model = subject.task(), subject.model() if prebuilt is None else prebuilt[1]
     nominal_weight = task.nominal_weight(train.global_batch)
     start = subject.starting_weights(model)
     updates = UpdateTimer()
+    if batch_norms(model):  # statistics are of all rows: a rank takes its own at once
+        speeds = [replace(speed, most=train.global_batch) for speed in speeds]
     engine, parted = parallelize(
-        model, config, mesh, updates.wrap_engine(make_engine_factory(config, weights, keeper)), nominal_weight
+        model,
+        config,
+        mesh,
+        updates.wrap_engine(make_engine_factory(config, weights, keeper)),
+        nominal_weight,
+        context_shares,
     )
+    if mesh.context is not None:
+        task = make_context_task(task, spec, mesh, context_shares)
     # What is evaluated on is the same for every seed.
     held_out = {
-        name: Loader([(rows, 1.0)], train.global_batch, 0, mesh.data.rank, held_out=True)
+        name: Loader([(rows, 1.0)], train.global_batch, 0, mesh.row_group, held_out=True)
         for name, rows in (subject.eval_data(held_out_tokens) if train.eval_sequences else {}).items()
     }
     return RunComponents(
@@ -101,7 +117,14 @@ def build_components(
         engine=engine,
         model_part=parted,
         task=task,
-        train=Loader(subject.train_data(train_tokens), train.global_batch, train.seed, mesh.data.rank),
+        train=Loader(
+            subject.train_data(train_tokens),
+            train.global_batch,
+            train.seed,
+            mesh.row_group,
+            schedule=train.batches,
+            read_ahead=config.data.read_ahead,
+        ),
         held_out={name: loader for name, loader in held_out.items() if loader.sequences},
         work_split=WorkSplit(
             config.balance.batch,
@@ -110,10 +133,12 @@ def build_components(
             mesh,
             _micro_batch_comm_s(link, model, config, mesh),
             in_lockstep(*config.parallel.resolve_sharding),
+            train.batches,
         ),
         nominal_weight=nominal_weight,
         starting_weights=parted.make_fill(start, by_rows=not config.model.from_hf),
         updates=updates,
+        expert_balance=make_expert_balance(model, spec, mesh, engine, nominal_weight),
     )
 
 

@@ -1,4 +1,4 @@
-"""How long this rank has worked on a step, without what it waited for others.
+"""Timing of a rank's work in a step, without its waits for others.
 
 On a CPU that is wall time less what the host was held up in collectives. On an accelerator the host runs ahead, and the
 device itself waits for collectives between the units of a model: there the passes of each unit are timed by events,
@@ -41,7 +41,7 @@ class Clock(Protocol):
 
 def clock_of(mesh: Mesh, units: Sequence[nn.Module]) -> Clock:
     """The clock of this rank's device; `units` are already sharded, so that waiting for their parameters is outside."""
-    if mesh.device.type == "cpu" or mesh.world == 1:  # of one rank alone nobody asks
+    if mesh.device.type == "cpu" or mesh.world == 1:  # a single rank needs no clock comparison
         return HostClock([mesh.traffic, mesh.bookkeeping])
     return UnitClock(units, EventTimes(mesh.device))
 
@@ -143,14 +143,14 @@ if TYPE_CHECKING:
 
 MAX_EVENTS = 256  # phases, of the last of which an event is kept
 POLL_S = 1.0
-IDLE_S = 5.0  # before anything is asked: a step that goes on is not disturbed
+IDLE_S = 5.0  # before the first query: a running step is not disturbed
 
 Place = tuple[str, int, int]  # phase, step, micro-batch
 
 
 class DeviceProgress:
-    """Marks of one device, recorded by the main thread. `limit_s`: where nobody watches the rank from outside, it ends
-    when its device has done nothing for so long; None: somebody does."""
+    """Progress events of one device, recorded by the main thread. `limit_s`: without an agent that watches the rank, it
+    ends when its device has made no progress for so long; None: an agent does."""
 
     def __init__(
         self, progress_page: ProgressPage, device: torch.device, limit_s: float | None, idle_s: float = IDLE_S
@@ -214,7 +214,7 @@ class DeviceProgress:
 def make_device_progress(
     device: torch.device, progress_page: ProgressPage, placement: Placement, config: "Config"
 ) -> DeviceProgress | None:
-    """The marks of a rank's device; None where it runs as the host does, or nobody watches."""
+    """The progress events of a rank's device; None on a CPU, or where no agent watches."""
     if device.type == "cpu" or config.resilience.hang_timeout_s == "off":
         return None
     # An agent looks at what is told, and by its own patience.

@@ -1,6 +1,6 @@
-"""A task of a user's own (`task.code`) as a subject: its network, its samples read as they are asked for, its loss.
+"""Custom tasks (`task.code`): the user's network, samples that are read on demand, and loss.
 
-What the user's file returns is looked at where it comes in, so that a mistake is a sentence that names file and line.
+Results of the user's file are checked where they enter, so that an error names file and line.
 """
 
 import functools
@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.core.errors import ConfigError, DataError, PhalanxError
 from phalanx.core.run_paths import HELD_OUT, RunPaths
+from phalanx.core.user_code import describe_error, load_class
 from phalanx.data.loader import SampleSet
 from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.batch_norm import batch_norms, convert_batch_norms
 from phalanx.models.model import Model
-from phalanx.models.user_model import describe_error, load_class
 from phalanx.parallel.init_weights import Fill, make_random_fill
 from phalanx.tasks.task import Batch, CustomTask, DataSet, Task
 
@@ -43,6 +44,7 @@ class CustomWorkload:
     spec: ModelSpec | None = None
     unit = "samples"
     positions = 1
+    takes_whole_share = False  # known once there is a model
 
     def __init__(self, config: "Config", paths: RunPaths | None = None) -> None:
         """Raises ConfigError where the file is none of a task, or its class cannot be made."""
@@ -62,9 +64,7 @@ class CustomWorkload:
         except PhalanxError:  # the user's file may say for itself what is wrong
             raise
         except (Exception, SystemExit) as caught:
-            raise error(
-                f"task.code {self.file}: {name} fails: {describe_error(caught, self.file)}; mend it"
-            ) from caught
+            raise error(f"task.code {self.file}: {name} fails: {describe_error(caught, self.file)}; fix it") from caught
 
     def model(self, layers: int | None = None) -> Model:
         assert layers is None, "only a model with a spec has layers to choose"
@@ -79,6 +79,8 @@ class CustomWorkload:
                 f"task.code {self.file}: model() returns no phalanx.models.model.Model but {_kind(model)}; derive the "
                 "network's class from that"
             )
+        convert_batch_norms(model)
+        self.takes_whole_share = bool(batch_norms(model))
         return model
 
     def warnings(self) -> list[str]:
@@ -100,8 +102,8 @@ class CustomWorkload:
         for name in named:
             if not isinstance(name, str) or name in ("", "train", "train()"):
                 raise ConfigError(
-                    f"task.code {self.file}: held_out() gives a set the name {name!r}, but a name is a word, and train "
-                    "stands for what is trained on; rename it"
+                    f"task.code {self.file}: held_out() gives a set the name {name!r}, but a name is a word, and "
+                    "train is the training set; rename it"
                 )
         return {"train()": train, **named}
 
@@ -173,7 +175,7 @@ class CheckedTask(Task):
         )
         batch = self._check_batch(made, len(some))
         places = torch.tensor([each.position for each in some], dtype=torch.int64)
-        return replace(batch, samples=places, weight=batch.weight if samples else 0)
+        return replace(batch, samples=places, weight=batch.weight if samples else 0, padding=not samples)
 
     def _check_batch(self, batch: Any, count: int) -> Batch:
         file = self._workload.file
@@ -185,20 +187,22 @@ class CheckedTask(Task):
         if type(batch.weight) is not int or batch.weight < 0:
             raise ConfigError(
                 f"task.code {file}: collate gives {count} sample{'s' if count > 1 else ''} the weight "
-                f"{batch.weight!r}, but a weight is a whole number, 0 or more: how many losses their sum is of; mend it"
+                f"{batch.weight!r}, but a weight is a whole number, 0 or more: how many losses their sum is of; fix it"
             )
         if not isinstance(batch.inputs, dict) or not all(isinstance(each, Tensor) for each in batch.inputs.values()):
-            raise ConfigError(f"task.code {file}: the inputs of a Batch are a dictionary of tensors; mend collate")
+            raise ConfigError(f"task.code {file}: the inputs of a Batch are a dictionary of tensors; fix collate")
         return batch
 
     def loss_sum(self, model: nn.Module, batch: Batch, draws: "CounterRNG | None") -> Tensor:
+        for layer in batch_norms(model).values():
+            layer.begin_pass(learns=draws is not None, counts=not batch.padding)
         loss = self._user_task.loss_sum(model, batch, draws)
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) and loss.dim() else "whole numbers"
             shape = f"a tensor of {what}" if isinstance(loss, Tensor) else _kind(loss)
             raise ConfigError(
                 f"task.code {self._workload.file}: loss_sum returns {shape}, not the sum of the losses as a "
-                "floating-point tensor without dims; mend it"
+                "floating-point tensor without dims; fix it"
             )
         return loss if batch.weight else loss * 0.0
 
@@ -209,18 +213,20 @@ class CheckedTask(Task):
         if type(weight) is not int or weight < 1:
             raise ConfigError(
                 f"task.code {self._workload.file}: nominal_weight returns {weight!r}, but it is a whole number above "
-                "0: what a full global batch weighs; mend it"
+                "0: what a full global batch weighs; fix it"
             )
         return weight
 
     def counts(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        for layer in batch_norms(model).values():
+            layer.begin_pass(learns=False)
         counts = self._user_task.counts(model, batch)
         return counts if batch.weight else {name: count * 0 for name, count in counts.items()}
 
     def scores(self, counts: dict[str, float]) -> dict[str, float]:
         scores = self._workload.call_user_code("scores(counts)", lambda: self._user_task.scores(counts))
         if not isinstance(scores, dict) or any(not isinstance(score, int | float) for score in scores.values()):
-            raise ConfigError(f"task.code {self._workload.file}: scores returns no dictionary of numbers; mend it")
+            raise ConfigError(f"task.code {self._workload.file}: scores returns no dictionary of numbers; fix it")
         return scores
 
 

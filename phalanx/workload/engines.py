@@ -1,4 +1,4 @@
-"""Which engine a configuration asks for, and what it is told to shard."""
+"""Create the engine of a configuration, with its sharding."""
 
 import functools
 
@@ -18,8 +18,8 @@ StateWeights = tuple[float, ...] | None
 def make_engine_factory(
     config: Config, weights: StateWeights = None, in_memory_store: InMemoryStore | None = None
 ) -> MakeEngine:
-    """What makes the engine of a resolved configuration; `weights` as for `make_sharding_spec`, `in_memory_store` what
-    its state is committed to."""
+    """Make a function that creates the engine of a resolved configuration; `weights` as for `make_sharding_spec`,
+    `in_memory_store` what its state is committed to."""
     assert config.parallel.engine != "auto"
     if config.parallel.engine == "sharded":
         return functools.partial(ShardedEngine, sharding=make_sharding_spec(config, weights), keeper=in_memory_store)
@@ -37,12 +37,12 @@ def agree_on_sharding(config: Config, mesh: Mesh) -> Config:
     reduce = "per_micro_batch" if often else "per_step"
     if (int(zero), reduce) == (mine.zero, mine.reduce):
         return config
-    early = {"optim.double_buffer": False} if zero == 3 else {}  # with it there is nothing to update early
+    early = {"optim.double_buffer": False} if zero == 3 else {}  # with zero 3 nothing is updated early
     return update_config(config, {"parallel.zero": int(zero), "parallel.grad_reduce": reduce} | early)
 
 
 def make_sharding_spec(config: Config, weights: StateWeights = None) -> ShardingSpec:
-    """What the sharded engine is told; where nobody has looked at memories, as little is sharded as possible.
+    """The sharding of the sharded engine; before memory was measured, as little is sharded as possible.
 
     `weights`: how much of the state each rank holds, where balance.optimizer_state says no numbers.
     """
@@ -50,6 +50,8 @@ def make_sharding_spec(config: Config, weights: StateWeights = None) -> Sharding
     state = config.balance.optimizer_state
     weights = tuple(map(float, state)) if isinstance(state, list) else weights
     degree = None if config.parallel.shard_degree == "auto" else config.parallel.shard_degree
-    # Parameters that are released are gathered anew anyway: there is nothing to do early.
+    # Resharded parameters are gathered again anyway, so there are no early updates.
     slots = 2 if config.optim.double_buffer and zero != 3 else 1
-    return ShardingSpec(zero, reduce, weights, slots, degree=degree, compress=config.comm.compress)
+    return ShardingSpec(
+        zero, reduce, weights, slots, degree=degree, compress=config.comm.compress, fp8=config.train.fp8 == "block"
+    )

@@ -1,4 +1,4 @@
-"""Making faults happen that a user has asked for (`faults.py` says which), each at its own point of a step."""
+"""Fault injection (`--inject`, see `faults.py`): each fault at its point of a step."""
 
 import errno
 import os
@@ -49,8 +49,8 @@ class FaultInjector:
             name, target = self._target(fault, engine)
             if target is None:
                 raise ConfigError(
-                    f"--inject {fault.text}: rank {self._rank} holds nothing of a parameter {name}; leave parameter "
-                    f"out, or name one such as {next(iter(engine.trainable))}"
+                    f"--inject {fault.text}: rank {self._rank} has no part of a parameter {name}; remove parameter, "
+                    f"or name one such as {next(iter(engine.trainable))}"
                 )
             element, bits = fault.element or 0, 8 * target.element_size()
             if element >= target.numel() or fault.bit >= bits:
@@ -109,7 +109,7 @@ class FaultInjector:
             if fault.kind == "corrupt-checkpoint" and step >= fault.step and self._is_pending(fault):
                 assert isinstance(self._checkpoints, Path), "faults.check refuses that at a URL"
                 file = step_folder(self._checkpoints, step) / f"rank-{fault.rank:05d}.safetensors"
-                if file.exists():  # else there are fewer ranks by now, and it does not happen, which is said
+                if file.exists():  # else there are fewer ranks by now, and the fault is reported as not happened
                     self._start_fault(fault, step)
                     corrupt_byte(file)
 
@@ -148,7 +148,7 @@ class FaultInjector:
 
 
 def _execute_fault(fault: Fault) -> None:
-    """Fail as a fault says. Does not return, but for a process that is stopped and goes on."""
+    """Fail as a fault says. Returns only in a process that is stopped and continued."""
     said = f"--inject {fault.text} has asked for this"
     match fault.kind:
         case "kill":

@@ -1,4 +1,4 @@
-"""Where step records and events go: the run folder's files, TensorBoard, and whatever else the caller hands in."""
+"""Sinks of step records and events: the run folder's files, TensorBoard, and those of the caller."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from phalanx.core.records import EventKind, StepRecord, read_events
 from phalanx.core.run_paths import RunPaths
 
 SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "memory_bytes", "mfu", "loss_scale")
-MAX_RANKS = 64  # that have curves of their own: more nobody could tell apart
+MAX_RANKS = 64  # with separate curves; more are not readable
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file
 
 log = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ class Sink(Protocol):
 
 
 class RecordWriter:
-    """Rank 0's way out: writes `metrics.jsonl` and `events.jsonl` and passes each record on to the sinks.
+    """The record writer of rank 0: writes `metrics.jsonl` and `events.jsonl` and passes each record on to the sinks.
 
-    On other ranks it does nothing, so that the trainer need not ask who it is. A full disk stops no training: lines
-    wait in memory until there is room again, in their order.
+    On other ranks it does nothing. A full disk does not stop training: lines wait in memory, in order, until there is
+    room again.
     """
 
     def __init__(self, paths: RunPaths, attempt: int, sinks: Sequence[Sink], active: bool) -> None:
@@ -81,7 +81,7 @@ class RecordWriter:
 
     def close(self) -> None:
         with self._lock:
-            for path, record in self._unwritten:  # whoever reads the log still finds what no file could take
+            for path, record in self._unwritten:  # the log then has the lines that no file could take
                 log.error("no room in %s for %s", path, record)
             for sink in self._sinks:
                 sink.close()

@@ -1,5 +1,5 @@
-"""One optimizer step's forward and backward passes, evaluation, and the next token's logits, of a whole model and of a
-pipeline's stages: the only places that call the model."""
+"""One optimizer step's forward and backward passes, evaluation, and the next token's logits, of a whole model and of
+pipeline stages: the only code that calls the model."""
 
 import functools
 import math

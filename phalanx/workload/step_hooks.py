@@ -1,4 +1,4 @@
-"""The moments of a step that others have to know of: an agent by this rank's pulse, and faults that are planned."""
+"""Hooks of a step: for the progress page that the agent reads, and for injected faults."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class StepHooks:
-    """What the training loop tells of itself. Without arguments nobody listens."""
+    """The hooks of the training loop; without arguments they do nothing."""
 
     def __init__(
         self,

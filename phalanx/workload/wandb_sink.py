@@ -1,6 +1,6 @@
 """Weights & Biases as a sink, by its own package and in the mode that its own environment says (WANDB_MODE).
 
-It shows a run and is no part of it: a server that is away, now or later, costs its curves and nothing else.
+A failing server, now or later, costs only its curves.
 """
 
 import json
@@ -19,7 +19,7 @@ from phalanx.workload.sinks import evaluation_scalars, step_scalars
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
 
-START_S = 30.0  # what its server gets to answer before the run goes on without it
+START_S = 30.0  # time for its server to answer before the run continues without it
 FINISH_S = 60.0  # what the upload of the last lines gets; `wandb sync` sends what is left
 OFFLINE = ("offline", "disabled", "dryrun")
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def check_wandb(project: str) -> None:
-    """Raises ConfigError when logging to `project` cannot work: no package, or nobody is logged in.
+    """Check that logging to `project` can work. Raises ConfigError without the package or a login.
 
     It starts wandb's own service: call it in a child process.
     """
@@ -50,8 +50,8 @@ def check_wandb(project: str) -> None:
 
 
 class WandbSink:
-    """Logs the scalars that TensorBoard gets too. Attempts and later starts of a run go on with the same id, which the
-    run folder keeps. Whatever wandb raises becomes one warning, and ends the logging, not the run."""
+    """Logs the scalars that TensorBoard gets too. Attempts and later starts of a run keep the same id, in the run
+    folder. Any exception of wandb becomes one warning, and ends the logging, not the run."""
 
     def __init__(self, paths: RunPaths, config: "Config", attempt: int) -> None:
         self._paths, self._attempt = paths, attempt
@@ -98,7 +98,7 @@ class WandbSink:
             action()
         except Exception as error:  # wandb raises what its service, its server and its disk happened to raise
             self._run = None
-            message = f"Weights & Biases {what}, so the run goes on without it: {_first_line(error)}"
+            message = f"Weights & Biases {what}, so the run continues without it: {_first_line(error)}"
             log.warning("%s", message, exc_info=True)
             with suppress(OSError):  # no room for it: the log has it
                 write_event(self._paths.events, EventKind.WARNING, self._attempt, message=message)

@@ -1,9 +1,9 @@
-"""Who does how much of a step: what `balance.batch` asks for, and what the ranks' measured times make of it.
+"""The work split of each step (`balance.batch`), and its rebalancing by the ranks' measured times.
 
 After the backward passes of a step the ranks exchange how long each has worked. Rank 0 decides whether the next step is
-divided otherwise, and all hear of it before this step ends. Every decision is an event; a run that is started again
-from a checkpoint repeats those that were taken behind it, as far as steps are recorded, so that it walks them bit by
-bit as before; unless its devices are others now, for which they were not taken.
+split differently, and all receive the decision before this step ends. Every decision is an event; a run resumed from a
+checkpoint repeats the recorded decisions of later steps, so that replayed steps are bitwise the same, unless its
+devices have changed.
 """
 
 import math
@@ -22,6 +22,7 @@ from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import balance, rebalance
 from phalanx.layout.balance import Division, Speed
+from phalanx.layout.batch_ramp import BatchSchedule, make_batch_schedule
 
 MAX_RANKS_EVERY_STEP = 64  # with more of them a step's record names shares and seconds now and then only
 REPORT_EVERY = 64
@@ -31,8 +32,8 @@ ReportEvent = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class RecordedDivisions:
-    """What the run folder tells of divisions: (first step, division), and the last step that was walked. Where the run
-    went on with other devices (`devices_changed`), those of before are left out."""
+    """The recorded divisions of a run folder: (first step, division), and the last recorded step. Those before a change
+    of devices (`devices_changed`) are dropped."""
 
     divisions: list[tuple[int, Division]]
     last_step: int
@@ -54,19 +55,19 @@ class WorkSplit:
         mesh: Mesh,
         part_s: float = 0.0,
         lockstep: bool = True,
+        schedule: BatchSchedule | None = None,
     ) -> None:
-        """`work` as in the recipe; `total` sequences of a step; `speeds` in order of rank, with each rank's limit.
+        """`work` as in the recipe; `total` sequences of a step, fewer by a `schedule`; `speeds` in order of rank,
+        with each rank's limit.
 
         `part_s` is what a micro-batch costs all ranks for its collectives; `lockstep`: there are some, so that all run
-        as many. Where several ranks hold one copy of the model, `speeds` are those of the copies, and whatever is said
-        of ranks here goes for copies: one is as slow as the slowest of its ranks.
+        as many. Where several ranks hold one copy of the model or take rows together, `speeds` are those of the copies
+        or groups, each as slow as its slowest rank.
         """
         self.balance_s = 0.0
         self.micro_batch_limits = [speed.most for speed in speeds]
         self._mesh, self._work, self._lockstep = mesh, work, lockstep
-        self._copy_of_rank = [
-            mesh.axes.coordinates(rank, mesh.world).data for rank in range(mesh.world)
-        ]  # of the model, by rank
+        self._schedule = make_batch_schedule(total) if schedule is None else schedule
         self._report_event: ReportEvent = lambda kind, details: None
         if isinstance(work, list):
             # What fits is not measured where several ranks hold a copy: a small share is not to be a large micro-batch.
@@ -84,7 +85,7 @@ class WorkSplit:
         else:
             self.division = balance.divide(total, speeds, part_s, lockstep)
             alike = len({(speed.sequence_s, speed.fixed_s) for speed in speeds}) == 1
-            self._why = "the devices count as alike" if alike else "as the devices were measured"
+            self._why = "devices treated as identical" if alike else "as the devices were measured"
         self._history = rebalance.begin_history(speeds, self.division, part_s, lockstep)
         self._recorded = RecordedDivisions([], 0)
         self._past_divisions: dict[int, Division] = {}  # of the last steps
@@ -102,12 +103,22 @@ class WorkSplit:
         """Sequences of the largest micro-batch that this rank runs now."""
         return self.division.largest_micro_batch(rank)
 
+    def divide_step(self, step: int) -> Division:
+        """The division of `step`, which is the next one; a batch that is still growing has the proportions of a whole
+        one."""
+        size = self._schedule.batch_size(step)
+        return self.division if size == sum(self.division.shares) else self.split_evaluation(size)
+
+    def share_of_batch(self, step: int) -> float:
+        """The part of a whole global batch that a step has."""
+        return self._schedule.batch_size(step) / sum(self.division.shares)
+
     def split_evaluation(self, count: int) -> Division:
         """A batch of `count` sequences in the proportions of the step's."""
         return balance.scale_division(count, self.division, self.micro_batch_limits, self._lockstep)
 
     def _is_feasible(self, division: Division) -> bool:
-        """Whether these ranks can walk a division of before."""
+        """Whether these ranks can use a recorded division."""
         return division.fits(self.micro_batch_limits) and not (self._lockstep and division.own)
 
     # ------------------------------------------------------------------------------------------------ beginning, saving
@@ -119,7 +130,7 @@ class WorkSplit:
     def begin(
         self, step: int, header: Mapping[str, Any] | None, paths: RunPaths, group: JsonGroup, say: ReportEvent
     ) -> None:
-        """Go on after `step`, from the header of its checkpoint if there is one. Collective; `say` writes events."""
+        """Resume after `step`, from the header of its checkpoint if there is one. Collective; `say` writes events."""
         if len(self.micro_batch_limits) == 1:
             return
         self._report_event = say
@@ -142,7 +153,7 @@ class WorkSplit:
         self._history = rebalance.begin_history(
             self._history.speeds, self.division, self._history.part_s, self._history.lockstep
         )
-        # The record always says what is walked: what it says of steps to come is otherwise taken back.
+        # The record always has the division in use, since records of later steps may be dropped.
         if before != self.division or (later and not repeat):
             self._report_event(EventKind.WORK_SPLIT, {"step": step + 1, **self.to_header(), "why": self._why})
 
@@ -151,7 +162,7 @@ class WorkSplit:
     def exchange(self, step: int, late: int, busy_s: float, mine: Sequence[float] = ()) -> None:
         """In step `step`, behind its backward passes: tell the others how long this rank has worked on the step `late`
         before, and what else `rows` shall give to all. Rank 0 decides. Collective."""
-        self._past_divisions[step] = self._decided = self.division
+        self._decided, self._past_divisions[step] = self.division, self.divide_step(step)
         for kept in (self._past_divisions, self._reported_times, self._busy_by_copy):
             for old in [number for number in kept if number < step - 3]:
                 del kept[old]
@@ -216,7 +227,8 @@ class WorkSplit:
         for of in told:
             by_copy = [0.0] * len(self.micro_batch_limits)
             for rank, busy_s in self._reported_times.pop(of).items():
-                by_copy[self._copy_of_rank[rank]] = max(by_copy[self._copy_of_rank[rank]], busy_s)
+                copy = self._mesh.axes.row_group(rank, self._mesh.world)
+                by_copy[copy] = max(by_copy[copy], busy_s)
             self._busy_by_copy[of] = by_copy
         return told
 
@@ -239,8 +251,8 @@ class WorkSplit:
         return self._history.division
 
     def compute_copy_seconds(self) -> list[float]:
-        """On rank 0, by copy of the model: seconds of an even share of a step, by what was measured last; nothing while
-        nothing was, or where nobody divides anew."""
+        """On rank 0, by copy of the model: seconds of an even share of a step, by the last measurements; empty before
+        any, or where the split is fixed."""
         if self._work != "auto" or not self._history.rank_speeds or not self._busy_by_copy:
             return []
         even = max(1, sum(self.division.shares) // len(self.micro_batch_limits))
@@ -280,5 +292,5 @@ def read_divisions(paths: RunPaths) -> RecordedDivisions:
             kept.pop()
         kept.append((step, division))
     newest = read_last_line(paths.metrics) or {}
-    last = newest.get("step") if newest.get("attempt", since) >= since else 0  # what was walked before is not repeated
+    last = newest.get("step") if newest.get("attempt", since) >= since else 0  # steps before that are not replayed
     return RecordedDivisions(kept, max([last if isinstance(last, int) else 0, *(first for first, _ in kept)]), moved)

@@ -1,7 +1,7 @@
-"""What a run trains and on what, behind one interface: a model, a task and samples, whatever their kind.
+"""The workload of a run, as one interface for all kinds of tasks: a model, a task and samples.
 
-A subject is made anew wherever it is needed, from the configuration and files alone, and holds no memory worth naming:
-a launcher that looks for mistakes, a rank that trains and a probe that measures all ask the same thing.
+A workload is created wherever it is needed, from the configuration and files only, and holds little memory: the
+launcher's checks, training ranks and probes use the same interface.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 class Workload(Protocol):
     """What differs between kinds of tasks."""
 
-    spec: ModelSpec | None  # None where a network of a user's own has no such shape
+    spec: ModelSpec | None  # None for a custom network
     unit: str  # what a step's speed counts: "tokens" or "samples"
     positions: int  # how many of them one sample has
+    takes_whole_share: bool  # whether a rank's samples of a step must be one micro-batch
 
     def model(self, layers: int | None = None) -> Model:
         """The model on meta, with its adapters; with `layers` blocks to measure by, where there is a spec."""
@@ -61,7 +62,7 @@ class Workload(Protocol):
         ...
 
     def warnings(self) -> list[str]:
-        """Sentences on what of the start is not as one might expect."""
+        """Warnings about the start."""
         ...
 
     def make_probe_samples(self, count: int) -> list[Any]:
@@ -70,7 +71,7 @@ class Workload(Protocol):
 
 
 def make_workload(config: "Config", spec: ModelSpec | None, paths: RunPaths | None = None) -> Workload:
-    """The subject of a resolved configuration; `paths` is where the run folder keeps code of a user's own."""
+    """The workload of a resolved configuration; `paths` of the run folder, which keeps custom code."""
     if config.task.kind == "custom":
         return CustomWorkload(config, paths)
     assert spec is not None
@@ -78,7 +79,7 @@ def make_workload(config: "Config", spec: ModelSpec | None, paths: RunPaths | No
 
 
 def find_model_shape(config: "Config", paths: RunPaths | None = None) -> ModelSpec | None:
-    """The shapes of a resolved configuration; None where a task of a user's own brings its network."""
+    """The shapes of a resolved configuration; None for a custom task, which has its own network."""
     return None if config.task.kind == "custom" else read_model_shape(config, paths)
 
 
@@ -129,13 +130,17 @@ def resolve_model_class(
 def make_form(config: "Config") -> PackingOptions:
     """How documents become sequences."""
     data = config.data
-    return PackingOptions(data.seq_len, data.format != "text", data.isolate_documents, data.too_long == "drop")
+    drop_long = data.too_long == "drop"
+    return PackingOptions(
+        data.seq_len, data.format != "text", data.isolate_documents, drop_long, data.mask_document_end
+    )
 
 
 class TextWorkload:
     """Next tokens of token sets, by the built-in model or one that derives from it."""
 
     unit = "tokens"
+    takes_whole_share = False
 
     def __init__(self, config: "Config", spec: ModelSpec, paths: RunPaths | None = None) -> None:
         self.spec: ModelSpec | None = spec
@@ -168,7 +173,7 @@ class TextWorkload:
         weights = make_hf_fill(Weights(Path(from_hf).expanduser(), self._code), self._spec)
         if lora is None:
             return weights
-        return make_adapter_fill(weights, seed, adapters.open_adapter(lora, self._spec.layers, self._code))
+        return make_adapter_fill(weights, seed, adapters.open_adapter(lora, self._spec, self._code))
 
     def flops(self) -> tuple[int, int] | None:
         if self._shapes is None:  # to make a model takes as long as a few of its layers' passes

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -15,7 +16,7 @@ from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from tests.accelerator.device import run_on_device
 from tests.dist.incidents import train_with_signal
-from tests.helpers import run_ranks
+from tests.helpers import cover, run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome
 
@@ -23,7 +24,8 @@ from tests.numerics.runs import Outcome
 # reads runs too late, in the other too early.
 EVERYTHING = "PHALANX_TEST_ACCELERATOR" in os.environ
 ORDERS = ("lazy", "main_last", "side_last", "random", "threads") if EVERYTHING else ("lazy", "main_last")
-STEPS = 20
+STEPS = 20 if EVERYTHING else 12
+paired = itertools.product if EVERYTHING else cover  # in `make test` each value of the factors once
 DONE = "reference"  # a file in the folder of a run that others may take for theirs
 RECIPE = {
     "train.steps": STEPS, "optim.decay_steps": STEPS, "train.dtype": "fp32", "train.micro_batch": 4,

@@ -66,19 +66,24 @@ TESTS = {
     "comm/": [LATE, UNITS, LAYOUT, MANY, KINDS],
     "checkpoint/memory/store.py": [FREE, f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
     "checkpoint/disk/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
-    "api/batch_splitter.py": ["tests/dist/test_own_loop.py"],
+    "api/batch_splitter.py": [f"{HERE}scripts.py::test_batches_are_split_in_a_loop_of_ones_own"],
     "doctor/": [f"{HERE}doctor.py"],
     "models/layers.py": [ENGINE],
+    "models/rotary.py": [ENGINE],
     "engine/schedule.py": [f"{UNIT}timing.py", LATE, f"{UNIT}comm_thread.py", *SHARDED, ENGINE, MANY, KINDS],
     "engine/bucket.py": [f"{UNIT}pool.py", UNITS, *SHARDED],
     "engine/fsdp2.py": [LATE, f"{ENGINE}[fsdp2-lazy]", f"{ENGINE}[fsdp2-main_last]", KINDS, MANY],
     "engine/sharded_update.py": [LATE, UNITS, *SHARDED, EARLY, ONE, KINDS, MANY],
+    "engine/fp8_gather.py": [f"{LAYOUT}[zero 3 in FP8-2]"],
     "engine/zero": [UNITS, LATE, *SHARDED, EARLY, f"{LAYOUT}[zero 3-2]", ONE, KINDS, MANY],
     "optim/gradients.py": [LATE],
     "parallel/tensor_collectives.py": [LATE, f"{LAYOUT}[tensor x data-0]"],
+    "parallel/context.py": [f"{HERE}context.py"],
+    "parallel/model_buffers.py": [f"{HERE}global_batch.py"],
     "parallel/offload.py": [FREE, f"{ONE}::test_inputs_that_wait_on_the_host"],
     "parallel/hf_transform.py": [LATE],
     "tasks/task.py": [FREE, ENGINE],
+    "workload/expert_balance.py": [f"{HERE}global_batch.py"],
     "workload/clock.py": [f"{HERE}hang_detection.py"],
     "trainer/": [CLOCKS],
     "workload/": [CLOCKS],
@@ -99,7 +104,7 @@ EQUIVALENT: dict[str, str] = {
     "holds the host carries the same",
     "doctor/device_checks.py _round_trips: back.copy_(there, non_blocking=True)": "the copy that is proved: one that "
     "holds the host carries the same",
-    "models/layers.py rope_table: frequencies.to(positions.device, non_blocking=True)": "memory that is "
+    "models/rotary.py rope_table: frequencies.to(positions.device, non_blocking=True)": "memory that is "
     "not page-locked is read before the call returns, either way; CUDA holds the host besides, and this device does "
     "not",
 }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.autotune import activations, link_speed, measure, probe_model
+from phalanx.autotune import activations, link_speed, probe_model
 from phalanx.comm.mesh import join
 from phalanx.config import load, resolve
 from phalanx.config.model_spec import build_model_spec
@@ -51,7 +51,7 @@ def when_read(module: Any, work: Callable[[], object], look: Callable[[], Any] =
 def within(placement: Placement) -> list[int]:
     device = torch.device(placement.device)
     source, target = torch.zeros(1000, device=device), torch.empty(1000, device=device)
-    return when_read(measure, lambda: measure.measure_copy_rate(source, target, device))
+    return when_read(link_speed, lambda: link_speed.measure_copy_rate(source, target, device))
 
 
 def multiplied(placement: Placement) -> list[int]:

@@ -36,7 +36,7 @@ def test_two_devices_do_all_that_is_asked(tmp_path: Path) -> None:
     assert "simccl" in lines["collectives"]["sentence"]
     assert lines["resume"]["value"] < 1e-5
     assert "from the checkpoint at step 4, then from memory" in lines["resume"]["sentence"]
-    assert "named and ended" in lines["time-limit"]["sentence"]
+    assert "identified and stopped" in lines["time-limit"]["sentence"]
 
 
 def test_the_device_alone(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_device_alone(tmp_path: Path) -> None:
     assert [lines[name]["state"] for name in ("copies", "attention", "compile", "collectives")] == [
         "ok", "ok", "slow", "skipped",
     ]  # fmt: skip
-    assert "makes no code for sim:0" in lines["compile"]["sentence"]
+    assert "does not work for sim:0" in lines["compile"]["sentence"]
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def wrong_copies(placement: Placement) -> list[Any]:
 def test_copies_that_come_late_are_found() -> None:
     ((line,),) = run_on_device(wrong_copies, order="lazy")
     assert line["state"] == "wrong"
-    assert "page-locked memory and back" in line["sentence"]
+    assert "pinned memory and back" in line["sentence"]

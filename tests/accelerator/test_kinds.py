@@ -1,6 +1,5 @@
 """Ranks start on any kind of accelerator: with collectives of its own or without, sharing a device, beside a CPU."""
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention
 from phalanx.system import accelerator
 from phalanx.trainer.setup import find_kernel_differences
-from tests.accelerator.curves import References, assert_near, on_device
+from tests.accelerator.curves import References, assert_near, on_device, paired
 from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
 
@@ -41,8 +40,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PLACES: dict[str, dict[str, Any]] = {
     "no collectives": {"collectives": False},
-    "one device": {"on": ["sim:0", "sim:0"], "devices": 1},
     "a device and the CPU": {"on": ["sim:0", "cpu"]},
+    "one device": {"on": ["sim:0", "sim:0"], "devices": 1},
     "the second device alone": {"on": ["cpu", "sim:1"]},
 }
 
@@ -97,8 +96,8 @@ def test_ranks_that_find_other_kernels_on_the_same_device_are_named() -> None:
     assert run_on_device(kernels, 3, having=[0, 1, 2], **every) == run_on_device(kernels, 3, having=[], **every)
     for said in run_on_device(kernels, 3, having=[1], **every):
         (sentence,) = said
-        assert sentence.startswith("ranks 0, 2 found no kernel for attention")
-        assert "as rank 1 did on the same" in sentence
+        assert sentence.startswith("ranks 0, 2 found no attention kernel")
+        assert "but rank 1 did on the same" in sentence
     assert run_on_device(kernels, 2, having=[0], on=["sim:0", "cpu"], **every) == [[], []]  # unlike devices may differ
 
 
@@ -133,7 +132,8 @@ def test_tensors_are_sent_from_where_their_group_takes_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "layout"), [each for each in itertools.product(PLACES, LAYOUTS) if _is_allowed(*each)]
+    ("places", "layout"),
+    [each for each in paired(PLACES, LAYOUTS) if _is_allowed(*each)],
 )
 def test_ranks_whose_groups_are_those_of_the_host(
     places: str, layout: str, references: References, tokens: Path, tmp_path: Path
@@ -141,7 +141,9 @@ def test_ranks_whose_groups_are_those_of_the_host(
     found = on_device(2, tmp_path, tokens, {"order": "lazy"} | PLACES[places], **LAYOUTS[layout])
     assert_near(found, references.of(1, *ALONE.items()), 2e-7)
     said = [
-        each["message"] for each in runs.events(tmp_path, EventKind.WARNING) if "on one accelerator" in each["message"]
+        each["message"]
+        for each in runs.events(tmp_path, EventKind.WARNING)
+        if "share one accelerator" in each["message"]
     ]
     assert [message[:11] for message in said] == (["ranks 0, 1 "] if places == "one device" else [])
 

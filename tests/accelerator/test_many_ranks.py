@@ -10,7 +10,7 @@ from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import join
 from phalanx.comm.p2p import P2PChannel
 from phalanx.core.placement import Placement
-from tests.accelerator.curves import EVERYTHING, References, assert_near, on_device
+from tests.accelerator.curves import EVERYTHING, References, assert_near, on_device, paired
 from tests.accelerator.device import needs_device, run_on_device
 
 pytestmark = needs_device
@@ -23,12 +23,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         SHARDED | {"parallel__pipeline": 2, "model__tie_embeddings": True, "train__micro_batch": 2},
     ),
+    "zero 3 in FP8": (2, SHARDED | {"parallel__zero": 3, "train__fp8": "block", "train__steps": 2}),  # many kernels
 }
 SEEDS = (1, 2, 3)
 
 
-@pytest.mark.parametrize("delay_ms", [0, 2, 20])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "delay_ms"), paired(LAYOUTS, [2, 0, 20]))
 def test_layouts_compute_what_one_cpu_rank_does(
     layout: str, delay_ms: int, references: References, tokens: Path, tmp_path: Path
 ) -> None:

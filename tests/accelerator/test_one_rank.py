@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.core.records import EventKind
-from tests.accelerator.curves import ORDERS, References, assert_near, assert_same_bits, killed, on_device
+from tests.accelerator.curves import ORDERS, References, assert_near, assert_same_bits, killed, on_device, paired
 from tests.accelerator.device import needs_device
 from tests.numerics import runs
 
@@ -26,8 +26,7 @@ EIGHT_BIT = {"optim__name": "adamw8bit", "model__hidden": 64, "model__intermedia
 NEAR = {"fp16": 2e-5, "bf16": 1e-4}
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "order"), paired(ENGINES, ORDERS))
 def test_every_engine_computes_what_the_cpu_does(
     engine: str, order: str, references: References, tokens: Path, tmp_path: Path
 ) -> None:
@@ -36,24 +35,21 @@ def test_every_engine_computes_what_the_cpu_does(
     assert_same_bits(found, references.of(1, *changes.items()))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize(("dtype", "order"), paired(NEAR, ORDERS))
 def test_narrow_types(dtype: str, order: str, references: References, tokens: Path, tmp_path: Path) -> None:
     changes = SHARDED | {"optim__lr": 1e-3}
     found = on_device(1, tmp_path, tokens, {"order": order}, **changes, train__dtype=dtype)
     assert_near(found, references.of(1, *changes.items()), NEAR[dtype])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("engine", ["single", "zero 3"])
+@pytest.mark.parametrize(("engine", "order"), paired(["single", "zero 3"], ORDERS))
 def test_eight_bit_moments(engine: str, order: str, references: References, tokens: Path, tmp_path: Path) -> None:
     changes = ENGINES[engine] | EIGHT_BIT
     found = on_device(1, tmp_path, tokens, {"order": order}, **changes)
     assert_near(found, references.of(1, *changes.items()), 1e-6)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("engine", ["single", "zero 3"])
+@pytest.mark.parametrize(("engine", "order"), paired(["single", "zero 3"], ORDERS))
 def test_inputs_that_wait_on_the_host(
     engine: str, order: str, references: References, tokens: Path, tmp_path: Path
 ) -> None:
@@ -67,8 +63,9 @@ def test_inputs_that_wait_on_the_host(
 # ----------------------------------------------------------------------------------------- checkpoints, kill and resume
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("engine", ["single", "fsdp2", "zero 1", "zero 1, two slots", "zero 3"])
+@pytest.mark.parametrize(
+    ("engine", "order"), paired(["single", "fsdp2", "zero 1", "zero 1, two slots", "zero 3"], ORDERS)
+)
 def test_killed_and_resumed_from_memory(
     engine: str, order: str, references: References, tokens: Path, tmp_path: Path, shared: Path
 ) -> None:
@@ -80,8 +77,7 @@ def test_killed_and_resumed_from_memory(
     assert resumed["step"] in (10, 11)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("engine", ["single", "zero 3"])
+@pytest.mark.parametrize(("engine", "order"), paired(["single", "zero 3"], ORDERS))
 def test_killed_and_resumed_from_a_checkpoint(
     engine: str, order: str, references: References, tokens: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import phalanx
+from phalanx.api.batch_splitter import BatchSplitter
 from phalanx.core.placement import Placement
 from tests.accelerator.curves import EVERYTHING
 from tests.accelerator.device import needs_device, run_on_device
@@ -49,6 +50,34 @@ def test_a_loop_of_ones_own(ranks: int, asked: dict[str, Any], how: dict[str, An
     for of_rank, theirs in run_on_device(loop, ranks, **how, **asked):
         assert of_rank == [pytest.approx(step, rel=1e-9) for step in curve]
         assert theirs == pytest.approx(parameters, rel=1e-9, abs=1e-12)
+
+
+def split_batches(placement: Placement) -> list[float]:
+    """Mean loss and gradient of a step by `phalanx.BatchSplitter`, three times, with weights that are not changed."""
+    device = torch.device(placement.device)
+    torch.accelerator.set_device_index(device)
+    with process_group(placement, backend="cpu:gloo,sim:simccl"):
+        net = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64, device=device)
+        torch.nn.init.constant_(net.weight, 2.0)
+        found = []
+        with BatchSplitter(net, [1.0] * 40, 8, max_micro_batch=1) as splitter:
+            for _ in range(3):
+                with splitter.step() as micro_batches:
+                    loss_sum, weight = torch.zeros((), dtype=torch.float64, device=device), 0
+                    for samples in micro_batches:
+                        loss = net(torch.tensor(samples, dtype=torch.float64, device=device)[:, None]).square().sum()
+                        loss.backward()
+                        loss_sum, weight = loss_sum + loss.detach(), weight + len(samples)
+                    mean = splitter.reduce_gradients(loss_sum, weight)
+                    assert net.weight.grad is not None
+                    found += [mean, net.weight.grad.item()]
+                    net.zero_grad()
+        return found
+
+
+def test_batches_are_split_in_a_loop_of_ones_own() -> None:
+    for found in run_on_device(split_batches, 2, order="threads", delay_ms=20):
+        assert found == pytest.approx([4.0] * 6)
 
 
 def on_device(name: str, folder: Path) -> str:

@@ -21,8 +21,8 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.elastic.membership import rendezvous_host
 from phalanx.elastic.supervisor import node_requests
+from phalanx.elastic.supervisor.meeting_host import MeetingHost
 from phalanx.recovery import shared_memory
 from phalanx.recovery.replica_client import SOCKET
 from phalanx.system.fork import fork
@@ -104,7 +104,7 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
     def child() -> int:
         os.chdir(folder)
         if told.get("stopped_at_entry"):
-            rendezvous_host.RendezvousHost.enter = _stopped(rendezvous_host.RendezvousHost.enter)  # type: ignore[method-assign]
+            MeetingHost.enter = _stopped(MeetingHost.enter)  # type: ignore[method-assign]
         if told.get("files") is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (told["files"], told["files"]))
         return command_line(arguments, out)
@@ -142,12 +142,13 @@ def _memory(paths: RunPaths, node: int) -> Path:
     return folder
 
 
-def _stopped(enter: Callable[..., None]) -> Callable[..., None]:
+def _stopped(enter: Callable[..., Any]) -> Callable[..., Any]:
     """A function that has this process asked to stop when it has done the same."""
 
-    def entered(*arguments: Any) -> None:
-        enter(*arguments)
+    def entered(*arguments: Any) -> Any:
+        members = enter(*arguments)
         os.kill(os.getpid(), signal.SIGTERM)
+        return members
 
     return entered
 

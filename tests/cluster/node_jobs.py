@@ -29,9 +29,10 @@ from phalanx.elastic.membership.rendezvous_client import RendezvousClient
 from phalanx.elastic.node.agent import run_agent
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.worker import NodeJob, StopSignals
-from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
+from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.failover import describe_division
 from phalanx.elastic.supervisor.state import RecoveryPolicy
+from phalanx.elastic.supervisor.take_lead import become_coordinator
 from phalanx.launch import multinode, rendezvous_options
 from phalanx.recovery import fencing
 from tests.unit import agent_jobs
@@ -172,7 +173,6 @@ class Node:
         )
         self.claim = functools.partial(election.claim, self.paths) if options.get("files", True) else None
         self.leads: Coordinator | None = None
-        self.unfit: str | None = None
 
     def make(self, offer: Message, poll_once: Callable[[], None]) -> NodeJob:
         if int(offer["division"]) == self.options.get("unfit_for"):
@@ -184,7 +184,7 @@ class Node:
                 poll_once()
                 time.sleep(0.02)
         if self.options.get("unhealthy"):
-            raise Unhealthy("this node is not fit to be trained on: it smokes")
+            raise Unhealthy("this node is not fit for training: it smokes")
         allowed = iter([True] * self.options.get("lowered", 0))
         shared = FOLDER / f"shared-{self.node}" if self.options.get("shared") else None
         if shared is not None:
@@ -197,19 +197,19 @@ class Node:
 
     def lead(self, peer: NodeAgent) -> Coordinator:
         note, attempt = self.work["on_event"], self.options.get("attempt", 1)
-        self.leads = become_coordinator(peer, self.hello, attempt, 0, self.prepare, note, unfit_reason=self.unfit)
+        self.leads = become_coordinator(peer, self.hello, attempt, 0, self.prepare, note)
         return self.leads
 
     def first(self, held: contextlib.ExitStack) -> NodeAgent:
         """Be node 0 until all have entered the circle."""
         first = held.enter_context(multinode.host_rendezvous(self.meeting, self.hello, self.meeting.spares))
         first.notice = self.work["on_event"]
-        multinode.gather(first, self.meeting, first.poll_once)
+        multinode.poll_until(first, first.have_all_nodes, first.poll_once)
         if self.options.pop("unhealthy", False):
-            self.unfit = first.yield_to_spare("node 0 is not fit to be trained on: it smokes", alone=False)
+            first.report_unfit("node 0 is not fit for training: it smokes")
         rows = first.devices(self.options["nodes"])
         offer = self.prepare(1, [(node, len(each)) for node, each in enumerate(rows)], rows)
-        multinode.offer_to_all(first, offer, first.poll_once)
+        multinode.offer_to_all(first, offer)
         peer = NodeAgent(first.secret, self.make, self.lead)
         peer.adopt_job(offer, self.make(offer, first.poll_once))
         self.paths.root.mkdir(exist_ok=True)

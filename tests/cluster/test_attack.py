@@ -175,7 +175,7 @@ def test_another_user_of_the_machine_gets_nothing(place: Path) -> None:
     assert end() == ["it does not accept this node's secret"] * 3 + ["PermissionError", '{"unknown": true}']
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert not (place / "open" / "marker").exists()
-    assert "a caller from 127.0.0.1 was refused: it does not know the secret" in ended[0][1]
+    assert "refused a connection from 127.0.0.1: it does not know the secret" in ended[0][1]
     held = file.read_text().strip()
     assert held not in json.dumps(ended)
     assert holding(place, held) == [file]
@@ -192,4 +192,4 @@ def test_who_knows_the_secret_takes_no_lead_and_runs_no_code(place: Path) -> Non
     assert told[:2] == ["proved", "it closed the connection"], told
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert not (place / "open" / "marker").exists()
-    assert "it wanted to lead, and this node had not voted for it" in RunPaths(place / "run").events.read_text()
+    assert "it claimed to lead without this node's vote" in RunPaths(place / "run").events.read_text()

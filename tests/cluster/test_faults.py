@@ -15,7 +15,7 @@ from benchmarks.faults import Series
 from benchmarks.faulty_runs import OUTSIDE, Outcome, Plan, Strike, draw_plan
 from phalanx.core.faults import parse_faults
 from phalanx.core.placement import Placement
-from tests.helpers import run_ranks
+from tests.helpers import ALL, run_ranks
 
 KILL_RANK, _, KILL_AGENT, _ = OUTSIDE
 DRAWN = 8  # runs, of about five faults each
@@ -96,6 +96,7 @@ def test_whatever_happens_the_run_ends_as_if_it_had_not(name: str, tmp_path: Pat
     assert sum(strike["right"] is True for strike in found["strikes"]) >= 2, found
 
 
+@pytest.mark.skipif(not ALL, reason="it takes minutes: make test-all")
 def test_whatever_is_drawn_the_run_ends_as_if_it_had_not(tmp_path: Path) -> None:
     """A seed's run again: `draw_plan(random.Random(seed), 9)`."""
     first = 0 if os.environ.get("CI") else random.SystemRandom().randrange(2**31)

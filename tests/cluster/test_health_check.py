@@ -26,7 +26,7 @@ def test_what_the_ways_between_nodes_tell() -> None:
     assert told({}) == [("connection", "ok", None)]
     blocked = health_check.judge_connections(HOSTS, {1: {2: ConnectionProbe(error="No route to host")}})
     assert verdict(blocked) == Severity.RESET
-    assert "node 1 (n1) does not reach node 2 (n2): No route to host" in blocked[0].sentence
+    assert "node 1 (n1) cannot reach node 2 (n2): No route to host" in blocked[0].sentence
     assert told({(1, 2): ConnectionProbe(error="it hangs")}) == [("connection", "reset", "1-2")]
     assert told({(0, 2): ConnectionProbe(1e-4, 4e8, 0.0)}) == [("network speed", "watch", "0-2")]
     assert told({(0, 1): ConnectionProbe(1e-4, 1e9, 400.0)}) == [("clock", "reset", None)]

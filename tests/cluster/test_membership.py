@@ -359,7 +359,8 @@ def with_a_word_for_the_leader(placement: Placement, folder: str) -> list[Any]:
 
 def test_what_a_lost_leader_was_told_the_next_one_is_told_again(tmp_path: Path) -> None:
     heard = run_ranks(with_a_word_for_the_leader, 1, folder=str(tmp_path))[0]
-    assert heard == [[[3, {"stop": "SIGTERM", "again": False}]], [[3, {"stop": "SIGTERM", "again": True}]]]
+    said = {"stop": "SIGTERM", "reason": ""}
+    assert heard == [[[3, said | {"again": False}]], [[3, said | {"again": True}]]]
 
 
 def last_words(placement: Placement, folder: str) -> list[Any]:

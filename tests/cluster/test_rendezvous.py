@@ -27,12 +27,12 @@ ADDRESS = HostAddress(("10.1.2.3", "127.0.0.1"), 4000, SECRET, "7 on here")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"node": 1}, "--node-rank belongs to a run on several nodes; give --nodes too"),
-        ({"where": "file:///x"}, "--rendezvous belongs to a run on several nodes"),
-        ({"spares": 1}, "--spares belongs to a run on several nodes"),
-        ({"nodes": 2, "spares": 1, "where": "file:///x"}, "--nodes 2 --spares 1 needs --node-rank, which of them this"),
+        ({"node": 1}, "--node-rank is for a run on several nodes; add --nodes"),
+        ({"where": "file:///x"}, "--rendezvous is for a run on several nodes"),
+        ({"spares": 1}, "--spares is for a run on several nodes"),
+        ({"nodes": 2, "spares": 1, "where": "file:///x"}, "--nodes 2 --spares 1 needs --node-rank, the number of this"),
         ({"nodes": 2, "spares": 1, "node": 3, "where": "file:///x"}, "--node-rank 3 is not one of 3 nodes"),
-        ({"timeout_s": 3.0}, "--rendezvous-timeout belongs to a run on several nodes"),
+        ({"timeout_s": 3.0}, "--rendezvous-timeout is for a run on several nodes"),
         ({"nodes": 1, "node": 0, "where": "file:///x"}, "--nodes 1 is a run on one node"),
         ({"nodes": 2, "where": "file:///x"}, "--nodes 2 needs --node-rank"),
         ({"nodes": 2, "node": 2, "where": "file:///x"}, "--node-rank 2 is not one of 2 nodes"),
@@ -44,7 +44,7 @@ ADDRESS = HostAddress(("10.1.2.3", "127.0.0.1"), 4000, SECRET, "7 on here")
         ({**TWO, "where": "tcp://host:0"}, "is not of the form tcp://host:port"),
         ({**TWO, "where": "tcp://host:70000"}, "is not of the form tcp://host:port"),
         ({**TWO, "where": "tcp://host:29500?timeout=5"}, "is not of the form tcp://host:port"),
-        ({**TWO, "where": "tcp://[::1:29500"}, "is no URL (Invalid IPv6 URL)"),
+        ({**TWO, "where": "tcp://[::1:29500"}, "is not a URL (Invalid IPv6 URL)"),
         ({**TWO, "where": "tcp://host:29500", "secret": "short"}, "has 5 characters and could be guessed"),
     ],
 )
@@ -86,21 +86,21 @@ def test_what_was_published_is_read_by_its_owner_alone_and_withdrawn(tmp_path: P
 def test_what_another_user_has_put_there_is_not_believed(tmp_path: Path) -> None:
     rendezvous.publish(tmp_path, ADDRESS)
     os.chown(tmp_path / ADDRESS_FILE, 12345, 12345)
-    with pytest.raises(RunError, match=r"is another user's, whose job has met there; start all nodes as one user"):
+    with pytest.raises(RunError, match=r"belongs to another user's job; start all nodes as one user"):
         rendezvous.read_address(tmp_path)
-    with pytest.raises(RunError, match=r"is another user's"):
+    with pytest.raises(RunError, match=r"belongs to another user's job"):
         rendezvous.publish(tmp_path, ADDRESS)
 
 
 def test_an_address_file_that_others_can_read_or_that_is_a_link_is_not_believed(tmp_path: Path) -> None:
     rendezvous.publish(tmp_path, ADDRESS)
     os.chmod(tmp_path / ADDRESS_FILE, 0o644)
-    with pytest.raises(RunError, match=r"is no file that its user alone can read \(mode 644\).*; remove it"):
+    with pytest.raises(RunError, match=r"can be read by other users \(mode 644\).*; remove it"):
         rendezvous.read_address(tmp_path)
     os.chmod(tmp_path / ADDRESS_FILE, 0o600)
     (tmp_path / ADDRESS_FILE).rename(tmp_path / "elsewhere")
     (tmp_path / ADDRESS_FILE).symlink_to("elsewhere")
-    with pytest.raises(RunError, match="is a link, which no node has made; remove it"):
+    with pytest.raises(RunError, match="is a link that no node made; remove it"):
         rendezvous.read_address(tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_an_address_file_that_makes_no_sense_is_none(tmp_path: Path, text: str) 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        RunError, match=r"rendezvous folder .* cannot be written .*; name a folder that all nodes share"
+        RunError, match=r"rendezvous folder .* cannot be written .*; choose a folder that all nodes share"
     ):
         rendezvous.publish(tmp_path / "file" / "meet", ADDRESS)
 
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = parse_rendezvous(f"tcp://127.0.0.1:{taken.getsockname()[1]}", {"PHALANX_SECRET": SECRET})
-        with pytest.raises(RunError, match=r"node 0 cannot listen at .* that no other program, nor another job, uses"):
+        with pytest.raises(RunError, match=r"node 0 cannot listen at .* that no other program or job uses"):
             rendezvous.listen(place)
 
 
@@ -208,7 +208,7 @@ def test_a_service_of_another_kind_is_told_from_node_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=other)
         thread.start()
-        with pytest.raises(ConnectionError, match="it sent what is no message"):
+        with pytest.raises(ConnectionError, match="it sent an invalid message"):
             open_channel(server.getsockname(), SECRET, 5, 5)
         thread.join()
 

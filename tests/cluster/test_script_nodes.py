@@ -110,7 +110,9 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_script_goes_on_from_its_
     assert [step for step, _ in walked][-1] == 9
     assert len(set(walked)) == 9, "steps that are walked again are the same"
     assert re.search(r"resumed from step [48]$", ended[0][1], re.M)
-    assert re.search(r"node 1 \(\S+\) was lost: .*; node 2 takes the ranks of node 1, [\d.]+ m?s after it", ended[0][1])
+    assert re.search(
+        r"node 1 \(\S+\) was lost: .*; node 2 takes the ranks of node 1, [\d.]+ m?s after detection", ended[0][1]
+    )
     told = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("told-*.json")}
     assert sorted(told) == ["told-0-0", "told-0-1", "told-1-0", "told-1-1"]
     assert told["told-1-1"] == {
@@ -130,9 +132,9 @@ def test_a_mistake_that_comes_again_ends_the_script_with_what_its_rank_said(tmp_
     words = ["--nodes", "2", "--spares", "1", "--max-restarts", "5", "script.py"]
     ended = run_ranks(node, 3, timeout_s=240, folder=str(tmp_path), words=words, unfit=0)
     assert [code for code, _ in ended] == [ExitCode.UNHEALTHY, 1, 1], ended
-    assert "this node smokes; node 0 brings all together, and a spare takes its place" in ended[0][1]
+    assert "this node smokes; this is node 0, which connects all nodes, so a spare replaces it" in ended[0][1]
     assert re.findall(r"^attempt (\d)$", ended[1][1], re.M) == ["0", "1", "2"]
-    assert "3 attempts have failed in a row with ValueError before the first step (File " in ended[1][1]
+    assert "3 attempts in a row failed with ValueError before the first step (File " in ended[1][1]
     assert ended[1][1].count("Traceback") == 3, "the script's own words are where its output is"
 
 
@@ -156,7 +158,7 @@ def test_fewer_nodes_are_taken_only_where_that_is_allowed(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="--min-nodes 4 is more than --nodes 3"):
         script_nodes.make_script_job(str(path), [], None, meeting, min_nodes=4)
     offer = {"policy": asdict(replace(fewer, least=1)), "sign": "", "seats": [0, 1], "slots": [[1, "any"]] * 2}
-    with pytest.raises(ConfigError, match="offers another policy than this command has"):
+    with pytest.raises(ConfigError, match="policy differs from this command's"):
         member(tmp_path, script_nodes.make_script_job(str(path), [], None, meeting, min_nodes=2)).make_job(
             offer, lambda: None
         )
@@ -180,7 +182,7 @@ def test_what_ranks_do_about_a_signal_is_left_to_the_script(tmp_path: Path) -> N
     one = member(tmp_path, ScriptJob("script.py", (), None, 3, 2, 60.0))
     one.notify_user = said.append
     one._note(2, EventKind.STOP_REQUESTED, {"attempt": 1, "signal": "SIGTERM"})
-    assert said == ["got SIGTERM: the script's ranks get it too"]
+    assert said == ["got SIGTERM: passed to the script's ranks"]
 
 
 def test_a_folder_of_a_training_run_is_left_alone(tmp_path: Path) -> None:

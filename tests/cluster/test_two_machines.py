@@ -228,7 +228,7 @@ def test_nodes_that_would_begin_with_different_weights_are_refused(place: Path) 
 @pytest.mark.parametrize(
     ("run", "meet", "expected"),
     [
-        ("{place}/elsewhere-{node}", "file://{place}/meet", "is not the one of node 0; give --run-dir a folder on a"),
+        ("{place}/elsewhere-{node}", "file://{place}/meet", "differs from node 0's; set --run-dir to a folder on a"),
         ("{place}/one", "file://{place}/meet", "the run is complete already"),
     ],
 )
@@ -281,7 +281,7 @@ def test_of_a_network_that_falls_apart_one_half_goes_on(wired: Networks, warm_no
     assert sorted(code for code, _, _ in ended) == [0, 1], ended
     (winner,) = [node for node in range(2) if ended[node][0] == 0]
     (lost,) = [event for event in ended[winner][2] if event["kind"] == EventKind.NODE_LOST]
-    assert (lost["node"], lost["reason"]) == (1 - winner, "nothing was heard of it for 3 s")
-    assert "another part of the nodes has taken the run over" in ended[1 - winner][1]
+    assert (lost["node"], lost["reason"]) == (1 - winner, "no heartbeat arrived for 3 s")
+    assert "another group of nodes took over the run" in ended[1 - winner][1]
     assert [event["attempt"] for event in ended[1 - winner][2] if event["kind"] == "attempt_started"] == [1]
     assert len(list((tmp_path / "run" / "epochs").iterdir())) == 2

@@ -94,11 +94,10 @@ class Driven:
     losses: list[float] = field(default_factory=list)
 
     def walk(self, steps: int) -> None:
-        """Some steps with two micro-batches, or one where a rank has one row."""
+        """Some steps with two micro-batches, or one where a rank has one row; three ranks have unlike shares."""
         ranks = self.mesh.data
-        each = GLOBAL_BATCH // ranks.world
-        first = each * ranks.rank
-        rows = [slice(first, first + each // 2), slice(first + each // 2, first + each)]
+        first, end = (GLOBAL_BATCH * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1))
+        rows = [slice(first, (first + end) // 2), slice((first + end) // 2, end)]
         rows = [part for part in rows if part.start < part.stop]
         for step in range(self.engine.step + 1, self.engine.step + 1 + steps):
             labels = data(step, self.model.spec)[0]["labels"]

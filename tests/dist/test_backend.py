@@ -142,7 +142,7 @@ def more(placement: Placement) -> None:
             dist.all_reduce(torch.ones(3, dtype=torch.int64), op=dist.ReduceOp.AVG)
         with pytest.raises(ValueError, match="needs room for them"):
             dist.distributed_c10d._get_default_group().all_gather_single(torch.zeros(5), torch.zeros(2))
-        with pytest.raises(TypeError, match="kept by groups of the backend phalanx"):
+        with pytest.raises(TypeError, match="only groups of the backend phalanx"):
             read_counters(dist.new_group(backend="gloo"))
         with dist._coalescing_manager():
             ones = [torch.ones(2), torch.ones(3)]

@@ -54,11 +54,14 @@ def write_bad_files(folder: Path) -> None:
 
 
 BAD_DATA = [
-    ("data.source=gone.txt", r"data.source names gone.txt, but there is no such file; correct the path"),
-    ("data.source=[text.jsonl, '*.nothing']", r"data.source names \*.nothing, but there is no such file"),
-    ("data.source=empty.txt", r"data.source .*empty.txt.* holds only empty files, so there is nothing to train on"),
+    ("data.source=gone.txt", r"data.source names gone.txt, but no such file exists; correct the path"),
+    ("data.source=[text.jsonl, '*.nothing']", r"data.source names \*.nothing, but no such file exists"),
+    ("data.source=empty.txt", r"data.source .*empty.txt.* has only empty files, so there is nothing to train on"),
     ("data.source=blank.jsonl", r"data.source .*no document to train on"),
-    ("data.source=bare", r"data.source names the folder bare, in which no file has a known ending .* bare/\*\*/\*.log"),
+    (
+        "data.source=bare",
+        r"data.source names the folder bare, in which no file has a known extension .* bare/\*\*/\*.log",
+    ),
     ("data.source=latin.txt", r"latin.txt, line 2 is not UTF-8 \(byte 0xe9 at 11\); convert the file"),
     ("data.source=torn.jsonl", r"torn.jsonl, line 2 is not JSON .*; correct or delete the line"),
     ("data.source=other.jsonl", r"other.jsonl, line 1 has no key 'text' \(it has: body\); set data.text_key"),
@@ -72,22 +75,22 @@ BAD_DATA = [
     ("data={source: talk.jsonl, format: chat}", r"has no chat template, so data.format chat .* set data.chat_template"),
     (
         "data={source: talk.jsonl, format: chat, chat_template: chatml}",
-        r"talk.jsonl, line 1 has no assistant turn, so there is nothing to learn",
+        r"talk.jsonl, line 1 has no assistant turn, so it has nothing to learn",
     ),
     (
         "data={source: talk.jsonl, format: chat, chat_template: gone.jinja}",
-        r"data.chat_template gone.jinja cannot be read \(No such file or directory\); name a Jinja file or one of c",
+        r"data.chat_template gone.jinja cannot be read \(No such file or directory\); give a Jinja file or one of c",
     ),
-    ("data.tokenizer=gone", r"data.tokenizer is .*gone, which does not exist; name a local Hugging Face folder"),
-    ("data.tokenizer=org/gone", r"org/gone, which does not exist; .*hf download org/gone --local-dir org/gone$"),
+    ("data.tokenizer=gone", r"data.tokenizer is .*gone, which does not exist; give a local Hugging Face folder"),
+    ("data.tokenizer=org/gone", r"hub cannot be reached for org/gone .*hf download org/gone --local-dir org/gone$"),
     ("data.tokenizer=bare", r"data.tokenizer is .*bare, which holds no tokenizer"),
     ("data.tokenizer=words", r"words/tokenizer.json cannot be read .*; restore the file"),
-    ("data.cache=text.jsonl", r"the data cache text.jsonl cannot be written .*; free space there or name another"),
+    ("data.cache=text.jsonl", r"the data cache text.jsonl cannot be written .*; free space there or choose another"),
     ("model.vocab_size=100", r"the trained tokenizer has 280 tokens but the model's vocabulary only 100; lower data"),
     ("train.global_batch=9000", r"sequences of 8, fewer than one global batch of 9000; add data, or lower train.glob"),
     (
         "data.seq_len=9000",
-        r"make 0 sequences of 9000 \(data\.seq_len\), fewer than one global batch of 4; add data, or make",
+        r"make 0 sequences of 9000 \(data\.seq_len\), fewer than one global batch of 4; add data, or shorten",
     ),
     ("model.heads=3", r"model.hidden is 16 and model.heads is 3"),
     ("model.kv_heads=4", r"recipe.yaml: model.heads is 2 and model.kv_heads is 4, so query heads cannot share .* set "),
@@ -129,7 +132,7 @@ def test_evaluations_that_have_nothing_to_read_are_refused(here: Path) -> None:
     (here / "one.txt").write_text("a single document, which is trained on " * 20)
     found = refused(here, "train", "recipe.yaml", "data.source=one.txt", "train.eval_every=1", "data.held_out=1e-9")
     assert "have no tokens: data.held_out 1e-09 chose no document of 1" in found
-    assert found.endswith("raise it, name a set in data.validation, or set train.eval_every=0")
+    assert found.endswith("raise it, or give a set in data.validation, or set train.eval_every=0")
 
 
 def test_one_rank_that_is_asked_to_be_two(here: Path) -> None:
@@ -152,8 +155,8 @@ def broken_copies(source: Path, folder: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     weights = (source / "model.safetensors").read_bytes()
     changes: dict[str, dict[str, Any]] = {
-        "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-        "biased": {"attention_bias": True},
+        "mamba": {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+        "biased": {"attention_bias": "yes"},
         "wider": {"intermediate_size": 48},
         "deeper": {"num_hidden_layers": 2},
         "nameless": {"architectures": None, "model_type": None},
@@ -177,16 +180,19 @@ def broken_copies(source: Path, folder: Path) -> None:
 
 BAD_FOLDERS = [
     ("gone", r"gone/config.json cannot be read \(No such file or directory\).*; give a Hugging Face folder"),
-    ("gpt2", r"gpt2 has the architecture GPT2LMHeadModel, which .*; use a folder of a supported one: LlamaForCausalLM"),
+    (
+        "mamba",
+        r"mamba has the architecture MambaForCausalLM, which .*; use a folder of a supported one: LlamaForCausalLM",
+    ),
     ("nameless", r"nameless has the architecture None, .* supported one: LlamaForCausalLM"),
-    ("biased", r"biased sets attention_bias: true, which is not supported .*; use a model with attention_bias: false"),
+    ("biased", r"biased sets \"yes\" as attention_bias, which is neither true nor false; choose one"),
     ("longrope", r"longrope scales rotary positions by the rule 'longrope', which is not supported .*: default, l"),
     ("wider", r"model.safetensors holds \S+ of shape \(32, 16\), but config.json makes it \(48, 16\); use weights and"),
     ("deeper", r"deeper lacks model.layers.1.\S+, .* and \d more, which its config.json promises; fetch the folder's"),
     ("unscaled", r"unscaled does not set hidden_size, without which .*; give it a number"),
     ("worded", r'worded sets "wide" as hidden_size, .*; give it a number'),
     ("short", r"data.seq_len 8 is longer than the model's 4 positions \(model.max_seq_len\); lower it"),
-    ("unweighted", r"unweighted holds no .safetensors file and no pytorch_model.bin, .*; fetch the folder's fi"),
+    ("unweighted", r"unweighted has no .safetensors file and no pytorch_model.bin, .*; fetch the folder's fi"),
     ("torn", r"torn/model.safetensors cannot be read as safetensors .*; fetch the file again"),
     ("cut", r"cut/model.safetensors cannot be read as safetensors .*; fetch the file again"),
     ("garbled", r"garbled/config.json is not valid JSON .*; fetch the file again"),
@@ -251,7 +257,10 @@ def test_a_run_folder_in_use_names_the_process(here: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["optim.lr=1"], "holds a run of another configuration: optim.lr is 1.0 now and was 0.0003. Set these back"),
+        (
+            ["optim.lr=1"],
+            "has a run of another configuration: optim.lr is 1.0 now and was 0.0003. Restore these values",
+        ),
         (["model.hidden=32", "train.seed=9"], "model.hidden is 32 now and was 16; train.seed is 9 now and was 0."),
         (["data.seq_len=4"], "data.seq_len is 4 now and was 8"),
     ],
@@ -270,7 +279,7 @@ def test_a_complete_run_says_so_and_goes_on_when_asked_for_more(place: Path, tmp
     before = contents(tmp_path / "done")
     code, out, err = phalanx(tmp_path, *command)
     assert (code, err) == (0, "")
-    assert "this run is complete at step 2; raise train.steps to go on, or choose another --run-dir" in " ".join(
+    assert "this run is complete at step 2; raise train.steps to continue, or choose another --run-dir" in " ".join(
         out.split()
     )
     assert contents(tmp_path / "done") == before
@@ -290,12 +299,12 @@ def test_a_damaged_run_folder(place: Path, tmp_path: Path, damage: str) -> None:
     command = ("train", "recipe.yaml", "--run-dir", "done", "--ranks", "1", "train.steps=3")
     if damage == "config":
         paths.config.write_text("train: [")
-        assert "done/config.yaml, which says what the run is, is damaged" in refused(tmp_path, *command)
+        assert "done/config.yaml, the run's configuration, is damaged" in refused(tmp_path, *command)
         paths.config.unlink()
         found = refused(tmp_path, *command)
         assert found == (
-            "the run folder done has checkpoints but no config.yaml to say whose they are; restore that file or "
-            "choose another --run-dir"
+            "the run folder done has checkpoints but no config.yaml, so the run they belong to is unknown; restore "
+            "that file or choose another --run-dir"
         )
     else:
         paths.events.write_text('{"kind": "finished"}\n{"attempt": "x", "kind": "finished", "step": null}\n{"torn')
@@ -344,7 +353,7 @@ def test_export_of_a_run_whose_first_weights_are_gone(place: Path, tmp_path: Pat
     shutil.rmtree(tmp_path / "exported")
     found = refused(tmp_path, "export", "tuned", "new")
     assert found == (
-        "model.from_hf exported is gone, so nobody knows in which dtype it stored its weights; choose one with --dtype "
+        "model.from_hf exported is gone, so the dtype of its weights is unknown; choose one with --dtype "
         "bf16|fp16|fp32|fp64"
     )
     assert phalanx(tmp_path, "export", "tuned", "new", "--dtype", "bf16")[0] == 0
@@ -374,8 +383,7 @@ def test_report(kept: Path) -> None:
     (kept / "bare").mkdir()
     for name in ("bare", "nowhere", "recipe.yaml"):
         assert refused(kept, "report", name) == (
-            f"{name} holds neither metrics.jsonl nor events.jsonl, so there is nothing to report; "
-            "name the folder of a run"
+            f"{name} has neither metrics.jsonl nor events.jsonl; give the folder of a run"
         )
     assert contents(kept / "bare") == {}
 
@@ -407,9 +415,9 @@ def test_generate(kept: Path, tmp_path: Path) -> None:
 
 def test_data_commands(here: Path) -> None:
     """Preparing sources and recipes, looking at what came of it, and writing it for Megatron."""
-    assert "data.source names gone, but there is no such file" in refused(here, "data", "prepare", "gone")
+    assert "data.source names gone, but no such file exists" in refused(here, "data", "prepare", "gone")
     assert "data.source has an empty entry" in refused(here, "data", "prepare", "")
-    assert "holds a character that is not text" in refused(here, "data", "prepare", "caf\udce9.txt")
+    assert "has a character that is not text" in refused(here, "data", "prepare", "caf\udce9.txt")
     found = refused(here, "data", "prepare", "text.jsonl", "--cache", "text.jsonl")
     assert "the data cache text.jsonl cannot be written" in found
     command = ("data", "prepare", "text.jsonl", "--cache", "cache", "--vocab", "280", "--tokenizer", "auto")
@@ -420,16 +428,16 @@ def test_data_commands(here: Path) -> None:
     assert made is not None
     code, out, _ = phalanx(here, "data", "inspect", made[1], "--samples", "1")
     assert code == 0
-    assert all(word in out for word in ("documents", "vocabulary that occurs", "train, document ", "<|endoftext|>"))
+    assert all(word in out for word in ("documents", "vocabulary used", "train, document ", "<|endoftext|>"))
     assert phalanx(here, "data", "megatron", f"{made[1]}/train", "m")[0] == 0
     assert (here / "m.idx").read_bytes().startswith(b"MMIDIDX")
     assert "m.bin exists; choose another prefix" in refused(here, "data", "megatron", f"{made[1]}/train", "m")
     found = refused(here, "data", "prepare", "recipe.yaml", "--vocab", "300")
-    assert found.startswith("a recipe has its own settings; write data.tokenizer_vocab=300 behind it")
+    assert found.startswith("a recipe has its own settings; write data.tokenizer_vocab=300 after it")
     found = refused(here, "data", "prepare", "text.jsonl", "recipe.yaml")
-    assert found.startswith("recipe.yaml is a recipe and stands behind a source; prepare all data of a recipe")
+    assert found.startswith("recipe.yaml is a recipe after a source; give the recipe alone")
     found = refused(here, "data", "inspect", "memory://user:secret@place/sets")
-    assert found.startswith("memory://place/sets is a URL, and token sets are looked at on this machine")
+    assert found.startswith("memory://place/sets is a URL; give a folder")
     code, out, _ = phalanx(here, "data", "prepare", "recipe.yaml", "data.validation={dev: text.jsonl}")
     assert code == 0
     assert [text.partition(":")[0] for text in out.splitlines()[-3:]] == ["train", "held_out", "dev"]
@@ -440,8 +448,8 @@ def test_data_commands(here: Path) -> None:
     assert sorted(here.rglob("cache/*")) == before
     assert "neither a token set nor a recipe" in refused(here, "data", "inspect", "cache")
     found = refused(here, "data", "inspect", made[1], "--tokenizer", "gone")
-    assert found.startswith("data.tokenizer is gone, which does not exist; name a local Hugging Face folder")
-    assert "optim.lr=1 changes a recipe, but" in refused(here, "data", "inspect", made[1], "optim.lr=1")
+    assert found.startswith("data.tokenizer is gone, which does not exist; give a local Hugging Face folder")
+    assert "optim.lr=1 is for a recipe, but" in refused(here, "data", "inspect", made[1], "optim.lr=1")
 
 
 def test_what_one_rank_does_not_read_is_said_at_the_start(here: Path) -> None:

@@ -97,7 +97,7 @@ def test_what_was_pre_trained_is_transformers_bert(folder: Path) -> None:
 )
 def test_a_head_is_drawn_and_its_labels_are_kept(run: str, exported: str, head: Any, folder: Path) -> None:
     (warning,) = [one["message"] for one in events(folder / run, EventKind.WARNING) if "head" in one["message"]]
-    assert "has no head for task.kind" in warning and warning.endswith("drawn anew: classifier")
+    assert "has no head for task.kind" in warning and warning.endswith("newly initialized: classifier")
     chosen = {event["key"]: event["value"] for event in events(folder / run, EventKind.AUTO_RESOLVED)}
     model, info = head.from_pretrained(folder / exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -138,7 +138,9 @@ def test_what_a_bert_cannot_do_is_a_sentence(folder: Path) -> None:
     assert "tagger holds a BERT, which writes no text; name a model that does" in " ".join(folder_generate[2].split())
     assert dry_run[0] == 0 and "bert" in dry_run[1]
     assert language[0] == 2
-    assert "a BERT does not do task.kind language; set it to masked, tag or classify" in " ".join(language[2].split())
+    assert "a BERT does not support task.kind language; set it to masked, tag or classify" in " ".join(
+        language[2].split()
+    )
 
 
 def test_shards_are_trained_on_as_they_are(folder: Path, tmp_path: Path) -> None:
@@ -162,19 +164,19 @@ TREE: dict[str, Any] = {"model": {"preset": "bert-tiny"}, "task": {"kind": "mask
     ("changes", "message"),
     [
         ({"model": {"preset": "llama-3.2-1b"}}, r"task.kind masked needs a BERT, and the model is a llama"),
-        ({"task": {"kind": "language"}}, r"a BERT does not do task.kind language"),
-        ({"model": {"preset": "bert-tiny", "code": "mine.py"}}, r"model.code is for models that predict the next"),
+        ({"task": {"kind": "language"}}, r"a BERT does not support task.kind language"),
+        ({"model": {"preset": "bert-tiny", "code": "mine.py"}}, r"model.code requires a causal language model"),
         ({"model": {"preset": "bert-tiny", "sliding_window": 8}}, r"each position of BERT sees all"),
         ({"task": {"kind": "masked", "labels": ["a"]}}, r"task.labels is for task.kind tag and classify"),
         ({"task": {"kind": "tag", "whole_word": True}}, r"task.whole_word is for task.kind masked, but it is tag"),
-        ({"task": {"kind": "tag", "labels": ["a", "b", "a"]}}, r"task.labels names a label twice"),
-        ({"task": {"kind": "masked", "mask_share": 0.0}}, r"task.mask_share is 0, so nothing would be predicted"),
+        ({"task": {"kind": "tag", "labels": ["a", "b", "a"]}}, r"task.labels has a duplicate label"),
+        ({"task": {"kind": "masked", "mask_share": 0.0}}, r"task.mask_share must be > 0"),
         ({"data": {"label_key": "x"}}, r"data.label_key is for task.kind classify, but it is masked"),
         ({"data": {"format": "chat", "chat_template": "chatml"}}, r"data.format chat is for task.kind language"),
         ({"data": {"isolate_documents": True}}, r"data.isolate_documents is for task.kind language"),
         ({"data": {"format": "masked"}, "task": {"kind": "tag"}}, r"data.format masked is for task.kind"),
-        ({"data": {"format": "masked"}, "task": {"kind": "masked", "whole_word": True}}, r"task.whole_word choo"),
-        ({"data": {"seq_len": 4}}, r"data.seq_len is 4, but a sequence of BERT's needs 8"),
+        ({"data": {"format": "masked"}, "task": {"kind": "masked", "whole_word": True}}, r"task.whole_word has n"),
+        ({"data": {"seq_len": 4}}, r"data.seq_len is 4, but a BERT sequence needs at least 8"),
         ({"data": {"seq_len": 513}}, r"data.seq_len 513 is longer than the model's 512 positions"),
     ],
 )  # fmt: skip

@@ -28,7 +28,7 @@ def test_the_lowest_mean_over_the_sets_is_the_best() -> None:
     assert not found.update(3, {"a": 0.0, "b": 3.9})
     assert (found.step, found.loss, found.evaluations_since, found.stop_reason) == (2, 1.95, 1, None)
     assert not found.update(4, {"a": math.nan, "b": 0.0})
-    assert found.stop_reason == "2 evaluations in a row were no better: the best is 1.9500, of step 2 (train.patience)"
+    assert found.stop_reason == "2 evaluations in a row did not improve: the best is 1.9500, of step 2 (train.patience)"
     assert found.update(5, {"a": 1.0, "b": 1.0}) and found.stop_reason is None
     assert not found.update(6, {}) and found.evaluations_since == 0
     assert BestEvaluation(patience=0, evaluations_since=100).stop_reason is None
@@ -61,7 +61,7 @@ def test_a_run_ends_behind_its_best_evaluation_and_keeps_what_it_was_of(tokens: 
         assert list_steps(paths.checkpoints) == [8, 4]
     ended = [event for event in read_lines(paths.events) if event["kind"] == EventKind.FINISHED]
     assert [event["step"] for event in ended] == [8, 8]
-    assert ended[0]["reason"].endswith("no better: the best is 1.0000, of step 4 (train.patience)")
+    assert ended[0]["reason"].endswith("did not improve: the best is 1.0000, of step 4 (train.patience)")
     assert best_checkpoint.find_best_evaluation(paths).step == 4
     assert run_ranks(trained, 2, changes=changes | {"train.patience": 3}, **arguments) == [0, 0]
     assert list_steps(paths.checkpoints) == [12, 10]

@@ -111,7 +111,7 @@ def test_two_ranks_are_tested_and_a_wrong_bit_is_found(tmp_path: Path) -> None:
     assert rows[0]["all_reduce_bytes_per_s"] > 0
     found = burn_in_report.judge_burn_in(rows, ["cpu", "cpu"])
     assert verdict(found) == Severity.ISOLATE
-    assert "gave another result in 1 of" in found[0].sentence
+    assert "gave different results in 1 of" in found[0].sentence
 
 
 def _tested(placement: Placement, folder: str) -> None:

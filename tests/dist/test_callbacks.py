@@ -95,7 +95,7 @@ def test_what_is_told_and_requested_on_any_ranks(code: str, tokens: Path, tmp_pa
         )  # fmt: skip
         assert found.losses == pytest.approx(plain.losses[:6], rel=1e-12)
         step, reason, told = ended(run)
-        assert (step, reason) == (6, "a callback asked for it")
+        assert (step, reason) == (6, "requested by a callback")
         assert [(kind, of) for kind, of, *_ in told] == [
             ("step", 1), ("step", 2), ("step", 3), ("step", 4), ("evaluated", 4), ("step", 5), ("evaluated", 5),
             ("step", 6), ("evaluated", 6),
@@ -201,6 +201,6 @@ def test_from_a_program_and_callbacks_that_fail(code: str, tmp_path: Path) -> No
     assert "Traceback" in log
     assert 'raise KeyError("no such thing")' in log
     assert none[0] == odd[0] == state[0] == ExitCode.CONFIG
-    assert "recipe.yaml is no Python file" in " ".join((none[1] + none[2]).split())
-    assert "callback.options are arguments of the class Callback of callback.code, which is not set" in odd[2]
+    assert "recipe.yaml is not a Python file" in " ".join((none[1] + none[2]).split())
+    assert "callback.options has no effect without callback.code" in odd[2]
     assert "returns no dictionary of JSON values" in " ".join((state[1] + state[2]).split())

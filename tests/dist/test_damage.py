@@ -35,7 +35,7 @@ def remove_a_file(folder: Path) -> str:
 def tear_the_manifest(folder: Path) -> str:
     manifest = folder / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-50])
-    return "manifest.json is torn"
+    return "manifest.json is incomplete"
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, remove_a_file, tear_the_manifest])

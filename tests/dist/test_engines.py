@@ -15,7 +15,7 @@ from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind
 from phalanx.models.llama import HF_NAMES
 from phalanx.trainer import train_rank
-from tests.helpers import run_ranks
+from tests.helpers import cover, run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, same_bits, walk
 
@@ -85,11 +85,11 @@ def whole_parameters(placement: Placement, run: str, data: str, changes: dict[st
         return int(train_rank.run_steps(loop, 2))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, "fp64"), (1, "bf16"), (3, "fp64"), (2, "bf16")])
+@pytest.mark.parametrize(("way", "tied"), cover([(1, "fp64"), (2, "bf16"), (1, "bf16"), (3, "fp64")], [False, True]))
 def test_full_parameters_are_the_assembled_pieces(
-    ranks: int, dtype: str, tied: bool, tokens: Path, tmp_path: Path
+    way: tuple[int, str], tied: bool, tokens: Path, tmp_path: Path
 ) -> None:
+    ranks, dtype = way
     changes = {"train.dtype": dtype, "model.tie_embeddings": tied}
     codes = run_ranks(whole_parameters, ranks, run=str(tmp_path / "looked"), data=str(tokens), changes=changes)
     assert codes == [0] * ranks
@@ -97,8 +97,7 @@ def test_full_parameters_are_the_assembled_pieces(
     assert same_bits(runs.state(tmp_path / "looked"), other.state)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "tied"), cover([1, 2], [False, True]))
 def test_evaluating_and_saving_on_the_way_changes_no_bit(ranks: int, tied: bool, tokens: Path, tmp_path: Path) -> None:
     eight = {"train__steps": 8, "model__tie_embeddings": tied}
     quiet = walk(ranks, tmp_path / "quiet", tokens, **eight)
@@ -132,11 +131,11 @@ def announce_again(placement: Placement, run: str, data: str, changes: dict[str,
         return int(train_rank.run_steps(loop, loop.restore()))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, "fp64"), (1, "bf16"), (2, "fp64"), (2, "bf16")])
+@pytest.mark.parametrize(("way", "tied"), cover([(1, "fp64"), (2, "bf16"), (1, "bf16"), (2, "fp64")], [False, True]))
 def test_saying_again_that_gradients_are_ready_changes_no_bit(
-    ranks: int, dtype: str, tied: bool, tokens: Path, tmp_path: Path
+    way: tuple[int, str], tied: bool, tokens: Path, tmp_path: Path
 ) -> None:
+    ranks, dtype = way
     changes = {"train.dtype": dtype, "model.tie_embeddings": tied}
     codes = run_ranks(announce_again, ranks, run=str(tmp_path / "again"), data=str(tokens), changes=changes)
     assert codes == [0] * ranks

@@ -160,7 +160,7 @@ def test_a_first_hour(user: User) -> None:
 
     # A text of one's own; then further, on another number of ranks.
     train = "phalanx train my.yaml --ranks 2 --run-dir runs/my data.source='my/*.jsonl'"
-    assert "2 ranks" in user.do(train, *SMALL, "train.steps=40")
+    assert "devices  2 x cpu" in user.do(train, *SMALL, "train.steps=40")
     user.do("phalanx data inspect my.yaml data.source='my/*.jsonl' --samples 1", *SMALL)
     on = "phalanx train my.yaml --ranks 3 --run-dir runs/my data.source='my/*.jsonl' train.steps=600"
     assert "step 41" in user.do(on, *SMALL, "train.steps=60")

@@ -137,7 +137,7 @@ def test_recipes_are_files_mappings_and_what_was_loaded(place: Path) -> None:
 
 
 def test_what_a_run_says_is_raised(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"data\.source names gone\.jsonl, but there is no such file"):
+    with pytest.raises(DataError, match=r"data\.source names gone\.jsonl, but no such file exists"):
         phalanx.train("recipe.yaml", run_dir="runs/a", ranks=1, data={"source": "gone.jsonl"})
     code = (
         "import phalanx\nclass Callback(phalanx.Callback):\n    def on_step_end(self, run, metrics): raise KeyError\n"
@@ -154,14 +154,14 @@ def test_what_a_run_says_is_raised(place: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_callbacks_that_are_objects_need_a_process_that_can_fork(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(from_python, "thread_names", lambda: ["main", "other"])
-    with pytest.raises(ConfigError, match=r"callbacks= needs a process without other threads, and this one has 2"):
+    with pytest.raises(ConfigError, match=r"callbacks= needs a process without other threads, but this one has 2"):
         phalanx.train("recipe.yaml", run_dir="runs/a", callbacks=[phalanx.Callback()])
 
 
 def test_a_child_that_says_nothing(tmp_path: Path) -> None:
     answer = tmp_path / "answer.json"
     assert child_run._read_answer(answer, -2) == ExitCode.STOPPED
-    with pytest.raises(PhalanxError, match=r"ended without an answer \(SIGKILL\)"):
+    with pytest.raises(PhalanxError, match=r"ended without a result \(SIGKILL\)"):
         child_run._read_answer(answer, -9)
     answer.write_text("11")
     assert child_run._read_answer(answer, 0) == ExitCode.OUT_OF_MEMORY

@@ -72,7 +72,9 @@ def test_text_comes_as_it_is_written_and_the_command_ends(place: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(place: Path) -> None:
-    assert "--chat needs the model on one device" in refused(place, "generate", "run", "--tensor", "2", "--chat")
+    assert "--chat cannot be combined with --tensor and --pipeline" in refused(
+        place, "generate", "run", "--tensor", "2", "--chat"
+    )
     assert "recipe.yaml is none; name one" in refused(place, "generate", "recipe.yaml", "--pipeline", "2")
     code, _, err = phalanx(place, "generate", "run", "--tensor", "3")
     assert code == ExitCode.CONFIG

@@ -201,7 +201,7 @@ def test_a_file_that_the_recipe_names_is_used(here: Path, known: dict[str, Any])
 
 def test_a_file_of_another_job_is_refused(here: Path, known: dict[str, Any]) -> None:
     given = ("balance.hardware=hardware.json", "--run-dir", "refused")
-    rest = "; measure anew with `phalanx hardware`, or remove balance.hardware"
+    rest = "; measure again with `phalanx hardware`, or remove balance.hardware"
     said = "balance.hardware hardware.json does not fit this job: "
     found = refused(here, "train", *JOB, *given, "model.hidden=32")
     assert found.startswith(f"{said}it was measured for another piece of work: ")
@@ -222,7 +222,7 @@ def test_a_file_of_another_job_is_refused(here: Path, known: dict[str, Any]) -> 
 
 def of_another_model(placement: Placement, folder: str, model: str) -> str:
     """What a rank says of a file that was measured on a device of another model."""
-    from phalanx.autotune.measure import read_hardware_file
+    from phalanx.autotune.rank_speeds import read_hardware_file
     from phalanx.core.errors import ConfigError
 
     try:
@@ -237,11 +237,11 @@ def of_another_model(placement: Placement, folder: str, model: str) -> str:
 def test_a_file_of_other_devices_is_refused(here: Path, known: dict[str, Any]) -> None:
     assert run_ranks(of_another_model, 1, folder=str(here), model="cpu") == ["it fits"]
     (found,) = run_ranks(of_another_model, 1, folder=str(here), model="H200")
-    assert "rank 1 was on a device called 'cpu' when it was measured, and is on 'H200' now; measure anew" in found
+    assert "rank 1 was on a device called 'cpu' when it was measured, and is on 'H200' now; measure again" in found
 
 
 def test_a_model_that_several_ranks_hold_is_not_measured(here: Path) -> None:
-    assert "what is measured is the whole model on each device" in refused(
+    assert "measurement needs the whole model on each device" in refused(
         here, "hardware", "recipe.yaml", "--ranks", "2", "parallel.tensor=2"
     )
 

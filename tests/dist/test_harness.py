@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
+from tests import helpers
 from tests.helpers import ROOT, is_alive, process_group, run_ranks, wait_until
 
 
@@ -134,3 +135,12 @@ def test_no_rank_outlives_pytest(tmp_path: Path) -> None:
         caller.wait()
     ranks = [int(path.read_text()) for path in (tmp_path / "ranks").iterdir()]
     wait_until(lambda: not any(is_alive(rank) for rank in ranks))
+
+
+def test_what_covers_a_matrix_has_each_value_and_is_all_of_it_when_all_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(helpers, "ALL", False)
+    assert helpers.cover([1, 2, 3], "ab") == [(1, "a"), (2, "b"), (3, "a")]
+    monkeypatch.setattr(helpers, "ALL", True)
+    assert len(helpers.cover([1, 2, 3], "ab")) == 6

@@ -74,7 +74,7 @@ def test_bad_command_lines(tmp_path: Path) -> None:
     assert "--deep" in refused(tmp_path, "health", "--as-slurm", "epilog", "--deep")
     assert "--run-dir" in refused(tmp_path, "health", "--as-slurm", "epilog", "--run-dir", ".")
     assert refused(tmp_path, "health", "--seconds", "60") == (
-        "--seconds is about what --deep does; give that too, or leave it out"
+        "--seconds has no effect without --deep; add it, or remove --seconds"
     )
 
 
@@ -146,7 +146,7 @@ def test_what_is_asked_of_nodes_is_written_and_listed(tmp_path: Path) -> None:
     assert rows[0]["why"].endswith(": hot")
     assert "replace" in rows[1]["why"]
     assert "n9" in done[4][1]
-    assert "is called so now" in done[2][1] and "is called so" not in done[0][1] + done[1][1]
+    assert "has this name now" in done[2][1] and "is called so" not in done[0][1] + done[1][1]
     (paths.nodes / "odd.json").write_text("[" * 100_000)
     (paths.nodes / "odd.health").write_text("[" * 100_000)
     assert "odd" not in node_requests.read_health_reports(paths)
@@ -159,7 +159,7 @@ def test_what_is_asked_of_nodes_is_written_and_listed(tmp_path: Path) -> None:
     assert stat.S_IMODE(paths.nodes.stat().st_mode) == 0o700
     write_event(paths.events, EventKind.RUN_STARTED, 2, hosts=["n1"])
     code, out, _ = run_ranks("tests.dist.command:call", 1, folder=str(tmp_path), commands=commands[:1])[0][0]
-    assert code == 0 and "takes no notice" in out
+    assert code == 0 and "no effect" in out
     # The last word holds, and what is no request asks for nothing.
     node_requests.write_request(paths, "n1", NodeRequestKind.RETURN, "cool")
     (paths.nodes / "n7.json").write_text("{")
@@ -177,10 +177,10 @@ def test_what_is_asked_of_nodes_is_written_and_listed(tmp_path: Path) -> None:
 
 def test_names_that_are_no_nodes_and_folders_that_are_no_runs(tmp_path: Path) -> None:
     for name in ("../n1", "", "n1/n2", ".hidden", "a" * 300):
-        with pytest.raises(ConfigError, match="cannot be the name of a node"):
+        with pytest.raises(ConfigError, match="is not a node name"):
             node_requests.check_name(name)
-    assert "holds no run" in refused(tmp_path, "nodes", "drain", "n1", "--run", ".")
-    assert "holds no run" in refused(tmp_path, "nodes", "--run", ".")
+    assert "is not a run folder" in refused(tmp_path, "nodes", "drain", "n1", "--run", ".")
+    assert "is not a run folder" in refused(tmp_path, "nodes", "--run", ".")
 
 
 def test_a_run_at_a_url_is_asked_where_it_works(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_a_run_at_a_url_is_asked_where_it_works(tmp_path: Path) -> None:
     said = sentence(asked[0], asked[2], ExitCode.CONFIG)
     working = mirror.make_working_paths(url, "~/.cache/phalanx", 1.0).root
     assert said.endswith(
-        f"{url} is a URL, where no run looks for what is asked of its nodes; on the machine of node 0 name the folder "
-        f"that it works in, --run {working} (below its own data.cache, where the recipe sets one)"
+        f"{url} is a URL, where no run reads requests; on the machine of node 0 give its working folder, --run "
+        f"{working} (below its own data.cache, where the recipe sets one)"
     )
 
 
@@ -233,7 +233,7 @@ def test_slurm_that_refuses(tmp_path: Path) -> None:
     done = run_ranks(_nodes, 1, folder=str(tmp_path), path=path, commands=[["nodes", "drain", "n2"]])[0]
     said = sentence(done[0][0], done[0][2])
     assert "Invalid user id" in said
-    assert "operator's rights" in said
+    assert "operator rights" in said
 
 
 def _nodes(placement: Placement, folder: str, path: str, commands: list[list[str]]) -> list[Any]:
@@ -262,7 +262,7 @@ def test_a_run_does_not_start_on_a_node_that_is_not_fit(tmp_path: Path) -> None:
     write_place(tmp_path)
     quick, off = run_ranks(_train_with_few_files, 1, folder=str(tmp_path))[0]
     said = sentence(quick[0], quick[2], ExitCode.UNHEALTHY)
-    assert "is not fit to be trained on: this process may open 200 files" in said
+    assert "is not fit for training: this process may open 200 files" in said
     assert "resilience.health=off" in said
     assert not (tmp_path / "first").exists()  # the folder was made for this start alone
     assert off[0] == 0, off

@@ -103,9 +103,9 @@ def test_a_fault_that_does_not_happen_is_said(place: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("kill:rank=2,step=3", "there is no rank 2 in a run of ranks 0 to 1"),
+        ("kill:rank=2,step=3", "no rank 2 in a run of ranks 0 to 1"),
         ("kill:step=11", "the run has 10 steps"),
-        ("kil:step=3", "there is no fault 'kil'; did you mean kill?"),
+        ("kil:step=3", "unknown fault 'kil'; did you mean kill?"),
     ],
 )
 def test_a_mistake_is_a_sentence_before_anything_starts(fault: str, sentence: str, place: Path) -> None:
@@ -116,5 +116,5 @@ def test_a_mistake_is_a_sentence_before_anything_starts(fault: str, sentence: st
 
 def test_a_parameter_that_there_is_not_ends_the_run_before_its_first_step(place: Path) -> None:
     run = train(place, "unknown", "--inject", "bit-flip:step=3,parameter=nothing", code=ExitCode.CONFIG)
-    assert "rank 0 holds nothing of a parameter nothing" in died(run)[0][1]
+    assert "rank 0 has no part of a parameter nothing" in died(run)[0][1]
     assert not RunPaths(run).metrics.exists()

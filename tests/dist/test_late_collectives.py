@@ -46,7 +46,7 @@ def test_the_late_rank_is_named(sleeper: int) -> None:
     answers = run_ranks(hang, 2, sleeper=sleeper)
     assert answers[sleeper] == "slept"
     named = answers[1 - sleeper]
-    assert named.startswith(f"{CollectiveError.__name__}: rank {sleeper} of 2 did not answer when a collective")
+    assert named.startswith(f"{CollectiveError.__name__}: rank {sleeper} of 2 did not respond after a collective")
     assert "comm.timeout_s" in named
 
 
@@ -64,7 +64,7 @@ def noticing(placement: Placement, lost: int | None) -> str:
 def test_who_is_slow_to_notice_is_not_named() -> None:
     *said, nothing = run_ranks(noticing, 4, lost=3)
     assert nothing == "nothing"
-    assert all(each.startswith("rank 3 of 4 did not answer") for each in said), said
+    assert all(each.startswith("rank 3 of 4 did not respond") for each in said), said
     assert all(each.startswith("a collective failed on all 3 ranks") for each in run_ranks(noticing, 3, lost=None))
 
 

@@ -43,28 +43,28 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
     paths = RunPaths(place / "run")
     words = ["launch", "recipe.yaml", "train.steps=100000", "checkpoint.every=3", "--local", "--run-dir", "run"]
     started = phalanx(place, *words)
-    assert (started.returncode, "run is going on as process " in started.stdout) == (0, True), started.stderr
+    assert (started.returncode, "run is running as process " in started.stdout) == (0, True), started.stderr
     held = scheduler.find_lock_holder(paths.job_supervisor)
     assert held is not None and f"process {held[0]};" in started.stdout
     try:
         wait_until(lambda: _step(paths) > 4, timeout_s=180)
         refused = command.refused(place, *words)
         assert refused == (
-            f"the run run is going on already, as process {held[0]} on {held[1]}; `phalanx cancel run` ends that one"
+            f"the run run is already running as process {held[0]} on {held[1]}; end it with `phalanx cancel run`"
         )
         trains = scheduler.find_lock_holder(paths.lock)
         assert trains is not None and trains[0] != held[0]
         os.kill(trains[0], signal.SIGKILL)  # the agent, and with it its ranks
         wait_until(lambda: _count(paths, EventKind.RESUMED) == 1, timeout_s=180)
         log = paths.node_log(0).read_text()
-        assert "--- phalanx train was killed here by SIGKILL; starting it again" in log
+        assert "--- phalanx train was killed here by SIGKILL; restarting it" in log
         reached = _step(paths)
         wait_until(lambda: _step(paths) > reached, timeout_s=180)
         code, out, _ = command.phalanx(place, "status", "run", "--json")
         found = json.loads(out)
         assert (code, found["state"], found["scheduler"]["by"]) == (0, "running", "process")
         code, out, _ = command.phalanx(place, "cancel", "run")
-        assert (code, out) == (0, f"process {held[0]} was asked to stop: it finishes the step, saves and leaves\n")
+        assert (code, out) == (0, f"process {held[0]} was asked to stop: it finishes the step, saves and exits\n")
         wait_until(lambda: not is_alive(held[0]), timeout_s=180)
     finally:
         if is_alive(held[0]):
@@ -72,7 +72,7 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
     assert _count(paths, EventKind.STOPPED) == 1
     over = launched_run.read_start_outcomes(paths)[-1]
     assert (over.code, over.next_action) == (ExitCode.STOPPED, launched_run.END)
-    assert "is not going on, so there is nothing to cancel" in command.refused(place, "cancel", "run")
+    assert "is not running, so there is nothing to cancel" in command.refused(place, "cancel", "run")
 
 
 def _step(paths: RunPaths) -> int:
@@ -115,21 +115,21 @@ def test_a_mistake_is_not_tried_again(place: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["logs", "nowhere"], "there is no run folder nowhere; name the folder of a run"),
-        (["cancel", "nowhere"], "there is no run folder nowhere; name the folder of a run"),
-        (["status", "nowhere"], "nowhere holds no run; name the folder of one, or start it"),
-        (["logs", ".", "--rank", "1", "--node", "1"], "--rank, --node and --first-error each say what to show"),
-        (["logs", ".", "-f", "--first-error"], "--first-error is over already, so there is nothing to follow"),
+        (["logs", "nowhere"], "no run folder nowhere; give the folder of a run"),
+        (["cancel", "nowhere"], "no run folder nowhere; give the folder of a run"),
+        (["status", "nowhere"], "no run in nowhere; give the folder of a run, or start it"),
+        (["logs", ".", "--rank", "1", "--node", "1"], "--rank, --node and --first-error cannot be combined"),
+        (["logs", ".", "-f", "--first-error"], "--follow has no effect with --first-error"),
         (
             ["launch", "recipe.yaml", "--run-dir", "memory://runs/my"],
             "memory://runs/my is a URL, but a launched run needs a folder",
         ),
-        (["status", ".", "--json", "--watch"], "--watch shows a screen again and again, and --json prints once"),
-        (["launch", "recipe.yaml", "--max-jobs", "3"], "--max-jobs bounds how often --until-done starts again"),
-        (["launch", "recipe.yaml", "--dry-run", "--wait"], "--dry-run submits nothing that --wait could wait for"),
+        (["status", ".", "--json", "--watch"], "--watch cannot be combined with --json"),
+        (["launch", "recipe.yaml", "--max-jobs", "3"], "--max-jobs has no effect without --until-done"),
+        (["launch", "recipe.yaml", "--dry-run", "--wait"], "--wait has no effect with --dry-run"),
         (
             ["launch", "recipe.yaml", "--dry-run", "slurm.mounts=[/data]"],
-            "slurm.mounts is about a container, and slurm.container names none; set that, or remove slurm.mounts",
+            "slurm.mounts needs a container, but slurm.container is not set; set it, or remove slurm.mounts",
         ),
     ],
 )

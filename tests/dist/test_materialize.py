@@ -52,5 +52,5 @@ def one(shard: Shard) -> None:
 def test_what_is_left_on_meta_is_named() -> None:
     ((none, one_left, two_left),) = run_ranks(left, 1)
     assert none == ""
-    assert one_left.startswith("scale0 of the model is on meta, and nothing gives it values; use parameters")
-    assert two_left.startswith("scale0, scale1 of the model are on meta, and nothing gives them values")
+    assert one_left.startswith("scale0 of the model is on meta, without values; use parameters")
+    assert two_left.startswith("scale0, scale1 of the model are on meta, without values")

@@ -12,7 +12,7 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.layout import hardware
+from phalanx.layout import hardware, memory_limits
 from phalanx.layout.mesh_axes import MeshAxes
 from tests.dist.command import phalanx, write_place
 from tests.helpers import run_ranks
@@ -66,7 +66,7 @@ def test_the_next_attempt_gives_that_rank_smaller_micro_batches(here: Path) -> N
     ]
     assert {event["exit_code"] for event in events(paths, EventKind.WORKER_DIED)} == {ExitCode.OUT_OF_MEMORY}
     assert [event["most"] for event in events(paths, EventKind.MEMORY_LIMITED)] == [{"1": 2}, {"1": 1}]
-    assert hardware.read_micro_batch_limits(paths) == {1: 1}
+    assert memory_limits.read_micro_batch_limits(paths) == {1: 1}
     ours, theirs = ([step["loss"] for step in read_steps(each.metrics)] for each in (paths, quiet))
     assert len(ours) == 4
     assert ours == pytest.approx(theirs, rel=1e-9)
@@ -105,7 +105,7 @@ def test_what_fits_is_measured_though_less_is_asked_for(here: Path) -> None:
 
 def known(placement: Placement, run: str, data: str) -> list[int]:
     """Sequences of a micro-batch that each of two copies of a model on two ranks each may have."""
-    from phalanx.autotune.measure import find_rank_speeds
+    from phalanx.autotune.rank_speeds import find_rank_speeds
     from phalanx.comm.mesh import join
     from phalanx.workload.sinks import RecordWriter
     from phalanx.workload.workload import make_workload
@@ -122,18 +122,18 @@ def known(placement: Placement, run: str, data: str) -> list[int]:
 
 def test_what_one_rank_ran_out_of_memory_with_limits_its_copy_of_the_model(tokens: Path, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    hardware.record_out_of_memory(paths, 3, 4)
-    hardware.record_out_of_memory(paths, 9, 4)  # there is no such rank any more
+    memory_limits.record_out_of_memory(paths, 3, 4)
+    memory_limits.record_out_of_memory(paths, 9, 4)  # there is no such rank any more
     assert run_ranks(known, 4, run=str(tmp_path), data=str(tokens)) == [[4, 2]] * 4
     assert [event["most"] for event in events(paths, EventKind.MEMORY_LIMITED)] == [{"3": 2}]
-    assert hardware.read_micro_batch_limits(paths) == {3: 2}
+    assert memory_limits.read_micro_batch_limits(paths) == {3: 2}
 
 
 def tries(placement: Placement, run: str, data: str) -> list[list[int]]:
     """What is tried on this rank when it is measured, each time with what its pulse says of that; and what that says in
     the end."""
-    from phalanx.autotune.measure import find_rank_speeds
     from phalanx.autotune.probe_model import ProbeModel
+    from phalanx.autotune.rank_speeds import find_rank_speeds
     from phalanx.comm.mesh import join
     from phalanx.workload.sinks import RecordWriter
     from phalanx.workload.workload import make_workload
@@ -167,7 +167,7 @@ def tries(placement: Placement, run: str, data: str) -> list[list[int]]:
 
 
 def test_what_memory_ran_out_with_is_not_measured_again(tokens: Path, tmp_path: Path) -> None:
-    hardware.record_out_of_memory(RunPaths(tmp_path), 1, 2)
+    memory_limits.record_out_of_memory(RunPaths(tmp_path), 1, 2)
     free, limited = run_ranks(tries, 2, run=str(tmp_path), data=str(tokens))
     assert free == [[1, 1], [3, 3]] * 2 + [[0]]
     assert limited == [[1, 1]] * 2 + [[0]]

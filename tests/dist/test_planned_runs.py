@@ -54,8 +54,10 @@ def test_the_choice_is_kept_said_and_repeated(place: Path) -> None:
     assert kept["keys"] == first["keys"]
     assert [len(node) for node in kept["for"]["nodes"]] == [2]
     said = (place / "said").read_text()
-    assert f"layout: {first['layout']}; a step should take " in said
-    assert "phalanx plan says more" in said
+    # Of the set-up the console shows four lines; lines with a time are findings of the health check.
+    screen = [line for line in said[: said.index(" step 1/")].splitlines()[:-1] if not line[0].isdigit()]
+    assert [line.split()[0] for line in screen] == ["model", "devices", "folder", "split"]
+    assert " a step" in screen[3] and screen[3].endswith(f"; layout: {first['layout']}")
     assert " predicted from data-sheets" in " ".join(said.split()) or " predicted from measurements" in " ".join(
         said.split()
     )
@@ -110,7 +112,7 @@ def test_the_run_teaches_the_planner(place: Path) -> None:
     assert told["saving"]["checkpoint_from"] == "chosen"
     assert told["saving"]["recovery_from"] is None
     assert "(assumed)" in planned[1]
-    assert "nothing to learn from" in command.sentence(refused[0], refused[2])
+    assert "no plan.json with the devices of the run" in command.sentence(refused[0], refused[2])
 
 
 def test_a_dry_run_takes_the_layout_too(place: Path) -> None:
@@ -126,5 +128,5 @@ def test_ranks_that_something_else_started_cannot_choose(tmp_path: Path) -> None
         {"model": {"hidden": 16, "layers": 1, "heads": 2}, "parallel": {"layout": "auto"}}, "the test's recipe"
     )
     one = Placement(rank=1, world=2, local_rank=1, local_world=2, node=0, device="cpu", store=None)
-    with pytest.raises(ConfigError, match="knows its own only; start them by `phalanx train` itself"):
+    with pytest.raises(ConfigError, match="knows only its own; start the ranks with `phalanx train`"):
         started_rank.run_started_rank(config, RunPaths(tmp_path), one, DeviceInfo("cpu", "cpu", True), (), ())

@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_within_the_window_sees_the_rest_of_it(tmp_path: Path
     paths = RunPaths(tmp_path / "run")
     assert list(paths.profile.iterdir()) == [paths.trace(0, 4, 5)]
     (message,) = [event["message"] for event in runs.events(paths.root, "warning")]
-    assert message == "steps 1 to 1 are not looked into: they were done before this start"
+    assert message == "steps 1 to 1 are not profiled: they were done before this start"
 
 
 def fail_in_step_three(placement: Placement, run: str, data: str) -> list[str]:

@@ -89,4 +89,4 @@ def test_an_accelerator_without_bf16_computes_in_fp16() -> None:
     old, reasons = resolve.resolve_autos(config, device="gpu", world=1, bf16=False)
     new, _ = resolve.resolve_autos(config, device="gpu", world=1)
     assert (old.train.dtype, new.train.dtype) == ("fp16", "bf16")
-    assert ("train.dtype", "fp16", "a device of kind gpu here has no bf16") in reasons
+    assert ("train.dtype", "fp16", "a gpu device has no bf16") in reasons

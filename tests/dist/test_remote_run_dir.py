@@ -133,10 +133,10 @@ def test_a_run_at_a_url_is_looked_after_by_its_url(here: Path, bucket: str, s3_s
     assert said["status"]["run"] == f"{bucket}/run" and said["status"]["state"] == "running"
     assert said["status"]["scheduler"]["id"] == str(said["pid"])
     assert said["log"][0] == said["follow"][0] == 0
-    assert said["now"][0] == ExitCode.CONFIG and f"end process {said['pid']}" in said["now"][2]
-    assert said["cancel"][0] == 0 and "it finishes the step, saves and leaves" in said["cancel"][1], said["cancel"]
+    assert said["now"][0] == ExitCode.CONFIG and f"kill process {said['pid']}" in said["now"][2]
+    assert said["cancel"][0] == 0 and "it finishes the step, saves and exits" in said["cancel"][1], said["cancel"]
     assert said["code"] == ExitCode.STOPPED
-    assert f"the run {bucket}/run is not going on" in said["again"][2]
+    assert f"the run {bucket}/run is not running" in said["again"][2]
     assert "stopped" in said["screen"][1]
     assert f"no rank of {bucket}/run has died" in said["error"][2]
 

@@ -121,10 +121,9 @@ RULES = {
     "by other kernels": dataclasses.asdict(ADAMW),
 }
 HOW = {
-    "by gradients": "gradients with which it makes the update again",
-    "by the state": "it as it is, since only AdamW's updates are made again, of states that live in shared memory",
-    "by other kernels": "it as it is, since the nodes' processors or versions of torch differ, or there is no memory "
-    "for more",
+    "by gradients": "gradients, from which it recomputes the update",
+    "by the state": "a full copy, because only AdamW updates of state in shared memory can be recomputed",
+    "by other kernels": "a full copy, because the nodes' processors or torch versions differ, or memory is short",
 }
 
 
@@ -373,7 +372,7 @@ def test_every_third_step_is_on_the_other_node_and_all_can_go_back_to_it(tmp_pat
         assert found["in the end"] == [[rank, [9, 10], False], [other, there, True]]
         assert [event["value"] for event in found["said"]] == [3]
         assert "every 3 steps, where it takes " in found["said"][0]["reason"]
-        assert "a lost node costs 2 committed steps at most" in found["said"][0]["reason"]
+        assert "a lost node costs at most 2 committed steps" in found["said"][0]["reason"]
 
 
 # ------------------------------------------------------------------------------------------------------ what goes wrong
@@ -411,15 +410,15 @@ def test_where_there_is_no_room_the_run_does_without_or_is_refused(tmp_path: Pat
         assert holds == [[rank, [1], False]]  # and nothing is left of what one of them had made room for
         assert not late
         assert said[0][0] == "off"
-        assert said[0][1].startswith("a node that is lost takes the run back to a checkpoint, since ")
-    assert "does not take" in found[0][1][0][1]
+        assert said[0][1].startswith("losing a node takes the run back to a checkpoint: ")
+    assert "has no room for" in found[0][1][0][1]
     for asked in ("every_step", 4):
         place = tmp_path / str(asked)[:2]  # a socket's path may not be long
         place.mkdir()
         found = run_ranks(decided, 2, folder=str(place), replicate=asked, room=50_000)
         assert [name for name, _ in found] == ["ConfigError"] * 2
         assert f"resilience.replicate_every is {asked}, but" in found[0][1]
-        assert "bytes for a replica (File too large)" in found[0][1]
+        assert "bytes of a replica (File too large)" in found[0][1]
 
 
 def divided_anew(placement: Placement, folder: str) -> list[Any]:
@@ -494,7 +493,7 @@ def lies(placement: Placement, folder: str) -> list[Any]:
 
 def test_an_update_that_came_to_something_else_is_no_replica(tmp_path: Path) -> None:
     found = run_ranks(lies, 2, folder=str(tmp_path))
-    why = "CollectiveError: state could not be replicated to another node (the update of step 3, made again, came to"
+    why = "CollectiveError: state could not be replicated to another node (the recomputed update of step 3"
     assert why in found[0][0]
     assert 3 not in found[1][1] and 2 in found[1][1]  # node 1 holds the replica of rank 0
 
@@ -525,7 +524,7 @@ def test_a_keeper_that_dies_ends_the_attempt_with_a_reason(whose: int, tmp_path:
     begun = time.monotonic()
     found = run_ranks(loses_its_keeper, 2, folder=str(tmp_path), whose=whose)
     assert time.monotonic() - begun < 40
-    assert "CollectiveError: the process of this node that keeps replicas is gone" in found[whose]
+    assert "CollectiveError: this node's replica process is gone" in found[whose]
     assert "nothing" not in found
 
 

@@ -14,7 +14,7 @@ from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.trainer import train_rank
 from tests.dist.incidents import train_with_signal
-from tests.helpers import run_ranks
+from tests.helpers import ALL, run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, distance, farthest, same_bits, walk
 
@@ -33,7 +33,7 @@ def random_step(seed: int) -> int:
     return random.Random(seed).randrange(9, 28)
 
 
-@pytest.mark.parametrize(("seed", "victims"), [(1, [1]), (2, [0]), (3, [0, 1])])
+@pytest.mark.parametrize(("seed", "victims"), [(2, [0]), (3, [0, 1]), *([(1, [1])] if ALL else [])])
 def test_killed_and_started_again_by_the_agent(
     seed: int, victims: list[int], undisturbed: Outcome, tokens: Path, tmp_path: Path
 ) -> None:
@@ -50,7 +50,7 @@ def test_killed_and_started_again_by_the_agent(
     assert_bitwise(runs.outcome(tmp_path), undisturbed)
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, "bf16"), (2, "bf16"), (1, "fp32")])
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (1, "fp32"), *([(1, "bf16")] if ALL else [])])
 def test_killed_with_other_engines_and_types(ranks: int, dtype: str, tokens: Path, tmp_path: Path) -> None:
     changes = {"train.dtype": dtype, "train.micro_batch": 3, "model.tie_embeddings": True, "train.steps": 14}
     quiet = walk(ranks, tmp_path / "quiet", tokens, **{key.replace(".", "__"): value for key, value in changes.items()})
@@ -64,7 +64,7 @@ def test_killed_with_other_engines_and_types(ranks: int, dtype: str, tokens: Pat
     assert_bitwise(runs.outcome(run), quiet)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), *([(1, 2)] if ALL else [])])
 def test_killed_and_resumed_on_another_number_of_ranks(
     before: int, after: int, undisturbed: Outcome, tokens: Path, tmp_path: Path
 ) -> None:
@@ -129,15 +129,16 @@ def test_saved_on_any_number_of_ranks_loads_on_any(before: int, tokens: Path, tm
     first: dict[str, Any] = {"train__steps": 3, "train__eval_sequences": 0}
     written = walk(before, tmp_path / "first", tokens, **first)
     losses = []
-    for after in (1, 2, 3, 5):
+    another = {1: 3, 2: 5, 3: 1, 5: 2}[before]
+    for after in (1, 2, 3, 5) if ALL else (before, another):
         run, copy = tmp_path / f"{before}-{after}", tmp_path / f"copy-{before}-{after}"
         shutil.copytree(tmp_path / "first", run)
         codes = run_ranks(copy_through, after, run=str(run), data=str(tokens), copy=str(copy))
         assert codes == [0] * after
         assert same_bits(runs.state(copy), written.state), f"saved on {before}, loaded on {after}"
         losses.append(runs.outcome(run).losses[3])
-    print(f"saved on {before}: next losses differ by {farthest(losses, losses[:1] * 4):.1e}")
-    assert farthest(losses, losses[:1] * 4) < 1e-9
+    print(f"saved on {before}: next losses differ by {farthest(losses, losses[:1] * len(losses)):.1e}")
+    assert farthest(losses, losses[:1] * len(losses)) < 1e-9
 
 
 def test_no_steps_write_a_checkpoint_of_the_starting_weights(tokens: Path, tmp_path: Path) -> None:

@@ -222,5 +222,5 @@ def test_a_sleeping_peer_is_named() -> None:
     results = run_ranks(lose_a_peer, 3, lost=0, sleep=True)
     assert results.pop(0) == ["lost"]
     for first, again in results:
-        assert first.startswith("rank 0 of 3 did not answer when")
+        assert first.startswith("rank 0 of 3 did not respond after")
         assert again == "the same"

@@ -188,7 +188,7 @@ def groups(placement: Placement, folder: str) -> list[Any]:
 def test_groups_without_rank_0_save_and_load(tmp_path: Path) -> None:
     for rank, (ours, torchs, unlike) in enumerate(run_ranks(groups, 4, folder=str(tmp_path))):
         assert ours == torchs == [float(rank // 2 * 2)] * 3
-        assert "asks for other keys than rank 0" in unlike
+        assert "requests other keys than rank 0" in unlike
 
 
 def at_s3(placement: Placement, url: str, environment: dict[str, str]) -> list[Any]:

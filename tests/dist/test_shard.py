@@ -272,7 +272,7 @@ def sharded_again(placement: Placement, zero: int) -> list[str]:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_model_is_on_one_engine_at_a_time(zero: int) -> None:
     for whole, part, *closed in run_ranks(sharded_again, 2, zero=zero):
-        assert "is sharded already; close() that first" in whole
+        assert "is already sharded; close() it first" in whole
         assert part == whole
         assert ["was sharded with zero=3 and closed" in each for each in closed] == [True] * (zero == 3)
 
@@ -395,24 +395,24 @@ STEPPING: dict[str, Callable[[ShardedModel, Net, Any, Any], Any]] = {
     "nothing kept": lambda s, net, x, y: s.save("nowhere", keep=0),
 }
 EXPECTED = {
-    "shape": "parameter last.weight has the shape (2, 7), and had (1, 7) when it was sharded, so that would be lost",
-    "replaced": "parameter last.weight was replaced, or got other memory, after the model was sharded",
-    "moved": "was replaced, or got other memory",
+    "shape": "parameter last.weight has the shape (2, 7), and had (1, 7) when it was sharded, so this would be lost",
+    "replaced": "parameter last.weight was replaced or moved to other memory after the model was sharded",
+    "moved": "was replaced or moved to other memory",
     "added": "parameter more was added after the model was sharded",
-    "written": "parameter scale was written to after the model was sharded, and its values are kept elsewhere",
+    "written": "parameter scale was written to after the model was sharded, but its values are stored elsewhere",
     "unfrozen": "parameter blocks.1.weight needs gradients now, but was frozen when the model was sharded",
     "outside": "step.backward() was called outside of `for batch in step`",
     "plain backward outside": "a backward pass has run outside",
-    "twice": "step.backward() was called twice for a micro-batch; add up its losses",
-    "no sum": "step.backward() got a tensor of shape (13,), which must be one number",
-    "left early": "a step was left after 0 of 2 micro-batches; go through all",
-    "gone through twice": "the micro-batches of a step were gone through before",
+    "twice": "step.backward() was called twice for a micro-batch; sum its losses",
+    "no sum": "step.backward() got a tensor of shape (13,), which must be a scalar",
+    "left early": "a step ended after 0 of 2 micro-batches; iterate over all",
+    "gone through twice": "the micro-batches of a step can be iterated only once",
     "no backward": "a step of weight 3 had no step.backward()",
-    "mean weight": "a step has weight=0.5, which is no count",
+    "mean weight": "a step has weight=0.5, which is not a count",
     "asked within": "this was called within a step or full_parameters()",
-    "norm within": "what came of a step is known when its context has been left",
+    "norm within": "results of a step are available after its `with` block",
     "not called": "parameter first.weight was used though first was not called in this micro-batch",
-    "after a failure": "a step of this model has failed half-way",
+    "after a failure": "a step of this model failed half-way",
     "no JSON": "extra cannot be saved as JSON",
     "nothing kept": "keep is 0, which would leave no checkpoint",
     "closed": "this model was closed",
@@ -450,11 +450,11 @@ def test_ranks_that_ask_for_unlike_things() -> None:
         zero, degree, length, nothing, negative, shape, rates = found
         assert "rank 1 calls phalanx.shard with zero=2, but rank 0 with zero=1" in zero
         assert "a copy of the state cannot be sharded over 3 ranks each, since there are 2" in degree
-        assert "weights has a number for each of 3 ranks, but 2 hold a copy of the state together" in length
+        assert "weights has 3 numbers, but a copy of the state is sharded over 2 ranks" in length
         assert "weights 0, 0 make no shares of the state" in nothing
         assert "weights -1, 1 make no shares of the state" in negative
-        assert "rank 1 has another model than rank 0: they differ in scale" in shape
-        assert "learning rates of step 1 are from 0.01 to 0.02; give all ranks the same" in rates
+        assert "rank 1 has a different model than rank 0 (they differ in scale)" in shape
+        assert "learning rates of step 1 are from 0.01 to 0.02; use the same on all ranks" in rates
 
 
 def absent(placement: Placement) -> str:
@@ -468,7 +468,7 @@ def absent(placement: Placement) -> str:
 
 def test_a_rank_that_is_late_is_named() -> None:
     said = run_ranks(absent, 2)[0]
-    assert "rank 1 of 2 did not answer when" in said
+    assert "rank 1 of 2 did not respond after" in said
     assert "raise timeout_s" in said
 
 

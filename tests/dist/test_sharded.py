@@ -16,7 +16,7 @@ from phalanx.engine import sharded
 from phalanx.engine.sharding_spec import CommSchedules, ShardingSpec
 from phalanx.layout.comm_simulation import TransferOp
 from tests.dist.engine_cases import WIDTH, Batch, Driven, Mix, Net, batches, mix
-from tests.helpers import run_ranks
+from tests.helpers import cover, run_ranks
 
 SHAPES: st.SearchStrategy[Any] = st.one_of(
     st.just([]), st.lists(st.integers(1, 7), min_size=1, max_size=3), st.tuples(st.integers(1, 30), st.integers(1, 20))
@@ -237,8 +237,7 @@ def watch(part: Any, name: str, done: list[str]) -> None:
     setattr(part, name, noting)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("bad", [1.0, float("nan")])
+@pytest.mark.parametrize(("zero", "bad"), cover([1, 2], [1.0, float("nan")]))
 def test_what_was_updated_early_is_put_back_when_it_is_clipped_or_skipped(zero: int, bad: float) -> None:
     for (one, two), same, moved in run_ranks(clipped, 2, timeout_s=180, zero=zero, bad=str(bad)):
         units = 4

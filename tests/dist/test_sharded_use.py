@@ -16,9 +16,9 @@ import torch
 from phalanx.comm.mesh import RankDevices, join
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
-from phalanx.engine.bucket import IN_FLIGHT
-from phalanx.engine.sharding_spec import PREFETCH, ShardingSpec
+from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.engine.zero1_2 import KeptParameters
+from phalanx.layout.memory_model import IN_FLIGHT, PREFETCH
 from tests.dist.engine_cases import WIDTH, Driven, Mix, Net, batches, mix
 from tests.helpers import run_ranks
 
@@ -52,7 +52,7 @@ def copies_on_unlike_devices(placement: Placement) -> str:
 
 def test_copies_on_unlike_devices_are_refused() -> None:
     for said in run_ranks(copies_on_unlike_devices, 2):
-        assert said.startswith("copies of the state on devices of unlike kinds would drift apart")
+        assert said.startswith("copies of the state on heterogeneous devices would drift apart")
 
 
 def read_between_steps(placement: Placement, zero: int) -> list[Any]:
@@ -68,7 +68,7 @@ def read_between_steps(placement: Placement, zero: int) -> list[Any]:
                 copy.deepcopy(model)
             driven.step(3, batches(3, mesh.rank))  # its updates are on their way when the next state is asked for
             driven.twin.step(3, [batch for rank in range(mesh.world) for batch in batches(3, rank)])
-            state = model.state_dict()
+            state = {name: value.clone() for name, value in model.state_dict().items()}  # before step 4 changes them
             driven.engine.begin_step(4, 1, 1e-3, None)
             with driven.engine.micro_batch(True):
                 with pytest.raises(RuntimeError, match="asked for within a step"):
@@ -439,7 +439,7 @@ def test_the_others_end_when_a_rank_does(mistake: str, zero: int, said: str) -> 
     if said:
         assert found[1][0] == said
     else:  # the store, which knows who is late, is rank 0's: the others may come when it is gone
-        assert re.match(r"ranks? [\d, ]*\b1\b[\d, ]* of 4 did not answer", found[0][0]), found
+        assert re.match(r"ranks? [\d, ]*\b1\b[\d, ]* of 4 did not respond", found[0][0]), found
 
 
 # ---------------------------------------------------------------------------------------------- a lane that lags behind

@@ -151,7 +151,7 @@ def test_the_same_weights_on_any_layout() -> None:
 def test_what_cannot_be_started_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(ConfigError, match=r"buffer 1\.running_mean is on meta, and BatchNorm1d keeps no config"):
+    with pytest.raises(ConfigError, match=r"buffer 1\.running_mean is on meta, and BatchNorm1d has no config"):
         rebuild_buffers(model)
     with pytest.raises(ConfigError, match=r"model\.config\.initializer_range, which Sequential does not have"):
         start_of(model, 1)

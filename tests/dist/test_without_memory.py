@@ -40,7 +40,7 @@ def test_a_run_goes_on_without_shared_memory(tmp_path: Path) -> None:
     assert code == 0, err
     warnings = [event["message"] for event in runs.events(tmp_path / "run", EventKind.WARNING)]
     assert any(
-        "shared memory cannot be used (/proc:" in each and "no step is kept in memory" in each for each in warnings
+        "shared memory cannot be used (/proc:" in each and "steps are not kept in memory" in each for each in warnings
     )
     decided = [
         event

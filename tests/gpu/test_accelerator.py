@@ -13,6 +13,7 @@ from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.models import layers
 from phalanx.models.attention import attention, has_kernel
+from phalanx.parallel import fp8
 from phalanx.system import accelerator
 from phalanx.system.accelerator import HostCopy
 from phalanx.system.event_times import EventTimes
@@ -224,3 +225,27 @@ def test_the_time_of_units_is_read_a_step_late() -> None:
     assert first is None
     assert min(others) > 0
     assert others[2] > 3 * others[1]
+
+
+def fp8_kernel(placement: Placement) -> tuple[str, list[float]]:
+    device = torch.device(accelerator.list_devices()[0])
+    accelerator.set_device(device, 1)
+    apart = []
+    for rows, into, out in ((256, 256, 256), (1000, 4096, 1024), (37, 128, 384)):
+        x, weight = (torch.randn(*shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+                     for shape in ((rows, into), (out, into)))  # fmt: skip
+        grad = torch.randn(rows, out, device=device, dtype=torch.bfloat16)
+        results = [
+            (y, *torch.autograd.grad(y, (x, weight), grad))
+            for y in (linear(x, weight) for linear in (fp8.linear_by_kernel, fp8.linear_by_emulation))
+        ]
+        apart += [float((a - b).float().norm() / b.float().norm()) for a, b in zip(*results, strict=True)]
+    return fp8.find_kernel_problem(device), apart
+
+
+@needs_kernels
+def test_the_fp8_kernel_computes_what_the_emulation_does() -> None:
+    problem, apart = run_ranks(fp8_kernel, 1)[0]
+    if problem.startswith("no kernel"):
+        pytest.skip(problem)
+    assert problem == "" and max(apart) < 0.01

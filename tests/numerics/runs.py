@@ -25,7 +25,6 @@ from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.optim.update import state_shape
 from phalanx.tasks.language import IGNORE_INDEX
@@ -101,15 +100,18 @@ def on_one_thread(placement: Placement) -> Placement:
 def loop_of(placement: Placement, described: TrainingJob) -> Iterator[TrainingLoop]:
     """What `trainer.run` runs, for tests that change a part of it first."""
     parallel = described.config.parallel
-    with join(placement, described.config.comm.timeout_s, axes=MeshAxes(parallel.tensor, parallel.pipeline)) as mesh:
+    with join(placement, described.config.comm.timeout_s, axes=parallel.axes) as mesh:
         yield loop_among(mesh, placement, described)
 
 
-def loop_among(mesh: Mesh, placement: Placement, described: TrainingJob) -> TrainingLoop:
-    """The same among ranks that have met."""
+def loop_among(
+    mesh: Mesh, placement: Placement, described: TrainingJob, weights: tuple[float, ...] | None = None
+) -> TrainingLoop:
+    """The same among ranks that have met, with these `weights` of their shares of the state."""
     records = RecordWriter(described.paths, placement.attempt, [], active=mesh.rank == 0)
     saver = CheckpointSaver(described.paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 3, records.write_event)
-    parts = build_components(described.config, described.spec, mesh, described.train_tokens, described.held_out_tokens)
+    sets = described.train_tokens, described.held_out_tokens
+    parts = build_components(described.config, described.spec, mesh, *sets, weights=weights)
     return TrainingLoop(TrainingSetup(described, placement, mesh, parts, records, saver, StopRequest()))
 
 

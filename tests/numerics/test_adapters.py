@@ -24,7 +24,7 @@ from phalanx.trainer import run_folder
 from phalanx.trainer.export import export_run, load_trained_model
 from phalanx.workload import adapters
 from tests.dist.incidents import train_with_signal
-from tests.helpers import run_ranks
+from tests.helpers import ALL, run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import VOCAB, Outcome, distance, farthest, same_bits, walk
 
@@ -72,6 +72,17 @@ def alone(base: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run, walked(1, run, tokens, changes(base))
 
 
+def test_frozen_weights_gathered_in_fp8_change_no_bit(base: Path, tokens: Path, tmp_path: Path) -> None:
+    """Their scales are agreed on once, those of trained weights before each step."""
+    changed = changes(base) | {"train.fp8": "block", "train.steps": 3, "optim.clip_norm": None, "train.micro_batch": 2}
+    kept, found = (
+        walked(2, tmp_path / str(zero), tokens, changed | {"parallel.zero": zero, "balance.optimizer_state": [1, 2]})
+        for zero in (2, 3)
+    )
+    assert found.losses == kept.losses
+    assert all(torch.equal(found.state[name], value) for name, value in kept.state.items())
+
+
 @pytest.mark.parametrize(("ranks", "more"), [(2, {}), (3, {"memory.activations": "full", "train.micro_batch": 1})])
 def test_ranks_in_float64(
     ranks: int, more: dict[str, Any], base: Path, alone: tuple[Path, Outcome], tokens: Path, tmp_path: Path
@@ -84,6 +95,14 @@ def test_ranks_in_float64(
     assert farthest([*other.evaluations.values()], [*one.evaluations.values()]) < 1e-9
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         assert distance(other.state, one.state, kind) < 1e-9
+
+
+@pytest.mark.skipif(not ALL, reason="PHALANX_TEST_ALL is not set")
+def test_frozen_weights_that_are_gathered_in_fp8_change_no_bit(base: Path, tokens: Path, tmp_path: Path) -> None:
+    given = changes(base) | {"train.steps": 3, "train.fp8": "block", "train.micro_batch": 2}
+    kept, found = (walked(2, tmp_path / str(zero), tokens, given | {"parallel.zero": zero}) for zero in (2, 3))
+    assert found.losses == kept.losses
+    assert same_bits(found.state, kept.state)
 
 
 def test_a_checkpoint_holds_adapters_alone(alone: tuple[Path, Outcome]) -> None:
@@ -225,11 +244,11 @@ def test_other_weights_in_the_place_of_the_base_are_refused(
         run_folder.check_run_data(
             paths, {}, True, adapters.compute_base_fingerprint(described.config, described.spec, Llama)
         )
-    with pytest.raises(RunError, match=r"does not hold the weights that the adapters of .* were trained beside"):
+    with pytest.raises(RunError, match=r"does not have the weights that the adapters of .* were trained with"):
         export_run(paths, tmp_path / "merged", None, merge=True)
     export_run(paths, tmp_path / "adapter", None)  # needs no base
     (warning,) = adapters.adapter_warnings(another.config, another.spec, Llama)
-    assert warning.startswith(f"the adapter {tmp_path / 'before'} was trained beside other weights than those in")
+    assert warning.startswith(f"the adapter {tmp_path / 'before'} was trained with other weights than those in")
 
 
 def test_an_adapter_gives_what_the_recipe_leaves_open_and_contradicts_the_rest(

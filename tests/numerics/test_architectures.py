@@ -1,11 +1,11 @@
-"""Every architecture, and a model of one's own, walk one curve on any number of ranks, and go on as if nothing was."""
+"""Whole runs of a family unlike the others and of a model of one's own walk one curve on any number of ranks, and go on
+as if nothing was. Every family without the rest of a run: tests/dist/test_families.py."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phalanx.models.families.catalog import FAMILIES
 from tests.numerics.runs import walk
 from tests.numerics.test_rank_layout import assert_same
 
@@ -32,16 +32,8 @@ class Model(llama.Llama):
         return ("zeros",) if ".after." in name else llama.llama_init_rule(name, spec)
 """
 CHANGES: dict[str, dict[str, Any]] = {
-    "mistral, window": {"model__architecture": "mistral", "model__sliding_window": 5},
-    "qwen2": {"model__architecture": "qwen2"},
-    "qwen3": {"model__architecture": "qwen3", "model__head_dim": 12, "model__tie_embeddings": True},
+    "gpt2": {"model__architecture": "gpt2", "model__kv_heads": 4, "model__tie_embeddings": True},
     "own": {"model__code": "FOLDER/own.py"},
-}
-NAMED = {change.get("model__architecture", "llama") for change in CHANGES.values()}
-CHANGES |= {
-    name: {"model__architecture": name, "model__sliding_window": 5}
-    for name, family in FAMILIES.items()
-    if family.writes_text and name not in NAMED
 }
 
 

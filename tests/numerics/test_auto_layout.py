@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import ALL
 from tests.numerics.runs import Outcome, walk
 from tests.numerics.test_rank_layout import assert_same
 
@@ -28,7 +29,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2 x PP2 x shard 2": (8, {"tensor": 2, "pipeline": 2, "zero": 2}),
     "TP2 x shard 2 x replicate 2": (8, {"tensor": 2, "shard_degree": 2}),
 }
-STEPS = {"train__steps": 20, "checkpoint__every": 0}
+LENGTH = 20 if ALL else 6
+STEPS = {"train__steps": LENGTH, "checkpoint__every": 0}
 STAGED: dict[str, Any] = {**STEPS, "model__layers": 4, "train__micro_batch": 1}
 SHARED: dict[str, Any] = {**STEPS, "model__layers": 2, "train__micro_batch": 2}
 
@@ -86,7 +88,7 @@ def test_labels_that_do_not_count(layout: str, one: Walked, tokens: Path, tmp_pa
 def half(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder in which eight ranks went half-way."""
     folder, layout = tmp_path_factory.mktemp("half"), "TP2 x PP2 x shard 2"
-    changes = {**STAGED, "train__steps": 10, "optim__decay_steps": 30, **cut(layout)}
+    changes = {**STAGED, "train__steps": LENGTH // 2, "optim__decay_steps": 30, **cut(layout)}
     walk(LAYOUTS[layout][0], folder, tokens, **changes)
     return folder
 
@@ -98,5 +100,5 @@ def test_what_eight_ranks_saved_goes_on_elsewhere(
     shutil.copytree(half, tmp_path / "run")
     layout = {f"parallel__{key}": value for key, value in keys.items()}
     found = walk(ranks, tmp_path / "run", tokens, **STAGED, **layout)
-    found.evaluations.pop((10, "held_out"))
+    found.evaluations.pop((LENGTH // 2, "held_out"))
     assert_same(found, one(**STAGED))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from phalanx.config.schema import Config
 from phalanx.core.records import EventKind
@@ -12,6 +13,7 @@ from phalanx.data.bert_rows import order_labels
 from phalanx.data.prepare import PreparedData, prepare_for
 from phalanx.data.record_files import RecordFile, TokenFile
 from tests.code_tags import write_conll
+from tests.helpers import ALL
 from tests.numerics import runs
 from tests.numerics.runs import walk
 
@@ -29,6 +31,7 @@ def prepared(folder: Path, source: Any, task: dict[str, Any], **data: Any) -> tu
     return made, sets
 
 
+@pytest.mark.skipif(not ALL, reason="long: make test-all; entities are learned in less")
 def test_masked_tokens_are_told_from_those_around_them(tmp_path: Path) -> None:
     library = Path(sysconfig.get_path("stdlib"))
     sources = [str(library / name) for name in ("email", "json", "http")]

@@ -206,7 +206,7 @@ def test_it_learns_the_digits_and_its_export_computes_the_same(tmp_path: Path) -
 def learn(placement: Placement, run: str, text: str) -> float:
     from safetensors.torch import load_file
 
-    from phalanx.models.user_model import load_class
+    from phalanx.core.user_code import load_class
     from phalanx.tasks.task import CustomTask
 
     paths = RunPaths(Path(run) / "run")

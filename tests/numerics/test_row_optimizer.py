@@ -1,6 +1,5 @@
 """An optimizer with a number for each row of a matrix: its record, its class and its line (docs/architecture.md)."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from phalanx.config.optimizers import ADAM, OPTIMIZERS, OptimizerInfo
 from phalanx.core.placement import Placement
 from phalanx.optim.make_rule import OWN_RULES
-from phalanx.optim.update import AdamW, Allocator, Slot, State, StepUpdate, copy_slot
+from phalanx.optim.update import AdamW, Allocator, Slot, State, StepUpdate, copy_slot, count_state_bytes
 from tests.dist.test_in_memory_checkpoints import begin, resumed, shared, train_and_die  # noqa: F401
 from tests.helpers import run_ranks
 from tests.numerics import runs
@@ -39,11 +38,8 @@ class RowScaled:
         kind, count = ("row_square", elements // shape[-1]) if len(shape) > 1 else ("square", elements)
         return {kind: allocate(name, kind, count, dtype, device)}
 
-    def needs_whole_rows(self, shape: Sequence[int]) -> bool:
-        return len(shape) > 1
-
-    def state_bytes(self, shape: Sequence[int], itemsize: int) -> int:
-        return itemsize * math.prod(shape[:-1] if len(shape) > 1 else shape)
+    def elements_together(self, shape: Sequence[int]) -> int:
+        return shape[-1] if len(shape) > 1 else 1
 
     def apply(self, source: Slot, target: Slot, grads: dict[str, torch.Tensor], change: StepUpdate) -> None:
         copy_slot(source, target)
@@ -92,7 +88,11 @@ def assert_same_curve(found: Outcome, alone: Outcome) -> None:
 
 def test_the_record_says_what_the_class_keeps() -> None:
     rule = RowScaled(AdamW(0.9, 0.95, 1e-8, 0.1))
-    assert INFO.state_bytes({}, 4, 1024) * 64 * 1024 == rule.state_bytes((64, 1024), 4) == 4 * 64
+    assert (
+        INFO.state_bytes({}, 4, 1024) * 64 * 1024
+        == count_state_bytes(rule, (64, 1024), 64 * 1024, torch.float32)
+        == 4 * 64
+    )
 
 
 def test_one_rank_learns_and_its_checkpoint_has_a_number_for_each_row(alone: Outcome) -> None:

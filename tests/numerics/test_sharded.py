@@ -14,7 +14,7 @@ import pytest
 from phalanx.core.placement import Placement
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.optim import gradients
-from tests.helpers import ALL, run_ranks
+from tests.helpers import ALL, cover, run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, walk
 from tests.numerics.test_rank_layout import assert_same
@@ -35,14 +35,12 @@ def one(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Walked:
     return walked
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("ranks", "zero"), cover([1, 2, 3, 4, 5], [3, 1, 2]))
 def test_even_shards_in_float64(ranks: int, zero: int, one: Walked, tokens: Path, tmp_path: Path) -> None:
     assert_same(walk(ranks, tmp_path, tokens, **STEPS, parallel__engine="sharded", parallel__zero=zero), one(**STEPS))
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("state", [[4, 2, 1], [1, 0, 2], [0, 0, 1]])
+@pytest.mark.parametrize(("state", "zero"), cover([[4, 2, 1], [1, 0, 2], [0, 0, 1]], [1, 2, 3]))
 def test_uneven_shards(state: list[int], zero: int, one: Walked, tokens: Path, tmp_path: Path) -> None:
     assert_same(walk(3, tmp_path, tokens, **STEPS, balance__optimizer_state=state, parallel__zero=zero), one(**STEPS))
 
@@ -58,19 +56,18 @@ def test_micro_batches(zero: int, reduce: str, one: Walked, tokens: Path, tmp_pa
     assert_same(walk(2, tmp_path, tokens, **STEPS, **changes, train__micro_batch=1), one(**STEPS))
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("clip", [None, 0.9, 100.0])
+@pytest.mark.parametrize(("clip", "zero"), cover([None, 0.9, 100.0], [1, 2]))
 def test_two_slots(zero: int, clip: float | None, one: Walked, tokens: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"optim__clip_norm": clip, **STEPS}
     two = walk(2, tmp_path, tokens, **changes, parallel__zero=zero, optim__double_buffer=True, train__micro_batch=2)
     assert_same(two, one(**changes))
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize(("ranks", "state"), [(4, "auto"), (4, [3, 1]), (6, [2, 1])])
+@pytest.mark.parametrize(("split", "zero"), cover([(4, "auto"), (4, [3, 1]), (6, [2, 1])], [1, 2, 3]))
 def test_copies_of_the_state(
-    ranks: int, state: list[int] | str, zero: int, one: Walked, tokens: Path, tmp_path: Path
+    split: tuple[int, list[int] | str], zero: int, one: Walked, tokens: Path, tmp_path: Path
 ) -> None:
+    ranks, state = split
     changes: dict[str, Any] = {"parallel__zero": zero, "balance__optimizer_state": state, "train__micro_batch": 1}
     assert_same(walk(ranks, tmp_path, tokens, **STEPS, parallel__shard_degree=2, **changes), one(**STEPS))
 

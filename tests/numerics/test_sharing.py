@@ -23,11 +23,18 @@ from phalanx.layout.balance import Division
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.tasks.task import Batch, Task
 from phalanx.trainer import train_rank
-from tests.helpers import run_ranks
+from tests.helpers import ALL, run_ranks
 from tests.numerics.runs import Outcome, events, job, loop_of, on_one_thread, outcome, same_bits, state, walk
 from tests.numerics.test_rank_layout import assert_same
 
 PAUSE_S = 0.01  # for a sequence, at speed 1
+LENGTH = 30 if ALL else 8
+
+
+@pytest.fixture(scope="module")
+def few(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """`alone`, of so many steps."""
+    return walk(1, tmp_path_factory.mktemp("few"), tokens, train__steps=LENGTH)
 
 
 @pytest.mark.parametrize("proportions", [[2, 1], [3, 1, 1], [5, 2, 0]])
@@ -79,14 +86,14 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_runs_only_its_own_micro_batches_where_nothing_travels_in_one(
-    way: str, alone: Outcome, tokens: Path, tmp_path: Path
+    way: str, few: Outcome, tokens: Path, tmp_path: Path
 ) -> None:
     """Of one sequence each: the slow rank has a third of those of the fast one, and the curve is that of one rank."""
     changes, lockstep = WAYS[way]
-    changes = changes | {"balance.batch": [6, 2], "train.micro_batch": 1}
+    changes = changes | {"balance.batch": [6, 2], "train.micro_batch": 1, "train.steps": LENGTH}
     found = run_ranks(counting, 2, timeout_s=240, run=str(tmp_path), data=str(tokens), changes=changes)
-    assert found == [30 * 6, 30 * (6 if lockstep else 2)]
-    assert_same(outcome(tmp_path), alone)
+    assert found == [LENGTH * 6, LENGTH * (6 if lockstep else 2)]
+    assert_same(outcome(tmp_path), few)
     told = 6 if lockstep else [6, 2]
     assert [event["parts"] for event in events(tmp_path, EventKind.WORK_SPLIT)] == [told]
     assert all(record["parts"] == told for record in read_steps(RunPaths(tmp_path).metrics))
@@ -109,16 +116,16 @@ def test_copies_of_a_model_run_their_own_micro_batches(
     size: int,
     shares: list[int],
     by_rank: list[int],
-    alone: Outcome,
+    few: Outcome,
     tokens: Path,
     tmp_path: Path,
 ) -> None:
     """All ranks that hold a copy together run those of the copy; one without a sequence runs one of weight 0."""
     changes = {f"parallel.{key}": value for key, value in keys.items()}
-    changes |= {"train.micro_batch": size, "balance.batch": shares}
+    changes |= {"train.micro_batch": size, "balance.batch": shares, "train.steps": LENGTH}
     found = run_ranks(counting, 4, timeout_s=240, run=str(tmp_path), data=str(tokens), changes=changes)
-    assert found == [30 * parts for parts in by_rank]
-    assert_same(outcome(tmp_path), alone)
+    assert found == [LENGTH * parts for parts in by_rank]
+    assert_same(outcome(tmp_path), few)
 
 
 def changing(placement: Placement, run: str, data: str, shares: list[list[int]]) -> int:

@@ -24,7 +24,7 @@ from phalanx.core.placement import ExitCode, InMemoryCheckpoint, Placement, Stat
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node import attempt, standby
 from phalanx.elastic.node.agent import NodeJob, run_local_job
-from phalanx.layout import hardware
+from phalanx.layout import memory_limits
 
 FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
 
@@ -109,7 +109,7 @@ def starves(placement: Placement, steps: int = 0) -> int:
     for step in range(1, steps + 2):
         mine.enter_phase("data", step)
     mine.set_largest_micro_batch(
-        min(4, hardware.read_micro_batch_limits(RunPaths(FOLDER / "run")).get(placement.rank, 64))
+        min(4, memory_limits.read_micro_batch_limits(RunPaths(FOLDER / "run")).get(placement.rank, 64))
     )
     time.sleep(0.3)
     note(placement, "starved", 1)
@@ -129,7 +129,7 @@ def eats(placement: Placement) -> int:
         time.sleep(60 if placement.attempt == 1 else 0)
         return 0
     mine.set_largest_micro_batch(
-        most := min(4, hardware.read_micro_batch_limits(RunPaths(FOLDER / "run")).get(placement.rank, 64))
+        most := min(4, memory_limits.read_micro_batch_limits(RunPaths(FOLDER / "run")).get(placement.rank, 64))
     )
     time.sleep(0.3)  # the agent has begun to look
     taken = [b"\1" * (100 << 20) for _ in range(most)]
@@ -271,8 +271,8 @@ def main() -> None:
     )
     if job.worker in (starves, starves_behind_a_step, eats):
         job.shared = FOLDER
-        job.after_kernel_kill = functools.partial(hardware.record_kernel_kill, RunPaths(FOLDER / "run"))
-        job.after_out_of_memory = hardware.watch_limits(RunPaths(FOLDER / "run"))
+        job.after_kernel_kill = functools.partial(memory_limits.record_kernel_kill, RunPaths(FOLDER / "run"))
+        job.after_out_of_memory = memory_limits.watch_limits(RunPaths(FOLDER / "run"))
     if job.worker in (starves, starves_behind_a_step):
         attempt.out_of_memory_kills = lambda: len(list(FOLDER.glob("starved-*.json")))
         attempt.cgroup_oom_kills = attempt.out_of_memory_kills

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,8 @@ BASE: dict[str, dict[str, Any]] = {
     "report": {"tensorboard": False},
 }
 LORA = {"model": {"from_hf": "FOLDER/exported", "lora": {"rank": 2}}}
+EXPERTS = {"experts": 3, "experts_per_token": 2, "balance": "step_before", "balance_weight": 0.5}
+MOE = {"model.architecture": "qwen3_moe", "model.layers": 2, "model.moe": EXPERTS}
 PROMPTS = {"data.format": "prompt", "data.prompt_key": "title", "data.completion_key": "text", "data.seq_len": 44}
 CHAT = {"data.source": "FOLDER/talks.jsonl", "data.format": "chat", "data.chat_template": "chatml", "data.seq_len": 64}
 SGD = {"optim.name": "sgd", "optim.lr": 0.5}
@@ -171,7 +174,14 @@ def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
         run_micro_batches(parts.engine, parts.model, parts.task, batches, seed=0, step=1, nominal_weight=1)
         parts.engine.finish_step()
         moved = block.forward.func.__self__.out_bytes if config.memory.activations == "offload" else 0
-        return seen | {"micro_batches": len(batches), "forward_calls": len(norms), "moved_bytes": moved}
+        reading = sum(thread.name.startswith("read-ahead") for thread in threading.enumerate())
+        parts.close()
+        return seen | {
+            "reading": reading,
+            "micro_batches": len(batches),
+            "forward_calls": len(norms),
+            "moved_bytes": moved,
+        }
 
 
 def observe(placement: Placement, folder: str, cases: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Seen]:

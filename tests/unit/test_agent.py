@@ -147,15 +147,15 @@ def test_whom_the_kernel_kills_for_want_of_memory_asks_for_less(worker: str, tmp
     )
     # Less than it ran, whatever it was asked for.
     assert died[0]["reason"] == (
-        "killed by the kernel for want of memory, with micro-batches of 4 sequences at most; from the next start on it "
-        "gets 2 at most"
+        "killed by the kernel because memory ran out, with micro-batches of 4 sequences at most; from the next start "
+        "on it gets 2 at most"
     )
     # There are none smaller. What has come through steps before has lost memory to others: a failure like any other.
     assert died[2]["reason"] == (
-        "killed by the kernel for want of memory, with micro-batches of one sequence, and there are none smaller; "
+        "killed by the kernel because memory ran out, with micro-batches of one sequence, and there are none smaller; "
         "shard the model over more machines, run fewer ranks on this one, or set memory.activations=full"
         if at_once
-        else "killed by SIGKILL; the kernel has killed something for want of memory meanwhile"
+        else "killed by SIGKILL; the kernel killed a process because memory ran out at that time"
     )
     again = [event["reason"] for event in events if event["kind"] == "restarted"]
     assert again == ["with smaller micro-batches"] * 2
@@ -170,9 +170,11 @@ def test_a_rank_that_a_control_group_kills_is_named_and_asks_for_less(tmp_path: 
         code, events = run_job("eats", 2, tmp_path, begin=lambda: limits.enter(0))
         kills = limits.memory_kills(0)
     died = [event for event in events if event["kind"] == "worker_died"]
-    said = "killed by the kernel for want of memory, with micro-batches of 4 sequences at most; from the next start on "
+    said = (
+        "killed by the kernel because memory ran out, with micro-batches of 4 sequences at most; from the next start "
+    )
     assert (kills, code) == (1, 0)
-    assert [(event["rank"], event["reason"]) for event in died] == [(1, said + "it gets 2 at most")]
+    assert [(event["rank"], event["reason"]) for event in died] == [(1, said + "on it gets 2 at most")]
 
 
 def test_where_there_is_no_room_for_a_rank_it_is_said_and_none_is_left(
@@ -188,7 +190,7 @@ def test_where_there_is_no_room_for_a_rank_it_is_said_and_none_is_left(
 
     monkeypatch.setattr(attempts, "fork", fork)
     job = NodeJob(2, agent_jobs.fine, RunPaths(tmp_path))
-    with pytest.raises(PhalanxError, match=r"rank 1 was not started.*\(Resource temporarily unavailable\)"):
+    with pytest.raises(PhalanxError, match=r"rank 1 could not be started.*\(Resource temporarily unavailable\)"):
         run_local_job(job)
     started[0].wait()  # it was reaped already
     assert not is_alive(started[0].pid)
@@ -198,7 +200,7 @@ def test_attempts_are_numbered_from_the_first(tmp_path: Path) -> None:
     _, events = run_job("returns_3", 1, tmp_path, max_restarts=2, first_attempt=5)
     assert [event["attempt"] for event in events if event["kind"] == "attempt_started"] == [5, 6, 7]
     assert (events[-1]["kind"], events[-1]["attempt"]) == ("gave_up", 7)
-    assert events[-1]["reason"].startswith("3 attempts in a row made no progress beyond step 0; their logs say why")
+    assert events[-1]["reason"].startswith("3 attempts in a row made no progress beyond step 0; see the ranks' logs")
 
 
 @pytest.mark.parametrize(("restarts", "attempts"), [(0, 1), (1, 3), (2, 6)])
@@ -293,7 +295,7 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     begin = time.monotonic()
     agent.send_signal(signal.SIGINT)
     code, events = finish(agent)
-    assert (code, events[-1]["reason"]) == (1, "killed by the agent: still running at a second SIGINT")
+    assert (code, events[-1]["reason"]) == (1, "killed by the agent: still running after a second SIGINT")
     assert time.monotonic() - begin < 30
 
 
@@ -535,7 +537,7 @@ for kind in ("config", "memory", "other", "dies", "exits", "odd"):
     try:
         fork_call(fails, kind, timeout_s=20)
     except Exception as error:
-        first = str(error).replace("called in a process of its own, ", "").splitlines()[0]
+        first = str(error).replace("called in its own process, ", "").splitlines()[0]
         print(kind, type(error).__name__, first, "in fails" in str(error))
 fork_call(lambda: print("seen by the user"), timeout_s=20)
 print("descriptors left:", len(os.listdir("/proc/self/fd")) - before)
@@ -546,10 +548,10 @@ print("descriptors left:", len(os.listdir("/proc/self/fd")) - before)
         "5000000",
         "config ConfigError a sentence False",
         "memory OutOfMemory MemoryError: no more False",
-        "other RuntimeError in a process of its own: True",
-        "dies RuntimeError fails, was killed by SIGSEGV before it gave an answer False",
-        "exits RuntimeError fails, ended with exit code 0 before it gave an answer False",
-        "odd RuntimeError in a process of its own: False",
+        "other RuntimeError in its own process: True",
+        "dies RuntimeError fails, was killed by SIGSEGV before it returned a result False",
+        "exits RuntimeError fails, ended with exit code 0 before it returned a result False",
+        "odd RuntimeError in its own process: False",
         "seen by the user",
         "descriptors left: 0",
     ], done.stderr
@@ -568,7 +570,7 @@ except PhalanxError as error:
 print(time.monotonic() - begin < 30)
 """)
     child, sentence, quick = done.stdout.splitlines()
-    assert sentence == "slow was stopped: it had not finished after 0.5 s in a process of its own"
+    assert sentence == "slow was stopped: it had not finished after 0.5 s in its own process"
     assert quick == "True"
     wait_until(lambda: not is_alive(int(child)))
 
@@ -584,15 +586,18 @@ def test_the_same_crash_is_not_tried_for_ever(tmp_path: Path) -> None:
         "attempt_started", "worker_died", "restarted", "attempt_started", "worker_died", "gave_up"
     ]  # fmt: skip
     assert re.fullmatch(
-        r"2 attempts have failed in a row with KeyError in step 17 \(File .*agent_jobs.py\", line \d+, in raises\), so "
-        r"the next one would too; fix that first",
+        r"2 attempts in a row failed with KeyError in step 17 \(File .*agent_jobs.py\", line \d+, in raises\), so "
+        r"another would too; fix this first",
         events[-1]["reason"],
     )
 
 
 LOST = WorkerExit(0, 1, None, 1, cause(RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed by peer")))
 ABORT = WorkerExit(1, 2, signal.SIGABRT, None)
-COPY = "state could not be replicated to another node (it closed the connection); it or its process for that was lost"
+COPY = (
+    "state could not be replicated to another node (it closed the connection); that node or its replica process was "
+    "lost"
+)
 UNKEPT = WorkerExit(1, 2, None, 1, cause(CollectiveError(COPY)))
 OWN = WorkerExit(2, 3, None, 1, cause(ValueError("bad weights")))
 KILLED = WorkerExit(3, 4, signal.SIGKILL, None)

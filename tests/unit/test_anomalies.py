@@ -101,7 +101,7 @@ def test_a_loss_far_above_those_before_is_a_spike() -> None:
     assert known.loss_bound(MIN_LOSSES + 1) == pytest.approx(2.2)
     assert known.check_record(step(MIN_LOSSES + 1, 2.19), None) is None
     wrong = known.check_record(step(MIN_LOSSES + 2, 2.3), None)
-    assert wrong == RollbackRequest(MIN_LOSSES + 2, "the loss is 2.3, above 2.2, the bound of the steps before")
+    assert wrong == RollbackRequest(MIN_LOSSES + 2, "the loss is 2.3, above 2.2, the limit from the steps before")
     assert known.check_record(step(MIN_LOSSES + 2, None), None) is None
     with pytest.raises(Diverged, match="on_spike is stop"):
         judge(on_spike="stop", losses=MIN_LOSSES).check_record(step(MIN_LOSSES + 1, 2.3), None)

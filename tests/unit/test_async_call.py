@@ -31,6 +31,6 @@ def held_in_the_kernel(placement: Placement, waits: bool) -> list[float | str]:
 @pytest.mark.parametrize("waits", [False, True])
 def test_one_that_a_file_system_holds_in_the_kernel_is_not_waited_for(waits: bool) -> None:
     took_s, words = run_ranks(held_in_the_kernel, 1, waits=waits)[0]
-    late = "sleep was stopped: it had not finished after 0.1 s in a process of its own"
+    late = "sleep was stopped: it had not finished after 0.1 s in its own process"
     assert words == (late if waits else "sleep had not finished after 0.1 s")
     assert took_s < 30

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention as module
-from phalanx.models.attention import attention, has_kernel
+from phalanx.models.attention import ScoreDropout, attention, has_kernel
+from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama, init_slice
 from phalanx.parallel import activations
 
@@ -223,3 +224,57 @@ assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     assert vars(has_kernel) == vars(torch.compiler.assume_constant_result(lambda: None))
+
+
+@pytest.mark.parametrize("segments", [None, OFFSETS])
+@pytest.mark.parametrize(("window", "cap"), [(None, 0.0), (7, 0.0), (None, 2.0)])
+def test_probabilities_are_dropped_by_coordinates(
+    window: int | None, cap: float, segments: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunk by chunk and head by head the same as with a mask of all pairs."""
+    monkeypatch.setattr(module, "_DROPOUT_CHUNK", 77)
+    parts, offsets = inputs(), None if segments is None else torch.tensor(segments, dtype=torch.int32)
+    draws, site = CounterRNG(3, 5, torch.tensor([9, 2, 7])), torch.tensor(4)
+
+    def with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
+        scores = (
+            module.cap_softly(q @ k.transpose(2, 3) / q.shape[3] ** 0.5, cap)
+            if cap
+            else (q @ k.transpose(2, 3) / q.shape[3] ** 0.5)
+        )
+        seen = module._band(torch.arange(LENGTH), torch.arange(LENGTH), window)[None, None]
+        if offsets is not None:
+            document = module._documents(offsets, ROWS, LENGTH)
+            seen = seen & (document[:, :, None] == document[:, None])[:, None]
+        kept = draws.keep_scores(site, range(4), range(LENGTH), range(LENGTH), 0.25)
+        assert abs(float(kept.double().mean()) - 0.75) < 0.003
+        return torch.where(kept, scores.masked_fill(~seen, -torch.inf).softmax(-1) / 0.75, 0.0) @ v
+
+    def dropped(q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> Tensor:
+        dropout = ScoreDropout(draws, site, first, 0.25)
+        return attention(q, k, v, window=window, segments=offsets, cap=cap, dropout=dropout)
+
+    for mine, theirs in zip(with_gradients(dropped, parts), with_gradients(with_mask, parts), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    q, k, v = (part.detach() for part in parts)
+    assert torch.equal(dropped(q[:, 2:], k[:, 1:], v[:, 1:], first=2), dropped(q, k, v)[:, 2:])
+
+
+def test_each_layer_drops_its_own_and_an_evaluation_nothing() -> None:
+    spec = replace(SPEC, attention_dropout=0.5)
+    models = []
+    for each in (spec, SPEC):
+        model = Llama(each).double()
+        for name, parameter in model.named_parameters():
+            values = init_slice(SPEC, 0, name, 0, parameter.numel(), "cpu", torch.float64)
+            parameter.data = values.view_as(parameter)
+        models.append(model)
+    tokens, draws = torch.arange(40).view(1, 40), CounterRNG(0, 1, torch.tensor([3]))
+    assert torch.equal(models[0](tokens), models[1](tokens))
+    assert torch.equal(models[1](tokens, draws=draws), models[1](tokens))
+    first = models[0](tokens, draws=draws)
+    assert not torch.allclose(first, models[0](tokens))
+    activations.recompute(list(models[0].layers), selective=False)
+    assert torch.equal(models[0](tokens, draws=draws), first)
+    assert not torch.equal(models[0](tokens, draws=CounterRNG(0, 2, torch.tensor([3]))), first)

@@ -12,7 +12,7 @@ from benchmarks import harness, mixed_devices
 from benchmarks.mixed_devices import Size
 from benchmarks.throttle import throttle
 from phalanx.core.placement import Placement
-from tests.helpers import run_ranks
+from tests.helpers import ALL, run_ranks
 
 TINY = Size(
     ratios=((2, 1),), turns=1, warm=1, steps=2, slow_steps=(2, 5, 5), global_batch=12, seq_len=16,
@@ -26,6 +26,7 @@ def miniature(placement: Placement) -> list[Any]:
     return [kind, harness.result("mixed_devices", {}, rows, checks)]
 
 
+@pytest.mark.skipif(not ALL, reason="half a minute of slowed-down cores: make test-all")
 def test_compares_and_writes_the_agreed_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ((kind, outcome),) = run_ranks(miniature, 1, timeout_s=240)
     assert kind in ("control groups v1", "control groups v2", "stop and go")

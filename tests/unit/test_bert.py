@@ -226,7 +226,7 @@ def test_operations_are_counted_by_hand() -> None:
 
 
 def test_dropout_is_that_of_a_sample_and_not_of_its_batch() -> None:
-    spec = replace(spec_for("masked"), dropout=0.3, encoder=EncoderSpec(attention_dropout=0.3))
+    spec = replace(spec_for("masked"), dropout=0.3, encoder=EncoderSpec(), attention_dropout=0.3)
     model = ours(spec, values(spec), torch.float64)
     tokens, segments, _ = inputs()
     samples = torch.tensor([7, 3, 12, 5])

@@ -24,7 +24,7 @@ def parameters(draw: st.DrawFn, rows: bool = False) -> list[ParameterSpec]:
     for number, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=12))):
         unit, dtype = draw(st.sampled_from(["", "a", "b"])), draw(st.sampled_from(["bf16", "fp32"]))
         trained, whole = draw(st.booleans()), rows and len(shape) > 1 and draw(st.booleans())
-        found.append(ParameterSpec(f"p{number}", shape, unit, dtype, trained, whole))
+        found.append(ParameterSpec(f"p{number}", shape, unit, dtype, trained, shape[-1] if whole else 1))
     return found
 
 
@@ -126,8 +126,8 @@ def test_no_range_cuts_a_row_that_must_stay_whole(
         check_bucket(bucket, len(weights))
         edges = {edge for part in bucket.parts for rank in range(len(weights)) for edge in part.range(rank)}
         for member, edge in itertools.product(bucket.members, edges):
-            if member.parameter.whole_rows and member.offset < edge < member.end:
-                assert (edge - member.offset) % member.parameter.shape[-1] == 0
+            if member.parameter.together > 1 and member.offset < edge < member.end:
+                assert (edge - member.offset) % member.parameter.together == 0
         if len(set(weights)) > 1:
             assert not any(bucket.count_elements(rank) for rank, weight in enumerate(weights) if not weight)
 
@@ -135,8 +135,8 @@ def test_no_range_cuts_a_row_that_must_stay_whole(
 def test_a_cut_within_a_row_moves_to_the_nearest_end_of_one() -> None:
     # 1064 elements, halved at 576, which is 5.12 rows behind where the rows begin at 64.
     first, rows = (
-        ParameterSpec("a", (64,), "", "fp32", True, False),
-        ParameterSpec("b", (10, 100), "", "fp32", True, True),
+        ParameterSpec("a", (64,), "", "fp32", True),
+        ParameterSpec("b", (10, 100), "", "fp32", True, 100),
     )
     [bucket] = make_buckets([first, rows], [1.0, 1.0])
     assert [part.cuts[1] for part in bucket.parts] == [64 + 5 * 100]
@@ -156,14 +156,14 @@ def test_weights_that_make_no_shares_are_refused(weights: list[float]) -> None:
 
 
 def test_gaps_are_where_something_is_padded() -> None:
-    (padded,) = make_buckets([ParameterSpec("a", (GRANULE + 1,), "", "fp32", True, False)], [1.0])
+    (padded,) = make_buckets([ParameterSpec("a", (GRANULE + 1,), "", "fp32", True)], [1.0])
     assert padded.gaps == (slice(GRANULE + 1, padded.elements),)
-    (full,) = make_buckets([ParameterSpec("a", (GRANULE,), "", "fp32", True, False)], [1.0])
+    (full,) = make_buckets([ParameterSpec("a", (GRANULE,), "", "fp32", True)], [1.0])
     assert full.gaps == ()
 
 
 def test_rows_that_stay_whole_are_rounded_whole() -> None:
-    check_whole_rows([ParameterSpec("a", (3, GRANULE), "", "fp32", True, True)])
-    check_whole_rows([ParameterSpec("a", (GRANULE, 3), "", "fp32", True, False)])
+    check_whole_rows([ParameterSpec("a", (3, GRANULE), "", "fp32", True, GRANULE)])
+    check_whole_rows([ParameterSpec("a", (GRANULE, 3), "", "fp32", True)])
     with pytest.raises(ConfigError, match="keeps rows of a whole, which have 3;"):
-        check_whole_rows([ParameterSpec("a", (GRANULE, 3), "", "fp32", True, True)])
+        check_whole_rows([ParameterSpec("a", (GRANULE, 3), "", "fp32", True, 3)])

@@ -307,7 +307,7 @@ USER = {"role": "user", "content": "a"}
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"messages": [USER]}, "has no assistant turn, so there is nothing to learn"),
+        ({"messages": [USER]}, "has no assistant turn, so it has nothing to learn"),
         ({"text": "a"}, "has no key 'messages' (it has: text); set data.messages_key"),
         ({"messages": {}}, "has a dict under 'messages' instead of a list of messages"),
         ({"messages": "hello"}, "has a str instead of messages"),
@@ -333,7 +333,7 @@ def test_a_record_that_is_no_conversation_is_named(encoder: ChatEncoder, fields:
     [
         ({"prompt": "a"}, "has no key 'completion' (it has: prompt); set data.completion_key"),
         ({"prompt": 3, "completion": "b"}, "has a int under 'prompt' instead of text or a list of messages"),
-        ({"prompt": "a", "completion": [USER]}, "a prompt and a completion of different kinds"),
+        ({"prompt": "a", "completion": [USER]}, "a prompt and a completion of different types"),
         ({"prompt": [USER], "completion": []}, "has an empty list instead of messages"),
     ],
 )
@@ -350,14 +350,14 @@ def test_a_record_that_is_no_prompt_is_named(tmp_path: Path, fields: dict[str, A
         (
             None,
             ConfigError,
-            "has no chat template, so data.format chat cannot write conversations; set data.chat_templ",
+            "has no chat template, so data.format chat cannot format conversations; set data.chat_templ",
         ),
         ("{% for %}", ConfigError, "is not Jinja (line 1"),
         ("{{ raise_exception('only one turn') }}", DataError, "fails on this conversation (only one turn)"),
         ("{{ messages[7]['role'] }}", DataError, "fails on this conversation"),
         ("{{ messages.__class__.mro() }}", DataError, "fails on this conversation (access to attribute"),
-        (FORGETFUL, ConfigError, "writes the conversation up to message 2 otherwise when more follows"),
-        ("{% generation %}{% endgeneration %}a", ConfigError, "marks none of the assistant's words"),
+        (FORGETFUL, ConfigError, "formats the first 2 messages differently when more follow"),
+        ("{% generation %}{% endgeneration %}a", ConfigError, "marks none of the assistant's tokens"),
         ("always the same", DataError, "talks.jsonl, line 3: the chat template of "),
         ("{% for m in messages[:1] %}{{ m['content'] }}{% endfor %}", DataError, "writes nothing for the assistant's"),
     ],
@@ -376,11 +376,11 @@ def test_a_template_that_cannot_be_used_is_one_sentence(
 def test_a_template_file_is_used_or_named(tmp_path: Path) -> None:
     folder, file = save_tokenizer(tmp_path / "t", FORGETFUL), tmp_path / "own.jinja"
     with pytest.raises(
-        ConfigError, match=r"own\.jinja cannot be read \(No such file or directory\); name a Jinja file"
+        ConfigError, match=r"own\.jinja cannot be read \(No such file or directory\); give a Jinja file"
     ):
         encoder_of(folder, "chat", chat_template=str(file))
     file.write_text(" \n")
-    with pytest.raises(ConfigError, match=r"own\.jinja is empty; write a template or leave the key out"):
+    with pytest.raises(ConfigError, match=r"own\.jinja is empty; write a template or leave out the key"):
         encoder_of(folder, "chat", chat_template=str(file))
     file.write_text(CHATML)
     tokens, _ = one(encoder_of(folder, "chat", chat_template=str(file)), chat(TALKS[0]))
@@ -397,5 +397,5 @@ def test_a_template_that_writes_the_date_makes_the_same_tokens_every_day(tmp_pat
 def test_prompts_of_text_need_no_template(tmp_path: Path) -> None:
     encoder = encoder_of(save_tokenizer(tmp_path / "t", None), "prompt")
     encoder.encode([Record(None, {"prompt": "a", "completion": "b"}, "x")])
-    with pytest.raises(ConfigError, match=r"has no chat template, so data\.format prompt cannot write conversations"):
+    with pytest.raises(ConfigError, match=r"has no chat template, so data\.format prompt cannot format conversations"):
         encoder.encode([Record(None, {"prompt": [USER], "completion": TALKS[0][1:]}, "x")])

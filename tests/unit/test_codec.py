@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.comm.compression import BLOCK, CODECS, NO_COMPRESSION, Codec, Int8Codec, wire_bytes_per_element
+from phalanx.layout.buckets import COMPRESSED_BYTES
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -74,3 +75,9 @@ def test_sizes() -> None:
     assert wire_bytes_per_element(torch.float32, NO_COMPRESSION) == 4
     assert wire_bytes_per_element(torch.float32, "bf16") == wire_bytes_per_element(torch.bfloat16, "bf16") == 2
     assert wire_bytes_per_element(torch.float32, "int8") == wire_bytes_per_element(torch.bfloat16, "int8") == 1 + 2 / 64
+
+
+def test_layouts_count_the_bytes_that_codecs_send() -> None:
+    assert {name: codec.byte_size(BLOCK) / BLOCK for name, codec in CODECS.items()} == {
+        name: count for name, count in COMPRESSED_BYTES.items() if name != NO_COMPRESSION
+    }

@@ -15,6 +15,7 @@ from rich.console import Console as RichConsole
 from phalanx.core.json_lines import append_line
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
+from phalanx.report import logs
 from phalanx.report.console import Console, Follower, render_run_summary
 
 DIED = {"kind": "worker_died", "time": 5.0, "attempt": 1, "rank": 1, "pid": 4242, "signal": 9}
@@ -302,3 +303,75 @@ def test_summary_names_what_the_run_left(tmp_path: Path) -> None:
     assert re.search(r"math loss +3\.0000  \(perplexity 20\.1\)", text)
     assert f"{paths.checkpoints / 'step-8'} " in text
     assert str(paths.report) in text
+
+
+STARTED = {
+    "kind": "run_started", "parameters": 2_020_000, "trainable": 2_020_000, "world": 2, "device": "cpu",
+    "models": ["cpu", "cpu"], "dtype": "fp32", "engine": "sharded", "steps": 9, "global_batch": 16, "unit": "tokens",
+}  # fmt: skip
+RESOLVED = {"kind": "auto_resolved", "key": "optim.double_buffer", "value": True, "reason": "it fits"}
+SPLIT = {"kind": "work_split", "step": 1, "shares": [10, 6], "why": "as measured"}
+FIRST_SCREEN = ["model    2.02M parameters, fp32, sharded engine, 9 steps", "devices  2 x cpu", "folder   runs/a"]
+
+
+def first_lines(*records: dict[str, Any], verbose: bool = False) -> list[str]:
+    stream = io.StringIO()
+    with Console(9, "a", stream, folder="runs/a", verbose=verbose) as console:
+        for record in records:
+            (console.on_event if "kind" in record else console.on_step)(record)
+    return stream.getvalue().split(" a step 1/9")[0].splitlines()[:-1]
+
+
+def test_a_run_begins_with_four_lines_and_the_rest_is_for_verbose() -> None:
+    attempt = {"kind": "attempt_started", "attempt": 1, "pids": {"0": 8, "1": 9}}
+    events = [STARTED, attempt, RESOLVED, {"kind": "measuring"}, {"kind": "node_joined", "node": 1}, SPLIT]
+    split = "split    10+6 sequences a step (as measured)"
+    assert first_lines(*events, step(1)) == [*FIRST_SCREEN, split]
+    more = first_lines(*events, step(1), verbose=True)
+    assert [line for line in more if line[0].isalpha()] == [*FIRST_SCREEN, split]
+    assert len(more) == 8
+    assert more[4].endswith("optim.double_buffer = True: it fits")
+
+
+@pytest.mark.parametrize(
+    ("started", "records", "line"),
+    [
+        ({}, [step(1)], "16 sequences a step"),  # one copy of the model
+        ({"pipeline": 2, "unit": "samples"}, [step(1)], "16 samples a step, pipeline 2"),
+        (
+            {"tensor": 2},
+            [{"kind": "layout_chosen", "layout": "data 1"}, step(1)],
+            "16 sequences a step; layout: data 1",
+        ),
+        ({}, [step(1, shares=[9, 7], busy_s=[0.1, 0.1])], "9+7 sequences a step"),  # resumed: no event of a split
+    ],
+)
+def test_the_split_is_shown_where_no_event_says_it(
+    started: dict[str, Any], records: list[dict[str, Any]], line: str
+) -> None:
+    assert first_lines(STARTED | started, *records) == [*FIRST_SCREEN, f"split    {line}"]
+
+
+def test_the_line_of_devices_counts_models_nodes_and_spares() -> None:
+    mixed = {"models": ["H100", "T4", "T4"], "hosts": ["a", "b"], "spares": ["c"]}
+    assert first_lines(STARTED | mixed, step(1))[1] == "devices  2 x T4, 1 x H100 on 2 nodes, 1 spare"
+    assert first_lines(STARTED | {"models": None}, step(1))[1] == "devices  2 x cpu"
+
+
+def test_what_goes_wrong_before_the_first_step_is_shown() -> None:
+    lines = first_lines(STARTED, {"kind": "warning", "message": "no shared memory"}, DIED, SPLIT, step(1))
+    assert [line[9:] for line in lines[3:5]] == ["! no shared memory", "✗ rank 1 (pid 4242) was killed by SIGKILL"]
+
+
+def test_a_phase_without_a_terminal_has_a_line_only_if_it_is_slow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("phalanx.report.logs.time.monotonic", lambda: now[0])
+    with logs.phase_progress() as progress:
+        progress("tokens", 0, 200)
+        progress("files", 0, 1)
+        now[0] = logs.SLOW_S + 1
+        progress("tokens", 50, 200)
+        progress("tokens", 200, 200)
+    assert capsys.readouterr().out == "tokenising: 25 %\n"

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.core.records import EventKind
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
+from phalanx.elastic.membership.rendezvous_host import ConnectedNode
 from phalanx.elastic.supervisor import coordinator, leader_tasks
 from phalanx.elastic.supervisor.coordinator import Coordinator
 from phalanx.elastic.supervisor.state import JobPhase, JobState, Node, NodeLost, NodeSlot, RecoveryPolicy
@@ -35,6 +36,34 @@ class Errand:
         self.cancelled = True
 
 
+class Caller:
+    """The channel of a process that wants to be a node: what it hears, but for being asked whether it is there."""
+
+    lost = None
+
+    def __init__(self, pid: int, heard: list[tuple[int, dict[str, Any]]]) -> None:
+        self.pid, self.heard = pid, heard
+
+    def send(self, message: dict[str, Any]) -> None:
+        if "ping" not in message:
+            self.heard.append((self.pid, message))
+
+    def send_and_close(self, message: dict[str, Any], why: str, timeout_s: float) -> None:
+        self.send(message)
+
+    def receive(self) -> list[dict[str, Any]]:
+        return []
+
+    def check_alive(self) -> None:
+        pass
+
+    def linger(self, why: str, timeout_s: float) -> None:
+        pass
+
+    def close(self, why: str) -> None:
+        pass
+
+
 def leading(monkeypatch: pytest.MonkeyPatch) -> tuple[Coordinator, SimpleNamespace, list[tuple[int, Any]], list[Any]]:
     """The leader of three nodes and a spare that has just come, while a division of two is prepared as node 2 was lost
     before; its agent, what it tells other nodes, and what it says."""
@@ -43,7 +72,8 @@ def leading(monkeypatch: pytest.MonkeyPatch) -> tuple[Coordinator, SimpleNamespa
     told: list[tuple[int, Any]] = []
     said: list[Any] = []
     membership = SimpleNamespace(
-        previous_member_list=None, member_list=MemberList(3, 0, MEMBERS), me=MEMBERS[0], votes={}, losses=[],
+        previous_member_list=None, member_list=MemberList(3, 0, MEMBERS), me=MEMBERS[0], losses=[],
+        election=SimpleNamespace(votes={}, joining={}),
         adopted=[], is_stable=True,
         live_nodes=lambda: [0, 1, 2, 3], broadcast=lambda message: told.append((-1, message)),
         send=lambda node, message: told.append((node, message)),
@@ -89,21 +119,19 @@ def test_of_two_that_come_as_the_same_node_one_is_refused(monkeypatch: pytest.Mo
     answers: list[tuple[int, dict[str, Any]]] = []
 
     def comes(pid: int) -> None:
-        channel = SimpleNamespace(
-            lost=None, send_and_close=lambda message, why, timeout_s: answers.append((pid, message))
-        )
+        channel: Any = Caller(pid, answers)
         at = {"token": f"{pid:016x}", "address": "127.0.0.1", "port": 1, "beats": 2}
         made.greet(channel, {"node": 7, "host": "host7", "pid": pid, "devices": [["cpu", "any", True]], "at": at})
 
     comes(70)
     comes(71)
-    made.admission.poll_once()
+    made._let_in()
     assert ([member.token for member in admitted], answers) == ([f"{70:016x}"], [])
     agent.membership.member_list = agent.membership.member_list.with_members([*MEMBERS, *admitted], 0)
     made._compare()
-    made.admission.poll_once()
-    made.admission.poll_once()
-    assert "roster" in answers[0][1] and answers[1][1]["refused"].startswith("process 71 on host7 says it is node 7")
+    made._let_in()
+    made._let_in()
+    assert "roster" in answers[0][1] and answers[1][1]["refused"].startswith("process 71 on host7 claims to be node 7")
 
 
 def test_a_node_that_died_before_its_first_sign_of_life_may_be_started_again_at_once(
@@ -112,35 +140,33 @@ def test_a_node_that_died_before_its_first_sign_of_life_may_be_started_again_at_
     """It is still taken for alive when the next process of that number comes."""
     made, agent, _, _ = leading(monkeypatch)
     monkeypatch.setattr(coordinator, "find_mismatch", lambda *_, **__: None)
-    now, admitted, answers = [100.0], list[AgentMember](), list[Any]()
+    now, admitted, answers = [100.0], list[AgentMember](), list[tuple[int, dict[str, Any]]]()
     monkeypatch.setattr(coordinator.time, "monotonic", lambda: now[0])
     agent.membership.admit = admitted.append
     agent.membership.detector = SimpleNamespace(heartbeat_s=1.0, heard_at={1: 100.0 + coordinator.MEET_S})
-    channel = SimpleNamespace(lost=None, send_and_close=lambda message, why, timeout_s: answers.append(message))
+    channel: Any = Caller(71, answers)
     at = {"token": f"{71:016x}", "address": "127.0.0.1", "port": 1, "beats": 2}
     made.greet(channel, {"node": 1, "host": "host1", "pid": 71, "devices": [["cpu", "any", True]], "at": at})
     now[0] += coordinator.MEET_S + 1.5  # by then the dead one is lost
-    made.admission.poll_once()
+    made._let_in()
     assert (admitted, answers) == ([], [])
     agent.membership.member_list = agent.membership.member_list.with_members(
         [each for each in MEMBERS if each.node != 1], 0
     )
-    made.admission.poll_once()
+    made._let_in()
     assert [member.token for member in admitted] == [f"{71:016x}"] and answers == []
 
 
 def test_who_comes_when_the_job_has_just_ended_hears_how(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for a leader for minutes."""
-    heard: list[dict[str, Any]] = []
-    channel: Any = SimpleNamespace(
-        send_and_close=lambda message, why, timeout_s: heard.append(message), close=lambda why: None
-    )
+    heard: list[tuple[int, dict[str, Any]]] = []
+    channel: Any = Caller(70, heard)
     for over in (None, (0, "the run is done")):
         made, _, _, _ = leading(monkeypatch)
-        made._welcome["7" * 16] = MEMBERS[0], channel
-        made.admission.waiting.append((channel, {"node": 0}, 0.0))
+        made.host.connected[7] = ConnectedNode(channel, {})
+        made.host._waiting.append((channel, {"node": 0}, 0.0))
         made.close(over)
-    assert heard == [{"finish": 0, "text": "the run is done"}] * 2
+    assert heard == [(70, {"finish": 0, "text": "the run is done"})] * 2
 
 
 def test_a_job_that_fails_for_good_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

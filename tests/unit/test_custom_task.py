@@ -18,6 +18,7 @@ from phalanx.core.errors import CheckpointError, ConfigError, DataError
 from phalanx.core.json_lines import append_line
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
+from phalanx.data.images import load_mnist
 from phalanx.generate.text import Sampling, load_generator
 from phalanx.models.model import Model
 from phalanx.report import event_text, html, views
@@ -87,7 +88,7 @@ def test_a_sound_task_is_counted(tmp_path: Path) -> None:
 
 BROKEN_FILES = {
     "defines no class Task": "x = 1",
-    "is no subclass of phalanx.tasks.task.CustomTask": "class Task:\n    pass",
+    "is not a subclass of phalanx.tasks.task.CustomTask": "class Task:\n    pass",
     "cannot be run: ValueError: no luck in line 1": "raise ValueError('no luck')",
     "Task(**task.options) fails: TypeError": "from phalanx.tasks.task import CustomTask\n"
     "class Task(CustomTask):\n    def __init__(self, folder):\n        pass\n",
@@ -106,7 +107,7 @@ def test_an_option_that_the_class_does_not_have_is_named(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"task\.options\) fails: TypeError: Task"):
         CustomWorkload(config)
     config = load.build_config({"task": {"code": str(tmp_path / "gone.py")}}, "here")
-    with pytest.raises(ConfigError, match=r"task\.code .*gone\.py is no file"):
+    with pytest.raises(ConfigError, match=r"task\.code .*gone\.py is not a file"):
         CustomWorkload(config)
 
 
@@ -117,9 +118,19 @@ SPOILED = {
     "has no loss_sum(model, batch, draws)": ("def loss_sum", "def losses"),
     "model() returns no phalanx.models.model.Model but a Linear": ("return Net()", "return nn.Linear(3, 1)"),
     "model() fails: RuntimeError: oh no in line 18": ("return Net()", "raise RuntimeError('oh no')"),
-    "a BatchNorm1d: its statistics are those of the samples": ("nn.Linear(3, 4)", "nn.BatchNorm1d(3)"),
+    "a BatchNorm: an evaluation would depend on how its samples are divided": (
+        "nn.Linear(3, 4)", "nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))"),
+    "unit body.0 is called 2 times in a pass": (
+        "self.head(self.body(x).tanh())", "self.head((self.body(x) + self.body[0](x)).tanh())"),
+    "take 2343 KiB, more than the 900 KiB that are kept of each step": (
+        "nn.Linear(3, 4)", "nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(225_000))"),
     "a Dropout: its random numbers are the process's": ("nn.Linear(3, 4)", "nn.Sequential(nn.Dropout())"),
-    "has the buffer table, which nothing would fill": (
+    "a pass changes the buffer n, so that each rank would have another": (
+        "        return self.head(", "        self.n += 1\n        return self.head("),
+    "returns no tensor of shape (2,) from constant('table', (2,))": (
+        "        self.head = nn.Linear(4, 1)\n", "        self.head = nn.Linear(4, 1)\n"
+        "        self.register_buffer('table', torch.ones(2))\n    def constant(self, *_):\n        return 3\n"),
+    "has the buffer table; override its method constant, which returns the values": (
         "self.head = nn.Linear(4, 1)", "self.head = nn.Linear(4, 1); self.register_buffer('table', torch.ones(2))"),
     "has one parameter under several names (head.bias": (
         "self.head = nn.Linear(4, 1)", "self.head = nn.Linear(4, 4); self.head.bias = self.body.bias"),
@@ -129,7 +140,7 @@ SPOILED = {
         "self.head = nn.Linear(4, 1)", "self.head = nn.Linear(4, 1); self.scale = nn.Parameter(torch.ones(()))"),
     "has head.weight, which takes no gradient": (
         "self.head = nn.Linear(4, 1)", "self.head = nn.Linear(4, 1).requires_grad_(False)"),
-    "start('body.weight', ...) fails: ValueError: body.weight starts as ('twos',)": (
+    "start('body.weight', ...) fails: ValueError: body.weight is initialized as ('twos',)": (
         "    def forward", "    def start(self, name, shape):\n        return ('twos',)\n    def forward"),
     "unit head is called 0 times": ("self.head(self.body(x).tanh())", "self.body(x).tanh()"),
     "loss_sum does not call the model": ('model(batch.inputs["x"])', 'model.head(model.body(batch.inputs["x"]))'),
@@ -156,7 +167,7 @@ SPOILED = {
         "torch.stack(samples)", "torch.stack(samples) + torch.rand(3)"),
     "counts returns no dictionary of one-element tensors": (
         "    def model", "    def counts(self, model, batch):\n        return {'right': 3}\n    def model"),
-    "has body.weight, whose shape is left open (a Lazy layer)": ("nn.Linear(3, 4)", "nn.LazyLinear(4)"),
+    "has body.weight, whose shape is not set (a Lazy layer)": ("nn.Linear(3, 4)", "nn.LazyLinear(4)"),
     "loss_sum returns a tensor of whole numbers": (".square().sum()", ".square().sum().long()"),
     "the loss does not depend on the network as far as gradients go": (".square().sum()", ".square().sum().detach()"),
     "loss_sum(model, batch, draws) fails: ValueError: only then in line 26": (
@@ -184,6 +195,12 @@ def test_a_task_that_would_fail_later_is_refused_at_once(sentence: str, tmp_path
     old, new = SPOILED[sentence]
     assert SOUND.count(old) >= 1
     text = SOUND.replace(old, new, 1)
+    if sentence.startswith("a pass changes"):
+        text = text.replace(
+            "        self.head =", "        self.register_buffer('n', torch.zeros(1))\n        self.head ="
+        ).replace("    def forward", "    def constant(self, *_):\n        return torch.zeros(1)\n    def forward")
+    if "unit body.0" in sentence:
+        text = text.replace("nn.Linear(3, 4)", "nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))")
     if sentence.startswith("sample 1"):
         text = text.replace("[torch.full((3,), float(i)) for i in range(6)]", "Torn()")
     assert sentence in refusal(text, tmp_path)
@@ -206,7 +223,7 @@ def test_scores_that_fail_in_the_run_are_a_sentence(tmp_path: Path) -> None:
     )
     own, config = own_of(text, tmp_path)
     check_custom_task(own, config)
-    with pytest.raises(ConfigError, match=r"scores\(counts\) fails: ZeroDivisionError.* in line 20; mend it"):
+    with pytest.raises(ConfigError, match=r"scores\(counts\) fails: ZeroDivisionError.* in line 20; fix it"):
         own.task().scores({"n": 6.0})
 
 
@@ -219,10 +236,10 @@ def test_evaluations_need_samples(tmp_path: Path) -> None:
 # What is set beside task.code or without it -> what is said.
 COMBINATIONS: list[tuple[dict[str, Any], str]] = [
     ({"task": {"kind": "custom"}}, "task.kind custom needs task.code"),
-    ({"task": {"kind": "language", "code": "x.py"}}, "task.code brings a task of its own, but task.kind is language"),
-    ({"task": {"options": {"a": 1}}, "model": {"preset": "llama-3-8b"}}, "task.options are arguments of the class"),
-    ({"task": {"code": "x.py"}, "model": {"hidden": 8, "dropout": 0.1}}, "model.hidden, model.dropout cannot be set"),
-    ({"task": {"code": "x.py"}, "data": {"seq_len": 9, "cache": "c"}}, "data.seq_len cannot be set together with"),
+    ({"task": {"kind": "language", "code": "x.py"}}, "task.code defines a custom task, but task.kind is language"),
+    ({"task": {"options": {"a": 1}}, "model": {"preset": "llama-3-8b"}}, "task.options has no effect"),
+    ({"task": {"code": "x.py"}, "model": {"hidden": 8, "dropout": 0.1}}, "model.hidden, model.dropout has no effect"),
+    ({"task": {"code": "x.py"}, "data": {"seq_len": 9, "cache": "c"}}, "data.seq_len has no effect with"),
 ]  # fmt: skip
 
 
@@ -357,7 +374,7 @@ def test_the_report_draws_scores_and_speaks_of_samples(tmp_path: Path) -> None:
 
 def test_what_needs_language_says_so(tmp_path: Path) -> None:
     _, config = own_of(SOUND, tmp_path)
-    with pytest.raises(ConfigError, match=r"reads its own data, as it is; there is nothing to prepare"):
+    with pytest.raises(ConfigError, match=r"reads its own data; there are no token files to prepare"):
         data._recipe_for_data(config)
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
@@ -408,9 +425,30 @@ def test_images_are_read_zipped_or_not(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_images_of_an_older_torchvision_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "MNIST" / "processed"
+    folder.mkdir(parents=True)
+    pictures = torch.arange(40, dtype=torch.uint8).view(10, 2, 2)
+    for name in ("training", "test"):
+        torch.save((pictures, torch.arange(10)), folder / f"{name}.pt", _use_new_zipfile_serialization=name == "test")
+    for root, part in ((tmp_path, "train"), (folder.parent, "t10k"), (folder, "train")):
+        images = load_mnist(root, part)
+        assert len(images) == 10
+        assert images[3][0].tolist() == [[12, 13], [14, 15]]
+        assert images[3][1] == 3
+    for content in (pictures, (pictures, Path("code")), (pictures.float(), torch.arange(10)), (pictures, 7)):
+        torch.save(content, folder / "training.pt")
+        with pytest.raises(DataError, match=r"training\.pt holds "):
+            load_mnist(tmp_path, "train")
+    torch.save((pictures, torch.arange(10)), folder / "training.pt")
+    (folder / "training.pt").write_bytes((folder / "training.pt").read_bytes()[:300])
+    with pytest.raises(DataError, match=r"training\.pt holds no pair"):
+        load_mnist(tmp_path, "train")
+
+
 DAMAGE = {
-    "train-images-idx3-ubyte has 1000 bytes, but its header promises (20, 8, 8)": lambda raw: raw[:1000],
-    "train-images-idx3-ubyte is no IDX file of bytes (it begins with 89504e47)": lambda raw: b"\x89PNG" + raw[4:],
+    "train-images-idx3-ubyte has 1000 bytes, but its header says (20, 8, 8)": lambda raw: raw[:1000],
+    "train-images-idx3-ubyte is not an IDX file of bytes (it begins with 89504e47)": lambda raw: b"\x89PNG" + raw[4:],
     "train-images-idx3-ubyte is damaged": lambda raw: raw[:5],
     "images of shape (20, 64) and labels of (20,)": lambda raw: idx(np.zeros((20, 64), np.uint8)),
     "labels up to 9, but only 4 classes": None,

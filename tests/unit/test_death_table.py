@@ -88,10 +88,10 @@ def describe(done: Sequence[SupervisorAction]) -> str:
         return f"the run ends with exit code {finished.code}"
     started = next(action for action in done if isinstance(action, StartAttempt))
     if any(isinstance(action, PrepareDivision) for action in done):
-        return f"the ranks are divided again over node {', '.join(map(str, started.seats))}, and start"
+        return f"the work is redistributed over node {', '.join(map(str, started.seats))}"
     if started.seats != tuple(range(len(started.seats))):
-        return "the spare takes the ranks of the lost node, and all start again"
-    return "all ranks start again" + (f", {started.reason}" if started.reason else "")
+        return "the spare takes the ranks of the lost node, and all ranks restart"
+    return "all ranks restart" + (f", {started.reason}" if started.reason else "")
 
 
 def render_table() -> str:

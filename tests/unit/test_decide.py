@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
-from phalanx.elastic.supervisor.assignment import fill_seats
+from phalanx.elastic.supervisor.assignment import can_continue, fill_seats
 from phalanx.elastic.supervisor.decide import COLLECT_S, READY_S, decide
 from phalanx.elastic.supervisor.state import (
     DivisionPrepared,
@@ -25,6 +25,7 @@ from phalanx.elastic.supervisor.state import (
     NodeDrainChanged,
     NodeInventoryReported,
     NodeJoined,
+    NodeLeaving,
     NodeLost,
     NodeReady,
     NodeSlot,
@@ -143,7 +144,7 @@ def test_a_node_that_returns_is_taken_in_by_saving_first() -> None:
     state, done = walk(state, RanksEnded(3, 0, 1, ExitCode.STOPPED))
     assert done == [PrepareDivision(2, ((0, 1), (1, 1)))]
     state, done = walk(state, DivisionPrepared(4, 2), NodeReady(5, 0, 2), NodeReady(5, 1, 2))
-    assert done[-1] == StartAttempt(2, 2, (0, 1), 0, reason="node 1 is there again")
+    assert done[-1] == StartAttempt(2, 2, (0, 1), 0, reason="node 1 is back")
     assert state.budget.failures == 0
 
 
@@ -163,7 +164,7 @@ def test_what_cannot_shrink_waits_and_then_stops() -> None:
     assert done[-1] == StartAttempt(2, 1, (0, 1), 0)
     _, done = walk(state, Tick(7.1))
     assert kinds(done) == ["WriteEvent", "FinishJob"]
-    assert done[1] == FinishJob(1, "nodes were lost, and those that are left cannot go on without them")
+    assert done[1] == FinishJob(1, "nodes were lost, and the remaining nodes cannot continue without them")
 
 
 def test_fewer_nodes_than_the_least_do_not_go_on() -> None:
@@ -172,7 +173,7 @@ def test_fewer_nodes_than_the_least_do_not_go_on() -> None:
     )
     assert done[-1] == PrepareDivision(2, ((0, 1), (1, 1)))
     _, done = walk(begun(2, least=2), NodeLost(1, 1, "gone"), RanksEnded(1, 0, 1, 1, LOST_PEER))
-    assert done[-1].details["message"].startswith("waiting for a lost node to come back")  # type: ignore[union-attr]
+    assert done[-1].details["message"].startswith("waiting up to 600 s for a lost node to return")  # type: ignore[union-attr]
 
 
 def test_a_node_that_returns_with_fewer_devices_does_not_get_its_ranks_back() -> None:
@@ -181,7 +182,7 @@ def test_a_node_that_returns_with_fewer_devices_does_not_get_its_ranks_back() ->
     state, done = walk(state, NodeJoined(2, node(1, 1, ready=0)), NodeReady(3, 1, 1))
     assert kinds(done) == ["WriteEvent", "SendOffer"]
     assert done[0].details["message"] == (  # type: ignore[union-attr]
-        "node 1 (host1) has come back with 1 rank on any, and had 2 ranks on any: it cannot take these again"
+        "node 1 (host1) returned with 1 rank on any but had 2 ranks on any: it cannot take its former ranks"
     )
     other = walk(
         state, NodeLost(4, 1, "gone"), NodeJoined(5, node(1, 2, ready=0, model="another")), NodeReady(6, 1, 1)
@@ -208,7 +209,7 @@ def test_the_same_crash_is_not_tried_for_ever_though_checkpoints_are_saved_in_be
             state, RanksEnded(now, 0, attempt, 1, BUG), RanksEnded(now, 1, attempt, 1, LOST_PEER), Tick(now + 50)
         )
     assert done[-1] == FinishJob(
-        1, f"3 attempts have failed in a row with {BUG.fingerprint}, so the next one would too; fix that first"
+        1, f"3 attempts in a row failed with {BUG.fingerprint}, so another would too; fix this first"
     )
 
 
@@ -230,7 +231,7 @@ def test_kills_from_outside_end_by_the_budget_alone_and_progress_renews_it() -> 
         if attempt == 2:
             state, _ = walk(state, StepsCommitted(now, 8))
         state, done = walk(state, RanksEnded(now, 0, attempt, 1, KILLED), Tick(now + 60))
-    assert done[-1] == FinishJob(1, "3 attempts in a row made no progress beyond step 8; their logs say why")
+    assert done[-1] == FinishJob(1, "3 attempts in a row made no progress beyond step 8; see the ranks' logs")
 
 
 def test_later_restarts_are_put_off() -> None:
@@ -314,7 +315,7 @@ def test_a_rank_that_dies_of_being_asked_to_stop_as_it_begins_is_not_waited_for(
     assert (done[-1], state.budget.failures) == (StartAttempt(2, 1, (2, 1), 0, reason="drained"), 0)
     state, _ = walk(begun(max_restarts=0), RanksEnded(2, 1, 1, ExitCode.STOPPED, died))  # and nobody has asked
     assert walk(state, RanksEnded(3, 0, 1, 1))[1][-1] == FinishJob(
-        1, "the attempt made no progress beyond step 0; their logs say why"
+        1, "the attempt made no progress beyond step 0; see the ranks' logs"
     )
 
 
@@ -342,6 +343,65 @@ def test_a_drained_node_gives_its_seat_away_after_saving() -> None:
     assert done[-1] == EndAttempt(1, save_first=True)
     _, done = walk(state, RanksEnded(2, 0, 1, ExitCode.STOPPED), RanksEnded(2, 1, 1, ExitCode.STOPPED))
     assert done[-1] == StartAttempt(2, 1, (2, 1), 0, reason="node 0 is drained")
+
+
+STOPPED = int(ExitCode.STOPPED)
+
+
+def held(step: int, rank: int = 0, world: int = 1) -> tuple[StateFileInfo, ...]:
+    return (StateFileInfo(1, 0, rank, world, rank, world, (step,), "aa"),)
+
+
+def dropped(actions: list[SupervisorAction]) -> list[int]:
+    return [action.node for action in actions if isinstance(action, DropNode)]
+
+
+def test_a_node_whose_machine_will_be_gone_saves_leaves_and_is_replaced() -> None:
+    state, done = walk(begun(spares=1), NodeLeaving(1, 0, "a notice"))
+    assert done[-1] == EndAttempt(1, save_first=True)
+    state, done = walk(state, RanksEnded(2, 0, 1, STOPPED), RanksEnded(2, 1, 1, STOPPED))
+    assert dropped(done) == [0] and "StartAttempt" not in kinds(done)  # who leads then continues
+    state, done = walk(state, NodeLost(3, 0, "it left"), Tick(3))
+    assert [action.seats for action in done if isinstance(action, StartAttempt)] == [(2, 1)]
+    assert state.budget.failures == 0
+
+
+def test_a_spare_whose_machine_will_be_gone_leaves_at_once() -> None:
+    state, done = walk(begun(spares=1), NodeLeaving(1, 2, "a notice"))
+    assert (dropped(done), kinds(done), state.phase) == ([2], ["DropNode"], JobPhase.RUNNING)
+    assert walk(state, NodeLeaving(2, 2, "a notice"))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spares", "ways", "possible"),
+    [(1, 0, ("shrink",), False), (2, 0, ("shrink",), True), (2, 0, ("wait",), False), (2, 1, ("replace",), True)],
+)
+def test_whether_a_job_continues_without_a_node(nodes: int, spares: int, ways: tuple[str, ...], possible: bool) -> None:
+    assert can_continue(begun(nodes, spares, on_lost_node=ways), 0) == possible
+
+
+def test_ranks_that_could_not_save_in_time_are_followed_by_an_attempt_that_saves() -> None:
+    """Once: whatever becomes of that, the job ends."""
+    asked, _ = walk(begun(nodes=1), StopSignalReceived(1, "SIGTERM"), StepsCommitted(1, 4))
+    state, done = walk(asked, NodeInventoryReported(2, 0, held(7)), RanksEnded(2, 0, 1, STOPPED, interrupted=True))
+    (start,) = [action for action in done if isinstance(action, StartAttempt)]
+    assert (start.step, start.reason) == (7, "to save the last step in memory")
+    again = NodeInventoryReported(3, 0, held(7)), RanksEnded(3, 0, 2, STOPPED, interrupted=True)
+    for events in (again, [RanksEnded(3, 0, 2, 1, KILLED)], [RanksEnded(3, 0, 2, STOPPED)]):
+        assert kinds(walk(state, *events)[1])[-1] == "FinishJob"
+    nothing = [NodeInventoryReported(2, 0, held(4)), RanksEnded(2, 0, 1, STOPPED, interrupted=True)]
+    assert kinds(walk(asked, *nothing)[1]) == ["EndAttempt", "WriteEvent", "FinishJob"]  # it is on disk
+
+
+def test_what_a_failure_has_left_in_memory_is_saved_when_a_stop_comes_before_the_next_attempt() -> None:
+    """The first restart waits for no time, the third one does."""
+    state = replace(begun(nodes=1), budget=RestartBudget(failures=2))
+    state, done = walk(state, NodeInventoryReported(1, 0, held(7)), RanksEnded(1, 0, 1, 1, KILLED))
+    state = replace(state, phase=JobPhase.READYING, start_at=9.0) if state.phase == JobPhase.RUNNING else state
+    state, done = walk(state, NodeInventoryReported(2, 0, held(7)), StopSignalReceived(2, "SIGTERM"))
+    assert done == []
+    _, done = walk(state, Tick(99))
+    assert kinds(done)[-1] == "StartAttempt"
 
 
 def test_a_node_whose_health_asks_for_it_leaves_only_where_a_spare_takes_its_place() -> None:
@@ -519,7 +579,7 @@ def test_no_events_lead_to_two_attempts_at_once_or_for_ever(data: st.DataObject)
         event = _event(data, state, world, now, pending)
         if isinstance(event, StepsCommitted):
             starts = 0
-        if isinstance(event, NodeDrainChanged | NodeJoined):
+        if isinstance(event, NodeDrainChanged | NodeJoined | NodeLeaving):
             starts -= 1  # what users and returning nodes cause is not counted
         state, actions = decide(state, event)
         for action in actions:
@@ -581,7 +641,7 @@ def _event(
     data: st.DataObject, state: JobState, world: World, now: float, pending: list[SupervisorAction]
 ) -> SupervisorEvent:
     kind = data.draw(
-        st.sampled_from(["end", "end", "lose", "join", "ready", "prepare", "progress", "time", "drain", "odd"])
+        st.sampled_from(["end", "end", "lose", "join", "ready", "prepare", "progress", "time", "drain", "leave", "odd"])
     )
     if kind == "end" and world.running:
         seat = data.draw(st.sampled_from(sorted(world.running)))
@@ -613,6 +673,8 @@ def _event(
     if kind == "drain" and world.living:
         whose = data.draw(st.sampled_from(sorted(world.living)))
         return NodeDrainChanged(now, whose, data.draw(st.booleans()), "asked", only_if_spare=data.draw(st.booleans()))
+    if kind == "leave" and world.living:
+        return NodeLeaving(now, data.draw(st.sampled_from(sorted(world.living))), "its machine is taken away")
     if kind == "odd":  # late words of attempts and divisions long gone
         return data.draw(
             st.sampled_from(
@@ -642,6 +704,6 @@ def test_waiting_is_said_once() -> None:
     assert [action for action in done if isinstance(action, WriteEvent)] == [
         WriteEvent(
             EventKind.WARNING,
-            {"message": "waiting for a lost node to come back, for 600 s at most; start the same command there"},
+            {"message": "waiting up to 600 s for a lost node to return; run the same command there"},
         )
     ]

@@ -289,14 +289,14 @@ def test_sentences_of_what_was_measured() -> None:
         "why": "as the devices were measured",
     }
     assert event_text.describe_event(shared) == (
-        "shares from step 1 on: 24+8 in 2 micro-batches each, as the devices were measured"
+        "batch split from step 1 on: 24+8 in 2 micro-batches each (as the devices were measured)"
     )
     assert event_text.describe_event(shared | {"parts": [12, 8]}) == (
-        "shares from step 1 on: 24+8 in 12+8 micro-batches, as the devices were measured"
+        "batch split from step 1 on: 24+8 in 12+8 micro-batches (as the devices were measured)"
     )
     many = {"shares": list(range(1, 11)), "parts": list(range(1, 11))}
     assert event_text.describe_event(shared | many).startswith(
-        "shares from step 1 on: 1 to 10 in 1 to 10 micro-batches, as"
+        "batch split from step 1 on: 1 to 10 in 1 to 10 micro-batches (as"
     )
     times = {
         "kind": EventKind.WORK_REBALANCED,
@@ -307,9 +307,9 @@ def test_sentences_of_what_was_measured() -> None:
         "after_s": 1.25,
     }
     assert event_text.describe_event(times | {"shares": list(range(1, 11))}) == (
-        "new shares from step 9 on: 1 to 10, rank 1 is slower; a step should take 1.2 s instead of 2.0 s"
+        "batch rebalanced from step 9 on: 1 to 10 (rank 1 is slower); predicted step 1.2 s, was 2.0 s"
     )
-    assert event_text.describe_event({"kind": EventKind.WORK_SPLIT, "step": 3}) == "shares from step 3 on"
+    assert event_text.describe_event({"kind": EventKind.WORK_SPLIT, "step": 3}) == "batch split from step 3 on"
     assert event_text.describe_event({"kind": EventKind.MEMORY_LIMITED, "most": {"1": 4}}) == (
-        "micro-batches are smaller where memory ran out before: rank 1 at most 4"
+        "micro-batch limited after out of memory: rank 1 at most 4"
     )

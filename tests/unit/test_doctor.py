@@ -115,7 +115,7 @@ def test_whatever_happens_to_a_check_becomes_a_line(tmp_path: Path) -> None:
         "its process was killed by SIGSEGV; mend it",
         "its process was killed by SIGABRT; mend it",
         "its process ended with exit code 7; mend it",
-        "no answer within 0.3 s, so it was ended; mend it",
+        "no answer within 0.3 s, so it was stopped; mend it",
     ]
     assert {line["state"] for (line,) in [*bad, hung]} == {"wrong"}
     assert "Traceback" in bad[0][0]["log"] and bad[3][0]["log"].startswith("last words\n")
@@ -137,13 +137,13 @@ def test_devices_in_words() -> None:
     (none,) = machine_checks.check_devices({"cpu": CPU}, [], False, None)
     assert (none.state, none.sentence) == ("ok", "there is no accelerator; ranks run on the CPU: 8 cores, 16.0 GiB")
     (asked,) = machine_checks.check_devices({"cpu": CPU}, [], True, None)
-    assert asked.state == "wrong" and "built for CPUs only; install" in asked.sentence
+    assert asked.state == "wrong" and "a CPU-only build; install" in asked.sentence
     (known,) = machine_checks.check_devices({"cpu": CPU}, [], False, 8)
-    assert known.state == "slow" and "although NVIDIA's driver knows 8" in known.sentence
+    assert known.state == "slow" and "although NVIDIA's driver finds 8" in known.sentence
     there, hidden = machine_checks.check_devices({"cpu": CPU, "dev:0": GPU}, ["dev:0"], True, 2)
     assert (there.state, hidden.state) == ("ok", "slow")
     assert there.sentence == "1 x Model 9 (dev:0), 80.0 GiB of memory each; computes in bf16"
-    assert "2 GPUs and PyTorch 1 of them" in hidden.sentence
+    assert "2 GPUs but PyTorch only 1" in hidden.sentence
 
 
 def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "net" / name / "speed").write_text(speed)
     (tmp_path / "cards" / "mlx5_0").mkdir(parents=True)
     loopback, found = machine_checks.check_network(tmp_path / "net", tmp_path / "cards")
-    assert (loopback.state, found.state, found.sentence) == ("ok", "ok", "eth0 (100 Gbit/s), v0; RDMA by mlx5_0")
+    assert (loopback.state, found.state, found.sentence) == ("ok", "ok", "eth0 (100 Gbit/s), v0; RDMA: mlx5_0")
     assert (
         machine_checks.check_network(tmp_path, tmp_path / "none")[1].state == "ok"
     )  # a folder that is no interface has no state
@@ -176,7 +176,7 @@ def test_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "sinfo").chmod(0o755)
         (line,) = machine_checks.check_slurm()
         assert line.state == state
-        assert "gpu (4 nodes)" in line.sentence or "do not answer (Slurm's sinfo has failed: away)" in line.sentence
+        assert "gpu (4 nodes)" in line.sentence or "do not answer (Slurm's sinfo failed: away)" in line.sentence
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
@@ -211,7 +211,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert report == json.loads((tmp_path / "new" / "r").read_text())
     assert report["verdict"] == "ok" and report["count"]["ok"] >= 2
     assert [line["check"] for line in report["checks"]][:2] == ["python", "loopback"]
-    assert "there is no check 'gpu'; choose from python, health" in refused(tmp_path, "doctor", "--only", "gpu")
+    assert "unknown check 'gpu'; choose from python, health" in refused(tmp_path, "doctor", "--only", "gpu")
     assert "another with --out" in refused(tmp_path, "doctor", "--out", ".")
     assert parse_check_names([*NAMES]) == NAMES
     with pytest.raises(ConfigError):
@@ -275,23 +275,26 @@ def broken(placement: Placement, folder: str, kind: str, names: list[str]) -> An
 @pytest.mark.parametrize(
     ("kind", "names", "said"),
     [
-        ("torch", ["torch", "zero-1"], {"torch": "its process was killed by SIGABRT; install PyTorch anew"}),
-        ("driver", ["zero-1"], {"devices": "OSError: the driver has gone; look at the driver's log"}),
+        ("torch", ["torch", "zero-1"], {"torch": "its process was killed by SIGABRT; reinstall PyTorch"}),
+        ("driver", ["zero-1"], {"devices": "OSError: the driver has gone; check the driver's log"}),
         ("run", ["one-rank"], {"one-rank": "the run of 1 rank ended with exit code 1"}),
-        ("numbers", ["zero-1"], {"zero-1": "another loss than one rank on the CPU"}),
+        ("numbers", ["zero-1"], {"zero-1": "the loss differs from one rank on the CPU"}),
         (
             "faults",
             ["resume", "time-limit"],
-            {"resume": "the run tells of 0 deaths", "time-limit": "and the run does not say so (nobody was ended)"},
+            {
+                "resume": "the run recorded 0 deaths",
+                "time-limit": "but the run did not detect it (no rank was stopped)",
+            },
         ),
         (
             "devices",
             ["attention", "compile", "memory-limit", "collectives"],
             {
-                "attention": "is off the plain formula",
-                "compile": "are off those that are not",
-                "memory-limit": "which no run takes for that",
-                "collectives-host": "got other values than were sent by gloo, in all-reduce of",
+                "attention": "differs from the reference formula",
+                "compile": "differ from eager ones",
+                "memory-limit": "which is not recognized",
+                "collectives-host": "received wrong values over gloo, in all-reduce of",
             },
         ),
     ],

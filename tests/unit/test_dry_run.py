@@ -10,7 +10,8 @@ import torch
 
 from phalanx.autotune.dry_run import LiveBytes, compute_activation_bytes, dry_run, measure_peak_bytes
 from phalanx.autotune.footprint import find_peak_bytes
-from phalanx.autotune.micro_batch import find_least_zero, in_memory_checkpoint_bytes, state_bytes
+from phalanx.autotune.micro_batch import find_least_zero
+from phalanx.autotune.rank_bytes import in_memory_checkpoint_bytes, state_bytes
 from phalanx.autotune.run_size import STATE_MEMORY_SHARE
 from phalanx.config import load, resolve
 from phalanx.core.placement import Placement
@@ -22,7 +23,7 @@ from phalanx.models.llama import Llama
 from phalanx.parallel.parallelize import change_blocks
 from phalanx.parallel.pipeline import build_actions
 from phalanx.recovery.catalog import NEWEST
-from phalanx.report import event_text, run_size
+from phalanx.report import formats, run_size
 from phalanx.tasks.language import CausalLMTask
 from phalanx.tasks.task import Batch
 from phalanx.trainer.resolve import _resolve_memory
@@ -119,7 +120,7 @@ def recipe_spec(config: load.Config) -> Any:
 
 def real_height(config: load.Config, spec: Any, batch: int) -> int:
     model = Llama(spec)
-    mover = change_blocks(model, config)
+    mover = change_blocks(model, config, torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
         parameter.register_post_accumulate_grad_hook(forget)
@@ -193,8 +194,8 @@ def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"{found['model']['parameters']:,}" in text
     tables = [found[name] for name in ("memory", "host_memory", "sequence")]
     for value in (found["memory_total"], *(value for table in tables for value in table.values())):
-        assert event_text.format_bytes(value) in text
-    assert f"{event_text.format_bytes(found['disk']['checkpoint'])}, {found['disk']['checkpoints_kept']} kept" in text
+        assert formats.format_bytes(value) in text
+    assert f"{formats.format_bytes(found['disk']['checkpoint'])}, {found['disk']['checkpoints_kept']} kept" in text
     assert "a replica, on several nodes" in text
     assert "train.micro_batch is auto" in text
     assert "allow a fifth of the device" in text
@@ -238,7 +239,7 @@ def test_it_says_which_zero_is_taken_and_where(monkeypatch: pytest.MonkeyPatch) 
     reckoned, auto = run_size.size_notes(found["assumed"])[:2]
     assert "engine sharded with parallel.zero 1," in reckoned
     assert auto.startswith(
-        f"parallel.zero is auto: the run takes 1 where each rank has {event_text.format_bytes(needs['1'])} free"
+        f"parallel.zero is auto: the run takes 1 where each rank has {formats.format_bytes(needs['1'])} free"
     )
     config, _ = resolve.resolve_autos(config, device="cpu", world=4)
     workload = make_workload(config, recipe_spec(config))

@@ -17,7 +17,7 @@ from phalanx.launch.dry_run_estimate import dry_run, estimate_by_formula
 from phalanx.models.families.catalog import PRESETS
 from phalanx.models.hf_config import config_from_spec
 from phalanx.report import run_size
-from tests.helpers import ROOT
+from tests.helpers import ALL, ROOT
 
 NEAR, NEAR_ACTIVATIONS = 0.02, 0.06  # of each total, and of each mode's activations; the docs say so
 # The preset whose folder stands in for the one that a recipe names.
@@ -87,17 +87,19 @@ def test_so_is_a_changed_one(ranks: int, overrides: list[str], tmp_path: Path, m
     same(config, ranks)
 
 
+ADAPTERS = [
+    # At their height in the loss; in a backward pass; while dropout is drawn for `down`, for `up`.
+    ("llama-3.2-3b-lora", 8, "auto", 64, 0.1, ["activations=none", "zero=3", "dtype=mixed"]),
+    ("qwen3-8b-lora", 8, "[q,k,v,o]", 8, 0, ["activations=none"]),
+    ("mistral-7b-lora", 2, "[q,v,gate]", 256, 0.1, ["activations=selective", "zero=2"]),
+    ("mistral-7b-lora", 1, "auto", 8, 0.1, ["activations=full", "dtype=fp32"]),
+    ("mistral-7b-lora", 2, "[q,v,up]", 64, 0.1, ["activations=offload", "zero=1", "micro_batch=2"]),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "ranks", "targets", "rank", "dropout", "overrides"),
-    [
-        # At their height in the loss; in a backward pass; while dropout is drawn for `down`, for `up`.
-        ("llama-3.2-3b-lora", 8, "auto", 64, 0.1, ["activations=none", "zero=3", "dtype=mixed"]),
-        ("qwen3-8b-lora", 8, "[q,k,v,o]", 8, 0, ["activations=none"]),
-        ("mistral-7b-lora", 2, "[q,v,gate]", 256, 0.1, ["activations=selective", "zero=2"]),
-        ("mistral-7b-lora", 1, "auto", 8, 0.1, ["activations=full", "dtype=fp32"]),
-        ("mistral-7b-lora", 2, "[q,v,up]", 64, 0.1, ["activations=offload", "zero=1", "micro_batch=2"]),
-    ],
-)  # fmt: skip
+    ("name", "ranks", "targets", "rank", "dropout", "overrides"), ADAPTERS if ALL else ADAPTERS[1:3]
+)
 def test_so_are_adapters(
     name: str, ranks: int, targets: str, rank: int, dropout: float, overrides: list[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,7 +112,7 @@ def test_so_are_adapters(
     same(config, ranks)
 
 
-@pytest.mark.parametrize("mode", ["full", "offload"])
+@pytest.mark.parametrize("mode", ["full", "offload"] if ALL else ["full"])
 def test_a_walk_of_few_layers_under_adapters_tells_what_many_take(mode: str, tmp_path: Path) -> None:
     """At the height of a backward pass, which the first layer has no whole one of."""
     config = shipped("mistral-7b-lora", tmp_path, f"memory.activations={mode}")
@@ -148,15 +150,17 @@ def test_a_folder_that_is_not_there_has_the_command_that_fetches_it(
 ) -> None:
     config = load.load_recipe(ROOT / "recipes" / "qwen3-1.7b-chat.yaml")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-1\.7B-Base --local-dir Qwen/Qwen3-1\.7B-Base"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be reached .* hf download Qwen/Qwen3-1\.7B-Base --local-dir Qwen/Qwen3-1\.7B-Base"
+    ):
         dry_run(config, 1)
 
 
 def test_an_estimate_says_that_it_is_one(tmp_path: Path) -> None:
     told = {ranks: dry_run(shipped("demo", tmp_path), ranks)["assumed"] for ranks in (1, 2)}
     notes = {ranks: run_size.size_notes(assumed) for ranks, assumed in told.items()}
-    assert "Activations and loss are estimates, by the planner's formulas." in notes[1]
-    assert "Activations and loss, as the shares of the state, are estimates, by the planner's formulas." in notes[2]
+    assert "Activations and loss are estimates from the planner's formulas." in notes[1]
+    assert "Activations and loss, as the shares of the state, are estimates from the planner's formulas." in notes[2]
     assert not any("estimates" in note for note in run_size.size_notes(told[1] | {"by_formula": False}))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.core.records import EventKind
-from phalanx.report import event_text
+from phalanx.report import event_text, formats
 
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers())
 DETAILS = ("step", "loss", "pids", "pid", "rank", "signal", "exit_code", "bytes", "seconds", "reason", "world", "key")
@@ -46,10 +46,10 @@ DETAILS = ("step", "loss", "pids", "pid", "rank", "signal", "exit_code", "bytes"
             },
             "rank 1 ended with exit code 3 after step 7: no exception; see x",
         ),
-        ({"kind": "checkpoint_saved", "step": 5, "already_there": True}, "checkpoint of step 5 was there already"),
+        ({"kind": "checkpoint_saved", "step": 5, "already_there": True}, "checkpoint of step 5 exists already"),
         ({"kind": "resumed", "step": 50}, "resumed from the checkpoint of step 50"),
-        ({"kind": "resumed", "step": 50, "memory": True}, "resumed from step 50, which was kept in memory"),
-        ({"kind": "gave_up", "reason": "3 attempts have failed"}, "not started again: 3 attempts have failed"),
+        ({"kind": "resumed", "step": 50, "memory": True}, "resumed from step 50, kept in memory"),
+        ({"kind": "gave_up", "reason": "3 attempts have failed"}, "no further restart: 3 attempts have failed"),
         (
             {"kind": "checkpoint_saved", "step": 5, "bytes": 2**20, "seconds": 0.25},
             "checkpoint of step 5 saved (1 MiB in 250 ms)",
@@ -64,11 +64,11 @@ DETAILS = ("step", "loss", "pids", "pid", "rank", "signal", "exit_code", "bytes"
         ({"kind": "attempt_started", "attempt": 2, "pids": {"0": 8}}, "attempt 2 started with 1 rank (pid 8)"),
         (
             {"kind": "comm_schedule_changed", "step": 3, "bytes_per_s": 2.0**20},
-            "transfers in a new order from step 3 on, for a link of 1 MiB/s",
+            "new communication schedule from step 3 on, for a link of 1 MiB/s",
         ),
         (
             {"kind": "comm_schedule_changed", "step": 3, "bytes_per_s": None},
-            "transfers in a new order from step 3 on, for what was measured",
+            "new communication schedule from step 3 on, for the measured times",
         ),
         ({"kind": "of_a_later_version", "time": 1, "weight": 3}, "of_a_later_version, weight 3"),
     ],
@@ -95,31 +95,31 @@ def test_every_kind_has_a_mark_and_words_of_its_own() -> None:
 
 @pytest.mark.parametrize("value", [9, "9", "SIGKILL", signal.SIGKILL])
 def test_a_signal_is_named_however_it_was_written(value: object) -> None:
-    assert event_text.signal_name(value) == "SIGKILL"
+    assert formats.signal_name(value) == "SIGKILL"
 
 
 @given(st.floats(min_value=0, max_value=999 * 86400))  # a thousand days may well begin with 1000
 def test_durations_never_show_sixty_of_a_unit(value: float) -> None:
-    text = event_text.format_seconds(value)
+    text = formats.format_seconds(value)
     assert " 60 " not in f" {text} ".replace(" 60 d ", " ")  # of days there may be any number
     assert not text.startswith("1000")
 
 
 @given(st.floats(min_value=0, max_value=1e14))
 def test_short_numbers_are_near_the_value(value: float) -> None:
-    text = event_text.format_count(value)
+    text = formats.format_count(value)
     scale = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1], 1.0)
     assert math.isclose(float(text.rstrip("kMBT")) * scale, value, rel_tol=0.006)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "3", True, [1]])
 def test_what_is_no_finite_number_is_none(value: object) -> None:
-    assert event_text.finite_number({"loss": value}, "loss") is None
+    assert formats.finite_number({"loss": value}, "loss") is None
 
 
 def test_numbers_of_any_size() -> None:
-    assert event_text.format_perplexity(1e9) == "over 1e8"
-    assert event_text.format_bytes(79.6 * 2**30) == "79.6 GiB"
-    assert event_text.format_seconds(59.97) == "1 min 00 s"
-    assert event_text.format_clock(3661) == "1:01:01"
-    assert json.dumps(event_text.finite_number({"n": 10**6}, "n")) == "1000000"
+    assert formats.format_perplexity(1e9) == "over 1e8"
+    assert formats.format_bytes(79.6 * 2**30) == "79.6 GiB"
+    assert formats.format_seconds(59.97) == "1 min 00 s"
+    assert formats.format_clock(3661) == "1:01:01"
+    assert json.dumps(formats.finite_number({"n": 10**6}, "n")) == "1000000"

@@ -12,16 +12,16 @@ def test_a_key_is_explained_with_all_that_is_known_of_it() -> None:
         "optim.lr: peak learning rate",
         "  values   number above 0",
         "  default  0.0003",
-        "  curve    yes: it defines the loss curve, so a run folder keeps it",
+        "  curve    yes: it defines the loss curve; a run folder keeps it",
     ]
     zero = explain_key("parallel.zero", 80)
     assert "  values   auto, 1, 2, 3\n" in zero
     assert "  default  auto\n" in zero
-    assert "  auto     gets its value at each start;" in zero
+    assert "  auto     resolved at each start;" in zero
     assert zero.endswith("  curve    no: it may differ from one start to the next")
     assert max(map(len, zero.splitlines())) <= 80
-    assert "first start and keeps it unless the run goes on with other" in explain_key("train.micro_batch", 120)
-    assert "first start and keeps it;" in explain_key("optim.decay_steps", 120)
+    assert "first start and kept unless the run resumes on other" in explain_key("train.micro_batch", 120)
+    assert "first start and kept;" in explain_key("optim.decay_steps", 120)
     assert "stays auto" in explain_key("balance.batch", 120)
 
 
@@ -50,7 +50,7 @@ def test_nothing_of_what_keys_mean_is_cut(width: int) -> None:
 
 
 def test_a_key_that_there_is_not_is_refused_with_its_neighbour() -> None:
-    with pytest.raises(ConfigError, match=r"^there is no key optim.lrr; did you mean optim.lr\?$"):
+    with pytest.raises(ConfigError, match=r"^unknown key optim.lrr; did you mean optim.lr\?$"):
         explain_key("optim.lrr", 80)
-    with pytest.raises(ConfigError, match=r"^there is no key xyzzy; the sections are model, task, data"):
+    with pytest.raises(ConfigError, match=r"^unknown key xyzzy; the sections are model, task, data"):
         explain_key("xyzzy", 80)

@@ -77,7 +77,7 @@ def test_one_that_fails_is_taken_away(faults: Faults, tmp_path: Path) -> None:
     there = tmp_path / "there"
     faults.error = lambda: OSError(errno.ENOSPC, "No space left on device")
     faults.fails_at = 12  # within the second shard
-    with pytest.raises(StorageError, match="make room there"):
+    with pytest.raises(StorageError, match="free space there"):
         write(Url(f"faulty://{there}", 20), tmp_path / "cache", [])
     assert len(faults.calls) > 12
     assert list(there.iterdir()) == []

@@ -84,7 +84,7 @@ class Job:
         self.file: Message = {"since": 1, "attempt": 1}  # that of the newest epoch
         self.ordered: list[tuple[int, int]] = []  # epochs and numbers of attempts
         self.heard: list[SupervisorEvent] = []  # by the leader, and not yet taken
-        self.state = make_initial_state(offer, self.member_list, 1, 0, {})
+        self.state = make_initial_state(offer, map(make_node_state, members), 1, 0)
         self.take(Tick(0.0))
 
     def take(self, event: SupervisorEvent) -> None:
@@ -410,11 +410,11 @@ def test_a_number_that_nobody_has_heard_is_higher_than_all_that_were() -> None:
 def test_a_job_begins_at_once_where_all_with_a_seat_are_there_and_else_misses_them() -> None:
     job = Job(2, 1, RecoveryPolicy(nodes=2))
     offer = job.agents[0].offer
-    whole = make_initial_state(offer, job.member_list, 4, 7, {})
+    nodes = list(map(make_node_state, job.member_list.members))
+    whole = make_initial_state(offer, nodes, 4, 7)
     assert (whole.phase, whole.attempt, whole.budget.first, whole.budget.reached) == (JobPhase.READYING, 3, 4, 7)
     assert decide(whole, Tick(0.0))[0].attempt == 4
-    without = job.member_list.with_members([each for each in job.member_list.members if each.node != 1], 0)
-    assert make_initial_state(offer, without, 4, 7, {}).phase == JobPhase.IDLE
+    assert make_initial_state(offer, [nodes[0], nodes[2]], 4, 7).phase == JobPhase.IDLE
 
 
 def test_of_what_no_order_to_start_has_said_nothing_is_spent_yet() -> None:

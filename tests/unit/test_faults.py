@@ -57,11 +57,11 @@ def test_any_text_is_a_fault_or_a_sentence(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("hnag:step=3", "there is no fault 'hnag'; did you mean hang?"),
+        ("hnag:step=3", "unknown fault 'hnag'; did you mean hang?"),
         ("explode:step=3", "choose one of kill, crash"),
-        ("kill:rank=1", "it needs a step to happen in, such as kill:rank=1,step=7"),
-        ("kill:7", "'7' is no key=value"),
-        ("kill:step=", "'step=' is no key=value"),
+        ("kill:rank=1", "step is missing; write it as in kill:rank=1,step=7"),
+        ("kill:7", "'7' is not key=value"),
+        ("kill:step=", "'step=' is not key=value"),
         ("kill:step=0", "step must be a whole number from 1, not '0'"),
         ("kill:step=3,rank=-1", "rank must be a whole number from 0, not '-1'"),
         ("kill:step=3,factor=2", "kill takes no factor; it takes rank, step, attempt, every, phase"),
@@ -81,10 +81,10 @@ def test_a_mistake_is_a_sentence(text: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("kill:rank=2,step=3", "there is no rank 2 in a run of ranks 0 to 1"),
+        ("kill:rank=2,step=3", "no rank 2 in a run of ranks 0 to 1"),
         ("kill:step=11", "the run has 10 steps (train.steps)"),
-        ("corrupt-checkpoint:step=3", "checkpoints at a URL are not touched"),
-        ("node-down:step=3", "without another node (--nodes) nobody would be left"),
+        ("corrupt-checkpoint:step=3", "checkpoints at a URL are not changed"),
+        ("node-down:step=3", "needs another node that continues (--nodes)"),
     ],
 )
 def test_what_cannot_happen_is_refused(text: str, sentence: str) -> None:

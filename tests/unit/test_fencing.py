@@ -15,7 +15,7 @@ from phalanx.elastic.membership import election
 from phalanx.recovery import fencing
 from phalanx.system.exit_causes import WorkerExit, describe_exception, is_secondary_failure
 
-TELLS = "since epoch 2 the run goes on with another one on other nodes; this node was cut off from them and ends"
+TELLS = "since epoch 2 the run continues on other nodes; this node was cut off from them and exits"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 from phalanx.config import load
 from phalanx.config.model_spec import build_model_spec
 from phalanx.config.schema import Config, iter_knobs
-from phalanx.core.errors import PhalanxError
+from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind
@@ -35,8 +35,10 @@ from tests.unit.field_runs import (
     BASE,
     CHAT,
     CLASSIFY,
+    EXPERTS,
     LORA,
     MASKED,
+    MOE,
     OFFLOAD,
     PROMPTS,
     ROPE,
@@ -76,6 +78,12 @@ def updates(base: Seen, seen: Seen) -> None:
     assert seen["loss"][0] == base["loss"][0]
     assert seen["grad_norm"][0] == base["grad_norm"][0]
     assert seen["loss"][2] != base["loss"][2]
+
+
+def gradients(base: Seen, seen: Seen) -> None:
+    """The same first loss, but other gradients."""
+    assert seen["loss"][0] == base["loss"][0]
+    assert seen["grad_norm"] != base["grad_norm"]
 
 
 def rates(expected: Callable[[list[float]], list[float]]) -> Callable[[Seen, Seen], None]:
@@ -162,6 +170,10 @@ def _validation(base: Seen, seen: Seen) -> None:
     assert further[0] == 3
     assert further[2] != held_out[2]
     assert seen["loss"] == base["loss"]
+
+
+def _moe(**section: Any) -> dict[str, Any]:
+    return MOE | {"model.moe": EXPERTS | section}
 
 
 def _lora(**section: Any) -> dict[str, Any]:
@@ -471,13 +483,68 @@ def held(placement: Placement) -> dict[str, Seen]:
     return found
 
 
+def _context(base: Seen, seen: Seen) -> None:
+    assert [by_rank["ring"]["positions"] for by_rank in _row_parts()] == [8, 8]
+
+
+def _context_by(base: Seen, seen: Seen) -> None:
+    assert [_row_parts()[0][name]["by"] for name in ("ring", "gather")] == ["ring", "gather"]
+
+
+def _context_shares(base: Seen, seen: Seen) -> None:
+    assert [by_rank["gather"]["positions"] for by_rank in _row_parts()] == [12, 4]
+
+
+ROW_PARTS: dict[str, dict[str, Any]] = {
+    "ring": {"parallel": {"context": 2, "context_by": "ring", "engine": "sharded"}},
+    "gather": {"parallel": {"context": 2, "context_by": "gather", "engine": "sharded"}, "balance": {"context": [3, 1]}},
+}
+
+
+@functools.cache
+def _row_parts() -> list[dict[str, Seen]]:
+    return run_ranks(parts_of_rows, 2, timeout_s=180)
+
+
+def parts_of_rows(placement: Placement) -> dict[str, Seen]:
+    """How many positions of a row of 16 a rank has, and what its attention exchanges."""
+    from phalanx.comm.mesh import attach_mesh, join
+    from phalanx.config.resolve import resolve_autos
+    from phalanx.layout.balance import Speed
+    from phalanx.models.llama import Llama
+    from phalanx.models.user_model import build_on_meta
+    from phalanx.parallel.parallelize import parallelize
+    from phalanx.tasks.language import CausalLMTask
+    from phalanx.workload.context_task import find_context_shares, make_context_task
+    from phalanx.workload.engines import make_engine_factory
+    from phalanx.workload.workload import read_model_shape
+
+    found = {}
+    with join(placement, 30) as outer:
+        for name, keys in ROW_PARTS.items():
+            model_keys = BASE["model"] | {"vocab_size": 300}
+            asked = load.build_config({**BASE, "model": model_keys, **keys}, "the test's recipe")
+            asked, _ = resolve_autos(asked, device="cpu", world=2)
+            spec = read_model_shape(asked)
+            with attach_mesh(outer.device, 30, asked.parallel.axes) as mesh:
+                model = build_on_meta(spec, Llama)
+                shares = find_context_shares(asked, [Speed(1.0)] * 2, mesh)
+                engine, _ = parallelize(model, asked, mesh, make_engine_factory(asked), 1, shares)
+                batch = make_context_task(CausalLMTask(16), spec, mesh, shares).collate([])
+                attention = model.get_submodule("layers.0.attention").attention_fn
+                found[name] = {"positions": batch.inputs["tokens"].shape[1], "by": attention.__self__.by}
+                engine.close()
+    return found
+
+
 def _hardware(base: Seen, seen: Seen) -> None:
     """What the file says holds, and nothing is measured."""
     assert run_ranks(speeds_of_file, 2, timeout_s=180) == [[1.0, 3.0]] * 2
 
 
 def speeds_of_file(placement: Placement) -> list[float]:
-    from phalanx.autotune.measure import describe_work, find_rank_speeds
+    from phalanx.autotune.measure import describe_work
+    from phalanx.autotune.rank_speeds import find_rank_speeds
     from phalanx.comm.mesh import join
     from phalanx.layout.hardware import Hardware, MeasuredDevice, write_hardware
     from phalanx.workload.sinks import RecordWriter
@@ -578,7 +645,7 @@ def away(placement: Placement) -> list[str]:
     return said
 
 
-LOST = "nodes were lost, and those that are left cannot go on without them"
+LOST = "nodes were lost, and the remaining nodes cannot continue without them"
 
 
 def _losses(key: str, values: tuple[Any, Any], expected: tuple[str, str]) -> Callable[[Seen, Seen], None]:
@@ -745,6 +812,22 @@ def _hang(base: Seen, seen: Seen) -> None:
     assert found == {7: True, "auto": False, "off": None}
 
 
+def _prometheus(base: Seen, seen: Seen) -> None:
+    """What it serves is in test_alerts.py."""
+    from phalanx.launch.observer import check_report
+
+    check_report(configured({}, Path()).report)
+    with pytest.raises(ConfigError, match=r"report\.prometheus"):
+        check_report(configured({"report.prometheus": "203.0.113.1:9420"}, Path()).report)
+
+
+def _webhook(base: Seen, seen: Seen) -> None:
+    from phalanx.launch.observer import check_report
+
+    with pytest.raises(ConfigError, match=r"report\.webhook"):
+        check_report(configured({"report.webhook": "no such file"}, Path()).report)
+
+
 def _judged(changes: dict[str, Any], *, loss: float | None) -> str:
     """What is done about a loss after thirty that are near 1, or about a gradient that is not finite."""
     from phalanx.core.errors import Diverged
@@ -815,6 +898,47 @@ def gone_wrong(placement: Placement, folder: str, key: str, values: list[int], f
     return found
 
 
+def _stop_notice(base: Seen, seen: Seen) -> None:
+    """What the agent's job is told."""
+    from types import SimpleNamespace
+
+    from phalanx.launch.node_session import NodeSession
+
+    found = []
+    for seconds in (30.0, 120.0):
+        session = SimpleNamespace(
+            devices=[SimpleNamespace(name="cpu")], shared=None, memory=SimpleNamespace(state=False),
+            _note=print, _idle=print, _limit_has_fallen=print,
+        )  # fmt: skip
+        config = configured({"resilience.stop_notice_s": seconds}, Path())
+        training = SimpleNamespace(config=config, paths=None)
+        found.append(NodeSession.job_for(session, training, 1, 1).stop_notice_s)  # type: ignore[arg-type]
+    assert found == [30.0, 120.0]
+
+
+def _preemption(key: str, values: list[Any], expected: list[Any], **beside: Any) -> Callable[[Seen, Seen], None]:
+    """The services that are watched, with their addresses."""
+
+    def check(base: Seen, seen: Seen) -> None:
+        from unittest import mock
+
+        from phalanx.launch import preemption
+
+        made: list[tuple[Any, ...]] = []
+        with (
+            mock.patch.object(preemption, "MetadataService", side_effect=lambda *given: made.append(given)),
+            mock.patch.object(preemption, "fork", side_effect=lambda *_, **how: (0, os.open(os.devnull, os.O_RDONLY))),
+            mock.patch.object(preemption, "end_child", side_effect=lambda pid, pidfd: os.close(pidfd)),
+        ):
+            for value in values:
+                config = configured(beside | {f"resilience.{key}": value}, Path())
+                with preemption.watch_for_preemption(config.resilience, RunPaths(Path())):
+                    pass
+        assert made == expected
+
+    return check
+
+
 def _script(option: str, value: Any, *lines: str, **beside: Any) -> Callable[[Seen, Seen], None]:
     """Lines that only the job's script of another value has."""
 
@@ -830,6 +954,42 @@ def _script_of(section: dict[str, Any]) -> str:
     config = configured({f"slurm.{key}": value for key, value in section.items()}, Path())
     asked = slurm_script.make_job_spec(config, RunPaths(Path("/runs/run")), LaunchOptions(nodes=3))
     return slurm_script.render_script(asked)
+
+
+def _pods(key: str, values: tuple[Any, Any], *lines: str) -> Callable[[Seen, Seen], None]:
+    """Lines that only the Kubernetes objects of the other value have."""
+
+    def check(base: Seen, seen: Seen) -> None:
+        from phalanx.launch.schedulers.kubernetes_manifest import render_manifest
+
+        keys = {"k8s.image": "i", "k8s.volumes": ["c:/runs"], "k8s.gpus_per_node": 4, "k8s.shared_memory_gib": 5}
+        keys |= {"k8s.partition": ["p"]}
+        paths, options = RunPaths(Path("/runs/run")), LaunchOptions(nodes=2)
+        found = [render_manifest(configured({**keys, key: value}, Path()), paths, options) for value in values]
+        for line in lines:
+            assert line in found[1] and line not in found[0], (line, found[1])
+
+    return check
+
+
+KUBERNETES: dict[str, Case] = {
+    f"k8s.{key}": Case({}, _pods(f"k8s.{key}", values, *lines))
+    for key, values, lines in (
+        ("image", ("i", "j:2"), ["image: j:2"]),
+        ("namespace", (None, "lab"), ["namespace: lab"]),
+        ("volumes", (["c:/runs"], ["c:/runs", "d:/data"]), ["claimName: d", "mountPath: /data"]),
+        ("partition", (["p"], ["a:1", "b:1"]), ["kind: JobSet"]),
+        ("pool_label", ("a/b", "c/d"), ["c/d: p"]),
+        ("gpus_per_node", (4, 8), ["nvidia.com/gpu: '8'"]),
+        ("gpu_resource", ("nvidia.com/gpu", "amd.com/gpu"), ["amd.com/gpu: '4'"]),
+        ("cpus", (None, 12), ["cpu: '12'"]),
+        ("memory", (None, "64Gi"), ["memory: 64Gi"]),
+        ("shared_memory_gib", (5, 7), ["sizeLimit: 7Gi"]),
+        ("queue", (None, "team"), ["kueue.x-k8s.io/queue-name: team"]),
+        ("time", (None, "10"), ["activeDeadlineSeconds: 600"]),
+        ("python", ("python3", "/env/python"), ["- /env/python"]),
+    )
+}
 
 
 SLURM: dict[str, Case] = {
@@ -860,7 +1020,7 @@ def _arithmetic(name: str) -> Callable[[Seen, Seen], None]:
     return equal("arithmetic", plain | {name: True}, plain)
 
 
-CASES: dict[str, Case] = SLURM | {
+CASES: dict[str, Case] = SLURM | KUBERNETES | {
     "model.preset": Case({}, _preset),
     "model.from_hf": Case({"model": {"from_hf": "FOLDER/exported"}}, _from_hf),
     "model.vocab_size": Case({"model.vocab_size": 310}, bigger(2 * 10 * 16)),
@@ -895,7 +1055,16 @@ CASES: dict[str, Case] = SLURM | {
     "model.tie_embeddings": Case({"model.tie_embeddings": True}, bigger(-300 * 16)),
     "model.init_std": Case({"model.init_std": 0.05}, curve),
     "model.dropout": Case({"model.dropout": 0.3}, curve),
-    "model.attention_dropout": Case(MASKED | {"model.attention_dropout": 0.3}, curve, beside="masked"),
+    "model.attention_dropout": Case({"model.attention_dropout": 0.3}, curve),
+    "model.moe.experts": Case(_moe(experts=4), both(bigger(2 * (3 * 16 * 32 + 16)), curve), beside="moe"),
+    "model.moe.experts_per_token": Case(_moe(experts_per_token=1), curve, beside="moe"),
+    "model.moe.intermediate": Case(_moe(intermediate=40), bigger(2 * 3 * 3 * 16 * 8), beside="moe"),
+    "model.moe.renormalize": Case(_moe(renormalize=False), curve, beside="moe"),
+    "model.moe.dense_layers": Case(_moe(dense_layers=[0]), bigger(-2 * 3 * 16 * 32 - 3 * 16), beside="moe"),
+    "model.moe.balance": Case(_moe(balance="sequence"), gradients, beside="moe"),
+    "model.moe.balance_weight": Case(_moe(balance_weight=0.1), gradients, beside="moe"),
+    "model.moe.over": Case(_moe(over="model"), gradients, beside="moe"),
+    "model.moe.z_loss": Case(_moe(z_loss=0.1), gradients, beside="moe"),
     "model.lora.adapter": Case(_lora(adapter="FOLDER/adapter", rank="auto"), _adapter, beside="lora"),
     "model.lora.rank": Case(_lora(rank=3), _adapters, beside="lora"),
     "model.lora.alpha": Case(_lora(alpha=1), _adapters, beside="lora"),
@@ -924,13 +1093,17 @@ CASES: dict[str, Case] = SLURM | {
     "data.chat_template": Case(CHAT | {"data.chat_template": "FOLDER/own.jinja"}, curve, beside="chat"),
     "data.loss_on": Case(PROMPTS | {"data.loss_on": "all"}, more_tokens, beside="prompts"),
     "data.too_long": Case(PROMPTS | {"data.too_long": "drop"}, curve, beside="prompts"),
+    "data.mask_document_end": Case({"data.mask_document_end": True}, fewer_tokens),
     "data.isolate_documents": Case({"data.isolate_documents": True}, fewer_tokens),
     "data.held_out": Case({"data.held_out": 0.6}, _held_out),
     "data.seq_len": Case({"data.seq_len": 16}, equal("tokens", [64] * 3, [32] * 3)),
     "data.cache": Case({"data.cache": "FOLDER/elsewhere"}, _cache),
     "data.workers": Case({}, lambda base, seen: _workers()),
+    "data.read_ahead": Case({"data.read_ahead": 2}, equal("reading", 2, 0), how="look", beside="looked"),
     "train.steps": Case({"train.steps": 5}, equal("step", [1, 2, 3, 4, 5], [1, 2, 3])),
+    "train.epochs": Case(TASK | {"train.epochs": 2}, equal("step", [1, 2, 3, 4, 5], [1, 2, 3]), beside="own task"),
     "train.global_batch": Case({"train.global_batch": 6}, equal("tokens", [48] * 3, [32] * 3)),
+    "train.rampup_batch": Case({"train.rampup_batch": [2, 1, 4]}, equal("tokens", [16, 24, 32], [32] * 3)),
     "train.micro_batch": Case({"train.micro_batch": 1}, equal("micro_batches", 4, 2), how="look", beside="looked"),
     "train.seed": Case({"train.seed": 1}, curve),
     "train.dtype": Case({"train.dtype": "fp32"}, both(curve, equal("stored", "float32", "float64"))),
@@ -943,10 +1116,13 @@ CASES: dict[str, Case] = SLURM | {
     "train.patience": Case(
         {"train.patience": 1, "train.eval_every": 1, "optim.lr": 1e-30}, equal("step", [1, 2], [1, 2, 3])
     ),
+    "train.stop_after": Case({"train.stop_after": "0.001s"}, equal("step", [1], [1, 2, 3])),
+    "train.stop_every": Case({"train.stop_every": 2}, equal("step", [1, 2], [1, 2, 3])),
     "train.eval_sequences": Case({"train.eval_sequences": 2}, lambda base, seen: _evaluations(seen, [3], 2 * 8)),
     "train.loss_scale": Case(
         {"train.dtype": "fp16", "train.loss_scale": 4.0}, equal("loss_scale", [4.0] * 3, [65536.0] * 3), beside="fp16"
     ),
+    "train.fp8": Case({"train.fp8": "block"}, curve),
     "train.loss_scale_growth_interval": Case(
         {"train.dtype": "fp16", "train.loss_scale_growth_interval": 1},
         equal("loss_scale", [65536.0, 131072.0, 262144.0], [65536.0] * 3),
@@ -987,6 +1163,9 @@ CASES: dict[str, Case] = SLURM | {
     "parallel.pipeline": Case({}, _pipeline),
     "parallel.schedule": Case({}, _schedule),
     "parallel.layers_per_stage": Case({}, _stages),
+    "parallel.context": Case({}, _context),
+    "parallel.context_by": Case({}, _context_by),
+    "balance.context": Case({}, _context_shares),
     "balance.batch": Case({}, _work),
     "balance.optimizer_state": Case({}, _state),
     "optim.double_buffer": Case({}, _slots),
@@ -1018,6 +1197,15 @@ CASES: dict[str, Case] = SLURM | {
     "resilience.heartbeat_timeout_s": Case({}, _heartbeat),
     "resilience.storage_timeout_s": Case({}, _storage_timeout),
     "storage.private": Case({}, _private),
+    "resilience.stop_notice_s": Case({}, _stop_notice),
+    "resilience.preemption_notice": Case({}, _preemption("preemption_notice", ["off", "gcp"], [("gcp", None)])),
+    "resilience.metadata_url": Case(
+        {},
+        _preemption(
+            "metadata_url", [None, "http://h:1"], [("aws", None), ("aws", "http://h:1")],
+            **{"resilience.preemption_notice": "aws"},
+        ),
+    ),
     "resilience.health": Case({}, _health),
     "resilience.hang_timeout_s": Case({}, _hang),
     "resilience.on_nan": Case({}, _on_nan),
@@ -1032,6 +1220,8 @@ CASES: dict[str, Case] = SLURM | {
     "callback.code": Case({}, _callback),
     "callback.options": Case({}, _callback),
     "report.wandb": Case({"report.wandb": "a-project"}, equal("wandb", ["offline-run"], [])),
+    "report.prometheus": Case({}, _prometheus),
+    "report.webhook": Case({}, _webhook),
     "report.tensorboard": Case({"report.tensorboard": True}, equal("tensorboard", True, False)),
 }  # fmt: skip
 
@@ -1066,13 +1256,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
         ("looked", "look", {}),
         ("offload", "look", OFFLOAD),
         ("lora", "walk", LORA),
+        ("moe", "walk", MOE),
     ]
     asked += [("fp16", "walk", {"train.dtype": "fp16"}), ("sgd", "walk", SGD), ("wsd", "walk", WSD)]
     asked += [("polynomial", "walk", {"optim.schedule": "polynomial"}), ("masked", "walk", MASKED)]
     asked += [("tag", "walk", TAG), ("classify", "walk", CLASSIFY)]
     asked += [("what fits", "walk", {"memory.activations": "auto"})]
     asked += [(key, case.how, case.changes) for key, case in CASES.items() if case.changes]
-    found: dict[str, Seen] = run_ranks(observe, 1, timeout_s=200, folder=str(folder), cases=asked)[0]
+    found: dict[str, Seen] = run_ranks(observe, 1, timeout_s=280, folder=str(folder), cases=asked)[0]
     return found
 
 

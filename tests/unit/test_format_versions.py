@@ -57,7 +57,7 @@ def of_state(left: Path) -> None:
     raw = gzip.decompress(packed.read_bytes())
     path.write_bytes(raw[:8] + LATER.to_bytes(4, "little") + raw[12:])
     [said] = inventory.find_damage(left)
-    assert "a later release" in said and said.endswith("so what else is kept is gone on from")
+    assert "a later release" in said and said.endswith("so the run resumes from other saved state")
     StateFile(path)
 
 
@@ -66,7 +66,7 @@ def of_state(left: Path) -> None:
     [
         (of_checkpoint, "resume from another checkpoint"),
         (of_tokens, r"delete \S+ and prepare the data again"),
-        (of_state, "remove it, and the run goes on from its newest checkpoint"),
+        (of_state, "remove it; the run then resumes from its newest checkpoint"),
         (
             lambda left: hardware.read_hardware(change(left / "hardware.json", version=LATER)),
             "measure again with `phalanx hardware`, or delete the file",
@@ -96,7 +96,7 @@ def test_a_run_folder_that_says_no_format_is_of_the_first(left: Path) -> None:
     paths = RunPaths(left / "run")
     change(paths.versions, run_folder=None)
     paths.events.write_text(paths.events.read_text().replace('"run_folder": 1, ', ""))
-    assert read_run_history(paths).name == "run" and run_folder.read_run_config(paths) is not None
+    assert read_run_history(paths).facts.name == "run" and run_folder.read_run_config(paths) is not None
     paths.versions.write_text("{")
     format_versions.check_run_version(paths)
 
@@ -113,4 +113,4 @@ def test_nodes_of_other_protocols_name_both() -> None:
         proof = Handshake(Channel(here), "secret", calling=True)
         proof.feed({"phalanx": PROTOCOL + 1, "nonce": "00"})
         assert proof.failed is not None and not proof.done
-        assert f"version {PROTOCOL + 1} of the protocol and this one {PROTOCOL}; install the same" in proof.failed
+        assert f"uses protocol version {PROTOCOL + 1} but this node uses {PROTOCOL}; install the same" in proof.failed

@@ -9,13 +9,13 @@ import torch
 import transformers
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import AttentionSpec, ModelSpec, RopeScaling
+from phalanx.layout.model_shape import BlockSpec, ModelSpec, RopeScaling
 from phalanx.models.families.catalog import FAMILIES, parameter_count, parameter_shapes
 from phalanx.models.hf_config import config_from_spec, read_config, spec_from_config
 from phalanx.models.hf_export import export
 from phalanx.models.hf_weights import Weights
-from phalanx.models.layers import rope_frequencies
 from phalanx.models.model import Architecture
+from phalanx.models.rotary import rope_frequencies
 from phalanx.models.user_model import hf_name, load_family_class
 
 LENGTH = 48
@@ -105,8 +105,8 @@ def test_in_half_precision_the_embedding_and_norms_are_rounded_as_theirs() -> No
 
 def test_rotary_angles_are_those_of_transformers_for_both_kinds_of_layers() -> None:
     rotary = theirs_of("as 4B").model.rotary_emb
-    attention = AttentionSpec(window_rope_theta=2e4)
-    spec = replace(plain(), rope_theta=1e6, rope_scaling=RopeScaling(rule="linear", factor=8.0), attention=attention)
+    block = BlockSpec(window_rope_theta=2e4)
+    spec = replace(plain(), rope_theta=1e6, rope_scaling=RopeScaling(rule="linear", factor=8.0), block=block)
     assert torch.equal(rope_frequencies(spec, LENGTH)[0], rotary.full_attention_inv_freq)
     assert torch.equal(rope_frequencies(spec, LENGTH, windowed=True)[0], rotary.sliding_attention_inv_freq)
 
@@ -114,7 +114,7 @@ def test_rotary_angles_are_those_of_transformers_for_both_kinds_of_layers() -> N
 def plain() -> ModelSpec:
     shape = ModelSpec(
         architecture="gemma3", vocab_size=96, hidden=40, layers=7, heads=4, kv_heads=2, head_dim=12, intermediate=56,
-        max_seq_len=128, attention=AttentionSpec(window_rope_theta=1e4),
+        max_seq_len=128, block=BlockSpec(window_rope_theta=1e4),
     )  # fmt: skip
     return FAMILIES["gemma3"].start(shape)
 
@@ -137,7 +137,7 @@ def test_the_form_of_transformers_4_is_read_as_the_same_model() -> None:
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention: true, which is not supported"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar to 0"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration, which cannot be"),
-        ({"layer_types": ["full_attention"]}, "no list of 7"),
+        ({"layer_types": ["full_attention"]}, "must be a list of 7"),
         (
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}},
             "layers with a sliding window",

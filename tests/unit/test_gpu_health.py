@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from phalanx.health.findings import Severity, verdict
-from phalanx.health.gpu import Gpu, GpuProcess, GpuReading, gpu_identity, judge_gpus, recovery_by_bus
+from phalanx.health.gpu import (
+    CORRECTED_ERRORS,
+    Gpu,
+    GpuMemoryErrors,
+    GpuProcess,
+    GpuReading,
+    gpu_identity,
+    judge_gpus,
+    recovery_by_bus,
+)
 
 # An H100 as it is when nothing is wrong, as nvidia-ml-py reports it.
 WELL = Gpu(
@@ -19,11 +28,7 @@ WELL = Gpu(
     temperature_c=34,
     slowdown_c=87,
     throttles=0x1,  # idle
-    uncorrected=0,
-    remap_failed=False,
-    remap_pending=False,
-    retired_pages=None,
-    retire_pending=None,
+    errors=GpuMemoryErrors(uncorrected=0, corrected=3, remap_failed=False, remap_pending=False),
     recovery=0,
     pcie_width=16,
     pcie_width_most=16,
@@ -53,12 +58,13 @@ def test_a_gpu_of_which_all_is_well() -> None:
         ({"recovery": 2}, "recovery action", Severity.REBOOT),
         ({"recovery": 4}, "recovery action", Severity.RESET),
         ({"recovery": 77}, "recovery action", Severity.WATCH),
-        ({"uncorrected": 2, "recovery": None}, "ecc", Severity.RESET),
-        ({"uncorrected": 2}, "ecc", Severity.WATCH),  # the driver asks for nothing
-        ({"remap_failed": True}, "remapped rows", Severity.ISOLATE),
-        ({"remap_pending": True}, "remapped rows", Severity.WATCH),
-        ({"retire_pending": True}, "remapped rows", Severity.WATCH),
-        ({"retired_pages": 60}, "retired pages", Severity.ISOLATE),
+        ({"errors": GpuMemoryErrors(uncorrected=2), "recovery": None}, "ecc", Severity.RESET),
+        ({"errors": GpuMemoryErrors(corrected=CORRECTED_ERRORS)}, "ecc corrected", Severity.WATCH),
+        ({"errors": GpuMemoryErrors(uncorrected=2)}, "ecc", Severity.WATCH),  # the driver asks for nothing
+        ({"errors": GpuMemoryErrors(remap_failed=True)}, "remapped rows", Severity.ISOLATE),
+        ({"errors": GpuMemoryErrors(remap_pending=True)}, "remapped rows", Severity.WATCH),
+        ({"errors": GpuMemoryErrors(retire_pending=True)}, "remapped rows", Severity.WATCH),
+        ({"errors": GpuMemoryErrors(retired_pages=60)}, "retired pages", Severity.ISOLATE),
         ({"throttles": 0x48}, "clocks", Severity.WATCH),
         ({"throttles": 0x80}, "clocks", Severity.WATCH),
         ({"temperature_c": 86}, "temperature", Severity.WATCH),
@@ -73,9 +79,9 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], check: str, severity: S
 
 
 def test_just_below_a_limit_nothing_is_said() -> None:
-    assert of(temperature_c=84, retired_pages=59, memory_used_bytes=int(0.05 * WELL.memory_bytes)) == [
-        ("gpus", Severity.OK)
-    ]
+    assert of(
+        temperature_c=84, errors=GpuMemoryErrors(retired_pages=59), memory_used_bytes=int(0.05 * WELL.memory_bytes)
+    ) == [("gpus", Severity.OK)]
     assert of(links_up=0) == [("gpus", Severity.OK)]  # a board whose links lead nowhere
 
 
@@ -84,7 +90,7 @@ def test_who_holds_memory_is_named() -> None:
     found = judge_gpus(GpuReading((replace(WELL, memory_used_bytes=2**34, processes=left),)))
     assert "python (4711), process (12)" in found[0].sentence
     assert (
-        "no program that can be seen" in judge_gpus(GpuReading((replace(WELL, memory_used_bytes=2**34),)))[0].sentence
+        "no process visible from here" in judge_gpus(GpuReading((replace(WELL, memory_used_bytes=2**34),)))[0].sentence
     )
 
 
@@ -115,7 +121,7 @@ def test_a_node_against_its_baseline() -> None:
 
 
 def test_only_the_gpus_that_are_meant_count() -> None:
-    two = (WELL, replace(WELL, index=1, uuid="GPU-1", bus="0000:5e:00", remap_failed=True))
+    two = (WELL, replace(WELL, index=1, uuid="GPU-1", bus="0000:5e:00", errors=GpuMemoryErrors(remap_failed=True)))
     assert verdict(judge_gpus(GpuReading(two), only=["GPU-0"])) == Severity.OK
     assert verdict(judge_gpus(GpuReading(two), only=["GPU-1"])) == Severity.ISOLATE
 

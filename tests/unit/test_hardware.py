@@ -15,7 +15,7 @@ from phalanx.autotune import measure
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import measure_devices
-from phalanx.layout import hardware
+from phalanx.layout import hardware, memory_limits
 from phalanx.layout.hardware import Hardware, MeasuredDevice, MeasuredLink, fit_line
 
 SMALL = MeasuredDevice(0, 0, 0, "here", "cpu", "cpu", 2**33, 16, ((1, 0.3), (3, 0.5)), None, 2e-9)
@@ -172,7 +172,8 @@ def test_devices_of_one_model_that_differ_are_measured_once_more_and_the_better_
     said: list[str] = []
     mesh: Any = SimpleNamespace(rank=0)
     nothing: Any = None
-    found = measure.measure_devices(nothing, nothing, nothing, mesh, said.append)
+    config: Any = SimpleNamespace(parallel=SimpleNamespace(context=1))
+    found = measure.measure_devices(config, nothing, nothing, mesh, said.append)
     assert [device.times[0] for device in found.devices] == [(1, 0.1), (1, 0.11), (1, 0.1)]
     (why,) = said
     assert why.startswith("once more, since rank 1 takes 4.0 times as long as rank 0, both of one")
@@ -198,40 +199,42 @@ def test_of_two_measurements_each_figure_is_the_better() -> None:
 
 def test_a_limit_only_falls_and_is_noticed_once(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    lowered = hardware.watch_limits(paths)
-    assert hardware.read_micro_batch_limits(paths) == {}
+    lowered = memory_limits.watch_limits(paths)
+    assert memory_limits.read_micro_batch_limits(paths) == {}
     assert not lowered()
-    assert hardware.record_out_of_memory(paths, 1, 7) == 3
-    assert hardware.read_micro_batch_limits(paths) == {1: 3}
+    assert memory_limits.record_out_of_memory(paths, 1, 7) == 3
+    assert memory_limits.read_micro_batch_limits(paths) == {1: 3}
     assert lowered()
     assert not lowered()
-    hardware.record_out_of_memory(paths, 1, 3)
-    assert hardware.read_micro_batch_limits(paths) == {1: 1}
+    memory_limits.record_out_of_memory(paths, 1, 3)
+    assert memory_limits.read_micro_batch_limits(paths) == {1: 1}
     assert lowered()
-    hardware.record_out_of_memory(paths, 0, 100)
-    assert hardware.read_micro_batch_limits(paths) == {0: 50, 1: 1}
+    memory_limits.record_out_of_memory(paths, 0, 100)
+    assert memory_limits.read_micro_batch_limits(paths) == {0: 50, 1: 1}
     assert lowered()
 
 
 def test_a_limit_is_of_its_device(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     for rank, device in enumerate(("small", "small", "")):
-        hardware.record_out_of_memory(paths, rank, 8, device)
-    hardware.drop_stale_limits(paths, ["small", "large", "small"])
-    assert hardware.read_micro_batch_limits(paths) == {0: 4, 2: 4}
-    hardware.drop_stale_limits(paths, ["small"])
-    assert hardware.read_micro_batch_limits(paths) == {0: 4}
+        memory_limits.record_out_of_memory(paths, rank, 8, device)
+    memory_limits.drop_stale_limits(paths, ["small", "large", "small"])
+    assert memory_limits.read_micro_batch_limits(paths) == {0: 4, 2: 4}
+    memory_limits.drop_stale_limits(paths, ["small"])
+    assert memory_limits.read_micro_batch_limits(paths) == {0: 4}
 
 
 def test_a_limit_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    hardware.record_out_of_memory(paths, 0, 8)
+    memory_limits.record_out_of_memory(paths, 0, 8)
     for text in ("", "[]", '{"rank": 0}', '{"rank": 0, "most": 0}', '{"rank": 0, "most": "4"}'):
         paths.memory_limit(0).write_text(text)
-        assert hardware.read_micro_batch_limits(paths) == {}
+        assert memory_limits.read_micro_batch_limits(paths) == {}
 
 
-@pytest.mark.parametrize(("leads", "code", "words"), [(0, 0, "node 0 has the file"), (1, 1, "was lost; measure again")])
+@pytest.mark.parametrize(
+    ("leads", "code", "words"), [(0, 0, "node 0 wrote the file"), (1, 1, "was lost; measure again")]
+)
 def test_what_was_measured_is_lost_with_node_0(
     leads: int, code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,12 +103,15 @@ def _set(key: str, make: Any) -> Any:
         (_set("masked_lm_ids", lambda a: a[:-1]), r"20 sequences under 'input_ids' but 19 under 'masked_lm_ids'"),
         (_set("input_mask", lambda a: a[:, 1:]), r"rows of 31 under 'input_mask' but of 32 under 'input_ids'"),
         (_set("masked_lm_ids", lambda a: a[:, 1:]), r"rows of 4 under 'masked_lm_ids' but of 5 under 'masked_lm_pos"),
-        (_set("input_ids", lambda a: a[0]), r"no 2-dimensional whole numbers under 'input_ids'"),
-        (_set("input_ids", lambda a: a * 1.5), r"no 2-dimensional whole numbers under 'input_ids'"),
+        (_set("input_ids", lambda a: a[0]), r"no 2-dimensional integers under 'input_ids'"),
+        (_set("input_ids", lambda a: a * 1.5), r"no 2-dimensional integers under 'input_ids'"),
         (_put("input_ids", 3, 1, 300), r"a token beyond the tokenizer's \d+ under 'input_ids' in sequence 3"),
         (_put("masked_lm_ids", 4, 0, -1), r"a token beyond .* under 'masked_lm_ids' in sequence 4"),
-        (_put("masked_lm_positions", 5, 0, 32), r"a place in no text under 'masked_lm_positions' in sequence 5"),
-        (_put("input_mask", 6, 0, 0), r"no ones followed by zeros under 'input_mask' in sequence 6"),
+        (
+            _put("masked_lm_positions", 5, 0, 32),
+            r"a position outside the text under 'masked_lm_positions' in sequence 5",
+        ),
+        (_put("input_mask", 6, 0, 0), r"values other than ones followed by zeros under 'input_mask' in sequence 6"),
         (_set("input_mask", lambda a: a * 0), r"an empty sequence under 'input_mask' in sequence 0"),
         (_put("segment_ids", 7, 0, 2), r"something other than 0 and 1 under 'segment_ids' in sequence 7"),
         (_put("next_sentence_labels", 8, 0, 3), r"other than 0 and 1 under 'next_sentence_labels' in sequence 8"),
@@ -125,7 +128,7 @@ def test_a_torn_or_foreign_file_is_a_sentence(tmp_path: Path, tokenizer: Path) -
     whole = (tmp_path / "a.hdf5").read_bytes()
     for content in (b"not HDF5 at all", whole[: len(whole) // 2]):
         (tmp_path / "a.hdf5").write_bytes(content)
-        with pytest.raises(DataError, match=r"a\.hdf5 is no whole HDF5 file"):
+        with pytest.raises(DataError, match=r"a\.hdf5 is not a complete HDF5 file"):
             prepare_for(config(tmp_path, tokenizer, tmp_path / "a.hdf5"))
     with h5py.File(tmp_path / "b.hdf5", "w") as file:  # a compressed block that rots is found by its library
         arrays = write_shard(tmp_path / "c.hdf5", rows=500)
@@ -147,7 +150,7 @@ def test_shards_ask_for_what_belongs_to_them(tmp_path: Path, tokenizer: Path) ->
     with pytest.raises(DataError, match=r"is an HDF5 file, .* set data.format=masked"):
         prepare_for(config(tmp_path, tokenizer, tmp_path / "a.hdf5", format="text"))
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match=r"is running text, but shards of masked sequences are asked for"):
+    with pytest.raises(DataError, match=r"is running text, but shards of masked sequences are needed"):
         prepare_for(config(tmp_path, tokenizer, tmp_path / "a.txt"))
 
 
@@ -193,7 +196,7 @@ def test_a_token_set_knows_its_special_tokens(tokenizer: Path, tmp_path: Path) -
     manifest = prepared.train[0][0] / "manifest.json"
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(content | {"facts": content["facts"] | {"specials": {"pad": 0}}}))
-    with pytest.raises(DataError, match=r"its special tokens are none"):
+    with pytest.raises(DataError, match=r"its special tokens are invalid"):
         TokenFile(prepared.train[0][0])
 
 

@@ -86,7 +86,7 @@ def test_a_device_that_was_wrong_twice_is_told_at_each_start(tmp_path: Path) -> 
     append_line(paths.suspects, row)
     (found,) = health_check.find_suspected_devices(paths, [device])
     assert (found.severity, found.value, found.where) == (Severity.WATCH, 2, "1a")
-    assert found.sentence.startswith("Fast 9 (1a) has held other parameters than it must 2 times in this run")
+    assert found.sentence.startswith("Fast 9 (1a) held wrong parameters 2 times in this run")
     assert health_check.find_suspected_devices(paths, [DeviceInfo("fast:1", "Fast 9", True, "GPU-2b")]) == []
 
 

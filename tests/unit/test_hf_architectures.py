@@ -14,8 +14,8 @@ from phalanx.models.families.catalog import parameter_count, parameter_shapes
 from phalanx.models.hf_config import config_from_spec, read_config, spec_from_config
 from phalanx.models.hf_export import export
 from phalanx.models.hf_weights import Weights
-from phalanx.models.layers import rope_frequencies, rope_table
 from phalanx.models.llama import Llama, init_slice
+from phalanx.models.rotary import rope_frequencies, rope_table
 from phalanx.models.user_model import hf_name
 
 LENGTH = 96

@@ -14,6 +14,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec, RopeScaling
@@ -23,6 +24,7 @@ from phalanx.models.hf_config import config_from_spec, read_config, spec_from_co
 from phalanx.models.hf_export import export, plan_shards
 from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama, init_slice
+from phalanx.models.rotary import rope_table
 from phalanx.models.user_model import hf_name
 
 SPEC = ModelSpec(vocab_size=96, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=256)
@@ -213,6 +215,9 @@ def test_a_tied_matrix_may_be_stored_under_the_name_of_the_head(tmp_path: Path) 
 def test_presets_survive_config_json(tmp_path: Path) -> None:
     for name, spec in PRESETS.items():
         config = json.loads(json.dumps(config_from_spec(spec, torch.bfloat16)))
+        if spec.moe is not None:  # the balance is what transformers would do
+            assert spec_from_config(config, name).moe == replace(spec.moe, balance="step_before", over="model")
+            spec = replace(spec, moe=spec_from_config(config, name).moe)
         assert spec_from_config(config, name) == spec
         for old in ({"rope_parameters": None}, {"rope_theta": None, "rope_scaling": None}):
             assert spec_from_config(config | old, name) == spec
@@ -252,9 +257,9 @@ def test_other_keys_of_the_original_config_are_kept() -> None:
     ("changes", "named"),
     [
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM"]),
-        ({"architectures": None, "model_type": "gpt2"}, ["gpt2", "LlamaForCausalLM"]),
-        ({"attention_bias": True}, ["attention_bias"]),
-        ({"mlp_bias": True}, ["mlp_bias"]),
+        ({"architectures": None, "model_type": "mamba"}, ["mamba", "LlamaForCausalLM"]),
+        ({"attention_bias": "yes"}, ["attention_bias"]),
+        ({"mlp_bias": 1}, ["mlp_bias"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["longrope", "llama3"]),
@@ -366,7 +371,7 @@ def test_a_file_that_shrinks_meanwhile_is_one_sentence(tmp_path: Path) -> None:
     weights = Weights(folder)
     os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 4)
     last = "head.norm.weight"  # they lie in the file as the model names them
-    with pytest.raises(ConfigError, match=r"model\.safetensors has become shorter"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors was truncated while it was read"):
         weights.read(last, 0, math.prod(parameter_shapes(SPEC)[last]))
 
 
@@ -458,3 +463,25 @@ def test_a_config_that_no_model_has_is_refused_by_name(key: str, value: object) 
         ConfigError, match="architecture" if key == "architectures" else "layers" if key == "num_hidden_layers" else key
     ):
         spec_from_config({**good, key: value}, "here/config.json")
+
+
+def test_longrope_is_that_of_transformers_at_short_and_long_lengths() -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
+    config = {"num_attention_heads": 2, "hidden_size": 8, "max_position_embeddings": 64}
+    theirs = transformers.Phi3Config(**config, rope_parameters=scaling, original_max_position_embeddings=16)
+    layer = Phi3RotaryEmbedding(theirs)
+    given_config = theirs.to_dict() | {
+        "rope_parameters": None,
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "rope_scaling": scaling,
+        "original_max_position_embeddings": 16,
+    }
+    spec = spec_from_config(given_config, "config.json")
+    for length in (16, 17):
+        cos, sin = layer(torch.zeros(1), torch.arange(length)[None])
+        found = rope_table(spec, torch.arange(length)[None])
+        assert torch.equal(found[0], cos[..., :2]) and torch.equal(found[1], sin[..., :2])
+    for wrong in ({"short_factor": [1.0]}, {"long_factor": [0.0, 1.0]}, {"long_factor": "much"}):
+        with pytest.raises(ConfigError, match=r"longrope has|no list of numbers above 0"):
+            spec_from_config(given_config | {"rope_scaling": scaling | wrong}, "config.json")

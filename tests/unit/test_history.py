@@ -135,7 +135,7 @@ def test_events_without_an_attempt_stay_where_they_are(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"neither metrics\.jsonl nor events\.jsonl.*name the folder of a run"):
+    with pytest.raises(RunError, match=r"neither metrics\.jsonl nor events\.jsonl.*give the folder of a run"):
         history.read_run_history(RunPaths(tmp_path))
 
 
@@ -146,5 +146,5 @@ def test_damaged_side_files_are_shown_or_left_out(tmp_path: Path) -> None:
         b'{"step": 1, "attempt": 1}\n\xff\xfe\n[1]\n{"step": "x"}\n{"step": 2, "att'
     )
     run = history.read_run_history(RunPaths(tmp_path))
-    assert (run.config, run.versions, run.config_text) == ({}, {}, "model: [")
+    assert (run.facts.config, run.facts.versions, run.facts.config_text) == ({}, {}, "model: [")
     assert steps(run.counted_steps) == [(1, 1)]

@@ -17,6 +17,7 @@ from phalanx.core.json_lines import append_line
 from phalanx.core.records import EventKind, StepRecord
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import html as report
+from phalanx.report.charts import build_charts
 from phalanx.report.history import read_run_history
 from tests import browser
 
@@ -102,8 +103,8 @@ def test_report_of_a_run_with_a_death(tmp_path: Path) -> None:
     for words in ("night-run", "finished", "12.4M parameters", "2 ranks", "tiny", "perplexity 7.4", "of 20"):
         assert words in page.text
     assert "rank 1 (pid 77) was killed by SIGKILL after step 12" in page.text
-    assert "training went on with step 11 after 1 min 38 s, 2 steps walked again" in page.text  # 1112 s - 1012.5 s
-    assert page.text.count("walked again") >= 2
+    assert "training resumed with step 11 after 1 min 38 s, 2 steps replayed" in page.text  # 1112 s - 1012.5 s
+    assert page.text.count("replayed") >= 2
     assert page.data["kept"]["step"] == list(range(1, 21))
     assert page.data["kept"]["attempt"] == [1] * 10 + [2] * 10
     assert page.data["lost"]["step"] == [11, 12]
@@ -209,7 +210,7 @@ def test_a_run_that_hardly_began(tmp_path: Path, count: int) -> None:
     page = Page(report.write_report(paths))
     plots = [attributes["id"] for _, attributes in page.tags if attributes.get("class") == "plot"]
     assert plots == (["plot-loss", "plot-speed", "plot-time", "plot-memory", "plot-lr"] if count else [])
-    assert ("No step has been recorded yet" in page.text) == (count == 0)
+    assert ("No steps recorded yet" in page.text) == (count == 0)
 
 
 def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def charts(folder: Path, *records: dict[str, Any]) -> dict[str, dict[str, Any]]:
     folder.mkdir()
     for record in records:
         append_line(RunPaths(folder).metrics, record)
-    return {chart["id"]: chart for chart in report.build_charts(read_run_history(RunPaths(folder)))}
+    return {chart["id"]: chart for chart in build_charts(read_run_history(RunPaths(folder)))}
 
 
 def test_charts_follow_the_numbers(tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     paths = make_run(tmp_path)
     paths.report.mkdir()
     (paths.report / "in-the-way").touch()
-    with pytest.raises(RunError, match=r"report\.html could not be written .*; make the folder writable"):
+    with pytest.raises(RunError, match=r"cannot write the report .*report\.html .*; make the folder writable"):
         report.write_report(paths)
     assert sorted(os.listdir(paths.report)) == ["in-the-way"]
 
@@ -330,7 +331,7 @@ def test_a_node_that_was_lost_is_an_incident_where_ranks_had_to_start_again(tmp_
         {**lost, "attempt": 1, "time": 1005.5},
         {"kind": EventKind.RESTARTED, "attempt": 2, "time": 1006.0},
         {**lost, "attempt": 2, "time": 1007.0, "node": 3},  # a spare: then the ranks are divided anew for a user
-        {"kind": EventKind.RESTARTED, "attempt": 3, "time": 1008.0, "reason": "node 0 is to be left"},
+        {"kind": EventKind.RESTARTED, "attempt": 3, "time": 1008.0, "reason": "node 0 will be drained"},
     ]
     for event in events:
         append_line(paths.events, event)

@@ -269,7 +269,7 @@ def test_without_arguments_flags_say_the_shape(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give --heads, --seq-len, --norm-eps, --rope-theta, --vocab-size, --qkv"):
         MegatronCheckpoint(source)
     flags = ["--heads", "4", "--seq-len", "64", "--norm-eps", "1e-6", "--rope-theta", "1e4", "--vocab-size", str(VOCAB)]
-    with pytest.raises(ConfigError, match="kv_heads 0, which no model has"):
+    with pytest.raises(ConfigError, match="kv_heads 0, which is not possible"):
         MegatronCheckpoint(
             source,
             MegatronOverrides(
@@ -362,7 +362,7 @@ BAD: list[tuple[Callable[[dict[str, Any], int, int], Any], str]] = [
     (_put("layers.1.mlp.router.weight", torch.ones(4)), "a mixture of experts"),
     (_put(f"{QKV}.weight", torch.ones(4, HIDDEN)), rf"mp_rank_01_001.*{QKV}.weight of shape \(4, 32\)"),
     (_put(f"{QKV}.weight", torch.ones(48, HIDDEN, dtype=torch.int8)), rf"mp_rank_01_001.*{QKV}.weight as torch.int8"),
-    (_put("layers.1.note", "text"), "layers.1.note, which is no tensor"),
+    (_put("layers.1.note", "text"), "layers.1.note, which is not a tensor"),
     (_set("iteration", 50), "mp_rank_01_001.*iteration 50"),
     (_set("checkpoint_version", 1.0), "checkpoint_version 1.0"),
     (_set("model", [1]), "no dictionary under model"),
@@ -427,7 +427,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     harm = tmp_path / "harm"
     args = arguments(4, False, False, extra=Bomb(harm))
     source = lay_out(tmp_path / "m", llama(), args=args)
-    with pytest.raises(ConfigError, match=r"asks for (posix|os)\.mkdir, which is no part of weights"):
+    with pytest.raises(ConfigError, match=r"asks for (posix|os)\.mkdir, which is not part of the weights"):
         MegatronCheckpoint(source)
     assert not harm.exists()
     path = source / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"
@@ -462,5 +462,5 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     shutil.rmtree(source / "iter_0000100")
     (source / "iter_0000007").mkdir()
     (source / "iter_0000007" / "__0_0.distcp").touch()
-    with pytest.raises(ConfigError, match="distributed format"):
+    with pytest.raises(ConfigError, match=r"distributed checkpoint without common\.pt"):
         MegatronCheckpoint(source)

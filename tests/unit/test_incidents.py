@@ -6,7 +6,7 @@ from typing import Any
 from phalanx.core.records import EventKind, IncidentTracker
 
 
-def failure(attempt: int, what: str, done: str = "all ranks start again") -> dict[str, Any]:
+def failure(attempt: int, what: str, done: str = "all ranks restart") -> dict[str, Any]:
     return {"attempt": attempt, "what": what, "done": done, "began": time.time()}
 
 

@@ -25,6 +25,7 @@ from phalanx.elastic.membership import election
 from phalanx.launch import job_supervisor, jobs, launched_run
 from phalanx.launch.launched_run import END, RESTART, STALLED, LaunchSpec, StartOutcome, decide_restart
 from phalanx.launch.schedulers import scheduler, slurm
+from phalanx.launch.schedulers.registry import SCHEDULERS
 from phalanx.launch.schedulers.scheduler import Job
 from phalanx.system.slurm_env import SlurmStep
 from phalanx.trainer import run_folder
@@ -79,12 +80,12 @@ def test_what_was_launched_is_read_back(tmp_path: Path) -> None:
 
 def test_what_another_version_has_launched_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_supervisor, "SEEN_S", 0.0)
-    with pytest.raises(ConfigError, match="does not see what `phalanx launch` has written"):
+    with pytest.raises(ConfigError, match="cannot see what `phalanx launch` wrote"):
         job_supervisor.supervise(tmp_path, {})
     paths = RunPaths(tmp_path)
     paths.launch.mkdir()
     paths.launched.write_text('{"nodes": 1}')
-    with pytest.raises(ConfigError, match="says nothing that this version of Phalanx knows"):
+    with pytest.raises(ConfigError, match="cannot be read by this version of Phalanx"):
         job_supervisor.supervise(tmp_path, {})
 
 
@@ -108,7 +109,7 @@ def test_a_start_after_a_cancellation_says_why_it_does_nothing(tmp_path: Path) -
     paths.launch.mkdir()
     paths.cancelled.touch()
     assert job_supervisor._run_training(paths, LAUNCHED, 0, None, job_supervisor._StopHandler()) == ExitCode.STOPPED
-    assert "--- not started, as the run was cancelled" in paths.node_log(0).read_text()
+    assert "--- not started because the run was cancelled" in paths.node_log(0).read_text()
 
 
 def test_a_full_disk_does_not_keep_an_agent_that_was_killed_from_another_start(
@@ -165,11 +166,11 @@ def test_a_run_on_several_nodes_is_not_ended_at_once_by_the_death_of_one(
     try:
         wait_until(lambda: scheduler.find_local_process(paths) is not None)
         if code is None:
-            with pytest.raises(RunError, match="was asked to end it on all nodes and has not within 2 s"):
+            with pytest.raises(RunError, match="did not end it on all nodes within 2 s"):
                 jobs.cancel_run(paths, now=True)
             return
         said = jobs.cancel_run(paths, now=True)
-        assert ("has ended the run on all nodes" if hosts > 1 else "was killed") in said
+        assert ("ended the run on all nodes" if hosts > 1 else "was killed") in said
         assert leads.wait() == code
     finally:
         leads.kill()
@@ -180,7 +181,7 @@ def test_a_link_that_leads_out_of_a_run_is_not_written_to_by_who_cancels_it(tmp_
     paths = RunPaths(tmp_path / "run")
     paths.launch.mkdir(parents=True)
     paths.cancelled.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match="leads out of it"):
+    with pytest.raises(RunError, match="points outside"):
         jobs.cancel_run(paths, now=False)
     assert not (tmp_path / "elsewhere").exists()
 
@@ -188,7 +189,7 @@ def test_a_link_that_leads_out_of_a_run_is_not_written_to_by_who_cancels_it(tmp_
 def test_waiting_for_a_job_outlives_a_controller_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, silent = RunPaths(tmp_path), RunError("Slurm has not answered `scontrol` for 30 s")
+    paths, silent = RunPaths(tmp_path), RunError("Slurm did not answer `scontrol` within 30 s")
     paths.launch.mkdir()
     paths.start_outcome("7-1").write_text("0 end 5 0\n")
     answers = [silent, slurm_job("7", "RUNNING"), silent, slurm_job("7", "COMPLETED")]
@@ -215,11 +216,13 @@ def test_slurm_is_not_asked_at_each_look_whether_a_run_goes_on(tmp_path: Path, m
 
 def test_each_node_is_told_what_to_run(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "my run")
-    words = job_supervisor.train_command(paths, LAUNCHED, 1)
+    words = job_supervisor.train_command(paths, LAUNCHED, 1, "file:///meet")
     assert words[words.index("--node-rank") + 1] == "1"
-    assert words[words.index("--rendezvous") + 1] == f"file://{tmp_path}/my%20run/launch/meet"
+    assert words[words.index("--rendezvous") + 1] == "file:///meet"
+    for one in SCHEDULERS.values():
+        assert one.find_rendezvous(paths, None) == f"file://{tmp_path}/my%20run/launch/meet"
     assert "--spares" not in words and "--ranks" not in words
-    alone = job_supervisor.train_command(paths, LaunchSpec("background", 1, 0, 3, False, 1, 0.0, "here"), 0)
+    alone = job_supervisor.train_command(paths, LaunchSpec("background", 1, 0, 3, False, 1, 0.0, "here"), 0, "")
     assert alone[-2:] == ["--ranks", "3"] and "--nodes" not in alone
 
 
@@ -276,7 +279,7 @@ def test_slurm_is_asked_again_to_end_a_job_whose_script_is_gone(
     def requeue(job: str) -> None:
         asked.append(job)
         if len(asked) == 1:
-            raise RunError("Slurm's scontrol has failed: Unable to contact slurm controller")
+            raise RunError("Slurm's scontrol failed: Unable to contact slurm controller")
 
     for name, value in (("NODE0_OUTCOME_WAIT_S", 0.0), ("AGAIN_S", 0.0)):
         monkeypatch.setattr(job_supervisor, name, value)
@@ -286,7 +289,7 @@ def test_slurm_is_asked_again_to_end_a_job_whose_script_is_gone(
     stop.asked = signal.SIGTERM  # which has ended the training
     job_supervisor._end_orphaned_job(paths, slurm, step, int(ExitCode.STOPPED), RESTART, stop)
     assert asked == ["7", "7"]
-    assert "--- job 7 was not ended: Slurm's scontrol has failed: Unable to contact" in paths.node_log(1).read_text()
+    assert ("--- job 7 could not be ended: Slurm's scontrol failed: Unable to contact") in paths.node_log(1).read_text()
 
 
 @pytest.mark.parametrize(
@@ -349,7 +352,7 @@ def test_slurm_is_not_asked_on_and_on_for_what_it_does_already(
     def requeue(job: str) -> None:
         assert not asked, "it is asked again"
         asked.append(f"requeue {job}")
-        raise RunError("Slurm's scontrol has failed: Job is pending execution")
+        raise RunError("Slurm's scontrol failed: Job is pending execution")
 
     def job_of(job: str) -> Job | None:
         if "at once" in happens:
@@ -375,9 +378,9 @@ def test_slurm_is_not_asked_on_and_on_for_what_it_does_already(
 @pytest.mark.parametrize(
     ("states", "said"),
     [
-        (["RUNNING", "COMPLETED"], "job 7 has ended by itself meanwhile, as COMPLETED"),
-        (["RUNNING", "COMPLETING", "FAILED"], "job 7 has ended by itself meanwhile, as FAILED"),
-        (["RUNNING"], "job 7 was asked to stop: it finishes the step, saves and leaves"),
+        (["RUNNING", "COMPLETED"], "job 7 had already ended as COMPLETED"),
+        (["RUNNING", "COMPLETING", "FAILED"], "job 7 had already ended as FAILED"),
+        (["RUNNING"], "job 7 was asked to stop: it finishes the step, saves and exits"),
     ],
 )
 def test_of_a_job_that_was_over_before_it_could_be_cancelled_that_is_said(
@@ -388,7 +391,7 @@ def test_of_a_job_that_was_over_before_it_could_be_cancelled_that_is_said(
 
     def refuse(job: str) -> None:
         if not heard:
-            raise RunError("Slurm's scancel has failed: Job/step already completing or completed")
+            raise RunError("Slurm's scancel failed: Job/step already completing or completed")
 
     monkeypatch.setattr(jobs, "newest_job", lambda paths: slurm_job("7", left.pop(0) if len(left) > 1 else left[0]))
     monkeypatch.setattr(slurm, "stop", refuse)

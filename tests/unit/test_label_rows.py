@@ -99,7 +99,7 @@ def test_datasets_of_a_folder_are_read(saved: bool, tmp_path: Path) -> None:
     prepared = prepare(data(tmp_path, f"hub:{folder}"), kind="tag")
     assert decoded(prepared, records_of(prepared)) == [(words, tags) for words, tags in SENTENCES]
     if saved:
-        with pytest.raises(DataError, match=r"is no whole dataset of the datasets library"):
+        with pytest.raises(DataError, match=r"is not a complete dataset of the datasets library"):
             prepare(data(tmp_path, f"hub:{folder}::test"), kind="tag")
 
 
@@ -128,24 +128,24 @@ def test_texts_with_labels_are_read(tmp_path: Path) -> None:
 
 
 BAD = [
-    ("tag", "a.conll", "word O\nlonely\n", r"a\.conll, line 2 has a word and no tag"),
-    ("tag", "a.conll", "word NN O\nother O\n", r"line 2 has 2 columns where the lines before have 3"),
+    ("tag", "a.conll", "word O\nlonely\n", r"a\.conll, line 2 has a word without a tag"),
+    ("tag", "a.conll", "word NN O\nother O\n", r"line 2 has 2 columns but the lines before have 3"),
     ("tag", "a.conll", "\n\n", r"leaves no record to train on"),
     ("tag", "a.jsonl", '{"tokens": ["a"], "ner_tags": ["O", "O"]}\n', r"line 1 has 1 words .* and 2 tags"),
     ("tag", "a.jsonl", '{"tokens": "a", "ner_tags": ["O"]}\n', r"a str under 'tokens' instead of a list; set data.tok"),
     ("tag", "a.jsonl", '{"words": ["a"], "ner_tags": ["O"]}\n', r"has no key 'tokens' .* set data.tokens_key"),
     ("tag", "a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n', r"has no key 'ner_tags' .* set data.tags_key"),
-    ("tag", "a.jsonl", '{"tokens": [1], "ner_tags": ["O"]}\n', r"a word under 'tokens' that is no text"),
-    ("tag", "a.jsonl", '{"tokens": ["a"], "ner_tags": [1.5]}\n', r"has 1.5 under 'ner_tags', which is no label"),
+    ("tag", "a.jsonl", '{"tokens": [1], "ner_tags": ["O"]}\n', r"a word under 'tokens' that is not text"),
+    ("tag", "a.jsonl", '{"tokens": ["a"], "ner_tags": [1.5]}\n', r"has 1.5 under 'ner_tags', which is not a label"),
     ("classify", "a.txt", "just text", r"is running text, but task.kind classify needs a label"),
     ("classify", "a.csv", "text,class\na,b\n", r"has no column 'label' \(it has: text, class\); set data.label_key"),
-    ("classify", "a.csv", "text,label\na\n", r"line 2 has not the 2 columns of the first line"),
-    ("classify", "a.csv", "text,label\na,b,c\n", r"line 2 has not the 2 columns"),
-    ("classify", "a.csv", 'text,label\n"a,b\n', r"is no line of a table"),
+    ("classify", "a.csv", "text,label\na\n", r"line 2 does not have the 2 columns of the first line"),
+    ("classify", "a.csv", "text,label\na,b,c\n", r"line 2 does not have the 2 columns"),
+    ("classify", "a.csv", 'text,label\n"a,b\n', r"is not a table row"),
     ("classify", "a.jsonl", '{"text": ["a"], "label": 1}\n', r"a list under 'text' instead of text; set data.text_key"),
-    ("classify", "a.jsonl", '{"text": "a", "label": null}\n', r"has null under 'label', which is no label"),
-    ("classify", "a.jsonl", '{"text": "\\ud800", "label": 1}\n', r"half of a surrogate pair"),
-    ("classify", "a.hdf5", "x", r"is masked shards, but labelled records are asked for"),
+    ("classify", "a.jsonl", '{"text": "a", "label": null}\n', r"has null under 'label', which is not a label"),
+    ("classify", "a.jsonl", '{"text": "\\ud800", "label": 1}\n', r"an unpaired surrogate"),
+    ("classify", "a.hdf5", "x", r"is masked shards, but labelled records are needed"),
 ]
 
 
@@ -248,7 +248,7 @@ def test_labels_have_the_numbers_of_the_model(tmp_path: Path) -> None:
     columns = RecordFile(prepare(data(tmp_path, tmp_path / "a.jsonl"), kind="classify").train[0][0])
     found = LabelledRows(columns, LabelRowOptions(16, ("maybe", "no", "yes")))
     assert [int(found.sample(number, 0).labels[0]) for number in range(2)] == [2, 1]
-    with pytest.raises(ConfigError, match=r"has the label 'yes', which is none of task.labels \(no, maybe\)"):
+    with pytest.raises(ConfigError, match=r"has the label 'yes', which is not in task.labels \(no, maybe\)"):
         LabelledRows(columns, LabelRowOptions(16, ("no", "maybe")))
 
 

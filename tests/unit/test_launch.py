@@ -90,7 +90,7 @@ def test_a_stop_while_data_is_prepared_leaves_only_its_parts(here: Path, number:
         run.send_signal(number)
         out, _ = run.communicate(timeout=120)
     assert run.returncode == ExitCode.STOPPED, out
-    assert f"stopped by {number.name} before any step was done" in out
+    assert f"stopped by {number.name} before the first step finished" in out
     assert "Traceback" not in out
     assert not (here / "run").exists()
 
@@ -133,14 +133,14 @@ def test_what_was_saved_has_not_failed(
 
 def test_a_start_that_is_stopped_early_says_what_the_next_one_goes_on_from(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    assert describe_early_stop(paths, "SIGINT").endswith("before any step was done; the same command starts again")
+    assert describe_early_stop(paths, "SIGINT").endswith("before the first step finished; the same command starts over")
     for step in (4, 8):
         write_event(paths.events, EventKind.CHECKPOINT_SAVED, 1, step=step)
     assert describe_early_stop(paths, "SIGINT") == (
-        "stopped by SIGINT before any further step; the same command goes on from the checkpoint of step 8"
+        "stopped by SIGINT before another step finished; the same command resumes from the checkpoint of step 8"
     )
     append_line(paths.metrics, {"step": 9, "attempt": 1})
     assert describe_early_stop(paths, "SIGINT") == (
-        "stopped by SIGINT before any further step; the same command goes on from the checkpoint of step 8, or from a "
-        "later step where memory has kept one"
+        "stopped by SIGINT before another step finished; the same command resumes from the checkpoint of step 8, or "
+        "from a later step kept in memory"
     )

@@ -1,5 +1,6 @@
 """The global order is a shuffle; a step's samples do not depend on how they are shared."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -302,3 +303,58 @@ def test_a_source_that_makes_no_sequence_cannot_be_mixed(three: list[tuple[Token
 ])  # fmt: skip
 def test_quotas(weights: list[float], total: int, expected: list[int]) -> None:
     assert balance.split_by_weights(weights, total) == expected
+
+
+class SlowSamples:
+    """Samples that say when they are read, and by which thread; number 5 cannot be."""
+
+    count = 12
+
+    def __init__(self) -> None:
+        self.read: list[tuple[int, bool]] = []
+        self.changed = threading.Condition()
+
+    def sample(self, number: int, position: int) -> tuple[int, int]:
+        with self.changed:
+            self.read.append((number, threading.current_thread() is threading.main_thread()))
+            self.changed.notify_all()
+        if number == 5:
+            raise DataError("sample 5 is torn")
+        return number, position
+
+    def describe(self) -> str:
+        return "twelve samples"
+
+    def warnings(self) -> list[str]:
+        return []
+
+    def wait_for(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.read) >= count, timeout=20)
+
+
+def outcomes(each: Loader, division: Division, steps: list[int]) -> list[object]:
+    found: list[object] = []
+    for step in steps:
+        try:
+            found.append(each.batches(step, division))
+        except DataError as error:
+            found.append(str(error))
+    return found
+
+
+def test_samples_of_the_next_step_are_read_meanwhile() -> None:
+    plain, division, steps = SlowSamples(), Division((3, 1), 3), [0, 1, 2, 3, 4, 5, 1, 2]
+    expected = outcomes(Loader([(plain, 1.0)], 4, 4, rank=0), division, steps)
+    assert isinstance(expected[0], list)
+    assert "sample 5 is torn" in expected
+    samples = SlowSamples()
+    ahead = Loader([(samples, 1.0)], 4, 4, rank=0, read_ahead=2)
+    assert ahead.batches(0, division) == expected[0]
+    samples.wait_for(6)  # while the caller computes
+    assert [in_main for _, in_main in samples.read] == [True] * 3 + [False] * 3
+    # The same samples and errors, also where the run goes back, or is divided otherwise for a step.
+    assert outcomes(ahead, division, steps[1:]) == expected[1:]
+    other = Division((2, 2), 2)
+    assert outcomes(ahead, other, [3]) == outcomes(Loader([(plain, 1.0)], 4, 4, rank=0), other, [3])
+    ahead.close()

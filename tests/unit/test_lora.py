@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.autotune.micro_batch import state_items
+from phalanx.autotune.rank_bytes import StateLayout, state_items
 from phalanx.config import load, resolve
 from phalanx.config.model import LoraSection
 from phalanx.core.errors import ConfigError
@@ -210,8 +210,8 @@ class _Gateless(nn.Module):
 @pytest.mark.parametrize(
     ("block", "lora", "words"),
     [
-        (_Deaf, DROPPING, ["model.lora.dropout", "14 of the adapters", "layers.0.attention.k", "`draws`"]),
-        (_Narrow, replace(DROPPING, targets=("q", "up")), ["model.lora.dropout", "hands `draws` and `place` on"]),
+        (_Deaf, DROPPING, ["model.lora.dropout", "reach 14 of the adapters", "layers.0.attention.k", "`draws`"]),
+        (_Narrow, replace(DROPPING, targets=("q", "up")), ["model.lora.dropout", "passes `draws` and `site` on"]),
         (_Narrow, LORA, ["model.lora.targets names gate", "layers.0", "mlp.gate"]),
     ],
 )
@@ -290,20 +290,20 @@ def test_frozen_weights_cost_their_own_bytes_and_no_gradient() -> None:
     attention = flops_per_token(SPEC, 10)[0] - 6 * plain
     assert flops_per_token(spec, 10)[0] == 4 * plain + 6 * count + attention
     bf16, rule = Precision(torch.bfloat16, torch.bfloat16), AdamW(0.9, 0.95, 1e-8, 0.0)
-    one = state_items(build_on_meta(spec), spec, bf16, 1, rule)
+    one = state_items(build_on_meta(spec), spec, StateLayout(bf16, 1, rule))
     assert one["frozen weights"] == 2 * frozen
     assert one["gradient of the head"] == 0
     assert sum(one.values()) == 2 * frozen + count * (4 + 8 + 2 + 2 + 4)  # master, moments, rounded, gradients
-    two = state_items(build_on_meta(spec), spec, bf16, 2, rule)
+    two = state_items(build_on_meta(spec), spec, StateLayout(bf16, 2, rule))
     assert two["frozen weights"] == frozen
-    # A model of two blocks is whole when both are: all of it, beside the shards.
-    assert two["weights in use"] == 2 * (frozen + count)
+    # Both blocks at a time, and neither the embedding nor the head beside them.
+    assert two["weights in use"] == 2 * (frozen + count - (2 * SPEC.vocab_size + 1) * SPEC.hidden)
 
 
 def test_a_recipe_with_adapters() -> None:
     tree: dict[str, Any] = {"model": {"from_hf": "hf", "lora": {"rank": 8, "targets": "q"}}}
     config, chosen = resolve.resolve_autos(load.build_config(tree, "it"), device="cpu", world=1)
-    assert ("model.lora.alpha", 16.0, "no adapter was named") in chosen
+    assert ("model.lora.alpha", 16.0, "no adapter is given") in chosen
     assert config.model.lora == LoraSection(rank=8, alpha=16.0, targets=["q"])
     assert load.build_config(load.parse_yaml(load.to_yaml(config), "again"), "again") == config
     again = load.build_config({"model": {"from_hf": "hf", "lora": {"rank": 8, "alpha": "auto", "targets": "q"}}}, "it")
@@ -322,5 +322,5 @@ def test_a_recipe_with_adapters() -> None:
         model_class = type("Model", (Llama,), {"block": block})
         found = adapters.resolve_adapter_options(of_own, replace(SPEC, lora=None), model_class)
         assert found == [("model.lora.targets", targets, "the model's own")]
-    with pytest.raises(ConfigError, match=r"only drawn are worth no adapter; set model.from_hf"):
+    with pytest.raises(ConfigError, match=r"frozen weights, which must be pre-trained; set model.from_hf"):
         load.build_config({"model": {"preset": "llama-3-8b", "lora": {}}}, "it")

@@ -96,7 +96,7 @@ def test_the_exponent_of_the_polynomial() -> None:
 def test_a_warm_up_into_the_decay_is_refused() -> None:
     model = {"hidden": 16, "layers": 1, "heads": 2}
     optim = {"schedule": "wsd", "warmup_steps": 81, "decay_steps": 100}
-    with pytest.raises(ConfigError, match=r"optim\.warmup_steps 81 reaches beyond step 80, where the last 0\.2 of"):
+    with pytest.raises(ConfigError, match=r"optim\.warmup_steps 81 ends after step 80, where the last 0\.2 of"):
         build_config({"model": model, "optim": optim}, "the recipe")
     build_config({"model": model, "optim": optim | {"warmup_steps": 80}}, "the recipe")
 
@@ -117,7 +117,9 @@ def test_a_run_that_ends_within_its_warm_up_may_be_tried_out(steps: int, share: 
 )
 def test_what_the_schedule_does_not_use_is_refused(optim: dict[str, Any], schedule: str) -> None:
     model = {"hidden": 16, "layers": 1, "heads": 2}
-    with pytest.raises(ConfigError, match=rf"optim.schedule cosine does not use it; remove it, or choose {schedule}"):
+    with pytest.raises(
+        ConfigError, match=rf"has no effect with optim.schedule cosine; remove it, or choose {schedule}"
+    ):
         build_config({"model": model, "optim": optim}, "the recipe")
     build_config({"model": model, "optim": optim | {"schedule": schedule}}, "the recipe")
 

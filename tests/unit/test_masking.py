@@ -161,5 +161,5 @@ def test_a_damaged_set_is_named(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "set" / "tokens.bin").read_bytes())
     data[6:8] = b"\xff\xff"
     (tmp_path / "set" / "tokens.bin").write_bytes(bytes(data))
-    with pytest.raises(DataError, match=r"beyond its vocabulary of 55 near number 0"):
+    with pytest.raises(DataError, match=r"outside its vocabulary of 55 near number 0"):
         make_masked_rows(TokenFile(file.folder), MaskingOptions(8, 0.15), 0).sample(0, 0)

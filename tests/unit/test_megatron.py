@@ -72,7 +72,7 @@ def test_a_mask_cannot_be_written(tmp_path: Path) -> None:
     writer = TokenWriter(tmp_path / "set", 9, 0, "test")
     writer.extend(np.array([1, 0]), np.array([2]), np.array([True, False]))
     writer.finish()
-    with pytest.raises(ConfigError, match="which Megatron's format cannot hold"):
+    with pytest.raises(ConfigError, match="which Megatron's format cannot store"):
         write_indexed_dataset(TokenFile(tmp_path / "set"), tmp_path / "m")
 
 
@@ -132,11 +132,11 @@ def test_becomes_a_token_set_by_the_tokenizer_that_made_it(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("index", "tokens", "said"),
     [
-        (INDEX[:20], TOKENS, "m.idx is torn: it has 20 bytes of at least 34"),
-        (INDEX[:-1], TOKENS, "m.idx is torn: it has 153 bytes of at least 154"),
+        (INDEX[:20], TOKENS, "m.idx is incomplete: it has 20 bytes of at least 34"),
+        (INDEX[:-1], TOKENS, "m.idx is incomplete: it has 153 bytes of at least 154"),
         (INDEX, TOKENS[:-2], "m.bin has 24 bytes, but its .idx says 26"),
-        (b"x" + INDEX[1:], TOKENS, "m.idx is not an index of Megatron's"),
-        (INDEX[:17] + b"\x06" + INDEX[18:], TOKENS, "m.idx is not an index of Megatron's that holds token ids"),
+        (b"x" + INDEX[1:], TOKENS, "m.idx is not a Megatron index"),
+        (INDEX[:17] + b"\x06" + INDEX[18:], TOKENS, "m.idx is not a Megatron index of token ids"),
         (INDEX[:34] + b"\xff" * 4 + INDEX[38:], TOKENS, "m.idx is damaged: its offsets are impossible"),
         (INDEX[:-8] + struct.pack("<q", 7), TOKENS, "m.idx is damaged: its offsets are impossible"),
     ],

@@ -144,7 +144,7 @@ def test_a_lease_that_nobody_renews_is_taken_over_and_its_holder_writes_no_more(
     lease.acquire_lease(other, os.getpid(), stale_s=0.1)
     write_run(one, range(3))
     for late in (lambda: mirror.check_before_commit(one, {}), lambda: lease.renew_lease(one)):
-        with pytest.raises(RunError, match="has been taken over by process"):
+        with pytest.raises(RunError, match="was taken over by process"):
             late()
     assert sorted(path.name for path in (tmp_path / "store" / "run").iterdir()) == [".lock"]
     lease.release_lease(one)  # not its own any more
@@ -180,7 +180,7 @@ def test_the_process_beside_a_run(tmp_path: Path) -> None:
     code, said, warned, left = run_ranks(beside, 1, folder=str(tmp_path / "dead"), dead=True)[0]
     assert (code, [attempt for attempt, _ in warned]) == (1, [3])
     assert "could not be" in said
-    assert "wait here" in warned[0][1]
+    assert "are kept locally" in warned[0][1]
     code, _, warned, left = run_ranks(beside, 1, folder=str(tmp_path / "well"), dead=False)[0]
     assert (code, warned) == (0, [])
     assert ".lease" not in left
@@ -223,7 +223,7 @@ def test_what_an_earlier_start_complained_of_is_forgotten(tmp_path: Path, url: s
     one = machine(tmp_path, url, "one")
     (one.root / ".mirror").write_text("the store was away last week")
     lease.acquire_lease(one, os.getpid())
-    assert mirror.read_push_error(one) == "the process that copies them has died"
+    assert mirror.read_push_error(one) == "the copying process died"
 
 
 def test_an_event_of_an_export_is_added_unless_a_run_is_going_on(tmp_path: Path, url: str) -> None:
@@ -293,7 +293,7 @@ def test_a_run_that_is_lost_while_its_records_are_copied_commits_nothing(
         lease.acquire_lease(other, os.getpid(), stale_s=0.1)
 
     monkeypatch.setattr(mirror, "push_records", slow)
-    with pytest.raises(RunError, match="has been taken over"):
+    with pytest.raises(RunError, match="was taken over"):
         mirror.check_before_commit(one, {})
 
 

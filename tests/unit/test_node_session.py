@@ -79,9 +79,9 @@ def test_what_is_done_is_not_kept(tmp_path: Path) -> None:
         ),
         (
             lambda offer, code: offer.update(faults=faults.faults_to_message(faults.parse_faults(["kill:step=1"]))),
-            "other faults than",
+            "faults differ from",
         ),
-        (lambda offer, code: offer["policy"].update(max_restarts=99), "another resilience than its recipe has"),
+        (lambda offer, code: offer["policy"].update(max_restarts=99), "resilience section differs from its recipe"),
     ],
 )
 def test_nothing_that_a_leader_offers_beside_the_recipe_is_imported(

@@ -52,6 +52,6 @@ def test_no_other_epoch_is_no_reason_to_leave(tmp_path: Path, monkeypatch: pytes
     look = multinode.watch_for_takeover(paths, lambda: tended.append(1), election.read_epoch_number(paths))
     look()
     assert election.claim(paths, 1, {"attempt": 1, "leader": 1}) is None
-    with pytest.raises(RunError, match="another node leads the run"):
+    with pytest.raises(RunError, match="another node now leads the run"):
         look()
     assert tended == [1, 1]

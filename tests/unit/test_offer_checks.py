@@ -47,6 +47,7 @@ def changed(before: Config, change: dict[str, Any]) -> Config:
         {"data.source": ["a.txt", "/etc/passwd"]}, {"data.validation": {"mine": ["/etc/passwd"]}},
         {"data.chat_template": "theirs.jinja", "data.format": "chat"}, {"data.tokenizer": "/tmp/tokenizer"},
         {"data.cache": "s3://theirs/cache"}, {"balance.hardware": "theirs.json"}, {"report.wandb": "theirs"},
+        {"report.webhook": "theirs"}, {"report.prometheus": "0.0.0.0:80"},
         {"model.lora": {"adapter": "/tmp/theirs"}}, {"parallel.tensor": 2}, {"train.steps": 7},
         {"resilience.max_restarts": 99}, {"optim.name": "sgd"},
     ],
@@ -54,7 +55,7 @@ def changed(before: Config, change: dict[str, Any]) -> Config:
 def test_another_recipe_is_refused(change: dict[str, Any]) -> None:
     """Whatever it would import or open, and what it would compute."""
     wanted, offered = config(), changed(config(), change)
-    with pytest.raises(ConfigError, match="offers another recipe than this node was started with: ") as caught:
+    with pytest.raises(ConfigError, match="recipe differs from this node's: ") as caught:
         prepare.check_offer(wanted, offered)
     assert next(iter(change)).split(".")[1] in str(caught.value)
     assert str(caught.value).endswith("start all nodes with the same recipe and the same keys")
@@ -91,7 +92,7 @@ def test_a_planned_layout_is_taken_where_the_recipe_leaves_it_open() -> None:
     laid = {"parallel.layout": "given", "parallel.tensor": 2, "parallel.engine": "sharded", "balance.hardware": None}
     prepare.check_offer(wanted, changed(wanted, laid))
     for change in ({"train.micro_batch": 4}, {"balance.hardware": "theirs.json"}, {"model.code": "theirs.py"}):
-        with pytest.raises(ConfigError, match="offers another recipe"):
+        with pytest.raises(ConfigError, match="recipe differs"):
             prepare.check_offer(wanted, changed(wanted, laid | change))
     with pytest.raises(ConfigError, match=r"parallel.layout is 'auto' there and 'given' here"):
         prepare.check_offer(config(), config(parallel__layout="auto"))
@@ -109,13 +110,13 @@ def test_faults_are_those_that_this_node_was_asked_for() -> None:
     prepare.check_faults(asked, faults.faults_from_message(faults.faults_to_message(faults.shift_attempts(asked, 5))))
     prepare.check_faults([], [])
     for other in ([], asked[:1], [*asked, asked[0]], [asked[0], replace(asked[1], attempt=9)], [asked[1], asked[0]]):
-        with pytest.raises(ConfigError, match="offers other faults than this node's --inject"):
+        with pytest.raises(ConfigError, match="faults differ from this node's --inject"):
             prepare.check_faults(asked, other)
 
 
 def test_nodes_that_measure_take_no_other_recipe_either() -> None:
     works = measure_devices._measuring_callbacks(config(), {}, [], RunPaths(Path("unused")), as_json=True)
-    with pytest.raises(ConfigError, match=r"offers another recipe than this node was started with: model.code is"):
+    with pytest.raises(ConfigError, match=r"recipe differs from this node's: model.code is"):
         works.make_job(
             {"config": load.to_yaml(changed(config(), {"model.code": "theirs.py"})), "world": 2}, lambda: None
         )

@@ -46,7 +46,7 @@ def llama(config: Config, dtype: torch.dtype) -> tuple[Llama, ActivationOffloade
     model = Llama(build_model_spec(config)).to(dtype)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05)
-    return model, change_blocks(model, config)
+    return model, change_blocks(model, config, torch.device("cpu"))
 
 
 def walk(model: Llama, steps: int = 2, sizes: Sequence[int] = (4, 2)) -> list[Tensor]:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.core.errors import DataError
+from phalanx.config.load import build_config
+from phalanx.core.errors import ConfigError, DataError
 from phalanx.data.loader import Loader
 from phalanx.data.packing import PackedRows, PackingOptions, TextWindows, make_rows, pack_documents
 from phalanx.data.record_files import TokenFile
@@ -185,3 +186,30 @@ def test_a_packed_row_is_its_documents_one_by_one(tmp_path: Path) -> None:
     torch.testing.assert_close(together, apart, rtol=1e-12, atol=0)
     for name, parameter in parameters.items():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_the_end_of_a_document_may_be_masked_and_attended_across(tmp_path: Path) -> None:
+    """As Megatron's --eod-mask-loss: no loss where the input is the end-of-text token."""
+    token_file = write(tmp_path / "set", [3, 5, 4, 9, 4], masked=False)
+    masked = TextWindows(token_file, PackingOptions(4, mask_end=True))
+    isolated = TextWindows(token_file, PackingOptions(4, isolated=True))
+    assert masked.count > 3
+    ends = 0
+    for number in range(masked.count):
+        row = masked.sample(number, number)
+        assert row.learnt is not None
+        assert row.lengths is None
+        np.testing.assert_array_equal(row.learnt, isolated.sample(number, number).learnt)
+        np.testing.assert_array_equal(row.learnt, row.tokens[:-1] != EOS)
+        ends += int((~row.learnt).sum())
+    batch = CausalLMTask(4).collate([masked.sample(number, number) for number in range(masked.count)])
+    assert ends > 0
+    assert batch.weight == 4 * masked.count - ends
+    assert batch.inputs.keys() == {"tokens", "labels"}
+
+
+@pytest.mark.parametrize("data", [{"isolate_documents": True}, {"format": "chat"}])
+def test_masking_what_is_masked_anyway_is_refused(data: dict[str, object]) -> None:
+    tree = {"model": {"preset": "llama-3.2-1b"}, "data": data | {"mask_document_end": True}}
+    with pytest.raises(ConfigError, match=r"data.mask_document_end has no effect with data\."):
+        build_config(tree, "here")

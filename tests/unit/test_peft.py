@@ -1,5 +1,6 @@
 """Adapters to and from the peft library: the same logits, the same training, and what is refused."""
 
+import functools
 import json
 import math
 import os
@@ -20,13 +21,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from phalanx.core.errors import ConfigError
+from phalanx.generate.load_model import _merge
 from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec, ModelSpec
 from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.models.hf_layout import find_adapter_places
 from phalanx.models.hf_weights import Weights
 from phalanx.models.llama import Llama
 from phalanx.models.lora import apply_lora, init_adapter_slice, is_adapter
 from phalanx.models.peft import CONFIG, WEIGHTS, WEIGHTS_BIN, Adapter, save_adapter
-from phalanx.models.user_model import hf_name
+from phalanx.models.user_model import build_on_meta, hf_name
+from tests.family_cases import class_of, theirs_of
 
 TOKENS = torch.randint(0, 41, (3, 12), generator=torch.Generator().manual_seed(0))
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -151,7 +155,7 @@ def test_peft_loads_what_we_save(base: Path, tmp_path: Path, targets: tuple[str,
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
-        save_adapter(tmp_path, lora, 2, model.get_parameter, torch.float64, hf_name, str(base), "known")
+        save_adapter(tmp_path, lora, 2, model.get_parameter, torch.float64, hf_name, (str(base), None), "known")
         loaded = peft.PeftModel.from_pretrained(theirs(base), str(tmp_path), autocast_adapter_dtype=False)
         torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS), rtol=1e-10, atol=1e-10)
         found = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.float64)  # finds its base
@@ -269,7 +273,7 @@ def test_files_that_are_wrong_are_named(good: Path, tmp_path: Path) -> None:
     assert "lm_head" in attempt(tensors(lambda content: content.update(head)))
     assert "layers.1.mlp" in attempt(lambda folder: None, layers=1)
     assert "lack" in attempt(lambda folder: None, layers=3)
-    assert "no adapter at all" in attempt(tensors(dict.clear))
+    assert "contain no adapter" in attempt(tensors(dict.clear))
     assert "torch.int8" in attempt(tensors(lambda content: content.update({q: content[q].to(torch.int8)})))
 
 
@@ -286,7 +290,7 @@ def test_tensors_are_saved_in_the_dtype_that_is_asked_for(tmp_path: Path) -> Non
         return torch.full((2, 3) if name.endswith("a") else (3, 2), 1 / 3, dtype=torch.float64)
 
     lora = LoraSpec(rank=2, alpha=1.5, targets=("q",))
-    save_adapter(tmp_path, lora, 1, tensor_of, torch.bfloat16, hf_name, "org/id", None)
+    save_adapter(tmp_path, lora, 1, tensor_of, torch.bfloat16, hf_name, ("org/id", None), None)
     assert {tensor.dtype for tensor in load_file(tmp_path / WEIGHTS).values()} == {torch.bfloat16}
     config = json.loads((tmp_path / CONFIG).read_text())
     assert (config["lora_alpha"], config["target_modules"], config["base_model_name_or_path"]) == (
@@ -294,3 +298,81 @@ def test_tensors_are_saved_in_the_dtype_that_is_asked_for(tmp_path: Path) -> Non
         ["q_proj"],
         "org/id",
     )
+
+
+# ------------------------------------------------------------------------- several matrices in one tensor, transposed
+
+FUSED = {"phi3": ("q", "v", "up", "down"), "gpt2": ("q", "k", "v", "o"), "falcon, new decoder": ("q", "v", "down")}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_adapters_of_matrices_in_one_tensor_are_read_by_peft(kind: str, tmp_path: Path) -> None:
+    theirs_of(kind).double().save_pretrained(tmp_path / "base")
+    spec, code = spec_from_config(read_config(tmp_path / "base"), kind), class_of(kind)
+    lora, names = LoraSpec(rank=2, alpha=3.0, targets=FUSED[kind]), functools.partial(hf_name, model_class=code)
+    places, weights = find_adapter_places(code, spec), Weights(tmp_path / "base", code)
+    model = build_on_meta(replace(spec, lora=lora), code).to(torch.float64).to_empty(device="cpu").eval()
+    weights.check(spec)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn_like(parameter) * 0.3
+            if not is_adapter(name):
+                values = weights.read(name, 0, parameter.numel()).view(parameter.shape)
+            parameter.copy_(values)
+    (tmp_path / "adapter").mkdir()
+    base = str(tmp_path / "base"), None
+    save_adapter(tmp_path / "adapter", lora, 2, model.get_parameter, torch.float64, names, base, None, places)
+    loaded = AutoModelForCausalLM.from_pretrained(base[0], dtype=torch.float64)
+    tuned = peft.PeftModel.from_pretrained(loaded, str(tmp_path / "adapter"), autocast_adapter_dtype=False).eval()
+    with torch.no_grad():
+        expected = model(TOKENS)
+        plain = AutoModelForCausalLM.from_pretrained(base[0], dtype=torch.float64)(TOKENS).logits
+        assert (tuned(TOKENS).logits - expected).norm() < 1e-5 * expected.norm() < 1e-2 * (plain - expected).norm()
+        _merge(loaded := AutoModelForCausalLM.from_pretrained(base[0], dtype=torch.float64), *(
+            tmp_path / each for each in ("base", "adapter")
+        ))  # fmt: skip
+        assert (loaded(TOKENS).logits - expected).norm() < 1e-5 * expected.norm()
+    again = Adapter(tmp_path / "adapter", 2, names, places)
+    assert again.lora == lora
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            assert torch.equal(again.read(name, 0, parameter.numel()).view(parameter.shape), parameter), name
+
+
+def test_one_adapter_of_several_matrices_is_several_with_the_same_a(tmp_path: Path) -> None:
+    theirs_of("phi3").double().save_pretrained(tmp_path / "base")
+    spec, code = spec_from_config(read_config(tmp_path / "base"), "phi3"), class_of("phi3")
+    saved_by_peft(tmp_path / "base", tmp_path / "adapter", target_modules=["qkv_proj"])
+    names, places = functools.partial(hf_name, model_class=code), find_adapter_places(code, spec)
+    adapter = Adapter(tmp_path / "adapter", 2, names, places)
+    assert adapter.lora == LoraSpec(rank=4, alpha=6, targets=("q", "k", "v"))
+    stored = load_file(tmp_path / "adapter" / WEIGHTS)
+    module = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_"
+    parts = [adapter.read(f"layers.1.attention.{each}.lora_b", 0, 1 << 20).view(-1, 4) for each in "qkv"]
+    assert torch.equal(torch.cat(parts), stored[f"{module}B.weight"])
+    for each in "qkv":
+        assert torch.equal(
+            adapter.read(f"layers.1.attention.{each}.lora_a", 0, 128).view(4, 32), stored[f"{module}A.weight"]
+        )
+    config = json.loads((tmp_path / "adapter" / CONFIG).read_text())
+    for key, value, says in (
+        ("rank_pattern", {"qkv_proj": 8}, "sets rank_pattern"),
+        ("alpha_pattern", {"qkv_proj": 1}, "sets alpha_pattern"),
+        ("alpha_pattern", {"qkv_proj": 18}, "sets alpha_pattern"),  # of a rank that is not so much larger
+        ("alpha_pattern", {".*(q|k)kv_.*": 12}, "sets alpha_pattern"),
+        ("r", 1, r"of shape|has the shape"),
+    ):
+        (tmp_path / "adapter" / CONFIG).write_text(json.dumps(config | {key: value}))
+        with pytest.raises(ConfigError, match=says):
+            Adapter(tmp_path / "adapter", 2, names, places)
+    tensors = load_file(tmp_path / "adapter" / WEIGHTS)
+    wide = {name: torch.cat([each] * 3, 0 if "lora_A" in name else 1) for name, each in tensors.items()}
+    save_file(wide, tmp_path / "adapter" / WEIGHTS)
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(config | {"rank_pattern": {"qkv_proj": 12}}))
+    with pytest.raises(ConfigError, match="sets rank_pattern"):
+        Adapter(tmp_path / "adapter", 2, names, places)
+    more = {"rank_pattern": {"qkv_proj": 12}, "alpha_pattern": {"qkv_proj": 18}}
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(config | more))
+    with pytest.raises(ConfigError, match="is of one adapter of rank 12 for matrices that are trained apart here"):
+        Adapter(tmp_path / "adapter", 2, names, places)

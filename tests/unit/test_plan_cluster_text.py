@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.core.durations import parse_duration
 from phalanx.core.errors import ConfigError
 from phalanx.planner import parse_cluster
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
@@ -55,19 +56,19 @@ def test_a_latency() -> None:
 @pytest.mark.parametrize(
     ("text", "at", "words"),
     [
-        ("", 0, "there is nothing"),
+        ("", 0, "the text is empty"),
         ("4x(8xA100-80GB", 14, "not closed"),
         ("4x(8xA100-80GB), 2x(8xA1000)", 22, "no kind of device is called 'A1000'; known are V100-16GB"),
-        ("4x(8xA100-80GB),", 16, "behind the comma"),
+        ("4x(8xA100-80GB),", 16, "nothing follows the comma"),
         ("4x(8xA100-80GB) 2xT4", 16, "a comma or the end"),
         ("4x(8x)", 5, "a kind of device is expected"),
-        ("4(8xT4)", 1, "an x and what there are so many of"),
-        ("4x8xT4", 2, "devices of several nodes stand in brackets"),
+        ("4(8xT4)", 1, "an x with a kind of device"),
+        ("4x8xT4", 2, "devices of several nodes need brackets"),
         ("4x(8xA100-8OGB)", 5, "did you mean A100-80GB?"),
         ("8xRTX-4O90", 2, "did you mean RTX-4090?"),
-        ("0x(8xT4)", 0, "0 nodes are none"),
-        ("0xT4", 0, "0 devices are none"),
-        ("4x(0xT4)", 3, "0 devices are none"),
+        ("0x(8xT4)", 0, "0 nodes are not possible"),
+        ("0xT4", 0, "0 devices are not possible"),
+        ("4x(0xT4)", 3, "0 devices are not possible"),
         ("200Gb/s", 0, "no devices"),
         ("8xT4, 1Gb/s, 2Gb/s", 13, "given before"),
         ("8xT4, 0Gb/s", 6, "carries nothing"),
@@ -175,7 +176,7 @@ def test_a_node_more() -> None:
     ("text", "value"), [("90s", 90), ("45min", 2700), ("3h", 10800), ("2d", 172800), ("1.5 h", 5400), ("90\u017f", 90)]
 )
 def test_times(text: str, value: float) -> None:
-    assert parse_cluster.parse_duration(text, "--mtbf") == value
+    assert parse_duration(text, "--mtbf") == value
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_times(text: str, value: float) -> None:
 )
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--mtbf .* 45min"):
-        parse_cluster.parse_duration(text, "--mtbf")
+        parse_duration(text, "--mtbf")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ConfigError
-from phalanx.engine import sharding_spec
 from phalanx.layout import comm_schedule, pipeline_stages
 from phalanx.layout.balance import split_evenly
 from phalanx.layout.model_shape import LoraSpec
@@ -25,7 +24,7 @@ from phalanx.planner.layout_choice import EngineName, LayoutChoice, PipelineSche
 from phalanx.planner.link_cost import RingPlacement
 from phalanx.planner.measured_cluster import match_device_name
 from phalanx.planner.memory import DeviceMemory
-from phalanx.planner.work import StepWork, find_trained_share
+from phalanx.planner.work import StepWork, find_ffn_widths, find_trained_share
 from phalanx.system.accelerator import peak_flops
 
 # Everything is reached in full, nothing is waited for: what is left can be summed by hand.
@@ -63,6 +62,20 @@ def test_parameters_and_operations_are_those_of_the_model_itself(name: str) -> N
     )  # fmt: skip
     assert work.parameters() == parameter_count(spec)
     # The model's own count takes the norms' vectors for matrices, a few millionths of it.
+    assert work.flops_per_token() == pytest.approx(flops_per_token(spec, 2048)[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("dense_layers", [(), (0, 2)])
+def test_layers_without_experts_count_as_they_are(dense_layers: tuple[int, ...]) -> None:
+    spec = PRESETS["qwen3-30b-a3b"]
+    assert spec.moe is not None
+    spec = replace(spec, layers=8, moe=replace(spec.moe, dense_layers=dense_layers))
+    work = StepWork(
+        layers=8, hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, vocabulary=spec.vocab_size,
+        seq_len=2048, global_batch=1, tied=spec.tie_embeddings, head_dim=spec.head_dim, qk_norm=True,
+        **find_ffn_widths(spec.layers, spec.intermediate, spec.moe),
+    )  # fmt: skip
+    assert work.parameters() == parameter_count(spec)
     assert work.flops_per_token() == pytest.approx(flops_per_token(spec, 2048)[0], rel=1e-4)
 
 
@@ -323,10 +336,6 @@ def test_the_serial_optimizer_waits_for_everything() -> None:
 def test_ddp_is_what_the_schedule_says_of_it(moved_s: float) -> None:
     step = 3.0 + travel("ddp", (1.0, 2.0), moved_s).exposed_s
     assert step == pytest.approx(comm_schedule.ddp_step_s(alike(8, (1.0, 2.0), moved_s)), rel=0.02)
-
-
-def test_parts_travel_as_the_engine_cuts_them() -> None:
-    assert (link_cost.PARTS, link_cost.PART_BYTES) == (sharding_spec.PARTS, sharding_spec.PART_BYTES)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -887,3 +896,23 @@ def test_a_model_that_is_kept_says_the_same(case: tuple[StepWork, ClusterSpec, L
 def test_even_parts_differ_by_one_at_most(total: int, parts: int) -> None:
     found = split_evenly(total, parts)
     assert sum(found) == total and len(found) == parts and max(found) - min(found) <= 1
+
+
+def test_fp8_blocks_are_faster_where_a_kernel_multiplies_them() -> None:
+    wide = replace(SMALL, hidden=8192, ffn=28672, heads=64, kv_heads=8, seq_len=4096)
+    choice = LayoutChoice(micro_batch=1)
+    for name, faster in (("H100", True), ("A100", False), ("L40S", False)):
+        kind = find_kind(name)
+        plain, fp8 = (
+            compute_cost.block_pass(replace(wide, fp8_blocks=blocks), kind, choice, 1.0, CostConstants())
+            for blocks in (False, True)
+        )
+        assert (fp8.forward_s < plain.forward_s) == (fp8.backward_s < plain.backward_s) == faster, name
+
+
+def test_fp8_matrices_travel_in_a_byte() -> None:
+    work = replace(SMALL, fp8_blocks=True)
+    edges = 1 - work.layers * work.matrix_parameters / work.parameters()
+    assert work.zero3_gather_bytes == pytest.approx(1 + edges * (work.gather_bytes - 1))
+    assert replace(work, fp8_blocks=False).zero3_gather_bytes == work.gather_bytes
+    assert replace(work, far_bytes=1.03).zero3_gather_bytes == work.gather_bytes  # encoded otherwise

@@ -30,7 +30,15 @@ ODD: list[Any] = [
     None, True, "", "x", [], {}, 0, -1, 1.5, 10**19, 10**400, -(10**400), 1e-300, 1e300, float("nan"), float("inf"), [1]
 ]  # fmt: skip
 FILE = Hardware(
-    {**WORK, "sliding_window": 512, "full_attention_layers": [1]},
+    {
+        **WORK,
+        "sliding_window": 512,
+        "full_attention_layers": [1],
+        "moe_experts": 8,
+        "moe_experts_per_token": 2,
+        "moe_intermediate": 64,
+        "moe_dense_layers": [0],
+    },
     (
         device(0, "NVIDIA A100-SXM4-40GB", 0.4),
         device(1, "a cpu", 1.0, host_to_device_bytes_per_s=None, carries_s_per_byte=1e-9),
@@ -198,7 +206,7 @@ def test_any_damage_of_what_says_where_a_run_was_is_a_sentence(tmp_path: Path) -
             assert all(isinstance(each.model, str) and each.memory_bytes >= 0 for node in nodes for each in node)
     for nodes in ([], [[]], None, "ab", [[{"model": "cpu", "memory_bytes": "x"}]]):
         paths.plan.write_text(json.dumps({"for": {"nodes": nodes}}))
-        assert "has no plan.json that says on which devices" in str(learnt(paths, out))
+        assert "has no plan.json with the devices" in str(learnt(paths, out))
 
 
 def test_empty_half_written_and_foreign_folders_teach_nothing(tmp_path: Path) -> None:
@@ -216,7 +224,7 @@ def test_empty_half_written_and_foreign_folders_teach_nothing(tmp_path: Path) ->
     stopped.metrics.write_text(stopped.metrics.read_text()[:-30])  # killed within a line
     assert learnt(stopped, out) is None
     stopped.config.unlink()
-    assert "has no config.yaml that says what was run" in str(learnt(stopped, out))
+    assert "has no config.yaml with the configuration" in str(learnt(stopped, out))
     planned = a_run(tmp_path / "planned")
     planned.plan.write_text(
         json.dumps({"version": 1, "recipe": "demo.yaml", "keys": {}})
@@ -230,9 +238,9 @@ def test_empty_half_written_and_foreign_folders_teach_nothing(tmp_path: Path) ->
 def test_what_is_no_file_is_said_to_be_none(option: str) -> None:
     words = [LLAMA_1B, option]
     more = ["--cluster", "8xA100-80GB"] if option == "--out" else []
-    assert f"{option} . is a folder; name a file in it" in failing(*words, ".", *more)
+    assert f"{option} . is a folder; give a file in it" in failing(*words, ".", *more)
     nobody = "~nobody-at-all/x.json"
-    assert f"{option} {nobody} is in the folder of a user" in failing(*words, nobody, *more)
+    assert f"{option} {nobody} is in the home of an unknown user" in failing(*words, nobody, *more)
 
 
 def test_a_device_of_a_node_that_has_not_said_what_it_holds_is_the_smallest() -> None:

@@ -9,9 +9,9 @@ from phalanx.config.schema import iter_knobs
 from phalanx.core.errors import ConfigError
 from phalanx.planner import advice, parse_cluster, tables
 from phalanx.planner.advice import PlanQuery
+from phalanx.planner.plan import Plan
 from phalanx.planner.plan_file import prediction_record
 from phalanx.planner.recipe_keys import free_layout, keys_of
-from phalanx.planner.search import Plan
 from tests.helpers import ROOT
 from tests.unit.test_plan_command import phalanx, planned
 
@@ -21,9 +21,10 @@ DEMO = ROOT / "recipes" / "demo.yaml"
 COUNTS = {
     "model.preset": "llama-3.2-1b", "model.vocab_size": "4096", "model.hidden": "384", "model.layers": "8",
     "model.heads": "12", "model.kv_heads": "2", "model.head_dim": "64", "model.intermediate": "1024",
-    "model.tie_embeddings": "false", "model.dropout": "0.1",
+    "model.tie_embeddings": "false", "model.architecture": "qwen2", "model.dropout": "0.1",
+    "model.attention_dropout": "0.1",
     "data.tokenizer_vocab": "2000", "data.seq_len": "512", "data.format": "chat", "data.isolate_documents": "true",
-    "train.global_batch": "32", "train.micro_batch": "2", "train.dtype": "fp32",
+    "train.global_batch": "32", "train.micro_batch": "2", "train.dtype": "fp32", "train.fp8": "block",
     "optim.name": "sgd", "optim.double_buffer": "true",
     "parallel.engine": "fsdp2", "parallel.zero": "3", "parallel.grad_reduce": "per_micro_batch",
     "parallel.shard_degree": "2", "parallel.sequence_parallel": "false", "parallel.pipeline": "2",
@@ -33,15 +34,17 @@ COUNTS = {
 }  # fmt: skip
 # Of those that it does not.
 IGNORED = {
-    "model.max_seq_len": "512", "model.rope_theta": "5000", "model.architecture": "qwen2", "model.norm_eps": "1e-4",
+    "model.max_seq_len": "512", "model.rope_theta": "5000", "model.norm_eps": "1e-4",
     "model.init_std": "0.1", "model.rope_scaling.factor": "4", "model.rope_scaling.low_freq_factor": "2",
     "model.rope_scaling.high_freq_factor": "8", "model.rope_scaling.original_max_seq_len": "128",
     "model.rope_scaling.rule": "linear", "model.rope_scaling.beta_fast": "16", "model.rope_scaling.beta_slow": "2",
     "model.rope_scaling.attention_factor": "1.5",
     "data.source": "[a.txt]", "data.tokenizer": "folder", "data.text_key": "x", "data.validation": "{more: a.txt}",
     "data.messages_key": "x", "data.prompt_key": "x", "data.completion_key": "x",
-    "data.held_out": "0.2", "data.cache": "folder", "data.workers": "2",
-    "train.steps": "7", "train.seed": "5", "train.compile": "true", "train.eval_every": "3", "train.patience": "3",
+    "data.held_out": "0.2", "data.mask_document_end": "true", "data.cache": "folder", "data.workers": "2",
+    "data.read_ahead": "2",
+    "train.steps": "7", "train.stop_after": "3h", "train.stop_every": "5", "train.rampup_batch": "[4, 4, 64]",
+    "train.epochs": "2", "train.seed": "5", "train.compile": "true", "train.eval_every": "3", "train.patience": "3",
     "train.eval_sequences": "5", "train.loss_scale": "8", "train.loss_scale_growth_interval": "7",
     "train.profile": "2-3", "train.memory_snapshot": "3", "train.tf32": "true", "train.deterministic": "true",
     "optim.lr": "1e-5", "optim.beta1": "0.5", "optim.beta2": "0.5", "optim.eps": "1e-5", "optim.weight_decay": "0.5",
@@ -50,14 +53,19 @@ IGNORED = {
     "parallel.layout": "auto", "comm.timeout_s": "5", "checkpoint.best": "true", "checkpoint.keep": "5",
     "resilience.max_restarts": "5", "resilience.max_identical_failures": "5", "resilience.on_lost_node": "[wait]",
     "resilience.wait_for_node_s": "5", "resilience.rejoin_nodes": "false", "resilience.heartbeat_timeout_s": "5",
+    "resilience.stop_notice_s": "60", "resilience.preemption_notice": "gcp", "resilience.metadata_url": "http://h:1",
     "resilience.storage_timeout_s": "5", "resilience.health": "off", "resilience.hang_timeout_s": "50",
     "resilience.on_nan": "stop", "resilience.on_spike": "stop", "resilience.spike_factor": "5",
     "resilience.rollback_steps": "5", "resilience.checksum_every": "5",
-    "callback.code": "mine.py", "report.wandb": "project", "report.tensorboard": "false", "storage.private": "true",
+    "callback.code": "mine.py", "report.wandb": "project", "report.prometheus": "9420",
+    "report.webhook": "hook", "report.tensorboard": "false", "storage.private": "true",
 }  # fmt: skip
 # Of those that the demo cannot have by themselves: for other models and tasks, or beside other keys.
 REFUSED = {
-    "model.from_hf": "folder", "model.code": "mine.py", "model.sliding_window": "64", "model.attention_dropout": "0.1",
+    "model.from_hf": "folder", "model.code": "mine.py", "model.sliding_window": "64",
+    "model.moe.experts": "4", "model.moe.experts_per_token": "2", "model.moe.intermediate": "64",
+    "model.moe.renormalize": "false", "model.moe.dense_layers": "[0]", "model.moe.balance": "none",
+    "model.moe.balance_weight": "0.1", "model.moe.over": "model", "model.moe.z_loss": "0.1",
     "model.lora.adapter": "folder", "model.lora.rank": "4", "model.lora.alpha": "8", "model.lora.dropout": "0.1",
     "model.lora.targets": "[q]",
     "task.kind": "masked", "task.code": "mine.py", "task.options": "{a: 1}", "task.mask_share": "0.3",
@@ -67,6 +75,7 @@ REFUSED = {
     "callback.options": "{a: 1}",
     "optim.options": "{momentum: 0.9}", "optim.decay_share": "0.5", "optim.decay_shape": "sqrt",
     "parallel.tensor": "2", "parallel.schedule": "interleaved", "parallel.layers_per_stage": "[1, 3]",
+    "parallel.context": "2", "parallel.context_by": "ring", "balance.context": "[3, 1]",
 }  # fmt: skip
 # The demo made so large that unlike devices are worth it.
 LARGER = ("model.hidden=768", "model.heads=12", "model.kv_heads=6", "train.global_batch=512",
@@ -83,7 +92,7 @@ def best() -> Plan:
 def test_every_key_is_asked_about() -> None:
     asked = [*COUNTS, *IGNORED, *REFUSED]
     assert len(asked) == len(set(asked))
-    assert set(asked) == {key for key, _ in iter_knobs() if not key.startswith("slurm.")}
+    assert set(asked) == {key for key, _ in iter_knobs() if not key.startswith(("slurm.", "k8s."))}
 
 
 @pytest.mark.parametrize("key", COUNTS)
@@ -106,7 +115,7 @@ def test_a_key_that_counts_is_weighed_token_for_token(key: str, best: Plan) -> N
     assert tables.render_explanation(record)
 
 
-@pytest.mark.parametrize("key", [*IGNORED, "slurm.partition"])
+@pytest.mark.parametrize("key", [*IGNORED, "slurm.partition", "k8s.image"])
 def test_a_key_that_a_plan_does_not_reckon_with_is_said_to_be_none(key: str, best: Plan) -> None:
     told = advice.explain_key(QUESTION, THERE, best, f"{key}={IGNORED.get(key, 'long')}")
     assert (told["fits"], told["counts"]) == (True, False)

@@ -17,8 +17,9 @@ from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.cost import CostModel
 from phalanx.planner.failures import DEVICE_MTBF_S, HARDWARE_SHARE, LEAST_GOODPUT, FailureModel
 from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.plan import SearchResult
 from phalanx.planner.recipe_keys import free_layout
-from phalanx.planner.search import SearchResult, SearchSpace, list_degrees, search_layouts
+from phalanx.planner.search import SearchSpace, list_degrees, search_layouts
 from phalanx.planner.work import StepWork
 from tests.helpers import ROOT
 from tests.unit.test_plan_command import LLAMA, NODES, failing, phalanx, planned
@@ -177,9 +178,9 @@ def test_a_simulated_step_pays_for_what_is_kept_and_no_more() -> None:
 def test_one_node_has_no_copies() -> None:
     words = (LLAMA, "--cluster", "8xA100-80GB")
     assert set(job(*words)["if_kept"]) == {"checkpoints", "memory"}
-    assert "--keep copies cannot be on 8xA100-80GB" in failing(*words, "--simulate", "--keep", "copies")
-    assert "whose plan says" in failing(*words, "--simulate", "--commit-time", "1s")
-    assert "resilience.replicate_every says it" in failing(*words, "--simulate", "--copies-every", "2")
+    assert "--keep copies is not possible on 8xA100-80GB" in failing(*words, "--simulate", "--keep", "copies")
+    assert "whose plan has" in failing(*words, "--simulate", "--commit-time", "1s")
+    assert "resilience.replicate_every sets it" in failing(*words, "--simulate", "--copies-every", "2")
 
 
 def test_an_interval_that_is_held_fixed_is_simulated() -> None:

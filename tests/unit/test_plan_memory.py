@@ -116,19 +116,21 @@ def test_the_state_of_each_engine_by_hand() -> None:
 
     def each(**choice: object) -> dict[str, float]:
         parts = estimate_device_memory(GPT, A100, LayoutChoice(**choice), 2, 0, 96, 1, 2, 0.5, DEFAULT_CONSTANTS).parts  # type: ignore[arg-type]
-        names = ("weights", "master weights", "optimizer state", "gradients")
+        names = ("weights in use", "master weights", "optimizer state", "gradients")
         return {name: parts[name] / whole for name in names}
 
     assert each(zero=0, engine="megatron") == pytest.approx(
-        {"weights": 2, "master weights": 4, "optimizer state": 8, "gradients": 2}
+        {"weights in use": 2, "master weights": 4, "optimizer state": 8, "gradients": 2}
     )
     assert each(zero=1, engine="megatron")["optimizer state"] == pytest.approx(4)  # Rajbhandari et al. 2020
-    assert each(zero=1) == pytest.approx({"weights": 2, "master weights": 2, "optimizer state": 4, "gradients": 4})
+    assert each(zero=1) == pytest.approx(
+        {"weights in use": 2, "master weights": 2, "optimizer state": 4, "gradients": 4}
+    )
     assert each(zero=1, slots=2)["optimizer state"] == pytest.approx(8)
     assert each(zero=2, reduce="per_step")["gradients"] == pytest.approx(4 * 1.5)  # several micro-batches: own and all
     assert each(zero=2, reduce="per_micro_batch")["gradients"] == pytest.approx(4 * (0.5 + 3 / 96), rel=0.02)
     sharded = each(zero=3, engine="fsdp")
-    assert sharded["master weights"] == pytest.approx(2) and sharded["weights"] < 0.1
+    assert sharded["master weights"] == pytest.approx(2) and sharded["weights in use"] < 0.1
 
 
 def test_one_forward_one_backward_holds_a_micro_batch_for_each_stage_behind() -> None:
@@ -250,11 +252,10 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
     choice = LayoutChoice(micro_batch=micro_batch, recompute=activations, **chosen)  # type: ignore[arg-type]
     choice = replace(choice, tensor=int(str(parallel.get("tensor", 1))))
     found = estimate_step(work, ClusterSpec((NodeGroup(1, 8, A100),)), choice).memory[0]
-    same = {"weights": "weights in use", "gradients": "gradients", "master weights": "master weights",
-            "optimizer state": "optimizer state"}  # fmt: skip
-    same |= {"weights on their way": "weights on their way"} if dtype == "mixed" else {}
-    for mine, other in same.items():
-        assert found.parts[mine] == pytest.approx(counted["memory"][other], rel=0.005), mine
+    same = ["weights in use", "gradients", "master weights", "optimizer state"]
+    same += ["weights on their way"] if dtype == "mixed" else []
+    for name in same:
+        assert found.parts[name] == pytest.approx(counted["memory"][name], rel=0.005), name
     assert (
         0.97 <= (found.total_bytes - found.parts["reserved"]) / counted["memory_total"] <= 1.06
     )  # more over tensor ranks

@@ -15,7 +15,8 @@ from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.cost import CostModel
 from phalanx.planner.heterogeneous import HeterogeneousDevices
 from phalanx.planner.layout_choice import LayoutChoice
-from phalanx.planner.search import Plan, Reduce, SearchResult, SearchSpace, list_degrees, search_layouts
+from phalanx.planner.plan import Plan, SearchResult
+from phalanx.planner.search import Reduce, SearchSpace, list_degrees, search_layouts
 from phalanx.planner.work import StepWork
 
 SMALL = StepWork(

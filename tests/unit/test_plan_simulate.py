@@ -11,7 +11,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.planner import checkpoint_interval, simulate
 from phalanx.planner.checkpoint_interval import CheckpointCosts
-from phalanx.planner.simulate import Scenario, SimulationResult
+from phalanx.planner.simulate import Scenario, SimulationResult, Stalls, Stragglers
 
 DAY_S = 86400.0
 LLAMA_3_S = 54 * DAY_S / 419  # between unexpected interruptions, on 16,384 GPUs (Dubey et al. 2024)
@@ -51,7 +51,7 @@ def test_with_copies_on_other_nodes_nothing_goes_back_to_a_checkpoint() -> None:
     outcome = simulate.simulate(scenario)
     assert goodput(scenario) == pytest.approx(checkpoint_interval.goodput(saving(scenario), 1, None), rel=0.01)
     # What is walked again is less than a step for each failure.
-    assert outcome.seconds["walked again"] < scenario.step_s * (outcome.hard + outcome.soft)
+    assert outcome.seconds["replaying"] < scenario.step_s * (outcome.hard + outcome.soft)
 
 
 @pytest.mark.parametrize("hard", [0.78, 1.0])
@@ -61,7 +61,7 @@ def test_with_copies_of_some_steps_a_lost_node_goes_back_to_the_last_of_these(ha
     # As to a checkpoint each 200 steps that costs nothing.
     assert goodput(scenario) == pytest.approx(checkpoint_interval.goodput(saving(scenario), 1, 200), rel=0.01)
     # A lost node costs at most 199 steps more than the one that was under way; on average about half of that.
-    again, most = outcome.seconds["walked again"], outcome.hard * 200 * scenario.step_s
+    again, most = outcome.seconds["replaying"], outcome.hard * 200 * scenario.step_s
     assert 0.3 * most < again < 0.7 * most + outcome.soft * scenario.step_s
     assert outcome.seconds["commits"] / outcome.seconds["working"] == pytest.approx(0.01, rel=0.2)
 
@@ -69,8 +69,8 @@ def test_with_copies_of_some_steps_a_lost_node_goes_back_to_the_last_of_these(ha
 def test_without_memory_every_failure_goes_back_to_a_checkpoint() -> None:
     with_memory = simulate.simulate(replace(LLAMA_3, hard=0.0))
     without = simulate.simulate(replace(LLAMA_3, hard=0.0, memory=False))
-    assert with_memory.seconds["walked again"] < 5 * 450
-    assert without.seconds["walked again"] > 20 * with_memory.seconds["walked again"]
+    assert with_memory.seconds["replaying"] < 5 * 450
+    assert without.seconds["replaying"] > 20 * with_memory.seconds["replaying"]
 
 
 def test_without_failures_only_the_start_and_checkpoints_take_time() -> None:
@@ -84,9 +84,9 @@ def test_without_failures_only_the_start_and_checkpoints_take_time() -> None:
 
 
 def test_a_straggler_holds_all_up_where_work_is_not_shared_anew() -> None:
-    quiet = replace(LLAMA_3, mtbf_s=1e15, straggler_every_s=6 * 3600.0, slow=0.5, slow_for_s=3600.0)
+    quiet = replace(LLAMA_3, mtbf_s=1e15, stragglers=Stragglers(6 * 3600.0, 0.5, 3600.0))
     shared = simulate.simulate(quiet)
-    alone = simulate.simulate(replace(quiet, shared=False))
+    alone = simulate.simulate(replace(quiet, stragglers=replace(quiet.stragglers, shared=False)))
     slow = shared.stragglers * 3600.0
     # One of 16 nodes at half its speed: 1/32 of the work is missing, or half of it.
     assert shared.seconds["slower"] == pytest.approx(slow / 32, rel=0.1)
@@ -94,11 +94,11 @@ def test_a_straggler_holds_all_up_where_work_is_not_shared_anew() -> None:
 
 
 def test_a_long_stall_counts_as_a_failure_and_a_short_one_passes() -> None:
-    calm = replace(LLAMA_3, mtbf_s=1e15, stall_every_s=6 * 3600.0, stall_s=30.0, hang_s=100.0)
+    calm = replace(LLAMA_3, mtbf_s=1e15, stalls=Stalls(6 * 3600.0, 30.0, 100.0))
     short = simulate.simulate(calm)
     assert short.soft == 0
     assert short.seconds["stalled"] == pytest.approx(30 * short.stalls, rel=0.1)
-    long = simulate.simulate(replace(calm, stall_s=300.0))
+    long = simulate.simulate(replace(calm, stalls=replace(calm.stalls, for_s=300.0)))
     assert long.soft == pytest.approx(long.stalls, rel=0.1)
     assert long.attempts == long.soft + 1
 
@@ -176,10 +176,12 @@ scenarios = st.builds(
     checkpoint_s=st.floats(0, 100),
     spares=st.integers(0, 3),
     repair_s=st.floats(1.0, 1e6),
-    straggler_every_s=st.one_of(st.just(math.inf), st.floats(500, 1e5)),
-    shared=st.booleans(),
-    stall_every_s=st.one_of(st.just(math.inf), st.floats(500, 1e5)),
-    hang_s=st.one_of(st.just(math.inf), st.floats(1, 100)),
+    stragglers=st.builds(Stragglers, every_s=st.one_of(st.just(math.inf), st.floats(500, 1e5)), shared=st.booleans()),
+    stalls=st.builds(
+        Stalls,
+        every_s=st.one_of(st.just(math.inf), st.floats(500, 1e5)),
+        hang_s=st.one_of(st.just(math.inf), st.floats(1, 100)),
+    ),
     policy=st.one_of(st.none(), st.just(PATIENT)),
 )
 

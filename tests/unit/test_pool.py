@@ -5,7 +5,8 @@ import threading
 import torch
 
 from phalanx.comm.comm_thread import CommThread, StreamEvent
-from phalanx.engine.bucket import IN_FLIGHT, GradientBufferPool
+from phalanx.engine.bucket import GradientBufferPool
+from phalanx.layout.memory_model import IN_FLIGHT
 
 
 def test_more_buffers_are_there_only_while_the_lane_waits_for_one() -> None:

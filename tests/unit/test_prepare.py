@@ -325,7 +325,7 @@ def test_the_end_of_text_is_found_where_the_files_name_it(tmp_path: Path, tokeni
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert load_tokenizer(folder).eos_id == 5
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 5000}))
-    with pytest.raises(DataError, match="no end-of-text token of its vocabulary"):
+    with pytest.raises(DataError, match="defines no end-of-text token"):
         load_tokenizer(folder)
 
 
@@ -380,10 +380,10 @@ GOOD = '{"text": "a b c"}\n'
         ("a.jsonl", GOOD + '{"body": "x"}', "a.jsonl, line 2 has no key 'text' (it has: body); set data.text_key"),
         ("a.jsonl", "[1]", "a.jsonl, line 1 has no key"),
         ("a.jsonl", '{"text": 3}', "line 1 has a int under 'text'"),
-        ("a.jsonl", '{"text": "\\ud800"}', "line 1 holds half of a surrogate pair"),
+        ("a.jsonl", '{"text": "\\ud800"}', "line 1 holds an unpaired surrogate"),
         ("a.jsonl", GOOD.encode() + b'{"text": "\xff"}', "a.jsonl, line 2 is not UTF-8"),
         ("a.txt", b"one\ntwo\n\xe9t\xe9\n", "a.txt, line 3 is not UTF-8 (byte 0xe9 at 8)"),
-        ("a.txt", "", "holds only empty files"),
+        ("a.txt", "", "has only empty files"),
         ("a.jsonl", '{"text": ""}', "no document to train on"),
     ],
 )
@@ -396,7 +396,7 @@ def test_bad_data_is_named_with_file_line_and_remedy(
     message = str(caught.value)
     assert said in message
     assert "\n" not in message
-    assert ";" in message or "name others" in message  # the remedy
+    assert ";" in message or "give others" in message  # the remedy
 
 
 def test_bad_sources_tokenizers_and_caches_are_named(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -406,8 +406,8 @@ def test_bad_sources_tokenizers_and_caches_are_named(tmp_path: Path, tokenizer_f
     (broken / "tokenizer.json").write_text("{")
     (tmp_path / "file").write_text("x")
     cases: list[tuple[type[PhalanxError], str, Callable[[], PreparedData]]] = [
-        (DataError, "missing.txt, but there is no such file", lambda: run([str(tmp_path / "missing.txt")], tmp_path)),
-        (DataError, "no such file", lambda: run([str(tmp_path / "*.nothing")], tmp_path / "c")),
+        (DataError, "missing.txt, but no such file exists", lambda: run([str(tmp_path / "missing.txt")], tmp_path)),
+        (DataError, "no such file exists", lambda: run([str(tmp_path / "*.nothing")], tmp_path / "c")),
         (DataError, "lower data.held_out", lambda: run([source], tmp_path / "c", held_out=0.999999)),
         (ConfigError, "does not exist", lambda: run([source], tmp_path / "c", tokenizer=str(tmp_path / "none"))),
         (ConfigError, "no tokenizer", lambda: run([source], tmp_path, tokenizer=str(tmp_path / "no_tokenizer"))),

@@ -111,7 +111,7 @@ def test_labelled_records_are_encoded_in_processes_too(tmp_path: Path, small_chu
     assert all(side.facts["labels"] == [f"label {i * 7 % 11}" for i in range(11)] for side in sides)
     rows[70] = '{"text": "a", "label": null}'
     path.write_text("\n".join(rows))
-    with pytest.raises(DataError, match=r"a\.jsonl, line 71 has null under 'label', which is no label"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 71 has null under 'label', which is not a label"):
         prepare_with(3, tmp_path / "c3")
     assert not children()
 
@@ -291,7 +291,7 @@ def test_an_empty_validation_set_is_named(tmp_path: Path) -> None:
     empty = write_jsonl(tmp_path / "b.jsonl", [""])
     with pytest.raises(DataError, match=r"data\.validation\.dev \(.*b\.jsonl\) leaves no document to evaluate on"):
         run(source, tmp_path / "c", validation={"dev": [empty]})
-    with pytest.raises(DataError, match=r"data\.validation\.dev names gone, but there is no such file"):
+    with pytest.raises(DataError, match=r"data\.validation\.dev names gone, but no such file exists"):
         run(source, tmp_path / "c", validation={"dev": ["gone"]})
 
 
@@ -334,7 +334,7 @@ def test_a_cache_at_a_url_is_filled_and_read(tmp_path: Path, monkeypatch: pytest
 def test_a_cache_at_a_url_that_is_away_is_no_full_disk(faults: Faults, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [text(i, 30) for i in range(20)])
     faults.dead = True
-    with pytest.raises(StorageError, match="look at the store"):
+    with pytest.raises(StorageError, match="check the store"):
         prepare(
             DataSection(source=source, cache=f"faulty://{tmp_path}/store", tokenizer="train"), storage_timeout_s=0.02
         )

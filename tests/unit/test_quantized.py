@@ -1,6 +1,7 @@
 """Moments in 8 bits: what coding loses and what it never does, and the rule that lives with it."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from phalanx.optim.quantized import (
     split_row,
     zero_code,
 )
-from phalanx.optim.update import AdamW, Slot, StepUpdate, allocate_zeros, load_state, state_pieces
+from phalanx.optim.update import AdamW, Slot, StepUpdate, allocate_zeros, count_state_bytes, load_state, state_pieces
 
 CPU = torch.device("cpu")
 RULE = AdamW8bit(AdamW(0.9, 0.95, 1e-8, 0.1))
@@ -123,8 +124,9 @@ def test_only_large_matrices_are_coded_and_take_a_quarter() -> None:
     assert {name for name, state in slot.items() if "exp_avg" not in state} == {"matrix", "odd"}
     for name, shape in SHAPES.items():
         held = sum(tensor.numel() * tensor.element_size() for key, tensor in slot[name].items() if key != "param")
-        assert held == RULE.state_bytes(shape, 4)
-    assert RULE.state_bytes((64, 4096), 4) == 2 * 64 * (4096 + 16 * 4) < 0.26 * RULE.adamw.state_bytes((64, 4096), 4)
+        assert held == count_state_bytes(RULE, shape, math.prod(shape), torch.float32)
+    coded, plain = (count_state_bytes(rule, (64, 4096), 64 * 4096, torch.float32) for rule in (RULE, RULE.adamw))
+    assert coded == 2 * 64 * (4096 + 16 * 4) < 0.26 * plain
     assert 60 * 60 < MIN_ELEMENTS < 5000
 
 

@@ -38,13 +38,13 @@ def asked(path: Path, model: dict[str, Any] | None = None, task: dict[str, Any] 
 @pytest.mark.parametrize(
     ("record", "how", "sentence"),
     [
-        (TALK, {"format": "chat"}, "a tokenizer that is trained has no chat template"),
+        (TALK, {"format": "chat"}, "a tokenizer to be trained has no chat template"),
         (TALK, {"format": "chat", "tokenizer": "folder"}, "the tokenizer in folder has no chat template"),
         (TALK, {"format": "chat", "chat_template": "none.jinja"}, "data.chat_template none.jinja cannot be read"),
         ({"talk": []}, {"format": "chat", "chat_template": "chatml"}, "line 1 has no key 'messages' (it has: talk)"),
         ({"messages": ["a"]}, {"format": "chat", "chat_template": "chatml"}, 'message 1 has no "role"'),
         (TALK, {"format": "prompt"}, "has no key 'prompt'"),
-        ({"prompt": "a", "completion": []}, {"format": "prompt"}, "a prompt and a completion of different kinds"),
+        ({"prompt": "a", "completion": []}, {"format": "prompt"}, "a prompt and a completion of different types"),
         (TALK, {}, "has no key 'text' (it has: messages); set data.format=chat, or data.text_key to the key that"),
         (
             {"text": "a"},

@@ -102,22 +102,22 @@ def test_an_override_is_typed_as_in_the_recipe(override: str, key: str, value: o
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["optim.lr"], "`optim.lr` is not of the form section.key=value, such as optim.lr=3e-4"),
-        (["=3"], "is not of the form"),
-        (["train.=3"], "is not of the form"),
-        (["train..steps=3"], "is not of the form"),
-        ([".steps=3"], "is not of the form"),
-        ([""], "is not of the form"),
+        (["optim.lr"], "`optim.lr` does not have the form section.key=value, such as optim.lr=3e-4"),
+        (["=3"], "does not have the form"),
+        (["train.=3"], "does not have the form"),
+        (["train..steps=3"], "does not have the form"),
+        ([".steps=3"], "does not have the form"),
+        ([""], "does not have the form"),
         (["steps=3"], "unknown key steps; did you mean train.steps?"),
         (["train.stps=3"], "unknown key train.stps; did you mean train.steps?"),
-        (["train.steps=[3"], "the value of `train.steps=[3`, line 1: this is not valid YAML"),
+        (["train.steps=[3"], "the value of `train.steps=[3`, line 1: not valid YAML"),
         (["train.steps=" + "[" * 5000], "nested too deeply"),
-        (["train.steps=!!python/name:os.system x"], "is not valid YAML"),
+        (["train.steps=!!python/name:os.system x"], "not valid YAML"),
         (["train.steps=!!int ''"], "cannot be read as a YAML int"),
         (["train={steps: 1, steps: 2}"], "appears twice"),
         (["train.steps.deeper=3"], "train.steps must be a whole number, not {'deeper': 3}"),
-        (["model.hidden.x=3"], "cannot be set, since model.hidden is a number and has no keys of its own"),
-        (["train=fast", "train.steps=3"], "cannot be set, since train is text and has no keys of its own"),
+        (["model.hidden.x=3"], "cannot be set: model.hidden is a number without keys"),
+        (["train=fast", "train.steps=3"], "cannot be set: train is text without keys"),
         (["model.kv_heads=3"], "model.heads is 2 and model.kv_heads is 3"),
     ],
 )
@@ -240,7 +240,7 @@ def test_auto_is_resolved_by_device_and_world() -> None:
 def test_a_list_of_shares_is_one_of_all_ranks() -> None:
     config = load.build_config(tree(balance={"batch": [30, 2]}), "here")
     for world, there in ((3, "are 3"), (1, "is 1")):
-        with pytest.raises(ConfigError, match=rf"has a number for each of 2 ranks, but there {there}; give each"):
+        with pytest.raises(ConfigError, match=rf"has 2 numbers for ranks, but there {there}; give each"):
             resolve.resolve_autos(config, device="cpu", world=world)
 
 
@@ -262,7 +262,7 @@ def test_all_that_cannot_be_with_so_many_ranks_comes_at_once() -> None:
         (
             {"optimizer_state": [1, 2, 3]},
             2,
-            "balance.optimizer_state has numbers for 3 ranks, but with parallel.shard_degree 2",
+            "balance.optimizer_state has 3 numbers, but parallel.shard_degree is 2",
         ),
         (
             {"batch": [30, 2], "optimizer_state": [1]},
@@ -341,6 +341,7 @@ FREE = {
     "train.memory_snapshot": 2,
     "data.cache": "/elsewhere",
     "data.workers": 2,
+    "data.read_ahead": 2,
     "optim.double_buffer": True,
     "parallel.layout": "auto",
     "parallel.engine": "sharded",
@@ -352,6 +353,9 @@ FREE = {
     "parallel.pipeline": 2,
     "parallel.schedule": "gpipe",
     "parallel.layers_per_stage": [1, 1],
+    "parallel.context": 2,
+    "parallel.context_by": "ring",
+    "balance.context": [3, 1],
     "balance.batch": "even",
     "balance.optimizer_state": "even",
     "balance.hardware": "given.json",
@@ -372,13 +376,21 @@ FREE = {
     "resilience.replicate_every": "off",
     "resilience.max_identical_failures": 1,
     "resilience.on_lost_node": [],
+    "train.epochs": 2.0,
+    "train.stop_after": "3h",
+    "train.stop_every": 500,
     "resilience.wait_for_node_s": 5.0,
     "resilience.rejoin_nodes": False,
     "resilience.heartbeat_timeout_s": 3.0,
     "resilience.storage_timeout_s": 7.0,
     "resilience.health": "off",
+    "resilience.stop_notice_s": 120.0,
+    "resilience.preemption_notice": "off",
+    "resilience.metadata_url": "http://127.0.0.1:1338",
     "storage.private": True,
     "report.wandb": "a-project",
+    "report.prometheus": 9420,
+    "report.webhook": "hook",
     "callback.code": "callback.py",
     "callback.options": {"a": 1},
     "report.tensorboard": False,
@@ -398,6 +410,19 @@ FREE = {
     "slurm.container_by": "pyxis",
     "slurm.mounts": ["/data"],
     "slurm.extra": ["--constraint=a100"],
+    "k8s.image": "image",
+    "k8s.namespace": "lab",
+    "k8s.volumes": ["runs:/runs"],
+    "k8s.partition": ["a100"],
+    "k8s.pool_label": "pool",
+    "k8s.gpus_per_node": 8,
+    "k8s.gpu_resource": "amd.com/gpu",
+    "k8s.cpus": 12,
+    "k8s.memory": "64Gi",
+    "k8s.shared_memory_gib": 8,
+    "k8s.queue": "team",
+    "k8s.time": "2:00:00",
+    "k8s.python": "python",
 }
 
 
@@ -409,6 +434,8 @@ def test_every_key_is_either_free_or_part_of_the_trajectory() -> None:
 BESIDE: dict[str, dict[str, Any]] = {  # keys that mean nothing alone
     "parallel.schedule": {"parallel.pipeline": 2},
     "parallel.layers_per_stage": {"parallel.pipeline": 2},
+    "parallel.context_by": {"parallel.context": 2},
+    "balance.context": {"parallel.context": 2},
     "callback.options": {"callback.code": "callback.py"},
 }
 
@@ -459,7 +486,7 @@ def test_work_that_was_divided_by_hand_may_be_left_to_measuring_again() -> None:
 @pytest.mark.parametrize(
     ("wanted", "saved", "named"),
     [
-        ({"optim": {"lr": 1e-3}}, {}, r"optim.lr is 0.001 now and was 0.0003\. Set"),
+        ({"optim": {"lr": 1e-3}}, {}, r"optim.lr is 0.001 now and was 0.0003\. Restore"),
         ({"train": {"seed": 1}, "data": {"seq_len": 8}}, {}, r"data.seq_len is 8 now and was 512; train.seed is 1 now"),
         ({"model": SHAPE | {"dropout": 0.1}}, {}, r"model.dropout is 0.1 now and was 0.0"),
         ({"model": SHAPE | {"rope_scaling": {}}}, {}, r"model.rope_scaling.factor is 8.0 now and was None"),
@@ -478,8 +505,8 @@ def test_another_configuration_is_refused_with_its_keys(
 ) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
         resolve.continue_config(load.build_config(tree() | wanted, "a"), load.build_config(tree() | saved, "b"), FOLDER)
-    assert "the run folder runs/demo holds a run of another configuration" in str(caught.value)
-    assert str(caught.value).endswith("Set these back to go on with it, or choose another --run-dir")
+    assert "the run folder runs/demo has a run of another configuration" in str(caught.value)
+    assert str(caught.value).endswith("Restore these values to resume it, or choose another --run-dir")
 
 
 def test_nothing_but_the_recipe_is_needed_to_read_one() -> None:
@@ -538,7 +565,7 @@ def test_a_saved_configuration_that_was_cut_is_damaged_wherever_that_was(tmp_pat
     assert load.load_saved_recipe(file) == config == load.load_recipe(file)
     for cut in (*range(0, len(text), 61), text.index("1234") + 2, len(text) - 1):
         file.write_text(text[:cut])
-        with pytest.raises(ConfigError, match=r"config.yaml, which says what the run is, is damaged"):
+        with pytest.raises(ConfigError, match=r"config.yaml, the run's configuration, is damaged"):
             load.load_saved_recipe(file)
     file.write_text(text.replace("steps: 1234", "steps: 12\0"))
     with pytest.raises(ConfigError, match=r"is damaged .*restore it from a copy, or choose another --run-dir"):

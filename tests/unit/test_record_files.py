@@ -82,7 +82,7 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     for key in ("columns_version", "format_version"):
         later = json.dumps(manifest | {key: 9}).encode()
         broken("manifest.json", later, "is of format version 9, which a later .* reads 1 and 2")
-    broken("manifest.json", json.dumps(manifest | {"records": "5"}).encode(), "its fields are not those")
+    broken("manifest.json", json.dumps(manifest | {"records": "5"}).encode(), "it does not have the fields")
     with pytest.raises(DataError, match=r"is not a set of records"):
         RecordFile(tmp_path)
 

@@ -142,7 +142,7 @@ def test_a_store_that_is_gone_costs_that_checkpoint_alone(faults: Faults, folder
     faults.dead, faults.error = True, lambda: OSError(errno.EIO, "the store is out of order")
     save_all(savers, state(2), 30)
     assert [kind for kind, _ in events] == ["checkpoint_saved", "checkpoint_failed", "checkpoint_failed"]
-    assert "make room there" in events[1][1]["reason"]
+    assert "free space there" in events[1][1]["reason"]
     assert "could not be listed for 0.3 s" in events[2][1]["reason"]
     faults.dead = False
     left = local(url) / "step-00000030"

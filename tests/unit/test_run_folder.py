@@ -133,10 +133,10 @@ def test_links_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
         os.close(run_folder.lock_run_folder(RunPaths(place))[0])
     (run / name).symlink_to(elsewhere)
     for place in (run, tmp_path / "link"):
-        with pytest.raises(RunError, match=rf"has a link, {name}, that leads out of it to .*/elsewhere, and a run"):
+        with pytest.raises(RunError, match=rf"has a link, {name}, that points outside to .*/elsewhere, but a run"):
             run_folder.lock_run_folder(RunPaths(place))
     (run / "events.jsonl").touch()
-    with pytest.raises(RunError, match="leads out of it"):
+    with pytest.raises(RunError, match="points outside"):
         node_requests.write_request(RunPaths(run), "n1", node_requests.NodeRequestKind.DRAIN, "hot")
     assert list(elsewhere.iterdir()) == []
 
@@ -240,5 +240,5 @@ def test_a_lock_whose_owner_has_ended_is_said_to_be_held_by_another_process(tmp_
     os.waitpid(gone, 0)
     with run_folder.hold_run_folder(paths):
         paths.lock.write_text(f"{gone} on {platform.node()}\n")
-        with pytest.raises(RunError, match=rf"another process than .*{gone} on .*which has ended.*fuser -v"):
+        with pytest.raises(RunError, match=rf"a process other than .*{gone} on .*which has ended.*fuser -v"):
             run_folder.lock_run_folder(paths)

@@ -52,7 +52,7 @@ def test_a_name_that_is_not_provided_is_named() -> None:
         from torch.sagemaker.grad_norm import nonsense  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match=r"torch\.sagemaker\.nowhere is not provided by Phalanx"):
         import torch.sagemaker.nowhere  # noqa: F401
-    with pytest.raises(ModuleNotFoundError, match="version 1 of that library is another one"):
+    with pytest.raises(ModuleNotFoundError, match="version 1 of that library is different"):
         import smdistributed.modelparallel.torch  # noqa: F401
     with pytest.raises(AttributeError, match=r"torch\.sagemaker\.state\.nonsense"):
         tsm.state.nonsense  # noqa: B018
@@ -66,16 +66,120 @@ def test_names_of_a_package_that_is_not_installed_can_be_imported_and_not_used()
     recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16)
     with transformer_engine.pytorch.fp8_autocast(enabled=False, fp8_recipe=recipe):
         pass
-    with pytest.raises(ConfigError, match=r"fp8_autocast.*transformer_engine is not installed.*train in bf16"):
-        transformer_engine.pytorch.fp8_autocast(enabled=True, fp8_recipe=recipe)
-    with pytest.raises(ConfigError, match=r"transformer_engine\.pytorch\.Linear is used, but"):
-        transformer_engine.pytorch.Linear(2, 2)  # though others, such as peft, may ask whether a layer is one
+    # Libraries such as peft ask whether a layer is one of these.
     assert not isinstance(torch.nn.Linear(2, 2), transformer_engine.pytorch.Linear)
-    with pytest.raises(ConfigError, match=r"transformer_engine\.pytorch\.LayerNorm is used, but"):
-        transformer_engine.pytorch.LayerNorm  # noqa: B018
-    assert not hasattr(transformer_engine.pytorch, "LayerNorm")
-    with pytest.raises(ModuleNotFoundError, match="FP8 is its kernels' alone"):
+    with pytest.raises(ConfigError, match=r"transformer_engine\.pytorch\.GroupedLinear is used, but"):
+        transformer_engine.pytorch.GroupedLinear  # noqa: B018
+    assert not hasattr(transformer_engine.pytorch, "GroupedLinear")
+    with pytest.raises(ModuleNotFoundError, match="install it where more is needed"):
         import transformer_engine.jax
+
+
+def test_layers_in_place_of_transformer_engines_follow_autocast() -> None:
+    import transformer_engine.pytorch as te
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 128, requires_grad=True)
+    for layer in (
+        te.Linear(128, 64, bias=False),
+        te.LayerNormLinear(128, 64, normalization="RMSNorm"),
+        te.LayerNormMLP(128, 256, activation="swiglu"),
+    ):
+        plain = torch.autograd.grad(layer(x).square().sum(), x)[0]
+        with te.fp8_autocast(enabled=True):
+            rounded = layer(x)
+            again = [te.checkpoint(layer, x), checkpoint(layer, x, use_reentrant=True)]
+        grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (rounded, again[0])]
+        again[1].square().sum().backward()  # of a reentrant one autograd.grad knows nothing
+        assert x.grad is not None
+        grads.append(x.grad)
+        x.grad = None
+        assert 1e-4 < float((grads[0] - plain).norm() / plain.norm()) < 0.2
+        assert torch.equal(grads[1], grads[0]) and torch.equal(grads[2], grads[0])
+        with te.fp8_autocast(enabled=True):
+            alone = te.checkpoint(layer, x)
+        te.Linear(128, 2)(torch.zeros(1, 128))  # another layer, not in FP8
+        assert torch.equal(torch.autograd.grad(alone.square().sum(), x)[0], grads[0])
+        assert torch.equal(torch.autograd.grad(layer(x).square().sum(), x)[0], plain)
+    with pytest.raises(ConfigError, match="Linear got tp_size, which needs Transformer Engine itself"):
+        te.Linear(2, 2, tp_size=2)
+    with pytest.raises(ConfigError, match="activation='tanh'; use one of gelu"):
+        te.LayerNormMLP(2, 2, activation="tanh")
+    with pytest.raises(ConfigError, match="normalization='BatchNorm'; use LayerNorm or RMSNorm"):
+        te.LayerNormLinear(2, 2, normalization="BatchNorm")
+
+
+@pytest.mark.parametrize(("groups", "interleaved", "first"), [(4, True, False), (2, True, True), (2, False, False)])
+def test_attention_in_place_of_transformer_engines(groups: int, interleaved: bool, first: bool) -> None:
+    """Against a plain computation, with the rows of its projection as Transformer Engine orders them."""
+    import transformer_engine.pytorch as te
+
+    torch.manual_seed(0)
+    layer = te.TransformerLayer(
+        16, 32, 4, groups, hidden_dropout=0.0, attention_dropout=0.0, qkv_weight_interleaved=interleaved,
+        attn_input_format="bshd" if first else "sbhd",
+    ).double()  # fmt: skip
+    assert set(layer.state_dict()) == {
+        f"{part}.{name}"
+        for part, names in {
+            "self_attention.layernorm_qkv": ("layer_norm_weight", "layer_norm_bias", "weight", "bias"),
+            "self_attention.proj": ("weight", "bias"),
+            "layernorm_mlp": (
+                "layer_norm_weight",
+                "layer_norm_bias",
+                "fc1_weight",
+                "fc1_bias",
+                "fc2_weight",
+                "fc2_bias",
+            ),
+        }.items()
+        for name in names
+    }
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    angles = (torch.arange(5.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2))[:, None, None]
+    mixed = layer.self_attention.layernorm_qkv(x)
+    each = 4 // groups
+    heads = mixed.view(2, 5, -1, 4)
+    order = [("q", h) for h in range(4)] + [("k", g) for g in range(groups)] + [("v", g) for g in range(groups)]
+    if interleaved:
+        order = [row for g in range(groups) for row in
+                 [*(("q", g * each + h) for h in range(each)), ("k", g), ("v", g)]]  # fmt: skip
+    found = {name: heads[:, :, at] for at, name in enumerate(order)}
+    turned = torch.view_as_complex(torch.stack((angles.flatten(1)[:, :2].cos(), angles.flatten(1)[:, :2].sin()), -1))
+    outputs = []
+    for head in range(4):
+        q, k = (
+            torch.view_as_complex(torch.stack(found[name].chunk(2, -1), -1)) * turned
+            for name in (("q", head), ("k", head // each))
+        )
+        scores = (q[:, :, None] * k[:, None].conj()).real.sum(-1) / 2
+        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+        outputs.append(scores.softmax(-1) @ found["v", head // each])
+    hidden = x + layer.self_attention.proj(torch.cat(outputs, -1))
+    expected = hidden + layer.layernorm_mlp(hidden)
+    given = x if first else x.transpose(0, 1)
+    output = layer(given, rotary_pos_emb=angles)
+    assert torch.allclose(output if first else output.transpose(0, 1), expected, atol=1e-12)
+    padded = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
+    padded[..., 3:] = True
+    short = layer(given, padded, "padding_causal", rotary_pos_emb=angles)
+    assert torch.allclose((short if first else short.transpose(0, 1))[:, :3], expected[:, :3], atol=1e-12)
+
+
+def test_what_attention_in_place_of_transformer_engines_refuses() -> None:
+    import transformer_engine.pytorch as te
+
+    for options, sentence in (
+        ({"attention_type": "cross"}, "MultiheadAttention got attention_type='cross'; use one of self"),
+        ({"qkv_format": "thd"}, "qkv_format='thd'; use one of sbhd, bshd"),
+        ({"num_gqa_groups": 3}, "4 heads in 3 groups; choose num_gqa_groups that divides"),
+        ({"sequence_parallel": True, "tp_size": 2}, "got sequence_parallel, tp_size, which needs Transformer Engine"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            te.MultiheadAttention(16, 4, **options)
+    with pytest.raises(ConfigError, match="MultiheadAttention got encoder_output, which needs Transformer Engine"):
+        te.MultiheadAttention(16, 4)(torch.zeros(2, 1, 16), encoder_output=torch.zeros(2, 1, 16))
 
 
 def test_the_real_package_is_left_alone_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +289,7 @@ def test_urls_of_s3_are_known_and_its_settings_are_for_them_alone() -> None:
     assert not isinstance(filesystem.path_to_file_system("/folder"), s3_filesystem.S3FileSystem)
     with pytest.raises(ConfigError, match="s3_region and s3client_config are for s3:// URLs, not for /folder"):
         filesystem.DistributedFileSystemWriter("/folder", s3_region="eu-west-1")
-    with pytest.raises(ConfigError, match="s3client_config is for the client of another library"):
+    with pytest.raises(ConfigError, match="s3client_config configures a client that is not used here"):
         filesystem.DistributedFileSystemReader("s3://bucket", s3client_config=object())
 
 

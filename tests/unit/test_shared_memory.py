@@ -52,7 +52,7 @@ def test_one_at_a_time_and_gone_when_it_need_not_stay(run: RunPaths, tmp_path: P
         assert folder.parent == tmp_path and memory.state
         assert folder.stat().st_mode & 0o777 == 0o700
         assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-        with pytest.raises(RunError, match="already goes on on this machine"), hold_folder(run, place=tmp_path):
+        with pytest.raises(RunError, match="is already running on this machine"), hold_folder(run, place=tmp_path):
             pass
         (folder / "state").touch()
     with hold_folder(run, place=tmp_path) as memory:

@@ -100,12 +100,12 @@ def test_a_file_is_complete_before_it_has_its_name(tmp_path: Path, monkeypatch: 
     [
         (lambda file: os.chmod(file, 0o640), r"n-1 may be read by others \(mode 640\)"),
         (lambda file: os.chmod(file.parent, 0o770), r"of may be written by others \(mode 770\)"),
-        (lambda file: file.write_text("a" * 63 + "\n"), "holds no secret of a rendezvous"),
-        (lambda file: file.write_text("a" * 65 + "\n"), "holds no secret of a rendezvous"),
+        (lambda file: file.write_text("a" * 63 + "\n"), "is not a rendezvous secret"),
+        (lambda file: file.write_text("a" * 65 + "\n"), "is not a rendezvous secret"),
         (lambda file: (file.rename(file.with_name("n-2")), file.symlink_to("n-2")), "n-1 is not a regular file"),
         (lambda file: (file.unlink(), os.mkfifo(file, 0o600)), "n-1 is not a regular file"),
         (lambda file: (file.unlink(), file.mkdir(0o700)), "n-1 is not a regular file"),
-        (lambda file: file.parent.symlink_to(file.parent.rename(file.parent.with_name("it"))), "cannot be kept"),
+        (lambda file: file.parent.symlink_to(file.parent.rename(file.parent.with_name("it"))), "cannot be stored"),
     ],
 )  # fmt: skip
 def test_what_others_may_have_written_or_read_is_refused(

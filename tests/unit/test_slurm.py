@@ -94,14 +94,14 @@ def test_a_hidden_partition_may_be_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_without_slurm_there_is_a_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"there is no no-such-command here, so Slurm cannot be asked; log in"):
+    with pytest.raises(ConfigError, match=r"no-such-command was not found, so Slurm cannot be used; log in"):
         slurm.run_slurm(["no-such-command"])
 
 
 def test_a_command_that_fails_or_hangs_is_a_sentence() -> None:
-    with pytest.raises(RunError, match=r"Slurm's sh has failed: one; two$"):
+    with pytest.raises(RunError, match=r"Slurm's sh failed: one; two$"):
         slurm.run_slurm(["sh", "-c", "echo 'sbatch: error: one' >&2; echo 'sbatch: error: two' >&2; exit 1"])
-    with pytest.raises(RunError, match=r"Slurm has not answered `sleep` for 0\.1 s"):
+    with pytest.raises(RunError, match=r"Slurm did not answer `sleep` within 0\.1 s"):
         slurm.run_slurm(["sleep", "5"], timeout_s=0.1)
 
 
@@ -228,7 +228,7 @@ def test_how_long_before_the_end_a_run_is_told(limit: str | None, lead: Any, exp
 
 def test_names_that_no_script_can_hold_are_refused() -> None:
     for path in (Path("/a\nb"), Path("/a\\b"), Path("/a\rb")):
-        with pytest.raises(ConfigError, match="which Slurm does not take; rename it"):
+        with pytest.raises(ConfigError, match="which Slurm does not accept; rename it"):
             slurm_script.check_path(path, "the run folder")
 
 
@@ -270,9 +270,9 @@ def test_with_auto_resume_the_nodes_of_a_step_meet_in_the_run_folder_and_some_ma
     meeting = rendezvous_options.rendezvous_from_allocation(paths, resumed, 1)
     assert meeting is not None
     assert (meeting.nodes, meeting.spares, meeting.node, meeting.total) == (2, 1, 1, 3)
-    with pytest.raises(ConfigError, match="--spares 3 of the 3 nodes of this Slurm step leaves none that trains"):
+    with pytest.raises(ConfigError, match="--spares 3 of the 3 nodes of this Slurm step leaves no node to train"):
         rendezvous_options.rendezvous_from_allocation(paths, resumed, 3)
-    with pytest.raises(ConfigError, match="--spares belongs to a run on several nodes"):
+    with pytest.raises(ConfigError, match="--spares is for a run on several nodes"):
         rendezvous_options.parse_rendezvous_options(None, None, None, None, step, 1)
 
 
@@ -293,7 +293,7 @@ def test_a_script_on_one_node_is_started_again_where_that_was_asked_for(
     found, _, said = command.phalanx(tmp_path, *words, environment={AUTO_RESUME: asked})
     assert found == code, said
     assert len(list(tmp_path.glob("try*"))) == times
-    assert said.count("all ranks are started again") == times - 1
+    assert said.count("all ranks restart") == times - 1
 
 
 def test_a_script_as_one_task_on_each_node_is_that_nodes_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,4 +325,4 @@ def test_ranks_of_srun_on_several_nodes_are_not_and_that_is_said(
     for rank in ("0", "1"):
         step |= {"SLURM_PROCID": rank, "SLURM_NODEID": rank}
         assert script_run.run_script(str(tmp_path / "script.py"), [], step) == 0
-    assert capsys.readouterr().err.count("--auto-resume=1 starts nothing again here") == 1
+    assert capsys.readouterr().err.count("--auto-resume=1 has no effect") == 1

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from phalanx.config.load import load_recipe
 from phalanx.core.errors import DataError, StorageError
 from phalanx.data import read_chunks
 from phalanx.data.read_chunks import Chunk, Meter, count_lines_before, plan_chunks, read_records
@@ -21,6 +22,7 @@ from phalanx.data.records import Record, RecordFormat, record_digest
 from phalanx.data.sources import check_format, list_files
 from phalanx.data.stdlib_chat import make_conversations
 from phalanx.storage import retry
+from tests.helpers import ROOT
 from tests.stores import Faults
 
 TEXTS = ["one", "", "two\nlines", "naïve 🙂", "x" * 70, "last"]
@@ -158,6 +160,34 @@ def test_a_dataset_of_the_hub_is_streamed_by_shards(tmp_path: Path) -> None:
         assert "hub:NAME:CONFIG:SPLIT" in str(caught.value)
 
 
+def test_public_corpora_are_read_in_their_own_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small folders that lie as FineWeb, SlimPajama and RedPajama do on the hub and at their publishers."""
+    fineweb, slim = tmp_path / "fineweb", tmp_path / "slim"
+    for folder in (fineweb / "sample/10BT", slim / "train/chunk1", slim / "validation/chunk1"):
+        folder.mkdir(parents=True)
+    configurations = "- {config_name: sample-10BT, data_files: [{split: train, path: sample/10BT/*}]}"
+    (fineweb / "README.md").write_text(f"---\nconfigs:\n{configurations}\n---\n")
+    write_parquet(fineweb / "sample/10BT/000_00000.parquet", text=["a page"], url=["u"], token_count=[2])
+    assert texts([f"hub:{fineweb}:sample-10BT"]) == ["a page"]
+    for split in ("train", "validation"):
+        row = {"text": split, "meta": {"redpajama_set_name": "RedPajamaC4"}}
+        packed = zstandard.compress((json.dumps(row) + "\n").encode())
+        (slim / split / "chunk1/example_0.jsonl.zst").write_bytes(packed)
+    assert texts([f"hub:{slim}"]) == ["train"]
+    assert texts([f"hub:{slim}::validation"]) == ["validation"]
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("common_crawl/2019-30/en_head_0000.json.gz.dedup.classifier.jsonl.zst", "c4/c4-train.00000.jsonl",
+                 "github/filtered_00.sampled.jsonl", "wikipedia/wiki.jsonl", "arxiv/arxiv_00.jsonl",
+                 "stackexchange/stackexchange.jsonl"):  # fmt: skip
+        path, data = tmp_path / "corpus/redpajama" / name, lines([name.partition("/")[0]])
+        path.parent.mkdir(parents=True)
+        path.write_bytes(zstandard.compress(data) if name.endswith("zst") else data)
+    recipe = load_recipe(ROOT / "recipes/llama-7b-redpajama.yaml")
+    found = [texts(one.path) for one in recipe.data.source if not isinstance(one, str)]
+    assert found == [["common_crawl"], ["c4"], ["github"], ["wikipedia"], ["arxiv"], ["stackexchange"]]
+
+
 def write_parquet(path: Path, **columns: Any) -> None:
     parquet.write_table(pa.table(columns), path)
 
@@ -173,7 +203,7 @@ def damaged_parquet(folder: Path) -> str:
 def cut_parquet(folder: Path) -> str:
     write_parquet(folder / "a.parquet", text=["x"] * 20)
     (folder / "a.parquet").write_bytes((folder / "a.parquet").read_bytes()[:-5])
-    return "a.parquet is not a whole Parquet file (Parquet magic bytes not found"
+    return "a.parquet is not a complete Parquet file (Parquet magic bytes not found"
 
 
 def null_row(folder: Path) -> str:
@@ -189,23 +219,23 @@ def missing_column(folder: Path) -> str:
 def torn_gzip(folder: Path) -> str:
     content = gzip.compress(lines([f"document {i} {os.urandom(9).hex()}" for i in range(2000)]))
     (folder / "a.jsonl.gz").write_bytes(content[: len(content) // 2])
-    return "a.jsonl.gz is torn after line "
+    return "a.jsonl.gz is incomplete after line "
 
 
 def torn_zstandard(folder: Path) -> str:
     content = zstandard.compress(lines(TEXTS * 9))
     (folder / "a.txt.zst").write_bytes(content[:-3])
-    return "a.txt.zst is torn (it ends within a Zstandard frame)"
+    return "a.txt.zst is incomplete (it ends within a Zstandard frame)"
 
 
 def no_zstandard(folder: Path) -> str:
     (folder / "a.jsonl.zst").write_bytes(b"{}\n" * 9)
-    return "a.jsonl.zst is torn ("
+    return "a.jsonl.zst is incomplete ("
 
 
 def no_gzip(folder: Path) -> str:
     (folder / "a.txt.gz").write_bytes(b"not at all")
-    return "a.txt.gz is torn (Not a gzipped file"
+    return "a.txt.gz is incomplete (Not a gzipped file"
 
 
 def empty_line_in_gzip(folder: Path) -> str:
@@ -215,7 +245,7 @@ def empty_line_in_gzip(folder: Path) -> str:
 
 def one_object(folder: Path) -> str:
     (folder / "a.json").write_text('{"text": "x"}')
-    return "a.json is not one list of records"
+    return "a.json is not a list of records"
 
 
 def lines_named_json(folder: Path) -> str:
@@ -225,17 +255,17 @@ def lines_named_json(folder: Path) -> str:
 
 def deep_line(folder: Path) -> str:
     (folder / "a.jsonl").write_text('{"text": "x"}\n' + "[" * 100_000 + "\n")
-    return "a.jsonl, line 2 is nested too deeply to be read"
+    return "a.jsonl, line 2 is nested too deeply"
 
 
 def deep_list(folder: Path) -> str:
     (folder / "a.json").write_text("[" * 100_000)
-    return "a.json is nested too deeply to be read"
+    return "a.json is nested too deeply"
 
 
 def long_number(folder: Path) -> str:
     (folder / "a.jsonl").write_text('{"text": "x", "id": ' + "1" * 5000 + "}\n")
-    return "a.jsonl, line 1 has a number of too many digits"
+    return "a.jsonl, line 1 has a number with too many digits"
 
 
 def bad_element(folder: Path) -> str:
@@ -246,23 +276,23 @@ def bad_element(folder: Path) -> str:
 def mixed_kinds(folder: Path) -> str:
     (folder / "README.md").write_text("read me")
     write_parquet(folder / "part.parquet", text=["x"])
-    return "which mixes kinds of files (part.parquet is records, README.md is running text); name those"
+    return "which mixes kinds of files (part.parquet is records, README.md is running text); select the files"
 
 
 def nothing_known(folder: Path) -> str:
     (folder / "a.bin").write_text("x")
-    return "in which no file has a known ending (.txt"
+    return "in which no file has a known extension (.txt"
 
 
 def empty_files(folder: Path) -> str:
     (folder / "a.txt").write_text("")
-    return "holds only empty files"
+    return "has only empty files"
 
 
 def no_permission(folder: Path) -> str:
     (folder / "a.jsonl").mkdir()
     (folder / "a.txt").symlink_to(folder / "gone")
-    return "in which no file has a known ending"
+    return "in which no file has a known extension"
 
 
 WRONG: list[Callable[[Path], str]] = [
@@ -308,7 +338,7 @@ def test_conversations_and_prompts_come_as_objects(tmp_path: Path) -> None:
     ):
         read([str(tmp_path / "a.jsonl")], RecordFormat("prompt"))
     half = Record(None, {"messages": [{"role": "user", "content": "\ud800"}]}, "a.jsonl, line 1")
-    with pytest.raises(DataError, match=r"a\.jsonl, line 1 holds half of a surrogate pair"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1 holds an unpaired surrogate"):
         record_digest(half, ["messages"])
 
 

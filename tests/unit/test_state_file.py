@@ -97,7 +97,7 @@ def test_what_is_no_whole_state_file_is_refused(tmp_path: Path, what: str) -> No
             path.symlink_to(tmp_path / "elsewhere")
         case "index":
             path.write_bytes(raw.replace(b'"param"', b'"other"'))
-    with pytest.raises(CheckpointError, match="remove it, and the run goes on from its newest checkpoint"):
+    with pytest.raises(CheckpointError, match="remove it; the run then resumes from its newest checkpoint"):
         StateFile(path).index()
     if what in ("shorter", "index"):  # seen by who maps it
         return
@@ -185,7 +185,7 @@ def test_nothing_is_read_while_ranks_of_before_live(tmp_path: Path) -> None:
     assert rank.stdout is not None
     child = int(rank.stdout.readline())
     try:
-        with pytest.raises(RunError, match="still live and hold"):
+        with pytest.raises(RunError, match="are still alive and hold"):
             inventory.wait_for_writers(tmp_path, timeout_s=0.05)
         rank.kill()
         inventory.wait_for_writers(tmp_path)
@@ -296,7 +296,7 @@ def test_what_is_damaged_is_void_from_then_on(tmp_path: Path) -> None:
     assert "checksum of step 8" in (state_file.invalidate_damaged_step(file.metadata.path, 8) or "")
     assert state_file.invalidate_damaged_step(file.metadata.path, 7) is None
     assert StateFile(file.metadata.path).metadata.steps == {7: 0}
-    assert "does not hold step 8" in (StateFile(file.metadata.path).find_damage(8) or "")
+    assert "no longer holds step 8" in (StateFile(file.metadata.path).find_damage(8) or "")
     os.truncate(file.metadata.path, 4096)
     assert "shorter" in (state_file.invalidate_damaged_step(file.metadata.path, 7) or "")
     assert not file.metadata.path.exists()

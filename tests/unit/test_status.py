@@ -63,7 +63,7 @@ def test_the_facts_of_a_run(paths: RunPaths) -> None:
     (incident,) = facts["incidents"]
     assert (incident["kind"], incident["step"], incident["recovery_s"]) == (EventKind.WORKER_DIED, 4, 3.0)
     assert incident["text"] == (
-        "rank 1 was killed by SIGKILL after step 4; training went on with step 3 after 3.0 s, 2 steps walked again"
+        "rank 1 was killed by SIGKILL after step 4; training resumed with step 3 after 3.0 s, 2 steps replayed"
     )
     json.dumps(facts)
 
@@ -82,9 +82,9 @@ def test_a_run_that_stops_to_be_divided_anew_is_not_over(paths: RunPaths) -> Non
     """For a node that comes or is to be left; a spare that takes its place begins no other start."""
     event(paths, EventKind.STOPPED, 3620, attempt=3, step=6, reason="SIGTERM")
     assert {row["state"] for row in node_requests.list_nodes(paths)} == {node_requests.OVER}
-    event(paths, EventKind.RESTARTED, 3622, attempt=4, reason="node 1 is to be left")
+    event(paths, EventKind.RESTARTED, 3622, attempt=4, reason="node 1 will be drained")
     step(paths, 7, 3630, attempt=4)
-    event(paths, EventKind.NODE_LOST, 3631, attempt=4, node=1, host="n2", reason="it has left")
+    event(paths, EventKind.NODE_LOST, 3631, attempt=4, node=1, host="n2", reason="it left")
     assert [row["state"] for row in node_requests.list_nodes(paths)] == [node_requests.HERE, node_requests.LOST]
     facts = run_status.read_status(paths, BEGAN + 3632)
     assert (facts["state"], facts["goodput"]["wall_s"]) == ("running", 30.0)
@@ -92,7 +92,7 @@ def test_a_run_that_stops_to_be_divided_anew_is_not_over(paths: RunPaths) -> Non
 
 
 def test_a_run_that_has_given_up_is_over(paths: RunPaths) -> None:
-    event(paths, EventKind.NODE_LOST, 3620, attempt=3, node=1, host="n2", reason="it has left")
+    event(paths, EventKind.NODE_LOST, 3620, attempt=3, node=1, host="n2", reason="it left")
     event(paths, EventKind.GAVE_UP, 3621, attempt=3, reason="those that are left cannot go on without it")
     assert run_status.read_status(paths, BEGAN + 3622)["state"] == "died"
     assert [row["state"] for row in node_requests.list_nodes(paths)] == [node_requests.OVER, node_requests.LOST]
@@ -132,7 +132,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(
     monkeypatch.setattr(node_requests, "list_nodes", may_read)
     assert [run["name"] for run in json.loads(cli_jobs._render_status(None, as_json=True))] == ["one", "two"]
     assert capsys.readouterr().err == (
-        "runs/private is left out: runs/private/events.jsonl cannot be read (Permission denied)\n"
+        "skipped runs/private: runs/private/events.jsonl cannot be read (Permission denied)\n"
     )
     with pytest.raises(PermissionError):
         cli_jobs._render_status(Path("runs/private"), as_json=True)
@@ -146,7 +146,7 @@ def test_what_the_scheduler_knows_goes_before_what_the_records_say(paths: RunPat
     assert run_status.read_status(paths, BEGAN + 9999, job | {"state": "RUNNING"})["state"] == "running"
     empty = RunPaths(paths.root / "none")
     assert run_status.read_status(empty, BEGAN, job)["state"] == "waiting"
-    with pytest.raises(RunError, match="holds no run; name the folder of one, or start it"):
+    with pytest.raises(RunError, match="no run in"):
         run_status.read_status(empty, BEGAN)
 
 
@@ -165,10 +165,10 @@ def test_one_screen(paths: RunPaths) -> None:
         "loss 4.4000   100 tokens/s   0:08 left",
         "goodput",
         "60.0%",
-        "2 steps were walked",
+        "2 steps were replayed",
     ):
         assert part in text
-    assert "7 of Slurm, RUNNING on n[1-2], until soon, started again 1 time" in text
+    assert "7 of Slurm, RUNNING on n[1-2], until soon, restarted 1 time" in text
     assert "n1, n2" in text  # what is known where nothing else is said of nodes
     assert "rank 1 was killed by SIGKILL after step 4" in text
     facts = run_status.read_status(RunPaths(paths.root / "none"), BEGAN, job | {"state": "PENDING"})
@@ -203,10 +203,10 @@ def incidents_of(paths: RunPaths) -> list[str]:
 
 def test_what_the_run_says_of_an_incident_is_what_all_say(paths: RunPaths) -> None:
     """The agent's own clock has measured it: screen, report and console have one number."""
-    how = {"what": "rank 1 on n1: killed", "done": "all ranks start again", "step": 3, "seconds": 2.5}
+    how = {"what": "rank 1 on n1: killed", "done": "all ranks restart", "step": 3, "seconds": 2.5}
     event(paths, EventKind.INCIDENT, 12, attempt=2, **how)
-    went_on = "training went on with step 3 after 2.5 s, 2 steps walked again"
-    assert incidents_of(paths) == [f"rank 1 on n1: killed; all ranks start again; {went_on}"]
+    went_on = "training resumed with step 3 after 2.5 s, 2 steps replayed"
+    assert incidents_of(paths) == [f"rank 1 on n1: killed; all ranks restart; {went_on}"]
     page = html.write_report(paths).read_text()
     assert went_on in page and "<dt>incidents</dt><dd>1</dd>" in page
 
@@ -230,9 +230,9 @@ def test_failures_without_a_step_between_are_one_incident_and_one_without_an_end
     event(paths, EventKind.RESTARTED, 3621, attempt=4)
     event(paths, EventKind.WORKER_DIED, 3622, attempt=4, rank=1, exit_code=1)
     event(paths, EventKind.GAVE_UP, 3623, attempt=4, reason="twice is enough")
-    assert [text.split(";")[1] for text in incidents_of(paths)][1:] == [" not started again: twice is enough"]
+    assert [text.split(";")[1] for text in incidents_of(paths)][1:] == [" no further restart: twice is enough"]
     step(paths, 6, 3630, attempt=5)
-    assert incidents_of(paths)[1].endswith("training went on with step 6 after 10.0 s, 1 step walked again")
+    assert incidents_of(paths)[1].endswith("training resumed with step 6 after 10.0 s, 1 step replayed")
 
 
 # ----------------------------------------------------------------------------------------------------------------- logs
@@ -248,7 +248,7 @@ def test_the_first_error_is_the_cause_of_the_newest_incident(paths: RunPaths) ->
     assert fetched == [paths.exit_cause(1, 1), paths.log(1, 1)]  # no more than is read
     assert lines[0] == "attempt 1: rank 1 was killed by SIGKILL"
     assert "Traceback: ValueError" in lines and lines[-1] == "the real cause"
-    with pytest.raises(RunError, match="has died, so there is no first error"):
+    with pytest.raises(RunError, match="has died; run `phalanx logs`"):
         list(logs.explain_first_error(RunPaths(paths.root / "none"), fetched.append))
 
 
@@ -262,13 +262,19 @@ def test_of_a_killed_rank_all_that_the_records_know_is_said(paths: RunPaths) -> 
     paths.log(4, 1).parent.mkdir(parents=True)
     paths.log(4, 1).touch()
     text = "\n".join(logs.explain_first_error(paths, lambda file: None))
-    for known in ("doing: backward of step 5", "has done: 4", "kill:rank=1,step=5", "wrong with n1", "is empty"):
+    for known in (
+        "operation: backward of step 5",
+        "last step of the attempt: 4",
+        "kill:rank=1,step=5",
+        "health check of n1",
+        "is empty",
+    ):
         assert known in text
     assert "SIGKILL comes from outside" in text and "rank=0" not in text
 
 
 def test_logs_are_found_or_what_there_is_is_said(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RunError, match="has no log of rank 0; there are no logs yet"):
+    with pytest.raises(RunError, match="has no log of rank 0; no logs yet"):
         logs.find_log(paths, None, None)
     for attempt in (1, 2):
         paths.log(attempt, 0).parent.mkdir(parents=True, exist_ok=True)
@@ -278,8 +284,8 @@ def test_logs_are_found_or_what_there_is_is_said(paths: RunPaths, capsys: pytest
     assert logs.find_log(paths, None, None) == paths.node_log(0)
     paths.node_log(0).write_text("")
     cli_jobs.logs(str(paths.root))
-    assert "is empty; the progress of a run is kept here where `phalanx launch`" in capsys.readouterr().err
-    with pytest.raises(RunError, match="has no log of node 3; there are logs of nodes 0 and ranks 0"):
+    assert "is empty; only `phalanx launch`" in capsys.readouterr().err
+    with pytest.raises(RunError, match="has no log of node 3; it has logs of nodes 0 and ranks 0"):
         logs.find_log(paths, None, 3)
 
 
@@ -322,8 +328,8 @@ def test_who_follows_a_run_that_has_said_nothing_yet_waits_for_it(
     threading.Timer(0.5, say).start()
     cli_jobs.logs(paths.root, follow=True)
     said = capsys.readouterr()
-    assert (said.out, said.err) == ("hello\n", f"{paths.root} has said nothing yet; waiting until it does\n")
-    with pytest.raises(RunError, match="has no log of rank 5; there are logs of nodes 0"):
+    assert (said.out, said.err) == ("hello\n", f"{paths.root} has no output yet; waiting\n")
+    with pytest.raises(RunError, match="has no log of rank 5; it has logs of nodes 0"):
         cli_jobs.logs(paths.root, follow=True, rank=5)
 
 

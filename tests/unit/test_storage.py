@@ -153,7 +153,7 @@ def test_a_stalled_operation_is_left_behind(faults: Faults, tmp_path: Path) -> N
     [
         (PermissionError(errno.EACCES, "no"), "access is denied"),
         (type("NoCredentialsError", (Exception,), {})("none"), "credentials are missing .* AWS_ACCESS_KEY_ID"),
-        (OSError(errno.ENOSPC, "No space left on device"), "make room there"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free space there"),
         (ValueError("bad name"), "correct the URL"),
         (type("ParamValidationError", (Exception,), {})("Invalid bucket name"), "correct the URL"),
         (FileNotFoundError(errno.ENOENT, "The specified bucket does not exist"), "its bucket does not exist"),
@@ -225,14 +225,14 @@ def test_a_large_object_of_which_a_part_is_missing_is_none(
 
 
 def test_an_s3_that_refuses(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no such file"):
+    with pytest.raises(FileNotFoundError, match="the file does not exist"):
         storage.read_bytes(f"{bucket}/none")
     with pytest.raises(ConfigError, match="its bucket does not exist"):
         storage.write_bytes("s3://no-such-bucket/x", b"1")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     storage._make_filesystem.cache_clear()
-    with pytest.raises(ConfigError, match=r"credentials are missing or not accepted \(NoCredentialsError\)"):
+    with pytest.raises(ConfigError, match=r"credentials are missing or rejected \(NoCredentialsError\)"):
         storage.list_folder(bucket)
 
 
@@ -274,7 +274,7 @@ def test_the_local_copy_of_a_folder(faults: Faults, tmp_path: Path, monkeypatch:
         pytest.raises(ConfigError, match="another process has held"),
     ):
         local_copies.fetch_folder(url, cache)
-    with pytest.raises(ConfigError, match="no file of a model"):
+    with pytest.raises(ConfigError, match="no model files"):
         local_copies.fetch_folder(f"faulty://{tmp_path}/nothing", cache)
     assert local_copies.fetch_folder("~/model", cache) == Path("~/model").expanduser()
 

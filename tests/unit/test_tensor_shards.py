@@ -110,6 +110,12 @@ def test_problems_say_the_numbers(changes: dict[str, object], tensor: int, says:
     assert not find_tensor_problems(replace(SMALL, **changes), 1, 18, sequence=True)  # type: ignore[arg-type]
 
 
+def test_slices_keep_whole_tiles_of_fp8() -> None:
+    assert not find_tensor_problems(PRESETS["llama-3-70b"], 8, 4096, sequence=True, fp8=True)
+    (found,) = find_tensor_problems(PRESETS["llama-3.2-1b"], 8, 4096, sequence=True, fp8=True)
+    assert "model.kv_heads x model.head_dim 64 channels" in found and "set parallel.tensor=1" in found
+
+
 def test_a_class_of_ones_own_is_not_cut() -> None:
     (found,) = find_tensor_problems(SMALL, 2, 16, sequence=True, custom_code=True)
     assert "model.code" in found

@@ -15,7 +15,7 @@ from phalanx.config.schema import OptimSection
 from phalanx.core.errors import ConfigError
 from phalanx.optim.make_rule import make_rule
 from phalanx.optim.torch_optimizers import TorchRule
-from phalanx.optim.update import Slot, StepUpdate, allocate_zeros
+from phalanx.optim.update import Slot, StepUpdate, allocate_zeros, count_state_bytes
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (6, 7), "norm": (5,)}
@@ -141,8 +141,10 @@ def test_the_table_knows_how_much_a_rule_keeps_and_what_a_rank_must_hold_whole(n
     for chosen in ([], stateful):
         options = {key: 0.9 if known.options[key] is float else True for key in chosen}
         rule = make_rule(OptimSection(name=name, options=options, weight_decay=0.0))
-        assert known.state_bytes(options, number, shape[-1]) == rule.state_bytes(shape, number) / (64 * 1024)
-        assert (known.granularity == "row") is rule.needs_whole_rows(shape)
+        dtype = {4: torch.float32, 8: torch.float64}[number]
+        held = count_state_bytes(rule, shape, 64 * 1024, dtype)
+        assert known.state_bytes(options, number, shape[-1]) == held / (64 * 1024)
+        assert (known.granularity == "row") is (rule.elements_together(shape) > 1)
 
 
 @pytest.mark.parametrize("name", [name for name, known in optimizers.OPTIMIZERS.items() if known.torch_class])
@@ -169,27 +171,27 @@ def test_every_class_of_torch_is_known_or_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("optim", "sentence"),
     [
-        ({"name": "muon"}, "optim.name muon cannot be used, since it works on whole matrices"),
-        ({"name": "lbfgs"}, "it computes the loss several times in one step"),
-        ({"name": "adafactor"}, "it keeps sums of whole rows and columns"),
-        ({"name": "sparseadam"}, "it is for sparse gradients"),
-        ({"name": "LBFGS"}, "optim.name LBFGS cannot be used, since it computes the loss several times"),
+        ({"name": "muon"}, "optim.name muon is not supported: it needs whole matrices"),
+        ({"name": "lbfgs"}, "it evaluates the loss several times in a step"),
+        ({"name": "adafactor"}, "it needs whole rows and columns"),
+        ({"name": "sparseadam"}, "it requires sparse gradients"),
+        ({"name": "LBFGS"}, "optim.name LBFGS is not supported: it evaluates the loss several times"),
         ({"name": "AdamW"}, "optim.name 'AdamW' is not known; did you mean adamw?"),
         ({"name": "lion9"}, "optim.name 'lion9' is not known; choose one of adamw, adamw8bit, adam, sgd"),
         ({"name": "sgd", "options": {"momentun": 0.9}}, "optim.options.momentun is not known to sgd; did you mean mom"),
         ({"name": "sgd", "options": {"z": 1}}, "is not known to sgd; the options of sgd are momentum, dampening"),
         ({"name": "sgd", "options": {"nesterov": 1}}, "optim.options.nesterov must be true or false, not 1"),
         ({"name": "sgd", "options": {"momentum": True}}, "optim.options.momentum must be a number, not true"),
-        ({"name": "sgd", "options": {"maximize": True}}, "optim.options.maximize cannot be chosen"),
-        ({"name": "adam", "options": {"eps": 1e-8}}, "optim.options.eps is not where adam reads it; set optim.eps"),
+        ({"name": "sgd", "options": {"maximize": True}}, "optim.options.maximize is not supported"),
+        ({"name": "adam", "options": {"eps": 1e-8}}, "optim.options.eps is a key of optim; set optim.eps"),
         ({"name": "adam", "options": {"weight_decay": 1}}, "set optim.weight_decay"),
         ({"name": "adam", "options": {"betas": 1}}, "set optim.beta1 and optim.beta2"),
         ({"name": "sgd", "options": {"eps": 1e-8}}, "optim.options.eps is not known to sgd; the options of sgd are"),
-        ({"name": "rprop", "options": {"weight_decay": 1}}, "is not used, since rprop has no further options"),
+        ({"name": "rprop", "options": {"weight_decay": 1}}, "is unknown: rprop has no further options"),
         ({"name": "sgd", "options": {"momentum": math.inf}}, "optim.options.momentum must be a finite number, not inf"),
-        ({"options": {"amsgrad": True}}, "optim.options.amsgrad is not used, since adamw has no further options"),
-        ({"name": "sgd", "beta1": 0.8}, "optim.beta1 is set, but optim.name sgd does not use it"),
-        ({"name": "rprop", "weight_decay": 0.1}, "optim.weight_decay is set, but optim.name rprop does not use it"),
+        ({"options": {"amsgrad": True}}, "optim.options.amsgrad is unknown: adamw has no further options"),
+        ({"name": "sgd", "beta1": 0.8}, "optim.beta1 has no effect with optim.name sgd"),
+        ({"name": "rprop", "weight_decay": 0.1}, "optim.weight_decay has no effect with optim.name rprop"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(optim: dict[str, Any], sentence: str) -> None:
@@ -201,7 +203,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(optim: dict[str, Any
 
 @pytest.mark.parametrize("options", [{"momentum": -1}, {"nesterov": True}])
 def test_values_that_the_class_refuses_are_a_sentence(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"optim.name sgd refuses its options \(.*\); mend optim.options"):
+    with pytest.raises(ConfigError, match=r"optim.name sgd refuses its options \(.*\); correct optim.options"):
         rule_of("sgd", options, 0.0)
 
 

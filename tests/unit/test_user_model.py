@@ -40,7 +40,7 @@ def test_shapes_of_the_built_in_class_are_those_that_need_no_torch(architecture:
 
 BROKEN = {
     "no class Model": "x = 1",
-    "no subclass": "class Model:\n    pass",
+    "not a subclass": "class Model:\n    pass",
     "line 2": "x = 1\nraise ValueError('no luck')",
     "no luck": "raise ValueError('no luck')",
     "in line 3": "x = 1\n\ndef f(:\n",
@@ -60,7 +60,7 @@ def test_a_broken_file_is_one_sentence(sentence: str, tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gone\.py is no file"):
+    with pytest.raises(ConfigError, match=r"gone\.py is not a file"):
         load_model_class(tmp_path / "gone.py")
     (tmp_path / "own.txt").write_text("x = 1")
     with pytest.raises(ConfigError, match=r"ends in \.py"):
@@ -89,10 +89,24 @@ def test_a_class_that_would_fail_later_is_refused_at_once(sentence: str, tmp_pat
     assert sentence in str(caught.value)
 
 
+def test_dropout_of_attention_must_reach_it(tmp_path: Path) -> None:
+    spec, path = replace(SPEC, attention_dropout=0.1), tmp_path / "own.py"
+    path.write_text(
+        "from phalanx.models import llama\nclass Block(llama.Block):\n"
+        "    def forward(self, x, cos, sin, *rest):\n        return x + self.attention(x, cos, sin)\n"
+        "class Model(llama.Llama):\n    block = Block\n"
+    )
+    assert check_model_class(load_model_class(path), SPEC) > 0
+    with pytest.raises(ConfigError, match=r"attention_dropout needs blocks that hand .draws. and .site. on"):
+        check_model_class(load_model_class(path), spec)
+    path.write_text("from phalanx.models import llama\nclass Model(llama.Llama):\n    pass\n")
+    assert check_model_class(load_model_class(path), spec) > 0
+
+
 def test_a_start_that_there_is_not_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(f"{HEAD}\nclass Model(Llama):\n    initial = staticmethod(lambda name, spec: ('twos',))\n")
-    with pytest.raises(ConfigError, match=r"cannot start embed\.weight: .*twos"):
+    with pytest.raises(ConfigError, match=r"cannot initialize embed\.weight: .*twos"):
         check_model_class(load_model_class(path), SPEC)
 
 

@@ -115,7 +115,7 @@ def test_what_fails_there_ends_the_logging_and_not_the_run(when: str, tmp_path: 
     sink.close()
     (warning,) = read_lines(RunPaths(tmp_path).events)
     assert (warning["kind"], warning["attempt"]) == (EventKind.WARNING, 3)
-    assert "so the run goes on without it" in warning["message"]
+    assert "so the run continues without it" in warning["message"]
 
 
 @pytest.mark.usefixtures("offline")

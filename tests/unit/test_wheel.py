@@ -19,8 +19,8 @@ BUILD = "import sys; from setuptools import build_meta as build; print(getattr(b
 # The whole demo in miniature.
 SMALL = [
     "model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "data.source=text.txt",
-    "data.seq_len=32", "data.tokenizer_vocab=300", "train.steps=6", "train.global_batch=4", "train.micro_batch=2",
-    "train.eval_every=0", "optim.warmup_steps=1", "checkpoint.every=2", "report.tensorboard=false",
+    "data.seq_len=32", "data.tokenizer_vocab=300", "train.steps=60", "train.global_batch=4", "train.micro_batch=2",
+    "train.eval_every=0", "optim.warmup_steps=1", "checkpoint.every=10", "report.tensorboard=false",
 ]  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_nothing_is_written_where_something_else_is_in_the_way(tmp_path: Path) -
     mine = tmp_path / "examples" / "vision_task.py"
     mine.parent.mkdir()
     mine.write_text("mine")
-    with pytest.raises(ConfigError, match=r"vision_task.py is there already with other content.*--to"):
+    with pytest.raises(ConfigError, match=r"vision_task.py exists with other content.*--to"):
         load.copy_bundled_files("digits", tmp_path)
     assert files(tmp_path) == {"examples/vision_task.py"} and mine.read_text() == "mine"
     load.copy_bundled_files("demo", tmp_path)

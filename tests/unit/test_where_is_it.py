@@ -62,3 +62,12 @@ def test_the_pages_of_the_api_are_of_modules_and_functions_that_exist() -> None:
     for names in ast.literal_eval(tables["SUBJECTS"]).values():
         for name in names:
             pkgutil.resolve_name(f"phalanx.{name}")  # raises for what is not there
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/architecture.md"])
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    named = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", (ROOT / page).read_text(encoding="utf-8")))
+    present = {
+        file.name for folder in ("phalanx", "tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py")
+    }
+    assert named - present - {"utils.py"} == set()

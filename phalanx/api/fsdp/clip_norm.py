@@ -1,4 +1,5 @@
-"""The norm of gradients that are sharded over some ranks and whose tensors are divided over others."""
+"""Gradient norm and clipping for FSDP with tensor parallelism: gradients are sharded, and tensors are split over
+ranks."""
 
 import math
 from collections.abc import Iterator
@@ -15,9 +16,8 @@ from phalanx.core.errors import ConfigError
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale gradients in place so that their norm is at most `max_norm`; gives the norm before, the same on all ranks.
-
-    `model` is in FSDP, maybe within other wrappers, or not; its tensors may be divided over ranks. Each element counts
+    """Clip the gradient norm in place to at most `max_norm`; returns the norm before, the same on all ranks. `model`
+    may be wrapped in FSDP, alone or within other wrappers; its tensors may be split over ranks. Each element counts
     once, wherever it is held. Collective.
     """
     root = _root(model)
@@ -45,7 +45,7 @@ def _root(model: nn.Module) -> FullyShardedDataParallel | None:
 
 
 def _group(root: FullyShardedDataParallel | None, session: FsdpSession) -> dist.ProcessGroup:
-    """All ranks that hold other elements than this one does, or the same for want of dividing them."""
+    """All ranks that hold other elements than this one, or the same ones if they are not sharded."""
     whole = root is None or root.sharding_strategy == ShardingStrategy.NO_SHARD
     return session.group("tensor" if whole else "whole")
 
@@ -76,7 +76,7 @@ def _norm(
         total = torch.stack(parts).max() if parts else torch.zeros((), device=device)
         return _over_ranks(total, dist.ReduceOp.MAX, group)
     if not norm_type > 0:
-        raise ConfigError(f"norm_type is {norm_type:g}, of which there is no norm; give a number above 0, or infinity")
+        raise ConfigError(f"norm_type is {norm_type:g}, which is not a norm; give a number above 0, or infinity")
     total = torch.zeros((), device=device, dtype=torch.float64)
     for name, gradient in gradients:
         slice_ = session.shards.get(name)

@@ -1,5 +1,5 @@
-"""Full state dicts of models in FSDP whose tensors are divided: put together again, as the model was before, and taken
-apart when they are loaded. (A model's own dict is taken apart by a hook of `parallel.hf_transform`.)"""
+"""Full state dicts of FSDP models with tensor parallelism: gathered to whole tensors when saved, and split when
+loaded. (A hook of `parallel.hf_transform` splits the model's own dict.)"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,9 +21,9 @@ from phalanx.parallel.tensor import copy_shard
 
 
 def gather_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A hook behind FSDP's own: the slices of all ranks become whole tensors, in place, on the first of them, and with
-    `rank0_only=False` on all; the dicts of the others are emptied. `translate_on_save=False` leaves each rank its
-    slices. Collective over these ranks."""
+    """State-dict hook that runs after FSDP's: gathers the slices of all ranks to whole tensors, in place, on the first
+    of these ranks, or with `rank0_only=False` on all; the dicts of the others are emptied. With
+    `translate_on_save=False` each rank keeps its slices. Collective over these ranks."""
     session = _tensor_parallel_session()
     assert isinstance(module, FullyShardedDataParallel)
     if session is None or not module._is_root:
@@ -41,15 +41,15 @@ def gather_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: 
 
 
 def with_full_optimizer_state(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """FSDP's state dict of an optimizer, the full kind of which has whole tensors: where the model's has."""
+    """Wrap FSDP's optimizer state dict: the full kind has whole tensors on the ranks where the model's has."""
 
     def state_dict(*, model: nn.Module, **options: Any) -> dict[str, Any]:
         session = _tensor_parallel_session()
         if session is None or not options.get("full_state_dict", True):
             return original(model=model, **options)
         everywhere, root = not options.get("rank0_only", True), _root(model)
-        # Of the ranks that hold the same slices one is to have them all, and not rank 0 alone. FSDP knows of such
-        # groups with its original parameters only; else all ranks get them.
+        # One of the ranks that hold the same slices must get all of them, not rank 0 alone. FSDP supports such groups
+        # only with its original parameters; otherwise all ranks get them.
         asked = (
             {"group": options.get("group") or root.process_group} if root._use_orig_params else {"rank0_only": False}
         )
@@ -65,8 +65,8 @@ def with_full_optimizer_state(original: Callable[..., dict[str, Any]]) -> Callab
 
 
 def with_full_optimizer_load(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The way back: each rank takes its slices of an optimizer's full state. Raises ConfigError where rank 0 alone has
-    it."""
+    """Wrap FSDP's loading of an optimizer's full state: each rank takes its slices. Raises ConfigError if only
+    rank 0 has the state."""
 
     def to_load(*, model: nn.Module, optim_state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
         session = _tensor_parallel_session()
@@ -74,8 +74,8 @@ def with_full_optimizer_load(original: Callable[..., dict[str, Any]]) -> Callabl
             return original(model=model, optim_state_dict=optim_state_dict, **options)
         if options.get("rank0_only", False):
             raise ConfigError(
-                "an optimizer's full state dict is taken apart by each rank, since the model's tensors are divided; "
-                "load it on all ranks, with FullOptimStateDictConfig(rank0_only=False)"
+                "each rank takes its shard from an optimizer's full state dict, because tensor parallelism splits "
+                "the model; load it on all ranks, with FullOptimStateDictConfig(rank0_only=False)"
             )
         state = {name: dict(values) for name, values in optim_state_dict["state"].items()}
         for values, kind, part in _iterate_sharded_state(model, {"state": state}):
@@ -87,7 +87,7 @@ def with_full_optimizer_load(original: Callable[..., dict[str, Any]]) -> Callabl
 
 
 def _tensor_parallel_session() -> FsdpSession | None:
-    """The session, if it divides tensors over ranks."""
+    """The session, if it uses tensor parallelism."""
     session = current_session()
     return session if session is not None and session.ranks.tensor > 1 else None
 
@@ -100,8 +100,8 @@ def _root(model: nn.Module) -> Any:
 def _iterate_sharded_state(
     model: nn.Module, found: dict[str, Any]
 ) -> Iterator[tuple[dict[str, Any], str, TensorShard]]:
-    """What an optimizer keeps of parameters that are divided: where it is, its kind, and which slice the parameter is.
-    In the same order on all ranks."""
+    """Iterate over an optimizer's state of split parameters: its position, its kind, and the slice of the
+    parameter. In the same order on all ranks."""
     parts = {clean_tensor_name(name): part for name, part in find_tensor_shards(model).items()}
     for name, values in sorted(found.get("state", {}).items()):
         for kind in sorted(values) if name in parts else ():
@@ -109,12 +109,12 @@ def _iterate_sharded_state(
                 yield values, kind, parts[name]
 
 
-# -------------------------- sharded tensors of fewer rows than ranks: the ranks without a row may hold a shard of none
+# --------------------------- sharded tensors with fewer rows than ranks: ranks without a row may have an empty shard
 
 
 def with_empty_shards(original: Callable[..., ShardedTensor]) -> Callable[..., ShardedTensor]:
-    """PyTorch's division of a tensor into rows, in which a rank without a row has no shard, or with the session's
-    `empty_shards` one without elements: code that asks each rank for its shard then finds one."""
+    """Wrap PyTorch's split of a tensor into rows: a rank without a row has no shard, or with the session's
+    `empty_shards` an empty one, for code that requests a shard of each rank."""
 
     def make(
         tensor: torch.Tensor, rank: int, world_size: int, num_devices_per_node: int, pg: dist.ProcessGroup, *others: Any
@@ -122,7 +122,7 @@ def with_empty_shards(original: Callable[..., ShardedTensor]) -> Callable[..., S
         session = current_session()
         few = len(tensor.chunk(world_size, dim=0)) < world_size
         if session is None or not session.empty_shards or not few:
-            if not others and len(pg._device_types) > 1:  # it carries the host's too, and would name that
+            if not others and len(pg._device_types) > 1:  # the group has a host backend too, which would be named
                 others = (tensor.device,)
             return original(tensor, rank, world_size, num_devices_per_node, pg, *others)
         return _divided(tensor, rank, world_size, pg)

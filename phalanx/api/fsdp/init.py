@@ -48,14 +48,14 @@ def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
     if before is not None:
         if before.settings == settings:
             return
-        raise ConfigError(f"this script was initialised with {before.settings} before; call phalanx.init once")
+        raise ConfigError(f"this script was already initialized with {before.settings}; call phalanx.init once")
     rank = sessions.join_default_group()
     ranks = RankLayout(world, tensor, degree or world // tensor)
     start_session(FsdpSession(rank, ranks, degree, settings=settings, names={"transform": "phalanx.transform"}))
 
 
 def start_session(session: FsdpSession) -> None:
-    """Begin a session, whoever asked for it: its groups are made, and FSDP heeds them. Collective."""
+    """Start a session: create its process groups, and patch FSDP to use them. Collective."""
     patch_fsdp()
     if not session.native:
         for kind in ("tensor", "data", "shard", "copy", "whole"):
@@ -81,7 +81,7 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     settings = KEYS | dict(given)
     for key, value in settings.items():
         if type(value) is not int and not (value is None and KEYS[key] is None):
-            raise ConfigError(f"phalanx.init got {key}={value!r}; give a whole number")
+            raise ConfigError(f"phalanx.init got {key}={value!r}; give an integer")
     return settings
 
 
@@ -115,9 +115,7 @@ def transform(
     """
     session = sessions.current_session()
     if session is None:
-        raise ConfigError(
-            "phalanx.transform divides a model over ranks, which are not known yet; call phalanx.init first"
-        )
+        raise ConfigError("phalanx.transform shards a model over ranks; call phalanx.init first")
     session.layers |= _layers(model)
     session.experts |= {type(each) for each in model.modules() if "experts" in dict(each.named_children())}
     if session.ranks.tensor > 1:
@@ -133,7 +131,8 @@ def transform(
 def _cut(
     model: nn.Module, session: FsdpSession, from_rank0: bool, device: torch.device | None, dtype: torch.dtype | None
 ) -> None:
-    """Divide a model, whose ranks begin with the values of the first of them; from rank 0 all ranks get theirs."""
+    """Split a model in place. Ranks that share slices begin with the values of the first of them, or all with
+    those of rank 0."""
     axis = session.axis()
     if not from_rank0:
         for parameter in model.parameters():
@@ -153,7 +152,7 @@ def _cast(model: nn.Module, device: torch.device | None, dtype: torch.dtype | No
 
 
 def _layers(model: nn.Module) -> frozenset[type]:
-    """Classes of the model's layers: those of Hugging Face models say which they are; of others, of its lists."""
+    """Classes of the model's layers: as declared by Hugging Face models, else the classes in its lists of modules."""
     names = getattr(model, "_no_split_modules", None) or ()
     named = {type(each) for each in model.modules() if type(each).__name__ in names}
     lists = {type(each) for many in model.modules() if isinstance(many, nn.ModuleList) for each in many}

@@ -1,7 +1,7 @@
-"""What the session means for FSDP, whose constructor a script calls itself: over which ranks it shards.
+"""Patches of FSDP's constructor, so that it shards over the session's ranks.
 
-PyTorch's functions are replaced in place by ones that ask the session first, and leave all as it was where there is
-none. They are found by name at each call, so it does not matter when a script has imported them.
+PyTorch's functions are replaced in place by wrappers that check for a session, and do not change anything without one.
+They are looked up at each call, so it does not matter when a script has imported them.
 """
 
 import functools
@@ -37,7 +37,7 @@ REPLACED = "_phalanx_replaces"
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put `make(what is there)` in the place of a function, once."""
+    """Replace an attribute by `make(attribute)`, once."""
     there = getattr(owner, name)
     if getattr(there, REPLACED, None) is None:
         new = functools.wraps(there)(make(there))
@@ -47,7 +47,7 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def patch_fsdp() -> None:
-    """Have FSDP, of either kind, ask the session; calling it again changes nothing."""
+    """Patch both versions of FSDP to use the session; further calls have no effect."""
     replace(FullyShardedDataParallel, "__init__", _wrap_init)
     replace(FullyShardedDataParallel, "clip_grad_norm_", _wrap_clip_grad_norm)
     replace(_init_utils, "_materialize_with_param_init_fn", _wrap_materialize)
@@ -60,7 +60,7 @@ def patch_fsdp() -> None:
 
 
 class InitThenTie:
-    """A function that gives one module its parameters, and one that ties them in a part of the model afterwards."""
+    """A function that initializes a module's parameters, followed by one that ties them within a part of the model."""
 
     def __init__(self, init: Callable[[nn.Module], None], tie: Callable[[nn.Module], None]) -> None:
         self.init, self.tie = init, tie
@@ -69,7 +69,7 @@ class InitThenTie:
         self.init(module)
 
 
-# ----------------------------------------------------------------------------------------------------------- the first
+# ----------------------------------------------------------------------------------------------------------- FSDP1
 
 
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -89,7 +89,7 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
                 session, process_group, sharding_strategy, options.get("device_mesh")
             )
             session.done.add("wrap")
-        if len(others) < 7 and not torch.accelerator.is_available():  # device_id is the seventh of them
+        if len(others) < 7 and not torch.accelerator.is_available():  # device_id is the seventh argument
             options["device_id"] = torch.device("cpu")
         if post_param_init_fn is not None:
             given = options.get("param_init_fn")
@@ -106,19 +106,18 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
 def choose_fsdp_groups(
     session: FsdpSession, process_group: Any, strategy: ShardingStrategy | None, device_mesh: DeviceMesh | None
 ) -> tuple[Any, ShardingStrategy | None]:
-    """The process group, or pair of them, and the strategy that FSDP gets in the place of what the script gave.
-
-    Raises ConfigError where the script has given groups of its own, which would contradict the session.
+    """The process group, or pair of groups, and the strategy that FSDP gets instead of the script's. Raises
+    ConfigError if the script passes custom groups, which would contradict the session.
     """
     if session.native:
         return _native(session, process_group, strategy, device_mesh), strategy
     if process_group is not None and _same(process_group, session.groups.get("wrap")):
-        return process_group, strategy  # FSDP itself has handed it on to a part of the model
+        return process_group, strategy  # FSDP itself has passed it on to a part of the model
     if process_group is not None or device_mesh is not None:
         what = "process_group" if process_group is not None else "device_mesh"
         raise ConfigError(
-            f"FSDP was given a {what}, but {session.display_name('shard_degree')} and {session.display_name('tensor')} "
-            "say which ranks it shards over; leave one of the two out"
+            f"FSDP was given a {what}, but {session.display_name('shard_degree')} and "
+            f"{session.display_name('tensor')} say which ranks it shards over; leave out one of them"
         )
     if session.degree == 1:
         chosen: Any = session.group("data") if session.ranks.tensor > 1 else None
@@ -133,7 +132,7 @@ def choose_fsdp_groups(
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two are the same group, or pair of groups, which FSDP puts together anew."""
+    """Whether two groups, or pairs of groups (which FSDP rebuilds), are the same."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
     return one is other
@@ -142,7 +141,8 @@ def _same(one: Any, other: Any) -> bool:
 def _native(
     session: FsdpSession, process_group: Any, strategy: ShardingStrategy | None, mesh: DeviceMesh | None
 ) -> Any:
-    """FSDP's own hybrid sharding goes by the accelerators of a node. On a CPU there are none; it goes by its ranks."""
+    """FSDP's native hybrid sharding uses the number of accelerators of a node. Without accelerators, use the
+    node's ranks."""
     if strategy not in HYBRID or process_group is not None or mesh is not None:
         return process_group
     here = local_world()
@@ -154,7 +154,7 @@ def _native(
     return session.groups.get("wrap")
 
 
-# ---------------------------------------------------------------------------------------------------------- the others
+# ----------------------------------------------------------------------------------------------------------- FSDP2
 
 
 def _wrap_clip_grad_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -178,15 +178,16 @@ def _wrap_materialize(original: Callable[..., None]) -> Callable[..., None]:
 
 def _wrap_sync_check(original: Callable[..., None]) -> Callable[..., None]:
     def check(states: Sequence[torch.Tensor]) -> None:
-        if torch.accelerator.is_available():  # else host tensors are all there is, and can be sent
+        if torch.accelerator.is_available():  # otherwise there are only host tensors, which can be sent
             original(states)
 
     return check
 
 
 def _wrap_unflatten_state(original: Callable[..., None]) -> Callable[..., None]:
-    """Of an optimizer's state, FSDP gives out its buffer if that lies on the host already, and then fills it with the
-    next kind of state: Adam's first moments would be saved as its second. Not offloaded, it is copied."""
+    """Patch a bug of FSDP: with state on the host it returns its buffer of an optimizer's state, then refills it
+    with the next kind of state, so that Adam's first moments would be saved as its second. Without offloading,
+    FSDP copies it."""
 
     def unflatten(info: Any, states: Any, name: str, shard: bool, to_save: bool, cpu_offload: bool) -> None:
         original(info, states, name, shard, to_save, cpu_offload and torch.accelerator.is_available())
@@ -209,7 +210,7 @@ def _wrap_default_mesh(original: Callable[[], DeviceMesh]) -> Callable[[], Devic
 
 
 def _mesh(session: FsdpSession) -> DeviceMesh:
-    """The mesh that `fully_shard` takes: shards, or copies of shards."""
+    """The mesh for `fully_shard`: shards, or copies of shards."""
     kind = current_device().type
     if session.degree is None:
         return DeviceMesh.from_group(session.group("data"), kind, mesh_dim_names=("shard",))

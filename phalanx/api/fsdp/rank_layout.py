@@ -1,4 +1,4 @@
-"""Who is where among the ranks of a script: slices of tensors innermost, then shards, then whole copies. Pure.
+"""Layout of a script's ranks: tensor-parallel slices innermost, then shards, then copies. Pure.
 
 rank = (copy * shard + place of the shard) * tensor + place of the slice
 """
@@ -10,7 +10,8 @@ Groups = list[list[int]]
 
 @dataclass(frozen=True)
 class RankLayout:
-    """`tensor` ranks hold slices of the same tensors, `shard` of those shards of the same state; the rest are copies.
+    """Layout of ranks: `tensor` ranks hold slices of the same tensors, `shard` of those hold shards of the same state;
+    the rest are copies.
 
     Each list of groups has every rank in exactly one of them, and is the same on all ranks.
     """
@@ -33,26 +34,26 @@ class RankLayout:
         return rank // self.tensor % self.shard
 
     def copy(self, rank: int) -> int:
-        """Which copy of the model the rank holds a part of, from 0."""
+        """The copy of the model that the rank holds a part of, from 0."""
         return rank // (self.tensor * self.shard)
 
     def tensor_groups(self) -> Groups:
-        """Those that hold slices of the same tensors."""
+        """Groups of ranks that hold slices of the same tensors."""
         return [list(range(first, first + self.tensor)) for first in range(0, self.world, self.tensor)]
 
     def data_groups(self) -> Groups:
-        """Those that hold the same slices, and see different data."""
+        """Groups of ranks that hold the same slices, and see different data."""
         return [list(range(slice_, self.world, self.tensor)) for slice_ in range(self.tensor)]
 
     def shard_groups(self) -> Groups:
-        """Those that hold the same slices of one copy, each a shard."""
+        """Groups of ranks that hold the same slices of one copy, each a shard."""
         return [ranks[at : at + self.shard] for ranks in self.data_groups() for at in range(0, len(ranks), self.shard)]
 
     def copy_groups(self) -> Groups:
-        """Those that hold the same shard of the same slices, each of another copy."""
+        """Groups of ranks that hold the same shard of the same slices, each of another copy."""
         return [ranks[place :: self.shard] for ranks in self.data_groups() for place in range(self.shard)]
 
     def whole_groups(self) -> Groups:
-        """All ranks of a copy."""
+        """Groups of all ranks of a copy."""
         size = self.tensor * self.shard
         return [list(range(first, first + size)) for first in range(0, self.world, size)]

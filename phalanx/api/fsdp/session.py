@@ -1,7 +1,7 @@
-"""What a script has asked for with `phalanx.init`, or with another library's call of that kind: one for a process.
+"""The session of a process: the settings of `phalanx.init`, or of another library's equivalent call.
 
-The state is that of the process, since a script's later calls (FSDP's own constructor, an optimizer's step) take no
-argument by which it could be handed on. It is kept in the only variable of the package that outlives a call.
+The state is that of the process, since a script's later calls (FSDP's constructor, an optimizer's step) have no
+argument for it. It is kept in the only variable of the package that outlives a call.
 """
 
 import os
@@ -24,10 +24,9 @@ TIMEOUT_S = 1800.0  # torch's own default
 
 @dataclass
 class FsdpSession:
-    """`degree` of sharding as it was asked for: None leaves sharding to the script; 1 is none at all.
-
-    `given` names what was written out, not left at its default; `done` what has happened since: "transform", "wrap"
-    (in FSDP) and "offload".
+    """Settings and process groups of a session. `degree` of sharding as requested: None leaves sharding to the script;
+    1 disables it. `given` has the names of settings without a default; `done` the later steps: "transform", "wrap" (in
+    FSDP) and "offload".
     """
 
     rank: int
@@ -39,20 +38,21 @@ class FsdpSession:
     empty_shards: bool = False
     seed: int | None = None
     given: frozenset[str] = frozenset()
-    names: dict[str, str] = field(default_factory=dict)  # what `tensor` and the like are called where they were set
+    names: dict[str, str] = field(default_factory=dict)  # names of `tensor` and others in the call that set them
     done: set[str] = field(default_factory=set)
-    groups: dict[str, Any] = field(default_factory=dict)  # made ones, by kind
-    needs_sync: bool = False  # the first rank alone has weights, so FSDP has to spread them
+    groups: dict[str, Any] = field(default_factory=dict)  # created groups, by kind
+    needs_sync: bool = False  # only the first rank has weights, so FSDP must broadcast them
     layers: frozenset[type] = frozenset()  # classes of a transformed model's layers
-    experts: frozenset[type] = frozenset()  # of those of its modules that choose among experts
+    experts: frozenset[type] = frozenset()  # classes of mixture-of-experts modules
     models: list[int] = field(default_factory=list)  # ids of transformed models
-    shards: dict[str, Any] = field(default_factory=dict)  # what a transformed model's local parameters are of the whole
-    settings: Any = None  # as they were given, to tell a second call with others
+    # Slices of the whole parameters that a transformed model holds
+    shards: dict[str, Any] = field(default_factory=dict)
+    settings: Any = None  # the original settings, to detect a second call with others
     flushes: int = 0
-    requests: Any = None  # the queue of saves that go on beside the script
+    requests: Any = None  # the queue of asynchronous saves
 
     def group(self, kind: str) -> dist.ProcessGroup:
-        """This rank's group of `tensor`, `data`, `shard`, `copy` or `whole`; collective when it is asked for first."""
+        """This rank's group of kind `tensor`, `data`, `shard`, `copy` or `whole`; collective on first use."""
         if kind not in self.groups:
             lists = {
                 "tensor": self.ranks.tensor_groups,
@@ -65,25 +65,25 @@ class FsdpSession:
         return self.groups[kind]
 
     def axis(self) -> mesh.Axis:
-        """The ranks that hold slices of the same tensors, and this one's place among them."""
-        if "axis" not in self.groups:  # one for good: models refer to it weakly
+        """The tensor-parallel ranks, and this rank's index among them."""
+        if "axis" not in self.groups:  # created once: models refer to it weakly
             ranks = next(each for each in self.ranks.tensor_groups() if self.rank in each)
             place = self.ranks.tensor_rank(self.rank)
             self.groups["axis"] = mesh.Axis(self.group("tensor"), tuple(ranks), place)
         return self.groups["axis"]
 
     def shard_natively(self, degree: int) -> None:
-        """The script itself shards over so many ranks; then ranks are counted by that."""
+        """Note that the script itself shards over this many ranks; then groups of ranks follow that degree."""
         if self.ranks.world % degree == 0:
             self.ranks = RankLayout(self.ranks.world, self.ranks.tensor, degree)
 
     def display_name(self, name: str) -> str:
-        """What a setting was called by whoever set it."""
+        """Name of a setting in the call that set it."""
         return self.names.get(name, name)
 
     @property
     def native(self) -> bool:
-        """Sharding is left to the script, as if there were no session."""
+        """Whether sharding is left to the script, as without a session."""
         return self.ranks.tensor == 1 and self.degree is None
 
 
@@ -91,7 +91,7 @@ _CURRENT: ContextVar[FsdpSession | None] = ContextVar("phalanx_session", default
 
 
 def current_session() -> FsdpSession | None:
-    """The session of this process; None before it was begun."""
+    """The session of this process, or None."""
     return _CURRENT.get()
 
 
@@ -106,19 +106,19 @@ def current_device() -> torch.device:
 
 
 def find_placement() -> Placement:
-    """Where whoever started this process says that it is: torchrun, Slurm, `phalanx run`; else one rank alone."""
+    """Placement of this process as given by torchrun, Slurm or `phalanx run`; otherwise a single rank."""
     devices = accelerator.list_devices()
     found = from_environment(os.environ, devices)
     return found or Placement(0, 1, 0, 1, 0, devices[0] if devices else "cpu", store=None)
 
 
 def world_size() -> int:
-    """How many ranks there are or will be."""
+    """Number of ranks, even before the process group exists."""
     return dist.get_world_size() if dist.is_initialized() else find_placement().world
 
 
 def join_default_group() -> int:
-    """Make the default process group, unless the script has done so. Returns this rank."""
+    """Initialize the default process group, unless the script has done so. Returns this rank."""
     if not dist.is_initialized():
         placement = find_placement()
         here = torch.device(placement.device)
@@ -129,7 +129,7 @@ def join_default_group() -> int:
 
 
 def check_degrees(world: int, tensor: int, degree: int | None) -> None:
-    """Raise ConfigError where so many ranks cannot be divided so."""
+    """Raise ConfigError if the ranks cannot be divided by these degrees."""
     for name, value in (("tensor", tensor), ("shard_degree", 1 if degree is None else degree)):
         if not 1 <= value <= world:
             raise ConfigError(
@@ -139,30 +139,30 @@ def check_degrees(world: int, tensor: int, degree: int | None) -> None:
     together = tensor * (degree or 1)
     if world % together:
         what = f"tensor={tensor}" + (f" times shard_degree={degree}" if degree else "")
-        raise ConfigError(f"{what} does not divide the {world} ranks; choose a divisor, or start other ranks")
+        raise ConfigError(f"{what} does not divide the {world} ranks; choose a divisor, or another number of ranks")
 
 
 def check_wrap(session: FsdpSession, sync: bool) -> None:
-    """Raise ConfigError where a model is wrapped in FSDP before what the session asks for was done to it."""
+    """Raise ConfigError if a model is wrapped in FSDP before it was prepared as the session requires."""
     require_transform(session)
     if session.needs_sync and not sync:
         raise ConfigError(
-            "only the first rank's weights were loaded (load_state_dict_from_rank0=True), and FSDP would train the "
-            "others' random ones; give FSDP sync_module_states=True"
+            "only the first rank's weights were loaded (load_state_dict_from_rank0=True), so FSDP would train "
+            "random weights on the other ranks; give FSDP sync_module_states=True"
         )
 
 
 def require_transform(session: FsdpSession) -> None:
-    """Raise ConfigError where tensors were to be divided, but no model was transformed."""
+    """Raise ConfigError if tensors should be split, but no model was transformed."""
     if session.ranks.tensor > 1 and "transform" not in session.done:
         call = session.display_name("transform")
         raise ConfigError(
             f"{session.display_name('tensor')} is {session.ranks.tensor}, but no model was transformed, so nothing "
-            f"would be divided; call model = {call}(model) before the model is wrapped or trained, or set it to 1"
+            f"would be split; call model = {call}(model) before the model is wrapped or trained, or set it to 1"
         )
 
 
 def local_world() -> int:
-    """Ranks of this node; all, where nobody says which these are."""
+    """Number of ranks of this node; all ranks if unknown."""
     found = from_environment(os.environ, accelerator.list_devices())
     return found.local_world if found is not None else dist.get_world_size()

@@ -1,5 +1,5 @@
-"""The files of one checkpoint as they are read: in a local folder by mapping them, at a URL by byte range; and any
-range of a parameter from the pieces in them."""
+"""Read the files of a checkpoint: memory-mapped in a local folder, by byte range at a URL; and any range of a parameter
+from their pieces."""
 
 import io
 import itertools
@@ -49,7 +49,7 @@ class LocalFiles:
         return (self._folder / file).stat().st_size
 
     def stream(self, file: str) -> Iterator[memoryview]:
-        """A file from its first byte to its last; each part is valid until the next is asked for."""
+        """The chunks of a file from start to end; each is valid until the next is read."""
         with open(self._folder / file, "rb", buffering=0) as source:
             yield from _parts(source, self.size(file))
 
@@ -61,12 +61,12 @@ class LocalFiles:
         return found
 
     def close(self) -> None:
-        """Let go of the open files; they are opened again when need be."""
+        """Close the open files; they are opened again on demand."""
         self._open.clear()
 
 
 class RemoteFiles:
-    """The same at a URL, through a buffer that reads ahead. Everything raises as `storage` does."""
+    """The files at a URL, through a read-ahead buffer. Everything raises as `storage` does."""
 
     def __init__(self, folder: Url) -> None:
         self._folder = folder
@@ -87,7 +87,7 @@ class RemoteFiles:
         return self._sizes[file]
 
     def stream(self, file: str) -> Iterator[memoryview]:
-        """A file from its first byte to its last; each part is valid until the next is asked for."""
+        """The chunks of a file from start to end; each is valid until the next is read."""
         with self._reader(file) as source:
             yield from _parts(source, self.size(file))
 
@@ -101,7 +101,7 @@ class RemoteFiles:
             try:
                 header = json.loads(reader.read(head_bytes))
             except (ValueError, RecursionError) as error:
-                raise SafetensorError(f"its header is no JSON: {error}") from error
+                raise SafetensorError(f"its header is not JSON: {error}") from error
             self._open[file] = reader, 8 + head_bytes, header
         reader, data, header = self._open[file]
         try:
@@ -118,7 +118,7 @@ class RemoteFiles:
         return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
 
     def close(self) -> None:
-        """Let go of the open files; they are opened again when need be."""
+        """Close the open files; they are opened again on demand."""
         self._open.clear()
 
     def _reader(self, file: str) -> io.BufferedReader:
@@ -158,7 +158,7 @@ def covers(window: Window, band: Window) -> bool:
 
 
 def project(at: int, window: Window, band: Window) -> int:
-    """The first element of a band that lies at element `at` of the window around it, or behind."""
+    """The first element of a band that lies at or after element `at` of the window around it."""
     row, column = divmod(at, window[1] - window[0])
     width = band[1] - band[0]
     return row * width + min(max(window[0] + column - band[0], 0), width)
@@ -172,7 +172,7 @@ def lift(at: int, band: Window, window: Window) -> int:
 
 def iter_rectangles(start: int, stop: int, width: int, most: int) -> Iterator[tuple[int, int, int]]:
     """Elements [start, stop) of a band of `width` columns as (first element, rows, columns): at most `most` rows each,
-    and a row by itself where only a part of it is asked for."""
+    and a single row where only a part of it is read."""
     while start < stop:
         inside = start % width
         if inside or stop - start < width:
@@ -212,7 +212,7 @@ def assemble(
             piece = max(begun, key=lambda piece: project(piece[1], piece[2], band))
             low, high, w, _ = piece
             reach = min(project(high, w, band), end)
-            # Where all of them are the same columns, what is asked for is one run.
+            # With the same columns everywhere the range is one run.
             width = stop if band == w == columns else band[1] - band[0]
             for begin, rows, count in iter_rectangles(at, reach, width, _rows(w)):
                 source, target = lift(begin, band, w) - low, lift(begin, band, columns) - start

@@ -1,8 +1,7 @@
-"""The folder of checkpoints as the saver uses it: a local one, or one at a URL, where nothing can be renamed.
+"""The checkpoint folder for saving: a local one, or one at a URL, where files cannot be renamed.
 
-Locally every rank writes its file into a hidden folder that carries the attempt in its name, so that a late writer of a
-dead attempt harms nothing. When all files are safely on disk, rank 0 adds the manifest and renames the folder into
-place.
+Locally every rank writes its file into a hidden folder with the attempt in its name, so that a late writer of a dead
+attempt does no harm. When all files are safely on disk, rank 0 adds the manifest and renames the folder into place.
 
 At a URL a step's manifest, written last, makes its checkpoint exist. Every rank streams its file straight from the
 snapshot. Files carry the attempt in their names, and a word that each writer draws, since a machine that slept may have
@@ -37,7 +36,7 @@ class LocalCheckpoints:
         self._folder = folder
 
     def clear_leftovers(self, attempt: int) -> None:
-        """Remove what killed writers of this attempt and older ones left: unfinished and half-removed folders."""
+        """Remove leftovers of killed writers of this attempt and older ones: unfinished and half-removed folders."""
         for path in self._folder.glob(".step-*"):
             match = re.fullmatch(r"\.step-\d+\.(?:attempt-(\d+)|removed)", path.name)
             if match and (match[1] is None or int(match[1]) <= attempt):
@@ -69,8 +68,8 @@ class LocalCheckpoints:
             path = temporary / file
             if not path.is_file() or path.stat().st_size != entry["bytes"]:
                 raise CheckpointError(
-                    f"{path} was written by another rank but rank 0 does not see all of it, so this step has no"
-                    " checkpoint; put the run folder on a file system that all nodes share"
+                    f"{path} was written by another rank but rank 0 cannot see all of it, so this step has no "
+                    "checkpoint; put the run folder on a file system that all nodes share"
                 )
         with open(temporary / MANIFEST, "wb") as target:
             target.write(canonical_json(manifest))
@@ -83,11 +82,11 @@ class LocalCheckpoints:
         sync_folder(final.parent)
 
     def abandon(self, step: int, attempt: int) -> None:
-        """Remove the files of a save that failed; best effort, as the next save comes by again."""
+        """Remove the files of a failed save; best effort, since the next save removes them, too."""
         shutil.rmtree(self._unfinished(step, attempt), ignore_errors=True)
 
     def remove(self, step: int) -> None:
-        """Remove the checkpoint of a step so that a kill on the way leaves no half of it under its name."""
+        """Remove the checkpoint of a step so that a kill meanwhile leaves no part of it under its name."""
         path = step_folder(self._folder, step)
         aside = path.with_name(f".{path.name}.removed")
         shutil.rmtree(aside, ignore_errors=True)  # left by a kill at this very place, or not there at all
@@ -148,8 +147,8 @@ class RemoteCheckpoints:
         for file, entry in manifest["files"].items():
             if sizes.get(file) != entry["bytes"]:
                 raise CheckpointError(
-                    f"{final / file} was written by another rank but rank 0 does not see all of it, so this step has no"
-                    " checkpoint; give all ranks the same URL and store"
+                    f"{final / file} was written by another rank but rank 0 cannot see all of it, so this step has "
+                    "no checkpoint; give all ranks the same URL and store"
                 )
         storage.write_bytes((final / MANIFEST).text, canonical_json(manifest), timeout_s=final.timeout_s)
         others = [one.url for one in found if one.name != MANIFEST and one.name not in manifest["files"]]
@@ -157,8 +156,8 @@ class RemoteCheckpoints:
             storage.remove(others, timeout_s=final.timeout_s)
 
     def abandon(self, step: int, attempt: int) -> None:
-        """Leave the files of a save that failed: the store that failed would only be waited for once more, and
-        `clear_leftovers` comes by before the next save."""
+        """Keep the files of a failed save: the failing store would only cost another wait, and `clear_leftovers` runs
+        before the next save."""
 
     def remove(self, step: int) -> None:
         """Remove the checkpoint of a step, its manifest first."""
@@ -173,8 +172,7 @@ class RemoteCheckpoints:
 def retain(folder: Path | Url, keep: int, step: int, protected: int | None = None) -> None:
     """Remove checkpoints older than the `keep` newest valid ones, counted from the just saved `step`; not `protected`.
 
-    Newer ones were left behind by a run that went back, damaged ones among the kept are evidence: both stay. Raises as
-    the folder does.
+    Newer ones of an abandoned branch, and damaged ones among the kept, stay. Raises as the folder does.
     """
     checkpoints, kept = open_folder(folder), 1
     for other in (other for other in list_steps(folder) if other < step):
@@ -185,5 +183,5 @@ def retain(folder: Path | Url, keep: int, step: int, protected: int | None = Non
 
 
 def open_folder(folder: Path | Url) -> LocalCheckpoints | RemoteCheckpoints:
-    """A folder of checkpoints, wherever it is."""
+    """Open a folder of checkpoints, local or at a URL."""
     return RemoteCheckpoints(folder) if isinstance(folder, Url) else LocalCheckpoints(folder)

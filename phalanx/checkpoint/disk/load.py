@@ -1,4 +1,4 @@
-"""The reading half of checkpoints: find the newest valid one and read any range of any parameter from its pieces.
+"""Loading checkpoints: find the newest valid one and read any range of any parameter from its pieces.
 
 A checkpoint is a folder `step-00000050/`, local or at a URL, of safetensors files and a `manifest.json`, which is
 written last. A piece is
@@ -40,7 +40,7 @@ from phalanx.optim.update import state_shape
 from phalanx.storage import files as storage
 
 FORMAT = "phalanx-pieces"
-VERSION, WINDOWED = 1, 2  # without and with windows: who does not know of them must not read these
+VERSION, WINDOWED = 1, 2  # without and with windows: older readers must not read those with windows
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 Parameters = dict[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype such as "float32"
@@ -86,7 +86,7 @@ def tensor_name(name: str, kind: str, start: int, stop: int) -> str:
 
 
 def canonical_json(obj: Any) -> bytes:
-    """JSON in the one spelling that checksums are taken of: sorted keys, no spaces, ASCII, no NaN."""
+    """Canonical JSON for checksums: sorted keys, no spaces, ASCII, no NaN."""
     return json.dumps(obj, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -127,7 +127,7 @@ def find_gap(spans: list[tuple[int, int]], start: int, stop: int) -> tuple[int, 
 
 
 class Checkpoint:
-    """One checkpoint, opened: its manifest is whole and its files are there with the right sizes.
+    """An open checkpoint: its manifest is valid and its files exist with the right sizes.
 
     What is in the files is checked by `verify`. `header` is what the saver was given (step, attempt, ...), `parameters`
     maps names to (shape, dtype), `bytes` is the size of all files without the manifest. Raises CheckpointError, naming
@@ -194,8 +194,8 @@ class Checkpoint:
             (first, last), band = missing
             columns = "" if band == whole else f" in columns {band[0]} to {band[1]}"
             raise CheckpointError(
-                f"checkpoint {self.path} holds no elements [{first}, {last}){columns} of {kind} of parameter {name}, so"
-                " it does not fit this model; resume with the configuration that wrote it"
+                f"checkpoint {self.path} does not hold elements [{first}, {last}){columns} of {kind} of parameter "
+                f"{name}, so it does not fit this model; resume with the configuration that wrote it"
             )
 
         def values(piece: PieceSpan, first: int, last: int) -> Tensor:
@@ -206,13 +206,13 @@ class Checkpoint:
         assemble(out, start, stop, asked, pieces, values)
 
     def close(self) -> None:
-        """Let go of the open files; a later `read` opens them again."""
+        """Close the open files; a later `read` opens them again."""
         self._source.close()
 
     @contextlib.contextmanager
     def _reading(self, file: str, problem: str = "cannot be read") -> Iterator[None]:
-        """Turn what reading a file raises into a CheckpointError. A store that does not answer says nothing about the
-        checkpoint: that error stays what it is."""
+        """Convert exceptions of reading a file into CheckpointError. The error of a store that does not answer is not
+        converted: it says nothing about the checkpoint."""
         try:
             yield
         except StorageError:
@@ -226,7 +226,7 @@ class Checkpoint:
         try:
             manifest = json.loads(raw.decode("ascii"))
         except (ValueError, RecursionError) as error:
-            raise self._refuse(MANIFEST, "is torn: it is not complete JSON") from error
+            raise self._refuse(MANIFEST, "is incomplete: it is not valid JSON") from error
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise self._refuse(MANIFEST, f"is not of format {FORMAT}")
         wrong = format_versions.describe_version_problem(
@@ -236,13 +236,13 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {self.path} cannot be used because its file {MANIFEST} {wrong}")
         # Comparing the spelling as well leaves no byte of the file that could change unnoticed.
         if manifest_checksum(manifest) != manifest.get("checksum") or canonical_json(manifest) != raw:
-            raise self._refuse(MANIFEST, "does not match its own checksum")
+            raise self._refuse(MANIFEST, "does not match its checksum")
         return manifest
 
     def _refuse(self, file: str, problem: str) -> CheckpointError:
         return CheckpointError(
-            f"checkpoint {self.path} cannot be used because its file {file} {problem}; put an intact copy of the file"
-            " there or resume from another checkpoint"
+            f"checkpoint {self.path} cannot be used because its file {file} {problem}; restore an intact copy of the "
+            "file or resume from another checkpoint"
         )
 
 

@@ -1,8 +1,7 @@
-"""The writing half of checkpoints: snapshot pieces, write them behind training's back, commit all or nothing.
+"""Saving checkpoints: snapshot pieces, write them in the background, commit all or nothing.
 
-Every rank writes its file; when all are safe, rank 0 writes the manifest and thereby makes the checkpoint: a step has a
-whole one or none. How that is done differs between a folder and a URL (`checkpoint/disk/folders.py`).
-`checkpoint/disk/load.py` reads what this file writes.
+Every rank writes its file; when all are on disk, rank 0 writes the manifest, which makes the checkpoint valid: it is
+complete or absent. Folders and URLs differ (`checkpoint/disk/folders.py`). `checkpoint/disk/load.py` reads checkpoints.
 """
 
 import json
@@ -62,7 +61,7 @@ class SaveJob:
     header: dict[str, Any]
     parameters: Parameters
     stored: list[StoredPiece]
-    protected: int | None = None  # a step whose checkpoint stays beside the newest
+    protected: int | None = None  # a step whose checkpoint is kept besides the newest
 
 
 class CheckpointSaver:
@@ -96,7 +95,7 @@ class CheckpointSaver:
         self._rank = rank
         self._group = group
         self._keep = keep
-        self.protected: int | None = None  # a step whose checkpoint stays beside the newest, from the next save on
+        self.protected: int | None = None  # a step whose checkpoint is kept besides the newest, from the next save on
         self._on_event = on_event
         self._before_commit, self._before_write = before_commit, before_write
         self._buffer = HostBuffer()
@@ -118,7 +117,7 @@ class CheckpointSaver:
         plain = json.loads(canonical_json(header))  # a header that is not JSON fails here, where the mistake is
         shapes = {name: (tuple(shape), dtype) for name, (shape, dtype) in parameters.items()}
         job = SaveJob(int(plain["step"]), attempt, plain, shapes, stored, self.protected)
-        # A daemon: a process that fails leaves at once, and the next attempt clears what it left behind.
+        # A daemon thread: a failing process exits at once, and the next attempt removes leftovers.
         self._thread = Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -136,18 +135,18 @@ class CheckpointSaver:
             raise error
 
     def remove_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, which belong to a way that was given up. No save may be running.
-        Collective. Raises RunError."""
+        """Remove the checkpoints of later steps, which belong to an abandoned branch of the run. No save may be
+        running. Collective. Raises RunError."""
         members, failure = self._group.gather_objects(None), None
         if members is not None:
             try:
                 for later in [other for other in list_steps(self.folder) if other > step]:
                     open_folder(self.folder).remove(later)
             except (OSError, PhalanxError) as error:
-                failure = f"checkpoints behind step {step} in {self.folder} cannot be removed ({error})"
+                failure = f"checkpoints after step {step} in {self.folder} cannot be removed ({error})"
         failure = self._group.broadcast_object(failure)
         if failure is not None:
-            raise RunError(f"{failure}, and a run that goes on would begin with them; remove them by hand")
+            raise RunError(f"{failure}, and a resumed run would start from them; remove them by hand")
 
     def close(self) -> None:
         """Wait for a running save and give the snapshot's memory back. Raises like `wait`."""
@@ -184,8 +183,8 @@ class CheckpointSaver:
     def _find_existing(
         self, job: SaveJob, place: LocalCheckpoints | RemoteCheckpoints
     ) -> tuple[str | None, Checkpoint | None, str | None]:
-        """Why no save is worth trying; the valid checkpoint of this step if there is one; else why the one that is
-        there does not count.
+        """Check before a save: why none should be tried; an existing valid checkpoint of this step; or why an existing
+        one is invalid.
 
         A run that went back to an older checkpoint meets its steps a second time. An intact checkpoint is the same
         then, unless data was skipped in between, so it stays; a damaged one is the reason for going back and must not.
@@ -257,7 +256,7 @@ class CheckpointSaver:
         verdict = self._group.broadcast_object(verdict)
         if verdict["reason"] is not None:
             place.abandon(job.step, job.attempt)  # on every rank, since the ranks may see different disks
-        # A run folder that is another's now is no mishap of one save: going on would be in vain.
+        # A run folder that belongs to another run now is not the failure of one save: training must stop.
         expected = isinstance(error, OSError | PhalanxError) and not isinstance(error, RunError | CutOff)
         return verdict, None if expected else error
 
@@ -275,16 +274,19 @@ class CheckpointSaver:
         try:
             retain(self.folder, self._keep, job.step, job.protected)
         except (OSError, PhalanxError) as error:
-            message = f"old checkpoints in {self.folder} cannot be removed ({error}), so their place may fill"
+            message = f"old checkpoints in {self.folder} cannot be removed ({error}), so the disk may fill up"
             self._on_event(EventKind.WARNING, {"message": f"{message}; remove them by hand"})
 
 
 def describe_save_error(error: Exception, path: Path | Url) -> str:
-    """What went wrong with a save, for the event."""
+    """The reason of a failed save, for the event."""
     if isinstance(error, PhalanxError):
         return str(error)
     problem = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-    return f"{path} cannot be written ({problem}), so this step has no checkpoint; make room there before the next one"
+    return (
+        f"{path} cannot be written ({problem}), so this step has no checkpoint; free space there before the next "
+        "checkpoint"
+    )
 
 
 def build_manifest(job: SaveJob, files: dict[str, dict[str, Any]]) -> dict[str, Any]:

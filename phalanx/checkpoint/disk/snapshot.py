@@ -20,7 +20,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece in the snapshot: what `StatePiece` says, without the tensor."""
+    """A piece in the snapshot: the fields of `StatePiece` without the tensor."""
 
     name: str
     kind: str
@@ -62,7 +62,7 @@ class HostBuffer:
         offset_bytes = 0
         with torch.no_grad():
             for piece in ordered:
-                tensor = piece.tensor  # asked for once: a coded one is decoded for it
+                tensor = piece.tensor  # read once: a quantized one is dequantized
                 assert tensor.shape == (piece.stop - piece.start,), (piece.name, piece.kind, tensor.shape)
                 offset_bytes = self._copy(tensor, offset_bytes)
         for device in devices:
@@ -78,7 +78,7 @@ class HostBuffer:
                 yield view[start : start + CHUNK_BYTES]
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._segments = []
 
     def _copy(self, source: Tensor, offset_bytes: int) -> int:

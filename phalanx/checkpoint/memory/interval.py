@@ -1,8 +1,9 @@
-"""Which steps are kept: how often an accelerator's state is copied to the host, and which slot holds which step.
+"""The interval of in-memory checkpoints: how often an accelerator's state is copied to the host, and which slot holds
+which step.
 
-Each step is copied, or every Nth where each would cost too much. What it costs is measured in the first steps of an
-attempt, which are all kept: for how long the device itself could not update, as the step before was still being copied.
-What is hidden behind the next step's passes costs nothing.
+Each step is copied, or every Nth where each would cost too much. The cost is measured in the first steps of an attempt,
+which are all kept: the time that the device's update waits for the copy of the previous step. Copies hidden behind the
+next step's passes cost nothing.
 """
 
 import itertools
@@ -18,8 +19,8 @@ from phalanx.comm.mesh import Mesh
 from phalanx.recovery.state_file import StateFile
 from phalanx.system.event_times import record_time, seconds_between
 
-MAX_OVERHEAD = 0.005  # of a step, that keeping it may take by what is measured here: memory and link are shared besides
-UNMEASURED, MEASURED = 2, 6  # first steps of an attempt, in which much is made once; and those that are looked at then
+MAX_OVERHEAD = 0.005  # of a step: the largest measured cost of keeping it
+UNMEASURED, MEASURED = 2, 6  # first steps of an attempt, which are not representative; and the measured ones after them
 
 
 class SnapshotInterval:
@@ -65,25 +66,24 @@ class SnapshotInterval:
         if self.every == 1:
             return None
         return (
-            f"the copy of the state lengthens a step by {share:.0%} here, so that every {self.every} steps are kept in "
-            f"memory, and a failure costs {self.every - 1} committed steps at most; "
-            "resilience.in_memory_checkpoints=true keeps each"
+            f"copying the state lengthens a step by {share:.0%} here, so the state is kept in memory every "
+            f"{self.every} steps and a failure costs at most {self.every - 1} committed steps; "
+            "resilience.in_memory_checkpoints=true keeps every step"
         )
 
 
 def choose_interval(share: float, unit: int = 1) -> int:
-    """Which steps are kept where one that is takes so much longer, as a share of one that is not."""
+    """Choose the interval from the relative cost of a step that is kept."""
     every = math.ceil(share / MAX_OVERHEAD)
     return 1 if every <= 1 else -(-every // unit) * unit
 
 
 class SlotRotation:
-    """Which slot holds the newest step and which is written next, and which steps other nodes get: every one, or every
-    Nth (`every`).
+    """Rotation of slots: which holds the newest step, which is written next, and which steps are replicated to other
+    nodes: every one, or every Nth (`every`).
 
     In the latter case there is a third slot: in it the last step stays that all nodes have, which ranks that live go
-    back to with those of a lost node. Its place is taken by the next such step once nobody can have to go back behind
-    that.
+    back to with those of a lost node. The next such step replaces it once no rank can have to return to it.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -98,8 +98,8 @@ class SlotRotation:
         return 2 if self.every is None else 3
 
     def next_index(self, file: StateFile) -> int:
-        """The slot that the next step is written to, the same until that is committed: one that nobody goes back to
-        once all ranks are through with the step in the current one, and all nodes have that which get it."""
+        """The slot that the next step is written to, until that is committed: one that is not needed once all ranks
+        have finished the step in the current slot, and its replicas are complete."""
         used = {self.current_index, self._pinned if not self._moves else None}
         return min((slot for slot in range(self.slot_count) if slot not in used), key=file.slot_step)
 
@@ -131,9 +131,8 @@ class SlotRotation:
                 file.invalidate(slot)
 
     def pin(self, file: StateFile, there: Collection[int] | None, mesh: Mesh) -> None:
-        """Find, in files that were kept, the step that all nodes have besides that which is gone on from (`there`:
-        those that the partner has; None: all); where there is none, or all should have this one, all get the next.
-        Collective."""
+        """Find, in files that were kept, the step that all nodes have besides the resumed one (`there`: those that the
+        partner has; None: all); where there is none, or all should have this one, all get the next. Collective."""
         steps, current = file.metadata.steps, self.current_step
         shared = (each for each in steps if there is None or each in there)
         step = max((each for each in shared if each <= current and self.is_due(each)), default=-1)
@@ -144,5 +143,5 @@ class SlotRotation:
             self._base_step = current + 1
 
     def unpin(self) -> None:
-        """Nothing that is kept is gone back to any more."""
+        """Void all kept steps."""
         self._pinned = None

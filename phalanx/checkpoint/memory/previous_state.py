@@ -1,4 +1,4 @@
-"""A step in the state files of an attempt before, to be read by coordinates as a checkpoint is, wherever they lie."""
+"""Reading a step from the state files of an earlier attempt by coordinates, like a checkpoint, on any node."""
 
 import functools
 from collections import defaultdict
@@ -28,11 +28,11 @@ def open_state_file(kept: StateFileLocation, step: int, replicas: ReplicaClient 
     if kept.address is None:
         file = StateFile(Path(kept.path))
     else:
-        assert replicas is not None, "files on other nodes are read by way of this one's"
+        assert replicas is not None, "files on other nodes are read through this node's"
         file = RemoteStateFile(kept.path, functools.partial(replicas.read_bytes, kept.address, kept.path))
     slot = file.metadata.steps.get(step)
     if slot is None:
-        raise CheckpointError(f"the state file {kept.path} does not hold step {step} any more; start again")
+        raise CheckpointError(f"the state file {kept.path} no longer holds step {step}; restart")
     return file, slot
 
 
@@ -57,8 +57,8 @@ def map_slot(file: StateFile, slot: int, tensors: Iterable[Sequence[Any]]) -> Sl
 
 
 class InMemoryCheckpointReader:
-    """A step in the state files of an attempt before, to be read by coordinates as a checkpoint is. `header` is what
-    was said of it by rank 0; `shapes` are those of whole parameters. A file is opened when it is asked for.
+    """A step in the state files of an earlier attempt, read by coordinates like a checkpoint. `header` is what was said
+    of it by rank 0; `shapes` are those of whole parameters. A file is opened when it is asked for.
 
     Raises CheckpointError where one does not hold the step any more.
     """
@@ -75,7 +75,7 @@ class InMemoryCheckpointReader:
         return file.header(slot)
 
     def records(self) -> list[dict[str, Any]]:
-        """What each rank had measured of the step, in order of rank; empty where one has not, or is gone with it."""
+        """Each rank's measurements of the step, in order of rank; empty where one is missing."""
         file, _ = self._open(self._checkpoint.files[0].rank)
         if len(self._files) < file.metadata.world:
             return []
@@ -90,7 +90,7 @@ class InMemoryCheckpointReader:
 
     @functools.cached_property
     def _values(self) -> dict[str, tuple[AnyStateFile, int, dict[str, Any]]]:
-        """Every piece by a name of its own: the file and slot that it lies in, and its row in the index."""
+        """Every piece by a unique name: its file and slot, and its row in the index."""
         found = {}
         for kept in self._checkpoint.files:
             file, slot = self._open(kept.rank)

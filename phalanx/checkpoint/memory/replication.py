@@ -1,4 +1,4 @@
-"""Replicas of a rank's state in the memory of the next node: whether there are any, and what is sent of each step."""
+"""Replication of a rank's state to the memory of the next node: whether it is on, and what is sent for each step."""
 
 import mmap
 import os
@@ -38,7 +38,7 @@ Tensors = Sequence[Sequence[Any]]  # of a slot, as a state file's index has them
 
 
 def describe_kernels() -> str:
-    """What has to be alike where the same bits are to come out."""
+    """What must be equal for bitwise identical results."""
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 
 
@@ -112,7 +112,7 @@ class SharedGradients:
 
 
 class GradientReplayer:
-    """A replica whose updates are made again. `form`: what the rank has said of itself, with AdamW's numbers."""
+    """A replica whose updates are recomputed. `form`: what the rank has said of itself, with AdamW's numbers."""
 
     def __init__(self, form: Mapping[str, Any]) -> None:
         self._tensors: Tensors = form["index"]["tensors"]
@@ -129,7 +129,7 @@ class GradientReplayer:
             self._slots = map_slot(file, 0, self._tensors), map_slot(file, 1, self._tensors)
         source, target = self._slots[old], self._slots[1 - old]
         some = next(iter(source.values()), None)
-        if some is None:  # a rank may hold nothing
+        if some is None:  # a rank may have an empty shard
             return
         without = set(message["without"])
         change = StepUpdate(
@@ -145,7 +145,7 @@ class GradientReplayer:
 
 
 def make_replayer(form: Mapping[str, Any]) -> GradientReplayer | None:
-    """What makes a rank's updates again here; None where the bits might be others."""
+    """Recomputes a rank's updates here; None where the bits might differ."""
     if form.get("kernels") != describe_kernels():
         return None
     torch.set_num_threads(1)
@@ -174,7 +174,7 @@ class Replication:
         self._redundant = False  # whether what this rank holds is on another node anyway
 
     def gather_nodes(self, parts: Sequence[int]) -> None:
-        """See which ranks are on which nodes, and whose `parts` several nodes have anyway. Collective."""
+        """Find which ranks are on which nodes, and which `parts` several nodes have anyway. Collective."""
         self._nodes = [int(each) for each in self._mesh.gather(float(self.client.node))]
         self._redundant = find_redundant(parts, self._nodes)[self._mesh.rank]
         if self.client.partner is None or not needs_replicas(parts, self._nodes):
@@ -190,10 +190,9 @@ class Replication:
             )
 
     def begin(self, file: StateFile, newest: int | None, folder: StateFolder, last: bool = False) -> None:
-        """See which ranks have replicas made of their state, from now on, and have the partners make room; where what
-        lies in memory of attempts before takes that, it is waited until nobody reads it any more: then this is the
-        `last` time. `newest`: the step that is gone on from in the file, later ones are walked again, maybe cut
-        otherwise. Collective."""
+        """Decide which ranks have replicas from now on, and let the partners allocate them; where files of earlier
+        attempts take the room, it waits until no rank reads them any more: then this is the `last` time. `newest`: the
+        step in the file that the run resumes from; later ones are replayed, perhaps sharded differently. Collective."""
         client, mesh, bare = self.client, self._mesh, self._redundant
         needed = self._replicate != "off" and client.partner is not None
         rule = None if self._rule is None or bare else describe_updates(self._rule, file.index()["tensors"])
@@ -220,24 +219,24 @@ class Replication:
             return
         every = self._rotation.every
         if lacking:
-            reason = f"a node that is lost takes the run back to a checkpoint, since {short or 'a node has no room'}"
+            reason = f"losing a node takes the run back to a checkpoint: {short or 'a node has no room'}"
         elif not made:
-            reason = "every part of the state is on two nodes anyway"
+            reason = "every part of the state is already on two nodes"
         else:
             reason = f"the state of {made:g} of {mesh.world} ranks is kept on a second node"
             if every is None:
-                how = "gradients with which it makes the update again" if again == made else self._as_it_is(int(again))
+                how = "gradients, from which it recomputes the update" if again == made else self._as_it_is(int(again))
                 reason += f", which gets {how}"
             else:
                 reason += (
                     f" every {every} steps, where it takes {format_bytes(replica_bytes)} over all nodes; a lost node "
-                    f"costs {every - 1} committed steps at most"
+                    f"costs at most {every - 1} committed steps"
                 )
         value = (every or "every_step") if made and not lacking else "off"
         self._on_event(EventKind.AUTO_RESOLVED, {"key": REPLICATE_KEY, "value": value, "reason": reason})
 
     def _share_gradients(self, file: StateFile) -> SharedGradients | None:
-        """Memory for gradients, which the process that sends them has too; None where there is too little."""
+        """Allocate memory for gradients, shared with the sending process; None where there is too little."""
         tensors = file.index()["tensors"]
         if gradient_bytes(tensors) > HOST_MEMORY_SHARE * host_memory.free_bytes():
             return None
@@ -251,21 +250,21 @@ class Replication:
     def _as_it_is(self, again: int) -> str:
         """Why not all replicas are made of gradients."""
         if again:
-            return f"gradients of {again} of them and else the state itself, as there is no memory for gradients"
+            return f"gradients of {again} of them and otherwise the state itself, because memory for gradients is short"
         if self._rule is None:
-            return "it as it is, since only AdamW's updates are made again, of states that live in shared memory"
-        return "it as it is, since the nodes' processors or versions of torch differ, or there is no memory for more"
+            return "a full copy, because only AdamW updates of state in shared memory can be recomputed"
+        return "a full copy, because the nodes' processors or torch versions differ, or memory is short"
 
     def partner_steps(self) -> Collection[int] | None:
         """The steps that the partner has had from before; None where it needs none, as others hold the same state."""
         return None if self._redundant else self.client.partner_steps
 
     def send_commit(self, step: int, begins: bool = False) -> None:
-        """Let the partner have what it gets of a step that is committed.
+        """Send a committed step to the partner.
 
-        Where others hold the same state anyway it gets what was said of it, each time. What an attempt `begins` with
-        goes only where nothing has to travel: ranks wait for the next step, whose weights and gradients share the link,
-        and then that one is sent as a whole in its place."""
+        Where other nodes have the same state it gets only its description, each time. The state that an attempt
+        `begins` with is sent only where no data has to be transferred; otherwise the next step is sent as a whole in
+        its place."""
         if not self.active:
             return
         if not self._redundant and not (step in self.client.partner_steps if begins else self._rotation.is_due(step)):
@@ -279,5 +278,5 @@ class Replication:
         began, waits = time.perf_counter(), self._mesh.bookkeeping
         with waits.report_wait("message"):  # a rank that waits for another node does not hang
             self.client.wait_for_ack()
-        if threading.current_thread() is threading.main_thread():  # nor is it slow; a lane holds nobody up
+        if threading.current_thread() is threading.main_thread():  # the communication thread delays no rank
             waits.add_wait(time.perf_counter() - began)

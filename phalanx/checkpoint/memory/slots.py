@@ -1,4 +1,4 @@
-"""Slots of the in-memory store: the file that they are in, what they hold, and whether it is intact."""
+"""Slots of the in-memory store: their file, contents and integrity."""
 
 import mmap
 import os
@@ -52,7 +52,7 @@ class StateFolder:
         self.shortage = ""  # why no file could be made
 
     def owner(self, parts: Sequence[int]) -> StateFileOwner:
-        """Whose file this rank's is, from what each rank's pieces are known by."""
+        """The rank whose file this one can use, from the identities of each rank's pieces."""
         mesh = self._mesh
         part, count = parts.index(parts[mesh.rank]), len(set(parts))
         return StateFileOwner(self._generation, mesh.rank, mesh.world, self._run, part, count)
@@ -60,9 +60,9 @@ class StateFolder:
     def find_matching(
         self, index: dict[str, Any], slot_bytes: int, who: StateFileOwner, slots: int
     ) -> StateFile | None:
-        """A file with the step that is to be gone on from in that layout: this rank's own, or a copy of one that is
-        elsewhere, as a replica of it is, or that of a rank with the same pieces. One with another number of slots is
-        none: what it holds is read by coordinates."""
+        """A file in that layout with the step to resume from: this rank's own, or a copy of one that is elsewhere, as a
+        replica of it is, or that of a rank with the same pieces. One with another number of slots is none: what it
+        holds is read by coordinates."""
         layout = state_file.digest_json(index).hex()
         alike = [file for file in self.previous.files if file.layout == layout] if self.previous is not None else []
         if self.previous is None or not alike:
@@ -97,7 +97,7 @@ class StateFolder:
         return made
 
     def first_slot(self, file: StateFile) -> int:
-        """The slot of the step that is gone on from, in a file that `find_matching` has found."""
+        """The slot of the step to resume from, in a file that `find_matching` has found."""
         assert self.previous is not None
         return 0 if self._copy_pending else file.metadata.steps[self.previous.step]
 
@@ -123,7 +123,7 @@ class StateFolder:
                 f"{MEMORY_KEY}=auto or false, or give this machine or container a larger /dev/shm"
             )
         if self.previous is None or short is not None:
-            reason = takes if short is None else f"after a failure the run goes back to a checkpoint, since {short}"
+            reason = takes if short is None else f"after a failure the run goes back to a checkpoint: {short}"
             self._on_event(EventKind.AUTO_RESOLVED, {"key": MEMORY_KEY, "value": short is None, "reason": reason})
         return file
 
@@ -131,7 +131,7 @@ class StateFolder:
         self, index: dict[str, Any], slot_bytes: int, who: StateFileOwner, slots: int
     ) -> tuple[StateFile | None, str | None, str]:
         """This rank's file of so many slots; why there is none, on all ranks where it is so on one; and what those of
-        this node take. What nobody has asked for must leave more room. Collective."""
+        this node take. A file that was not requested must leave more room. Collective."""
         found, mesh, folder = os.statvfs(self.path), self._mesh, self.path
         # Asked before any rank of this node takes some of it.
         shared, host = found.f_bavail * found.f_frsize, host_memory.free_bytes()
@@ -145,10 +145,9 @@ class StateFolder:
                 file = state_file.create_state_file(folder, who, index, slot_bytes, slots)
             except OSError as error:
                 short = (
-                    f"{folder} does not take {format_bytes(need)} ({error.strerror}), of which "
-                    f"{format_bytes(shared)} are free"
+                    f"{folder} has no room for {format_bytes(need)} ({error.strerror}); {format_bytes(shared)} are free"
                 )
-        third = "" if slots == SLOTS else " and the last that is on a second node"
+        third = "" if slots == SLOTS else " and the last step that is on a second node"
         takes = (
             f"the two newest steps of this node's ranks{third} take {format_bytes(need)} of {format_bytes(shared)} "
             "in shared memory"
@@ -161,8 +160,8 @@ class StateFolder:
         return None, short or "another node has no room for it", takes
 
     def _free_old_replicas(self) -> bool:
-        """Remove replicas of what ranks begin with, which were to be gone on with and will not be: it is read where
-        else it lies. Collective; whether there were any."""
+        """Remove replicas that will not be resumed from: the state is read from elsewhere. Collective; whether there
+        were any."""
         read = {file.path for file in self.previous.files} if self.previous is not None else set()
         there = inventory.list_state_files(self.path / inventory.REPLICAS)
         replicas = [path for path in there if str(path) not in read]
@@ -180,7 +179,7 @@ class StateFolder:
         return self._exist_on_any_node(self._list_previous(file))
 
     def _list_previous(self, file: StateFile) -> list[Path]:
-        """State files that attempts before have made, and that are not gone on with as `file` is."""
+        """State files of earlier attempts that are no longer used, without `file`."""
         facts = ((path, state_file.read_metadata(path)) for path in inventory.list_with_replicas(self.path))
         return [path for path, each in facts if each is None or each.generation != file.metadata.generation]
 
@@ -200,8 +199,8 @@ class StateFolder:
 
 
 def build_index(like: Slot, pieces: Iterable[StatePiece], mesh: Mesh) -> tuple[dict[str, Any], int, int]:
-    """What lies where in a slot, and its bytes; all that must be alike for a slot to be used as it is. Besides, a
-    number that ranks with the same pieces have in common, and no others."""
+    """The layout of a slot, and its bytes, which must be equal for a slot to be used unchanged; and a number that only
+    ranks with the same pieces share."""
     tensors: list[list[Any]] = []
     places: dict[int, int] = {}
     end = 0
@@ -234,8 +233,8 @@ def _row(piece: StatePiece, places: Mapping[int, int]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------ working memory
-# Memory that a rank works in and that stays when it dies: to give it back, and to take it anew page by page, is a good
-# part of what is waited for when ranks are started again. What lies in it means nothing.
+# Working memory of a rank that outlives it: releasing and allocating it again page by page is a large part of the
+# restart time. Its contents have no meaning.
 
 
 NAME = "working-{:05d}"  # by rank
@@ -271,7 +270,7 @@ class WorkingMemory:
 
 
 def remove_stale(folder: Path, world: int) -> None:
-    """Remove what ranks have left of which there are no such any more."""
+    """Remove files of ranks that no longer exist."""
     for path in folder.glob(NAME.format(0).replace("00000", "*")):
         digits = path.name.rpartition("-")[2]
         if digits.isdecimal() and int(digits) >= world:
@@ -279,7 +278,7 @@ def remove_stale(folder: Path, world: int) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- verify
-# Checking what an attempt is to go on from in memory, before anything of it is used: each file by one rank.
+# Verification of the in-memory state that an attempt resumes from, before use: each file by one rank.
 
 
 def verify_checkpoint(kept: InMemoryCheckpoint, mesh: Mesh, replicas: ReplicaClient | None) -> None:
@@ -303,7 +302,7 @@ def verify_copy(file: StateFile, step: int) -> None:
 
 def _verify_file(file: StateFileLocation, step: int, replicas: ReplicaClient | None) -> str | None:
     if file.address is not None:
-        assert replicas is not None, "files on other nodes are read by way of this one's"
+        assert replicas is not None, "files on other nodes are read through this node's"
         problem = replicas.verify_file(file.address, file.path, step)
     else:
         problem = invalidate_damaged_step(Path(file.path), step)

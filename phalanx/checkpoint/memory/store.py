@@ -1,7 +1,8 @@
-"""A rank's state in shared memory, committed step by step, and reading what ranks before have left there.
+"""In-memory checkpoints: a rank's state in shared memory, committed step by step, and reading the state of earlier
+ranks.
 
 Where ranks compute on the CPU with the sharded engine the state lives in the file's two slots, and nothing is copied.
-Otherwise it is copied into them; from an accelerator beside the computation, by a thread and a stream of its own.
+Otherwise it is copied into them; from an accelerator concurrently with computation, by a separate thread and stream.
 """
 
 import functools
@@ -28,7 +29,8 @@ from phalanx.system import accelerator
 
 # An engine's pieces in coordinates of whole parameters.
 ToGlobalPieces = Callable[[Iterable[StatePiece]], Iterable[StatePiece]]
-BuildHeader = Callable[[int, int], dict[str, Any]]  # of a step and the tokens since step 1
+# Of a step, the tokens since step 1, and what came of the step, where it was just taken.
+BuildHeader = Callable[[int, int, StepOutcome | None], dict[str, Any]]
 BuildRecord = Callable[[int, StepOutcome], dict[str, Any] | None]  # what this rank has measured of a step
 
 
@@ -36,8 +38,7 @@ class SharedMemoryStore:
     """This rank's slots, as an engine knows them (`phalanx.engine.interface.InMemoryStore`).
 
     `StateFolder` makes or finds the file that they are in, `SlotRotation` says which is written next, and `Replication`
-    sends steps to another node. Before this rank tells the others that it is through with a step it waits for the node
-    that holds its replica to have that too, where that gets it.
+    sends steps to another node. Before this rank confirms a step to the others it waits for its replica.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class SharedMemoryStore:
         `replicas`: the way to other nodes, if there are any; `replicate`: as in a recipe; `rule`: AdamW's numbers,
         where that is the rule, whose updates other nodes can make again; `first_on_node`: whether no rank of this node
         is before this one (None: there is one node)."""
-        assert not (in_place and background), "what is not copied is not copied in the background"
+        assert not (in_place and background), "only copied state is copied in the background"
         self.in_place, self.commits_async, self.has_state = in_place, False, False
         self.slots: list[Slot] = []
         self.tokens = 0
@@ -85,12 +86,11 @@ class SharedMemoryStore:
         self._file: StateFile | None = None
         # The step that was confirmed, and the one that was given to `commit`.
         self._confirmed_step = self._last_step = 0
-        self._header: BuildHeader = lambda step, tokens: {"step": step, "tokens": tokens}
+        self._header: BuildHeader = lambda step, tokens, outcome: {"step": step, "tokens": tokens}
         self._record: BuildRecord = lambda step, outcome: None
 
     def set_metadata(self, header: BuildHeader, record: BuildRecord) -> None:
-        """What is said of a step besides its state. `header` is asked by the thread that commits, `record` by the one
-        that copies."""
+        """The metadata of a step. `header` is called by the committing thread, `record` by the copying one."""
         self._header, self._record = header, record
 
     @property
@@ -135,7 +135,7 @@ class SharedMemoryStore:
         return True
 
     def _begin_replicas(self, last: bool = False) -> None:
-        """See which ranks have replicas made of their state, from now on. Collective where there are other nodes."""
+        """Decide which ranks have replicas from now on. Collective where there are other nodes."""
         if self._replication is not None:
             newest = self._rotation.current_step if self.has_state else None
             self._replication.begin(self.file, newest, self._folder, last)
@@ -177,11 +177,13 @@ class SharedMemoryStore:
             return
         self._rotation.advance(step, self.file)
         self._last_step = step
-        keep = functools.partial(self._keep, self.current_index, self._header(step, self.tokens), state, outcome)
+        keep = functools.partial(
+            self._keep, self.current_index, self._header(step, self.tokens, outcome), state, outcome
+        )
         if self._comm_thread is None:
             keep()
         else:
-            self._comm_thread.wait_current_stream()  # behind what computes the state
+            self._comm_thread.wait_current_stream()  # after the computation of the state
             self._comm_thread.submit(keep)
 
     def _keep(self, slot: int, header: dict[str, Any], state: Slot, outcome: StepOutcome | None = None) -> None:
@@ -190,7 +192,7 @@ class SharedMemoryStore:
             pairs = [
                 (self.slots[slot][key][kind], each) for key, kinds in state.items() for kind, each in kinds.items()
             ]
-            if pairs:  # a rank may hold nothing
+            if pairs:  # a rank may have an empty shard
                 torch._foreach_copy_([into for into, _ in pairs], [each for _, each in pairs], non_blocking=True)
             accelerator.synchronize_stream(self._mesh.device)
         record = self._record(header["step"], outcome) if outcome is not None else None
@@ -218,12 +220,12 @@ class SharedMemoryStore:
         """The state is that of `step`; of the starting weights nothing is kept, since they can be made again."""
         self._rotation.adopt(step, self.file, self.has_state)
         if not self.has_state and step > 0:
-            self._keep(self.current_index, self._header(step, self.tokens), state)
+            self._keep(self.current_index, self._header(step, self.tokens, None), state)
         elif self._replication is not None and step > 0:
             self._replication.send_commit(step, begins=True)  # which the partner may have already
 
     def discard_previous(self) -> None:
-        """What is kept is not to be gone on from: another state is about to be loaded in its place. Collective."""
+        """Void the kept state: another state is about to be loaded. Collective."""
         self.wait_for_commit()
         self.has_state = False
         self._rotation.unpin()
@@ -234,8 +236,8 @@ class SharedMemoryStore:
         self._mesh.min([1.0])
 
     def remove_other_files(self) -> None:
-        """All ranks have loaded what they go on from: remove what else lies in the folder. Collective. Raises
-        ConfigError where there is no room yet for replicas that were asked for."""
+        """All ranks have loaded their state: remove everything else in the folder. Collective. Raises ConfigError where
+        there is no room yet for replicas that were asked for."""
         self._mesh.min([1.0])
         if self._file is None:
             return

@@ -1,4 +1,4 @@
-"""The shape of a Megatron checkpoint's model: what its arguments say, what the user says, and what its tensors show."""
+"""The model shape of a Megatron checkpoint, from its arguments, the user's options and its tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,15 +40,15 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "qk_l2_norm": (None, False),
     "add_qkv_bias": (None, False),
     "add_bias_linear": (None, False),
-    "num_attention_heads_kv": (None,),  # of a fork whose rotary channels lie in another order
+    "num_attention_heads_kv": (None,),  # of a fork with another order of rotary channels
 }
 _MEGATRON_LLAMA = ("causal_lm", "overlapped_distributed_optimizer")  # arguments that only this fork has
-_ROTARY_BASE = 10000.0  # where there is no argument for it, it was fixed
+_ROTARY_BASE = 10000.0  # fixed where there is no argument for it
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOverrides:
-    """What the user says of a checkpoint; None: its arguments say it. Each stands for the flag of its name.
+    """The user's options for a checkpoint; None: from its arguments. Each corresponds to the flag of its name.
 
     `seq_len` in tokens; `rope_scaling_factor` is that of Llama 3.1's rule; `vocab_size` counts no padding; `qkv` is
     `groups` (each group of heads with its key and value, as Megatron-LM has it) or `blocks` (queries, keys and values
@@ -101,7 +101,7 @@ def build_spec(
     lacking: list[str] = []
 
     def of(flag: str, *names: str) -> Any:
-        """What the user says, else the first of Megatron's arguments that is set, else nothing and a complaint."""
+        """The user's option, else the first Megatron argument that is set, else an error."""
         value = _first(getattr(overrides, flag), *(given.get(name) for name in names))
         if value is None:
             lacking.append(f"--{flag.replace('_', '-')}")
@@ -125,8 +125,8 @@ def build_spec(
         lacking.append("--qkv")
     if lacking:
         raise ConfigError(
-            f"{where} does not say all that its model computes with ({facts.rows} rows of the vocabulary, padding "
-            f"included, {facts.layers} layers of width {facts.hidden}); give {', '.join(lacking)}."
+            f"{where} does not give all model settings ({facts.rows} rows of the vocabulary, padding included, "
+            f"{facts.layers} layers of width {facts.hidden}); give {', '.join(lacking)}."
         )
     assert qkv is not None
     groups = given.get("num_query_groups") if given.get("group_query_attention") else None  # else it is 1 and idle
@@ -138,9 +138,9 @@ def build_spec(
     _check(given, facts, where, vocab_size)
     if (heads + 2 * kv_heads) * head_dim != facts.qkv_rows:
         raise ConfigError(
-            f"{where} is of a model with {heads} heads of width {head_dim} and {kv_heads} of keys, which make "
+            f"{where} describes a model with {heads} heads of width {head_dim} and {kv_heads} of keys, which make "
             f"{(heads + 2 * kv_heads) * head_dim} rows of queries, keys and values, but {facts.qkv_rows} are stored; "
-            "give --heads, --kv-heads and --head-dim as they were trained."
+            "give --heads, --kv-heads and --head-dim as used in training."
         )
     spec = ModelSpec(
         vocab_size=vocab_size,
@@ -165,13 +165,13 @@ def _check_accepted(given: Mapping[str, Any], where: str) -> None:
     for name, accepted in _ACCEPTED.items():
         if given.get(name) not in accepted:
             raise ConfigError(
-                f"{where} was trained with {name} {given[name]!r}, which a LLaMA does not compute and Phalanx cannot "
+                f"{where} was trained with {name} {given[name]!r}, which LLaMA models do not have and Phalanx cannot "
                 f"import; use a checkpoint trained with {name} {accepted[-1]!r}."
             )
     kind, rotary = given.get("position_embedding_type"), given.get("use_rotary_position_embeddings")
     if kind != "rope" and not rotary and (kind is not None or rotary is not None):
         raise ConfigError(
-            f"{where} was trained without rotary positions, which a LLaMA has; use a checkpoint trained with "
+            f"{where} was trained without rotary positions, which LLaMA models need; use a checkpoint trained with "
             "position_embedding_type 'rope'."
         )
 
@@ -181,7 +181,7 @@ def _check_numbers(where: str, whole: bool, **values: Any) -> None:
         number = isinstance(value, int) or (isinstance(value, float) and not whole)
         if isinstance(value, bool) or not number or not 0 < value < 2**31:
             raise ConfigError(
-                f"{where} is of a model with {name} {value!r}, which no model has; give --{name.replace('_', '-')}."
+                f"{where} is of a model with {name} {value!r}, which is not possible; give --{name.replace('_', '-')}."
             )
 
 
@@ -191,13 +191,12 @@ def _check(given: Mapping[str, Any], facts: MegatronTensorFacts, where: str, voc
     for name, stored in (sizes | {"padded_vocab_size": facts.rows}).items():
         if given.get(name) not in (None, stored):
             raise ConfigError(
-                f"{where} says {name} {given[name]!r}, but its tensors make it {stored}; use all files of one "
-                "checkpoint."
+                f"{where} says {name} {given[name]!r}, but its tensors imply {stored}; use all files of one checkpoint."
             )
     if vocab_size > facts.rows:
         raise ConfigError(
-            f"{where} is of a vocabulary of {vocab_size} (--vocab-size), but only {facts.rows} rows are stored; give "
-            "the size of the tokenizer that it was trained with."
+            f"{where} has a vocabulary of {vocab_size} (--vocab-size), but only {facts.rows} rows are stored; give "
+            "the vocabulary size of its tokenizer."
         )
 
 
@@ -217,11 +216,14 @@ def _scaling(given: Mapping[str, Any], overrides: MegatronOverrides, where: str)
         factor = given.get("rope_scaling_factor") or 8.0  # Megatron-core's own default
     for name, value in (("rope_scaling_factor", factor), ("rotary_seq_len_interpolation_factor", linear)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 1):
-            raise ConfigError(f"{where} says {name} {value!r}, which is no factor of 1 or more; fetch the file again.")
+            raise ConfigError(
+                f"{where} says {name} {value!r}, which is not a factor of 1 or more; download the file again."
+            )
     if factor is not None and linear not in (None, 1):
         raise ConfigError(
-            f"{where} scales rotary positions by two rules (use_rope_scaling and rotary_seq_len_interpolation_factor), "
-            "which no Hugging Face folder can say; use a checkpoint trained with one of them."
+            f"{where} scales rotary positions by two rules (use_rope_scaling and "
+            "rotary_seq_len_interpolation_factor), which a Hugging Face config cannot express; use a checkpoint "
+            "trained with one of them."
         )
     if factor is not None:  # the other numbers are fixed in Megatron-core, and those of Llama 3.1
         return RopeScaling(factor=float(factor), low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)

@@ -1,8 +1,9 @@
-"""The files of a Megatron checkpoint: found, and read without running anything that they hold."""
+"""Files of a Megatron checkpoint, read without running code in them."""
 
 import argparse
 import re
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,56 +11,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.compat.pickles import Shell, load_pickled
 from phalanx.core.errors import ConfigError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+# Names of what follows from the configuration, or belongs to a kernel and not to the model.
+IDLE = re.compile(r"(.*\.)?(_extra_state.*|inv_freq)")
 _RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_dp_000)?")
-# Names in a pickle for which an empty shell stands in, so that nothing of theirs is looked up, let alone called: enums
-# of Megatron's in its arguments, the state of random generators, and what kernels keep.
-_SHELLS = re.compile(
-    r"(megatron|transformer_engine)\..+|_io\.BytesIO|_codecs\.encode|"
-    r"numpy\.(dtype|ndarray|(_)?core\.multiarray\.(_reconstruct|scalar)|dtypes\.\w+)"
-)
-_NAMESPACES = {"argparse.Namespace": argparse.Namespace, "types.SimpleNamespace": types.SimpleNamespace}
-_PLAIN = bool | int | float | str | None
-# In files older than zip archives names cannot be listed first.
-_OLD_SHELLS = (
-    "megatron.model.enums.ModelType",
-    "megatron.enums.ModelType",
-    "megatron.core.enums.ModelType",
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.ndarray",
-    "numpy.dtype",
-)
 
 
-class _Shell:
-    """Takes whatever an object is made of, and is nothing."""
+@dataclass(frozen=True)
+class LazyTensor:
+    """A stored tensor: `load` reads it, or maps it."""
 
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
 
-    def __new__(cls, *_: Any) -> "_Shell":
-        return super().__new__(cls)
-
-    def __setstate__(self, _: Any) -> None:
-        return
+    @classmethod
+    def of(cls, tensor: Tensor) -> "LazyTensor":
+        """One that is in memory, or mapped."""
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """One rank's file: `args` (None: not stored) and the tensors of each of its virtual stages by their whole names."""
+    """One rank's file: `args` (None: not stored) and the tensors of each of its virtual stages by their whole names;
+    `states` has the optimizer's, by kind (None: not stored)."""
 
     args: dict[str, Any] | None
     iteration: int | None
-    chunks: list[dict[str, Tensor]]
+    chunks: list[dict[str, LazyTensor]]
+    states: dict[str, list[dict[str, LazyTensor]]] | None = None
 
 
 def rank_files(folder: Path) -> list[list[Path]]:
-    """The files of a checkpoint, by pipeline rank and tensor rank. Raises ConfigError if one of them is missing."""
-    folder = _iteration_folder(folder)
+    """The files of one iteration, by pipeline rank and tensor rank. Raises ConfigError if one of them is missing."""
     found: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*"), reverse=True):  # plain names win over those with a data-parallel rank
         file = next((path / name for name in MODEL_FILES if (path / name).is_file()), None)
@@ -70,8 +58,8 @@ def rank_files(folder: Path) -> list[list[Path]]:
             continue
         if match is None:
             raise ConfigError(
-                f"{path} is no folder of a tensor and a pipeline rank, but of experts, say, which a LLaMA does not "
-                "have; use a checkpoint of a LLaMA."
+                f"{path} is not a folder of a tensor and a pipeline rank (it may hold experts, which LLaMA models do "
+                "not have); use a LLaMA checkpoint."
             )
         found[int(match[2] or 0), int(match[1])] = file
     if not found:
@@ -82,13 +70,14 @@ def rank_files(folder: Path) -> list[list[Path]]:
             if (stage, rank) not in found:
                 name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
                 raise ConfigError(
-                    f"{folder} lacks {name}/{MODEL_FILES[0]}, though there are {ranks} tensor and {stages} pipeline "
-                    "ranks; fetch all mp_rank folders of the checkpoint."
+                    f"{folder} lacks {name}/{MODEL_FILES[0]}, but there are {ranks} tensor and {stages} pipeline "
+                    "ranks; download all mp_rank folders of the checkpoint."
                 )
     return [[found[stage, rank] for rank in range(ranks)] for stage in range(stages)]
 
 
-def _iteration_folder(folder: Path) -> Path:
+def find_iteration(folder: Path) -> Path:
+    """The folder of the latest iteration of a checkpoint, or `folder` if it is one. Raises ConfigError."""
     tracker = folder / TRACKER
     if not tracker.is_file():
         return folder
@@ -107,73 +96,50 @@ def _iteration_folder(folder: Path) -> Path:
 def _unknown(folder: Path) -> ConfigError:
     if (folder / ".metadata").exists() or any(folder.glob("*.distcp")) or any(folder.glob(".zmetadata")):
         return ConfigError(
-            f"{folder} is in Megatron-core's distributed format (torch_dist), which is not read here; save it once "
-            "with Megatron's own ckpt-convert-format torch."
+            f"{folder} holds a distributed checkpoint without common.pt or .metadata, or in the zarr format; download "
+            "all files, or save it once with Megatron's ckpt-convert-format torch."
         )
     return ConfigError(
-        f"{folder} holds no mp_rank_00/{MODEL_FILES[0]}, so there is no Megatron checkpoint; name the folder with "
+        f"{folder} holds no mp_rank_00/{MODEL_FILES[0]}, so it is not a Megatron checkpoint; name the folder with "
         f"{TRACKER}, or one of its iterations."
     )
 
 
 def read_file(path: Path) -> RankFile:
     """Tensors (mapped, where the file is new enough) and arguments. Raises ConfigError for a damaged or unsafe file."""
-    try:
-        content = _load(path)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a file that is none makes of the unpickler
-        text = " ".join(str(error).split())
-        asked = re.search(r"GLOBAL (\S+)", text)  # torch says at length what else could be done, and this last
-        reason = f"it asks for {asked[1]}" if asked else text.partition(". ")[0][:200]
-        raise ConfigError(
-            f"{path} cannot be read as plain weights ({type(error).__name__}: {reason}); fetch the file again, or save "
-            "it without other objects."
-        ) from error
+    content = load_pickled(path)
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no dictionary, so it is no Megatron checkpoint; fetch the file again.")
+        raise ConfigError(f"{path} holds no dictionary, so it is not a Megatron checkpoint; download the file again.")
     version = content.get("checkpoint_version", 3.0)
     if not isinstance(version, int | float) or version < 2:
         raise ConfigError(
-            f"{path} has checkpoint_version {version!r}, in which queries, keys and values lie in an order of its own; "
-            "save it once with a Megatron-LM that writes version 3.0."
+            f"{path} has checkpoint_version {version!r}, which orders queries, keys and values differently; save it "
+            "once with a Megatron-LM that writes version 3.0."
         )
     names = ["model"] if "model" in content else []
     while f"model{len(names)}" in content and names != ["model"]:
         names.append(f"model{len(names)}")
     if not names:
         raise ConfigError(f"{path} holds no model (no key model or model0); name a checkpoint with weights.")
-    chunks = [dict(_flat(content[name], "", path)) for name in names]
-    args, iteration = content.get("args"), content.get("iteration")
-    given = None
-    if isinstance(args, argparse.Namespace | types.SimpleNamespace):
-        given = {name: value if isinstance(value, _PLAIN) else "an object" for name, value in vars(args).items()}
-    return RankFile(given, iteration if isinstance(iteration, int) else None, chunks)
+    chunks = [{key: LazyTensor.of(found) for key, found in _flat(content[name], "", path)} for name in names]
+    iteration = content.get("iteration")
+    return RankFile(plain_arguments(content.get("args")), iteration if isinstance(iteration, int) else None, chunks)
 
 
-def _load(path: Path) -> Any:
-    """Nothing but tensors, plain values and namespaces comes out; any name that is not known is refused by torch."""
-    shells: list[Any] = [(known, name) for name, known in _NAMESPACES.items()]
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        mapped = True
-    except ValueError:  # from before torch 1.6: no archive of files, and so nothing to map
-        names, mapped = list(_OLD_SHELLS), False
-    foreign = [name for name in names if name not in _NAMESPACES and not _SHELLS.fullmatch(name)]
-    if foreign:
-        raise ConfigError(
-            f"{path} asks for {foreign[0]}, which is no part of weights and could run code, so that it was not read; "
-            "save the checkpoint without it, where you trust it."
-        )
-    shells += [(_Shell, name) for name in names if _SHELLS.fullmatch(name)]
-    with torch.serialization.safe_globals(shells):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+def plain_arguments(args: Any) -> dict[str, Any] | None:
+    """The plain values of a namespace of arguments; None where it is none."""
+    if not isinstance(args, argparse.Namespace | types.SimpleNamespace):
+        return None
+    return {
+        name: value if isinstance(value, bool | int | float | str | None) else "an object"
+        for name, value in vars(args).items()
+    }
 
 
 def _flat(tree: Any, prefix: str, path: Path) -> list[tuple[str, Tensor]]:
     """Tensors of nested dictionaries by their names joined with dots, without the wrappers' `module`."""
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no dictionary under {prefix or 'model'}; fetch the file again.")
+        raise ConfigError(f"{path} holds no dictionary under {prefix or 'model'}; download the file again.")
     found: list[tuple[str, Tensor]] = []
     for key, value in tree.items():
         name = f"{prefix}{key}".removeprefix("module.")
@@ -181,6 +147,6 @@ def _flat(tree: Any, prefix: str, path: Path) -> list[tuple[str, Tensor]]:
             found += _flat(value, f"{name}.", path)
         elif isinstance(value, Tensor):
             found.append((name, value))
-        elif value is not None and not isinstance(value, _Shell):
-            raise ConfigError(f"{path} holds {name}, which is no tensor; fetch the file again.")
+        elif value is not None and not isinstance(value, Shell):
+            raise ConfigError(f"{path} holds {name}, which is not a tensor; download the file again.")
     return found

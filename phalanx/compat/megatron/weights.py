@@ -1,4 +1,5 @@
-"""Weights of Megatron-LM's and Megatron-LLaMA's checkpoints by our names: tensor and pipeline ranks merged.
+"""Weights, and Adam's state, of Megatron-LM and Megatron-LLaMA checkpoints under Phalanx's names, with tensor and
+pipeline ranks merged.
 
 Layout: `latest_checkpointed_iteration.txt` names `iter_0000100` or `release`, in which `mp_rank_TT[_PPP]` of tensor
 rank TT and pipeline rank PPP holds `model_optim_rng.pt` (or `model_rng.pt`), a pickled dictionary: `args`, and `model`,
@@ -8,7 +9,7 @@ megatron.core.models.gpt, and Megatron-LLaMA's megatron.model.transformer and ll
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from phalanx.compat.megatron.args import GROUPS, MegatronOverrides, MegatronTensorFacts, build_spec
-from phalanx.compat.megatron.files import rank_files, read_file
+from phalanx.compat.megatron.files import IDLE, LazyTensor, RankFile, find_iteration, rank_files, read_file
+from phalanx.compat.megatron.optimizer_state import KINDS, read_states
+from phalanx.compat.megatron.torch_dist import is_torch_dist, read_torch_dist
 from phalanx.core.errors import ConfigError
-from phalanx.data.tokenizer import load_tokenizer
-from phalanx.models.hf_export import export
 from phalanx.models.hf_weights import DTYPES
 
 # A part of a stage -> what it is called by Megatron-core, and by what came before it.
@@ -48,8 +49,6 @@ _PARTS_OF_MODEL = {name: part for part, names in _OF_MODEL.items() for name in n
 _LAYER = re.compile(r"(?:decoder|language_model\.encoder)\.layers\.(\d{1,6})\.(.+)")
 # Names of the first versions: what they were called later.
 _OLD = (("language_model.transformer.", "language_model.encoder."), (".attention.", ".self_attention."))
-# What follows from the configuration, or belongs to a kernel and not to the model.
-_IDLE = re.compile(r"(.*\.)?(_extra_state\d*|inv_freq)")
 _WHY = {
     r"expert|router": "a mixture of experts",
     r"\.bias$|layer_norm_bias$": "a bias",
@@ -62,12 +61,17 @@ _WHY = {
 class _StoredTensor:
     """A tensor where it is stored: one tensor rank's part."""
 
-    tensor: Tensor
+    stored: LazyTensor
     key: str
     path: Path
 
+    @property
+    def tensor(self) -> Tensor:
+        """It itself, read or mapped."""
+        return self.stored.load()
+
     def __str__(self) -> str:
-        return f"{self.path} holds {self.key} of shape {tuple(self.tensor.shape)}"
+        return f"{self.path} holds {self.key} of shape {self.stored.shape}"
 
 
 StoredParts = dict[str, list[_StoredTensor]]  # "qkv.3", "embed", ... -> the part of each tensor rank
@@ -76,17 +80,17 @@ StoredParts = dict[str, list[_StoredTensor]]  # "qkv.3", "embed", ... -> the par
 class MegatronCheckpoint:
     """The weights of a checkpoint by our names, mapped and merged as they are asked for.
 
-    `folder` is the one with `latest_checkpointed_iteration.txt`, or one of its iterations. Nothing but tensors and
-    plain values is unpickled, and everything is checked at once. `spec` is the model's shape, `dtype` the narrowest
-    type that holds all tensors as they are, `iteration` what the files say, `stale` whether they hold parameters that
-    lag the optimizer by a step. Raises ConfigError, one sentence with file and key, for what is missing, unknown,
-    damaged or of another size than the rest.
+    `folder` is the one with `latest_checkpointed_iteration.txt`, or one of its iterations, of ranks' files or
+    distributed (`torch_dist`). Nothing but tensors and plain values is unpickled, and everything is checked at once.
+    `spec` is the model's shape, `dtype` the narrowest type that holds all tensors as they are, `iteration` what the
+    files say, `stale` whether they hold parameters that lag the optimizer by a step. With `moments` Adam's state is
+    read as well; `has_moments` says whether it is there. Raises ConfigError, one sentence with file and key, for what
+    is missing, unknown, damaged or of another size than the rest.
     """
 
-    def __init__(self, folder: Path, overrides: MegatronOverrides | None = None) -> None:
-        grid = rank_files(Path(folder))
+    def __init__(self, folder: Path, overrides: MegatronOverrides | None = None, moments: bool = False) -> None:
+        grid, files = _read_files(find_iteration(Path(folder)), moments)
         ranks, stages = len(grid[0]), len(grid)
-        files = [[read_file(path) for path in row] for row in grid]
         first, where = files[0][0], str(grid[0][0])
         self.iteration: int | None = first.iteration
         for row, paths in zip(files, grid, strict=True):
@@ -100,42 +104,49 @@ class MegatronCheckpoint:
         _check_grid(self.args or {}, ranks, stages, where)
         self._ranks, self._grid = ranks, grid
         self._parts: StoredParts = {}
+        self._states: dict[str, StoredParts] = {}  # of the optimizer, by kind
         self._stage_of: dict[int, list[Path]] = {}  # layer -> the files of its tensor ranks
         self._core = False
         layers = 0
         for chunk in range(len(first.chunks)):
             for row, paths in zip(files, grid, strict=True):
-                layers += self._add([file.chunks[chunk] for file in row], paths, layers)
+                for kind in KINDS if all(file.states for file in row) else ():
+                    states = [file.states[kind][chunk] for file in row if file.states]
+                    self._add(states, paths, layers, self._states.setdefault(kind, {}))
+                layers += self._add([file.chunks[chunk] for file in row], paths, layers, self._parts)
         tied = self._is_tied()
         self._check_present(layers, tied)
         self.spec, self._qkv = build_spec(
             self.args, overrides or MegatronOverrides(), self._tensor_facts(layers, tied), where
         )
-        self._check_shapes()
+        self.has_moments = all(file.states for row in files for file in row)
+        for parts in (self._parts, *(self._states.values() if self.has_moments else ())):
+            self._check_shapes(parts)
         self.dtype = self._common_dtype()
         self.stale = bool((self.args or {}).get("overlapped_distributed_optimizer")) and first.iteration != 0
 
-    def tensor(self, name: str) -> Tensor:
-        """Our parameter `name` in its shape and stored type, a view of the files where one part is all of it."""
-        spec = self.spec
+    def tensor(self, name: str, kind: str | None = None) -> Tensor:
+        """Our parameter `name` in its shape and stored type, a view of the files where one part is all of it; or what
+        the optimizer keeps of it as `kind`."""
+        spec, every = self.spec, self._parts if kind is None else self._states[kind]
         if name in ("embed.weight", "head.weight"):
             where = name.removesuffix(".weight")
-            if where == "head" and "lm_head" in self._parts:
-                return self._parts["lm_head"][0].tensor[: spec.vocab_size]
-            return self._join(where, 0)[: spec.vocab_size]
+            if where == "head" and "lm_head" in every:
+                return every["lm_head"][0].tensor[: spec.vocab_size]
+            return _join(every[where], 0)[: spec.vocab_size]
         if name == "head.norm.weight":
-            return self._parts["norm"][0].tensor
+            return every["norm"][0].tensor
         found = re.fullmatch(r"layers\.(\d+)\.(?:attention\.|mlp\.)?(\w+)\.weight", name)
         assert found, name
         layer, what = found[1], found[2]
         if what in ("attention_norm", "mlp_norm"):
-            return self._parts[f"{what}.{layer}"][0].tensor
+            return every[f"{what}.{layer}"][0].tensor
         if what in ("o", "down"):
-            return self._join(f"{'o' if what == 'o' else 'fc2'}.{layer}", 1)
+            return _join(every[f"{'o' if what == 'o' else 'fc2'}.{layer}"], 1)
         if what in ("gate", "up"):
             half = 0 if what == "gate" else 1
-            return _cat([held.tensor.chunk(2)[half] for held in self._parts[f"fc1.{layer}"]], 0)
-        return _cat([self._cut(held.tensor, what) for held in self._parts[f"qkv.{layer}"]], 0)
+            return _cat([held.tensor.chunk(2)[half] for held in every[f"fc1.{layer}"]], 0)
+        return _cat([self._cut(held.tensor, what) for held in every[f"qkv.{layer}"]], 0)
 
     def _cut(self, fused: Tensor, what: str) -> Tensor:
         """The queries, keys or values ("q", "k", "v") of one tensor rank."""
@@ -147,22 +158,19 @@ class MegatronCheckpoint:
             return groups[:, start : start + count].reshape(-1, self.spec.hidden)
         return fused.split([heads * width, kv_heads * width, kv_heads * width])["qkv".index(what)]
 
-    def _join(self, part: str, dim: int) -> Tensor:
-        return _cat([held.tensor for held in self._parts[part]], dim)
-
     # ---------------------------------------------------------------------------------------------- finding, checking
 
-    def _add(self, stage: list[dict[str, Tensor]], paths: list[Path], layers: int) -> int:
+    def _add(self, stage: list[dict[str, LazyTensor]], paths: list[Path], layers: int, into: StoredParts) -> int:
         """Take in one stage, by tensor rank, that follows `layers` layers; returns how many it has."""
         count = 0
         for rank, (tensors, path) in enumerate(zip(stage, paths, strict=True)):
             for key, tensor in tensors.items():
-                if _IDLE.fullmatch(key):
+                if IDLE.fullmatch(key):
                     continue
                 part, own = _part_of(key, path)
                 self._core |= key.startswith(("decoder.", "embedding."))
                 count = max(count, own + 1)
-                held = self._parts.setdefault(part if own < 0 else f"{part}.{layers + own}", [])
+                held = into.setdefault(part if own < 0 else f"{part}.{layers + own}", [])
                 if len(held) != rank:
                     raise ConfigError(
                         f"{path} holds {key}, which {held[-1].path} has as {held[-1].key}; use a checkpoint that was "
@@ -189,7 +197,7 @@ class MegatronCheckpoint:
         copy = pairs[0][0]
         if not same and (untied is False or copy.key.startswith("word_embeddings_for_head")):
             raise ConfigError(
-                f"{copy.path} holds {copy.key} for a head that is the embedding, but with other values than "
+                f"{copy.path} holds {copy.key} for a head tied to the embedding, but with different values than "
                 f"{pairs[0][1].key} in {pairs[0][1].path}; use all files of one checkpoint."
             )
         return same
@@ -197,7 +205,7 @@ class MegatronCheckpoint:
     def _check_present(self, layers: int, tied: bool) -> None:
         first, last = self._grid[0], self._grid[-1]
         if not layers:
-            raise ConfigError(f"{first[0]} holds no layers under any name that is known; name another checkpoint.")
+            raise ConfigError(f"{first[0]} holds no layers under a known name; use another checkpoint.")
         needed = [("embed", first)]
         needed += [(f"{part}.{layer}", self._stage_of[layer]) for layer in range(layers) for part in _OF_LAYER]
         needed += [("norm", last)] + ([] if tied or "lm_head" in self._parts else [("head", last)])
@@ -208,16 +216,16 @@ class MegatronCheckpoint:
                 called = (_OF_LAYER | _OF_MODEL)[name][0 if self._core else 1]
                 of = f" of layer {layer} of the whole model" if layer else ""
                 raise ConfigError(
-                    f"{paths[present]} lacks {called}{of}, so the model is not whole; fetch the file again, or use "
-                    "another checkpoint."
+                    f"{paths[present]} lacks {called}{of}, so the model is incomplete; download the file again, or "
+                    "use another checkpoint."
                 )
 
     def _tensor_facts(self, layers: int, tied: bool) -> MegatronTensorFacts:
         def rows(part: str, dim: int = 0) -> int:
             held = self._parts[part]
-            if any(one.tensor.dim() != 2 for one in held):
-                raise ConfigError(f"{held[0]}, which is no matrix; fetch the checkpoint again.")
-            return sum(one.tensor.shape[dim] for one in held)
+            if any(len(one.stored.shape) != 2 for one in held):
+                raise ConfigError(f"{held[0]}, which is not a matrix; download the checkpoint again.")
+            return sum(one.stored.shape[dim] for one in held)
 
         return MegatronTensorFacts(
             rows=rows("embed"),
@@ -230,13 +238,13 @@ class MegatronCheckpoint:
             lm_head="lm_head" in self._parts,
         )
 
-    def _check_shapes(self) -> None:
+    def _check_shapes(self, parts: StoredParts) -> None:
         spec, ranks = self.spec, self._ranks
         for name, value in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("intermediate", spec.intermediate)):
             if value % ranks:
                 raise ConfigError(
-                    f"{self._parts['qkv.0'][0].path} is one of {ranks} tensor ranks, which cannot share {name} {value} "
-                    "evenly; give --heads and --kv-heads as they were trained."
+                    f"{self._parts['qkv.0'][0].path} is one of {ranks} tensor ranks, which cannot share {name} "
+                    f"{value} evenly; give --heads and --kv-heads as used in training."
                 )
         padded = self._tensor_facts(spec.layers, spec.tie_embeddings).rows
         qkv_rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
@@ -249,25 +257,47 @@ class MegatronCheckpoint:
             "fc1": (2 * spec.intermediate // ranks, spec.hidden),
             "fc2": (spec.hidden, spec.intermediate // ranks),
         }
-        for part, every in self._parts.items():
+        for part, every in parts.items():
             needed = shapes.get(part.partition(".")[0], (spec.hidden,))
             for held in every:
-                if tuple(held.tensor.shape) != needed:
+                if held.stored.shape != needed:
                     raise ConfigError(
-                        f"{held}, but the rest of the checkpoint makes it {needed} on each of {ranks} tensor ranks; "
+                        f"{held}, but the rest of the checkpoint implies {needed} on each of {ranks} tensor ranks; "
                         "use a LLaMA (a gated MLP) and all files of one checkpoint."
                     )
 
     def _common_dtype(self) -> torch.dtype:
-        common = self._parts["embed"][0].tensor.dtype
+        common = self._parts["embed"][0].stored.dtype
         for held in (held for every in self._parts.values() for held in every):
-            if held.tensor.dtype not in DTYPES.values():
+            if held.stored.dtype not in DTYPES.values():
                 raise ConfigError(
-                    f"{held.path} stores {held.key} as {held.tensor.dtype}, which cannot be trained from; save the "
+                    f"{held.path} stores {held.key} as {held.stored.dtype}, which cannot be trained; save the "
                     f"checkpoint with one of: {', '.join(DTYPES)}."
                 )
-            common = torch.promote_types(common, held.tensor.dtype)
+            common = torch.promote_types(common, held.stored.dtype)
         return common
+
+
+def _read_files(folder: Path, moments: bool) -> tuple[list[list[Path]], list[list[RankFile]]]:
+    """The files of an iteration, by pipeline and tensor rank, and what is in them; a distributed one is a single
+    file."""
+    if is_torch_dist(folder):
+        return [[folder]], [[read_torch_dist(folder)]]
+    grid = rank_files(folder)
+    files = [[read_file(path) for path in row] for row in grid]
+    if moments:
+        files = [
+            [
+                replace(file, states=read_states(path, file.chunks, file.args or {}))
+                for file, path in zip(row, paths, strict=True)
+            ]
+            for row, paths in zip(files, grid, strict=True)
+        ]
+    return grid, files
+
+
+def _join(parts: list[_StoredTensor], dim: int) -> Tensor:
+    return _cat([held.tensor for held in parts], dim)
 
 
 def _cat(tensors: list[Tensor], dim: int) -> Tensor:
@@ -284,94 +314,13 @@ def _part_of(key: str, path: Path) -> tuple[str, int]:
     if part is not None:
         return part, -1 if layer is None else int(layer[1])
     reason = next((f"{why}, which" for pattern, why in _WHY.items() if re.search(pattern, key)), "which")
-    raise ConfigError(f"{path} holds {key}, {reason} a LLaMA does not have; use a checkpoint of a LLaMA.")
+    raise ConfigError(f"{path} holds {key}, {reason} LLaMA models do not have; use a LLaMA checkpoint.")
 
 
 def _check_grid(args: dict[str, Any], ranks: int, stages: int, where: str) -> None:
     for name, found in (("tensor_model_parallel_size", ranks), ("pipeline_model_parallel_size", stages)):
         if args.get(name) not in (None, found):
             raise ConfigError(
-                f"{where} was saved with {name} {args[name]!r}, but {found} lie beside it; fetch all mp_rank folders "
-                "of the checkpoint."
+                f"{where} was saved with {name} {args[name]!r}, but {found} are present; download all mp_rank "
+                "folders of the checkpoint."
             )
-
-
-def import_megatron(
-    source: Path | str,
-    target: Path | str,
-    *,
-    tokenizer: Path | str | None = None,
-    dtype: str | None = None,
-    max_shard_gb: float = 5.0,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    seq_len: int | None = None,
-    vocab_size: int | None = None,
-    norm_eps: float | None = None,
-    rope_theta: float | None = None,
-    rope_scaling_factor: float | None = None,
-    qkv: str | None = None,
-) -> MegatronCheckpoint:
-    """Convert the weights of a Megatron-LM or Megatron-LLaMA checkpoint to a Hugging Face folder.
-
-    Tensor and pipeline ranks are merged, whatever their number; neither Megatron nor a GPU is needed. `model.from_hf`
-    of a recipe, and transformers, load the folder.
-
-    Args:
-        source: The folder with latest_checkpointed_iteration.txt, or one of its iterations.
-        target: The folder to write, which must not exist or be empty.
-        tokenizer: A folder with tokenizer files, which are copied.
-        dtype: Type of the written weights: "bfloat16", "float16", "float32" or "float64". Default: as stored.
-        max_shard_gb: Largest size of a file of weights, in 10^9 bytes.
-        heads: Number of attention heads. This and all that follow replace what the checkpoint's arguments say, or lack.
-        kv_heads: Number of heads of keys and values. Default: `heads`.
-        head_dim: Width of a head. Default: the model's width divided by `heads`.
-        seq_len: The longest sequence, in tokens.
-        vocab_size: Size of the vocabulary without padding. Default: that of `tokenizer`.
-        norm_eps: Epsilon of the norms.
-        rope_theta: Base of the rotary embedding.
-        rope_scaling_factor: Factor of the rotary scaling of Llama 3.1.
-        qkv: Layout of queries, keys and values: "groups" as in Megatron-LM, or "blocks" as in Megatron-LLaMA.
-
-    Returns:
-        The checkpoint that was read: its `spec` is the model's shape, `iteration` the number of its step, and
-        `stale` says whether its weights lag the optimizer by a step, as Megatron-LLaMA's overlapped optimizer has it.
-
-    Raises:
-        errors.ConfigError: a file or an argument is missing, damaged or does not fit; or `target` is not empty.
-
-    Examples:
-        >>> try:
-        ...     phalanx.import_megatron("no-such-folder", "out")
-        ... except phalanx.errors.ConfigError as error:
-        ...     print("refused")
-        refused
-    """
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-    folder = Path(tokenizer) if tokenizer is not None else None
-    opened = load_tokenizer(folder) if folder is not None else None
-    overrides = MegatronOverrides(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        norm_eps=norm_eps,
-        rope_theta=rope_theta,
-        rope_scaling_factor=rope_scaling_factor,
-        qkv=qkv,
-        tokenizer_size=opened.vocab_size if opened is not None else None,
-    )
-    checkpoint = MegatronCheckpoint(Path(source), overrides)
-    export(
-        Path(target),
-        checkpoint.spec,
-        checkpoint.tensor,
-        DTYPES[dtype] if dtype is not None else checkpoint.dtype,
-        max_shard_bytes=int(max_shard_gb * 1e9),
-        tokenizer_folder=folder,
-        eos_id=opened.eos_id if opened is not None else None,
-    )
-    return checkpoint

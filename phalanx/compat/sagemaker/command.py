@@ -36,7 +36,7 @@ def parse(words: list[str]) -> tuple[str, list[str], Path | None, int | None]:
         elif option == "--nproc" and value.isdecimal() and int(value) > 0:
             count = int(value)
         else:
-            raise ConfigError(f"{option} {value} is no option of it; {USAGE}")
+            raise ConfigError(f"{option} {value} is not a valid option; {USAGE}")
     if not rest:
-        raise ConfigError(f"no script was named; {USAGE}")
+        raise ConfigError(f"no script was given; {USAGE}")
     return rest[0], rest[1:], config, count

@@ -48,26 +48,26 @@ def parse(text: str, where: str) -> dict[str, Any]:
         word = re.match(r"True|False|None", rest)
         if word is not None:
             right = PYTHON_WORDS[word[0]]
-            what = f"{word[0]} is Python's word; in JSON write {right}"
+            what = f"{word[0]} is Python syntax; in JSON write {right}"
         elif rest.startswith("'"):
-            what = "JSON has no single quotes; write double ones"
+            what = "JSON needs double quotes, not single quotes"
         else:
-            what = f"this is not JSON ({error.msg}); mend it"
+            what = f"this is not JSON ({error.msg}); fix it"
         raise ConfigError(f"{where}, line {error.lineno}: {what}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{where} is no JSON object; write keys and values in braces")
+        raise ConfigError(f"{where} is not a JSON object; write keys and values in braces")
     return found
 
 
 def _once(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for number, (key, _) in enumerate(pairs):
         if key in dict(pairs[:number]):
-            raise ConfigError(f"{where} has {key} twice; leave one of them out")
+            raise ConfigError(f"{where} has {key} twice; remove one")
     return dict(pairs)
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None, where: str = "tsm.init") -> dict[str, Any]:
-    """What `tsm.init` was given: nothing, a mapping, or the path of a JSON file."""
+    """The argument of `tsm.init`: nothing, a mapping, or the path of a JSON file."""
     if config is None:
         return {}
     if isinstance(config, str | Path):
@@ -84,7 +84,7 @@ def merge_settings(script: Mapping[str, Any], launcher: Mapping[str, Any]) -> tu
     """Both together, the launcher's winning, and a sentence for each key in which it does."""
     script, launcher = ({OLD_NAMES.get(key, key): value for key, value in each.items()} for each in (script, launcher))
     notes = [
-        f"{key} is {launcher[key]!r} by {LAUNCHER}, which take the place of {value!r} in the script"
+        f"{key} is {launcher[key]!r} from {LAUNCHER}, which override {value!r} in the script"
         for key, value in script.items()
         if key in launcher and launcher[key] != value
     ]
@@ -99,7 +99,7 @@ def check_settings(given: Mapping[str, Any], world: int, where: str = "tsm.init"
     for key, value in given.items():
         name = OLD_NAMES.get(key, key)
         if name != key and name in given:
-            problems.append(f"{key} is an old name of {name}, and both are given; leave {key} out")
+            problems.append(f"{key} is an old name of {name}, and both are given; remove {key}")
         elif name != key:
             notes.append(f"{key} is the old name of {name}, which has its value now")
         if name not in DEFAULTS:
@@ -109,7 +109,7 @@ def check_settings(given: Mapping[str, Any], world: int, where: str = "tsm.init"
         else:
             values[name] = value
     settings = Settings({**DEFAULTS, **values}, frozenset(values), tuple(notes))
-    # Of a key with a value that cannot be read there is no more to say than that.
+    # A key with an unreadable value has no further problems.
     unread = {OLD_NAMES.get(key, key) for key in given} - set(values)
     problems += [sentence for keys, sentence in _contradictions(settings, world) if not keys & unread]
     if problems:
@@ -119,11 +119,11 @@ def check_settings(given: Mapping[str, Any], world: int, where: str = "tsm.init"
 
 def _unknown(key: object) -> str:
     near = difflib.get_close_matches(str(key), [*DEFAULTS, *OLD_NAMES], 1)
-    return f"there is no key {key!r}; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(DEFAULTS)}")
+    return f"unknown key {key!r}; " + (f"did you mean {near[0]}?" if near else f"known keys: {', '.join(DEFAULTS)}")
 
 
 def _wrong_type(key: str, value: Any, default: int | bool) -> str | None:
-    wanted = "true or false" if isinstance(default, bool) else "a whole number"
+    wanted = "true or false" if isinstance(default, bool) else "an integer"
     if type(value) is type(default):
         return None
     if isinstance(value, str) and re.fullmatch(r"\s*(-?\d+|true|false)\s*", value, re.IGNORECASE):
@@ -132,7 +132,7 @@ def _wrong_type(key: str, value: Any, default: int | bool) -> str | None:
 
 
 def _contradictions(settings: Settings, world: int) -> list[tuple[set[str], str]]:
-    """(keys that it is about, sentence) of all that cannot be with so many ranks."""
+    """All problems with so many ranks: (keys, sentence)."""
     found: list[tuple[set[str], str]] = []
     shard, horizon = settings["hybrid_shard_degree"], settings["activation_loading_horizon"]
     tensor, context, experts = (settings[f"{kind}_parallel_degree"] for kind in ("tensor", "context", "expert"))
@@ -154,7 +154,7 @@ def _contradictions(settings: Settings, world: int) -> list[tuple[set[str], str]
     if tensor > 1 and experts > 1:
         found.append((
             {"tensor_parallel_degree", "expert_parallel_degree"},
-            f"tensor_parallel_degree {tensor} and expert_parallel_degree {experts} do not go together; set one to 1",
+            f"tensor_parallel_degree {tensor} and expert_parallel_degree {experts} cannot be combined; set one to 1",
         ))  # fmt: skip
     elif world % (max(shard, 1) * tensor * experts):
         found.append((
@@ -170,14 +170,14 @@ def _contradictions(settings: Settings, world: int) -> list[tuple[set[str], str]
     if experts > 1:
         found.append((
             {"expert_parallel_degree"},
-            f"expert_parallel_degree is {experts}, but Phalanx has no experts' parallelism, so nothing would use it; "
-            "set it to 1, and shard experts with hybrid_shard_degree",
+            f"expert_parallel_degree is {experts}, but Phalanx has no expert parallelism, so it would have no "
+            "effect; set it to 1, and shard experts with hybrid_shard_degree",
         ))  # fmt: skip
     if context > 1:
         found.append((
             {"context_parallel_degree"},
-            f"context_parallel_degree is {context}, but Phalanx does not divide sequences over ranks, so nothing would "
-            "use it; set it to 1, and make room with activation checkpointing, offload_wrapper or "
-            "tensor_parallel_degree",
+            f"context_parallel_degree is {context}, but a transformed model has no context parallelism, so it would "
+            "have no effect; set it to 1, and save memory with activation checkpointing, offload_wrapper or "
+            "tensor_parallel_degree, or train with a recipe's parallel.context",
         ))  # fmt: skip
     return found

@@ -4,9 +4,7 @@ import contextlib
 import functools
 import io
 import logging
-import math
 import os
-import pickle
 import random
 import re
 import shutil
@@ -15,32 +13,20 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
+from phalanx.compat.pickles import load_metadata
 from phalanx.core.errors import CheckpointError, ConfigError
 from phalanx.storage import files as storage
 
 ATTEMPTS, FIRST_PAUSE_S = 3, 0.2
-MAX_COMPARED = 4096  # chunks of a tensor: two and two, in memory
-_NAMES = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size", "device"),
-    "pathlib": ("PosixPath", "PurePosixPath"),
-    "collections": ("OrderedDict",),
-}  # fmt: skip
 Hook = Callable[["DistributedFileSystemWriter"], object]
 
 
@@ -83,18 +69,6 @@ class DistributedFileSystemWriter(FileSystemWriter):
         return written
 
 
-class _Metadata(pickle.Unpickler):
-    """Reads what a folder says of its checkpoint, and calls nothing but the classes that say it: PyTorch's own reader
-    runs whatever the file asks for."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if name not in _NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a checkpoint")
-        return super().find_class(module, name)
-
-
 class DistributedFileSystemReader(FileSystemReader):
     """PyTorch's reader of a folder, or of one at an `s3://` URL, which runs no code of the files in it. Errors are
     CheckpointErrors."""
@@ -115,14 +89,7 @@ class DistributedFileSystemReader(FileSystemReader):
         path = self._get_metadata_path(options.get("rank"))
         try:
             with self.fs.create_stream(path, "rb") as file:
-                found = _Metadata(file).load()
-            assert isinstance(found, Metadata) and isinstance(found.storage_data, dict), "it is none of a checkpoint"
-            names = [str(each.relative_path) for each in found.storage_data.values()]
-            assert not any(os.path.basename(name) != name for name in names), "it names files of another folder"
-            for name, each in found.state_dict_metadata.items():
-                assert not isinstance(each, TensorStorageMetadata) or _is_covered(each), (
-                    f"{name} has other parts than all"
-                )
+                found = load_metadata(cast("IO[bytes]", file))
             found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
             found.storage_meta.load_id = self.load_id
         except Exception as error:  # whatever a file that is none makes of the unpickler
@@ -130,7 +97,7 @@ class DistributedFileSystemReader(FileSystemReader):
         return found
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        """One tensor or value, an archive of its own, whose checksums PyTorch writes and does not look at."""
+        """One tensor or value, a separate archive, whose checksums PyTorch writes and does not check."""
         part = super()._slice_file(file, sinfo)
         if getattr(sinfo, "transform_descriptors", None) or not torch.serialization.get_crc32_options():
             return part
@@ -138,39 +105,23 @@ class DistributedFileSystemReader(FileSystemReader):
         if held.getbuffer()[:2] == b"PK" and (bad := zipfile.ZipFile(held).testzip()) is not None:
             path = os.path.join(self.path, str(sinfo.relative_path))
             raise CheckpointError(
-                f"{path} is damaged: {bad} has another checksum than it was written with; fetch the checkpoint "
-                "again, or load another one"
+                f"{path} is damaged: {bad} does not match its checksum; download the checkpoint again, or load "
+                "another one"
             )
         held.seek(0)
         return held
 
 
-def _is_covered(tensor: TensorStorageMetadata) -> bool:
-    """Whether its chunks cover a tensor and no element is in two: where there is none, PyTorch's reader leaves what was
-    in memory before. (A chunk may be named twice, as copies of one tensor are.)"""
-    chunks = {(tuple(each.offsets), tuple(each.sizes)) for each in tensor.chunks}
-    if not chunks or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(tensor.size):
-        return not chunks and not math.prod(tensor.size)
-    begins, sizes = np.array(list(chunks), np.int64).reshape(len(chunks), 2, len(tensor.size)).swapaxes(0, 1)
-    if (begins < 0).any() or (sizes < 0).any() or (begins + sizes > np.array(tensor.size, np.int64)).any():
-        return False
-    if len(chunks) > MAX_COMPARED:
-        return True
-    before = (begins[:, None] + sizes[:, None] <= begins[None]).any(axis=-1)
-    empty = (sizes == 0).any(axis=-1)
-    return bool((before | before.T | np.eye(len(chunks), dtype=bool) | empty | empty[:, None]).all())
-
-
 def unreadable_error(path: str | os.PathLike[str], error: BaseException) -> CheckpointError:
-    """What to say of a checkpoint, or a file of one, that cannot be read."""
+    """The error for a checkpoint, or a file of one, that cannot be read."""
     reason = " ".join(str(error).split()).partition(". ")[0][:300] or type(error).__name__
-    return CheckpointError(f"{path} cannot be read ({reason}); fetch the checkpoint again, or load another one")
+    return CheckpointError(f"{path} cannot be read ({reason}); download the checkpoint again, or load another one")
 
 
 def check_path_exists(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
     """A path as it is. Raises ConfigError where there is none."""
     if path is None or path == "":
-        raise ConfigError("there is nothing to put a checkpoint into or take it from; pass checkpoint_id=")
+        raise ConfigError("no checkpoint location was given; pass checkpoint_id=")
     return path
 
 
@@ -181,7 +132,7 @@ def path_to_file_system(
     if is_s3_uri(path):
         return S3FileSystem(s3_region, s3client_config=s3client_config)
     if s3_region is not None or s3client_config is not None:
-        raise ConfigError(f"s3_region and s3client_config are for s3:// URLs, not for {path}; leave them out")
+        raise ConfigError(f"s3_region and s3client_config are for s3:// URLs, not for {path}; remove them")
     return FileSystem()
 
 
@@ -216,8 +167,8 @@ class S3FileSystem(FileSystem):
     def __init__(self, region: str | None = None, s3_client: Any = None, s3client_config: Any = None) -> None:
         if s3_client is not None or s3client_config is not None:
             raise ConfigError(
-                "s3client_config is for the client of another library, which is not used here; leave it out, and say "
-                "where S3 is and who asks by the environment (AWS_ENDPOINT_URL, AWS_PROFILE and the like)"
+                "s3client_config configures a client that is not used here; remove it, and configure S3 with "
+                "environment variables (AWS_ENDPOINT_URL, AWS_PROFILE and the like)"
             )
         if region is not None:
             storage.set_region(region)

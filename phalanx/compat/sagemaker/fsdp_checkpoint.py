@@ -34,7 +34,7 @@ def save_model_checkpoint(
     scheduler: Any = None,
     extra_exports: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save model, optimizer, scheduler and some values of one's own, sharded. The first copy alone is written.
+    """Save model, optimizer, scheduler and custom values, sharded. The first copy alone is written.
 
     `checkpointing_pg_metadata`: the model's process group and the rank that coordinates; found out where it is None.
     Collective over all ranks. Raises ConfigError for a kind of state that is not sharded.
@@ -113,7 +113,7 @@ def _group(model: Any, given: tuple[Any, ...] | None) -> tuple[dist.ProcessGroup
 
 
 def _place(folder: str | os.PathLike[str]) -> str:
-    """Slices of tensors have folders of their own."""
+    """Tensor shards have separate folders."""
     session = current_session()
     return os.path.join(
         folder, f"tp{session.ranks.tensor_rank(session.rank)}_ep0" if session is not None else "tp0_ep0"

@@ -1,14 +1,12 @@
 """Makes `import torch.sagemaker` and the smddp backend resolve to Phalanx, by a finder of modules."""
 
-import contextlib
-import enum
 import importlib
 import importlib.abc
 import importlib.machinery
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -203,27 +201,27 @@ NAMES: dict[str, dict[str, str]] = {
     # Only where Transformer Engine itself is not installed.
     "transformer_engine": {},
     "transformer_engine.common.recipe": {
-        "Format": f"{_HERE}.install:Format",
-        "DelayedScaling": f"{_HERE}.install:DelayedScaling",
+        name: f"{_HERE}.transformer_engine:{name}" for name in ("Format", "DelayedScaling")
     },
     "transformer_engine.pytorch": {
-        name: f"{_HERE}.install:{name}" for name in ("fp8_autocast", "Linear", "LayerNormLinear", "LayerNormMLP")
-    },
+        name: f"{_HERE}.transformer_engine:{name}"
+        for name in ("fp8_autocast", "checkpoint", "Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP")
+    }
+    | {name: f"{_HERE}.transformer_engine_attention:{name}" for name in ("MultiheadAttention", "TransformerLayer")},
 }
 
 # Modules of older versions: what to do instead.
 INSTEAD = {
-    "smdistributed.modelparallel": "version 1 of that library is another one; begin with a plain FSDP script",
+    "smdistributed.modelparallel": "version 1 of that library is different; start from a plain FSDP script",
     "smdistributed.dataparallel.torch.distributed": 'use torch.distributed with backend="smddp"',
     "smdistributed.dataparallel.torch.parallel": "use torch.nn.parallel.DistributedDataParallel",
 }
 # Packages that such scripts import besides, and that are not installed everywhere: what to do without.
 WITHOUT = {
-    "transformer_engine": "FP8 is its kernels' alone: leave it out (a script's own switch, such as --fp8 0) and train "
-    "in bf16, by FSDP's MixedPrecision; or install it where GPUs have FP8",
+    "transformer_engine": "docs/migrating.md lists what is provided in its place; install it where more is needed",
 }
 ROOTS = ("torch.sagemaker", "smdistributed")
-PAGE = "docs/migrating.md lists what is"
+PAGE = "docs/migrating.md lists what is provided"
 
 
 # -------------------------------------------------------------------------------------------------------------- absent
@@ -236,56 +234,13 @@ logger = logging.getLogger("phalanx.sagemaker")
 MODELS = "transformers.modeling_utils"
 
 
-class Format(enum.Enum):
-    """Transformer Engine's formats of eight bits: forward and backward the same, or one each."""
-
-    E4M3 = enum.auto()
-    E5M2 = enum.auto()
-    HYBRID = enum.auto()
-
-
-class DelayedScaling(SimpleNamespace):
-    """Settings for `fp8_autocast`, kept as they are given."""
-
-
 class NotInstalled(ConfigError, AttributeError):
-    """A name of a package that is not installed: there is no such attribute, and one sentence says why."""
+    """A name of a package that is not installed: access raises an error that says so."""
 
 
 def missing_package_error(name: str) -> NotInstalled:
     package = name.partition(".")[0]
     return NotInstalled(f"{name} is used, but {package} is not installed here; {WITHOUT[package]}")
-
-
-class _Layer:
-    """A layer of Transformer Engine, for libraries that look whether a module is one, such as peft: none is."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        raise missing_package_error(f"transformer_engine.pytorch.{type(self).__name__}")
-
-
-class Linear(_Layer):
-    pass
-
-
-class LayerNormLinear(_Layer):
-    pass
-
-
-class LayerNormMLP(_Layer):
-    pass
-
-
-@contextlib.contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
-
-
-def fp8_autocast(enabled: bool = True, **options: Any) -> contextlib.AbstractContextManager[None]:
-    """A block without FP8. Raises ConfigError where it is to be `enabled`."""
-    if enabled:
-        raise missing_package_error("transformer_engine.pytorch.fp8_autocast(enabled=True)")
-    return _as_it_is()
 
 
 # ------------------------------------------------------------------------------------------------------ flash attention
@@ -336,7 +291,7 @@ def _or_pytorchs(original: Callable[..., str]) -> Callable[..., str]:
         instead = original(self, None, *args, **options)
         if (dist.get_rank() if dist.is_initialized() else find_placement().rank) == 0:
             logger.warning(
-                "%s is not installed here, or there is no GPU for it: %s attends by %s",
+                "%s is not installed, or there is no GPU for it: %s computes attention with %s",
                 attn_implementation, type(self).__name__, instead,
             )  # fmt: skip
         return instead

@@ -26,7 +26,7 @@ class LlamaFlashAttention(LlamaAttention):
         """As transformers has it. Raises ConfigError for a cache where the layer's number was not given."""
         if options.get("past_key_values") is not None and self.layer_idx is None:
             raise ConfigError(
-                "LlamaFlashAttention does not know its layer, so it has no place in the cache of keys and values; set "
-                "use_cache to False in the model's config, or give layer_idx"
+                "LlamaFlashAttention has no layer index, so it cannot use the key-value cache; set use_cache to "
+                "False in the model's config, or give layer_idx"
             )
         return super().forward(*args, **options)

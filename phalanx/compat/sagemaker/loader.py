@@ -1,23 +1,16 @@
-"""Reading a state that was saved into one that is there."""
+"""Loading a saved state into existing tensors."""
 
-import argparse
 import contextlib
 import enum
 import io
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
 from torch.distributed.checkpoint._nested_dict import set_element, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
@@ -28,9 +21,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, _fsdp_extensions
-from torch.distributed.remote_device import _remote_device
 
 from phalanx.api.fsdp.session import current_device
+from phalanx.compat.pickles import list_plain_names, list_sharded_names
 from phalanx.compat.sagemaker.files import (
     DistributedFileSystemReader,
     check_path_exists,
@@ -56,8 +49,8 @@ def load(
     """Read a checkpoint into the tensors of `state_dict`, in place; other values in it are replaced. Collective over
     `process_group`, by default over all ranks.
 
-    Raises CheckpointError where `check_keys_matched` and the ranks ask for unlike keys; ConfigError where there is no
-    place.
+    Raises CheckpointError where `check_keys_matched` and the ranks request different keys; ConfigError without a
+    location.
     """
     reader = storage_reader
     if reader is None:
@@ -103,7 +96,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Plain values alone, and NumPy's: PyTorch's own runs whatever code a file asks for."""
-        with torch.serialization.safe_globals([argparse.Namespace, *numpy_reconstructors()]):
+        with torch.serialization.safe_globals(list_plain_names()):
             found = torch.load(value, weights_only=True)
         name = read_item.dest_index.fqn
         if self.flatten_state_dict:
@@ -116,20 +109,14 @@ class _Planner(DefaultLoadPlanner):
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
 
-def numpy_reconstructors() -> list[Any]:
-    """What an array or a number of NumPy's is made by, as in the state of its random numbers."""
-    made_by = [np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
-    return [*made_by, np.ndarray, np.dtype, *(getattr(np.dtypes, name) for name in np.dtypes.__all__)]
-
-
 def _check_keys(state_dict: dict[str, Any], ranks: _DistWrapper) -> None:
     everyones = ranks.all_gather_object(sorted(state_dict))
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             unlike = sorted(set(theirs) ^ set(everyones[0]))
             raise CheckpointError(
-                f"rank {rank} of its group asks for other keys than rank 0: {', '.join(unlike[:3])}; ask for the same "
-                "on all, or pass check_keys_matched=False"
+                f"rank {rank} of its group requests other keys than rank 0: {', '.join(unlike[:3])}; request the "
+                "same keys on all ranks, or pass check_keys_matched=False"
             )
 
 
@@ -139,9 +126,6 @@ def _check_keys(state_dict: dict[str, Any], ranks: _DistWrapper) -> None:
 
 # Where a module keeps what FSDP does around its state_dict() and load_state_dict().
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-# What the tensors of LOCAL_STATE_DICT are made of.
-_SHARDED = (ShardedTensor, ShardedTensorMetadata, TensorProperties, Shard, ShardMetadata, ChunkShardingSpec,
-            EnumerableShardingSpec, ShardedTensor.ProcessGroupState, _remote_device, MEM_FORMAT_ENCODING)  # fmt: skip
 
 
 class SMStateDictType(enum.Enum):
@@ -173,7 +157,7 @@ def sm_state_dict_type(
             f"sm_state_dict_type got {state_dict_type!r}; give SMStateDictType.SM_LOCAL_STATE_DICT or a StateDictType"
         )
     if state_dict_config is not None or optim_state_dict_config is not None:
-        raise ConfigError("SM_LOCAL_STATE_DICT takes no configuration; leave state_dict_config out")
+        raise ConfigError("SM_LOCAL_STATE_DICT takes no configuration; remove state_dict_config")
     parts = FullyShardedDataParallel.fsdp_modules(module)
     kept = [(part, name, getattr(part, name)) for part in parts for name in _HOOKS]
     for part, name, _ in kept:
@@ -195,7 +179,7 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     if any(each.grad is not None for each in parameters):
-        raise ConfigError("init_optim_state would lose gradients that are there; call it before backward()")
+        raise ConfigError("init_optim_state would discard existing gradients; call it before backward()")
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
@@ -217,31 +201,10 @@ def with_sharded_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @contextlib.contextmanager
     def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[Any]:
-        plain = [*numpy_reconstructors(), *_model_configs(), (_member, "builtins.getattr")]
-        with original(process_group), torch.serialization.safe_globals([*_SHARDED, *plain]):
+        with original(process_group), torch.serialization.safe_globals(list_sharded_names()):
             yield process_group
 
     return load_with_process_group
-
-
-def _member(kind: object, name: str) -> Any:
-    """A value of an enumeration, or the class of the shards' group, which pickle writes as a call of getattr; no other
-    attribute of anything."""
-    if kind is MEM_FORMAT_ENCODING:
-        return MEM_FORMAT_ENCODING[name]
-    if kind is ShardedTensor and name == "ProcessGroupState":
-        return ShardedTensor.ProcessGroupState
-    raise CheckpointError(f"the state to be loaded asks for {name} of {kind!r}, which is no part of one; load another")
-
-
-def _model_configs() -> Iterator[type]:
-    """The classes of transformers' configurations that the script has imported: plain values, and no code."""
-    module = sys.modules.get("transformers.configuration_utils")
-    waiting: list[type] = [] if module is None else [module.PreTrainedConfig]
-    while waiting:
-        one = waiting.pop()
-        waiting += one.__subclasses__()
-        yield one
 
 
 # --------------------------- PyTorch's functions for checkpoints, with the arguments that scripts of that library pass

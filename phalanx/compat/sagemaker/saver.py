@@ -1,4 +1,4 @@
-"""Saving a script's state: at once, or beside it."""
+"""Saving a script's state, synchronously or asynchronously."""
 
 import dataclasses
 import io
@@ -31,7 +31,7 @@ from phalanx.core.errors import CheckpointError, ConfigError
 
 
 class PyTorchDistSaveShardedStrategy:
-    """PyTorch's own format. Keeps the last plan of each group, for saves that need not be planned anew."""
+    """PyTorch's own format. Keeps the last plan of each group, for saves that need no new plan."""
 
     def __init__(self, backend: str = "torch_dist", version: int = 1) -> None:
         self.backend, self.version = backend, version
@@ -226,7 +226,7 @@ def default_queue() -> AsyncCallsQueue:
     """The session's queue. Raises ConfigError before `tsm.init`."""
     session = current_session()
     if session is None or not isinstance(session.requests, AsyncCallsQueue):
-        raise ConfigError("there is no queue of saves before tsm.init(); call that first")
+        raise ConfigError("the save queue does not exist before tsm.init(); call that first")
     return session.requests
 
 
@@ -341,8 +341,8 @@ def compute_auto_checkpoint_interval(
     ckpt_io_durations: Sequence[float],
 ) -> Interval:
     """The least number of steps between saves in which the slowest rank's writing is done, whatever its length, while
-    the fastest rank's steps go on. Each argument has one number of seconds a step, the second and those of saves from
-    steps with one. Collective over all ranks."""
+    the fastest rank's steps continue. Each argument has one number of seconds a step, the second and those of saves
+    from steps with one. Collective over all ranks."""
     fastest = _over_ranks(min(step_durations), dist.ReduceOp.MIN)
     slowest = [_over_ranks(max(each, default=0.0), dist.ReduceOp.MAX) for each in (
         step_ckpt_durations, ckpt_preprocessing_durations, ckpt_io_durations

@@ -128,13 +128,13 @@ def _take_over(wrapper: OffloadWrapper, session: FsdpSession) -> ActivationOfflo
     inside = wrapper._checkpoint_wrapped_module
     if not units:
         raise ConfigError(
-            "offload_wrapper is around a model of which no part is checkpointed, so nothing could be offloaded; call "
+            "offload_wrapper wraps a model without activation checkpointing, so nothing could be offloaded; call "
             "apply_activation_checkpointing(model, check_fn=...) before it, or set sm_activation_offloading to false"
         )
     if inside is units[0]:
         raise ConfigError(
-            "offload_wrapper is around single layers, but fetching ahead goes by their order; wrap the whole model "
-            "once: model = offload_wrapper(model)"
+            "offload_wrapper wraps single layers, but prefetching needs their order; wrap the whole model once: "
+            "model = offload_wrapper(model)"
         )
     if len(units) <= session.horizon and session.rank == 0:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""`tsm.init`: the launcher's and the script's settings into a session, and what is watched from then on."""
+"""`tsm.init`: starts a session from the launcher's and the script's settings, and the checks that follow."""
 
 import atexit
 import logging
@@ -112,8 +112,8 @@ def check_in_effect(session: FsdpSession) -> None:
     sessions.require_transform(session)
     if session.degree is not None and "wrap" not in session.done:
         raise ConfigError(
-            f"hybrid_shard_degree is {session.degree}, but no model is in FSDP, so nothing is sharded; wrap it, or set "
-            "hybrid_shard_degree to 0"
+            f"hybrid_shard_degree is {session.degree}, but no model is wrapped in FSDP, so nothing is sharded; wrap "
+            "it, or set hybrid_shard_degree to 0"
         )
     if session.offloading and "offload" not in session.done:
         if "sm_activation_offloading" in session.given:
@@ -154,7 +154,7 @@ def _warn_of_open_saves(queue: AsyncCallsQueue) -> None:
 
 
 class Ranker:
-    """Who is where. A replication group is made of the ranks that hold the same shard, each of another replica."""
+    """The rank layout. A replication group has the ranks that hold the same shard, each of another replica."""
 
     def __init__(self, session: FsdpSession) -> None:
         self._session = session
@@ -247,4 +247,4 @@ class State:
         return sorted(_READ)
 
 
-STATE = State()  # holds nothing itself
+STATE = State()  # without state

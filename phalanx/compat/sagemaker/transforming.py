@@ -13,6 +13,7 @@ from torch import nn
 from phalanx.api.fsdp import init
 from phalanx.api.fsdp.session import current_device, current_session
 from phalanx.compat.sagemaker.small import empty_module_params
+from phalanx.compat.sagemaker.transformer_engine import heed_autocast
 from phalanx.core.errors import ConfigError
 from phalanx.models.counter_rng import derive_key
 from phalanx.models.layers import RMSNorm
@@ -52,14 +53,18 @@ def transform(
     a configuration of experts, and for a model that cannot be divided.
     """
     if current_session() is None:
-        raise ConfigError("tsm.transform divides a model over ranks, which are not known yet; call tsm.init() first")
+        raise ConfigError("tsm.transform shards a model over ranks; call tsm.init() first")
     if cp_comm_type not in COMMUNICATIONS:
         raise ConfigError(f"cp_comm_type is {cp_comm_type!r}; give {' or '.join(map(repr, COMMUNICATIONS))}")
     if isinstance(config, MoEConfig):
         _heed(config, model)
     elif config:
-        raise ConfigError(f"tsm.transform got config={config!r}, of which nothing is known here; leave it out")
-    return init.transform(model, load_state_dict_from_rank0=load_state_dict_from_rank0, device=device, dtype=dtype)
+        raise ConfigError(f"tsm.transform got config={config!r}, which is not supported; remove it")
+    model = init.transform(model, load_state_dict_from_rank0=load_state_dict_from_rank0, device=device, dtype=dtype)
+    session = current_session()
+    assert session is not None
+    heed_autocast(model, session.layers)
+    return model
 
 
 def _heed(experts: MoEConfig, model: nn.Module) -> None:
@@ -71,8 +76,8 @@ def _heed(experts: MoEConfig, model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     if getattr(config, "num_local_experts", None) is None:
         raise ConfigError(
-            f"tsm.transform got a MoEConfig, but {type(model).__name__} has no experts, so nothing would use it; leave "
-            "config out"
+            f"tsm.transform got a MoEConfig, but {type(model).__name__} has no experts, so it would have no effect; "
+            "leave out config"
         )
     if not experts.smp_moe:
         return
@@ -83,8 +88,8 @@ def _heed(experts: MoEConfig, model: nn.Module) -> None:
         value = getattr(experts, name)
         if value != getattr(defaults, name) and (value or name == "moe_all_to_all_dispatcher"):
             raise ConfigError(
-                f"MoEConfig has {name}={value!r}, which nothing would use here, where experts are the model's own code "
-                f"and moe_load_balancing is {balancing!r}; leave it out"
+                f"MoEConfig has {name}={value!r}, which has no effect: experts are the model's own code and "
+                f"moe_load_balancing is {balancing!r}; remove it"
             )
     if experts.random_seed != defaults.random_seed:
         _seed(experts.random_seed)
@@ -96,17 +101,17 @@ def _heed(experts: MoEConfig, model: nn.Module) -> None:
             config.output_router_logits = False
         case "sinkhorn":
             _warn(
-                "MoEConfig balances experts by sinkhorn, which is not done here: the model routes tokens as its own "
-                'code does; moe_load_balancing="aux_loss" adds an auxiliary loss that balances them'
+                "MoEConfig balances experts with sinkhorn, which is not supported: the model's own code routes "
+                'tokens; moe_load_balancing="aux_loss" adds an auxiliary loss that balances them'
             )
         case other:
             raise ConfigError(
-                f"MoEConfig has moe_load_balancing={other!r}, which is not done here; give 'aux_loss' or 'none'"
+                f"MoEConfig has moe_load_balancing={other!r}, which is not supported; use 'aux_loss' or 'none'"
             )
     if experts.moe_z_loss_coeff:
         _warn(
-            f"MoEConfig has moe_z_loss_coeff={experts.moe_z_loss_coeff:g} by default, but no such loss of routers is "
-            "added here; set it to 0"
+            f"MoEConfig has moe_z_loss_coeff={experts.moe_z_loss_coeff:g} by default, but this router loss is not "
+            "supported; set it to 0"
         )
 
 
@@ -116,8 +121,7 @@ def _seed(seed: int) -> None:
     assert session is not None
     if session.seed not in (None, seed):
         raise ConfigError(
-            f"MoEConfig has random_seed={seed}, and tsm.init was given random_seed={session.seed}; leave one of them "
-            "out"
+            f"MoEConfig has random_seed={seed}, and tsm.init was given random_seed={session.seed}; use one of them"
         )
     session.seed = seed
 
@@ -129,8 +133,11 @@ def _warn(sentence: str) -> None:
 
 
 def setup_transformer_engine_cp_groups(*args: Any, **options: Any) -> None:
-    """Of context parallelism, which Phalanx does not have. Raises ConfigError."""
-    raise ConfigError("Phalanx has no context parallelism; set context_parallel_degree to 1")
+    """Of context parallelism, which a transformed model does not have. Raises ConfigError."""
+    raise ConfigError(
+        "a transformed model has no context parallelism; set context_parallel_degree to 1, or train with a recipe's "
+        "parallel.context"
+    )
 
 
 class _OfTransformed(type):
@@ -228,7 +235,7 @@ class DelayedParamIniter:
         for kind, tensors in (("parameter", self._model.named_parameters()), ("buffer", self._model.named_buffers())):
             for name, tensor in tensors:
                 if tensor.is_meta:
-                    raise AssertionError(f"{kind} {name} is on the meta device still")
+                    raise AssertionError(f"{kind} {name} is still on the meta device")
         if self._verbose:
             logger.info("all %d parameters have their values", len(self._wanted))
 
@@ -237,7 +244,7 @@ class DelayedParamIniter:
     def _init(self, module: nn.Module) -> None:
         if self._tied and not self._ties_handled:
             raise ConfigError(
-                f"{' and '.join(self._tied[0])} are one parameter, and would become two; give FSDP "
+                f"{' and '.join(self._tied[0])} are tied and would become two parameters; give FSDP "
                 "post_param_init_fn=initer.get_post_param_init_fn() as well"
             )
         with torch.no_grad():
@@ -248,12 +255,12 @@ class DelayedParamIniter:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 raise AssertionError(
-                    f"{self._name_of(module)}.{name} is on the meta device still, after its module was initialised; "
-                    "init_method_using_config has to call empty_module_params(module, device)"
+                    f"{self._name_of(module)}.{name} is still on the meta device after its module was initialized; "
+                    "init_method_using_config must call empty_module_params(module, device)"
                 )
         self.count_num_params(module)
         if self._verbose and module._parameters:
-            logger.info("initialised %s", self._name_of(module) or "the model itself")
+            logger.info("initialized %s", self._name_of(module) or "the model itself")
 
     def _name_of(self, module: nn.Module) -> str:
         return self._names.get(id(module), type(module).__name__)
@@ -281,7 +288,7 @@ class DelayedParamIniter:
             if _is_marked(module._buffers[name]):
                 raise ConfigError(
                     f"buffer {self._name_of(module)}.{name} is on the meta device, and {type(module).__name__} does "
-                    "not say what it holds; build the model with buffers on a device (accelerate's "
+                    "not define its values; build the model with buffers on a device (accelerate's "
                     "init_empty_weights), or pass init_method_using_config"
                 )
         for name, part in slices.items():
@@ -294,8 +301,8 @@ class DelayedParamIniter:
                 continue
             if not isinstance(module, RMSNorm):
                 raise ConfigError(
-                    f"{self._name_of(module)}.{name} is a parameter that the model does not say the first values of; "
-                    "pass init_method_using_config"
+                    f"{self._name_of(module)}.{name} is a parameter without an initialization in the model; pass "
+                    "init_method_using_config"
                 )
             parameter.fill_(1.0)
 
@@ -317,8 +324,8 @@ class DelayedParamIniter:
         reset: Any = getattr(module, "reset_parameters", None)
         if reset is None:
             raise ConfigError(
-                f"{type(module).__name__} ({name or 'the model'}) does not say how it begins: it has no "
-                "reset_parameters, nor has the model _init_weights; pass init_method_using_config"
+                f"{type(module).__name__} ({name or 'the model'}) has no initialization: neither it has "
+                "reset_parameters nor the model _init_weights; pass init_method_using_config"
             )
         reset()
 
@@ -366,7 +373,7 @@ def _marked(old: torch.Tensor | None) -> torch.Tensor:
 def _is_marked(tensor: torch.Tensor | None) -> bool:
     assert tensor is not None
     if tensor.dtype in (torch.bool, torch.uint8) or not tensor.numel():
-        return bool(tensor.numel())  # nobody can tell whether it was given a value
+        return bool(tensor.numel())  # whether it was given a value is unknown
     if tensor.dtype.is_floating_point:
         return bool(tensor.isnan().all())
     return bool((tensor == _NO_VALUE[False]).all())

@@ -1,9 +1,9 @@
-"""Messages between the agents of a job's nodes: JSON lines over TCP, behind a proof that both sides know the secret.
+"""Channels between the agents of a job: JSON lines over TCP, after both sides have proved that they know the secret.
 
-Nothing here waits: a channel sends and takes what the kernel has room for or holds, whenever its owner tends it. The
-proof is HMAC-SHA256 over a nonce of each side (challenge and response, both ways) and the port that is called, so that
-the secret never travels, an old conversation is worth nothing, and nobody who listens at another port can pass on the
-proofs of two others and come between them. What follows the proof is neither encrypted nor signed.
+Nothing here blocks: a channel sends and receives what the kernel can take or has, whenever its owner polls it. The
+proof is HMAC-SHA256 over a nonce of each side (mutual challenge and response) and the called port, so that the secret
+is never sent, replays fail, and a listener at another port cannot relay the proofs of two others. Messages after the
+proof are neither encrypted nor signed.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from typing import Any, TypeGuard
 PROTOCOL = 4  # of messages; a node says at the meeting that it is ready by another one than in 3
 MAX_HANDSHAKE_BYTES = 1 << 10  # the longest line of a side that has not proved itself
 MAX_MESSAGE_BYTES = 16 << 20
-HANDSHAKE_TIMEOUT_S = 10.0  # what a side gets to prove itself
+HANDSHAKE_TIMEOUT_S = 10.0  # time limit of the proof
 # A side that is silent because its machine or network is gone: the kernel asks it after IDLE seconds, then COUNT times.
 IDLE_S, BETWEEN_S, COUNT = 5, 3, 3
 SILENT_S = IDLE_S + BETWEEN_S * COUNT
-# The kernel answers for a process that is stopped or stuck, too: one that says nothing for ASK_S is asked itself, and
+# The kernel also answers for a stopped or stuck process: one that is silent for ASK_S is pinged itself, and
 # has DEAF_S to answer. Node 0 may be busy for a while, with its report for instance.
 ASK_S, DEAF_S = 30.0, 300.0
 LINGER_S = 0.5  # what last words get to be taken
@@ -56,7 +56,7 @@ class Channel:
 
     @property
     def awaits(self) -> int:
-        """What poll() has to look for."""
+        """Event mask for poll()."""
         return select.POLLIN | (select.POLLOUT if self._out else 0)
 
     def send(self, message: Message) -> None:
@@ -65,7 +65,7 @@ class Channel:
         self._send()
 
     def receive(self) -> list[Message]:
-        """The messages that have come since the last call; what makes no sense loses the channel."""
+        """Messages received since the last call; an invalid one closes the channel."""
         self._send()
         self._receive()
         messages: list[Message] = []
@@ -73,7 +73,7 @@ class Channel:
         for line in lines:
             message = _read(line) if len(line) <= self.most_bytes else None
             if message is None:
-                self.close("it sent what is no message" if len(line) <= self.most_bytes else TOO_LONG)
+                self.close("it sent an invalid message" if len(line) <= self.most_bytes else TOO_LONG)
                 break
             messages.append(message)
         if len(self._in) > self.most_bytes:
@@ -85,21 +85,21 @@ class Channel:
         poll_descriptors({self.fileno(): self.awaits}, timeout_s)
 
     def push_back(self, messages: list[Message]) -> None:
-        """Have these, the last of what was heard, heard again: they are for whoever owns the channel next."""
+        """Put back the last received messages for the next owner of the channel."""
         self._in[:0] = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
 
     def check_alive(self) -> None:
-        """Ask the other side's process whether it lives, where that is due; who does not answer in time is lost. Must
-        follow `receive`, since an answer may lie there."""
+        """Ping the other side when due; one that does not answer in time is lost. Call it after `receive`, which may
+        have the answer."""
         quiet_s = time.monotonic() - self._quiet_since
         if not self._asked and quiet_s > ASK_S:
             self._asked, self._quiet_since = True, time.monotonic()
             self.send({"ping": True})
         elif self._asked and quiet_s > DEAF_S:
-            self.close(f"its process has not answered for {DEAF_S:g} s")
+            self.close(f"its process has not responded for {DEAF_S:g} s")
 
     def close(self, why: str) -> None:
-        """End the connection; what was not sent is dropped."""
+        """Close the connection; unsent messages are dropped."""
         self.lost = self.lost or why
         self._in.clear()
         self.socket.close()
@@ -110,8 +110,8 @@ class Channel:
         self.linger(why, timeout_s)
 
     def linger(self, why: str, timeout_s: float = LINGER_S) -> None:
-        """Close, once what was said has gone. A slow network, and the other side's own last words, get a moment:
-        closing over what has not been read would take back what was sent."""
+        """Close after pending messages are sent. This waits a moment for a slow network and for the other side's
+        last messages, since closing with unread data would discard sent data."""
         until, told = time.monotonic() + timeout_s, False
         while self.lost is None and time.monotonic() < until:
             if not self._out and not told:
@@ -134,7 +134,7 @@ class Channel:
             del self._out[:sent]
 
     def _receive(self) -> None:
-        # No more than ends a line: who sends without end must not keep anybody busy.
+        # At most one line: an endless sender must not keep this process busy.
         got, ended = 0, False
         while self.lost is None and len(self._in) <= self.most_bytes and not (ended and got >= PART_BYTES):
             try:
@@ -152,16 +152,16 @@ class Channel:
             self._quiet_since, self._asked = time.monotonic(), False
 
     def _over(self, why: str) -> None:
-        """The other side has gone; what it had said before is still read."""
+        """Handle a connection closed by the other side; its earlier messages are still read."""
         self.lost = why
         self.socket.close()
 
 
 class Handshake:
-    """One side's part in the proof; feed it with what was heard until `done` or `failed`.
+    """One side of the authentication handshake; feed it with received messages until `done` or `failed`.
 
-    The side that is called (node 0) gives its nonce first and proves itself last, so that a stranger who calls learns
-    nothing to guess the secret from.
+    The called side (node 0) gives its nonce first and proves itself last, so that an unauthenticated caller learns
+    nothing about the secret.
     """
 
     def __init__(self, channel: Channel, secret: str, calling: bool) -> None:
@@ -183,7 +183,7 @@ class Handshake:
             if message.get("unknown") is True:
                 self.failed = "it does not accept this node's secret"
             elif not self._is_proved(message.get("proof"), b"called"):
-                self.failed = "whoever listens there does not know this job's secret"
+                self.failed = "the process listening there does not know this job's secret"
         elif _is_ascii(message.get("nonce")):
             self._theirs = message["nonce"]
             if self._is_proved(message.get("proof"), b"calling"):
@@ -192,17 +192,17 @@ class Handshake:
                 self.channel.send_and_close({"unknown": True}, "it does not know the secret", timeout_s=0)
                 self.failed = "it does not know the secret"
         else:
-            self.failed = "it did not answer the question for the secret"
+            self.failed = "it did not answer the authentication challenge"
 
     def _answer(self, message: Message) -> None:
         nonce = message.get("nonce")
         if type(message.get("phalanx")) is not int or not _is_ascii(nonce):
-            self.failed = "what listens there is no node 0 of Phalanx"
+            self.failed = "the process listening there is not node 0 of a Phalanx run"
             return
         if message["phalanx"] != PROTOCOL:
             self.failed = (
-                f"the node that listens there speaks version {message['phalanx']} of the protocol and this one "
-                f"{PROTOCOL}; install the same release of Phalanx on all nodes"
+                f"the node listening there uses protocol version {message['phalanx']} but this node uses {PROTOCOL}; "
+                "install the same release of Phalanx on all nodes"
             )
             return
         with contextlib.suppress(OSError):  # it has gone again, as the channel will find
@@ -219,12 +219,12 @@ class Handshake:
         self.done = _is_ascii(proof) and hmac.compare_digest(proof, self._proof(side))
         if self.done:
             self.channel.most_bytes = MAX_MESSAGE_BYTES
-            self.until = time.monotonic() + HANDSHAKE_TIMEOUT_S  # to say who it is
+            self.until = time.monotonic() + HANDSHAKE_TIMEOUT_S  # to authenticate
         return self.done
 
 
 def poll_descriptors(descriptors: Mapping[int, int], timeout_s: float) -> bool:
-    """Wait until one of the descriptors has what poll() looks at it for; returns whether one has."""
+    """Wait until one of the descriptors is ready for its poll() events; returns whether one is."""
     poll = select.poll()
     for descriptor, events in descriptors.items():
         poll.register(descriptor, events)
@@ -246,7 +246,7 @@ def enable_keepalive(connection: socket.socket) -> None:
 
 
 def open_channel(address: tuple[str, int], secret: str, connect_s: float, handshake_s: float) -> Channel:
-    """Connect and prove, for a process that may wait; the channel is then ready for what this side has to say.
+    """Connect and authenticate, blocking; the channel is then ready for what this side has to say.
 
     The other side has `connect_s` to be there, and `handshake_s` to answer, since its process may be busy. Raises
     ConnectionRefusedError when it is there but the two do not know the same secret, Interrupted when it has closed the
@@ -270,9 +270,9 @@ def open_channel(address: tuple[str, int], secret: str, connect_s: float, handsh
 
 
 def start_connecting(address: tuple[str, int]) -> Channel:
-    """A channel to an address that is being called: for an agent, which may not wait until somebody answers.
+    """A non-blocking connection attempt, for an agent, which must not wait.
 
-    Raises OSError where it is known at once that nobody will.
+    Raises OSError where it is known at once that nothing answers.
     """
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
@@ -287,7 +287,8 @@ def start_connecting(address: tuple[str, int]) -> Channel:
 
 
 def connect_and_greet(address: tuple[str, int], secret: str, hello: Message, timeout_s: float) -> socket.socket:
-    """Connect, prove, say hello and wait for {"ok": true}; returns the connection, which now blocks, for what follows.
+    """Connect, authenticate, say hello and wait for {"ok": true}; returns the connection, which now blocks, for what
+    follows.
 
     The other side must not send anything else before it hears something. Raises OSError.
     """
@@ -299,7 +300,7 @@ def connect_and_greet(address: tuple[str, int], secret: str, hello: Message, tim
             break
         except (
             HandshakeInterrupted
-        ):  # strangers crowd its door, or it has just ended: then nobody listens there the next time
+        ):  # unauthenticated callers fill its queue, or it has just ended and no longer listens
             if time.monotonic() + AGAIN_S > until:
                 raise
             time.sleep(AGAIN_S)
@@ -333,4 +334,4 @@ def _is_ascii(text: Any) -> TypeGuard[str]:
 
 
 def _words(error: OSError) -> str:
-    return "it has not been heard of" if isinstance(error, TimeoutError) else error.strerror or str(error)
+    return "it timed out" if isinstance(error, TimeoutError) else error.strerror or str(error)

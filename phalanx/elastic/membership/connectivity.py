@@ -1,7 +1,7 @@
-"""Whether each node reaches each other one: a small echo at one address of a node, behind the meeting's secret.
+"""Connectivity check between all nodes: an echo server at one address of a node, behind the rendezvous secret.
 
-Who calls proves itself as nodes do (`channel.py`), asks for the time and sends some megabytes, which come back. The
-echo runs in a forked process that ends with its parent.
+A caller authenticates as nodes do (`channel.py`), asks for the time and sends some megabytes, which are echoed. The
+server runs in a forked process that ends with its parent.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ _TIME = struct.Struct("!d")
 
 @dataclass(frozen=True)
 class ConnectionProbe:
-    """From one node to another: how long a byte takes there and back, bytes a second each way, how far the other's
-    clock is ahead; or why nothing got through."""
+    """The connection from one node to another: round-trip time, bytes per second each way, clock offset; or the
+    error."""
 
     latency_s: float | None = None
     bytes_per_s: float | None = None
@@ -74,7 +74,7 @@ def _serve(listener: socket.socket, secret: str) -> int:
 
 def _answer(connection: socket.socket, secret: str) -> None:
     channel = Channel(connection)
-    with contextlib.suppress(OSError):  # who calls has gone
+    with contextlib.suppress(OSError):  # the caller has disconnected
         if _is_friend(channel, secret):
             connection.setblocking(True)
             connection.settimeout(TRANSFER_S)
@@ -82,11 +82,11 @@ def _answer(connection: socket.socket, secret: str) -> None:
                 connection.sendall(_TIME.pack(time.time()))
             if asked == b"e":
                 connection.sendall(_received(connection, SIZE_BYTES))
-    channel.close("that was all")
+    channel.close("finished")
 
 
 def _is_friend(channel: Channel, secret: str) -> bool:
-    """Whether who calls knows the secret and wants an echo; then it was told that it gets one."""
+    """Authenticate a caller that wants an echo; returns whether it was accepted."""
     proof = Handshake(channel, secret, calling=False)
     while channel.lost is None and proof.failed is None and time.monotonic() < proof.until:
         channel.wait(0.1)
@@ -115,15 +115,15 @@ def probe(address: tuple[str, int], secret: str) -> ConnectionProbe:
             sent = bytes(SIZE_BYTES)
             connection.sendall(sent)
             if _received(connection, SIZE_BYTES) != sent:
-                return ConnectionProbe(latency_s, None, skew_s, "what came back is not what was sent")
+                return ConnectionProbe(latency_s, None, skew_s, "the data returned differs from the data sent")
             # There and then back, one after the other.
             return ConnectionProbe(latency_s, 2 * SIZE_BYTES / (time.perf_counter() - begun), skew_s)
     except OSError as error:
-        return ConnectionProbe(error=f"it broke off ({error.strerror or error})")
+        return ConnectionProbe(error=f"the transfer failed ({error.strerror or error})")
 
 
 def _ping(connection: socket.socket) -> tuple[float, float]:
-    """Seconds there and back, and how far the other clock is ahead, to half of that."""
+    """The round-trip time in seconds, and the clock offset to half of it."""
     begun, at = time.perf_counter(), time.time()
     connection.sendall(b"t")
     (theirs,) = _TIME.unpack(_received(connection, _TIME.size))

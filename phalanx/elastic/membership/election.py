@@ -24,20 +24,20 @@ from phalanx.elastic.membership.rendezvous import refresh_listing
 from phalanx.recovery import fencing
 from phalanx.system.async_call import AsyncCall
 
-VOTES_S = 15.0  # what the others get to end their ranks and vote; those who are lost are not waited for
-CLAIM_S = 3.0  # what a shared file system gets to create an epoch's file
-TIE_S = 60.0  # the same where nobody may go on without that: the server may be busy with a checkpoint
+VOTES_S = 15.0  # the time of the others to end their ranks and vote; lost ones are not waited for
+CLAIM_S = 3.0  # time for a shared file system to create an epoch's file
+TIE_S = 60.0  # the same where no node may continue without it: the server may be busy with a checkpoint
 
 Claim = Callable[[int, dict[str, Any]], dict[str, Any] | None]  # as epochs.claim, of a run folder
 Outcome = MemberList | str | None  # the list to adopt; or why this agent is fenced; or nothing yet
 
 
 class Election:
-    """Finds the member list after the one of `view`: the leader's without those who are lost and with those who join,
-    or, where the leader itself is lost, that of the lowest of the others, to whom they `send` their votes.
-    `is_silent`: whether nothing was heard of a member for a while. `claim` creates an epoch's file (None: there are
-    none); `make_vote` says what this node's ranks have come to, or None while they run; `describe_run` what an epoch's
-    file says of the run."""
+    """Election of a leader, and of the member list after that of `view`. It is the leader's list without lost nodes and
+    with joining ones, or, if the leader is lost, that of the lowest remaining node, to which the others `send` their
+    votes. `is_silent`: whether no heartbeat of a member arrived for a while. `claim` creates an epoch's file (None:
+    there are none); `make_vote` reports the state of this node's ranks, or None while they run; `describe_run` gives
+    the contents of an epoch's file."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Election:
         self.voters: set[int] = set()  # for this agent; ranks may still run there
         self.joining: dict[int, AgentMember] = {}  # that the next list holds, too
         self.claiming: AsyncCall | None = None
-        self.voted: tuple[int, bool] | None = None  # for whom, and whether what the ranks have come to was said
-        self._following: MemberList | None = None  # what is being claimed
+        self.voted: tuple[int, bool] | None = None  # for which node, and whether the ranks' state was included
+        self._following: MemberList | None = None  # the list that is being claimed
         self._claimed: tuple[MemberList, bool] | None = None  # what may come next, and whether its file is this agent's
-        self._candidate: tuple[int, float] | None = None  # who is to lead, as far as is known here, and since when
+        self._candidate: tuple[int, float] | None = None  # the candidate known here, and since when
 
     @property
     def has_claimed(self) -> bool:
@@ -65,25 +65,25 @@ class Election:
         return self.claiming is not None or self._claimed is not None
 
     def decide(self, now: float) -> Outcome:
-        """What is agreed on by now."""
+        """The member list agreed on so far."""
         why = self._see_claim()
         if why is not None or self.claiming is not None:
             return why
         if not self._view.is_leader:
             return self._elect(now) if self._view.member_list.leader in self._view.lost else None
-        # Nodes that are cut off together are not lost in the same turn: who may be one of them is waited for.
+        # Nodes that are cut off together are not lost in the same turn: wait for those that may be among them.
         if (self.joining or self._view.lost) and not any(map(self._is_silent, self._view.live_nodes())):
             why = self._claim_next(self._view.live_nodes())
         return why if self._claimed is None else self._check_quorum(self._claimed[0])
 
     def take_vote(self, node: int, vote: Message | None) -> None:
-        """Take a vote for this agent, and what the voter's ranks have come to, once they have ended."""
+        """Count a vote for this agent, with the state of the voter's ranks once they have ended."""
         self.voters.add(node)
         if vote is not None:
             self.votes[node] = vote
 
     def hand_on(self, node: int) -> None:
-        """Send this node's list to a member that is behind it."""
+        """Send this node's list to a member with an older one."""
         self._send(node, {"roster": member_list_to_message(self._view.member_list)})
         if self.voted is not None and self.voted[0] == node:
             self.voted = None  # it could not take that vote, and gets it again
@@ -99,25 +99,26 @@ class Election:
         self.stop()
 
     def stop(self) -> None:
-        """Wait for no epoch's file any more."""
+        """Stop waiting for an epoch's file."""
         if self.claiming is not None:
             self.claiming.cancel()
             self.claiming = None
 
     def _elect(self, now: float) -> Outcome:
-        """The leader is lost: take votes, or give this node's, at once and again when its ranks have ended."""
+        """After the loss of the leader: count votes, or send this node's, at once and again when its ranks have
+        ended."""
         view = self._view
         candidate = view.live_nodes()[0]
         if self._candidate is None or self._candidate[0] != candidate:
-            self._candidate = candidate, now  # the others may learn only now whom to vote for
+            self._candidate = candidate, now  # the others may learn only now which node to vote for
         since = self._candidate[1]
         if candidate != view.me.node:
             self._vote_for(candidate)
             return None
-        self.take_vote(candidate, self._make_vote())  # anew, as it may have got ready for a new division
+        self.take_vote(candidate, self._make_vote())  # again, as it may have got ready for a new division
         voters, late = [node for node in view.live_nodes() if node in self.voters], now > since + VOTES_S
         ended = [node for node in voters if node in self.votes]
-        # While ranks end it is claimed only where the others go on without this node, should it die before they hear.
+        # While ranks end, the epoch is claimed only where the others can continue without this node if it dies first.
         kept = voters if 2 * (len(voters) - 1) > len(view.member_list.nodes) else ended
         why = None
         if candidate in kept and (kept == view.live_nodes() or late):
@@ -162,7 +163,7 @@ class Election:
         self.claiming = AsyncCall(self.claim, following.epoch, text, timeout_s=patience_s)
 
     def _see_claim(self) -> str | None:
-        """Look whether the file is there; returns why this agent is fenced, if another one has made it."""
+        """Check for the epoch's file; returns why this agent is fenced, if another one has created it."""
         if self.claiming is None:
             return None
         following = self._following
@@ -179,7 +180,7 @@ class Election:
         elif self._passes(taken, following):
             self._ask_for(replace(following, epoch=following.epoch + 1))
         else:
-            return "another part of the nodes has taken the run over"
+            return "another group of nodes took over the run"
         return None
 
     def _passes(self, taken: dict[str, Any], following: MemberList) -> bool:
@@ -200,7 +201,8 @@ class Election:
         return len([node for node in following.nodes if node in self._view.live_nodes()])
 
     def _check_quorum(self, following: MemberList) -> MemberList | str:
-        """A list whose epoch was claimed, where enough of it are left by now; else why this agent is fenced."""
+        """Adopt a list whose epoch was claimed, where enough of its members are left; else returns why this agent is
+        fenced."""
         assert self._claimed is not None
         left, of = self._left(following), len(self._view.member_list.nodes)
         here = classify_quorum(left, of)
@@ -210,23 +212,22 @@ class Election:
 
 
 # --------------------------------------------------------------------------------------------------------- epoch files
-# Epoch files in the run folder: of all who would lead an epoch, the one who creates its file does. A hard link with a
-# name that must not exist is atomic, also on network file systems; so when a network falls into two halves of the same
-# size, one of them goes on and the other one knows that it may not. The file is written before it gets its name: who
-# finds it can read who made it, also if that one is dead a moment later. What a file says is for those who look for the
-# run: who leads, and where; and for its ranks: `attempt` is the oldest whose ranks may still write, and `since` the
-# epoch in which that was ordered (`failover.find_active_writers`). `from` is the epoch whose members made it; a job
-# that begins with an epoch of its own says none.
+# Epoch files in the run folder: of all candidates for leading an epoch, the one that creates its file wins. A hard link
+# with a name that must not exist is atomic, also on network file systems; so when a network splits into two halves of
+# the same size, one continues and the other knows that it must not. The file is written before it gets its name, so
+# that its creator can be read even if that node died a moment later. Its contents are for those who look for the run:
+# the leader and its address; and for its ranks: `attempt` is the oldest whose ranks may still write, and `since` the
+# epoch in which that was ordered (`failover.find_active_writers`). `from` is the epoch whose members created it; a job
+# that begins with a new epoch has none.
 
 
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # how a file system without hard links says so
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)  # errors of a file system without hard links
 
 
 def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] | None:
-    """Create the file of an epoch; None for the one who has created it, for all others what it says (its number alone
-    while it is being written, where the file system has no hard links).
-
-    Raises RunError where the run folder cannot be written.
+    """Create the file of an epoch; returns None for its creator, for all others its contents (only its number
+    while it is being written, on a file system without hard links). Raises RunError if the run folder cannot be
+    written.
     """
     path = paths.epoch(epoch)
     passing = path.with_name(f".{path.stem}-{secrets.token_hex(8)}")
@@ -238,7 +239,7 @@ def claim(paths: RunPaths, epoch: int, text: dict[str, Any]) -> dict[str, Any] |
         finally:
             passing.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"{path} cannot be written ({error.strerror}); change the run folder's rights") from None
+        raise RunError(f"{path} cannot be written ({error.strerror}); change the run folder's permissions") from None
 
 
 def _write(path: Path, text: dict[str, Any]) -> None:
@@ -267,7 +268,7 @@ def _link(passing: Path, path: Path) -> bool:
 
 
 def read_newest_epoch(paths: RunPaths) -> dict[str, Any] | None:
-    """What the file of the newest epoch says now, as `fencing.read_newest_epoch`; None for a run folder at a URL."""
+    """The content of the newest epoch's file (see `fencing.read_newest_epoch`); None for a run folder at a URL."""
     if paths.url is not None:
         return None
     refresh_listing(paths.epoch(1).parent)
@@ -275,12 +276,12 @@ def read_newest_epoch(paths: RunPaths) -> dict[str, Any] | None:
 
 
 def read_epoch_number(paths: RunPaths) -> int:
-    """That of the newest epoch; 0 without any."""
+    """The number of the newest epoch; 0 without any."""
     return int((read_newest_epoch(paths) or {"epoch": 0})["epoch"])
 
 
 def read_leader_address(paths: RunPaths) -> tuple[str, int] | None:
-    """Where the leader of the newest epoch listens, as its file says."""
+    """The address of the leader of the newest epoch, from its file."""
     told = read_newest_epoch(paths)
     try:
         return None if told is None else (str(told["address"][0]), int(told["address"][1]))

@@ -1,13 +1,13 @@
-"""Signs of life between agents: small UDP packets, ten a second, that nobody can forge, repeat or hold back for later.
+"""Heartbeats between agents: small UDP packets, ten a second, that cannot be forged, replayed or delayed.
 
 A packet carries the sender's epoch, node, token and a number that grows, under an HMAC-SHA256 of the job's secret; all
 else is dropped. UDP, sent by a process that does nothing else, was measured to be late by 0.35 s at most on cores with
-eight times as many processes as they can run, where TCP came to 0.44 s and a thread of a training process to 1.7 s.
+eight times as many processes as they can run, TCP by 0.44 s and a thread of a training process by 1.7 s.
 
-An agent forks ranks, reads shared files and looks at devices; on a busy machine any of these may take longer than
-others wait for a sign of life. So it forks a child that sends the beats, from the agent's own socket, and does little
-else. The child speaks for its agent only while that is neither stopped nor away from its loop for STUCK_S, and dies
-with it. A message to the child is its next list of addresses.
+An agent forks ranks, reads shared files and inspects devices; on a busy machine any of these may take longer than the
+heartbeat timeout. So it forks a child that sends heartbeats from the agent's socket. The child sends only while the
+agent is not stopped and has not been away from its loop for STUCK_S, and dies with it. A message to the child is its
+next list of addresses.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from phalanx.elastic.membership.member_list import TOKEN_BYTES, AgentMember, Mem
 from phalanx.system.fork import fork, kill_group
 
 EVERY_S = 0.1
-MOST_PACKETS = 1000  # taken in one turn: who sends without end must not keep anybody busy
-LIVES, DECLARED_LOST = 1, 2  # "I live"; "you were given up", in answer to one that came too late
+MOST_PACKETS = 1000  # received in one turn: an endless sender must not keep the agent busy
+LIVES, DECLARED_LOST = 1, 2  # a heartbeat; the answer to a late heartbeat of a node already declared lost
 _FORM = struct.Struct("!4sBIH8sQ")
 _MAGIC = b"PHX1"
 _PROOF_BYTES = 16
@@ -57,7 +57,7 @@ def encode_heartbeat(heartbeat: Heartbeat, secret: bytes) -> bytes:
 
 
 def decode_heartbeat(packet: bytes, secret: bytes) -> Heartbeat | None:
-    """What a packet says; None for what does not come from this job."""
+    """The heartbeat in a packet; None for a packet from outside this job."""
     if len(packet) != _FORM.size + _PROOF_BYTES:
         return None
     text, proof = packet[: _FORM.size], packet[_FORM.size :]
@@ -72,7 +72,7 @@ def _proof(text: bytes, secret: bytes) -> bytes:
 
 
 class HeartbeatSocket:
-    """A UDP socket for them, bound to one address. Nothing here waits."""
+    """A UDP socket for heartbeats, bound to one address. Nothing here blocks."""
 
     def __init__(self, bound: socket.socket, secret: str) -> None:
         bound.setblocking(False)
@@ -80,22 +80,22 @@ class HeartbeatSocket:
         self._secret = hashlib.sha256(b"beats|" + secret.encode(errors="surrogateescape")).digest()
 
     def descriptors(self) -> dict[int, int]:
-        """What poll() has to look at, and for what."""
+        """Descriptors for poll(), with their event masks."""
         return {self.socket.fileno(): select.POLLIN}
 
     def send(self, heartbeat: Heartbeat, address: tuple[str, int]) -> None:
-        """Send one; what the network does not take now is lost, as any packet may be."""
+        """Send a heartbeat; one that the network does not accept now is lost, as any packet may be."""
         with contextlib.suppress(OSError):
             self.socket.sendto(encode_heartbeat(heartbeat, self._secret), address)
 
     def receive(self) -> Iterator[tuple[Heartbeat, tuple[str, int]]]:
-        """All that have come, with the address that each came from."""
+        """Receive all pending heartbeats with their source addresses."""
         for _ in range(MOST_PACKETS):
             try:
                 packet, address = self.socket.recvfrom(256)
             except BlockingIOError:
                 return
-            except OSError:  # an earlier packet found nobody: the next one may
+            except OSError:  # no process received an earlier packet
                 continue
             beat = decode_heartbeat(packet, self._secret)
             if beat is not None:
@@ -105,7 +105,7 @@ class HeartbeatSocket:
         self.socket.close()
 
 
-STUCK_S = 10.0  # an agent that has not come round for so long is no use to anybody, though its process lives
+STUCK_S = 10.0  # an agent whose loop has stalled for so long counts as dead, though its process lives
 AGAIN_S = 1.0  # between two tries to start a child, where the machine has no room for one
 MESSAGE_BYTES = 1 << 20
 
@@ -113,20 +113,21 @@ Address = tuple[str, int]
 
 
 class HeartbeatSender(Protocol):
-    """Says that an agent lives; `next_number` grows with the beats."""
+    """The sender of an agent's heartbeats; `next_number` grows with each."""
 
     def send_to(self, epoch: int, to: Sequence[Address]) -> None:
-        """Say it to these from now on, ten times a second. To be called whenever the agent comes round."""
+        """Send heartbeats to these addresses from now on, ten times a second. Call it in each turn of the agent's
+        loop."""
 
     def next_number(self) -> int:
-        """That of a beat that would be sent now."""
+        """The number of a heartbeat sent now."""
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Stop sending."""
 
 
 class HeartbeatSenderProcess:
-    """The voice of `me`, in a child that sends from the socket of `heartbeats`. Nothing here waits.
+    """The heartbeat sender of `me`, in a child that sends from the socket of `heartbeats`. Nothing here blocks.
 
     The caller has one thread whenever it calls `send_to`: that forks.
     """
@@ -137,7 +138,7 @@ class HeartbeatSenderProcess:
         self._turn = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")  # when the agent came round last, for the child
         self._child: tuple[int, int] | None = None  # pid, pidfd
         self._channel: socket.socket | None = None
-        self._said: tuple[int, list[Address]] | None = None  # what the child has been told
+        self._said: tuple[int, list[Address]] | None = None  # the last addresses sent to the child
         self._again_at = 0.0
         self._over = False
 
@@ -146,7 +147,7 @@ class HeartbeatSenderProcess:
         return (time.monotonic_ns() - self._begun_ns) // 1_000_000 + 1
 
     def send_to(self, epoch: int, to: Sequence[Address]) -> None:
-        """Have the child beat to these addresses; one that has died is replaced."""
+        """Let the child send to these addresses; a dead child is replaced."""
         if self._over:
             return
         self._turn[0] = time.monotonic_ns()
@@ -157,7 +158,7 @@ class HeartbeatSenderProcess:
         wanted = (epoch, list(to))
         if wanted != self._said:
             assert self._channel is not None
-            with contextlib.suppress(OSError):  # it has just died, or is behind: the next turn tries again
+            with contextlib.suppress(OSError):  # it has just died, or its queue is full: the next turn tries again
                 self._channel.send(json.dumps({"epoch": epoch, "to": wanted[1]}).encode())
                 self._said = wanted
 
@@ -195,7 +196,7 @@ class HeartbeatSenderProcess:
             self._channel = None
 
     def _child_main(self, channel: socket.socket, agent: int) -> int:
-        """What the child does, until it is ended."""
+        """Main loop of the child, until it is ended."""
         poll = select.poll()
         poll.register(channel, select.POLLIN)
         epoch, to, due = 0, [], 0.0
@@ -218,7 +219,7 @@ class HeartbeatSenderProcess:
 
 
 def _is_well(agent: int, turn_ns: int) -> bool:
-    """Whether an agent has come round lately, and is not stopped by a signal or a debugger."""
+    """Whether an agent's loop has run lately, and its process is not stopped by a signal or a debugger."""
     if time.monotonic_ns() - turn_ns > STUCK_S * 1e9:
         return False
     try:
@@ -240,7 +241,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class NoNetwork:
-    """Stands for a node's listener, for its heartbeats and for who sends them."""
+    """Replaces listener, heartbeats and sender on a single node."""
 
     secret = ""
 
@@ -279,16 +280,16 @@ def make_solo_member(devices: Sequence[Sequence[object]], epoch: int = 1) -> tup
     return me, MemberList(epoch, 0, (me,))
 
 
-# ------------------------------- failure detection: a member of which no heartbeat was heard for `heartbeat_s` is lost
+# ----------------------------- failure detection: a member without a heartbeat for `heartbeat_s` is declared lost
 
 
-OVERSLEPT_S = 0.3  # between two turns: who was silent meanwhile may have spoken to nobody, and gets that time back
+OVERSLEPT_S = 0.3  # between two turns: after a longer gap silent members get that time back
 LATE_MS = 10_000  # an answer to a beat older than that says nothing of now
-MEET_S = 10.0  # what a new member gets until its first sign of life
+MEET_S = 10.0  # time limit for a new member's first heartbeat
 
 
 class FailureDetector:
-    """Judges the members that this one exchanges heartbeats with; `sender` says that this one lives."""
+    """The failure detector of the members that this one exchanges heartbeats with; `sender` sends this one's."""
 
     def __init__(
         self,
@@ -304,14 +305,15 @@ class FailureDetector:
         self._turn = now
 
     def wake(self, now: float) -> None:
-        """Another turn: where it comes late, its socket may have been full, and nobody is to be judged by that."""
+        """Start another turn; after a late one the socket may have been full, so no member is declared lost for that
+        time."""
         slept_s, self._turn = now - self._turn, now
         if slept_s > OVERSLEPT_S:
             self.heard_at = {node: at if at > now else min(at + slept_s, now) for node, at in self.heard_at.items()}
 
     def receive(self, now: float, joining: Collection[str] = ()) -> bool:
-        """Take the heartbeats that have come; returns whether one says that the others have given this one up.
-        `joining`: tokens of processes that are about to be members."""
+        """Receive heartbeats; returns whether the others have declared this node lost. `joining`: tokens of processes
+        that are about to be members."""
         view, gone = self._view, False
         for beat, address in self.heartbeats.receive():
             token = beat.token.hex()
@@ -329,13 +331,13 @@ class FailureDetector:
         return gone
 
     def send(self) -> None:
-        """Say whom this agent's heartbeats go to."""
+        """Set the members that receive this agent's heartbeats."""
         self.sender.send_to(
             self._view.member_list.epoch, [(member.address, member.beats) for member in self._view.list_watched()]
         )
 
     def find_lost(self, now: float) -> list[int]:
-        """Members of which nothing was heard for too long."""
+        """Members whose heartbeats stopped for too long."""
         watched = [member.node for member in self._view.list_watched()]
         for node in set(watched) - self._watched:  # it may not have seen yet that it has to tell this one
             self.heard_at[node] = max(self.heard_at.get(node, now), now + self.heartbeat_s)
@@ -343,7 +345,7 @@ class FailureDetector:
         return [node for node in watched if now > self.heard_at.get(node, now) + self.heartbeat_s]
 
     def due_s(self) -> float:
-        """Seconds until one of them is lost, if nothing is heard of it before."""
+        """Seconds until one of them is lost without a heartbeat."""
         heard = [self.heard_at.get(member.node, math.inf) for member in self._view.list_watched()]
         return min(heard, default=math.inf) + self.heartbeat_s - time.monotonic()
 
@@ -353,7 +355,7 @@ class FailureDetector:
         return node != self._view.me.node and silent_s > self.heartbeat_s / 2
 
     def reset(self, before: MemberList) -> None:
-        """Judge the members of a new list; those of the list `before` it have been heard now, others are to come."""
+        """Watch the members of a new list; those of the list `before` count as heard now."""
         now, after = time.monotonic(), self._view.member_list
         self.heard_at = {
             member.node: now if before.member(member.node) == member else now + MEET_S for member in after.members

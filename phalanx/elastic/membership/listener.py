@@ -1,8 +1,8 @@
-"""Where an agent is called: a listening socket, and callers who have not proved yet that they know the job's secret.
+"""The listening socket of an agent, and callers that have not yet authenticated.
 
-Nothing here waits. Whoever can reach a port can open connections without end, so those that have not proved themselves
-are few: in all, and of one address, and where one is too many the oldest of the address that has the most is closed.
-Each gets a limited time, and each turn of the owner's loop takes a limited number of them.
+Nothing here blocks. Any host that reaches the port can open connections, so unauthenticated ones are limited in total
+and per address; above the limit the oldest of the address with the most is closed. Each gets a limited time, and each
+turn of the owner's loop accepts a limited number.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ from dataclasses import dataclass
 from phalanx.elastic.membership.channel import Channel, Handshake, Message
 from phalanx.elastic.membership.member_list import TOKEN_BYTES
 
-MAX_PENDING = 512  # connections that have not proved themselves, if this process may have four times as many files
-BACKLOG = 4096  # callers that the kernel holds meanwhile; it takes less where net.core.somaxconn says so
-TURN = 256  # who has called and is heard in one turn of the owner's loop
+MAX_PENDING = 512  # unproved connections, if this process may open four times as many files
+BACKLOG = 4096  # connections that the kernel queues meanwhile; limited by net.core.somaxconn
+TURN = 256  # callers accepted in one turn of the owner's loop
 PARTS = 8  # that a proof may come in: each costs a turn
-CALM = 32  # strangers with whom each new one may wake the owner; with more, all that came are looked at together
+CALM = 32  # up to so many pending callers each new one wakes the owner; with more, they are handled together
 TOGETHER_S = 0.02
-LOOK_S = 0.25  # between two looks for those whose time is up
-FLOOD_THRESHOLD = 64  # strangers who have left or were closed without a proof, after which the owner is told of them
+LOOK_S = 0.25  # between two checks for expired callers
+FLOOD_THRESHOLD = 64  # unauthenticated callers closed or gone, after which the owner is warned
 BUFFER_BYTES = 4 << 20  # for beats that come while this process does something else
 EVERYWHERE = ("0.0.0.0", "::")
-MOST_TOLD = 20  # hosts whose calls were refused, each of which is said once
+MOST_TOLD = 20  # refused hosts that are reported, once each
 
 
 @dataclass
 class PendingConnection:
-    """Who has called and has not said who it is."""
+    """A caller that has not identified itself."""
 
     channel: Channel
     handshake: Handshake
@@ -54,7 +54,7 @@ class BoundAddress:
     token: str  # of this process
 
     def to_message(self) -> Message:
-        """What others have to know of it."""
+        """The address for other nodes."""
         ports = {"port": self.listener.getsockname()[1], "beats": self.beats.getsockname()[1]}
         return {"token": self.token, "address": self.address, **ports}
 
@@ -76,7 +76,7 @@ def open_listener(address: str, port: int) -> socket.socket:
 
 
 def bind(address: str, listener: socket.socket | None = None) -> BoundAddress:
-    """Listen at an address for the other nodes, or go on with a socket that does. Raises OSError."""
+    """Listen at an address for the other nodes, or continue with a listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.ExitStack() as held:
         if listener is None:
@@ -89,7 +89,7 @@ def bind(address: str, listener: socket.socket | None = None) -> BoundAddress:
 
 
 class ConnectionListener:
-    """`on_refused(host, why)` is told once of each address whose call was refused."""
+    """`on_refused(host, why)` is called once for each address whose call was refused."""
 
     def __init__(self, listener: socket.socket, secret: str, on_refused: Callable[[str, str], None]) -> None:
         listener.setblocking(False)
@@ -99,25 +99,25 @@ class ConnectionListener:
         self._most = MAX_PENDING if files == resource.RLIM_INFINITY else max(4, min(MAX_PENDING, files // 4))
         self._pending: dict[int, PendingConnection] = {}  # by descriptor, the oldest first
         self._of: dict[str, dict[int, None]] = {}  # their descriptors by network, the oldest first
-        self._calls = select.epoll()  # one descriptor to look at, however many they are
+        self._calls = select.epoll()  # one descriptor for any number of connections
         self._calls.register(listener, select.EPOLLIN)
         self._told: set[str] = set()
         self._unproved: dict[str, int] = {}
         self._look_at = self._turn = 0.0
 
     def descriptors(self) -> dict[int, int]:
-        """What poll() has to look at, and for what; nothing for `due_s` after a turn, where many call."""
+        """Descriptors for poll(), with their event masks; nothing for `due_s` after a turn, where many call."""
         return {} if self.due_s() < math.inf else {self._calls.fileno(): select.POLLIN}
 
     def due_s(self) -> float:
-        """Seconds until the next turn is due, whoever calls; infinite where it is only when somebody does."""
+        """Seconds until the next turn is due without a call; infinite if none is."""
         if len(self._pending) <= CALM:
             return math.inf
         left_s = self._turn + TOGETHER_S - time.monotonic()
         return left_s if left_s > 0 else math.inf
 
     def accept(self) -> list[tuple[Channel, Message]]:
-        """Hear who calls; who has proved itself now, with what it says first."""
+        """Accept callers; returns newly authenticated ones with their first message."""
         found: list[tuple[Channel, Message]] = []
         if self.due_s() < math.inf:
             return found
@@ -134,7 +134,7 @@ class ConnectionListener:
         return found
 
     def take_flooding_host(self) -> str | None:
-        """The address from which FLOOD_THRESHOLD have called without a proof, for the owner to tell of; once."""
+        """The address with FLOOD_THRESHOLD unauthenticated connections, for a warning by the owner; once."""
         host, self._flooding_host = self._flooding_host, None
         return host
 
@@ -160,7 +160,8 @@ class ConnectionListener:
         self.socket.close()
 
     def _let_in(self) -> None:
-        # As many as one address may have come in four turns: who answers at once is not closed for those behind.
+        # At most as many as one address may open in four turns: a caller that answers at once is not dropped for later
+        # ones.
         for _ in range(max(1, self._most // 8)):
             try:
                 connection, peer = self.socket.accept()
@@ -195,7 +196,7 @@ class ConnectionListener:
 
     def _close_oldest(self, network: str) -> None:
         number = next(iter(self._of[network]))
-        self._end(number, self._pending[number], "there were too many who had not said who they are")
+        self._end(number, self._pending[number], "too many connections had not identified themselves")
 
     def _end_late(self, now: float) -> None:
         if now < self._look_at:
@@ -203,7 +204,7 @@ class ConnectionListener:
         self._look_at = now + LOOK_S
         for number, stranger in list(self._pending.items()):
             if now > stranger.handshake.until:
-                self._end(number, stranger, "it did not say who it is in time")
+                self._end(number, stranger, "it did not identify itself in time")
 
     def _hear(self, number: int, pending: PendingConnection) -> Message | None:
         channel, proof = pending.channel, pending.handshake
@@ -220,7 +221,7 @@ class ConnectionListener:
         if hello is not None:
             self._forget(number, pending)
         elif channel.lost or proof.failed or (pending.parts > PARTS and not proof.done):
-            self._end(number, pending, proof.failed or "it did not say who it is")
+            self._end(number, pending, proof.failed or "it did not identify itself")
         return hello
 
     def _end(self, number: int, pending: PendingConnection, why: str) -> None:
@@ -236,7 +237,7 @@ class ConnectionListener:
                 self._flooding_host = host
 
     def _forget(self, number: int, pending: PendingConnection) -> None:
-        """It is this one's no more; its descriptor may be closed already, and has then left by itself."""
+        """Stop watching a connection; its descriptor may be closed already, which unregisters it."""
         with contextlib.suppress(OSError, ValueError):
             self._calls.unregister(number)
         del self._pending[number]
@@ -247,7 +248,7 @@ class ConnectionListener:
 
 
 def _network_of(host: str) -> str:
-    """What counts as one caller: an IPv4 address, or the network that is given to one owner of IPv6 addresses."""
+    """The unit of the limits per caller: an IPv4 address, or an IPv6 network."""
     if ":" not in host:
         return host
     return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))

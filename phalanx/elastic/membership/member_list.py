@@ -1,7 +1,6 @@
-"""Who belongs to a job: its members, which of them watch the others, and whether enough of them are left to go on.
+"""The member list of a job: which members watch the others, and whether enough are left to continue.
 
-A roster is what all members have agreed on; each change of it is an epoch, and has a number that only grows. Pure
-functions, no clock, no sockets.
+All members agree on the list; each change is an epoch with a growing number. Pure functions, no clock, no sockets.
 """
 
 from collections.abc import Collection, Iterable
@@ -42,7 +41,7 @@ class MemberList:
         return next((member for member in self.members if member.node == node), None)
 
     def with_members(self, members: Iterable[AgentMember], leader: int) -> "MemberList":
-        """The roster of the next epoch."""
+        """The member list of the next epoch."""
         return MemberList(self.epoch + 1, leader, tuple(sorted(members, key=lambda member: member.node)))
 
 
@@ -54,7 +53,7 @@ def heads(member_list: MemberList, lost: Collection[int] = ()) -> list[int]:
 
 
 def list_monitored_nodes(node: int, member_list: MemberList, lost: Collection[int] = ()) -> list[int]:
-    """The nodes that `node` exchanges signs of life with: all others where it is a head, else the heads."""
+    """The nodes that `node` exchanges heartbeats with: all others where it is a watcher, else the watchers."""
     chosen = heads(member_list, lost)
     return [
         other
@@ -64,7 +63,7 @@ def list_monitored_nodes(node: int, member_list: MemberList, lost: Collection[in
 
 
 class MemberView:
-    """What an agent sees of its job: itself (`me`), the members, and which of them are lost, and why."""
+    """An agent's view of its job: itself (`me`), the members, and which of them are lost, and why."""
 
     def __init__(self, me: AgentMember, member_list: MemberList) -> None:
         self.me, self.member_list = me, member_list
@@ -79,26 +78,26 @@ class MemberView:
         return [node for node in self.member_list.nodes if node not in self.lost]
 
     def list_watched(self) -> list[AgentMember]:
-        """The members that this one exchanges signs of life with."""
+        """The members that this one exchanges heartbeats with."""
         watched = set(list_monitored_nodes(self.me.node, self.member_list, self.lost))
         return [member for member in self.member_list.members if member.node in watched]
 
 
 def classify_quorum(left: int, of: int) -> Quorum:
-    """What `left` members are that were `of` before: two parts of one roster are never both a majority."""
+    """Classify `left` of `of` members as a quorum: two parts of one list are never both a majority."""
     if 2 * left == of:
         return "tie"
     return "majority" if 2 * left > of else "minority"
 
 
 def explain_lost_quorum(count: int, of: int) -> str:
-    """Why `count` members of so many, of which one is this node, may not go on."""
+    """Why `count` reachable members, this node included, may not continue."""
     few = ["no other node", "only one other node"][count - 1] if count < 3 else f"only {count - 1} other nodes"
-    return f"{few} of {of} can be reached from here, and those that cannot may go on with the run"
+    return f"{few} of {of} can be reached from here, and the others may continue the run"
 
 
 def parse_member(tree: dict[str, Any]) -> AgentMember:
-    """Read a member. Raises KeyError, TypeError or ValueError for what is none."""
+    """Parse a member. Raises KeyError, TypeError or ValueError for an invalid one."""
     devices = tuple((str(row[0]), str(row[1]), bool(row[2])) for row in tree["devices"])
     host, token, address = (str(tree[name]) for name in ("host", "token", "address"))
     if len(bytes.fromhex(token)) != TOKEN_BYTES or not devices:
@@ -111,5 +110,5 @@ def member_list_to_message(member_list: MemberList) -> dict[str, Any]:
 
 
 def parse_member_list(tree: dict[str, Any]) -> MemberList:
-    """Read a roster. Raises as `parse_member`."""
+    """Parse a member list. Raises as `parse_member`."""
     return MemberList(int(tree["epoch"]), int(tree["leader"]), tuple(parse_member(each) for each in tree["members"]))

@@ -1,12 +1,11 @@
-"""The agents of a job as equals: who is there, who leads, and what they tell each other.
+"""Membership of the agents of a job: which are alive, which leads, and messages between them.
 
-Every agent exchanges signs of life and messages with the leader and two deputies, and these with all. Who is silent for
-`heartbeat_timeout_s` (`heartbeat.py`), or whose connection ends (`MemberLinks`), is lost. The leader then makes a
-roster without it; where the leader itself is lost, the lowest of the others takes the votes of the rest
-(`election.py`). Either needs a majority of the last roster, or the file of the epoch where it is just half
-(`election.py`); whoever gets neither is `fenced`: it must end its ranks and leave. Who votes has lost whoever led
-before, and says later what its ranks have come to; so of many nodes the file is made while they end. Nothing here
-waits.
+Every agent exchanges heartbeats and messages with the leader and two deputies, and these with all. A member that is
+silent for `heartbeat_timeout_s` (`heartbeat.py`), or whose connection ends (`MemberLinks`), is lost. The leader then
+makes a member list without it; if the leader is lost, the lowest of the others collects votes (`election.py`). Both
+need a majority of the last list, or the epoch's file where it is exactly half (`election.py`); an agent that gets
+neither is `fenced`: it must end its ranks and leave. A voter gives up the old leader, and sends the state of its ranks
+later; so the file is created while ranks end. Nothing here blocks.
 """
 
 import select
@@ -30,7 +29,7 @@ from phalanx.elastic.membership.member_list import (
 from phalanx.elastic.membership.messages import MessageRecord, parse_message
 
 SOON_S = 0.001  # the least between two turns that nothing but time asks for
-GIVEN_UP = "the other nodes had given this one up, since nothing was heard of it"
+GIVEN_UP = "the other nodes declared this node lost after its heartbeats stopped"
 
 
 class Membership(MemberView):
@@ -52,7 +51,7 @@ class Membership(MemberView):
         super().__init__(me, member_list)
         self.listener = listener
         self.fenced: str | None = None  # why this agent has to leave
-        self.finished = False  # the leader has said that there is nothing more to do: it leaves, and is not lost
+        self.finished = False  # the leader has announced the end of the job: this node leaves, and is not lost
         self.losses: list[tuple[AgentMember, str]] = []  # for the owner to take
         self.adopted: list[MemberList] = []  # for the owner to take
         self.previous_member_list: MemberList | None = None  # the last roster of another leader
@@ -65,12 +64,12 @@ class Membership(MemberView):
 
     @property
     def is_solo(self) -> bool:
-        """Whether this is the one node of its job, which nobody can join."""
+        """Whether this is the only node of a job that no other node can join."""
         return isinstance(self.listener, NoNetwork)
 
     @property
     def is_stable(self) -> bool:
-        """Whether all members are there, as far as known, and no other roster is being made."""
+        """Whether all members are known to be present, and no other list is in preparation."""
         election = self.election
         return not self.lost and not election.joining and election.claiming is None and self.fenced is None
 
@@ -85,7 +84,7 @@ class Membership(MemberView):
         return bool(self._inbox)
 
     def descriptors(self) -> Mapping[int, int]:
-        """What poll() has to look at, and for what."""
+        """Descriptors for poll(), with their event masks."""
         if self.fenced is not None:
             return {}
         claiming = self.election.claiming
@@ -93,14 +92,15 @@ class Membership(MemberView):
         return found | self.links.descriptors() | self.listener.descriptors() | self.detector.heartbeats.descriptors()
 
     def send(self, node: int, message: Message) -> None:
-        """Tell a member something, as soon as it can be reached; a lost one hears nothing."""
+        """Send a message to a member once it can be reached; dropped for a lost one."""
         if node == self.me.node:
             self._inbox.append((node, messages.build_message(message)))
         elif node in self.member_list.nodes and node not in self.lost:
             self.links.link(node).send(message)
 
     def send_reliably(self, message: Message) -> None:
-        """Tell the leader something, and whoever leads after it, `again`: it may be lost and not have done it."""
+        """Send a message to the leader and, marked `again`, to later leaders, since the first may be lost before acting
+        on it."""
         self._reliable_messages.append(message | {"again": True})
         self.send(self.member_list.leader, message)
 
@@ -110,24 +110,24 @@ class Membership(MemberView):
                 self.send(node, message)
 
     def receive(self) -> list[tuple[int, messages.MessageRecord]]:
-        """What members have said since the last call."""
+        """Messages from members since the last call."""
         new, self._inbox = self._inbox, []
         return new
 
     def admit(self, member: AgentMember) -> None:
-        """Have the next roster, which is made at once, hold one more. For the leader."""
+        """Add a member by a new list, at once. For the leader."""
         self.election.joining[member.node] = member
 
     def drop(self, node: int, why: str) -> None:
-        """Give a member up, as the leader may."""
+        """Declare a member lost; for the leader only."""
         self._lose(node, why)
 
     def leave(self, why: str) -> None:
-        """Leave the others to themselves, who choose another leader where this one led."""
+        """Leave the membership; the others elect another leader if this node led."""
         self._fence(why)
 
     def close(self, farewell: Message | None = None) -> None:
-        """Leave; members that can be reached hear a last word first, and all before one of them is waited for."""
+        """Leave after a last message to reachable members, sent to all before waiting for any."""
         if farewell is not None:
             self.broadcast(farewell, but=self.me.node)
         self.links.close("this node has left", linger=farewell is not None)
@@ -138,7 +138,7 @@ class Membership(MemberView):
         self.detector.close()
 
     def poll_once(self) -> None:
-        """Do all that can be done without waiting."""
+        """Run one turn without blocking."""
         if self.fenced is not None:
             return
         now = time.monotonic()
@@ -154,14 +154,13 @@ class Membership(MemberView):
         self._agree(now)
 
     def due_s(self) -> float:
-        """Seconds until one of those that this node watches is lost, if nothing is heard of it before; or until those
-        who call are to be looked at."""
+        """Seconds until a watched member is lost without a heartbeat, or until pending callers are due."""
         due_s = self.listener.due_s() if self.fenced else min(self.detector.due_s(), self.listener.due_s())
         return max(SOON_S, due_s)
 
     def _judge(self, now: float) -> None:
         for node in self.detector.find_lost(now):
-            self._lose(node, f"nothing was heard of it for {self.detector.heartbeat_s:g} s")
+            self._lose(node, f"no heartbeat arrived for {self.detector.heartbeat_s:g} s")
 
     def _lose(self, node: int, why: str) -> None:
         member = self.member_list.member(node)
@@ -180,9 +179,9 @@ class Membership(MemberView):
                 continue
             member = self.member_list.member(hello["node"]) if type(hello.get("node")) is int else None
             if member is None or member.token != hello.get("token"):
-                channel.close("it is no member")  # or not yet, as far as is known here: it calls again
+                channel.close("it is not a member")  # or not yet, as far as is known here: it calls again
             elif member.node in self.lost:
-                channel.send_and_close({"gone": self.member_list.epoch}, "it was given up", timeout_s=0)
+                channel.send_and_close({"gone": self.member_list.epoch}, "it was declared lost", timeout_s=0)
             else:
                 self.links.accept(member.node, channel)
 
@@ -201,8 +200,8 @@ class Membership(MemberView):
                 self._fence(GIVEN_UP)
             case messages.MemberListMessage():
                 self._follow(node, parse_member_list(message.roster))
-            # A leader may die when some have heard of its roster: of two nodes of different epochs the one that is
-            # behind gets the newer roster, or neither part would be a majority.
+            # A leader may die when only some nodes have its list: of two nodes of different epochs the older gets the
+            # newer list, or neither part would have a majority.
             case messages.FollowMessage() if message.follow == self.member_list.epoch:
                 self.election.take_vote(node, message.ballot)
             case messages.FollowMessage() if message.follow < self.member_list.epoch:
@@ -217,14 +216,14 @@ class Membership(MemberView):
     # ------------------------------------------------------------------------------------------------------- agreeing
 
     def _follow(self, node: int, member_list: MemberList) -> None:
-        """Take the roster of the leader, or of the one whom this node has voted for, as that is lost; or of a lost
-        leader, from another one."""
+        """Adopt the list of the leader, of the candidate that this node has voted for, or of a lost leader, forwarded
+        by another member."""
         if member_list.epoch <= self.member_list.epoch:
             return
         leads = member_list.leader == node
         voted = None if self.election.voted is None else self.election.voted[0]
         if leads and node not in (self.member_list.leader, voted):
-            self._lose(node, "it wanted to lead, and this node had not voted for it")
+            self._lose(node, "it claimed to lead without this node's vote")
             return
         if not leads and (
             self.member_list.leader not in self.lost
@@ -234,10 +233,10 @@ class Membership(MemberView):
             return  # with this node's vote another one may lead
         mine = member_list.member(self.me.node)
         if mine is None or mine.token != self.me.token:
-            self._fence("the other nodes go on without this one")
+            self._fence("the other nodes continue without this node")
             return
         if leads:
-            self.lost = {}  # whoever leads knows better
+            self.lost = {}  # the leader's list decides
         behind = self.election.voters - {self.me.node}
         self._adopt(member_list)
         for other in behind:
@@ -257,7 +256,7 @@ class Membership(MemberView):
         for node in [*self.links]:
             was, member = before.member(node), member_list.member(node)
             if member is None or was is None or was.token != member.token:
-                self.links.remove(node, "it is no member any more")
+                self.links.remove(node, "it is no longer a member")
         self.lost = {node: why for node, why in self.lost.items() if member_list.member(node) == before.member(node)}
         self.detector.reset(before)
         self.election.reset()
@@ -278,12 +277,12 @@ class Membership(MemberView):
 # Connections between the agents of a job: one to each member that this one exchanges messages with.
 
 
-AGAIN_S = 0.3  # between two calls to one who does not answer
+AGAIN_S = 0.3  # between two connection attempts
 
 
 @dataclass
 class MemberLink:
-    """The connection to one other member, and what waits for it to be there."""
+    """The connection to one other member, with messages that wait for it."""
 
     channel: Channel | None = None
     handshake: Handshake | None = None  # while it is being made from here
@@ -309,8 +308,8 @@ class MemberLink:
 
 
 class MemberLinks(dict[int, MemberLink]):
-    """The connections of the agent `me`, by node. Of two members the one with the higher number calls. Nothing here
-    waits."""
+    """The connections of the agent `me`, by node. Of two members the one with the higher number connects. Nothing here
+    blocks."""
 
     def __init__(self, me: AgentMember, secret: str) -> None:
         super().__init__()
@@ -321,22 +320,22 @@ class MemberLinks(dict[int, MemberLink]):
         return self.setdefault(node, MemberLink())
 
     def descriptors(self) -> dict[int, int]:
-        """What poll() has to look at, and for what."""
+        """Descriptors for poll(), with their event masks."""
         channels = [link.channel for link in self.values() if link.channel is not None]
         return {channel.fileno(): channel.awaits for channel in channels if channel.lost is None}
 
     def accept(self, node: int, channel: Channel) -> None:
-        """Take the call of a member."""
+        """Accept the connection of a member."""
         link = self.link(node)
         if link.is_up:
-            channel.close("it is here already")
+            channel.close("it is already connected")
             return
-        link.close("it has called itself")
+        link.close("it connected to itself")
         link.channel, link.handshake = channel, None
         link.flush()
 
     def call(self, members: Iterable[AgentMember], now: float) -> None:
-        """Call those of these members that are not to call this one."""
+        """Connect to those of these members that do not connect to this one."""
         for member in members:
             link = self.link(member.node)
             if member.node > self._me.node or link.channel is not None or now < link.again_at:
@@ -344,12 +343,12 @@ class MemberLinks(dict[int, MemberLink]):
             link.again_at = now + AGAIN_S
             try:
                 link.channel = start_connecting((member.address, member.port))
-            except OSError:  # there is no way now: it is called again, until it is lost
+            except OSError:  # unreachable now: connect again, until it is lost
                 continue
             link.handshake = Handshake(link.channel, self._secret, calling=True)
 
     def receive(self, node: int) -> tuple[list[MessageRecord], str | None]:
-        """What a member has said since the last call, and why it is lost, if it is."""
+        """Messages from a member since the last call, and why it is lost, if it is."""
         link = self[node]
         if link.channel is None:
             return [], None
@@ -380,7 +379,7 @@ class MemberLinks(dict[int, MemberLink]):
         self.pop(node, MemberLink()).close(why)
 
     def close(self, why: str, linger: bool = False) -> None:
-        """Close all; with `linger`, what was said gets a moment to be taken."""
+        """Close all connections; with `linger`, pending messages are sent first."""
         for link in self.values():
             if link.channel is not None:
                 link.channel.linger(why, LINGER_S if linger else 0.0)

@@ -1,8 +1,8 @@
-"""What agents may say to each other: the schema of their messages, and what is wrong with one that does not keep to it.
+"""The schema of messages between agents, and validation against it.
 
-Whoever has proved that it knows the secret may still be broken: its memory is damaged, its program is another version,
-or it is none of ours. So every message is held against this before anything is done with it, and who sends nonsense is
-lost, as if its connection had ended. What a well-formed message claims is believed.
+An authenticated node may still be broken: damaged memory, or another version of the program. So every message is
+validated before use, and a sender of invalid messages is lost, as if its connection had ended. The content of a valid
+message is trusted.
 """
 
 import ipaddress
@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetPydanticSc
 
 from phalanx.elastic.membership.channel import Message
 
-MAX_SHOWN = 60  # characters that are said of what is wrong
-NONSENSE = "it sent what makes no sense ({})"  # why a node is lost that does not keep to the schema
+MAX_SHOWN = 60  # characters of an invalid message that are shown
+NONSENSE = "it sent an invalid message ({})"  # why a node is lost that does not keep to the schema
 
 Node = Annotated[int, Field(ge=0, lt=1 << 16)]  # as a sign of life has room for
 Epoch = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -36,8 +36,8 @@ def _address(text: str) -> str:
 
 
 def check_printable(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("a name holds what is no text")  # and what a terminal might take for more than that
+    if not text.isprintable():  # a terminal might take it for more than text
+        raise ValueError("a name holds characters that are not text")
     return text
 
 
@@ -46,7 +46,7 @@ def _row(*kinds: Kind) -> AfterValidator:
 
     def check(row: list[Any]) -> list[Any]:
         if not _fits(row, kinds):
-            raise ValueError("the list has other types of values")
+            raise ValueError("the list has values of the wrong type")
         return row
 
     return AfterValidator(check)
@@ -64,7 +64,7 @@ def has_kind(value: Any, kind: Kind) -> bool:
     return isinstance(value, kind) and not (isinstance(value, float) and math.isnan(value))
 
 
-Signal = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
+Signal = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGPWR"]
 Address = Annotated[str, AfterValidator(_address)]
 Number, Seconds = (int, float), (int, float, type(None))
 Device = Annotated[list[Any], _row(str, str, bool)]
@@ -102,7 +102,7 @@ class _MemberList(MessagePart):
     def _agrees(self) -> "_MemberList":
         nodes = [member.node for member in self.members]
         if len(set(nodes)) < len(nodes) or self.leader not in nodes:
-            raise ValueError("its members have no numbers of their own, or do not include the leader")
+            raise ValueError("its members do not have distinct numbers, or do not include the leader")
         return self
 
 
@@ -120,7 +120,7 @@ class _InventoryEntry(MessagePart):
     @model_validator(mode="after")
     def _agrees(self) -> "_InventoryEntry":
         if self.rank >= self.world or self.part >= self.world or self.parts > self.world:
-            raise ValueError("there are fewer ranks than it names")
+            raise ValueError("it names more ranks than there are")
         return self
 
 
@@ -150,6 +150,7 @@ class _Ended(MessagePart):
     code: Code
     ends: list[_End]
     lowered: bool = False
+    interrupted: bool = False
 
 
 class _Vote(MessagePart):
@@ -169,7 +170,7 @@ class _Choice(MessagePart):
 
 def _file(row: list[Any]) -> list[Any]:
     if len(row) != 2 or not has_kind(row[0], int) or not 0 <= row[0] < 1 << 16:
-        raise ValueError("it names no node and file")
+        raise ValueError("it does not name a node and a file")
     _InventoryEntry.model_validate(row[1])
     return row
 
@@ -196,7 +197,7 @@ class _Start(MessagePart):
     @model_validator(mode="after")
     def _agrees(self) -> "_Start":
         if len(self.seats) != len(self.ranks) or len(set(self.seats)) < len(self.seats):
-            raise ValueError("it does not say for each seat which node has it and how many ranks that starts")
+            raise ValueError("it does not give a node and a number of ranks for each seat")
         return self
 
 
@@ -230,7 +231,7 @@ class _Offer(MessagePart):
     @model_validator(mode="after")
     def _agrees(self) -> "_Offer":
         if len(self.seats) != len(self.slots) or not all(0 < ranks < 1 << 20 for ranks, _ in self.slots):
-            raise ValueError("it does not say for each slot which node has it and how many ranks that starts")
+            raise ValueError("it does not give a node and a number of ranks for each slot")
         return self
 
 
@@ -242,7 +243,7 @@ class _Pulses(MessagePart):
 
 
 class _Examination(MessagePart):
-    """What node 0 offers where nodes are looked at together, and nothing is trained."""
+    """Node 0's offer for a health check of several nodes, without training."""
 
     secret: Name
     peers: list[Echo] = []
@@ -262,11 +263,11 @@ class _Answer(MessagePart):
 
 
 class MessageRecord(MessagePart):
-    """What nodes of a job say to each other once they have said who they are; the first field tells the kind."""
+    """Messages between identified nodes of a job; the first field tells the kind."""
 
 
 def _raw(kind: Any) -> GetPydanticSchema:
-    """A part of a message that has to be of a kind, and is used as it came: it is told others, or read elsewhere."""
+    """Field of a message that must be of a type, and is used unchanged: it is passed on, or parsed elsewhere."""
     return GetPydanticSchema(lambda _, make: make(kind))
 
 
@@ -343,6 +344,7 @@ class ProgressMessage(MessageRecord):
 
 class StopMessage(MessageRecord):
     stop: Signal
+    reason: Text = ""
     again: bool = False
 
 
@@ -370,21 +372,22 @@ _KINDS = {next(iter(kind.model_fields)): kind for kind in MessageRecord.__subcla
 
 
 def parse_message(message: Message) -> MessageRecord:
-    """What a node says. Raises ValueError, which says why that node is lost, where it does not keep to the schema."""
+    """Validate a node's message. Raises ValueError, with the reason why that node is lost, where it violates the
+    schema."""
     kind = next((_KINDS[name] for name in message if name in _KINDS), None)
-    wrong = "no message that is known" if kind is None else find_schema_problem(kind, message)
+    wrong = "an unknown message" if kind is None else find_schema_problem(kind, message)
     if wrong is not None:
         raise ValueError(NONSENSE.format(wrong))
     return build_message(message)
 
 
 def build_message(message: Message) -> MessageRecord:
-    """The same of what this node says to itself, which is not held against the schema."""
+    """Parse a message of this node to itself, without validation."""
     return next(_KINDS[name] for name in message if name in _KINDS).model_construct(**message)
 
 
 def find_schema_problem(schema: type[BaseModel], message: Message) -> str | None:
-    """What is wrong with a message that should be as `schema` says, in a few words; None for nothing."""
+    """Find the first violation of `schema` in a message, in a few words; None without any."""
     try:
         schema.model_validate(message)
     except ValidationError as error:

@@ -1,8 +1,8 @@
-"""Where the nodes of a job meet: at a TCP address, or by a file in a shared folder that tells node 0's address.
+"""The rendezvous of a job's nodes: a TCP address, or a file in a shared folder with node 0's address.
 
-A file is put into place by rename, so that nobody reads half of one; nothing is locked. Network file systems remember
-for a while what a folder held: `refresh_listing` makes them ask the server. A file that is left over from a dead job
-names an address where nobody answers, or nobody who knows its secret, and is not believed.
+A file is put into place by rename, so that it is never read half-written; nothing is locked. Network file systems cache
+a folder's content for a while: `refresh_listing` makes them ask the server. The file of a dead job has an address where
+nothing answers, or nothing that knows its secret, and is ignored.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class RendezvousPoint:
 
 @dataclass(frozen=True)
 class HostAddress:
-    """What node 0 tells in the shared folder."""
+    """The content of node 0's address file."""
 
     hosts: tuple[str, ...]  # addresses of its interfaces
     port: int
@@ -62,7 +62,9 @@ def parse_rendezvous(text: str, environment: Mapping[str, str]) -> RendezvousPoi
     try:
         parts = urlsplit(text)
     except ValueError as error:
-        raise ConfigError(f"--rendezvous {text} is no URL ({error}); give tcp://host:port or file:///folder") from None
+        raise ConfigError(
+            f"--rendezvous {text} is not a URL ({error}); give tcp://host:port or file:///folder"
+        ) from None
     if parts.scheme == "file":
         if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
             raise ConfigError(
@@ -79,7 +81,7 @@ def parse_rendezvous(text: str, environment: Mapping[str, str]) -> RendezvousPoi
         host = port = None
     if not host or not port or parts.path not in ("", "/") or parts.username or parts.query or parts.fragment:
         raise ConfigError(f"--rendezvous {text} is not of the form tcp://host:port with a port between 1 and 65535")
-    # One address: at another that a name stands for, somebody else could listen and come between the nodes.
+    # One address: at another address of the name an attacker could listen.
     host = "127.0.0.1" if host == "localhost" else host
     if (own := shared_secret.read_user_secret(environment)) is not None:
         return RendezvousPoint(text, host=host, port=port, secret=own)
@@ -103,7 +105,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(place: RendezvousPoint) -> socket.socket:
-    """A socket for node 0 to be called at. Raises RunError."""
+    """Open node 0's listening socket. Raises RunError."""
     if place.folder is not None:
         only_ipv6 = not any("." in host for host in own_addresses() if not is_loopback(host))
         ipv6 = only_ipv6 and any(":" in host for host in own_addresses() if not is_loopback(host))
@@ -113,7 +115,7 @@ def listen(place: RendezvousPoint) -> socket.socket:
             found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise RunError(
-                f"the host of --rendezvous {place.text} is not known ({error.strerror}); give node 0's address"
+                f"the host of --rendezvous {place.text} cannot be resolved ({error.strerror}); give node 0's address"
             ) from None
         host, port = str(found[0][4][0]), place.port
         if is_loopback(host) and not is_loopback(place.host):
@@ -122,8 +124,8 @@ def listen(place: RendezvousPoint) -> socket.socket:
         listener = open_listener(host, port)
     except OSError as error:
         raise RunError(
-            f"node 0 cannot listen at {place.text} ({error.strerror}); give an address of node 0 itself and a port that"
-            " no other program, nor another job, uses"
+            f"node 0 cannot listen at {place.text} ({error.strerror}); give an address of node 0 itself and a port "
+            "that no other program or job uses"
         ) from None
     listener.setblocking(False)
     return listener
@@ -151,7 +153,7 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(connection: socket.socket) -> str | None:
-    """The name of the interface that a connection goes through; None where that cannot be told."""
+    """The name of the interface that a connection uses; None if unknown."""
     try:
         mine = str(connection.getsockname()[0]).removeprefix("::ffff:")
     except OSError:
@@ -165,19 +167,19 @@ def interface_of(connection: socket.socket) -> str | None:
 
 
 def refresh_listing(folder: Path) -> None:
-    """Make a network file system ask its server what a folder holds: changing it ends what is remembered of it. Of a
-    folder that is not there, as far as is remembered, its parent is asked."""
+    """Refresh a folder listing that a network file system has cached, by changing the folder. If it seems not to
+    exist, its parent is changed."""
     if not folder.is_dir():
         folder = folder.parent
     name = _passing(folder)
-    with contextlib.suppress(OSError):  # not there yet, or not to be written: then what is remembered has to do
+    with contextlib.suppress(OSError):  # missing or not writable: the cached listing has to do
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         name.unlink()
         os.listdir(folder)
 
 
 def read_address(folder: Path) -> HostAddress | None:
-    """What the address file says; None where there is none, or none that makes sense."""
+    """Parse the address file; None where it is missing or invalid."""
     refresh_listing(folder)
     try:
         tree = _written(folder)
@@ -191,10 +193,9 @@ def read_address(folder: Path) -> HostAddress | None:
 
 
 def _written(folder: Path) -> Any:
-    """What the address file holds; None where there is none or it cannot be read.
+    """Read the address file; None where it is missing or unreadable.
 
-    Raises RunError where it is another user's, or others can read it: whoever is believed to be node 0 says what the
-    nodes run.
+    Raises RunError where it belongs to another user, or others can read it, since node 0 decides what the nodes run.
     """
     path = folder / ADDRESS_FILE
     try:
@@ -205,26 +206,26 @@ def _written(folder: Path) -> Any:
                 raise PermissionError
             if not stat.S_ISREG(seen.st_mode) or seen.st_mode & 0o077:
                 raise RunError(
-                    f"{path} is no file that its user alone can read (mode {stat.S_IMODE(seen.st_mode):o}), and the "
-                    "secret of a rendezvous is in it; remove it, and give each job a folder of its own on a file "
-                    "system that keeps the rights of files"
+                    f"{path} can be read by other users (mode {stat.S_IMODE(seen.st_mode):o}), but holds the secret "
+                    "of a rendezvous; remove it, and give each job its own folder on a file system that keeps file "
+                    "permissions"
                 )
             return json.loads(file.read())
     except PermissionError:
         raise RunError(
-            f"{path} is another user's, whose job has met there; start all nodes as one user, and give each job a "
-            "folder of its own"
+            f"{path} belongs to another user's job; start all nodes as one user, and give each job its own folder"
         ) from None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise RunError(f"{path} is a link, which no node has made; remove it") from None
+            raise RunError(f"{path} is a link that no node made; remove it") from None
         return None
     except (ValueError, RecursionError):
         return None
 
 
 def _given_uid(folder: Path) -> int | None:
-    """Whose a file is that this process makes in a folder: file servers may take all users, or root, for nobody."""
+    """The owner of a file that this process creates in a folder: file servers may map all users, or root, to another
+    one."""
     passing = _passing(folder)
     try:
         descriptor = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -249,8 +250,8 @@ def make_host_address(listener: socket.socket) -> HostAddress:
 
 
 def publish(folder: Path, address: HostAddress) -> bool:
-    """Put the address file into place, in the stead of any other. Returns whether the folder was made for it, or for
-    the one that is replaced: its node 0 was killed and could not remove the folder.
+    """Put the address file into place, replacing any other. Returns whether the folder was created for it, or for the
+    replaced one, whose node 0 was killed and could not remove the folder.
 
     Raises RunError when the folder cannot be written.
     """
@@ -270,26 +271,26 @@ def publish(folder: Path, address: HostAddress) -> bool:
         with contextlib.suppress(OSError):
             passing.unlink()
         raise RunError(
-            f"the rendezvous folder {folder} cannot be written ({error.strerror}); name a folder that all nodes share "
-            "and may write to"
+            f"the rendezvous folder {folder} cannot be written ({error.strerror}); choose a folder that all nodes "
+            "share and can write to"
         ) from None
     return made
 
 
 def keep_published(folder: Path, address: HostAddress) -> None:
-    """Put the address file into place again where it is gone. Raises RunError where it is another job's by now."""
+    """Restore the address file if it is gone. Raises RunError where it now belongs to another job."""
     there = read_address(folder)
     if there is None:
         publish(folder, address)
     elif there != address:
         raise RunError(
-            f"the rendezvous folder {folder} is used by another job now, whose node 0 is process {there.process}; "
-            "give each job a folder of its own"
+            f"the rendezvous folder {folder} is now in use by another job (node 0 is process {there.process}); give "
+            "each job its own folder"
         )
 
 
 def withdraw(folder: Path, address: HostAddress, made: bool) -> None:
-    """Take the address file away, unless it is another's by now, and the folder where it was `made` for this."""
+    """Remove the address file, unless it now belongs to another job, and the folder if it was `made` for this."""
     with contextlib.suppress(OSError, RunError):  # it is gone, or the folder is, or it is another's by now
         if read_address(folder) == address:
             (folder / ADDRESS_FILE).unlink()
@@ -298,7 +299,7 @@ def withdraw(folder: Path, address: HostAddress, made: bool) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes that were killed have left."""
+    """Remove files of killed processes."""
     for path in folder.glob(f"{PASSING}*"):
         with contextlib.suppress(OSError):  # somebody else was faster
             if time.time() - path.stat().st_mtime > STALE_S:

@@ -1,7 +1,6 @@
-"""A node that comes to a job on several nodes: finding node 0, or who leads now, and what that says until this node is
-one of the members.
+"""The rendezvous client: a joining node connects to node 0 or the current leader, until it is a member.
 
-`connect_to_leader` waits and belongs to the time before an agent has signal handlers; nothing in OtherNode waits.
+`connect_to_leader` blocks, before the agent has signal handlers; nothing in the client class blocks.
 """
 
 import math
@@ -18,7 +17,7 @@ from phalanx.elastic.membership.rendezvous import RendezvousPoint
 
 CONNECT_S = 3.0  # what an address gets before another one of node 0's is tried
 PAUSE_S = 0.3  # between two rounds of looking
-NOTE_S = 60.0  # after which who is waited for is said once more
+NOTE_S = 60.0  # after which the wait is reported again
 
 
 class RendezvousClient:
@@ -46,7 +45,7 @@ class RendezvousClient:
         return parse_member(self.hello | self.hello["at"])
 
     def descriptors(self) -> Mapping[int, int]:
-        """What poll() has to look at, and for what."""
+        """Descriptors for poll(), with their event masks."""
         return {} if self.channel.lost is not None else {self.channel.fileno(): self.channel.awaits}
 
     def due_s(self) -> float:
@@ -54,7 +53,7 @@ class RendezvousClient:
         return math.inf
 
     def poll_once(self) -> None:
-        """Do all that can be done without waiting."""
+        """Run one turn without blocking."""
         for message in receive_messages(self.channel):
             match message:
                 case messages.RefusedMessage():
@@ -67,12 +66,12 @@ class RendezvousClient:
                     self.over = message.finish, message.text
 
     def send(self, message: Message) -> None:
-        """Tell node 0 something; lost where it is gone."""
+        """Send a message to node 0; dropped if it is gone."""
         if self.channel.lost is None:
             self.channel.send(message)
 
     def close(self) -> None:
-        """Leave; what was said is still sent. A member's address stays open: it is its circle's."""
+        """Leave; pending messages are still sent. A member's address stays open: it belongs to the membership."""
         if self.channel.lost is None:
             self.channel.linger("this node has left")
         if self.member_list is None:
@@ -92,7 +91,7 @@ def connect_to_leader(
     Raises CollectiveError when it is not there in time, ConfigError when it does not take this node's secret.
     """
     until = time.monotonic() + timeout_s
-    note_at, problem = time.monotonic() + 1.0, "there was none yet"
+    note_at, problem = time.monotonic() + 1.0, "no address file yet"
     while True:
         for address, secret in _addresses(place, leader()):
             patience_s = max(1.0, until - time.monotonic())
@@ -103,15 +102,15 @@ def connect_to_leader(
             except OSError as error:
                 problem = f"{address[0]}:{address[1]}: {error.strerror or error}"
                 unproved = isinstance(error, ConnectionRefusedError) and error.errno is None
-                # Where a leader was that is gone anybody may listen by now, and in a folder the next file may be right.
+                # Another process may listen at a former leader's address, and in a folder the next file may be right.
                 if unproved and address == (place.host, place.port):
                     where = "" if place.secret_file is None else (
-                        f"it is kept in {place.secret_file} here, which all nodes have to share; else meet in a folder "
-                        "that they share (file:///FOLDER), or "
+                        f"it is kept in {place.secret_file} here, which all nodes must share; otherwise use a shared "
+                        "folder (--rendezvous file:///FOLDER), or "
                     )  # fmt: skip
                     raise ConfigError(
-                        f"node 0 at {place.text} was not joined: {error}; {where}set the same {shared_secret.VARIABLE} "
-                        "on all nodes, and give each job a port of its own"
+                        f"node 0 at {place.text} refused this node: {error}; {where}set the same "
+                        f"{shared_secret.VARIABLE} on all nodes, and give each job its own port"
                     ) from None
                 continue
             return RendezvousClient(channel, secret, hello)
@@ -138,7 +137,7 @@ def is_run_active(hosts: Sequence[str], port: int, secret: str) -> bool:
 
 
 def _asked(host: str, port: int, secret: str) -> Message | None:
-    """What the job that listens at an address says to a node 0; None where nobody answers."""
+    """The answer of the job that listens at an address to a node 0; None without an answer."""
     try:
         channel = open_channel((host, port), secret, CONNECT_S, HANDSHAKE_TIMEOUT_S)
     except OSError:
@@ -149,7 +148,7 @@ def _asked(host: str, port: int, secret: str) -> Message | None:
     while not heard and channel.lost is None and time.monotonic() < until:
         channel.wait(0.1)
         heard = channel.receive()
-    channel.close("that was all")
+    channel.close("finished")
     return heard[0] if heard else {}
 
 

@@ -1,9 +1,9 @@
-"""The secret by which the nodes of a job prove themselves at a TCP address: that of PHALANX_SECRET, or one in a file of
-the user's own, which the node that comes first makes and the others find.
+"""The shared secret that authenticates the nodes of a job at a TCP address: that of PHALANX_SECRET, or one in a file of
+the user, made by the first node and found by the others.
 
 There is a file for each rendezvous, in a folder in the user's home: nodes on one machine share it, and so do machines
-that share the home folder. A file is complete before it has its name. It is believed only where nobody but its user can
-have written or read it, and it stays when a job ends, as nodes of a job may come at any time.
+that share the home folder. A file is complete before it has its name. It is trusted only where no other user can have
+written or read it, and it stays when a job ends, as nodes of a job may join at any time.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ _REMEDY = f"or set the same {VARIABLE} on all nodes (`export {VARIABLE}=$(openss
 
 
 def take_from_environment() -> dict[str, str]:
-    """This process's environment as it was; the secret is then no longer in it, nor in what the kernel shows of it in
-    /proc, for this process and those that it forks or starts from now on."""
+    """Return a copy of this process's environment, and remove the secret from it, also from /proc, for this
+    process and those that it forks or starts from now on."""
     before = dict(os.environ)
     if VARIABLE in before:
         del os.environ[VARIABLE]
@@ -62,21 +62,21 @@ def read_user_secret(environment: Mapping[str, str]) -> str | None:
     text = environment.get(VARIABLE, "")
     if text and len(text) < LEAST:
         raise ConfigError(
-            f"{VARIABLE} has {len(text)} characters and could be guessed; give it {LEAST} at least, as by "
+            f"{VARIABLE} has {len(text)} characters and could be guessed; use at least {LEAST}, for example from "
             "`openssl rand -hex 32`"
         )
     return text or None
 
 
 def file_of(host: str | None, port: int, environment: Mapping[str, str]) -> Path:
-    """Where the secret of a rendezvous is kept; one without a `host` is on loopback, and this machine's alone. Raises
+    """Path of the secret of a rendezvous; one without a `host` is on loopback, and this machine's alone. Raises
     ConfigError for a user without a home folder."""
     home = environment.get("HOME", "")
     if not home:
         with contextlib.suppress(KeyError):
             home = pwd.getpwuid(os.geteuid()).pw_dir
     if not home.startswith("/"):
-        raise ConfigError(f"this user has no home folder to keep the secret of a rendezvous in; set HOME, {_REMEDY}")
+        raise ConfigError(f"this user has no home folder for the secret of a rendezvous; set HOME, {_REMEDY}")
     place = f"loopback-{_machine()}" if host is None else re.sub(r"[^0-9a-z.]", "_", host.lower())
     return Path(home) / FOLDER / f"{place}-{port}"
 
@@ -106,7 +106,7 @@ def load_or_create_secret(file: Path) -> str:
                 time.sleep(PAUSE_S)  # another node was faster, and this one may not be shown its file yet
     except OSError as error:
         raise _creation_error(file, error) from None
-    raise ConfigError(f"{file} is there and cannot be read; remove it, {_REMEDY}")
+    raise ConfigError(f"{file} exists but cannot be read; remove it, {_REMEDY}")
 
 
 @contextlib.contextmanager
@@ -122,19 +122,19 @@ def _open_folder(folder: Path) -> Iterator[int]:
 
 
 def _read(file: Path, folder: int) -> str | None:
-    """What the file holds; None where there is none. Raises ConfigError and OSError."""
+    """Contents of the file; None if it is missing. Raises ConfigError and OSError."""
     try:
         descriptor = os.open(file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
         return None
-    except OSError:  # a link, or one that is not for this user to read: as what it is, if it is there at all
+    except OSError:  # a link, or not readable: checked below by its metadata, if it exists
         _check(file, os.stat(file.name, dir_fd=folder, follow_symlinks=False), 0o077, "read")
         raise
     try:
         _check(file, os.fstat(descriptor), 0o077, "read")
         text = os.read(descriptor, 4096)
         if not _TEXT.fullmatch(text):
-            raise ConfigError(f"{file} holds no secret of a rendezvous; remove it, {_REMEDY}")
+            raise ConfigError(f"{file} is not a rendezvous secret; remove it, {_REMEDY}")
         with contextlib.suppress(OSError):
             os.utime(descriptor)  # it is used
         return text.decode().strip()
@@ -143,8 +143,7 @@ def _read(file: Path, folder: int) -> str | None:
 
 
 def _check(path: Path, seen: os.stat_result, others: int, what: str) -> None:
-    """Raises ConfigError where a file or folder is not this user's alone; `others` are the bits that nobody else may
-    have."""
+    """Raises ConfigError where other users can access a file or folder; `others` are the forbidden permission bits."""
     wrong = None
     if seen.st_uid != os.geteuid():
         wrong = f"belongs to another user (uid {seen.st_uid})"
@@ -153,7 +152,7 @@ def _check(path: Path, seen: os.stat_result, others: int, what: str) -> None:
     elif seen.st_mode & others:
         wrong = f"may be {what} by others (mode {stat.S_IMODE(seen.st_mode):o})"
     if wrong is not None:
-        raise ConfigError(f"{path} {wrong}, so the secret of the rendezvous is not kept there; remove it, {_REMEDY}")
+        raise ConfigError(f"{path} {wrong}, so the secret of the rendezvous is not stored there; remove it, {_REMEDY}")
 
 
 def _create_secret(name: str, folder: int) -> bool:
@@ -184,8 +183,8 @@ def _remove_passed(folder: int) -> None:
 
 def _creation_error(file: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"the secret of the rendezvous cannot be kept in {file} ({error.strerror}); meet in a folder that all nodes "
-        f"share (file:///FOLDER), {_REMEDY}"
+        f"the secret of the rendezvous cannot be stored in {file} ({error.strerror}); use a folder that all nodes "
+        f"share (--rendezvous file:///FOLDER), {_REMEDY}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Carrying the store's bytes between nodes: torch's TCPStore asks nobody who he is, so it listens on loopback alone.
+"""Relay of the TCPStore between nodes: torch's TCPStore has no authentication, so it listens on loopback only.
 
 On node 0 a forked process gets connections that have proved themselves from the agent and joins each to the store. On
 every other node one listens on loopback for that node's ranks and joins each of theirs to a proved connection to node
@@ -75,7 +75,7 @@ def _join_to_node_0(listener: socket.socket, address: tuple[str, int], secret: s
 
 
 def _join(one: socket.socket, find: Callable[[], socket.socket]) -> None:
-    """Carry both ways until both sides have ended; when the other side cannot be reached, the first is closed."""
+    """Forward data both ways until both sides have ended; if the other side cannot be reached, the first is closed."""
     with one, contextlib.suppress(OSError), find() as other:
         for connection in (one, other):
             enable_keepalive(connection)
@@ -89,7 +89,7 @@ def _carry(source: socket.socket, target: socket.socket) -> None:
         while part := source.recv(PART_BYTES):
             target.sendall(part)
         target.shutdown(socket.SHUT_WR)
-    except OSError:  # one of the two is gone, and so the other has nobody to talk to
+    except OSError:  # one of the two is gone
         for connection in (source, target):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -29,10 +29,10 @@ from phalanx.elastic.node.attempt import IDLE_S, JobAttempt
 from phalanx.elastic.node.node_agent import AttemptLink, NodeAgent
 from phalanx.elastic.node.worker import NodeJob, NodeRanks, StopSignals
 from phalanx.elastic.supervisor.assignment import NodeAssignment
-from phalanx.elastic.supervisor.coordinator import Coordinator, Plan, become_coordinator
+from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.failover import describe_division
 from phalanx.elastic.supervisor.state import RecoveryPolicy
-from phalanx.recovery.catalog import inventory_from_message
+from phalanx.elastic.supervisor.take_lead import become_coordinator
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ def preload(modules: Sequence[str]) -> None:
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
         # Read once, when torch is loaded. By default waiting OpenMP threads spin: on cores that others use too, a step
         # of 1.7 ms then takes 170 (medians, two threads on two busy cores); with so few turns 21, and with none 18, but
-        # threads that sleep at once cost a machine of one's own more than twice as much (at best 4 ms, here 2).
+        # threads that sleep at once cost an idle machine more than twice as much (at best 4 ms, here 2).
         os.environ["GOMP_SPINCOUNT"] = "1000"
     limits = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before, collects = {name: os.environ.get(name) for name in limits}, gc.isenabled()
@@ -92,11 +92,10 @@ def run_local_job(
     offer = describe_division(1, [(0, job.world)], [devices], policy)
     agent.adopt_job({**offer, "attempt": first_attempt}, job)
     agent.join_alone(devices)
-    held = {0: inventory_from_message(agent.list_inventory())}
 
     def lead(agent: NodeAgent) -> Coordinator:
         return become_coordinator(
-            agent, {}, first_attempt, progress(), _never_prepare, job.on_event, lambda: [progress()], held=held
+            agent, {}, first_attempt, progress(), _never_prepare, job.on_event, lambda: [progress()]
         )
 
     with StopSignals() as signals:
@@ -107,25 +106,25 @@ def run_local_job(
 
 
 def _never_make(offer: Message, poll_once: Callable[[], None]) -> NodeJob:
-    raise AssertionError("a job on one node is not divided again")
+    raise AssertionError("a job on one node is never redistributed")
 
 
 def _never_prepare(division: int, plan: Plan, devices: list[list[Any]]) -> Message:
-    raise AssertionError("a job on one node is not divided again")
+    raise AssertionError("a job on one node is never redistributed")
 
 
 # ----------------------------------------------------------------------------------------------------------- the loop
 
-LEAVE_S = 5.0  # what the leader gets, after a second SIGINT on another node, to say how the job ended
+LEAVE_S = 5.0  # time limit for the leader, after a second SIGINT on another node, to report how the job ended
 
 
 class OfferChanged(Exception):
-    """What a node was preparing is not wanted any more."""
+    """The preparation of a node was cancelled."""
 
 
 def run_agent(agent: NodeAgent, grace_s: float, signals: StopSignals) -> int:
-    """Run this node's part to the job's end and return its exit code; the words are in `agent.over`, or in
-    `agent.membership.fenced` where this node had to leave the others.
+    """Run this node's part to the job's end and return its exit code; the message is in `agent.over`, or in
+    `agent.membership.fenced` where this node had to leave.
 
     Ends workers and passes signals on as `run_local_job` says, and raises as that does where this node is to blame.
     """
@@ -134,7 +133,7 @@ def run_agent(agent: NodeAgent, grace_s: float, signals: StopSignals) -> int:
     def enough() -> bool:
         nonlocal deadline
         for asked in signals.take():
-            agent.membership.send_reliably({"stop": asked.name})
+            agent.membership.send_reliably(signals.describe(asked))
         if signals.all_signals:
             patience_s = LEAVE_S if signals.all_signals.count(signal.SIGINT) >= 2 else grace_s
             deadline = min(deadline, time.monotonic() + patience_s)
@@ -146,7 +145,7 @@ def run_agent(agent: NodeAgent, grace_s: float, signals: StopSignals) -> int:
         late = enough()
         if agent.over is not None:
             return agent.over[0]
-        if agent.membership.fenced is not None or late:  # whom the others do without knows no better
+        if agent.membership.fenced is not None or late:  # the others continue without this node
             return int(ExitCode.STOPPED if agent.membership.fenced is None else ExitCode.FAILED)
         prepare_offer(agent, enough)
         if (order := agent.take_start_order()) is not None:
@@ -155,7 +154,7 @@ def run_agent(agent: NodeAgent, grace_s: float, signals: StopSignals) -> int:
 
 def _attempt(agent: NodeAgent, number: int, assignment: NodeAssignment, signals: StopSignals) -> None:
     attempt = make_attempt(agent, number, assignment, signals)
-    code, ends, lowered = int(ExitCode.FAILED), attempt.exits, False
+    code, lowered = int(ExitCode.FAILED), False
     try:
         attempt.start()
         code = attempt.watch()
@@ -163,8 +162,8 @@ def _attempt(agent: NodeAgent, number: int, assignment: NodeAssignment, signals:
     finally:
         attempt.kill()
         agent.end_attempt()
-        agent.report_end(number, code, ends, lowered)
-    agent.poll_once()  # before anything else is done: the others may be waiting for what comes of it
+        agent.report_end(number, code, attempt.exits, lowered, attempt.interrupted)
+    agent.poll_once()  # first, since the others may wait for the result
     if code not in (ExitCode.DONE, ExitCode.STOPPED) and not agent.must_leave:
         agent.memory.open(agent.job)  # for the next attempt, while the others end theirs
 
@@ -177,8 +176,8 @@ def _wait(agent: NodeAgent, signals: StopSignals) -> None:
 
 
 def prepare_offer(agent: NodeAgent, must_leave: Callable[[], bool]) -> None:
-    """Make the job of a new offer, if there is one, and say that this node is ready. `must_leave` passes stop signals
-    on, and says whether this node leaves now whatever becomes of the job."""
+    """Prepare the job of a new offer, if there is one, and report that this node is ready. `must_leave` forwards
+    stop signals, and returns whether this node leaves now, whatever becomes of the job."""
     while agent.offer is not None and int(agent.offer["division"]) != agent.division:
         offer = agent.offer
 
@@ -203,7 +202,7 @@ def prepare_offer(agent: NodeAgent, must_leave: Callable[[], bool]) -> None:
 
 
 def make_attempt(agent: NodeAgent, number: int, assignment: NodeAssignment, signals: StopSignals) -> JobAttempt:
-    """What this node runs of an attempt."""
+    """This node's part of an attempt."""
     job, start, members = agent.job, agent.start, agent.membership.member_list
     assert job is not None and start is not None
     seats = start["seats"]
@@ -215,7 +214,7 @@ def make_attempt(agent: NodeAgent, number: int, assignment: NodeAssignment, sign
     link, tell = AttemptLink(agent, number), job.on_event
 
     def note(kind: str, details: dict[str, Any]) -> None:
-        """Pass an event of this node's ranks on; the leader says itself what concerns all."""
+        """Forward an event of this node's ranks; the leader reports what concerns all nodes."""
         if not agent.is_leader or kind not in (EventKind.WORKER_DIED, EventKind.STOP_REQUESTED):
             tell(kind, details)
 

@@ -22,15 +22,17 @@ from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, Watchdog
 from phalanx.elastic.node.worker import STACKS_SIGNAL, NodeJob, NodeRanks, StopSignals, ask_flight_recorder, run_worker
 from phalanx.system.exit_causes import WorkerExit, find_root_cause, is_secondary_failure
-from phalanx.system.fork import fork, kill_group, out_of_memory_kills
+from phalanx.system.fork import LEAVE_SIGNAL, fork, kill_group, out_of_memory_kills
 from phalanx.system.memory import cgroup_oom_kills
 
 IDLE_S = 0.1  # how often `on_idle` is called
 SETTLE_S = 0.2  # how long a worker that merely lost a peer waits for the one that caused it to be seen
-REPORT_S = 0.5  # how often the leader of several nodes hears what an agent sees of its ranks
-STACKS_S = 0.2  # what a hung worker gets to write its stacks down
-DEATH_S = 10.0  # what the kernel gets to tear a killed worker down
-KILLS_S, RECENT_S = 1.0, 10.0  # how often its kills for want of memory are counted; so recent ones explain a death
+REPORT_S = 0.5  # interval of an agent's reports on its ranks to the leader
+STACKS_S = 0.2  # time for a hung worker to write its stacks
+DEATH_S = 10.0  # time for the kernel to remove a killed worker
+KILLS_S, RECENT_S = 1.0, 10.0  # how often out-of-memory kills are counted; so recent ones explain a death
+NOTICE_PART = 1 / 3  # of `stop_notice_s`, after which ranks that have not begun to save are ended
+INTERRUPTIBLE = (*progress_page.STEP_PHASES, "evaluate", "callback", "profile")  # in others a rank saves, or will soon
 CAUSE_FIELDS = {"exit_code", "type", "message", "reason", "step"}
 
 
@@ -45,8 +47,9 @@ class _Process:
 
 @dataclass
 class JobAttempt:
-    """`number` counts from 1 over all nodes; `part` says which of its ranks are the job's, and `others` what the rest
-    does; `signals` are those that this agent gets; `standby`: who waits to be ranks, now and in the next attempt."""
+    """An attempt on this node. `number` counts from 1 over all nodes; `part` has this node's ranks of the job, and
+    `others` reports the other nodes; `signals` are those of this agent; `standby`: processes that become ranks, now and
+    in the next attempt."""
 
     job: NodeJob
     part: NodeRanks
@@ -58,8 +61,10 @@ class JobAttempt:
     exits: list[WorkerExit] = field(default_factory=list)  # in order of detection
     forwarded: set[int] = field(default_factory=set)
     deadline: float | None = None  # of the grace period
+    interrupt_at: float | None = None  # when ranks that have not begun to save are ended
+    interrupted: bool = False
     next_idle: float = 0.0
-    # When looked, and the kernel's kills for want of memory, on this machine and in this control group.
+    # When looked, and the kernel's out-of-memory kills, on this machine and in this control group.
     oom_kills: deque[tuple[float, int, int]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -75,7 +80,7 @@ class JobAttempt:
             self._fork_all([store] * self.job.world)
             return
         with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))  # a new port each time: nobody can meet a dead attempt's addresses
+            listener.bind(("127.0.0.1", 0))  # a new port each time, so that no rank connects to a dead attempt
             listener.listen(socket.SOMAXCONN)
             host, port = listener.getsockname()
             self.others.begin(self.number, port)
@@ -121,8 +126,9 @@ class JobAttempt:
             )
         except OSError as error:
             raise PhalanxError(
-                f"rank {placement.rank} was not started, as there is no room here for another process or open file "
-                f"({error.strerror}); raise the limits (ulimit -u, ulimit -n, the number of processes of a container)"
+                f"rank {placement.rank} could not be started: this machine has no room for another process or open "
+                f"file ({error.strerror}); raise the limits (ulimit -u, ulimit -n, the number of processes of a "
+                "container)"
             ) from error
         self.processes.append(_Process(placement.rank, pid, pidfd))
 
@@ -148,21 +154,26 @@ class JobAttempt:
             self._wait(IDLE_S, heed_signals=True)
             self._look_for_hangs(watchdog)
             for number in self.signals.take():
-                self._forward_signal(number)
-                self.others.report_stop_signal(number.name)
+                if number != LEAVE_SIGNAL:  # then the leader decides whether the run stops
+                    self._forward_signal(number)
+                self.others.report_stop_signal(self.signals.describe(number))
             for name in self.others.take_stop_signals():
                 self._forward_signal(signal.Signals[name])
             if self._is_broken():
                 break
             if self._live_processes() and self._is_grace_over():
                 return self._kill_after_grace()
+            if self._must_interrupt():
+                self.kill()
+                self.interrupted = True
+                return int(ExitCode.STOPPED)
             if time.monotonic() >= self.next_idle:
                 self.next_idle = time.monotonic() + IDLE_S
                 self.standby.poll_once(self.job)
                 self.job.on_idle()
         if self._live_processes() or any(end.abnormal for end in self.exits):
             return self._handle_failure(watchdog)
-        # Whatever has happened elsewhere meanwhile, all ranks of this node have done what they had to.
+        # Whatever has happened elsewhere meanwhile, all ranks of this node have finished.
         stopped = any(end.exit_code == ExitCode.STOPPED for end in self.exits)
         return int(ExitCode.STOPPED if stopped else ExitCode.DONE)
 
@@ -174,7 +185,7 @@ class JobAttempt:
             self.oom_kills.popleft()
 
     def _look_for_hangs(self, watchdog: Watchdog) -> None:
-        """Tell the leader, who judges, what is seen of this node's ranks."""
+        """Report the state of this node's ranks to the leader, which judges hangs."""
         report = watchdog.make_report(
             [process.rank for process in self.processes if process.status is not None], REPORT_S
         )
@@ -184,7 +195,7 @@ class JobAttempt:
             self._mark_hung(blamed)
 
     def _mark_hung(self, blamed: Sequence[Blame]) -> None:
-        """Take ranks that hang for failed; all get their stacks into their logs before they are killed."""
+        """Declare hung ranks failed; all ranks write their stacks to their logs before they are killed."""
         self._dump_stacks(self._live_processes())
         pids = {process.rank: process.pid for process in self.processes}
         for blame in blamed:
@@ -194,7 +205,7 @@ class JobAttempt:
                 self.exits.append(WorkerExit(blame.rank, pids[blame.rank], None, int(ExitCode.FAILED), cause))
 
     def _dump_stacks(self, processes: Sequence[_Process]) -> None:
-        """Have workers write their stacks to their logs, and NCCL what it has recorded of its collectives."""
+        """Have workers write their stacks to their logs, and NCCL its flight record of collectives."""
         if self.job.paths is None:
             return
         for process in processes:
@@ -227,7 +238,7 @@ class JobAttempt:
         by_us = process.killed and process.status == -signal.SIGKILL
         cause = self._read_cause(process.rank)
         if by_us and cause is None:
-            return  # it was well, as far as anyone knows
+            return  # no error, as far as is known
         number = -process.status if process.status < 0 and not by_us else None
         code = process.status if process.status >= 0 else None
         if by_us and cause is not None:
@@ -239,7 +250,7 @@ class JobAttempt:
             return None
         try:
             cause = json.loads(self.job.paths.exit_cause(self.number, rank).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # there is none, or none that can be read: exit code and log still say something
+        except (OSError, ValueError):  # missing or unreadable: exit code and log remain
             return None
         return cause if isinstance(cause, dict) and cause.keys() >= CAUSE_FIELDS else None
 
@@ -247,7 +258,9 @@ class JobAttempt:
         self.job.on_event(EventKind.STOP_REQUESTED, {"attempt": self.number, "signal": number.name})
         if self.deadline is None:
             self.deadline = time.monotonic() + self.job.grace_s
-        sent = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number
+            if self.job.stop_notice_s is not None:
+                self.interrupt_at = time.monotonic() + NOTICE_PART * self.job.stop_notice_s
+        sent = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP, LEAVE_SIGNAL) else number
         if sent in self.forwarded:
             return
         self.forwarded.add(sent)
@@ -258,6 +271,20 @@ class JobAttempt:
         if self.signals.all_signals.count(signal.SIGINT) >= 2:
             return True
         return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def _must_interrupt(self) -> bool:
+        """Whether ranks that were asked to stop are still busy with what may take longer than this machine lives: a
+        compilation, an evaluation, a long step. What is committed in memory outlives them, and is saved next."""
+        if self.interrupt_at is None or time.monotonic() < self.interrupt_at or not self._live_processes():
+            return False
+        self.interrupt_at = time.monotonic() + REPORT_S  # it is looked again then
+        beats = [self._last_progress(process.rank) for process in self._live_processes()]
+        seen = [beat for beat in beats if beat is not None and beat.phase in INTERRUPTIBLE]
+        if len(seen) < len(beats):
+            return False
+        steps = {beat.rank: beat.step - (beat.phase in progress_page.STEP_PHASES) for beat in seen}
+        from_disk = self.others.in_memory_state is None and all(beat.steps == 0 for beat in seen)
+        return from_disk or (self.job.keeps_state and self.others.has_committed(steps))
 
     def _handle_failure(self, watchdog: Watchdog) -> int:
         """After an abnormal end, here or elsewhere: find its cause, kill the others, report."""
@@ -297,7 +324,7 @@ class JobAttempt:
         else:
             explained = end
         if explained.signal is not None and (beat := self._last_progress(end.rank)) is not None:
-            # A signal leaves the rank itself no time to say so.
+            # After a signal the rank itself could not report it.
             explained = replace(explained, doing=f"{beat.phase} of step {beat.step}")
         self.exits[self.exits.index(end)] = end = replace(explained, starved=starved)
         self.job.on_event(EventKind.WORKER_DIED, {"attempt": self.number, **end.details()})
@@ -309,7 +336,7 @@ class JobAttempt:
         return beat is not None and beat.done
 
     def _last_progress(self, rank: int) -> progress_page.RankProgress | None:
-        """What a rank's pulse has said last in this attempt, if anything."""
+        """The last progress of a rank in this attempt, if any."""
         try:
             content = (
                 b"" if self.job.shared is None else progress_page.progress_page_path(self.job.shared, rank).read_bytes()
@@ -319,7 +346,7 @@ class JobAttempt:
         return progress_page.read_progress(content, rank, self.number, time.monotonic_ns())
 
     def _after_kernel_kill(self, rank: int) -> str | None:
-        """What the job says of a rank that the kernel has killed for want of memory, by what its pulse said last."""
+        """The job's explanation for a rank that the kernel killed because memory ran out, from its last progress."""
         beat = self._last_progress(rank)
         return None if beat is None else self.job.after_kernel_kill(rank, beat.largest, beat.steps)
 
@@ -329,7 +356,7 @@ class JobAttempt:
         self._dump_stacks(unwilling)
         self.kill()
         impatient = self.signals.all_signals.count(signal.SIGINT) >= 2
-        why = "at a second SIGINT" if impatient else f"{self.job.grace_s:g} s after the stop signal"
+        why = "after a second SIGINT" if impatient else f"{self.job.grace_s:g} s after the stop signal"
         reason = f"killed by the agent: still running {why}"
         cause = {"exit_code": int(ExitCode.FAILED), "type": "StillRunning", "message": reason, "reason": reason}
         for process in unwilling:
@@ -347,6 +374,6 @@ class JobAttempt:
         if self._live_processes():
             names = ", ".join(f"rank {process.rank} (pid {process.pid})" for process in self._live_processes())
             raise PhalanxError(
-                f"{names} did not die within {DEATH_S:g} s of SIGKILL, so nothing new was started beside it; "
-                "look for a stuck device or file system (ps shows state D)"
+                f"{names} did not die within {DEATH_S:g} s of SIGKILL, so no new attempt was started; check for a "
+                "stuck device or file system (ps shows state D)"
             )

@@ -1,14 +1,12 @@
-"""One node's part in a job: it gets ready for what is offered, runs attempts as the leader says, and reports them.
+"""The agent of one node in a job: it prepares for offers, runs attempts as the leader orders, and reports them.
 
-The leader's own node is told like any other, and so is the one node of a job that has no other. When the leader is
-lost, ranks end at once, since some may be lost with it; the next leader starts them again. The loop is in `agent.py`.
+The leader's own node receives the same messages as any other, even if it is the only one. When the leader is lost, all
+ranks are stopped, since some may be lost with it; the next leader restarts them. The loop is in `agent.py`.
 """
 
 import contextlib
 import dataclasses
 import math
-import select
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +18,9 @@ from phalanx.elastic.membership.heartbeat import HeartbeatSenderProcess, Heartbe
 from phalanx.elastic.membership.listener import BoundAddress, ConnectionListener
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
 from phalanx.elastic.membership.membership import Membership
-from phalanx.elastic.membership.store_relay import CALL_S, Relay, hand_over, start_client_relay, start_host_relay
+from phalanx.elastic.membership.store_relay import Relay, hand_over, start_client_relay, start_host_relay
 from phalanx.elastic.node import watchdog
+from phalanx.elastic.node.attempt_calls import AttemptCalls
 from phalanx.elastic.node.standby import StandbyPool
 from phalanx.elastic.node.watchdog import Blame, ProgressReport
 from phalanx.elastic.node.worker import LeaderRole, NodeJob
@@ -29,12 +28,14 @@ from phalanx.elastic.replicas.own_ranks import ROLE
 from phalanx.elastic.replicas.server import MakeReplicaUpdater, ReplicaHost, never_update
 from phalanx.elastic.supervisor import failover
 from phalanx.elastic.supervisor.assignment import NodeAssignment, find_assignment
+from phalanx.elastic.supervisor.meeting import Meeting
 from phalanx.system.exit_causes import WorkerExit
 
 
 class NodeAgent:
-    """`make(offer, poll_once)` makes the job that this node runs of what was offered; it calls `poll_once` all the
-    time. `make_replica_updater`: what makes updates of other nodes' ranks again, in their replicas."""
+    """The agent of a node. `make(offer, poll_once)` makes the node's job from an offer; it must call `poll_once`
+    frequently. `make_replica_updater`: makes the object that repeats updates of other nodes' ranks in their
+    replicas."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class NodeAgent:
     ) -> None:
         self.membership: Membership  # set by `join_membership`
         self.offer: Message | None = None  # the last
+        self.met: Meeting | None = None  # as whom the members of the first epoch have met, where this is node 0
         self.start: Message | None = None  # the last order to start
         self.over: tuple[int, str] | None = None  # how the job ended: exit code and words
         self.secret, self.make_job, self._lead = secret, make, lead
@@ -58,7 +60,7 @@ class NodeAgent:
         self.memory = ReplicaHost(secret, make_replica_updater)
         self.calls = AttemptCalls()
         self._last: Message = {}  # how the last attempt ended here
-        self._last_epoch_file: Mapping[str, int] = failover.NOBODY_YET  # what the last file said that was made here
+        self._last_epoch_file: Mapping[str, int] = failover.NOBODY_YET  # contents of the last epoch file created here
         self._ready_unheard = False
 
     def join_membership(
@@ -70,7 +72,7 @@ class NodeAgent:
         heartbeat_s: float,
         claim: Claim | None,
     ) -> None:
-        """Be a member from now on; what is open belongs to this one then."""
+        """Join the membership, which takes over open connections."""
         beats = HeartbeatSocket(at.beats, self.secret)
         self.membership = Membership(
             me,
@@ -85,8 +87,7 @@ class NodeAgent:
         )
 
     def join_alone(self, devices: Sequence[Sequence[object]]) -> None:
-        """Be the one member of a job on this node alone, which has a rank for each row of `devices` (name, model,
-        bf16)."""
+        """Become the only member of a job on this node, with a rank for each row of `devices` (name, model, bf16)."""
         me, member_list = make_solo_member(devices)
         network, self.memory.serves = NoNetwork(), False
         self.membership = Membership(
@@ -99,12 +100,12 @@ class NodeAgent:
 
     @property
     def is_leaderless(self) -> bool:
-        """Whether nobody leads this node any more."""
+        """Whether this node no longer has a leader."""
         return self.membership.fenced is not None or self.membership.member_list.leader in self.membership.lost
 
     @property
     def must_leave(self) -> bool:
-        """Whether there is nothing more to do here: the job is over, or the others go on without this node."""
+        """Whether there is nothing more to do here: the job is over, or the others continue without this node."""
         return self.over is not None or self.membership.fenced is not None
 
     @property
@@ -113,11 +114,11 @@ class NodeAgent:
         return max(0 if self.running is None else self.running.number, int(self._last.get("attempt", 0)))
 
     def adopt_job(self, offer: Message, job: NodeJob) -> None:
-        """What was offered before, and made."""
+        """Adopt a job and the offer that it was made from."""
         self.offer, self.job, self.division = offer, job, int(offer["division"])
 
     def make_vote(self) -> Message | None:
-        """What a new leader has to know of this node; None while ranks run."""
+        """This node's state for a new leader; None while ranks run."""
         if self.running is not None:
             return None
         offered = self.division if self.offer is None else int(self.offer["division"])
@@ -128,7 +129,7 @@ class NodeAgent:
         }  # fmt: skip
 
     def describe_writers(self, following: MemberList) -> dict[str, Any]:
-        """What an epoch's file says of the run: whose ranks may still write."""
+        """Contents of an epoch's file about the run: whose ranks may still write."""
         votes, said = self.membership.election.votes, self._last_epoch_file
         self._last_epoch_file = found = failover.find_active_writers(
             self.start, self.membership.member_list, following, votes, said
@@ -136,17 +137,17 @@ class NodeAgent:
         return found
 
     def descriptors(self) -> Mapping[int, int]:
-        """What poll() has to look at, and for what."""
+        """Descriptors for poll(), with their event masks."""
         leading = {} if self._leading is None else self._leading.descriptors()
         return {**self.membership.descriptors(), **self.calls.descriptors(), **leading}
 
     def poll_once(self) -> None:
-        """Do all that can be done without waiting."""
+        """Run one turn without blocking."""
         self.membership.poll_once()
         callers, self.membership.callers = self.membership.callers, []
         for channel, hello in callers:
             self._greet(channel, hello)
-        self.calls.tend(self)
+        tend_calls(self)
         if not self.is_leaderless and (host := self.membership.listener.take_flooding_host()) is not None:
             self.tell_leader({"strangers": host})
         if self.membership.is_leader and self._leading is None and self.membership.fenced is None:
@@ -209,18 +210,18 @@ class NodeAgent:
         elif hello.get("role") == ROLE:  # it only reads
             self.memory.hand_over(self.job, channel, writes=False)
         elif hello.get("role") == "first":
-            channel.send_and_close({"ok": True, "goes_on": True}, "it only asked whether there is a job")
+            channel.send_and_close({"ok": True, "goes_on": True}, "it was only a check for a job")
         elif self._leading is not None:
             self._leading.greet(channel, hello)
         else:
-            channel.close("another node leads")  # who calls looks again where that is
+            channel.close("another node is the leader")  # who calls looks again where that is
 
     def list_inventory(self) -> list[dict[str, Any]]:
-        """What there is of the run's state in this node's memory, for the leader."""
+        """The inventory of the run's state in this node's memory, for the leader."""
         return self.memory.list_inventory(self.job)
 
     def address_of(self, node: int) -> tuple[str, int]:
-        """Where a member is called; who is gone by now is called in vain, and the attempt ends as it must."""
+        """Address of a member; a call to a lost member fails, and the attempt ends."""
         member = self.membership.member_list.member(node)
         return ("127.0.0.1", 1) if member is None else (member.address, member.port)
 
@@ -228,16 +229,19 @@ class NodeAgent:
         self.membership.send(self.membership.member_list.leader, message)
 
     def end_attempt(self) -> None:
-        """The attempt that ran here is over: its ranks are dead."""
+        """Note the end of the attempt on this node: its ranks are dead."""
         running, self.running = self.running, None
         if running is not None:
             running.end()
         self.memory.close()
 
-    def report_end(self, number: int, code: int, exits: list[WorkerExit], lowered: bool = False) -> None:
+    def report_end(
+        self, number: int, code: int, exits: list[WorkerExit], lowered: bool = False, interrupted: bool = False
+    ) -> None:
         """Tell the leader how an attempt ended here."""
         ended = [dataclasses.asdict(end) for end in exits]
         self._last = {"attempt": number, "code": int(code), "ends": ended, "lowered": lowered}
+        self._last |= {"interrupted": True} if interrupted else {}
         self.tell_leader({"ended": self._last, "held": self.list_inventory()})
 
     def report_ready(self) -> None:
@@ -245,11 +249,11 @@ class NodeAgent:
         self.tell_leader(self.describe_ready())
 
     def describe_ready(self) -> Message:
-        """What to say to whoever leads, at the start of a job or later, once this node has what a division needs."""
+        """The message that reports this node as ready, at the start of a job or later."""
         return {"ready": self.division, "held": self.list_inventory()}
 
     def take_start_order(self) -> tuple[int, NodeAssignment] | None:
-        """The attempt that is to be started, and this node's seat in it, if it has one; once."""
+        """The attempt to start, and this node's seat in it, if it has one; returned once."""
         ordered, self.has_start_order = self.has_start_order, False
         if not ordered or self.membership.member_list.leader in self.membership.lost:
             return None  # or by one who is lost
@@ -264,7 +268,7 @@ class NodeAgent:
         return int(self.start["attempt"]), seat
 
     def close(self) -> None:
-        """Leave; the last words of a leader are still said."""
+        """Leave; the last messages of a leader are still sent."""
         self.end_attempt()
         self.standby.close()
         self.calls.close()
@@ -274,8 +278,15 @@ class NodeAgent:
         self.membership.close(None if over is None else {"finish": over[0], "text": over[1]})
 
 
+def tend_calls(agent: NodeAgent) -> None:
+    """Serve connections of other nodes that belong to the attempt that runs."""
+    agent.calls.tend(
+        agent.running, agent.last_seen_attempt, lambda channel: agent.memory.hand_over(agent.job, channel, writes=True)
+    )
+
+
 class AttemptLink:
-    """The other nodes of a job, as the attempt `number` of `agent` hears them; nothing here waits."""
+    """The other nodes of a job, for the attempt `number` of `agent`; nothing here waits."""
 
     def __init__(self, agent: NodeAgent, number: int) -> None:
         self._agent, self.number = agent, number
@@ -291,7 +302,7 @@ class AttemptLink:
         return self._to_relay is not None
 
     def begin(self, number: int, port: int | None) -> StoreAddress | None:
-        """It begins: with rank 0 here, whose store listens at a loopback port, or elsewhere, at what is returned."""
+        """Begin an attempt; if the store is on another node, return its address."""
         agent, start, job = self._agent, self._agent.start, self._agent.job
         assert start is not None and number == self.number
         agent.running = self
@@ -303,21 +314,21 @@ class AttemptLink:
             return None
         if port is not None:
             self._relay, self._to_relay = start_host_relay(port)
-            agent.calls.tend(agent)
+            tend_calls(agent)
             return None
         hello = {"role": "store", "attempt": number}
         self._relay, address = start_client_relay(agent.address_of(start["seats"][0]), agent.secret, hello)
         return address
 
     def join_store(self, channel: Channel) -> None:
-        """Let ranks of another node reach the store, by a connection of that node."""
+        """Relay ranks of another node to the store, by a connection of that node."""
         channel.send({"ok": True})
         with contextlib.suppress(OSError):  # the relay has died: the rank that waits for it fails
             hand_over(self._to_relay, channel.socket)
-        channel.close("the relay has it")
+        channel.close("handed over to the relay")
 
     def end(self) -> None:
-        """It is over here: its ranks are dead."""
+        """Note the end of the attempt on this node: its ranks are dead."""
         if self._relay is not None:  # both at once, as either takes a while to end
             self._relay.kill()
         self._agent.memory.close()
@@ -338,61 +349,28 @@ class AttemptLink:
         return self._agent.membership.due_s()
 
     def must_abort(self) -> bool:
-        """Whether this attempt has to end here because of what happened elsewhere."""
+        """Whether this attempt must end here because of an event elsewhere."""
         return self.ordered_to_end or self._agent.is_leaderless or self._agent.over is not None
 
     def knows_cause(self) -> bool:
-        """Whether it is known why, so that no rank here is waited for that might say it."""
+        """Whether the cause is known, so that no rank of this node is awaited for it."""
         return self.cause_known or self._agent.is_leaderless or self._agent.over is not None
 
     def report_progress(self, number: int, report: ProgressReport) -> None:
-        """Tell the leader what this node sees of its ranks."""
+        """Report the progress of this node's ranks to the leader."""
         self._agent.tell_leader({"pulses": watchdog.encode_report(number, report)})
 
     def take_hung_ranks(self) -> list[Blame]:
         new, self.hung = self.hung, []
         return new
 
+    def has_committed(self, steps: Mapping[int, int]) -> bool:
+        """Whether ranks of this node have committed these steps, by rank, in this node's memory."""
+        return self._agent.memory.has_committed(self._agent.job, steps)
+
     def take_stop_signals(self) -> list[str]:
         new, self._agent.stop_signals = self._agent.stop_signals, []
         return new
 
-    def report_stop_signal(self, name: str) -> None:
-        self._agent.membership.send_reliably({"stop": name})
-
-
-class AttemptCalls:
-    """Connections of other nodes that belong to an attempt, until it is there."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Channel, Message, float]] = []
-
-    def add(self, channel: Channel, hello: Message) -> None:
-        self._waiting.append((channel, hello, time.monotonic() + CALL_S))
-
-    def descriptors(self) -> dict[int, int]:
-        """What poll() has to look at, and for what."""
-        return {channel.fileno(): select.POLLIN for channel, _, _ in self._waiting}
-
-    def tend(self, agent: NodeAgent) -> None:
-        """Join who calls to the store or to the replicas of the attempt that runs; who is early waits, who belongs to
-        an older attempt is refused."""
-        waiting, self._waiting = self._waiting, []
-        running = agent.running
-        for channel, hello, until in waiting:
-            of_replicas, attempt = hello["role"] == ROLE, int(hello["attempt"])
-            is_early = attempt > agent.last_seen_attempt and time.monotonic() < until
-            here = running if running is not None and running.number == attempt else None
-            if here is not None and of_replicas:
-                agent.memory.hand_over(agent.job, channel, writes=True)
-            elif here is not None and here.serves_store:
-                here.join_store(channel)
-            elif is_early and not channel.receive() and not channel.lost:
-                self._waiting.append((channel, hello, until))
-            else:
-                channel.close("it belongs to another attempt")
-
-    def close(self) -> None:
-        for channel, _, _ in self._waiting:
-            channel.close("this node has left")
-        self._waiting = []
+    def report_stop_signal(self, described: Message) -> None:
+        self._agent.membership.send_reliably(described)

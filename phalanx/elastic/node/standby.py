@@ -1,7 +1,7 @@
-"""Processes that are forked early: those that will be the next ranks, should the ones that run fail.
+"""Standby processes, forked early, that become the next ranks if the running ones fail.
 
-A fork of the warm agent takes about 10 ms, so it is done while nobody waits for it. What is forked shares its agent's
-memory, does nothing until it is told which rank it is, and dies with its agent, as every rank does.
+A fork of the warm agent takes about 10 ms, so it is done ahead of time. A standby process shares its agent's memory,
+waits until it is assigned a rank, and dies with its agent, as every rank does.
 """
 
 import contextlib
@@ -35,24 +35,24 @@ class _StandbyProcess:
 
 
 class StandbyPool:
-    """Those that wait, as their agent sees them."""
+    """The standby processes of an agent."""
 
     def __init__(self) -> None:
         self._waiting: list[_StandbyProcess] = []
         self._missing, self._not_before = 0, 0.0
 
     def begin(self, job: NodeJob) -> None:
-        """A job's ranks have been forked: as many may be needed again. Who waits for anything else is killed."""
+        """Keep as many standby processes as a job has forked ranks; those for other jobs are killed."""
         self.close()
         self._missing, self._not_before = job.world, time.monotonic() + LATER_S
 
     def poll_once(self, job: NodeJob) -> None:
-        """Fork one of those that are missing, if it is time and there is room; who has ended is not replaced."""
+        """Fork a missing standby process, if it is time and there is room; ended ones are not replaced."""
         if self._missing and time.monotonic() >= self._not_before:
             self._missing -= 1
             try:
                 ours, theirs = socket.socketpair()
-            except OSError:  # no room for it: ranks are forked when they are needed, or it is said why not
+            except OSError:  # no room: ranks are forked when needed, which then reports the error
                 return
             ours.settimeout(TOLD_S)
             with theirs:
@@ -66,7 +66,7 @@ class StandbyPool:
             self._waiting.append(_StandbyProcess(job.worker, pid, pidfd, ours))
 
     def take(self, job: NodeJob, placement: Placement, interface: str | None) -> tuple[int, int] | None:
-        """Have one of them be a rank of a job; (pid, pidfd). None where nobody waits for that."""
+        """Make a standby process a rank of a job; returns (pid, pidfd), or None if there is none."""
         while self._waiting:
             each = self._waiting.pop(0)
             if each.worker is job.worker and not each.is_over():
@@ -79,7 +79,7 @@ class StandbyPool:
         return None
 
     def close(self) -> None:
-        """Kill those that still wait."""
+        """Kill the remaining standby processes."""
         while self._waiting:
             _end(self._waiting.pop())
         self._missing = 0
@@ -93,7 +93,7 @@ def _end(each: _StandbyProcess) -> None:
 
 
 def _wait(told: socket.socket, job: NodeJob) -> int:
-    """In a child: be told which rank it is, and be that."""
+    """In a child: receive its rank, and run it."""
     with told:
         _, descriptors, _, _ = socket.recv_fds(told, 1, 1)
         try:

@@ -1,10 +1,10 @@
-"""Whether ranks hang: judged by their pulses, from outside, by an agent that never waits for them.
+"""Hang detection: an agent judges ranks by their progress pages, without waiting for them.
 
-A rank hangs when nothing has changed with it for longer than a patience that follows from the steps it has done. Ranks
-that merely wait for others are no cause: who is named is the one that the others wait for. `find_hang` decides, from
-plain numbers; `Watchdog` reads those of a node. Whoever is behind, of all ranks of a job, is to blame, and not whoever
-is still on some node: so each agent says what it sees, and the one that leads judges (`JobHangDetector`), once all
-nodes that have ranks have spoken, and lately. No torch here.
+A rank hangs if its progress page has not changed for longer than a limit that follows from the duration of its earlier
+steps. Ranks that only wait for others are not the cause: the rank that they wait for is named. `find_hang` decides,
+from plain numbers; `Watchdog` reads those of a node. The rank that is furthest behind among all ranks of a job is the
+cause: so each agent reports its ranks, and the leader judges (`JobHangDetector`), once all nodes with ranks have
+reported recently. No torch here.
 """
 
 import math
@@ -19,21 +19,21 @@ from phalanx.core.progress_page import PHASES, STEP_PHASES, RankProgress
 from phalanx.elastic.membership.channel import Message
 from phalanx.system.exit_causes import DEADLOCK, HANG
 
-FACTOR = 10  # so many times the longest of the last steps is how long nothing may change in a step
+FACTOR = 10  # multiple of the longest of the last steps that a step may take without progress
 FLOOR_S = 20.0  # and so long it may take anyway: a store, a collection of garbage, another program
 COMPILE_FLOOR_S = 180.0  # where a micro-batch of another size may have to be compiled for
 WARM_STEPS = 2  # of an attempt, which compile and allocate; before them only what attempts before took is known
 LOOK_S = 0.1  # between two looks
-OVERSLEPT_S = 1.0  # between two looks: then nobody here was served, and the ranks get as long again before
+OVERSLEPT_S = 1.0  # a longer pause between two checks means that this node was stalled: the ranks get that time again
 CALM_S = 2.0  # they are judged
 SLOW_DISK = ("starting", "restore", "checkpoint", "profile", "ending")  # where a disk may be waited for
 
 
 @dataclass(frozen=True)
 class HangTimeouts:
-    """For how long nothing may change. `floor_s`: in a step, at least; `other_s`: in everything else, and in the first
-    steps; `fixed_s`: in a step, where a user has said so. `before_s`: the longest step of attempts before with the same
-    ranks, their first ones too; None: there was none that got so far."""
+    """Hang limits: how long a rank may make no progress. `floor_s`: minimum in a step; `other_s`: outside of steps, and
+    in the first steps; `fixed_s`: in a step, if set by the user. `before_s`: the longest step of earlier attempts with
+    the same ranks, their first steps included; None: unknown."""
 
     floor_s: float
     other_s: float
@@ -57,7 +57,8 @@ class HangTimeouts:
 
 
 def make_hang_timeouts(hang_s: str | float, timeout_s: float, compiled: bool) -> HangTimeouts | None:
-    """By `resilience.hang_timeout_s`, `comm.timeout_s` and whether anything is compiled; None: nobody is judged."""
+    """Make the limits from `resilience.hang_timeout_s`, `comm.timeout_s` and whether anything is compiled; None: hang
+    detection is off."""
     if hang_s == "off":
         return None
     fixed_s = None if isinstance(hang_s, str) else hang_s
@@ -71,15 +72,14 @@ class StepHistory:
     longest_s: float | None = None
 
     def update(self, beats: Sequence[RankProgress]) -> None:
-        """Look at an attempt that goes on. What does not get through its first steps shows nothing."""
+        """Observe a running attempt. What does not get through its first steps shows nothing."""
         seen = [beat.longest_s for beat in beats if beat.steps >= WARM_STEPS]
         self.longest_s = max([*seen, self.longest_s or 0.0]) if seen else self.longest_s
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What the kernel says of a rank's process: it is stopped by a signal; somebody debugs it; it reads or writes
-    files, or waits for a disk."""
+    """Status of a rank's process in the kernel: stopped by a signal; being debugged; reading or writing files."""
 
     stopped: bool = False
     traced: bool = False
@@ -91,7 +91,7 @@ NO_SIGNS = ProcessStatus()
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """What an agent sees of its ranks that have not ended; no `statuses` while none is about to be judged."""
+    """An agent's observation of its running ranks; no `statuses` while none is about to be judged."""
 
     beats: tuple[RankProgress, ...]
     statuses: Mapping[int, ProcessStatus]
@@ -111,7 +111,7 @@ class Hang:
     stopped: frozenset[int] = frozenset()
 
     def assign_blame(self) -> list["Blame"]:
-        """What is said of each rank that is taken to have failed; of ranks that wait for one another, of one."""
+        """The blame for each rank declared failed; in a deadlock, for one of them."""
         kind = HANG if self.late else DEADLOCK
         blamed = self.late or self.waiting[:1]
         return [Blame(beat.rank, kind, self.reason(beat), progress_order(beat)[0] or None) for beat in blamed]
@@ -121,10 +121,10 @@ class Hang:
         where = describe_position(beat)
         if not self.late:
             on_device = beat.waits_for == "device" or beat.device_behind is not None
-            kernel = "a kernel of one of their devices does not end, " if on_device else ""
+            kernel = "a kernel on one of their devices does not finish, " if on_device else ""
             return (
-                f"it has waited for {beat.idle_s:.0f} s in {where}, as all ranks have, and none is behind: the "
-                f"network between them broke, {kernel}or they wait in different collectives; the stacks are in the logs"
+                f"it has waited for {beat.idle_s:.0f} s in {where}, like all ranks, and none is behind: the network "
+                f"between them broke, {kernel}or they wait in different collectives; the stacks are in the logs"
             )
         how = ", stopped by a signal" if beat.rank in self.stopped else ""
         others = ""
@@ -133,12 +133,12 @@ class Hang:
             others = (
                 f", while {names} wait{'s' if len(self.waiting) == 1 else ''} in {describe_position(self.waiting[0])}"
             )
-        return f"nothing has changed for {beat.idle_s:.0f} s in {where}{how}{others}; the stacks are in the logs"
+        return f"no progress for {beat.idle_s:.0f} s in {where}{how}{others}; the stacks are in the logs"
 
 
 @dataclass(frozen=True)
 class Blame:
-    """A rank that is taken to have failed: `kind` is HANG or DEADLOCK."""
+    """A rank declared failed: `kind` is HANG or DEADLOCK."""
 
     rank: int
     kind: str
@@ -147,7 +147,7 @@ class Blame:
 
 
 def describe_position(beat: RankProgress) -> str:
-    """Where a rank is, in words; where its device is, if that is behind and it waits for it."""
+    """Describe where a rank is; and its device, if that is behind and the rank waits for it."""
     if beat.device_behind is not None:
         step, phase, micro_batch = beat.device_behind
         there = replace(beat, step=step, phase=phase, micro_batch=micro_batch, waits_for="", device_behind=None)
@@ -180,11 +180,11 @@ def progress_order(beat: RankProgress) -> tuple[int, int, int]:
 def find_hang(
     beats: Sequence[RankProgress], statuses: Mapping[int, ProcessStatus], world: int, timeouts: HangTimeouts
 ) -> Hang | None:
-    """Whether ranks hang, and which. `beats` are those of all `world` ranks, or of some, where no others are known.
+    """Find hung ranks. `beats` are those of all `world` ranks, or of some, if no others are known.
 
-    A rank that does not wait hangs when nothing has changed with it for longer than `timeouts`; of several, those that
-    are behind the others are at fault. Ranks that wait are only judged when all do: one that is alone waits for its
-    device. Where somebody debugs a rank nobody is judged.
+    A rank that does not wait hangs when its page has not changed for longer than `timeouts`; of several, those that are
+    behind the others are at fault. Waiting ranks are only judged when all ranks wait; a single one waits for its
+    device. While a rank is being debugged, no rank is judged.
     """
     if any(sign.traced for sign in statuses.values()):
         return None
@@ -195,14 +195,14 @@ def find_hang(
     ]
     stopped = frozenset(beat.rank for beat in still if statuses.get(beat.rank, NO_SIGNS).stopped)
     stuck = [beat for beat in still if not beat.is_waiting or beat.rank in stopped]
-    if stopped:  # whatever others do, they do not go on by themselves
+    if stopped:  # they do not continue by themselves
         stuck = [beat for beat in stuck if beat.rank in stopped]
     if stuck:
         behind = min(progress_order(beat) for beat in stuck)
         late = [beat for beat in stuck if progress_order(beat) == behind or beat.rank in stopped]
         return _hang(late, beats, stopped)
     if not still or len(still) < len(beats) or len(beats) < world:
-        return None  # who waits, waits for somebody that works, or that is not known here
+        return None  # waiting ranks wait for one that works, or that is unknown here
     behind = min(progress_order(beat) for beat in still)
     late = [beat for beat in still if progress_order(beat) == behind]
     return _hang(late if len(late) < len(still) or world == 1 else [], beats, stopped)
@@ -222,7 +222,7 @@ def _hang(late: Sequence[RankProgress], beats: Sequence[RankProgress], stopped: 
 
 
 class Watchdog:
-    """Looks at the pulses of this node's ranks of one attempt. `pids` by rank; `step_history`: what attempts before
+    """Watches the progress of this node's ranks in one attempt. `pids` by rank; `step_history`: what attempts before
     have shown, and this one does."""
 
     def __init__(
@@ -255,16 +255,16 @@ class Watchdog:
         return found
 
     def blame_for_timeout(self, world: int) -> list["Blame"]:
-        """Who is to blame for a collective that took longer than it may, of `world` ranks."""
+        """Find the ranks to blame for a collective that exceeded its time limit, of `world` ranks."""
         if self._timeouts is None:
             return []
-        # Half of it: whoever waited came to it at some time after the one that hangs.
+        # Half of it: waiting ranks arrived some time after the hung one.
         patience = replace(self._timeouts, fixed_s=self._timeouts.other_s / 2, other_s=self._timeouts.other_s / 2)
         hang = find_hang(self.read_progress(), {}, world, patience)
         return [] if hang is None else hang.assign_blame()
 
     def make_report(self, gone: Sequence[int] = (), every_s: float = LOOK_S) -> "ProgressReport | None":
-        """What is to be judged now, if it is time to; ranks that are `gone` have ended."""
+        """The progress report, if it is due; ranks that are `gone` have ended."""
         now = time.monotonic()
         if self._timeouts is None or now < self._next:
             return None
@@ -307,8 +307,8 @@ def _content(path: Path) -> bytes:
         return b""
 
 
-STALE_S = 3.0  # what was said before says nothing of now
-AGAIN_S = 10.0  # what agents get to end an attempt of which ranks were found to hang
+STALE_S = 3.0  # older reports are ignored
+AGAIN_S = 10.0  # time of agents to end an attempt with hung ranks
 
 
 def encode_report(attempt: int, report: ProgressReport) -> Message:
@@ -346,7 +346,7 @@ class JobHangDetector:
             self._reports[node] = time.monotonic(), word
 
     def find_hang(self, attempt: int, nodes: Collection[int]) -> Hang | None:
-        """Whether ranks of an attempt hang, of which `nodes` still have some."""
+        """Find hung ranks of an attempt, of which `nodes` still have some."""
         now = time.monotonic()
         if attempt != self._attempt or now < self._next or not nodes:
             return None
@@ -355,7 +355,7 @@ class JobHangDetector:
         words = [self._reports[node][1] for node in nodes]
         beats = sorted((beat for word in words for beat in word.beats), key=lambda beat: beat.rank)
         signs = {rank: each for word in words for rank, each in word.statuses.items()}
-        # A node that is new knows of no attempt before: its ranks may have to compile what others have compiled.
+        # A new node has no step history: its ranks may have to compile what others have compiled.
         known = [math.inf if word.timeouts.before_s is None else word.timeouts.before_s for word in words]
         patience = words[known.index(max(known))].timeouts
         hang = ProgressReport(tuple(beats), signs, patience).find_hang()

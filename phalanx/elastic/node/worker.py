@@ -26,7 +26,7 @@ from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.messages import MessageRecord
 from phalanx.elastic.node.watchdog import HangTimeouts, StepHistory
 from phalanx.system.exit_causes import describe_exception
-from phalanx.system.fork import STOP_SIGNALS, active_stop_signals
+from phalanx.system.fork import LEAVE_SIGNAL, STOP_SIGNALS, active_stop_signals
 
 STACKS_SIGNAL = signal.SIGUSR2  # a worker that gets it writes the stacks of its threads to its log
 
@@ -82,8 +82,8 @@ def _redirect_output(log: Path) -> None:
 
 
 def _record_flights(records: Path, pipes: Path) -> None:
-    """Have NCCL, if it is used, keep its last collectives, and write them to a file when that is asked for or a
-    collective runs out of time. It adds the rank to these names, and reads them when its groups are made."""
+    """Configure NCCL's flight recorder: it keeps the last collectives and dumps them on request or after a timeout. It
+    adds the rank to these names, and reads them when its groups are made."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(records))
@@ -91,14 +91,14 @@ def _record_flights(records: Path, pipes: Path) -> None:
 
 
 def ask_flight_recorder(shared: Path, rank: int) -> None:
-    """Ask NCCL of a rank to write down what it has recorded; without NCCL nobody listens there."""
+    """Request NCCL's flight recorder dump of a rank; no effect without NCCL."""
     pipe = f"{_pipes(shared)}{rank}.pipe"
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return
     try:
-        with contextlib.suppress(OSError):  # it has just died, or does not read what it is asked
+        with contextlib.suppress(OSError):  # it has just died, or does not read its socket
             os.write(descriptor, b"1\n")
     finally:
         os.close(descriptor)
@@ -125,7 +125,7 @@ def _write_cause(path: Path, cause: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- signals
-# Being asked to stop: as an exception while there is no rank yet, as something to look at while ranks run.
+# Stop signals: raised as an exception before ranks run, polled as a flag while ranks run.
 
 
 class StopRequested(BaseException):
@@ -157,8 +157,10 @@ def raise_on_stop_signal() -> Iterator[None]:
 class StopSignals:
     """Stop signals as bytes on a socket that poll() sees, instead of interruptions at any line."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_notice: Callable[[], str] = str) -> None:
+        """`read_notice`: why this machine will be gone, where LEAVE_SIGNAL came from a watcher that knows."""
         self.all_signals: list[signal.Signals] = []  # stop signals so far, over all attempts
+        self.read_notice = read_notice
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -190,6 +192,10 @@ class StopSignals:
         self.all_signals += new
         return new
 
+    def describe(self, number: signal.Signals) -> Message:
+        """What the leader is told of a signal."""
+        return {"stop": number.name} | ({"reason": self.read_notice()} if number == LEAVE_SIGNAL else {})
+
 
 def _noted(number: int, frame: FrameType | None) -> None:
     """The byte on the wake-up descriptor is all that is needed."""
@@ -199,27 +205,27 @@ def _noted(number: int, frame: FrameType | None) -> None:
 
 
 class LeaderRole(Protocol):
-    """What the node that leads does beside its part."""
+    """The extra work of the leading node."""
 
     def poll_once(self) -> None:
-        """Do all that can be done without waiting."""
+        """Run one turn without blocking."""
 
     def hear(self, node: int, message: MessageRecord) -> None:
-        """Take what a member says."""
+        """Handle a member's message."""
 
     def greet(self, channel: Channel, hello: Message) -> None:
         """Take a caller who is no member."""
 
     def descriptors(self) -> Mapping[int, int]:
-        """What poll() has to look at, and for what."""
+        """Descriptors for poll(), with their event masks."""
 
     def close(self, over: tuple[int, str] | None) -> None:
-        """Leave nothing behind; who was about to come hears how the job ended, exit code and words, if it is `over`."""
+        """Clean up; joining nodes receive how the job ended, exit code and text, if it is `over`."""
 
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """The part of a job's ranks that one node has."""
+    """The ranks of a job on one node."""
 
     node: int
     first_rank: int
@@ -252,24 +258,25 @@ def _no_event(kind: str, details: dict[str, Any]) -> None:
 
 @dataclass
 class NodeJob:
-    """What an agent runs: `world` ranks of `worker` on this node.
+    """The job of an agent: `world` ranks of `worker` on this node.
 
-    `find_in_memory_state` says what an attempt goes on from that is in shared memory; it is asked when no rank lives.
-    `after_out_of_memory` says whether, after a rank ran
-    out of memory, another attempt asks for less than the one before: then it is made, whatever the count.
-    `after_kernel_kill` is told of a rank that the kernel has killed for want of memory, of the sequences of its
-    largest micro-batch and of the steps that it had done in its attempt; it returns what to say where that is why it
-    ran out of memory, and has it ask for less if that can be. None: it is a death like any other.
+    `find_in_memory_state` returns the state in shared memory that an attempt resumes from; it is called when no rank is
+    alive. `after_out_of_memory` returns whether, after a rank ran out of memory, the next attempt uses less: then it is
+    made, whatever the count. `after_kernel_kill` receives a rank that the kernel killed because memory ran out, the
+    sequences of its largest micro-batch and the number of its steps in the attempt; it reduces the memory use if
+    possible and returns a message, or None: the death is treated like any other.
 
-    `devices` has one name per rank (none given: all on the CPU). `paths` says where logs and causes of death go (None:
-    standard error, and no causes), `logs` whether ranks have logs or write to where their agent does.
-    `blocked_signals`: signals that wait until a rank unblocks them, as one that trains does once it can heed them.
-    `on_event(kind, details)` gets the events; details always hold `attempt`. `on_idle` is called about every 0.1 s.
-    `grace_s`: seconds that workers get, after a stop signal, to finish their step and save, before they are killed.
-    `shared`: a folder in this node's shared memory, which
-    outlives the ranks, where they may keep their state if `keeps_state` says so; there their pulses are, by which ranks
-    are ended for which nothing has changed for longer than `hang_timeouts` (None: for ever); `step_history` is what
-    attempts of this job before have shown of their steps.
+    `devices` has one name per rank (empty: all on the CPU). `paths` has the logs and causes of death (None: standard
+    error, and no causes), `logs` says whether ranks have logs or write to the agent's output. `blocked_signals`:
+    signals blocked until a rank unblocks them, as a training rank does once it can handle them. `on_event(kind,
+    details)` receives the events; details always have `attempt`. `on_idle` is called about every 0.1 s. `grace_s`:
+    seconds for workers, after a stop signal, to finish their step and save, before they are killed. `stop_notice_s`:
+    seconds until this machine may be gone then; workers that have not begun to save after a third of it are killed, if
+    no committed step is lost with them (None: never).
+
+    `shared`: a folder in this node's shared memory, which outlives the ranks, for their state if `keeps_state`; it has
+    their progress pages, by which ranks are killed that make no progress for longer than `hang_timeouts` (None: never);
+    `step_history` has the step times of earlier attempts of this job.
     """
 
     world: int
@@ -279,6 +286,7 @@ class NodeJob:
     on_event: Callable[[str, dict[str, Any]], None] = _no_event
     on_idle: Callable[[], None] = _nothing
     grace_s: float = 60.0
+    stop_notice_s: float | None = None
     after_out_of_memory: Callable[[], bool] = _no
     after_kernel_kill: Callable[[int, int, int], str | None] = _not_less
     shared: Path | None = None
@@ -291,4 +299,4 @@ class NodeJob:
 
     def __post_init__(self) -> None:
         self.devices = list(self.devices) or ["cpu"] * self.world
-        assert len(self.devices) == self.world >= 1, f"{self.world} ranks need as many devices, not {self.devices}"
+        assert len(self.devices) == self.world >= 1, f"{self.world} ranks need one device each, not {self.devices}"

@@ -1,9 +1,9 @@
-"""What the process that keeps replicas does for the ranks of its own node: it sends their state to a partner, and gets
-them what lies on other nodes.
+"""The replica process's service for the ranks of its node: it sends their state to a partner, and fetches state from
+other nodes.
 
-Whole copies of state files are made while the ranks that go on from them begin: an agent has a copy begun as soon as it
-is told what its ranks go on from; a rank asks for the same, and waits. Whoever is first has it begun, once. A file that
-is not whole says so itself (`state_file.py`).
+Complete copies of state files are made while the ranks that resume from them start: an agent starts a copy as soon as
+it knows what its ranks resume from; a rank requests the same copy, and waits. The first request starts it, once. An
+incomplete file is marked so (`state_file.py`).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from phalanx.recovery.state_file import StateFile, StateFileMetadata, StateFileO
 
 PART_BYTES = 4 << 20  # that are passed on at a time
 ROLE = "replicas"  # of a caller at an agent's door
-SIGN_S = 1.0  # how often a rank that waits for a copy hears that it gets on
+SIGN_S = 1.0  # interval of progress messages to a rank that waits for a copy
 
 Reach = Callable[[HostPort], socket.socket]
 
@@ -53,7 +53,8 @@ class StateFileFetcher:
         self._lock = threading.Lock()
 
     def fetch(self, name: str, address: HostPort, step: int, slots: int) -> StateFileFetch:
-        """That of a file at an address, with a step that it holds; begun now, with so many slots, if it was not."""
+        """The copy of a state file at an address that holds a step, with the given number of slots; started now
+        unless in progress."""
         with self._lock:
             copy = self._copies.get((name, step))
             if copy is None:
@@ -69,7 +70,7 @@ class StateFileFetcher:
                 far = RemoteStateFile(name, functools.partial(_read, there, name))
                 facts, slot = far.metadata, far.metadata.steps.get(step)
                 if slot is None:
-                    raise CheckpointError(f"the state file {name} does not hold step {step} any more")
+                    raise CheckpointError(f"the state file {name} no longer holds step {step}")
                 index, header = far.index(), far.raw_header(slot)
                 who = StateFileOwner(facts.generation, facts.rank, facts.world, facts.run, facts.part, facts.parts)
                 _ask(
@@ -116,7 +117,7 @@ def _ask(there: socket.socket, name: str, at: int, count: int) -> None:
 
 
 def _heed(there: socket.socket) -> None:
-    """Hear the answer; the bytes come next. Raises CheckpointError where there is no such file."""
+    """Receive the answer; the bytes come next. Raises CheckpointError where the file does not exist."""
     answer = receive_frame(there)
     if "error" in answer:
         raise CheckpointError(str(answer["error"]))
@@ -134,7 +135,7 @@ def _address(said: Sequence[Any]) -> HostPort:
 
 
 class RankRequests:
-    """What a rank of this node asks for."""
+    """Handle a request of a rank of this node."""
 
     def __init__(self, connection: socket.socket, folder: Path, secret: str, fetches: StateFileFetcher) -> None:
         self._connection, self._folder, self._secret = connection, folder, secret
@@ -146,7 +147,7 @@ class RankRequests:
         self._there: set[int] = set()  # steps that the partner has had from before
         self._newest: int | None = None  # of those that it has
         self._gradients: memoryview | None = None  # the rank's, where the partner makes updates again
-        self._unchecked: int | None = None  # a step that the partner has made and nobody has compared
+        self._unchecked: int | None = None  # a step that the partner has made and that was not compared yet
         self._readers: dict[HostPort, socket.socket] = {}
 
     def serve(self) -> None:
@@ -155,9 +156,11 @@ class RankRequests:
                 message = receive_frame(self._connection)
                 try:
                     self._do(message)
-                except Exception as error:  # what a partner answers may be anything
+                except Exception as error:  # a partner may answer anything
                     what = "read from" if {"read", "check"} & message.keys() else "replicated to"
-                    text = f"state could not be {what} another node ({error}); it or its process for that was lost"
+                    text = (
+                        f"state could not be {what} another node ({error}); that node or its replica process was lost"
+                    )
                     send_frame(self._connection, {"error": text})
 
     def _do(self, message: Message) -> None:
@@ -209,7 +212,7 @@ class RankRequests:
         assert self._copy is not None
         copy, before = self._copy, -1
         while not copy.finished.wait(SIGN_S):
-            if copy.bytes > before:  # else whoever waits loses patience
+            if copy.bytes > before:  # keeps a waiting rank from timing out
                 before = copy.bytes
                 send_frame(self._connection, {"bytes": before})
         send_frame(self._connection, {"whole": copy.whole})
@@ -253,7 +256,7 @@ class RankRequests:
         self._newest = step
 
     def _check(self) -> None:
-        """Have the partner compare what its update has come to with what it should have; the rank waits no more."""
+        """Compare the partner's result of an update with the expected one; the rank waits no longer."""
         step, self._unchecked = self._unchecked, None
         if step is None or self._partner is None:
             return
@@ -269,7 +272,7 @@ class RankRequests:
         path = self._file.metadata.path
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            # Not the private view, as what is read there may be older than what the rank has written since.
+            # Not the private view, which may be older than what the rank has written since.
             with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
                 yield view
         finally:
@@ -284,13 +287,13 @@ class RankRequests:
         facts = self._facts(view)
         slot = facts.steps.get(step)
         if slot is None:
-            raise CheckpointError(f"{facts.path} does not hold step {step} any more")
+            raise CheckpointError(f"{facts.path} no longer holds step {step}")
         header = unframe_record(view[state_file.HEADERS[slot] :][: state_file.HEADER_BYTES]) or b""
         if told is not None and self._gradients is not None:
             send_frame(self._partner, {"replay": told, "header": header.decode()})
             self._partner.sendall(self._gradients)
             if self._hear_partner() != {"kept": step}:
-                raise ConnectionError("it has not made the update that it was told of")
+                raise ConnectionError("it did not apply the update that it was told of")
             self._unchecked = step
             return
         send_frame(self._partner, {"write": step, "header": header.decode()})
@@ -301,7 +304,7 @@ class RankRequests:
                 total = zlib.crc32(part, total)
         answer = self._ask_partner({"sum": total})
         if answer != {"kept": step}:
-            raise ConnectionError("it has not kept what it was sent")
+            raise ConnectionError("it did not keep the data that it was sent")
 
 
 def _gradients(connection: socket.socket, size: int) -> memoryview:

@@ -1,9 +1,9 @@
-"""The process of a node that keeps replicas of other nodes' state, sends that of its own ranks, and lets others read.
+"""The replica process of a node: it keeps replicas of other nodes' state, sends the state of this node's ranks, and
+serves reads.
 
-An agent forks it before there are ranks, gives it the connections of other nodes that have proved themselves at the
-agent's door, and ends it when an attempt is over: so nothing is written behind what the agents then agree on. Ranks
-reach it through a socket in their folder in shared memory. What it keeps are files there, so whoever comes after it
-finds them. Threads are fine here: it forks nothing.
+An agent forks it before the ranks, gives it the authenticated connections of other nodes, and ends it when an attempt
+is over: so nothing is written after the agents' agreement. Ranks reach it through a socket in their folder in shared
+memory. Replicas are files there, so a later process finds them. Threads are fine here: it forks nothing.
 """
 
 import contextlib
@@ -34,18 +34,18 @@ from phalanx.system import memory as host_memory
 from phalanx.system.fork import fork, kill_group
 
 WRITES, READS = b"w", b"r"  # how a connection is handed over
-COPIES = b"c"  # what comes is no connection, but says what is to be copied
+COPIES = b"c"  # not a connection, but a request to copy
 
 
 class ReplicaUpdaterProtocol(Protocol):
-    """Makes a rank's updates again in its replica, of the gradients that were written to `gradients`."""
+    """Recomputes a rank's updates in its replica from the gradients written to `gradients`."""
 
     gradients: memoryview
 
     def apply_update(self, file: StateFile, old: int, message: Mapping[str, Any]) -> None: ...
 
 
-# What makes the updates of a rank again, of what it has said of itself; None where that cannot be.
+# Makes an updater from a rank's description of its update rule; None if updates cannot be repeated.
 MakeReplicaUpdater = Callable[[Mapping[str, Any]], ReplicaUpdaterProtocol | None]
 
 
@@ -55,9 +55,8 @@ def never_update(form: Mapping[str, Any]) -> None:
 
 
 class ReplicaServer:
-    """That process, as its agent sees it. `folder`: the run's in this node's shared memory; `run_id`: what the run is
-    known by; `secret`: that by which nodes of the job know each other; `make_replica_updater`: what makes updates
-    again."""
+    """The agent's handle of the replica process. `folder`: the run's in this node's shared memory; `run_id`:
+    identity of the run; `secret`: the job's; `make_replica_updater`: makes the object that repeats updates."""
 
     def __init__(
         self, folder: Path, run_id: bytes, secret: str, make_replica_updater: MakeReplicaUpdater = never_update
@@ -88,8 +87,8 @@ class ReplicaServer:
         socket.send_fds(self._ours, [WRITES if writes else READS], [connection.fileno()])
 
     def fetch(self, name: str, address: HostPort, step: int, slots: int) -> None:
-        """Have it copy a state file of another node, with a step, to one of so many slots, for a rank that will ask for
-        it."""
+        """Have the process copy a state file of another node, with a step, into one with the given number of
+        slots, for a rank that will request it."""
         with contextlib.suppress(OSError):  # it has died: so does the rank that asks
             self._ours.sendall(COPIES)
             send_frame(self._ours, {"fetch": name, "of": list(address), "step": step, "slots": slots})
@@ -113,10 +112,10 @@ class ReplicaHost:
         self.serves = True
         self._secret, self._make_replica_updater = secret, make_replica_updater
         self._server: ReplicaServer | None = None
-        self._run = b""  # what the run is known by; asked for when its ranks begin, as later its folder may hang
+        self._run = b""  # identity of the run; computed when its ranks begin, as later its folder may hang
 
     def open(self, job: NodeJob | None, forget_run: bool = False) -> ReplicaServer | None:
-        """The process for state of other nodes, started again where it has died; None where nothing is kept.
+        """The replica process, restarted if it has died; None where no replicas are kept.
         `forget_run`: the run may have got its first records since."""
         if forget_run:
             self._run = b""
@@ -140,10 +139,10 @@ class ReplicaHost:
             channel.send({"ok": True})
             with contextlib.suppress(OSError):  # it has died: the rank that waits for it fails
                 server.hand_over(channel.socket, writes)
-        channel.close("the process for replicas has it")
+        channel.close("handed over to the replica process")
 
     def close(self) -> None:
-        """Have nothing more written here, before it is told what there is."""
+        """Stop all writes before the inventory is reported."""
         if self._server is not None:
             self._server.stop()
             self._server = None
@@ -154,10 +153,19 @@ class ReplicaHost:
         return self._run
 
     def list_inventory(self, job: NodeJob | None) -> list[dict[str, Any]]:
-        """What there is of the run's state in this node's memory, for the leader."""
+        """The inventory of the run's state in this node's memory, for the leader."""
         if job is None or job.shared is None or job.paths is None:
             return []
         return inventory_to_message(inventory.read_inventory(job.shared, self._run_of(job)))
+
+    def has_committed(self, job: NodeJob | None, steps: Mapping[int, int]) -> bool:
+        """Whether living ranks, given with a step each, have committed that or a later one in this node's memory."""
+        if job is None or job.shared is None or job.paths is None:
+            return False
+        newest: dict[int, int] = {}
+        for facts in inventory.read_state_files(job.shared, self._run_of(job)):
+            newest[facts.rank] = max(newest.get(facts.rank, 0), *facts.steps, 0)
+        return all(newest.get(rank, 0) >= step for rank, step in steps.items())
 
     def adopt_restore_source(
         self, job: NodeJob, start: Message, node: int, address_of: Callable[[int], HostPort]
@@ -242,23 +250,23 @@ class _Node:
                         )
                     elif self._writes:
                         self._keep(message)
-                except Exception as error:  # what comes may be anything, and ends no more than this connection
+                except Exception as error:  # a client may send anything, which must end this connection only
                     send_frame(self._connection, {"error": str(error)})
                     return
 
     def _there(self, name: str) -> StateFileMetadata:
-        """A state file of the run. Raises CheckpointError where there is none of that name."""
+        """A state file of the run. Raises CheckpointError if there is none of that name."""
         paths = inventory.list_with_replicas(self._folder)
         found = [path for path in paths if str(path.relative_to(self._folder)) == name]
         facts = state_file.read_metadata(found[0]) if found else None
         if facts is None or facts.run != self._run:
-            raise CheckpointError(f"there is no state file {name} any more")
+            raise CheckpointError(f"the state file {name} no longer exists")
         return facts
 
     def _read(self, name: str, at: int, count: int) -> None:
         facts = self._there(name)
         if not 0 <= at <= at + count <= facts.end:
-            raise CheckpointError(f"the state file {name} is shorter than was asked for")
+            raise CheckpointError(f"the state file {name} is shorter than the requested range")
         descriptor = os.open(facts.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             send_frame(self._connection, {"bytes": count})
@@ -319,11 +327,11 @@ class _Node:
                 self._replica = state_file.create_state_file(folder, who, index, slot_bytes, at_once=False)
                 self._replica.invalidate_all(int(form["way"]))
             except OSError as error:
-                short = f"{folder} does not take {need} bytes for a replica ({error.strerror})"
+                short = f"{folder} has no room for {need} bytes of a replica ({error.strerror})"
         return {"short": short} if short is not None else {"steps": []}
 
     def _write(self, file: StateFile, step: int, header: bytes) -> None:
-        # The older of the two, or one that holds nothing.
+        # The older of the two, or an empty one.
         slot = min((0, 1), key=file.slot_step)
         file.invalidate(slot)
         with file.read_bytes(file.slot_offset(slot), file.metadata.slot_bytes) as data:
@@ -331,10 +339,10 @@ class _Node:
             told = receive_frame(self._connection)["sum"]
             file.commit(slot, step, header)
             send_frame(self._connection, {"kept": step})
-            # Behind the answer, since a rank waits for that.
+            # After the answer, since a rank waits for it.
             if zlib.crc32(data) != told:
                 file.invalidate(slot)
-                raise CheckpointError(f"the replica of step {step} was damaged on its way")
+                raise CheckpointError(f"the replica of step {step} was damaged in transfer")
 
     def _make_again(self, file: StateFile, replay: ReplicaUpdaterProtocol, update: Message, header: bytes) -> None:
         step = int(update["step"])
@@ -346,10 +354,10 @@ class _Node:
         replay.apply_update(file, old, update)
         file.commit(1 - old, step, header)
         send_frame(self._connection, {"kept": step})
-        # Behind the answer, since a rank waits for that.
+        # After the answer, since a rank waits for it.
         wanted = receive_frame(self._connection)["sum"]
         with file.read_bytes(file.slot_offset(1 - old), file.metadata.slot_bytes) as data:
             if zlib.crc32(data) != wanted:
                 file.invalidate(1 - old)
-                raise CheckpointError(f"the update of step {step}, made again, came to something else")
+                raise CheckpointError(f"the recomputed update of step {step} differs")
         send_frame(self._connection, {"same": True})

@@ -1,5 +1,4 @@
-"""Which node has which ranks: seats for the slots of a division, and what an order to start says to one node. Pure
-functions."""
+"""Assignment of ranks to nodes: a node for each slot of a division, and a node's part of a start. Pure functions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ def plan_division(state: JobState, usable: Iterable[Node]) -> tuple[tuple[int, i
 
 
 def plan_growth(state: JobState) -> tuple[tuple[int, int], ...]:
-    """The plan over more ranks, where fewer nodes have a seat than the run was started for; empty: there is none."""
+    """The plan over more ranks, if fewer nodes have a seat than the run was started for; empty if there is none."""
     if not state.policy.grow or len(state.slots) >= state.policy.nodes:
         return ()
     plan = plan_division(state, [node for node in state.nodes if not node.drained])
@@ -74,8 +73,28 @@ def has_stand_in(state: JobState, without: int) -> bool:
     return "replace" in state.policy.on_lost_node and fill_seats(state, kept, usable) is not None
 
 
+def describe_misfit(state: JobState, node: Node) -> str | None:
+    """The warning about a returning node that cannot take its former seat; None where it can, or had none."""
+    pairs = zip(state.seats, state.slots, strict=True)
+    slot = next((slot for seat, slot in pairs if seat == node.node and not fits(node, slot)), None)
+    if slot is None:
+        return None
+    has, had = (f"{each.ranks} rank{'s' if each.ranks != 1 else ''} on {each.model}" for each in (node, slot))
+    return f"node {node.node} ({node.host}) returned with {has} but had {had}: it cannot take its former ranks"
+
+
+def can_continue(state: JobState, without: int) -> bool:
+    """Whether the job can continue at once without a node, if that leaves: no spare is needed for it, one takes its
+    seat, or the others divide the work."""
+    if without not in state.seats or has_stand_in(state, without):
+        return True
+    usable = [node for node in state.nodes if not node.drained and node.node != without]
+    plan = plan_division(state, usable)
+    return "shrink" in state.policy.on_lost_node and bool(plan) and plan not in state.refused
+
+
 def list_unready(state: JobState) -> list[int]:
-    """Nodes with a seat that do not have yet what the division needs."""
+    """Nodes with a seat that are not ready for the division yet."""
     seats = set(state.seats)
     return [node.node for node in state.nodes if node.node in seats and node.ready != state.division]
 
@@ -101,7 +120,8 @@ def find_assignment(start: Message, node: int) -> NodeAssignment | None:
 def find_restore_source(
     start: Message, node: int, shared: Path, address_of: Callable[[int], HostPort]
 ) -> InMemoryCheckpoint | None:
-    """What is gone on from, as a node sees it whose folder in shared memory is `shared`; None: nothing in memory."""
+    """The state to resume from, as seen by a node whose folder in shared memory is `shared`; None: nothing in
+    memory."""
     told, files = start["kept"], []
     for rank, (holder, held) in sorted(restore_point_from_message(told).files.items() if told is not None else ()):
         name = inventory.state_file_path(held)
@@ -113,8 +133,8 @@ def find_restore_source(
 
 
 def list_files_to_fetch(start: Message, node: int, kept: InMemoryCheckpoint | None) -> Sequence[StateFileLocation]:
-    """Those files of other nodes that ranks which begin on this one will take as they are, as far as can be told before
-    they begin: ranks of the same number among as many."""
+    """State files of other nodes that ranks of this node will load unchanged, as far as known before they begin:
+    those of ranks with the same number and world size."""
     seat = find_assignment(start, node)
     if seat is None or kept is None:
         return []
@@ -129,8 +149,8 @@ def list_files_to_fetch(start: Message, node: int, kept: InMemoryCheckpoint | No
 
 
 def list_reusable_replicas(start: Message, node: int) -> list[str]:
-    """Where a node may have replicas, in its folder, that it goes on with: those of the ranks of the node before it, if
-    there are as many ranks in all as there were. What of them is still of use is found out when those ranks ask."""
+    """Where a node may have replicas, in its folder, that stay in use: those of the previous node's ranks, if the
+    number of ranks is unchanged. What of them is still of use is found out when those ranks ask."""
     seat, told, ranks = find_assignment(start, node), start["kept"], start["ranks"]
     if seat is None or told is None or len(ranks) == 1:
         return []

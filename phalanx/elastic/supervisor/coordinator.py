@@ -1,6 +1,6 @@
-"""What the leading agent does beside its own part: it tells the supervisor of events, and does what that decides.
+"""The coordinator of the leading agent: it passes events to the supervisor and carries out its decisions.
 
-Whoever leads next makes one of these from what every node was told. Nothing here waits: a new division is
+The next leader reconstructs one from the messages that every node received. Nothing here blocks: a new division is
 prepared in a forked child.
 """
 
@@ -13,19 +13,18 @@ from typing import Any
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
 from phalanx.elastic.membership import messages
-from phalanx.elastic.membership.admission import Admission, explain_flood, find_mismatch
+from phalanx.elastic.membership.admission import explain_flood, find_mismatch
 from phalanx.elastic.membership.channel import Channel, Message
 from phalanx.elastic.membership.heartbeat import MEET_S
-from phalanx.elastic.membership.member_list import AgentMember, member_list_to_message, parse_member
+from phalanx.elastic.membership.member_list import member_list_to_message, parse_member
+from phalanx.elastic.membership.rendezvous_host import RendezvousHost
 from phalanx.elastic.node.node_agent import NodeAgent
 from phalanx.elastic.node.watchdog import JobHangDetector
+from phalanx.elastic.supervisor.assignment import can_continue
 from phalanx.elastic.supervisor.decide import SECONDARY_FAILURE, decide
 from phalanx.elastic.supervisor.failover import (
     describe_restart_budget,
-    make_failover_state,
-    make_initial_state,
     make_node_state,
-    renew_offer,
 )
 from phalanx.elastic.supervisor.leader_tasks import (
     DivisionPreparation,
@@ -33,6 +32,7 @@ from phalanx.elastic.supervisor.leader_tasks import (
     Plan,
     find_failure_cause,
     find_first_death,
+    list_events,
 )
 from phalanx.elastic.supervisor.node_requests import BY_HEALTH, NodeRequest, NodeRequestKind, find_newest_request
 from phalanx.elastic.supervisor.state import (
@@ -44,8 +44,8 @@ from phalanx.elastic.supervisor.state import (
     NodeDrainChanged,
     NodeInventoryReported,
     NodeJoined,
+    NodeLeaving,
     NodeLost,
-    NodeReady,
     NodeUnfit,
     PrepareDivision,
     RanksEnded,
@@ -58,18 +58,19 @@ from phalanx.elastic.supervisor.state import (
     Tick,
     WriteEvent,
 )
-from phalanx.recovery.catalog import StateFileInfo, inventory_from_message, restore_point_to_message
+from phalanx.recovery.catalog import inventory_from_message, restore_point_to_message
 from phalanx.system.exit_causes import WorkerExit
+from phalanx.system.fork import LEAVE_SIGNAL
 
-DEATH_ANSWER_S = 2.0  # heartbeats: what a holder of a place gets to be found dead when somebody claims it
+DEATH_ANSWER_S = 2.0  # heartbeats: the time in which a dead holder of a claimed number is detected
 
 
 class Coordinator:
-    """`prepare(division, plan, devices)` resolves the recipe for other ranks, in a child, and returns what is offered;
-    `notice(kind, details)` is for the records and the console; `take_committed_steps()` gives steps that have become
-    safe, and `take_node_requests()` what users ask of nodes; `hello` is what this node would say of itself.
-    `unfit_reason`: why this one, the first to lead, hands the lead to another one and leaves, as soon as all can hear
-    of it."""
+    """The coordinator of a job. `prepare(division, plan, devices)` resolves the recipe for other ranks, in a child, and
+    returns the offer; `notice(kind, details)` is for the records and the console; `take_committed_steps()` returns
+    newly committed steps, and `take_node_requests()` users' requests to nodes; `hello` is this node's hello message.
+    `unfit_reason`: why this node, the first leader, hands over to another one and leaves, as soon as all are connected.
+    """
 
     def __init__(
         self,
@@ -99,31 +100,30 @@ class Coordinator:
         if self.membership.previous_member_list is not None:
             self._begin_incident()
             for node, vote in self.membership.election.votes.items():
-                # What a voter says of its ranks; one that the last order to start has not reached has none.
+                # The voter's report of its ranks; one that did not receive the last order to start has none.
                 now = time.monotonic()
                 self.handle_event(NodeInventoryReported(now, node, inventory_from_message(vote["held"])))
                 heard = bool(vote["last"]) and int(vote["last"]["attempt"]) == self.state.attempt
                 last = vote["last"] if heard else {"attempt": self.state.attempt, "code": 1, "ends": []}
                 self._hear_end(node, last, now)
-        self.admission = Admission(
-            lambda theirs: find_mismatch(theirs, hello, to_node_0=False), self._find_holder, self._challenge,
-            self._welcome_member, self._note, linger_s=0.05,
+        self.host = RendezvousHost(  # for joining nodes, until they are members
+            lambda theirs: find_mismatch(theirs, hello, to_node_0=False), self._note, 0.05, self._find_holder,
+            self._challenge,
         )  # fmt: skip
-        self._welcome: dict[str, tuple[AgentMember, Channel]] = {}  # by token, until they are members
 
     def _note(self, kind: str, details: Mapping[str, Any]) -> None:
         """Tell of an event of this attempt."""
         self.notice(kind, {"attempt": max(self.state.attempt, 1), **details})
 
     def descriptors(self) -> Mapping[int, int]:
-        """What poll() has to look at, and for what."""
-        found = self.admission.descriptors()
+        """Descriptors for poll(), with their event masks."""
+        found = self.host.descriptors()
         return found if self._preparing is None else found | {self._preparing.call.fileno(): select.POLLIN}
 
     def poll_once(self) -> None:
-        """Do all that can be done without waiting."""
+        """Run one turn without blocking."""
         if self._unfit_reason is not None:
-            # Whoever has no connection to it yet would not see it leave, and would wait for its first sign of life.
+            # A node without a connection to it would not see it leave, and would wait for its first heartbeat.
             if self.membership.is_fully_connected or time.monotonic() > self._meets_until:
                 me, code = self.membership.me.node, int(ExitCode.UNHEALTHY)
                 self.handle_event(NodeUnfit(time.monotonic(), me, self._unfit_reason, code))
@@ -142,35 +142,34 @@ class Coordinator:
         self._see_commits()
         self._see_requests()
         self._see_preparation()
-        self.admission.poll_once()
+        self._let_in()
         self._see_hangs()
         if self.membership.is_stable:
             self.handle_event(Tick(time.monotonic()))
 
     def _tell_to_end(self, attempt: int, known: bool) -> None:
-        """Have an attempt end everywhere; `known`: why, so that nobody waits for a rank that might say it."""
+        """End an attempt everywhere; `known`: the cause is known, so that no node waits for a rank to report it."""
         self.membership.broadcast({"end": attempt, "known": known})
 
     def close(self, over: tuple[int, str] | None) -> None:
         if self._preparing is not None:
             self._preparing.call.cancel()
             self._preparing = None
-        self.admission.waiting += [(channel, {}, None) for _, channel in self._welcome.values()]
-        # Or they would wait in vain for whoever leads now.
-        self.admission.close(None if over is None else {"finish": over[0], "text": over[1]})
+        # Or they would wait in vain for the current leader.
+        self.host.close(None if over is None else {"finish": over[0], "text": over[1]})
 
     def _see_commits(self) -> None:
         for step in self._take_committed_steps():
             self.handle_event(StepsCommitted(time.monotonic(), step))
 
     def _see_requests(self) -> None:
-        """Nodes that are not to be used any more, or are to be used again; whoever asks names a node or its host."""
+        """Apply drain and return requests, which name a node or its host."""
         self._requests |= {request.node: request for request in self._take_node_requests()}
         for member in list(self._members.values()) if self._requests else ():
             request = find_newest_request(self._requests.values(), member.node, member.host)
             if request is not None:
                 drained, gently = request.wanted != NodeRequestKind.RETURN, request.by.startswith(BY_HEALTH)
-                done = "is to be left" if drained else "may be used again"
+                done = "will be drained" if drained else "is no longer drained"
                 why = f"node {member.node} ({member.host}) {done}" + (f" ({request.reason})" * bool(request.reason))
                 self.handle_event(NodeDrainChanged(time.monotonic(), member.node, drained, why, gently))
 
@@ -185,18 +184,14 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------------- hearing
 
     def hear(self, node: int, message: messages.MessageRecord) -> None:
-        """Take what a member says."""
+        """Handle a member's message."""
         now = time.monotonic()
-        if isinstance(message, messages.EndedMessage | messages.ReadyMessage) and message.held is not None:
-            self.handle_event(NodeInventoryReported(now, node, inventory_from_message(message.held)))
+        for event in list_events(node, message, now):
+            self.handle_event(event)
         match message:
             case messages.EndedMessage():
-                self._see_commits()  # what has become safe since the last turn counts
+                self._see_commits()  # steps committed since the last turn count
                 self._hear_end(node, message.ended, now)
-            case messages.ReadyMessage():
-                self.handle_event(NodeReady(now, node, message.ready))
-            case messages.UnfitMessage():
-                self.handle_event(NodeUnfit(now, node, message.unfit, message.code))
             case messages.ProgressMessage():
                 self._hang_detector.add_report(node, message.pulses)
             case messages.StrangersMessage() if not self._crowded:
@@ -206,12 +201,19 @@ class Coordinator:
                 self._hear_stop(node, message, now)
 
     def _hear_stop(self, node: int, message: messages.StopMessage, now: float) -> None:
+        if message.stop == LEAVE_SIGNAL.name:
+            details = {"node": node, "host": self._members[node].host, "reason": message.reason or message.stop}
+            self._note(EventKind.NODE_LEAVING, details)
+            if can_continue(self.state, node):
+                self.handle_event(NodeLeaving(now, node, str(details["reason"])))
+                return
+            message = messages.StopMessage(stop=message.stop, again=True)  # to all nodes, as none passed it on
         again = {"unless_written": True} if message.again else {}
         self._note(EventKind.STOP_REQUESTED, {"signal": message.stop, **again})
-        # Who was asked passes it on to its own ranks, but those of an attempt that has begun since know of nothing.
+        # A node passes a request on to its ranks, but those of a later attempt do not know of it.
         self.membership.broadcast({"signal": message.stop}, but=None if again else node)
         self._interrupts += message.stop == "SIGINT"
-        if self._interrupts >= 2:  # whoever sits there has no patience any more
+        if self._interrupts >= 2:  # a second Ctrl-C
             self._tell_to_end(self.state.attempt, known=True)
         self.handle_event(StopSignalReceived(now, message.stop))
 
@@ -223,14 +225,15 @@ class Coordinator:
         cause = find_failure_cause(told, ends)
         if cause is not None:
             self._begin_incident()
-        self.handle_event(RanksEnded(now, node, int(told["attempt"]), int(told["code"]), cause))
+        interrupted = bool(told.get("interrupted"))
+        self.handle_event(RanksEnded(now, node, int(told["attempt"]), int(told["code"]), cause, interrupted))
 
     def _begin_incident(self) -> None:
         if self._incident is None and self.state.phase in (JobPhase.RUNNING, JobPhase.ENDING):
             self._incident = OpenIncident()
 
     def handle_event(self, event: SupervisorEvent) -> None:
-        """Decide, and do what was decided."""
+        """Decide, and carry out the actions."""
         before = self.state
         self.state, actions = decide(self.state, event)
         running = (JobPhase.RUNNING, JobPhase.ENDING)
@@ -255,12 +258,12 @@ class Coordinator:
     # --------------------------------------------------------------------------------------------------------- members
 
     def _compare(self) -> None:
-        """Tell the supervisor who has gone and who has come with the new roster."""
+        """Report lost and new members of the new list to the supervisor."""
         now, member_list = time.monotonic(), self.membership.member_list
         before, self._members = self._members, {member.node: member for member in member_list.members}
         for node, member in before.items():
             if self._members.get(node) != member:
-                why = self._why.pop(member.token, "it has left")
+                why = self._why.pop(member.token, "it left")
                 self._note(EventKind.NODE_LOST, {"node": node, "host": member.host, "reason": why})
                 if self._incident is not None:
                     self._incident.mark("agreed")
@@ -269,34 +272,29 @@ class Coordinator:
         for node, member in self._members.items():
             if before.get(node) != member:
                 self._note(EventKind.NODE_JOINED, {"node": node, "host": member.host, "ranks": len(member.devices)})
-                _, channel = self._welcome.pop(member.token, (member, None))
-                if channel is not None:
-                    roster = {"roster": member_list_to_message(member_list)}
-                    channel.send_and_close(roster, "it is a member now", timeout_s=0.05)
+                self.host.dismiss({"roster": member_list_to_message(member_list)}, "it is a member now", [node])
                 self.handle_event(NodeJoined(now, make_node_state(member)))
 
     def greet(self, channel: Channel, hello: Message) -> None:
         """Take a caller who is no member: a node that comes, or comes again."""
-        self.admission.greet(channel, hello)
+        self.host.greet(channel, hello)
 
     def _find_holder(self, node: int) -> str | None:
-        """Who has a number: a member, or somebody who is about to be one."""
-        coming = [member for member, _ in self._welcome.values() if member.node == node]
-        holder = self.membership.member_list.member(node) or next(iter(coming), None)
+        """The holder of a number: a member, or a node that is about to be one and has lost its connection."""
+        holder = self.membership.member_list.member(node) or self.membership.election.joining.get(node)
         return None if holder is None else f"a process on {holder.host}"
 
     def _challenge(self, node: int) -> float | None:
-        """Until when a member may be found dead. Who has just become one has longer until its first sign of life, and
-        may have died before that."""
+        """The time by which a dead member is detected; longer for a new one, until its first heartbeat."""
         if self.membership.member_list.member(node) is None:
             return None
         detector = self.membership.detector
         return max(time.monotonic(), detector.heard_at.get(node, 0.0)) + DEATH_ANSWER_S * detector.heartbeat_s
 
-    def _welcome_member(self, channel: Channel, hello: Message) -> None:
-        member = parse_member({**hello, **hello["at"]})
-        self._welcome[member.token] = member, channel
-        self.membership.admit(member)
+    def _let_in(self) -> None:
+        for _, heard in self.host.poll_once():
+            if isinstance(heard, dict):
+                self.membership.admit(parse_member({**heard, **heard["at"]}))
 
     # --------------------------------------------------------------------------------------------------------- actions
 
@@ -328,19 +326,19 @@ class Coordinator:
                 self.agent.over = action.code, action.why
 
     def _leave(self, code: int, why: str) -> None:
-        """This node cannot take part any more: the others go on under another leader, if there are any."""
+        """This node can no longer take part: the others continue under another leader, if there are any."""
         self.agent.over = code, why
         if len(self.membership.live_nodes()) == 1:
             self._note(EventKind.GAVE_UP, {"reason": why})
         else:
-            who = f"node {self.membership.me.node} ({self.membership.me.host}), which led, leaves the others"
-            self._note(EventKind.WARNING, {"message": f"{who}, as it cannot take part any more: {why}"})
+            who = f"node {self.membership.me.node} ({self.membership.me.host}), the leader, leaves the run"
+            self._note(EventKind.WARNING, {"message": f"{who}, because it can no longer take part: {why}"})
             self.membership.leave(why)
 
     def _see_preparation(self) -> None:
         if self._preparing is None:
             return
-        if self.state.phase != JobPhase.PREPARING:  # another one is gone on with: nobody may be offered this
+        if self.state.phase != JobPhase.PREPARING:  # another offer is in use: this one must not be sent
             self._preparing.call.cancel()
             self._preparing = None
         elif (event := self._preparing.poll_once()) is not None:
@@ -348,7 +346,7 @@ class Coordinator:
             self.handle_event(event)
 
     def offer(self, action: SendOffer) -> None:
-        """Tell all other members what a division needs, or the one that has come."""
+        """Send the offer of a division to all other members, or to a new one."""
         offer = self.agent.offer
         if offer is None or int(offer["division"]) != action.division:
             return
@@ -369,32 +367,5 @@ class Coordinator:
             incident, self._incident = self._incident, None
             self.notice(EventKind.INCIDENT, incident.details(self.state, action, self.agent.start))
         self.membership.broadcast({"start": order})
-
-
-def become_coordinator(
-    agent: NodeAgent,
-    hello: Message,
-    attempt: int,
-    committed: int,
-    prepare: Callable[[int, Plan, list[list[Any]]], Message],
-    notice: Callable[[str, dict[str, Any]], None],
-    take_committed_steps: Callable[[], list[int]] = list,
-    take_node_requests: Callable[[], list[NodeRequest]] = list,
-    held: Mapping[int, tuple[StateFileInfo, ...]] | None = None,
-    unfit_reason: str | None = None,
-) -> Coordinator:
-    """Lead from now on: a job that begins with `attempt` from the step `committed`, or from a newer one that nodes have
-    `held` in their memories since a job before; or what its leader has left. `unfit_reason`: why this node, the first
-    one, only hands the lead to another one and leaves."""
-    membership, offered = agent.membership, agent.offer
-    assert offered is not None, "who was offered nothing has not been let in"
-    if membership.previous_member_list is None:
-        state = make_initial_state(offered, membership.member_list, attempt, committed, held or {})
-        return Coordinator(agent, state, hello, prepare, notice, take_committed_steps, take_node_requests, unfit_reason)
-    votes = membership.election.votes
-    agent.offer = renew_offer(offered, agent.start, votes)
-    state = make_failover_state(agent.offer, agent.start, membership.previous_member_list, votes, attempt)
-    leader = Coordinator(agent, state, hello, prepare, notice, take_committed_steps, take_node_requests)
-    if agent.offer is not offered:
-        leader.offer(SendOffer(state.division))
-    return leader
+        if self.state.stop.signal is not None:  # its ranks only save: they do not know of the signal yet
+            self.membership.broadcast({"signal": self.state.stop.signal})

@@ -1,24 +1,23 @@
-"""What a leader begins with: the state of a job that starts, or what its successor makes of what every node was told;
-and what its epoch's file says of ranks that were started before.
+"""Leader failover: the initial state of a job, its reconstruction by a successor from the messages that every node
+received, and the epoch file's entry about earlier ranks. Pure functions.
 
-Pure functions. An offer tells all nodes of the division (`slots`, `seats`, `policy`), an order to start of the attempt
-and of what is left of the budgets; a vote says what a node is ready for.
+An offer informs all nodes of the division (`slots`, `seats`, `policy`), an order to start of the attempt and the
+remaining budgets; a vote of what a node is ready for.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.membership.member_list import AgentMember, MemberList
 from phalanx.elastic.supervisor.state import JobPhase, JobState, Node, NodeSlot, RecoveryPolicy, RestartBudget
-from phalanx.recovery.catalog import StateFileInfo
 
 
-def make_node_state(member: AgentMember, ready: int = 0, held: tuple[StateFileInfo, ...] = ()) -> Node:
+def make_node_state(member: AgentMember, ready: int = 0) -> Node:
     """A member as the supervisor knows it."""
-    return Node(member.node, member.host, len(member.devices), member.devices[0][1], ready, held=held)
+    return Node(member.node, member.host, len(member.devices), member.devices[0][1], ready)
 
 
 def describe_division(
@@ -35,7 +34,7 @@ def parse_policy(offer: Message) -> RecoveryPolicy:
 
 
 def describe_restart_budget(state: JobState) -> Message:
-    """What a successor has to know of the failures so far."""
+    """The failure budget for a successor."""
     return {**asdict(state.budget), "committed": state.committed, "crash": list(state.budget.crash)}
 
 
@@ -49,19 +48,19 @@ def find_active_writers(
     votes: Mapping[int, Message],
     last_epoch_file: Mapping[str, int],
 ) -> dict[str, int]:
-    """What the file of an epoch says of the ranks that may still write: the oldest `attempt`, and `since` which epoch
-    attempts have been ordered that may. `start` is the last order that the leader of the roster that is `following`
-    has heard, `votes` what it knows yet of those who have voted for it, and `last_epoch_file` what its last file said.
+    """The ranks that may still write, for an epoch file: the oldest `attempt`, and the epoch `since` which such
+    attempts have been ordered.
 
-    Numbers of attempts alone do not tell: a leader that is cut off may start ranks once more, of which nobody else
-    hears, and one that came as a spare may have heard of no attempt at all. So whoever is new in the lead lets nobody
-    write whom it has not started itself. And whoever was said to be over stays over: a node that was lost with its
-    ranks and comes again has the same number, and is not the same process.
+    `start` is the last order that the leader of `following` has received, `votes` those received so far, and
+    `last_epoch_file` the contents of its last file. Attempt numbers alone are not enough: a leader that is cut off may
+    start ranks once more, unknown to the others, and a former spare may know of no attempt at all. So a new leader
+    permits writes only of ranks that it has started itself. Ended ranks stay ended: a node that was lost with its ranks
+    and returns has the same number, but is another process.
     """
     if before.leader != following.leader:
         heard = [int(vote["attempt"]) for vote in votes.values()] + ([] if start is None else [int(start["attempt"])])
         found = following.epoch, 1 + max(heard, default=0)
-    elif start is None:  # what it may order while the file is made
+    elif start is None:  # orders that it may give while the file is created
         found = before.epoch, 1
     else:
         goes_on = all(following.member(seat) == before.member(seat) is not None for seat in start["seats"])
@@ -70,17 +69,15 @@ def find_active_writers(
     return {"since": since, "attempt": attempt}
 
 
-def make_initial_state(
-    offer: Message, member_list: MemberList, attempt: int, committed: int, held: Mapping[int, tuple[StateFileInfo, ...]]
-) -> JobState:
-    """The state of a job whose nodes are all ready for what was offered; `attempt` is its first. Of nodes with a seat
-    one may not have come so far, which was not fit: as if it were lost. `held`: what nodes have in their memories of a
-    job of the same run before."""
+def make_initial_state(offer: Message, nodes: Iterable[Node], attempt: int, committed: int) -> JobState:
+    """The initial state of a job whose `nodes` are all ready for the offer; `attempt` is its first. A node with a
+    seat may be missing because it was unfit: it counts as lost."""
     division = int(offer["division"])
+    here = {node.node: replace(node, ready=division) for node in nodes}
     return JobState(
         policy=parse_policy(offer),
-        phase=JobPhase.READYING if all(member_list.member(node) for node in offer["seats"]) else JobPhase.IDLE,
-        nodes=tuple(make_node_state(member, division, held.get(member.node, ())) for member in member_list.members),
+        phase=JobPhase.READYING if here.keys() >= set(offer["seats"]) else JobPhase.IDLE,
+        nodes=tuple(here.values()),
         division=division,
         slots=tuple(NodeSlot(int(ranks), str(model)) for ranks, model in offer["slots"]),
         seats=tuple(offer["seats"]),
@@ -91,9 +88,9 @@ def make_initial_state(
 
 
 def renew_offer(offer: Message, start: Message | None, votes: Mapping[int, Message]) -> Message:
-    """What a new leader offers: what it was offered itself, `start` being the last order to start that it has heard. A
-    leader that was lost while it offered another division has told that to some alone: then the same once more, under
-    a number that nobody has heard, since numbers are what nodes tell divisions by."""
+    """The offer of a new leader, from the offer that it received; `start` is the last order to start that it received.
+    A leader that was lost while it offered another division has sent it to some nodes only: it is offered again, under
+    a new number, since nodes distinguish divisions by number."""
     heard = {int(vote["offered"]) for vote in votes.values()}
     if heard == {int(offer["division"])}:
         return offer
@@ -107,8 +104,8 @@ def renew_offer(offer: Message, start: Message | None, votes: Mapping[int, Messa
 def make_failover_state(
     offer: Message, start: Message | None, before: MemberList, votes: Mapping[int, Message], attempt: int
 ) -> JobState:
-    """The state as a new leader finds it, before it is told who is lost: `before` is the roster of the old one, `start`
-    the last order to start (None: there was none), `attempt` the first of the job."""
+    """The state of a job at the start of a new leader, before it learns who is lost: `before` is the old member
+    list, `start` the last order to start (None: there was none), `attempt` the first of the job."""
     ready = {node: int(vote["ready"]) for node, vote in votes.items()}
     last = max([attempt - 1, *(int(vote["attempt"]) for vote in votes.values())])
     current = start is not None and start["division"] == offer["division"]
@@ -121,7 +118,7 @@ def make_failover_state(
         division=int(offer["division"]),
         slots=tuple(NodeSlot(int(ranks), str(model)) for ranks, model in offer["slots"]),
         seats=tuple(seats),
-        # Lost before, and not replaced by an order yet: nobody will say of them any more how their ranks ended.
+        # Lost before, and not replaced by an order yet: no report on their ranks will come.
         lost_with_ranks=tuple(node for node in seats if before.member(node) is None) if current else (),
         attempt=last,
         budget=RestartBudget(

@@ -1,5 +1,5 @@
-"""The open incident and the preparation of another division, which the leading agent keeps beside the state of its
-job."""
+"""State of the leading agent beside that of its job: the open incident, the preparation of another division, and
+the translation of messages to events."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,25 +7,31 @@ from typing import Any
 
 from phalanx.core.errors import PhalanxError
 from phalanx.core.placement import ExitCode
+from phalanx.elastic.membership import messages
 from phalanx.elastic.membership.channel import Message
 from phalanx.elastic.supervisor.state import (
     DivisionPrepared,
     DivisionRejected,
     FailureCause,
     JobState,
+    NodeInventoryReported,
+    NodeReady,
+    NodeUnfit,
     PrepareDivision,
     StartAttempt,
+    SupervisorEvent,
 )
+from phalanx.recovery.catalog import inventory_from_message
 from phalanx.system import exit_causes
 from phalanx.system.async_call import AsyncCall
 from phalanx.system.exit_causes import WorkerExit
 
-PREPARE_S = 3600.0  # what resolving another division gets: token files may have to be made anew
+PREPARE_S = 3600.0  # limit for resolving another division, which may make token files
 Plan = Sequence[tuple[int, int]]
 
 
 class OpenIncident:
-    """A failure, from when it was seen until the ranks are told to start again."""
+    """An open incident: from the detection of a failure until the ranks are ordered to start again."""
 
     def __init__(self) -> None:
         self._began = time.time()
@@ -33,11 +39,11 @@ class OpenIncident:
         self.what: list[str] = []
 
     def mark(self, phase: str) -> None:
-        """Note how long after it was seen something is done about it."""
+        """Record the time of a recovery phase since the failure was seen."""
         self._phases[phase] = round(time.time() - self._began, 3)
 
     def details(self, state: JobState, action: StartAttempt, before: Message | None) -> dict[str, Any]:
-        """What to say of it, now that an attempt is started; `before`: the order of the last one."""
+        """Details of the incident, once an attempt is started; `before`: the order of the last one."""
         self.mark("ordered")
         what = "; ".join(dict.fromkeys(self.what)) or "the attempt failed"
         done = _describe_restart(state, action, before)
@@ -45,11 +51,11 @@ class OpenIncident:
 
 
 def _describe_restart(state: JobState, action: StartAttempt, before: Message | None) -> str:
-    done = "all ranks start again"
+    done = "all ranks restart"
     if before is not None and before["division"] != action.division:
         world = sum(slot.ranks for slot in state.slots)
         nodes = f"node{'s' if len(action.seats) > 1 else ''} {', '.join(map(str, action.seats))}"
-        done = f"the ranks are divided anew over {nodes}: {world} now"
+        done = f"the work is redistributed over {nodes}: {world} rank{'s' if world > 1 else ''}"
     elif before is not None and list(action.seats) != before["seats"]:
         pairs = [(old, new) for old, new in zip(before["seats"], action.seats, strict=True) if old != new]
         done = ", ".join(f"node {new} takes the ranks of node {old}" for old, new in pairs)
@@ -58,8 +64,8 @@ def _describe_restart(state: JobState, action: StartAttempt, before: Message | N
     if action.replayed_steps:
         steps = "step is" if action.replayed_steps == 1 else "steps are"
         done += (
-            f"; {action.replayed_steps} committed {steps} walked again, from step {action.step}, as the state is "
-            f"kept on a second node every {state.policy.replicate_every} steps"
+            f"; {action.replayed_steps} committed {steps} replayed from step {action.step}, because the state is "
+            f"copied to a second node every {state.policy.replicate_every} steps"
         )
     return done
 
@@ -89,6 +95,18 @@ def find_first_death(ends: Sequence[WorkerExit], node_lost: bool) -> dict[str, A
     return exit_causes.find_root_cause(abnormal).details()
 
 
+def list_events(node: int, message: messages.MessageRecord, now: float) -> list[SupervisorEvent]:
+    """The events in a node's message about the node itself, before it is a member and later."""
+    events: list[SupervisorEvent] = []
+    if isinstance(message, messages.EndedMessage | messages.ReadyMessage) and message.held is not None:
+        events.append(NodeInventoryReported(now, node, inventory_from_message(message.held)))
+    if isinstance(message, messages.ReadyMessage):
+        events.append(NodeReady(now, node, message.ready))
+    if isinstance(message, messages.UnfitMessage):
+        events.append(NodeUnfit(now, node, message.unfit, message.code))
+    return events
+
+
 class DivisionPreparation:
     """Another division, resolved in a child by `prepare(division, plan, devices)`."""
 
@@ -103,7 +121,7 @@ class DivisionPreparation:
         self.offer: Message | None = None
 
     def poll_once(self) -> DivisionPrepared | DivisionRejected | None:
-        """What has come of it; None while it is not over. What is to be offered is then `offer`."""
+        """The result of the preparation; None while it runs. The offer is then in `offer`."""
         now = time.monotonic()
         try:
             result = self.call.result()

@@ -1,7 +1,7 @@
-"""Requests to leave a node of a run out, to have it replaced, or to take it back: files in the run folder, one a node;
-and the nodes of a run as its records have them: whether they are there, what checks have found, what is asked of them.
+"""Requests to drain, replace or return a node of a run: files in the run folder, one per node; and the nodes of a run
+from its records: state, health and requests.
 
-Whoever watches the run reads the requests. A file names what is wanted now; the last one written holds.
+The leader of the run reads the requests. A file has the current request; the last one written counts.
 """
 
 import enum
@@ -22,12 +22,12 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.system import locks
 
 VERSION = 1
-BY_HEALTH = "its health check"  # who asks where no user does: heeded only where a spare takes the node's place
+BY_HEALTH = "its health check"  # the requester without a user: effective only where a spare takes the node's place
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
 class NodeRequestKind(enum.StrEnum):
-    """What may be asked of a node."""
+    """The kinds of requests for a node."""
 
     DRAIN = "drain"  # to be left at the next occasion
     REPLACE = "replace"  # the same, and another one taken instead
@@ -46,9 +46,9 @@ class NodeRequest:
 
 
 def check_name(node: str) -> None:
-    """Raises ConfigError for what cannot be a node's name, and so must not become a file's."""
+    """Raises ConfigError for an invalid node name, which must not become a file name."""
     if _NAME.fullmatch(node) is None:
-        raise ConfigError(f"{node!r} cannot be the name of a node; give a host name, or a node's number in the run")
+        raise ConfigError(f"{node!r} is not a node name; give a host name, or a node's number in the run")
 
 
 def write_request(
@@ -58,9 +58,7 @@ def write_request(
     a bad name, RunError where it cannot be written."""
     check_name(node)
     if not paths.events.exists():
-        raise RunError(
-            f"{paths.display_name} holds no run, so no node can be asked for there; name a run folder with --run"
-        )
+        raise RunError(f"{paths.display_name} is not a run folder; name a run folder with --run")
     locks.check_symlinks(paths)
     by = by or f"{_user()} on {socket.gethostname()}"
     request = NodeRequest(node, wanted, reason, time.time(), by)
@@ -69,7 +67,9 @@ def write_request(
         paths.nodes.mkdir(mode=0o700, exist_ok=True)
         write_atomic(paths.node_request(node), json.dumps(tree) + "\n")
     except OSError as error:
-        raise RunError(f"the request cannot be written to {paths.nodes} ({error.strerror}); mend its rights") from None
+        raise RunError(
+            f"the request cannot be written to {paths.nodes} ({error.strerror}); fix its permissions"
+        ) from None
     return request
 
 
@@ -118,19 +118,18 @@ HERE, LOST, ELSEWHERE, OVER = "in the run", "lost", "not in the run", "the run i
 
 
 def list_nodes(paths: RunPaths) -> list[dict[str, str]]:
-    """For each node of the last start, and each other one that something is asked of: `node` (number and host),
-    `state`, `health` (the verdict of its last check, if there was one) and `why` (what is asked, by whom).
-
-    Raises RunError where there is no run.
+    """List the nodes of the last start, and others with a request: `node` (number and host), `state`, `health`
+    (the verdict of the last check, if any) and `why` (the request and its user). Raises RunError if there is no
+    run.
     """
     if not paths.events.exists():
-        raise RunError(f"{paths.display_name} holds no run; name a run folder")
+        raise RunError(f"{paths.display_name} is not a run folder; name a run folder")
     hosts: dict[str, str] = {}  # by number
     state: dict[str, str] = {}
     seen: dict[str, str] = {}
     for event in read_events(paths.events):
         kind, number = event.get("kind"), str(event.get("node"))
-        if kind == EventKind.RUN_STARTED and (event.get("hosts") or not hosts):  # without, its ranks were divided anew
+        if kind == EventKind.RUN_STARTED and (event.get("hosts") or not hosts):  # without: the work was redistributed
             here = [*(_names(event.get("hosts")) or [socket.gethostname()]), *_names(event.get("spares"))]
             hosts = {str(at): host for at, host in enumerate(here)}
             state = dict.fromkeys(hosts, HERE)
@@ -140,7 +139,7 @@ def list_nodes(paths: RunPaths) -> list[dict[str, str]]:
             state[number] = LOST
         elif kind in (EventKind.FINISHED, EventKind.STOPPED, EventKind.GAVE_UP):
             state = {each: LOST if was == LOST else OVER for each, was in state.items()}
-        elif kind == EventKind.RESTARTED:  # it had stopped to be divided anew
+        elif kind == EventKind.RESTARTED:  # stopped to redistribute the work
             state = {each: HERE if was == OVER else was for each, was in state.items()}
         elif kind == EventKind.HEALTH:
             seen[str(event.get("host"))] = str(event.get("verdict"))

@@ -1,4 +1,4 @@
-"""What a supervisor knows of a job on several nodes, what it hears of it, and what it can have done: plain data.
+"""State, events and actions of the supervisor of a job on several nodes: plain data.
 
 A job is divided over *slots* of ranks, each with devices of a kind; a *seat* says which node has a slot now.
 """
@@ -11,7 +11,7 @@ from phalanx.recovery.catalog import RestorePoint, StateFileInfo
 
 
 class JobPhase(enum.StrEnum):
-    IDLE = "idle"  # nodes are missing, and it is waited for them
+    IDLE = "idle"  # nodes are missing, and the run waits for them
     PREPARING = "preparing"  # a new division is being resolved
     READYING = "readying"  # nodes with a seat are not all ready, or it is not time yet
     RUNNING = "running"
@@ -21,9 +21,10 @@ class JobPhase(enum.StrEnum):
 
 @dataclass(frozen=True)
 class RecoveryPolicy:
-    """`on_lost_node`: of "replace", "shrink" and "wait", what is tried, in that order, before the run stops. `group`:
-    ranks that hold one copy of the model together. `nodes`: as many as the run was started for, without spares; with
-    fewer than `least` it does not go on. `replicate_every`: of so many steps a second node has one."""
+    """Policy of recovery. `on_lost_node`: of "replace", "shrink" and "wait", in the order in which they are tried,
+    before the run stops. `group`: number of ranks that hold one copy of the model together. `nodes`: as many as the run
+    was started for, without spares; with fewer than `least` it does not continue. `replicate_every`: steps between
+    replicas on a second node."""
 
     nodes: int
     max_restarts: int = 3
@@ -44,7 +45,7 @@ class NodeSlot:
 
 @dataclass(frozen=True)
 class Node:
-    """A living member: `ready` is the division that it has what it needs for; `held`: state in its memory."""
+    """A living member: `ready` is the division that it is ready for; `held`: state in its memory."""
 
     node: int
     host: str
@@ -53,6 +54,7 @@ class Node:
     ready: int = 0
     drained: bool = False
     held: tuple[StateFileInfo, ...] = ()
+    leaving: bool = False  # its machine will soon be gone
 
 
 @dataclass(frozen=True)
@@ -63,17 +65,27 @@ class FailureCause:
     code: int
     fingerprint: str
     memory_reduced: bool = False  # after want of memory: whether the next attempt asks for less
-    state_damaged: bool = False  # what was kept in memory, and is void now: the next attempt begins with something else
+    state_damaged: bool = False  # in-memory state was damaged and voided: the next attempt begins from other state
 
 
 @dataclass(frozen=True)
 class RestartBudget:
-    """What has been used of the restarts that a policy allows."""
+    """The restarts used of those that a policy allows."""
 
     failures: int = 0  # since `reached`
     reached: int = 0  # the step that was safe at the last failure
     crash: tuple[str, int] = ("", 0)  # the last one and how often it came in a row
     first: int = 1  # the first attempt of this start
+
+
+@dataclass(frozen=True)
+class StopState:
+    """`signal`: the first stop signal. `interrupted`: ranks of this attempt were ended before they could save.
+    `saving`: the last attempt after a stop signal, which restores the step in memory, saves and ends."""
+
+    signal: str | None = None
+    interrupted: bool = False
+    saving: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ class JobState:
     committed: int = 0  # the newest step that is safe
     budget: RestartBudget = RestartBudget()
     retry_reason: str | None = None  # why another attempt is made, where it has not failed
-    stop_signal: str | None = None  # the first stop signal
+    stop: StopState = StopState()
     wait_until: float | None = None  # for lost nodes
     start_at: float = 0.0
 
@@ -115,10 +127,20 @@ class RanksEnded:
     attempt: int
     code: int
     cause: FailureCause | None = None
+    interrupted: bool = False  # they were ended after a stop signal, before they could save
 
 
 @dataclass(frozen=True)
 class NodeLost:
+    now: float
+    node: int
+    why: str
+
+
+@dataclass(frozen=True)
+class NodeLeaving:
+    """A node's machine will soon be gone, and others can continue without it."""
+
     now: float
     node: int
     why: str
@@ -132,7 +154,7 @@ class NodeJoined:
 
 @dataclass(frozen=True)
 class NodeReady:
-    """A node has what a division needs."""
+    """A node is ready for a division."""
 
     now: float
     node: int
@@ -141,7 +163,7 @@ class NodeReady:
 
 @dataclass(frozen=True)
 class NodeInventoryReported:
-    """What a node has of the run's state in its memory, now that no rank runs there."""
+    """The state of the run in a node's memory, once no rank runs there."""
 
     now: float
     node: int
@@ -207,6 +229,7 @@ class Tick:
 SupervisorEvent = (
     RanksEnded
     | NodeLost
+    | NodeLeaving
     | NodeJoined
     | NodeReady
     | NodeInventoryReported
@@ -241,7 +264,7 @@ class PrepareDivision:
 
 @dataclass(frozen=True)
 class SendOffer:
-    """Tell all members what a division needs, or the one member that has come."""
+    """Send the offer of a division to all members, or to a new one."""
 
     division: int
     node: int | None = None
@@ -249,9 +272,9 @@ class SendOffer:
 
 @dataclass(frozen=True)
 class StartAttempt:
-    """Start an attempt with these seats from a step: on the disk, or in memory, where `kept` says. `replayed_steps`: so
-    many steps behind that, which all ranks that live had committed, are walked again. `reason`: why another attempt is
-    made, where the one before has not failed."""
+    """Start an attempt with these seats from a step: on the disk, or in memory, where `kept` says. `replayed_steps`:
+    how many later steps, committed by all living ranks, are replayed. `reason`: why another attempt is made, where the
+    one before has not failed."""
 
     attempt: int
     division: int

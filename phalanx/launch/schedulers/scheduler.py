@@ -1,4 +1,4 @@
-"""The scheduler interface: what `phalanx launch`, `status`, `logs`, `cancel` and `nodes` ask of what runs a job.
+"""The scheduler interface that `phalanx launch`, `status`, `logs`, `cancel` and `nodes` use.
 
 A scheduler is a module with these functions, or a subclass of `Scheduler` with those that it has, and a row of
 SCHEDULERS in `registry.py`. The run folder says by which of them a run was launched.
@@ -25,12 +25,12 @@ from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.storage import lease
 from phalanx.system import locks, torchrun_env
 
-MAX_STARTS = 100  # with --until-done, where nobody has said how many
+MAX_STARTS = 100  # the default of --max-jobs with --until-done
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What the command line of `phalanx launch` asks for, beside the recipe."""
+    """Options of `phalanx launch` apart from the recipe."""
 
     nodes: int
     spares: int = 0
@@ -40,7 +40,8 @@ class LaunchOptions:
 
 
 class QueuePhase(StrEnum):
-    """`ENDS`: the scheduler ends what is left of the job, or of what ran before it was put back into the queue."""
+    """Phase of a job. `ENDS`: the scheduler is ending the remains of the job, or of its previous start before a
+    requeue."""
 
     WAITS = "waits"
     RUNS = "runs"
@@ -50,8 +51,8 @@ class QueuePhase(StrEnum):
 
 @dataclass(frozen=True)
 class Job:
-    """What a scheduler says of a job: its `state` in the scheduler's own word, and which phase that is. `restarts`
-    counts how often it was requeued."""
+    """A job of a scheduler: its `state` in the scheduler's own word, and the phase of that state. `restarts` counts how
+    often it was requeued."""
 
     id: str
     state: str
@@ -92,7 +93,7 @@ class JobTask(Protocol):
 
 @dataclass(frozen=True)
 class SchedulerNode:
-    """`reason`: why it was taken out of use, empty where it is not."""
+    """`reason`: why it is drained, else empty."""
 
     name: str
     state: str
@@ -101,15 +102,15 @@ class SchedulerNode:
 
 class Scheduler(Protocol):
     """What runs `phalanx keep RUN_FOLDER` once on each node of a job. Its functions raise ConfigError where the
-    scheduler is not there, and RunError, with its own words, where it refuses or does not answer. What a
-    subclass leaves out, it does not do."""
+    scheduler is not there, and RunError, with its own words, where it refuses or does not answer. Functions that a
+    subclass does not define are unsupported."""
 
     TITLE: str
     SECTION: str | None  # of the recipe, with the options of a job; None: it has none
     QUEUES: bool  # its jobs have numbers, which the run folder keeps; else the lock of the run tells of its process
 
     def make_script(self, config: Config, paths: RunPaths, options: LaunchOptions) -> str | None:
-        """The script of the job, for --dry-run and for `submit`; None where there is none. Submits nothing."""
+        """The job script, for --dry-run and for `submit`; None if there is none. Submits nothing."""
         return None
 
     def check_cluster(self, config: Config, options: LaunchOptions) -> None:
@@ -120,15 +121,15 @@ class Scheduler(Protocol):
         """Submit the job, whose script (if any) is `paths.launch_script`; returns its number."""
 
     def query_job(self, number: str) -> Job | None:
-        """The job; None where the scheduler knows it no more."""
+        """The job; None where the scheduler no longer knows it."""
         return None
 
     def find_log(self, paths: RunPaths, number: str) -> Path:
-        """Where the output of the job itself is: `paths.job_log`, beside that of each node, `paths.node_log`."""
+        """Path of the job's output: `paths.job_log`, beside that of each node, `paths.node_log`."""
         return paths.job_log(self.TITLE.lower(), number)
 
     def stop(self, number: str) -> None:
-        """Send SIGTERM to what runs on the nodes: it saves and leaves."""
+        """Send SIGTERM to what runs on the nodes: it saves and exits."""
         raise ConfigError(f"{self.TITLE} cannot stop jobs")
 
     def cancel(self, number: str) -> None:
@@ -136,7 +137,7 @@ class Scheduler(Protocol):
         raise ConfigError(f"{self.TITLE} cannot cancel jobs")
 
     def requeue(self, number: str) -> None:
-        """Put a job into the queue again, under its number."""
+        """Requeue a job under its number."""
         raise ConfigError(f"{self.TITLE} cannot requeue jobs")
 
     def list_nodes(self) -> list[SchedulerNode]:
@@ -144,19 +145,23 @@ class Scheduler(Protocol):
         raise ConfigError(f"{self.TITLE} cannot list nodes")
 
     def set_node_state(self, node: str, wanted: NodeRequestKind, reason: str | None) -> str:
-        """Drain a node, hand it in for replacement, or give it back; returns the scheduler's word for that."""
+        """Drain a node, request its replacement, or uncordon it; returns the scheduler's word for that."""
         raise ConfigError(f"{self.TITLE} cannot drain nodes")
 
     def read_task(self, environment: Mapping[str, str]) -> JobTask | None:
-        """Which part of a job this process is; None where it belongs to none."""
+        """The part of a job that this process is; None outside of jobs."""
         return None
 
+    def find_rendezvous(self, paths: RunPaths, task: JobTask | None) -> str:
+        """Where the nodes of a job meet, as --rendezvous takes it: in the run folder."""
+        return paths.rendezvous.resolve().as_uri()
+
     def is_script_alive(self, task: JobTask) -> bool:
-        """Whether what has started this task still lives, and so ends the job itself."""
+        """Whether the script that started this task is alive, and so ends the job itself."""
         return True
 
     def cancel_task(self, environment: Mapping[str, str]) -> None:
-        """End what this process is a part of, where it is of a job; a node that cannot take part calls it."""
+        """Cancel the job step of this process, if it belongs to one; called by a node that cannot take part."""
         return None
 
 
@@ -164,11 +169,11 @@ class Scheduler(Protocol):
 # Runs in the background of this machine: no queue, and a process that is found by the lock that it holds.
 
 
-STARTS_S = 30.0  # what a process in the background gets to take its lock
+STARTS_S = 30.0  # time for a background process to take its lock
 
 
 class Background(Scheduler):
-    """No queue: its one process is found by the lock of the run, as any that trains on this machine is."""
+    """Runs as a background process without a queue, found by the lock of the run."""
 
     TITLE = "this machine"
     SECTION: str | None = None
@@ -178,7 +183,7 @@ class Background(Scheduler):
         """Raises ConfigError for more nodes than this one."""
         if options.nodes + options.spares > 1:
             raise ConfigError(
-                "--local is this machine alone; leave --nodes and --spares out, or give `phalanx train --nodes ...` "
+                "--local uses this machine only; leave out --nodes and --spares, or run `phalanx train --nodes ...` "
                 "on each node"
             )
 
@@ -202,7 +207,7 @@ class Background(Scheduler):
         if started.poll() is None:
             return str(started.pid)
         words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise RunError(f"the run has not started: {words[-1] if words else f'exit code {started.returncode}'}")
+        raise RunError(f"the run did not start: {words[-1] if words else f'exit code {started.returncode}'}")
 
     def find_log(self, paths: RunPaths, number: str) -> Path:
         return paths.node_log(0).with_name("keeper.log")
@@ -213,12 +218,13 @@ class Background(Scheduler):
 
 @contextlib.contextmanager
 def hold_lock(paths: RunPaths) -> Iterator[None]:
-    """Hold the lock that says that this process keeps the run. Raises RunError when another does."""
+    """Hold the lock of the run's supervisor process. Raises RunError when another process holds it."""
     descriptor = os.open(paths.job_supervisor, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not locks.try_lock(descriptor):
             raise RunError(
-                f"{paths.display_name} is kept already, by process {_read_text(paths.job_supervisor)}; stop that first"
+                f"{paths.display_name} is already supervised by process {_read_text(paths.job_supervisor)}; stop "
+                "that process first"
             )
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
@@ -228,7 +234,7 @@ def hold_lock(paths: RunPaths) -> Iterator[None]:
 
 
 def find_lock_holder(lock: Path) -> tuple[int, str] | None:
-    """Process and machine that hold a lock file of a run, as they have written it there; None where nobody does."""
+    """Process and machine that hold a lock file of a run, as written there; None if it is free."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -241,7 +247,7 @@ def find_lock_holder(lock: Path) -> tuple[int, str] | None:
 
 
 def find_local_process(paths: RunPaths) -> tuple[int, str] | None:
-    """The process that runs a run without a scheduler, and its machine; None where there is none."""
+    """The process of a run without a scheduler, and its machine; None if there is none."""
     if paths.url is not None:
         return lease.read_holder(paths)
     return find_lock_holder(paths.job_supervisor) or find_lock_holder(paths.lock)

@@ -1,8 +1,8 @@
-"""Slurm as a scheduler, and its commands: the only place that runs sbatch, scontrol, sinfo and scancel, each
-with a time limit.
+"""Slurm as a scheduler, and its commands: the only module that runs sbatch, scontrol, sinfo and scancel, each with a
+time limit.
 
-What they print is read by functions that need no Slurm. A job's details come from `scontrol show job`, which needs no
-accounting database; long after its end Slurm forgets a job, and then there is no such job any more.
+Their output is parsed by functions that need no Slurm. A job's details come from `scontrol show job`, which needs no
+accounting database; long after its end Slurm forgets a job.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ QUEUES = True
 TIMEOUT_S = 30.0
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "REQUEUE_FED")
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED")
-SRUN_FLUSH_S = 1.0  # what srun gets to hand on what a node has said, before its step is ended
+SRUN_FLUSH_S = 1.0  # time for srun to pass on a node's output before its step is ended
 STATES = {NodeRequestKind.DRAIN: "drain", NodeRequestKind.REPLACE: "fail", NodeRequestKind.RETURN: "resume"}
 # SageMaker HyperPod replaces a node whose state is `fail` with exactly this reason; elsewhere it is for the admin.
 REPLACE_REASON = "Action:Replace"
@@ -55,10 +55,8 @@ class SlurmPartition:
 def run_slurm(
     command: Sequence[str], timeout_s: float = TIMEOUT_S, environment: Mapping[str, str] | None = None
 ) -> str:
-    """Run one of Slurm's commands, in an `environment` (None: this process's), and return what it prints.
-
-    Raises ConfigError where there is no Slurm, and RunError with Slurm's own words where it refuses or says nothing in
-    time.
+    """Run one of Slurm's commands, in an `environment` (None: this process's), and return its output. Raises
+    ConfigError without Slurm, and RunError with Slurm's message if it fails or does not answer in time.
     """
     name = command[0]
     try:
@@ -73,32 +71,32 @@ def run_slurm(
         )
     except FileNotFoundError:
         raise ConfigError(
-            f"there is no {name} here, so Slurm cannot be asked; log in to a node of the cluster, or do without, by "
-            "`phalanx launch --local` or `phalanx train`"
+            f"{name} was not found, so Slurm cannot be used; log in to a node of the cluster, or run without Slurm "
+            "(`phalanx launch --local` or `phalanx train`)"
         ) from None
     except subprocess.TimeoutExpired:
         raise RunError(
-            f"Slurm has not answered `{name}` for {timeout_s:g} s; try again when its controller is there "
-            "(`scontrol ping`)"
+            f"Slurm did not answer `{name}` within {timeout_s:g} s; try again when its controller is up (`scontrol "
+            "ping`)"
         ) from None
     except OSError as error:
-        raise RunError(f"`{name}` cannot be run ({error.strerror}); mend the installation of Slurm") from None
+        raise RunError(f"`{name}` cannot be run ({error.strerror}); fix the installation of Slurm") from None
     if done.returncode:
-        raise RunError(f"Slurm's {name} has failed: {clean_output(done.stderr or done.stdout, done.returncode)}")
+        raise RunError(f"Slurm's {name} failed: {clean_output(done.stderr or done.stdout, done.returncode)}")
     return done.stdout
 
 
 def clean_output(text: str, code: int) -> str:
-    """The words of a Slurm command on one line, without what it says of itself in front of each."""
+    """The output of a Slurm command on one line, without its prefixes."""
     lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in text.splitlines() if line.strip()]
-    return "; ".join(dict.fromkeys(lines))[:300] or f"exit code {code} without a word"
+    return "; ".join(dict.fromkeys(lines))[:300] or f"exit code {code} and no output"
 
 
 # ------------------------------------------------------------------------------------------------------------ questions
 
 
 def partitions() -> list[SlurmPartition]:
-    """The partitions that there are, hidden ones too. Raises as `run_slurm`."""
+    """All partitions, including hidden ones. Raises as `run_slurm`."""
     return read_partitions(run_slurm(["sinfo", "--all", "--noheader", "--format=%P|%a|%D|%l"]))
 
 
@@ -118,7 +116,7 @@ def read_partitions(text: str) -> list[SlurmPartition]:
 
 
 def query_job(number: str) -> Job | None:
-    """A job, or None where Slurm knows it no more. Raises as `run_slurm`."""
+    """A job, or None where Slurm no longer knows it. Raises as `run_slurm`."""
     try:
         return read_job(run_slurm(["scontrol", "show", "job", "--oneliner", number]))
     except RunError as error:
@@ -167,40 +165,42 @@ def _fields(line: str) -> dict[str, str]:
 
 
 def check_cluster(config: Config, options: LaunchOptions) -> None:
-    """Raises ConfigError where the cluster has no such partitions, or not so many nodes."""
+    """Raises ConfigError if the cluster does not have these partitions, or not enough nodes."""
     check_partitions(
         parse_partition_counts(config.slurm.partition, options.nodes + options.spares), config.slurm.time, partitions()
     )
 
 
 def check_partitions(parts: Sequence[tuple[str | None, int]], limit: str | None, found: list[SlurmPartition]) -> None:
-    """Raises ConfigError where the cluster has no such partitions, or not so many nodes."""
+    """Raises ConfigError if the cluster does not have these partitions, or not enough nodes."""
     names = ", ".join(partition.name for partition in found) or "none"
     for name, nodes in parts:
         fits = [each for each in found if each.name == name or (name is None and each.default)]
         if not fits and name is None:
-            raise ConfigError(f"Slurm has no default partition here; name one with --partition: {names}")
+            raise ConfigError(f"Slurm has no default partition; choose one with --partition: {names}")
         for each in fits or _largest_of_list(name, found, names):
             if not each.up:
-                raise ConfigError(f"the partition {each.name} takes no jobs now; wait, or name another: {names}")
+                raise ConfigError(
+                    f"the partition {each.name} does not accept jobs now; wait, or choose another: {names}"
+                )
             if each.nodes < nodes:
                 raise ConfigError(
-                    f"the partition {each.name} has {each.nodes} node{'s' if each.nodes != 1 else ''}, but {nodes} are "
-                    "asked for (--nodes and --spares); ask for fewer, or name another partition"
+                    f"the partition {each.name} has {each.nodes} node{'s' if each.nodes != 1 else ''}, but {nodes} "
+                    "are requested (--nodes and --spares); request fewer, or choose another partition"
                 )
             limit_s, asked_s = parse_time_limit(each.limit), parse_time_limit(limit or "0")
             if limit_s is not None and asked_s is not None and asked_s > limit_s:
                 raise ConfigError(
-                    f"the partition {each.name} lets a job run for {each.limit}, but --time asks for "
-                    f"{limit}; ask for less, and add --until-done to go on in further jobs"
+                    f"the partition {each.name} limits a job to {each.limit}, but --time requests {limit}; request "
+                    "less, and add --until-done to continue in further jobs"
                 )
 
 
 def _largest_of_list(name: str | None, found: list[SlurmPartition], names: str) -> list[SlurmPartition]:
-    """The largest of the partitions of a list such as `a,b`, of which Slurm takes any."""
+    """The largest of the partitions of a list such as `a,b`, any of which Slurm may choose."""
     several = [each for each in found if each.name in (name or "").split(",")]
     if not several or len(several) < len((name or "").split(",")):
-        raise ConfigError(f"there is no partition {name}; those of this cluster are: {names}")
+        raise ConfigError(f"partition {name} does not exist; this cluster has: {names}")
     return [max((each for each in several if each.up), key=lambda each: each.nodes, default=several[0])]
 
 
@@ -213,17 +213,17 @@ def make_script(config: Config, paths: RunPaths, options: LaunchOptions) -> str 
 
 
 def submit(paths: RunPaths, environment: Mapping[str, str]) -> str:
-    """Give the script of a run to Slurm, without what the environment says of a job; returns the job's number. Raises
-    as `run_slurm`."""
+    """Submit the script of a run to Slurm, without the environment's job variables; returns the job's number. Raises as
+    `run_slurm`."""
     command = ["sbatch", "--parsable", str(paths.launch_script.resolve())]
     answer = run_slurm(command, 60.0, torchrun_env.strip_job_variables(environment)).strip().partition(";")[0]
     if not re.fullmatch(r"\d+(\+\d+)?", answer):
-        raise RunError(f"sbatch has answered {answer[:100]!r} instead of a job's number; look with `squeue --me`")
+        raise RunError(f"sbatch answered {answer[:100]!r} instead of a job number; check with `squeue --me`")
     return answer
 
 
 def stop(number: str) -> None:
-    """Send SIGTERM to a job's steps: what trains there saves and leaves. Raises as `run_slurm`."""
+    """Send SIGTERM to a job's steps: its ranks save and exit. Raises as `run_slurm`."""
     run_slurm(["scancel", "--signal=TERM", number])
 
 
@@ -241,7 +241,7 @@ def requeue(number: str) -> None:
 
 
 def set_node_state(node: str, wanted: NodeRequestKind, reason: str | None) -> str:
-    """Drain a node (its running jobs go on), hand it in for replacement, or give it back to Slurm.
+    """Drain a node (its running jobs continue), request its replacement, or return it to Slurm.
 
     Takes an operator's rights. Raises ConfigError without Slurm, RunError with its words where it refuses.
     """
@@ -279,6 +279,10 @@ def read_task(environment: Mapping[str, str]) -> JobTask | None:
     return read_slurm_step(environment)
 
 
+def find_rendezvous(paths: RunPaths, task: JobTask | None) -> str:
+    return paths.rendezvous.resolve().as_uri()
+
+
 def is_script_alive(task: JobTask) -> bool:
     """Whether the `srun` of this step still listens; where that is not known it is taken to."""
     if not isinstance(task, SlurmStep) or task.caller is None:
@@ -291,7 +295,7 @@ def is_script_alive(task: JobTask) -> bool:
 
 
 def cancel_task(environment: Mapping[str, str]) -> None:
-    """End the step that this node cannot be part of: the other nodes would wait for it in vain."""
+    """Cancel the step that this node cannot take part in: the other nodes would wait for it."""
     time.sleep(SRUN_FLUSH_S)
     step = read_slurm_step(environment)
     if step is not None:

@@ -1,4 +1,4 @@
-"""The text of a Slurm job, made by one function from what was asked for; pure.
+"""The batch script of a Slurm job, rendered by a pure function from the options.
 
 One `srun` starts one `phalanx keep` on each node. Neither job nor step is killed by the loss of a node (`--no-kill` on
 both, `--kill-on-bad-exit=0`), that of the batch host included: then this script is gone, and the last of the nodes ends
@@ -18,15 +18,15 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch.schedulers.scheduler import LaunchOptions
 
-LEAD_S, LEAD_SHARE = 300, 5  # how long before a job's end it is told; of a short limit one part of so many
-MOST_LEAD_S = 65535  # Slurm takes no more
+LEAD_S, LEAD_SHARE = 300, 5  # the signal's lead before a job's end; of a short limit this part
+MOST_LEAD_S = 65535  # Slurm's maximum
 SETTLE_S = 30  # what srun gets to end once the run is over; a lost node keeps it waiting for minutes
 
 
 @dataclass(frozen=True)
 class SlurmScriptOptions:
-    """What a job is made of. `parts` are partitions (None: Slurm's own choice) with numbers of nodes; `python` is what
-    runs on the nodes, `folder` where."""
+    """Options of a Slurm batch script. `parts` are partitions (None: Slurm's own choice) with numbers of nodes;
+    `python` is what runs on the nodes, `folder` where."""
 
     name: str
     run: RunPaths
@@ -38,18 +38,19 @@ class SlurmScriptOptions:
 
 
 def make_job_spec(config: Config, paths: RunPaths, options: LaunchOptions) -> SlurmScriptOptions:
-    """What a job is made of. Raises ConfigError for what could not run, before anything is submitted."""
+    """Resolve the options of a job. Raises ConfigError for what could not run, before anything is submitted."""
     parts = parse_partition_counts(config.slurm.partition, options.nodes + options.spares)
     for option in config.slurm.extra:
         if not option.startswith("-"):
             raise ConfigError(
-                f"{option} is no option of sbatch; write an option and its value as one word, such as --constraint=a100"
+                f"{option} is not an option of sbatch; write an option and its value as one word, such as "
+                "--constraint=a100"
             )
     for key in ("mounts", "container_by"):
         section = config.slurm
         if section.container is None and getattr(section, key) != type(section).model_fields[key].get_default():
             raise ConfigError(
-                f"slurm.{key} is about a container, and slurm.container names none; set that, or remove slurm.{key}"
+                f"slurm.{key} needs a container, but slurm.container is not set; set it, or remove slurm.{key}"
             )
     python = config.slurm.python
     if python == "auto":
@@ -60,14 +61,14 @@ def make_job_spec(config: Config, paths: RunPaths, options: LaunchOptions) -> Sl
 
 
 def render_script(options: SlurmScriptOptions) -> str:
-    """The script. Raises ConfigError for what no script can hold."""
+    """The script. Raises ConfigError for values that a script cannot express."""
     check_path(options.run.root, "the run folder")
     check_path(options.folder, "the working folder")
     return "\n".join(
         [
             "#!/bin/bash",
             *_headers(options),
-            "# Written by `phalanx launch`; `sbatch` with this file goes on with the run, unless that was cancelled.",
+            "# Written by `phalanx launch`; `sbatch` with this file resumes the run unless it was cancelled.",
             f"run={shlex.quote(str(options.run.root))}",
             "",
             *_on_node(options),
@@ -84,7 +85,7 @@ def check_path(path: Path, what: str) -> None:
     """Raises ConfigError for a path that Slurm cannot be given: no quoting helps there."""
     for character, name in (("\n", "a line break"), ("\r", "a line break"), ("\\", "a backslash")):
         if character in str(path):
-            raise ConfigError(f"{what} {str(path)!r} has {name} in its name, which Slurm does not take; rename it")
+            raise ConfigError(f"{what} {str(path)!r} has {name} in its name, which Slurm does not accept; rename it")
 
 
 def parse_partition_counts(partitions: Sequence[str], nodes: int) -> list[tuple[str | None, int]]:
@@ -98,37 +99,36 @@ def parse_partition_counts(partitions: Sequence[str], nodes: int) -> list[tuple[
         match = re.fullmatch(r"([^\s:]+):([1-9]\d{0,5})", text)
         if match is None:
             raise ConfigError(
-                f"the partition {text} of several has no number of nodes; write each as NAME:NODES, such as "
-                f"{text.partition(':')[0]}:2"
+                f"the partition {text} has no number of nodes; with several partitions write each as NAME:NODES, "
+                f"such as {text.partition(':')[0]}:2"
             )
         parts.append((match[1], int(match[2])))
     if (total := sum(count for _, count in parts)) != nodes:
-        raise ConfigError(f"the partitions have {total} nodes in all, but the job has {nodes}; let the numbers agree")
+        raise ConfigError(f"the partitions have {total} nodes in all, but the job has {nodes}; make the numbers equal")
     return parts
 
 
 def resolve_save_lead(section: SlurmSection) -> int:
-    """How long before a job's end its run is told to save, seconds. Raises ConfigError."""
+    """Seconds before a job's end when its run is signalled to save. Raises ConfigError."""
     limit_s = None if section.time is None else parse_time_limit(section.time)
     if section.time is not None and not limit_s:
         raise ConfigError(
-            f"the time limit {section.time} is none that Slurm knows; write minutes, H:MM:SS or D-HH:MM:SS, such as "
-            "2:00:00"
+            f"the time limit {section.time} is not a Slurm time; write minutes, H:MM:SS or D-HH:MM:SS, such as 2:00:00"
         )
     if section.lead_s == "auto":
         return LEAD_S if limit_s is None else max(1, min(LEAD_S, limit_s // LEAD_SHARE))
     if limit_s is not None and section.lead_s >= limit_s:
         raise ConfigError(
-            f"slurm.lead_s {section.lead_s} is as long as the whole job of {limit_s} s, which would be told to leave "
-            "at its start; give it more time, or a smaller lead"
+            f"slurm.lead_s {section.lead_s} is as long as the whole job ({limit_s} s), so the job would be stopped "
+            "as it starts; raise the time limit or lower the lead"
         )
     if section.lead_s > MOST_LEAD_S:
-        raise ConfigError(f"slurm.lead_s {section.lead_s} is more than Slurm takes; give {MOST_LEAD_S} at most")
+        raise ConfigError(f"slurm.lead_s {section.lead_s} is above Slurm's limit; use at most {MOST_LEAD_S}")
     return section.lead_s
 
 
 def parse_time_limit(text: str) -> int | None:
-    """A time limit in seconds, in any form that Slurm takes; None for none (`infinite`), or what is no time.
+    """Parse a time limit in any of Slurm's formats into seconds; None for no limit (`infinite`), or an invalid text.
 
     >>> [parse_time_limit(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-12:30", "1-12:30:15", "soon")]
     [5400, 90, 7200, 129600, 131400, 131415, None]
@@ -151,7 +151,7 @@ def parse_time_limit(text: str) -> int | None:
 
 
 def option(text: str) -> str:
-    """A word as Slurm reads it behind #SBATCH, where nothing is expanded but quotes and backslashes count."""
+    """Quote a word for an #SBATCH line, where nothing is expanded but quotes and backslashes count."""
     if re.fullmatch(r"[A-Za-z0-9_@%+=:,./\[\]-]+", text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -198,10 +198,10 @@ def _on_node(options: SlurmScriptOptions) -> list[str]:
     folder, python = shlex.quote(str(options.folder)), shlex.quote(options.python)
     keep = f'{python} -m phalanx keep "$run"'
     fails = 'sleep 1; scancel "$SLURM_JOB_ID.$SLURM_STEP_ID" 2>/dev/null; exit 2'
-    mend = "use a file system that all nodes share"
+    remedy = "use a file system that all nodes share"
     lines = [
         "on_node() {",
-        f'  cd -- {folder} || {{ echo "error: node $HOSTNAME has no folder "{folder}"; {mend}" >&2; {fails}; }}',
+        f'  cd -- {folder} || {{ echo "error: node $HOSTNAME has no folder "{folder}"; {remedy}" >&2; {fails}; }}',
         *(f"  module load {shlex.quote(module)}" for module in options.slurm.modules),
         *(f"  {line}" for line in options.slurm.setup),
     ]
@@ -211,7 +211,7 @@ def _on_node(options: SlurmScriptOptions) -> list[str]:
         words += [word for mount in _mounts(options) for word in ("--bind", mount)]
         words += ["--pwd", str(options.folder), options.slurm.container]
         return [*lines, f"  exec {shlex.join(words)} {keep}", "}"]
-    missing = f'"error: node $HOSTNAME cannot run Phalanx by "{python}"; {mend} for the environment, or slurm.python"'
+    missing = f'"error: node $HOSTNAME cannot run Phalanx by "{python}"; {remedy} for the environment, or slurm.python"'
     return [
         *lines,
         f"  {python} -c 'import phalanx' || {{ echo {missing} >&2; {fails}; }}",

@@ -15,6 +15,7 @@ from phalanx.models.families.family import (
     HuggingFaceMapping,
     ModelFamily,
     TaskChoice,
+    name_both,
     read_count,
     read_number,
 )
@@ -26,7 +27,7 @@ _CLASSES = {
     "BertForTokenClassification": "tags",
     "BertForSequenceClassification": "classes",
 }
-# Our name -> the name in a Hugging Face folder; {i} is the layer. `_both` adds the weight and the bias of each.
+# Our module name -> the name in a Hugging Face folder; {i} is the layer.
 _PARTS: dict[str, str] = {
     "embed.norm": "bert.embeddings.LayerNorm",
     "layers.{i}.attention.q": "bert.encoder.layer.{i}.attention.self.query",
@@ -48,7 +49,7 @@ HF_NAMES: dict[str, str] = {
     "embed.positions.weight": "bert.embeddings.position_embeddings.weight",
     "embed.segments.weight": "bert.embeddings.token_type_embeddings.weight",
     "head.bias": "cls.predictions.bias",
-} | {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in _PARTS.items() for kind in ("weight", "bias")}
+} | name_both(_PARTS)
 _BERT_BASE = ModelSpec(
     architecture="bert", vocab_size=30522, hidden=768, layers=12, heads=12, kv_heads=12, head_dim=64, intermediate=3072,
     max_seq_len=512, norm_eps=1e-12, tie_embeddings=True, encoder=EncoderSpec(),
@@ -57,7 +58,7 @@ _BERT_LARGE = replace(_BERT_BASE, hidden=1024, layers=24, heads=16, kv_heads=16,
 
 
 def encoder_of(spec: ModelSpec) -> EncoderSpec:
-    """What only an encoder has of a shape."""
+    """The encoder's part of a shape."""
     return spec.encoder or EncoderSpec()
 
 
@@ -97,8 +98,8 @@ def _find_shapes(spec: ModelSpec, options: BlockOptions) -> Shapes:
 
 
 def _count_flops(spec: ModelSpec, seq_len: int, shapes: Shapes) -> tuple[int, int]:
-    """Nothing is causal. A head works on a part of the positions: on MASKED_FRACTION of them where masked tokens are
-    predicted, and on one where there is a pooler."""
+    """FLOPs per token of BERT. Attention is not causal. The head computes a part of the positions: MASKED_FRACTION of
+    them for masked tokens, one with a pooler."""
     objective = encoder_of(spec).objective
     blocks = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers."))
     flops = 6.0 * blocks + 12.0 * spec.hidden * spec.layers * seq_len
@@ -113,7 +114,7 @@ def _count_flops(spec: ModelSpec, seq_len: int, shapes: Shapes) -> tuple[int, in
 
 
 def _find_problems(spec: ModelSpec) -> list[str]:
-    """What BERT must have and what it has no place for."""
+    """Problems of a shape as a BERT."""
     found, kinds = [], encoder_of(spec).segment_kinds
     if spec.sliding_window is not None:
         found.append(f"model.sliding_window is {spec.sliding_window}, but each position of BERT sees all; remove it.")
@@ -122,11 +123,11 @@ def _find_problems(spec: ModelSpec) -> list[str]:
     if spec.kv_heads != spec.heads or spec.head_dim * spec.heads != spec.hidden:
         found.append(
             f"model.heads is {spec.heads}, kv_heads {spec.kv_heads} and head_dim {spec.head_dim}, but BERT's heads "
-            f"share nothing and divide its width of {spec.hidden}; leave model.kv_heads and model.head_dim out, and "
+            f"share nothing and divide its width of {spec.hidden}; remove model.kv_heads and model.head_dim, and "
             "set model.hidden to a multiple of model.heads."
         )
     if not spec.tie_embeddings:
-        found.append("model.tie_embeddings is false, but BERT's head is its embedding; leave it out.")
+        found.append("model.tie_embeddings is false, but BERT's head is its embedding; remove it.")
     if kinds < 2:
         found.append(f"the table of segments has {kinds} rows, but a pair of texts needs 2; use another model.")
     return found
@@ -138,12 +139,12 @@ def _start(spec: ModelSpec) -> ModelSpec:
 
 
 def _complete(spec: ModelSpec, given: Mapping[str, Any], task: TaskChoice) -> ModelSpec:
-    """With the head that its task needs."""
+    """Complete the shape by the head that its task needs."""
     heads = {"masked": "masked-next" if task.next_sentence else "masked", "tag": "tags", "classify": "classes"}
     objective = heads.get("masked" if task.kind == "auto" else task.kind, "language")
     labels = task.labels if objective in ("tags", "classes") else ()
     spec = replace(spec, encoder=replace(encoder_of(spec), objective=objective, labels=labels))
-    if "hidden" in given or "heads" in given:  # nothing that a preset says about heads holds any more
+    if "hidden" in given or "heads" in given:  # the heads of a preset no longer apply
         spec = replace(
             spec,
             kv_heads=spec.kv_heads if "kv_heads" in given else spec.heads,
@@ -156,7 +157,7 @@ def _complete(spec: ModelSpec, given: Mapping[str, Any], task: TaskChoice) -> Mo
 
 
 def labels_of(config: Mapping[str, Any]) -> list[str] | None:
-    """The names of the labels of a fine-tuned folder, by number; None where it has none of its own."""
+    """The label names of a fine-tuned folder, by number; None where it does not define them."""
     named = config.get("architectures")
     if not isinstance(named, list) or not named or _CLASSES.get(str(named[0])) not in ("tags", "classes"):
         return None
@@ -167,7 +168,7 @@ def labels_of(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """The shape of a BERT, without a head: that depends on what it is to be trained for."""
+    """Read the shape of a BERT, without a head, which depends on the task."""
     return {
         "kv_heads": fields["heads"],
         "head_dim": fields["hidden"] // max(1, fields["heads"]),
@@ -182,7 +183,7 @@ def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
         "type_vocab_size": encoder.segment_kinds,
         "hidden_act": "gelu",
         "hidden_dropout_prob": spec.dropout,
-        "attention_probs_dropout_prob": encoder.attention_dropout,
+        "attention_probs_dropout_prob": spec.attention_dropout,
         "position_embedding_type": "absolute",
         "pad_token_id": original.get("pad_token_id", 0),
         "tie_word_embeddings": True,
@@ -200,7 +201,16 @@ BERT = ModelFamily(
     title="BERT",
     network="phalanx.models.bert:Bert",
     tasks=("masked", "tag", "classify"),
-    options=BlockOptions(causal=False, gated=False, biases=True, qkv_bias=True, learnt_positions=True),
+    options=BlockOptions(
+        causal=False,
+        norm="layer",
+        gated=False,
+        activation="gelu",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        position_offset=0,
+    ),
     shapes=_find_shapes,
     flops=_count_flops,
     find_problems=_find_problems,
@@ -219,7 +229,7 @@ BERT = ModelFamily(
     hf=HuggingFaceMapping(
         model_type="bert",
         classes=_CLASSES,
-        # Only as a start: what they have beside the model itself is left out, and the head is drawn.
+        # Initial weights only: their own heads are ignored, and the head is drawn.
         headless=(
             "BertModel",
             "BertForNextSentencePrediction",

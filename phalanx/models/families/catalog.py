@@ -1,39 +1,54 @@
-"""FAMILIES: every family of models by name, and what follows from a shape by its family. No torch here."""
+"""The catalog of model families (FAMILIES), and what follows from a shape by its family. No torch here."""
 
 import difflib
 import math
 from dataclasses import replace
 
-from phalanx.layout.model_shape import MAX_ELEMENTS, MAX_LAYERS, ROPE_RULES, ModelSpec, RopeScaling, Shapes
+from phalanx.layout.model_shape import (
+    LONGROPE,
+    MAX_ELEMENTS,
+    MAX_LAYERS,
+    ROPE_RULES,
+    ModelSpec,
+    RopeScaling,
+    Shapes,
+)
+from phalanx.models.families.baichuan import BAICHUAN, BAICHUAN2
 from phalanx.models.families.bert import BERT
-from phalanx.models.families.family import ModelFamily, count_adapter_elements, count_elements
+from phalanx.models.families.falcon import FALCON
+from phalanx.models.families.family import BlockOptions, ModelFamily, count_adapter_elements, count_elements
+from phalanx.models.families.gemma2 import GEMMA2
 from phalanx.models.families.gemma3 import GEMMA3
+from phalanx.models.families.gpt import GPT2, GPTJ, OPT
+from phalanx.models.families.gpt_neox import GPT_NEOX
+from phalanx.models.families.internlm2 import INTERNLM2
 from phalanx.models.families.llama import LLAMA, MISTRAL
-from phalanx.models.families.qwen import QWEN2, QWEN3
+from phalanx.models.families.moe import MIXTRAL, OLMOE, QWEN3_MOE
+from phalanx.models.families.olmo2 import OLMO2
+from phalanx.models.families.phi3 import PHI3
+from phalanx.models.families.qwen import QWEN1, QWEN2, QWEN3
 
-FAMILIES: dict[str, ModelFamily] = {each.name: each for each in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, BERT)}
+_ALL = (
+    LLAMA, MISTRAL, QWEN1, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, FALCON, PHI3, GPT2, GPTJ, OPT, OLMO2, INTERNLM2,
+    BAICHUAN, BAICHUAN2, MIXTRAL, QWEN3_MOE, OLMOE, BERT,
+)  # fmt: skip
+FAMILIES: dict[str, ModelFamily] = {each.name: each for each in _ALL}
 PRESETS: dict[str, ModelSpec] = {name: spec for each in FAMILIES.values() for name, spec in each.presets.items()}
 DEFAULT_FAMILY = LLAMA
 
-_GPT_NEOX = {
-    "gpt_neox.embed_in": "vocabulary",
-    "attention.query_key_value": "column",  # head by head: queries, keys and values of one, then those of the next
-    "attention.dense": "row",
-    "mlp.dense_h_to_4h": "column",
-    "mlp.dense_4h_to_h": "row",
-    "lm_head": "vocabulary",
-    "embed_out": "vocabulary",  # the head's name in transformers 4
-}
-
 
 def _plan_transform(family: ModelFamily) -> dict[str, str]:
-    """The family's tensor plan by the names of transformers' modules."""
+    """The family's tensor plan by the names of transformers' modules. Fused queries, keys and values are cut as one,
+    between key heads."""
     modules = {name.removesuffix(".weight"): theirs.removesuffix(".weight") for name, theirs in family.hf.names.items()}
-    found = {}
+    found: dict[str, str] = {}
     for module, kind in family.tensor_plan.items():
         theirs = modules[module] if module in modules else modules[f"layers.{{i}}.{module}"]
-        found[theirs.partition(".{i}.")[2] or theirs] = kind
-    return found
+        found.setdefault(theirs.partition(".{i}.")[2] or theirs, kind)
+    others = {
+        theirs.removesuffix(".weight"): more.removesuffix(".weight") for theirs, more in family.hf.other_names.items()
+    }
+    return found | {more: found[theirs] for theirs, more in others.items()}
 
 
 # A class of transformers -> how its modules, of a block or outside of them, are cut by phalanx.transform.
@@ -42,18 +57,23 @@ TRANSFORM_PLANS: dict[str, dict[str, str]] = {
     for each in FAMILIES.values()
     if each.hf.cut_by_transform
     for hf_class in each.hf.classes
-} | {"GPTNeoXForCausalLM": _GPT_NEOX}
+}
 
 
 def family_of(spec: ModelSpec) -> ModelFamily:
-    """The family that a shape is of."""
+    """The model family of a shape."""
     return FAMILIES[spec.architecture]
 
 
+def block_options(spec: ModelSpec) -> BlockOptions:
+    """The block options of a model: those of its family and of its shape."""
+    return family_of(spec).options_of(spec)
+
+
 def describe_unknown_preset(name: str) -> str:
-    """A sentence on a preset that there is not."""
+    """The error message for an unknown preset."""
     near = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PRESETS)}"
+    hint = f"did you mean {near[0]}?" if near else "see `phalanx config presets`"
     return f"model.preset {name!r} is not known; {hint}"
 
 
@@ -63,15 +83,15 @@ def default_intermediate(hidden: int) -> int:
 
 
 def parameter_shapes(spec: ModelSpec) -> Shapes:
-    """Shape of every parameter, in order of use in the forward pass; a tied head has no entry of its own."""
+    """Shape of every parameter, in order of use in the forward pass; a tied head has no separate entry."""
     family = FAMILIES.get(spec.architecture, DEFAULT_FAMILY)
-    return family.shapes(spec, family.options)
+    return family.shapes(spec, family.options_of(spec))
 
 
 def parameter_count(spec: ModelSpec, embedding: bool = True, shapes: Shapes | None = None) -> int:
     """Number of parameters; without `embedding`, those that multiply: no embedding table, but the head even if tied.
 
-    `shapes` are those of a model of a user's own.
+    `shapes`: of a custom model.
     """
     return count_elements(spec, shapes or parameter_shapes(spec), embedding)
 
@@ -86,26 +106,27 @@ def flops_per_token(spec: ModelSpec, seq_len: int, shapes: Shapes | None = None)
 
     `full` is 6 per multiplying parameter (4 per frozen one, which gets no gradient) plus 12 * width * seq_len for each
     layer's attention, as the PaLM paper (appendix B) counts; `causal` takes half of the attention term, which is what a
-    causal kernel really computes, and in a layer with a window only the positions that are seen. `shapes` are those of
-    a model of a user's own, whose parameters are taken to multiply, and its attention to be the built-in one.
+    causal kernel computes, and in a layer with a window only the positions within it. `shapes`: of a custom model,
+    whose parameters are all counted as multiplying, with the built-in attention.
     """
     return family_of(spec).flops(spec, seq_len, shapes or parameter_shapes(spec))
 
 
 def find_tensor_problems(
-    spec: ModelSpec, tensor: int, seq_len: int, sequence: bool, custom_code: bool = False
+    spec: ModelSpec, tensor: int, seq_len: int, sequence: bool, custom_code: bool = False, fp8: bool = False
 ) -> list[str]:
-    """Why a model cannot be cut over `tensor` ranks, a sentence each; `sequence`: activations between blocks, too.
+    """Problems of tensor parallelism over `tensor` ranks, a sentence each; `sequence`: with sequence parallelism.
 
-    `custom_code`: its class is a user's own.
+    `custom_code`: the model is custom (model.code). `fp8`: products are scaled in tiles of 128 x 128.
     """
     if tensor == 1:
         return []
     set_ = f"parallel.tensor={tensor}"
     if custom_code:
-        return [f"{set_} cuts the built-in LLaMA family, and model.code is a model of your own; set parallel.tensor=1"]
+        return [f"{set_} cuts the built-in families, and model.code is a custom model; set parallel.tensor=1"]
     if not family_of(spec).tensor_plan:
-        return [f"{set_} cuts the LLaMA family, and model.architecture is {spec.architecture}; set parallel.tensor=1"]
+        kinds = "decoders" if spec.moe is None else "decoders without experts"
+        return [f"{set_} cuts {kinds}, and model.architecture is {spec.architecture}; set parallel.tensor=1"]
     if spec.lora is not None:
         return [f"{set_} does not cut adapters, which model.lora asks for; set parallel.tensor=1, or train all weights"]
     found = []
@@ -123,7 +144,17 @@ def find_tensor_problems(
         found.append(
             f"{set_} does not divide model.intermediate={spec.intermediate}; set parallel.tensor to a divisor of it"
         )
-    if 1 < spec.vocab_size < tensor:  # 1 stands for one that is not known yet
+    widths = {
+        "model.heads x model.head_dim": spec.heads * spec.head_dim // tensor,
+        "model.kv_heads x model.head_dim": spec.kv_heads * spec.head_dim // min(tensor, spec.kv_heads),
+        "model.intermediate": spec.intermediate // tensor,
+    }
+    if fp8 and not found and (cut := [f"{name} {width}" for name, width in widths.items() if width % 128]):
+        found.append(
+            f"train.fp8 block scales tiles of 128 x 128, and {set_} gives a rank {', '.join(cut)} channels, which cuts "
+            "tiles; choose sizes that are multiples of 128 on each rank, or set parallel.tensor=1 or train.fp8=none"
+        )
+    if 1 < spec.vocab_size < tensor:  # 1: not known yet
         found.append(f"{set_} leaves ranks without a row of the vocabulary of {spec.vocab_size}; set fewer ranks")
     if sequence and seq_len % tensor:
         found.append(
@@ -134,11 +165,11 @@ def find_tensor_problems(
     return found
 
 
-# ------------------------------------------------------------------------------------------ why no model can be so
+# ---------------------------------------------------------------------------------------------------- impossible shapes
 
 
 def find_shape_problems(spec: ModelSpec) -> list[str]:
-    """Every reason why no model of this shape can exist, each a sentence naming configuration keys; empty if fine."""
+    """All problems of a model shape, each a sentence naming configuration keys; empty if it is valid."""
     found = []
     if spec.architecture not in FAMILIES:
         supported = ", ".join(FAMILIES)
@@ -159,13 +190,14 @@ def find_shape_problems(spec: ModelSpec) -> list[str]:
     if not not_positive:
         found += _head_problems(spec) + _size_problems(spec)
     family = FAMILIES.get(spec.architecture, DEFAULT_FAMILY)
-    found += family.find_problems(spec)
-    attention_dropout = 0.0 if spec.encoder is None else spec.encoder.attention_dropout
-    if attention_dropout and family.writes_text:
+    if spec.moe is not None and not family.has_experts:
+        able = ", ".join(each.name for each in FAMILIES.values() if each.has_experts)
         found.append(
-            f"model.attention_dropout is {attention_dropout}, which only model.architecture bert has; take it out."
+            f"model.moe is set, but model.architecture {spec.architecture} has no experts; use one of {able}, or "
+            "remove model.moe."
         )
-    for name, p in (("dropout", spec.dropout), ("attention_dropout", attention_dropout)):
+    found += family.find_problems(spec)
+    for name, p in (("dropout", spec.dropout), ("attention_dropout", spec.attention_dropout)):
         if not 0.0 <= p < 1.0:
             found.append(f"model.{name} is {p}, but it is a probability below 1; set it to 0 or more, below 1.")
     if not (spec.init_std >= 0 and math.isfinite(spec.init_std)):
@@ -201,10 +233,16 @@ def _size_problems(spec: ModelSpec) -> list[str]:
 
 
 def _rope_problems(spec: ModelSpec, scaling: RopeScaling) -> list[str]:
-    if scaling.rule not in ROPE_RULES:
+    if scaling.rule == LONGROPE:
+        pairs = int(spec.head_dim * block_options(spec).rotary_share + 1e-6) // 2
+        if pairs == len(scaling.short_factors) == len(scaling.long_factors) and scaling.original_max_seq_len > 1:
+            return []
         return [
-            f"model.rope_scaling.rule is {scaling.rule!r}, which is not known; use one of: {', '.join(ROPE_RULES)}."
+            f"model.rope_scaling.rule longrope has {len(scaling.short_factors)} short and {len(scaling.long_factors)} "
+            f"long factors for {pairs} rotated pairs of channels; start from a folder that has as many (model.from_hf)."
         ]
+    if scaling.rule not in ROPE_RULES:
+        return [f"model.rope_scaling.rule is {scaling.rule!r}, which is unknown; use one of: {', '.join(ROPE_RULES)}."]
     found = []
     used = ["factor"]
     if scaling.rule == "llama3":
@@ -229,9 +267,7 @@ def _rope_problems(spec: ModelSpec, scaling: RopeScaling) -> list[str]:
             "would run backwards; set beta_fast above beta_slow."
         )
     if scaling.rule == "yarn" and spec.rope_theta == 1:
-        found.append("model.rope_theta is 1, at which yarn finds no channel to begin at; raise it.")
+        found.append("model.rope_theta is 1, which model.rope_scaling.rule yarn does not support; raise it.")
     if scaling.rule == "dynamic" and spec.head_dim == 2:
-        found.append(
-            "model.head_dim is 2, whose one wave model.rope_scaling.rule dynamic cannot stretch; set a larger one."
-        )
+        found.append("model.head_dim is 2, which model.rope_scaling.rule dynamic does not support; set a larger one.")
     return found

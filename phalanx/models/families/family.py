@@ -1,43 +1,69 @@
-"""What the rest of Phalanx knows of a family of models, as one record; and how a config.json is read. No torch here."""
+"""The record of a model family (ModelFamily), and helpers to read a config.json. No torch here."""
 
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec, Shapes
 
-MAX_COUNT = 2**31 - 1  # of anything that a config counts
+MAX_COUNT = 2**31 - 1  # of any count in a config.json
 NONE: Mapping[str, Any] = MappingProxyType({})
+POSITIONS = "embed.positions.weight"  # a decoder's learned position embedding
 ConfigJson = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions:
-    """What a family's network computes, where families differ: its code and the planner go by these.
+    """The differences between families of decoders, which the network and the planner read.
 
-    `biases` are those of all matrices and norms, `qkv_bias` of queries, keys and values alone. `post_norms`: a norm
-    behind each half of a block, too. `unit_offset`: norms multiply by 1 + weight. `activation` is that of the gate.
+    `norm` is rms or layer, the latter with a bias. Of the two halves of a block, attention and MLP, each has a norm
+    before it (`pre_norms`), after it (`post_norms`), or both; `parallel` halves have the same input, and with
+    `shared_norm` one norm for both. `unit_offset`: norms multiply by 1 + weight. `qk_norm`: of queries and keys, over
+    each of the `heads`, or over the `whole`. `gated`: the MLP has a gate. `rotary_share` of a head's channels are
+    rotated, in pairs of neighbours with `rotary_pairs`. A learned position embedding has `position_offset` unused first
+    rows; None: there is none. Caps are soft caps of attention scores and logits (0: none). `head` is plain, has a bias,
+    or has normalized rows.
     """
 
     causal: bool = True
-    gated: bool = True
-    biases: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    learnt_positions: bool = False
+    norm: str = "rms"
+    pre_norms: bool = True
     post_norms: bool = False
     unit_offset: bool = False
-    scaled_embedding: bool = False  # by the square root of the width
-    activation: str = "silu"  # or gelu_tanh
+    parallel: bool = False
+    shared_norm: bool = False
+    qk_norm: str = ""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    gated: bool = True
+    activation: str = "silu"  # or gelu, gelu_tanh, relu
+    scaled_embedding: bool = False  # multiplied by the square root of the width
+    position_offset: int | None = None
+    rotary_share: float = 1.0
+    rotary_pairs: bool = False
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    head: str = "plain"  # or bias, normalized
+
+    @property
+    def learnt_positions(self) -> bool:
+        """Whether the model has a learned position embedding."""
+        return self.position_offset is not None
+
+    @property
+    def biases(self) -> bool:
+        """Whether all matrices and norms have biases."""
+        return self.norm == "layer" and self.qkv_bias and self.o_bias and self.mlp_bias
 
 
 @dataclass(frozen=True)
 class TaskChoice:
-    """What a recipe trains a model for: `task.kind`, and what it says of masked pairs and of labels."""
+    """The task of a recipe that a model is built for: `task.kind`, and its keys on masked pairs and labels."""
 
     kind: str
     next_sentence: bool = False
@@ -46,15 +72,22 @@ class TaskChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceMapping:
-    """How a family is written in Hugging Face folders.
+    """The mapping of a family to Hugging Face folders: config.json and parameter names.
 
-    `classes`: what config.json may call its architecture -> what the head is for (EncoderSpec.objective, or language).
-    `names`: our name of a parameter -> theirs; {i} is the layer. `keys`: a number of a ModelSpec -> its key of
-    config.json, how that is read, and what is taken where it says nothing. `read`: a config.json with its `defaults`
-    (transformers' own), the fields of a ModelSpec that are read so far, and its name in errors -> more fields; `write`:
-    a shape and the config.json that the weights came from -> more keys, but for `forgotten` ones of the latter.
-    `accepted`: keys that would change the mathematics in a way that is not built here, and their values that do not.
-    `cut_by_transform`: phalanx.transform cuts transformers' own class.
+    `classes`: architecture in config.json -> objective of the head (EncoderSpec.objective, or language). `names`: our
+    parameter name -> theirs; {i} is the layer. `keys`: field of a ModelSpec -> its key in config.json, the function
+    that reads it, and the default. `read`: a config.json with its `defaults` (transformers' own), the fields of a
+    ModelSpec read so far, and its name in errors -> more fields; `write`: a shape and the config.json of the weights ->
+    more keys, without `forgotten` ones of the latter. `accepted`: keys of unsupported features, with the values that
+    disable them. `cut_by_transform`: phalanx.transform cuts the class of transformers.
+
+    `stacks`: our name of a parameter that stacks one or more matrices per expert -> theirs, in order; {e} is the
+    expert.
+
+    Several of `names` may map to one tensor, which then holds these parameters one after another; with `grouped`
+    queries, keys and values are ordered by key head, each with its queries first. `transposed`: suffixes of our names
+    whose matrices are stored (in, out). `prefix`: optional prefix of their names; `other_names`: alternative names;
+    `ignored`: suffixes of unused tensors.
     """
 
     model_type: str
@@ -65,20 +98,25 @@ class HuggingFaceMapping:
     write: Callable[[ModelSpec, dict[str, Any]], dict[str, Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    headless: tuple[str, ...] = ()  # more classes of `architectures` that are read as a start, without their head
+    headless: tuple[str, ...] = ()  # more architectures, read as initial weights without their head
     forgotten: tuple[str, ...] = ()
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cut_by_transform: bool = True
+    grouped: bool = False
+    transposed: tuple[str, ...] = ()
+    prefix: str = ""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """Everything that differs between families of models; FAMILIES (catalog.py) has one for each.
+    """A model family: everything that differs between families; FAMILIES (catalog.py) has one for each.
 
-    `network` is "module:class", which is imported when a model is built. `tasks`: values of task.kind that it can be
-    trained for, the usual one first. `tensor_plan`: how the matrix of a module is cut over ranks
-    (layout/tensor_shards.py); empty: neither slices nor stages. `flops`: as `catalog.flops_per_token`, from a shape, a
-    length and the shapes of parameters. `start`: defaults of a model that a recipe describes without a preset;
-    `complete`: what follows from the keys that a recipe gives and its task.
+    `network` is "module:class", imported when a model is built. `tasks`: supported values of task.kind, the default
+    first. `tensor_plan`: how the matrix of a module is cut over ranks (layout/tensor_shards.py); empty: no tensor or
+    pipeline parallelism. `flops`: as `catalog.flops_per_token`, from a shape, a length and the shapes of parameters.
+    `start`: defaults of a model without a preset; `complete`: derives fields from a recipe's keys and task.
     """
 
     name: str  # in recipes: model.architecture
@@ -95,16 +133,37 @@ class ModelFamily:
     start: Callable[[ModelSpec], ModelSpec] = lambda spec: spec
     complete: Callable[[ModelSpec, Mapping[str, Any], TaskChoice], ModelSpec] = lambda spec, given, task: spec
 
+    def options_of(self, spec: ModelSpec) -> BlockOptions:
+        """The block options of a model of the family."""
+        own = {name: value for name, value in vars(spec.block).items() if value is not None}
+        return replace(self.options, **{name: own[name] for name in own.keys() & vars(self.options).keys()})
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its models are mixtures of experts."""
+        return bool(self.hf.stacks)
+
     @property
     def writes_text(self) -> bool:
-        """Whether it is trained to predict the next token, so that text can be written with it."""
+        """Whether it is a language model, which can generate text."""
         return "language" in self.tasks
 
 
 def count_elements(spec: ModelSpec, shapes: Shapes, embedding: bool = True) -> int:
-    """Number of parameters of `shapes`; without `embedding`, those that multiply: the head's even if it is tied."""
+    """Number of parameters of `shapes`; without `embedding`, those that multiply: includes the head even if tied."""
     total = sum(math.prod(shape) for shape in shapes.values())
-    return total if embedding or spec.tie_embeddings else total - spec.vocab_size * spec.hidden
+    if embedding:
+        return total
+    total -= math.prod(shapes.get(POSITIONS, (0,)))
+    return total if spec.tie_embeddings else total - spec.vocab_size * spec.hidden
+
+
+def active_shapes(spec: ModelSpec, shapes: Shapes) -> Shapes:
+    """`shapes` with as many experts as a token goes through."""
+    if spec.moe is None:
+        return shapes
+    chosen = spec.moe.experts_per_token
+    return {name: (chosen, *shape[1:]) if ".mlp.experts." in name else shape for name, shape in shapes.items()}
 
 
 def count_adapter_elements(spec: ModelSpec, shapes: Shapes) -> int:
@@ -115,11 +174,11 @@ def count_adapter_elements(spec: ModelSpec, shapes: Shapes) -> int:
     return spec.lora.rank * sum(sum(shape) for name, shape in shapes.items() if name.endswith(adapted))
 
 
-# ------------------------------------------------------------------------------------------------ what config.json says
+# -------------------------------------------------------------------------------------------------- reading config.json
 
 
 def check_accepted(config: ConfigJson, accepted: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Raises ConfigError for a feature that is not built here."""
+    """Raises ConfigError for an unsupported feature in a config.json."""
     for name, values in accepted.items():
         if config.get(name) not in values:
             raise ConfigError(
@@ -129,7 +188,7 @@ def check_accepted(config: ConfigJson, accepted: Mapping[str, tuple[Any, ...]], 
 
 
 def read_number(config: ConfigJson, name: str, where: str, default: float | None = None) -> float:
-    """A key's number. Raises ConfigError where there is none."""
+    """Read a key's number. Raises ConfigError where it is missing or no number."""
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -139,7 +198,7 @@ def read_number(config: ConfigJson, name: str, where: str, default: float | None
 
 
 def read_count(config: ConfigJson, name: str, where: str, default: int | None = None) -> int:
-    """A key's whole number of something. Raises ConfigError where there is none."""
+    """Read a key's count. Raises ConfigError where it is missing or no whole number >= 0."""
     value = read_number(config, name, where, default)
     if value != int(value) or not 0 <= value <= MAX_COUNT:
         raise ConfigError(f"{where} sets {json.dumps(value)} as {name}, which no model has; give it a whole number.")
@@ -147,7 +206,7 @@ def read_count(config: ConfigJson, name: str, where: str, default: int | None = 
 
 
 def read_flag(config: ConfigJson, name: str, where: str, default: bool) -> bool:
-    """A key's true or false. Raises ConfigError for anything else."""
+    """Read a key's boolean. Raises ConfigError for anything else."""
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -155,7 +214,12 @@ def read_flag(config: ConfigJson, name: str, where: str, default: bool) -> bool:
     return value
 
 
-# Of HuggingFaceMapping.keys, those that all families have.
+def name_both(modules: Mapping[str, str]) -> dict[str, str]:
+    """Entries of HuggingFaceMapping.names for the weight and the bias of each of `modules`."""
+    return {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in modules.items() for kind in ("weight", "bias")}
+
+
+# Entries of HuggingFaceMapping.keys that all families have.
 KEYS: dict[str, tuple[str, Callable[..., Any], Any]] = {
     "vocab_size": ("vocab_size", read_count, None),
     "hidden": ("hidden_size", read_count, None),

@@ -1,5 +1,5 @@
-"""Gemma 3, its text model: layers with a sliding window and every sixth without, each kind with rotary frequencies of
-its own, norms on both sides of each half of a block, norms of queries and keys, and a gate by GELU.
+"""Gemma 3 (text model): a sliding window in five of six layers, different rotary frequencies with and without it, norms
+before and after attention and MLP, norms of queries and keys, and GELU gates.
 
 Source: "Gemma 3 Technical Report", 2025; numbers and roundings as in Hugging Face's Gemma3ForCausalLM.
 """
@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import AttentionSpec, ModelSpec, RopeScaling
+from phalanx.layout.model_shape import BlockSpec, ModelSpec, RopeScaling
 from phalanx.models.families.decoder import (
     ACCEPTED,
-    HF_NAMES,
     find_width_problems,
     read_decoder,
     read_layer_types,
@@ -23,9 +22,10 @@ from phalanx.models.families.decoder import (
     write_rope,
 )
 from phalanx.models.families.family import BlockOptions, TaskChoice, read_count, read_number
+from phalanx.models.families.gemma2 import GEMMA_DEFAULTS, GEMMA_NAMES
 from phalanx.models.families.llama import LLAMA
 
-_PATTERN = 6  # five layers with a window, then one that sees everything
+_PATTERN = 6  # five layers with a window, then one without
 _WINDOW, _THETA, _WINDOW_THETA = 1024, 1e6, 1e4
 
 
@@ -33,11 +33,11 @@ def _full_layers(layers: int, pattern: int = _PATTERN) -> tuple[int, ...]:
     return tuple(range(pattern - 1, layers, pattern))
 
 
-# Shapes as the config.json of the repository of that name says them, of the larger ones its text_config.
+# Shapes from the config.json of the repository of that name, of the larger ones from its text_config.
 _GEMMA_3_1B = ModelSpec(
     architecture="gemma3", vocab_size=262144, hidden=1152, layers=26, heads=4, kv_heads=1, head_dim=256,
     intermediate=6912, max_seq_len=32768, rope_theta=_THETA, norm_eps=1e-6, tie_embeddings=True, sliding_window=512,
-    full_attention_layers=_full_layers(26), attention=AttentionSpec(window_rope_theta=_WINDOW_THETA),
+    full_attention_layers=_full_layers(26), block=BlockSpec(window_rope_theta=_WINDOW_THETA),
 )  # fmt: skip
 _GEMMA_3_4B = replace(
     _GEMMA_3_1B, vocab_size=262208, hidden=2560, layers=34, heads=8, kv_heads=4, intermediate=10240, max_seq_len=131072,
@@ -59,8 +59,8 @@ def _start(spec: ModelSpec) -> ModelSpec:
 def _complete(spec: ModelSpec, given: Mapping[str, Any], task: TaskChoice) -> ModelSpec:
     if "layers" in given:
         spec = replace(spec, full_attention_layers=_full_layers(spec.layers))
-    if spec.attention.window_rope_theta is None:
-        spec = replace(spec, attention=replace(spec.attention, window_rope_theta=_WINDOW_THETA))
+    if spec.block.window_rope_theta is None:
+        spec = replace(spec, block=replace(spec.block, window_rope_theta=_WINDOW_THETA))
     return spec
 
 
@@ -91,12 +91,12 @@ def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[st
             f"{where} sets query_pre_attn_scalar to {scalar}, which no model has; give it a positive one."
         )
     same = scalar == found["head_dim"]
-    attention = AttentionSpec(window_rope_theta=near_theta, query_scalar=None if same else float(scalar))
-    return found | window_fields(window, slides) | {"attention": attention}
+    block = BlockSpec(window_rope_theta=near_theta, query_scalar=None if same else float(scalar))
+    return found | window_fields(window, slides) | {"block": block}
 
 
 def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
-    near, scalar = spec.attention.window_rope_theta, spec.attention.query_scalar or spec.head_dim
+    near, scalar = spec.block.window_rope_theta, spec.block.query_scalar or spec.head_dim
     rule = write_rope(spec.rope_scaling)
     regular = [
         each for each in range(1, spec.layers + 2) if _full_layers(spec.layers, each) == spec.full_attention_layers
@@ -124,7 +124,7 @@ GEMMA3 = replace(
     name="gemma3",
     title="Gemma 3",
     options=BlockOptions(
-        qk_norm=True, post_norms=True, unit_offset=True, scaled_embedding=True, activation="gelu_tanh"
+        qk_norm="heads", post_norms=True, unit_offset=True, scaled_embedding=True, activation="gelu_tanh"
     ),
     find_problems=lambda spec: find_width_problems(spec, "Gemma 3"),
     start=_start,
@@ -133,20 +133,8 @@ GEMMA3 = replace(
         LLAMA.hf,
         model_type="gemma3_text",
         classes={"Gemma3ForCausalLM": "language"},
-        names=HF_NAMES
-        | {
-            "layers.{i}.attention_post_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-            "layers.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
-            "layers.{i}.mlp_post_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
-        },
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 256,
-            "tie_word_embeddings": True,
-        },
+        names=GEMMA_NAMES,
+        defaults=GEMMA_DEFAULTS | {"max_position_embeddings": 131072},
         accepted=ACCEPTED
         | {
             "hidden_act": ("gelu_pytorch_tanh", None),
@@ -182,7 +170,7 @@ GEMMA3 = replace(
             head_dim=128,
             intermediate=21504,
             full_attention_layers=_full_layers(62),
-            attention=AttentionSpec(window_rope_theta=_WINDOW_THETA, query_scalar=168.0),
+            block=BlockSpec(window_rope_theta=_WINDOW_THETA, query_scalar=168.0),
         ),
     },
 )

@@ -1,12 +1,12 @@
 """Llama, and Mistral, which is a Llama with a sliding window.
 
-Shapes as the config.json of the repository of that name says them.
+Shapes from the config.json of the repository of that name.
 """
 
 from dataclasses import replace
 from typing import Any
 
-from phalanx.layout.model_shape import ModelSpec, RopeScaling
+from phalanx.layout.model_shape import BlockSpec, ModelSpec, RopeScaling
 from phalanx.models.families.decoder import (
     ACCEPTED,
     DECODER_KEYS,
@@ -19,7 +19,7 @@ from phalanx.models.families.decoder import (
     read_window,
     write_decoder,
 )
-from phalanx.models.families.family import HuggingFaceMapping, ModelFamily, read_count
+from phalanx.models.families.family import HuggingFaceMapping, ModelFamily, read_count, read_flag
 
 _LLAMA_1_7B = ModelSpec(
     vocab_size=32000, hidden=4096, layers=32, heads=32, kv_heads=32, head_dim=128, intermediate=11008, max_seq_len=2048,
@@ -51,10 +51,21 @@ def _find_llama_problems(spec: ModelSpec) -> list[str]:
     found = find_width_problems(spec, "Llama")
     if spec.sliding_window is not None and spec.sliding_window >= 1:
         found.append(
-            f"model.sliding_window is {spec.sliding_window}, which model.architecture llama has no place for, so that "
-            "no export could say it; set model.architecture to mistral, which is the same model with a window."
+            f"model.sliding_window is {spec.sliding_window}, which model.architecture llama does not support, so it "
+            "could not be exported; set model.architecture to mistral, which is the same model with a window."
         )
     return found
+
+
+def _read_llama(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
+    attention, mlp = (True if read_flag(config, key, where, False) else None for key in ("attention_bias", "mlp_bias"))
+    block = BlockSpec(qkv_bias=attention, o_bias=attention, mlp_bias=mlp)
+    return read_decoder(config, fields, where) | {"block": block}
+
+
+def _write_llama(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
+    options = LLAMA.options_of(spec)
+    return write_decoder(spec, original) | {"attention_bias": options.qkv_bias, "mlp_bias": options.mlp_bias}
 
 
 def _read_mistral(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -75,9 +86,9 @@ LLAMA = ModelFamily(
         classes={"LlamaForCausalLM": "language"},
         names=HF_NAMES,
         keys=DECODER_KEYS,
-        read=read_decoder,
-        write=lambda spec, original: write_decoder(spec, original) | {"attention_bias": False, "mlp_bias": False},
-        accepted=ACCEPTED,
+        read=_read_llama,
+        write=_write_llama,
+        accepted={name: values for name, values in ACCEPTED.items() if name not in ("attention_bias", "mlp_bias")},
     ),
     presets={
         "llama-1-7b": _LLAMA_1_7B,
@@ -107,6 +118,7 @@ MISTRAL = replace(
         model_type="mistral",
         classes={"MistralForCausalLM": "language"},
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        accepted=ACCEPTED,
         read=_read_mistral,
         write=lambda spec, original: write_decoder(spec, original) | {"sliding_window": spec.sliding_window},
     ),

@@ -1,14 +1,24 @@
-"""Qwen2, which adds biases to queries, keys and values, and Qwen3, which normalises each head's queries and keys.
+"""Qwen2, a Llama with biases of queries, keys and values; Qwen3, with norms of each head's queries and keys; and the
+first Qwen, a Qwen2 with queries, keys and values in one matrix, for which transformers has no class.
 
-Shapes as the config.json of the repository of that name says them (Qwen2.5: of the base models).
+Shapes from the config.json of the repository of that name (Qwen2.5: of the base models).
 """
 
 from dataclasses import replace
 from typing import Any
 
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.families.decoder import ACCEPTED, read_decoder, read_window, write_decoder, write_layer_types
-from phalanx.models.families.family import BlockOptions, read_count, read_flag
+from phalanx.models.families.decoder import (
+    ACCEPTED,
+    DECODER_KEYS,
+    find_misfits,
+    read_decoder,
+    read_window,
+    write_decoder,
+    write_ids,
+    write_layer_types,
+)
+from phalanx.models.families.family import BlockOptions, name_both, read_count, read_flag, read_number
 from phalanx.models.families.llama import LLAMA
 
 _QWEN_2_5_7B = ModelSpec(
@@ -42,7 +52,7 @@ def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
     return write_decoder(spec, original) | {
         "use_sliding_window": any(windowed),
         "sliding_window": spec.sliding_window,
-        # transformers 4 before layer_types reads the first key alone: right where the windowed layers are the last.
+        # transformers 4 before layer_types reads only the first key, which is right if the windowed layers come last.
         "max_window_layers": windowed.index(True) if any(windowed) else spec.layers,
         "layer_types": write_layer_types(spec),
     }
@@ -59,7 +69,7 @@ QWEN2 = replace(
         model_type="qwen2",
         classes={"Qwen2ForCausalLM": "language"},
         defaults=_DEFAULTS,
-        accepted={name: values for name, values in ACCEPTED.items() if name != "attention_bias"},  # it has them always
+        accepted={name: values for name, values in ACCEPTED.items() if name != "attention_bias"},  # always on
         read=_read,
         write=_write,
     ),
@@ -75,11 +85,82 @@ QWEN2 = replace(
         "qwen2.5-72b": replace(_QWEN_2_5_14B, hidden=8192, layers=80, heads=64, intermediate=29568),
     },
 )
+_QWEN_7B = ModelSpec(
+    architecture="qwen", vocab_size=151936, hidden=4096, layers=32, heads=32, kv_heads=32, head_dim=128,
+    intermediate=11008, max_seq_len=8192, norm_eps=1e-6,
+)  # fmt: skip
+
+
+def _read_qwen1(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """Read the first Qwen's config.json. Up to `seq_length` tokens use_dynamic_ntk and use_logn_attn have no effect."""
+    width = read_count(config, "kv_channels", where, fields["hidden"] // max(1, fields["heads"]))
+    theta = float(read_number(config, "rotary_emb_base", where, 10000.0))
+    inner = fields["intermediate"] // 2  # theirs counts gate and up together
+    return {"kv_heads": fields["heads"], "head_dim": width, "intermediate": inner, "rope_theta": theta}
+
+
+def _write_qwen1(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **write_ids(original),
+        "intermediate_size": 2 * spec.intermediate,
+        "kv_channels": spec.head_dim,
+        "max_position_embeddings": max(spec.max_seq_len, original.get("max_position_embeddings") or 0),
+        "rotary_emb_base": spec.rope_theta,
+        "rotary_pct": 1.0,
+        "no_bias": True,
+        "scale_attn_weights": True,
+        "emb_dropout_prob": spec.dropout,
+        "attn_dropout_prob": 0.0,
+    }
+
+
+QWEN1 = replace(
+    QWEN2,
+    name="qwen",
+    title="Qwen",
+    find_problems=lambda spec: find_misfits(spec, "Qwen"),
+    start=lambda spec: replace(spec, norm_eps=1e-6),
+    hf=replace(
+        LLAMA.hf,
+        model_type="qwen",
+        classes={"QWenLMHeadModel": "language"},
+        names={
+            "embed.weight": "transformer.wte.weight",
+            "layers.{i}.attention_norm.weight": "transformer.h.{i}.ln_1.weight",
+            "layers.{i}.attention.o.weight": "transformer.h.{i}.attn.c_proj.weight",
+            "layers.{i}.mlp_norm.weight": "transformer.h.{i}.ln_2.weight",
+            "layers.{i}.mlp.gate.weight": "transformer.h.{i}.mlp.w2.weight",
+            "layers.{i}.mlp.up.weight": "transformer.h.{i}.mlp.w1.weight",
+            "layers.{i}.mlp.down.weight": "transformer.h.{i}.mlp.c_proj.weight",
+            "head.norm.weight": "transformer.ln_f.weight",
+            "head.weight": "lm_head.weight",
+        }
+        | name_both({f"layers.{{i}}.attention.{name}": "transformer.h.{i}.attn.c_attn" for name in "qkv"}),
+        keys=DECODER_KEYS
+        | {"norm_eps": ("layer_norm_epsilon", read_number, 1e-6), "max_seq_len": ("seq_length", read_count, 8192)},
+        read=_read_qwen1,
+        write=_write_qwen1,
+        accepted={
+            "no_bias": (True, None),
+            "rotary_pct": (1.0, 1, None),
+            "scale_attn_weights": (True, None),
+            "quantization_config": (None,),
+        },
+        cut_by_transform=False,
+    ),
+    presets={
+        "qwen-1.8b": replace(_QWEN_7B, hidden=2048, layers=24, heads=16, kv_heads=16, intermediate=5504),
+        "qwen-7b": _QWEN_7B,
+        "qwen-14b": replace(
+            _QWEN_7B, vocab_size=152064, hidden=5120, layers=40, heads=40, kv_heads=40, intermediate=13696
+        ),
+    },
+)
 QWEN3 = replace(
     QWEN2,
     name="qwen3",
     title="Qwen3",
-    options=BlockOptions(qk_norm=True),
+    options=BlockOptions(qk_norm="heads"),
     hf=replace(
         QWEN2.hf,
         model_type="qwen3",

@@ -1,0 +1,141 @@
+"""`phalanx dashboard`, the live page of runs, and `phalanx metrics`, their metrics for Prometheus."""
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.core.errors import ConfigError
+from phalanx.core.run_paths import RunPaths, redact_url
+from phalanx.report.run_index import RunIndex, find_runs
+from phalanx.storage import files as storage
+
+DEFAULT_PORT, METRICS_PORT = 8420, 9420
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def dashboard_command(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Run folders, or folders of runs. Default: runs/."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Others than this machine's own can reach it only if you say so.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help=f"Port; 0: any. Default: {DEFAULT_PORT}, or any if taken.")
+    ] = None,
+    allow_actions: Annotated[
+        bool, typer.Option("--allow-actions", help="Let the page stop runs, have them save, and drain their nodes.")
+    ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also show a cluster of phalanx cluster: nodes, Slurm's queue.")
+    ] = None,
+    cluster_folder: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Folder of clusters. Default: that of phalanx cluster.")
+    ] = None,
+) -> None:
+    """Serve a live page of runs: curves, devices, incidents, logs, comparisons.
+
+    The URL holds a secret token. Only this machine can open it, unless --host says otherwise.
+    """
+    places = runs or ([] if cluster is not None and not Path("runs").is_dir() else [Path("runs")])
+    if cluster_folder is not None and cluster is None:
+        raise ConfigError("--cluster-folder has no effect without --cluster; add it, or remove --cluster-folder")
+    for place in map(str, places):
+        if storage.is_url(place):
+            raise ConfigError(f"{redact_url(place)} is a URL; the dashboard reads local folders, so copy the run first")
+    try:
+        from phalanx.dashboard.poller import Poller
+        from phalanx.dashboard.server import DashboardServer, make_app, serve
+    except ImportError as error:
+        raise ConfigError(
+            f"phalanx dashboard needs the package {error.name}; install it with pip install 'phalanx[dashboard]'"
+        ) from None
+    find_runs(places)  # says what is missing
+    read_cluster = None
+    if cluster is not None:
+        from phalanx.provision.cluster import DEFAULT_FOLDER, Cluster
+        from phalanx.provision.cluster_view import make_cluster_reader
+
+        read_cluster = make_cluster_reader(Cluster(cluster, cluster_folder or DEFAULT_FOLDER))
+    listener = _listen(host, port)
+    token = secrets.token_urlsafe(24)
+    hosts = frozenset(LOOPBACK) if host in LOOPBACK else None
+    server = DashboardServer(lambda notify: Poller(places, notify, read_cluster), allow_actions)
+    bound = int(listener.getsockname()[1])
+    shown = socket.getfqdn() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+    count = len(server.poller.subjects)
+    typer.echo(f"{count} run{'' if count == 1 else 's'} at http://{shown}:{bound}/{token}/")
+    if hosts is not None:
+        typer.echo(f"from another machine: ssh -L {bound}:127.0.0.1:{bound} {socket.gethostname()}")
+    server.poller.start()
+    with contextlib.closing(server.poller), contextlib.suppress(KeyboardInterrupt):
+        serve(make_app(server, token, hosts), [listener])
+
+
+def metrics_command(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Run folders, or folders of runs. Default: runs/."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = METRICS_PORT,
+) -> None:
+    """Serve metrics of runs for Prometheus, at /metrics.
+
+    A run serves its own with the key report.prometheus.
+    """
+    from phalanx.launch.launched_run import describe_scheduler_state
+    from phalanx.launch.observer import list_nodes
+
+    places = runs or [Path("runs")]
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        from phalanx.report.prometheus import RunCollector
+    except ImportError as error:
+        raise ConfigError(
+            f"phalanx metrics needs the package {error.name}; install it with pip install 'phalanx[metrics]'"
+        ) from None
+    known: dict[Path, RunIndex] = {}
+
+    def indexes() -> list[RunIndex]:
+        folders = find_runs(places)
+        return [known.setdefault(folder, RunIndex(RunPaths(folder))) for folder in folders]
+
+    count, registry = len(indexes()), CollectorRegistry()
+    nodes, jobs = (lambda one: list_nodes(one.paths)), (lambda one: describe_scheduler_state(one.paths))
+    registry.register(RunCollector(indexes, time.time, nodes, jobs, threading.Lock()))
+    try:
+        _, server = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror or error}); choose another --port"
+        ) from None
+    typer.echo(f"metrics of {count} run{'' if count == 1 else 's'} at http://{host}:{port}/metrics")
+    with contextlib.suppress(KeyboardInterrupt):
+        server.join()
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """A listening socket. Raises ConfigError where the address cannot be used."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port if port is not None else DEFAULT_PORT)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host} is no address of this machine ({error.strerror or error})") from None
+    for attempt in (address, *([(address[0], 0, *address[2:])] if port is None else [])):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(attempt)
+            return listener
+        except OSError as error:
+            listener.close()
+            why = error.strerror
+    raise ConfigError(f"cannot listen on {host} port {port} ({why}); choose another --port")

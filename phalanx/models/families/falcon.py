@@ -1,0 +1,136 @@
+"""Falcon: parallel attention and MLP, after one norm with a single key head (7B), or after two with grouped keys in the
+new decoder (40B); queries, keys and values are one matrix, key head by key head.
+
+Source: Almazrouei et al., "The Falcon Series of Open Language Models", 2023; shapes from the config.json of the
+repository of that name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from phalanx.layout.model_shape import BlockSpec, ModelSpec
+from phalanx.models.families.decoder import (
+    DECODER_KEYS,
+    HF_ROPE_RULES,
+    PLAIN_PLAN,
+    decoder_flops,
+    decoder_shapes,
+    find_misfits,
+    read_rope,
+    write_ids,
+    write_rope,
+)
+from phalanx.models.families.family import (
+    BlockOptions,
+    HuggingFaceMapping,
+    ModelFamily,
+    TaskChoice,
+    name_both,
+    read_count,
+    read_flag,
+    read_number,
+)
+
+_LAYER = "transformer.h.{i}"
+_QKV = f"{_LAYER}.self_attention.query_key_value"
+_FALCON_7B = ModelSpec(
+    architecture="falcon", vocab_size=65024, hidden=4544, layers=32, heads=71, kv_heads=1, head_dim=64,
+    intermediate=18176, max_seq_len=2048, tie_embeddings=True,
+)  # fmt: skip
+_TWO_NORMS = BlockSpec(shared_norm=False)
+
+
+def _complete(spec: ModelSpec, given: Mapping[str, Any], task: TaskChoice) -> ModelSpec:
+    """Complete the shape: with several key heads it is the new decoder."""
+    if "kv_heads" not in given:
+        return spec
+    return replace(spec, block=replace(spec.block, shared_norm=None if spec.kv_heads == 1 else False))
+
+
+def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
+    theta, scaling = read_rope(config, where)
+    heads, hidden = fields["heads"], fields["hidden"]
+    new = read_flag(config, "new_decoder_architecture", where, False)
+    single = not new and read_flag(config, "multi_query", where, True)
+    shared = not new or read_count(config, "num_ln_in_parallel_attn", where, 2) == 1
+    biases = True if read_flag(config, "bias", where, False) else None
+    return {
+        "kv_heads": read_count(config, "num_kv_heads", where, heads) if new else 1 if single else heads,
+        "head_dim": hidden // max(1, heads),
+        "intermediate": fields["intermediate"] or 4 * hidden,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "block": BlockSpec(shared_norm=None if shared else False, qkv_bias=biases, o_bias=biases, mlp_bias=biases),
+    }
+
+
+def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
+    options, rule = FALCON.options_of(spec), write_rope(spec.rope_scaling)
+    new = not options.shared_norm or spec.kv_heads not in (1, spec.heads)
+    return {
+        **write_ids(original),
+        "new_decoder_architecture": new,
+        "num_ln_in_parallel_attn": (1 if options.shared_norm else 2) if new else None,
+        "num_kv_heads": spec.kv_heads,
+        "multi_query": spec.kv_heads == 1,
+        "parallel_attn": True,
+        "alibi": False,
+        "bias": options.qkv_bias,
+        "activation": "gelu",
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None if spec.rope_scaling is None else rule,
+        "rope_parameters": {**rule, "rope_theta": spec.rope_theta},
+    }
+
+
+FALCON = ModelFamily(
+    name="falcon",
+    title="Falcon",
+    network="phalanx.models.llama:Llama",
+    options=BlockOptions(norm="layer", parallel=True, shared_norm=True, gated=False, activation="gelu"),
+    tensor_plan=PLAIN_PLAN,
+    shapes=decoder_shapes,
+    flops=decoder_flops,
+    find_problems=lambda spec: find_misfits(spec, "Falcon", grouped=True, rules=HF_ROPE_RULES),
+    start=lambda spec: replace(spec, intermediate=4 * spec.hidden, tie_embeddings=True),
+    complete=_complete,
+    hf=HuggingFaceMapping(
+        model_type="falcon",
+        classes={"FalconForCausalLM": "language"},
+        names={"embed.weight": "transformer.word_embeddings.weight", "head.weight": "lm_head.weight"}
+        | name_both(
+            {
+                "layers.{i}.norm": f"{_LAYER}.input_layernorm",
+                "layers.{i}.attention_norm": f"{_LAYER}.ln_attn",
+                "layers.{i}.mlp_norm": f"{_LAYER}.ln_mlp",
+                **{f"layers.{{i}}.attention.{name}": _QKV for name in "qkv"},
+                "layers.{i}.attention.o": f"{_LAYER}.self_attention.dense",
+                "layers.{i}.mlp.up": f"{_LAYER}.mlp.dense_h_to_4h",
+                "layers.{i}.mlp.down": f"{_LAYER}.mlp.dense_4h_to_h",
+                "head.norm": "transformer.ln_f",
+            }
+        ),
+        grouped=True,
+        keys=DECODER_KEYS
+        | {
+            "norm_eps": ("layer_norm_epsilon", read_number, 1e-5),
+            "intermediate": ("ffn_hidden_size", read_count, 0),
+            "tie_embeddings": ("tie_word_embeddings", read_flag, True),
+        },
+        read=_read,
+        write=_write,
+        accepted={
+            "alibi": (False, None),
+            "parallel_attn": (True, None),
+            "activation": ("gelu", None),
+            "quantization_config": (None,),
+        },
+    ),
+    presets={
+        "falcon-7b": _FALCON_7B,
+        "falcon-40b": replace(
+            _FALCON_7B, hidden=8192, layers=60, heads=128, kv_heads=8, intermediate=32768, block=_TWO_NORMS
+        ),
+    },
+)

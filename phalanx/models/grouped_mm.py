@@ -1,0 +1,149 @@
+"""Grouped matrix product: rows sorted by group, each group multiplied by its matrix, as one operator.
+
+`torch.nn.functional.grouped_mm` does not support float64 and leaves rows after the last group uninitialized; a loop is
+slow where groups are many. The operator here takes whichever holds and is faster, is the same to autograd and the
+compiler in every type, and gives zeros for rows of no group.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes that rows' strides must be multiples of for torch's own operator
+_FEW_ROWS = 16  # of a group on a CPU: below, a loop in float32 is the faster (measured; torch-2.13)
+
+
+def reference_multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """What `multiply_groups` means, by plain indexing."""
+    out, start = x.new_zeros(x.shape[0], weight.shape[1]), 0
+    for group, stop in enumerate(ends.tolist()):
+        out[start:stop] = x[start:stop] @ weight[group].T
+        start = stop
+    return out
+
+
+def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows `ends[g - 1]` to `ends[g]` of `x` by the matrix of group g, transposed; differentiable.
+
+    x (T, in), weight (G, out, in), ends (G,) int64, not falling -> (T, out). Rows from ends[-1] on are zeros, and get
+    zeros as their gradient. A group without rows is fine; its matrix's gradient is zeros.
+    """
+    out: Tensor = torch.ops.phalanx.grouped_mm(x, weight, ends)
+    return out
+
+
+def multiply_group_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of `multiply_groups` to its matrices: grad (T, out), x (T, in), ends (G,) -> (G, out, in)."""
+    out: Tensor = torch.ops.phalanx.grouped_mm_weight_grad(grad, x, ends)
+    return out
+
+
+def _is_torch_faster(x: Tensor, widths: tuple[int, int], groups: int) -> bool:
+    """Whether torch has a kernel for these operands, and it is worth it."""
+    aligned = all(width * x.dtype.itemsize % _ALIGNMENT == 0 for width in widths)
+    if not aligned or x.shape[0] == 0 or x.dtype.itemsize > 4:
+        return False
+    return x.dtype == torch.bfloat16 or (x.device.type == "cpu" and x.shape[0] >= _FEW_ROWS * groups)
+
+
+def _counts(ends: Tensor) -> list[int]:
+    """Rows of each group. Waits for the device."""
+    counts: list[int] = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    return counts
+
+
+def _without_tail(x: Tensor, ends: Tensor) -> Tensor:
+    """`x` with zeros from ends[-1] on, without waiting for the device."""
+    return x.masked_fill_(torch.arange(x.shape[0], device=x.device)[:, None] >= ends[-1], 0)
+
+
+@torch.library.custom_op(
+    "phalanx::grouped_mm", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor ends) -> Tensor"
+)
+def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if _is_torch_faster(x, (weight.shape[1], weight.shape[2]), weight.shape[0]):
+        product = F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends.to(torch.int32))
+        return _without_tail(product, ends)
+    counts, out = _counts(ends), x.new_empty(x.shape[0], weight.shape[1])
+    rest = x.shape[0] - sum(counts)
+    # Indexing weight[g] instead would cost a whole gradient of the stack for each group where autograd sees it.
+    for part, matrix, into in zip(x.split([*counts, rest]), weight.unbind(0), out.split([*counts, rest]), strict=False):
+        torch.mm(part, matrix.T, out=into)
+    out[x.shape[0] - rest :].zero_()
+    return out
+
+
+@torch.library.custom_op(
+    "phalanx::grouped_mm_weight_grad", mutates_args=(), schema="(Tensor grad, Tensor x, Tensor ends) -> Tensor"
+)
+def _grouped_mm_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    if _is_torch_faster(x, (grad.shape[1], x.shape[1]), ends.shape[0]):
+        return F.grouped_mm(grad.contiguous().T, x.contiguous(), offs=ends.to(torch.int32))
+    counts = _counts(ends)
+    parts = [*counts, x.shape[0] - sum(counts)]
+    out = x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+    for mine, given, into in zip(grad.split(parts), x.split(parts), out.unbind(0), strict=False):
+        torch.mm(mine.T, given, out=into)
+    return out
+
+
+@_grouped_mm.register_fake
+def _grouped_mm_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_grouped_mm_weight_grad.register_fake
+def _grouped_mm_weight_grad_shape(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, ends = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, ends)
+
+
+@functools.partial(_grouped_mm.register_autograd, setup_context=_keep_operands)
+def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    grad_x = None if weight is None else torch.ops.phalanx.grouped_mm(grad, weight.transpose(1, 2), ends)
+    grad_weight = None if x is None else multiply_group_gradients(grad, x, ends)
+    return grad_x, grad_weight, None
+
+
+# --------------------------------------------------------------------------------------------------- rows to and fro
+
+
+class _SortRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return x.index_select(0, order // copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse).unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+class _UnsortRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return grads[0].index_select(0, order), None, None
+
+
+# A permutation's gradient is the inverse permutation. Autograd would add rows up instead, in an order that accelerators
+# do not fix.
+sort_rows: Callable[..., Tensor] = _SortRows.apply  # (x (T, D), order (T * k,), its inverse, k) -> (T * k, D)
+unsort_rows: Callable[..., Tensor] = _UnsortRows.apply  # (rows (T * k, D), order, its inverse) -> (T * k, D)

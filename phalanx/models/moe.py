@@ -1,0 +1,236 @@
+"""Mixture of experts: decoders whose feed-forward layers are many, of which each token takes a few (Shazeer et al.,
+"Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of Experts", 2024).
+
+Routing is dropless and a function of one token alone, so that no division of a batch changes it: there is no capacity,
+no noise, and no assignment over the tokens of a micro-batch. Scores are in float32 or better, and of equal ones the
+expert of the lower number is chosen.
+
+The load-balancing loss of a layer, by the share f_e of tokens that choose expert e (of an even load k / E) and the
+probabilities p_te, is L = E sum_e f_e mean_t p_te (Fedus et al., "Switch Transformers", 2021). As a product of two
+means over a micro-batch it would depend on the division of a step. But f_e has no gradient: once f_e is fixed, L is a
+sum over tokens, as cross-entropy is. So f_e is taken over a set that the recipe names (`model.moe.balance`), and the
+gradient is exact however the step is divided:
+
+| balance | f_e is taken over |
+|---|---|
+| `sequence` | the token's own row (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024) |
+| `step_before` | all tokens of the step before; even in the first |
+| `step` | all tokens of the step, which a forward pass ahead of it counts (Qiu et al., "Demons in the Detail", 2025) |
+
+Tokens without a label count for nothing. With several layers the loss is the mean of the layers'; `over: model` takes
+the mean of their f_e first, as transformers does.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.counter_rng import CounterRNG
+from phalanx.models.grouped_mm import multiply_groups, sort_rows, unsort_rows
+from phalanx.models.layers import IGNORE_INDEX
+from phalanx.models.llama import ACTIVATIONS, Block, Llama, block_options, llama_init_rule
+from phalanx.models.model import InitRule
+
+
+class Router(nn.Module):
+    """Scores of a layer's experts for each token, and the choice of the best."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        assert spec.moe is not None
+        self.weight = nn.Parameter(torch.zeros(spec.moe.experts, spec.hidden))
+        self.chosen, self.renormalize = spec.moe.experts_per_token, spec.moe.renormalize
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, D) -> logits (T, E) in float32 or better, the chosen experts (T, k) int64, the best first, and their
+        weights (T, k)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        probabilities = logits.softmax(-1)
+        # topk takes any of equal scores; a stable sort the first.
+        chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
+        weights = probabilities.gather(1, chosen)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, chosen, weights
+
+
+class Experts(nn.Module):
+    """The gated feed-forward layers of a layer, in two stacks: gate before up (E, 2 F, D), and down (E, D, F).
+
+    `multiply` is multiply_groups, or an FP8 product (parallel/fp8.py).
+    """
+
+    multiply: Callable[..., Tensor] = staticmethod(multiply_groups)
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        moe = spec.moe
+        assert moe is not None
+        self.gate_up = nn.Parameter(torch.zeros(moe.experts, 2 * moe.intermediate, spec.hidden))
+        self.down = nn.Parameter(torch.zeros(moe.experts, spec.hidden, moe.intermediate))
+        self.activation = ACTIVATIONS[block_options(spec).activation]
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x (T, D), chosen (T, k) int64, weights (T, k) -> (T, D): what the chosen give, weighted."""
+        copies, flat = chosen.shape[1], chosen.flatten()
+        order = flat.argsort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        ends = count_choices(flat, torch.ones_like(flat), self.down.shape[0]).cumsum(0)
+        gate, up = self.multiply(sort_rows(x, order, inverse, copies), self.gate_up, ends).chunk(2, dim=-1)
+        rows = self.multiply(self.activation(gate) * up, self.down, ends)
+        each = unsort_rows(rows, order, inverse).unflatten(0, (-1, copies))
+        return (each * weights.to(x.dtype)[:, :, None]).sum(1)  # in the order of choice, on any layout
+
+
+def reference_experts(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """What `Experts` means, token by token."""
+    out = torch.zeros_like(x)
+    for token, (ones, shares) in enumerate(zip(chosen.tolist(), weights.to(x.dtype), strict=True)):
+        for expert, share in zip(ones, shares, strict=True):
+            gate, up = F.linear(x[token], experts.gate_up[expert]).chunk(2)
+            out[token] = out[token] + share * F.linear(experts.activation(gate) * up, experts.down[expert])
+    return out
+
+
+def count_choices(chosen: Tensor, counted: Tensor, experts: int) -> Tensor:
+    """How often each expert is chosen, (..., E) of the dtype of `counted`: chosen (..., N) int64, counted (..., N) 0 or
+    1. Not bincount, whose shape depends on data."""
+    zeros = counted.new_zeros(*chosen.shape[:-1], experts)
+    return zeros.scatter_add(-1, chosen, counted)
+
+
+class MoELayer(nn.Module):
+    """A router and its experts, in the place of a block's feed-forward layer."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.router = Router(spec)
+        self.experts = Experts(spec)
+
+
+class _AddedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss_sum: Tensor, seed: Tensor) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.dtype = loss_sum.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (seed,) = ctx.saved_tensors
+        return grads[0], seed.to(ctx.dtype), None
+
+
+class ExpertLoad:
+    """What training counts of choices, and what it goes by in return. `counts` (layers, E) int64 are of the passes
+    since they were last zeroed; `shares` (layers, E) are f_e, None: of each row; `seed`, 0-dim, is what a sum of losses
+    is multiplied by before the backward pass. Evaluation is not `active`: it counts nothing and adds no loss."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        assert spec.moe is not None
+        self.counts = torch.zeros(spec.layers, spec.moe.experts, dtype=torch.int64, device=device)
+        self.shares: Tensor | None = None
+        self.seed: Tensor | None = None
+        self.active = False
+
+
+class MoEBlock(Block):
+    """A block with experts, or, among the `dense_layers`, one without; returns beside the hidden states how many of the
+    tokens that count have chosen each expert."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(spec, layer)
+        assert spec.moe is not None
+        self.has_experts, self.experts = spec.has_experts(layer), spec.moe.experts
+        if self.has_experts:
+            self.mlp = MoELayer(spec)
+            # The loss of the model is the mean of its layers'.
+            layers = sum(spec.has_experts(number) for number in range(spec.layers))
+            self.balance = spec.moe.balance if spec.moe.balance_weight else "none"
+            self.loss_weight = spec.moe.balance_weight * spec.moe.experts / layers
+            self.z_weight = spec.moe.z_loss / layers
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        draws: CounterRNG | None = None,
+        site: Tensor | None = None,
+        segments: Tensor | None = None,
+        counted: Tensor | None = None,
+        seed: Tensor | None = None,
+        shares: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Block`; with int64 counts (E,). `counted` (B, S, 1) int64 is 1 for tokens with a label; `seed` and
+        `shares` are a layer's of ExpertLoad; without a `seed` no loss is added."""
+        x, given = self.attend(x, cos, sin, draws, site, segments)
+        if self.has_experts:
+            fed, counts = self.feed_experts(given, counted, seed, shares)
+        else:
+            fed = self.feed_forward(given, draws, site)
+            counts = torch.zeros(self.experts, dtype=torch.int64, device=x.device)
+        return self.add_fed(x, fed, draws, site), counts
+
+    def feed_experts(
+        self, x: Tensor, counted: Tensor | None, seed: Tensor | None, shares: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x (B, S, D) -> what the experts give for it, and the counts of choices."""
+        assert isinstance(self.mlp, MoELayer)
+        rows, length = x.shape[:2]
+        logits, chosen, weights = self.mlp.router(x.flatten(0, 1))
+        fed = self.mlp.experts(x.flatten(0, 1), chosen, weights).unflatten(0, (rows, length))
+        if counted is None:
+            counted = torch.ones(rows, length, 1, dtype=torch.int64, device=x.device)
+        choices = counted.expand(-1, -1, chosen.shape[1]).flatten(1)
+        by_row = count_choices(chosen.reshape(rows, -1), choices, self.experts)
+        if seed is not None:
+            loss = self.loss_sum(logits.unflatten(0, (rows, length)), counted, by_row, shares)
+            if loss is not None:
+                fed = _AddedLoss.apply(fed, loss, seed)
+        return fed, by_row.sum(0)
+
+    def loss_sum(self, logits: Tensor, counted: Tensor, by_row: Tensor, shares: Tensor | None) -> Tensor | None:
+        """What is added to the sum of the losses of tokens: logits (B, S, E), counted (B, S, 1), by_row (B, E)."""
+        loss, here = None, counted.to(logits.dtype)
+        if self.balance in ("sequence", "step_before", "step"):
+            if shares is None:
+                shares = (by_row.to(logits.dtype) / counted.sum(1).clamp(min=1))[:, None]  # (B, 1, E)
+            loss = (logits.softmax(-1) * shares * here).sum() * self.loss_weight
+        if self.z_weight:
+            squares = (logits.logsumexp(-1, keepdim=True).square() * here).sum() * self.z_weight
+            loss = squares if loss is None else loss + squares
+        return loss
+
+
+def moe_init_rule(name: str, spec: ModelSpec) -> InitRule:
+    """As `llama_init_rule`, of experts as of one feed-forward layer."""
+    return llama_init_rule(name.replace(".mlp.experts.down", ".mlp.down.weight"), spec)
+
+
+class MoEDecoder(Llama):
+    """A decoder of Llama's kind with experts."""
+
+    block: ClassVar[type[nn.Module]] = MoEBlock
+    initial: ClassVar[Callable[[str, ModelSpec], InitRule]] = staticmethod(moe_init_rule)
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        self.load: ExpertLoad | None = None  # what training counts and goes by
+
+    def run_block(self, number: int, block: nn.Module, labels: Tensor | None, *args: Any) -> Tensor:
+        load = self.load
+        if load is None:
+            hidden: Tensor = block(*args)[0]
+            return hidden
+        shares = None if load.shares is None else load.shares[number]
+        counted = None if labels is None else (labels != IGNORE_INDEX).to(torch.int64)[:, :, None]
+        hidden, counts = block(*args, counted, load.seed if load.active else None, shares)
+        if load.active:
+            load.counts[number] += counts
+        return hidden

@@ -1,0 +1,84 @@
+"""Mixture of experts: every division of a step, and a run that was killed, walks the curve of one process, with the
+same choices of experts, whatever they are balanced by."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
+from phalanx.core.run_paths import RunPaths
+from phalanx.workload.expert_balance import KEY
+from tests.helpers import ALL
+from tests.numerics.runs import Outcome, farthest, same_bits, walk
+from tests.numerics.test_rank_layout import assert_same
+
+STEPS = 6
+EXPERTS = {"experts": 5, "experts_per_token": 2, "balance_weight": 0.5, "z_loss": 0.01}
+BASE: dict[str, Any] = {
+    "model__architecture": "mixtral", "train__steps": STEPS, "optim__decay_steps": STEPS,
+}  # fmt: skip
+# How a step is divided: ranks, parts of each, and more.
+DIVISIONS: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
+    "micro-batch 1": (1, None, {"train__micro_batch": 1}),
+    "5, 2, 1": (3, [5, 2, 1], {"train__micro_batch": 2}),
+    "0, 8, zero 3": (2, [0, 8], {"train__micro_batch": 3, "parallel__zero": 3}),
+    "recomputed": (2, [3, 5], {"train__micro_batch": 2, "memory__activations": "full"}),
+    "selectively": (1, None, {"train__micro_batch": 3, "memory__activations": "selective"}),
+    "zero 2": (2, [6, 2], {"train__micro_batch": 4, "parallel__zero": 2}),
+    "fsdp2": (2, [4, 4], {"train__micro_batch": 4, "parallel__engine": "fsdp2"}),
+    "stages": (2, None, {"train__micro_batch": 2, "parallel__pipeline": 2}),
+}
+BALANCES = {
+    "sequence": {"balance": "sequence"},
+    "step_before": {"balance": "step_before"},
+    "step_before, over the model": {"balance": "step_before", "over": "model"},
+    "step": {"balance": "step"},
+    "none": {"balance": "none"},
+}
+
+
+def loads(run: Path) -> str | None:
+    """The loads of experts in the header of the newest checkpoint."""
+    folder = RunPaths(run).checkpoints
+    checkpoint = Checkpoint(step_folder(folder, list_steps(folder)[0]))
+    found = checkpoint.header.get(KEY)
+    checkpoint.close()
+    return found
+
+
+def run_divided(name: str, balance: str, tokens: Path, run: Path) -> Outcome:
+    ranks, shares, more = DIVISIONS[name]
+    return walk(ranks, run, tokens, shares, masked=True, model__moe=EXPERTS | BALANCES[balance], **BASE, **more)
+
+
+@pytest.mark.parametrize("balance", list(BALANCES) if ALL else ["step_before"])
+def test_any_division_walks_one_curve(balance: str, tokens: Path, tmp_path: Path) -> None:
+    whole = walk(1, tmp_path / "whole", tokens, masked=True, model__moe=EXPERTS | BALANCES[balance], **BASE)
+    for number, name in enumerate(DIVISIONS if ALL else ["micro-batch 1", "5, 2, 1"]):
+        if name == "stages" and balance == "step":
+            continue
+        found = run_divided(name, balance, tokens, tmp_path / str(number))
+        print(f"{balance}, {name}: {farthest(found.losses, whole.losses):.1e}")
+        assert_same(found, whole)
+        assert loads(tmp_path / str(number)) == loads(tmp_path / "whole")
+    assert (loads(tmp_path / "whole") is None) == (not balance.startswith("step_before"))
+
+
+def test_what_experts_are_balanced_by_matters(tokens: Path, tmp_path: Path) -> None:
+    """Else the tests above would show nothing."""
+    curves = {}
+    for number, (name, balance) in enumerate(BALANCES.items()):
+        run = tmp_path / str(number)
+        curves[name] = walk(1, run, tokens, model__moe=EXPERTS | balance, **BASE | {"train__steps": 3}).losses[2]
+    assert len({round(loss, 7) for loss in curves.values()}) == len(curves)
+
+
+def test_a_resumed_run_has_the_same_loads(tokens: Path, tmp_path: Path) -> None:
+    changes = BASE | {"model__moe": EXPERTS | {"balance": "step_before"}}
+    whole = walk(2, tmp_path / "whole", tokens, [5, 3], **changes)
+    walk(2, tmp_path / "torn", tokens, [5, 3], **changes | {"train__steps": 3})
+    torn = walk(2, tmp_path / "torn", tokens, [5, 3], **changes)
+    assert torn.losses == whole.losses
+    assert same_bits(torn.state, whole.state)
+    assert loads(tmp_path / "torn") == loads(tmp_path / "whole") is not None

@@ -1,0 +1,158 @@
+"""The live page in a real browser: one life of a run, with a death, a log, a comparison and hostile text."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.core.run_paths import RunPaths
+from tests.helpers import ROOT
+from tests.unit.test_run_index import append, write_life
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="there is no chromium with its driver")
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """The dashboard as a user starts it, over two runs."""
+    for name, seed in (("first", 1), ("second <b>", 2)):
+        paths = RunPaths(tmp_path / "runs" / name)
+        paths.log(1, 0).parent.mkdir(parents=True)
+        for path, record in write_life(paths, seed, steps=60)[:-1]:
+            append(path, record)
+        append(paths.events, {"kind": "warning", "time": time.time(), "attempt": 1, "message": HOSTILE})
+        paths.config.write_text(f"train:\n  steps: {100 * seed}\n  seed: 3\nmodel:\n  preset: '{HOSTILE}'\n")
+        paths.log(1, 0).write_text(f"begin\n{HOSTILE}\n\x1b[31mError: it died\x1b[0m\n" + "step\n" * 400)
+    command = [sys.executable, "-m", "phalanx", "dashboard", str(tmp_path / "runs"), "--port", "0", "--allow-actions"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as server:
+        assert server.stdout is not None
+        said = server.stdout.readline()
+        try:
+            yield re.search(r"http://\S+", said)[0]  # type: ignore[index]
+        finally:
+            server.send_signal(signal.SIGINT)
+            rest, _ = server.communicate(timeout=30)
+            assert "Traceback" not in rest and "/static" not in rest, rest
+
+
+@pytest.fixture
+def page(address: str) -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(BROWSER)
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1300,1000",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    try:
+        driver.get(address)
+        yield driver
+        assert driver.title != "owned"
+        assert [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+    finally:
+        driver.quit()
+
+
+def wait(found: Callable[[], Any], what: str) -> Any:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        if value := found():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not seen: {what}")
+
+
+def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
+    def text() -> str:
+        return page.execute_script("return document.getElementById('main').innerText")
+
+    def press(key: str) -> None:
+        made = "new KeyboardEvent('keydown', {key: arguments[0], bubbles: true})"
+        page.execute_script(f"document.body.dispatchEvent({made})", key)
+
+    def count(selector: str) -> int:
+        return page.execute_script("return document.querySelectorAll(arguments[0]).length", selector)
+
+    # all runs, found by their names as text
+    wait(lambda: "first" in text() and "second <b>" in text(), "both runs")
+    assert count("tbody tr") == 2 and count("#main b") == 0
+    page.execute_script("document.getElementById('filter').value = 'fir'; filter.dispatchEvent(new Event('input'))")
+    wait(lambda: count("tbody tr") == 1, "the filtered list")
+    press("Enter")
+    wait(lambda: count(".plot canvas") >= 10, "the charts of a run")
+    drawn = page.execute_script(
+        "const c = document.querySelector('#plot-loss canvas'); "
+        "return [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data].some((value) => value > 0)"
+    )
+    assert drawn
+
+    # a death and a recovery come in
+    paths = RunPaths(tmp_path / "runs" / "first")
+    now = time.time()
+    append(paths.events, {"kind": "worker_died", "time": now, "attempt": 90, "rank": 1, "signal": "SIGKILL"})
+    append(paths.events, {"kind": "restarted", "time": now + 0.1, "attempt": 91})
+    began = time.monotonic()
+    record = {"step": 58, "attempt": 91, "loss": 1.2345, "step_s": 0.1, "time": now + 0.5, "tokens_per_s": 10.0}
+    append(paths.metrics, record)
+    wait(lambda: "1.2345" in text(), "the newest loss")
+    assert time.monotonic() - began < 20  # docs/monitoring.md has the figure of an idle machine
+    wait(lambda: "training resumed with step 58" in text(), "the incident")
+    assert HOSTILE in text()  # as text
+
+    # by time, and back
+    press("t")
+    assert page.execute_script("return mode") == "time"
+    press("t")
+
+    # its log: searched, and followed
+    press("l")
+    wait(lambda: "Error: it died" in text() and HOSTILE in text(), "the log")
+    assert "\x1b" not in text() and count("#main img") == 0
+    with open(paths.log(1, 0), "a", encoding="utf-8") as file:
+        file.write("a line that came later\n")
+    wait(lambda: "a line that came later" in text(), "a line that is followed")
+    page.execute_script("filter.value = 'IT DIED'; filter.dispatchEvent(new Event('input'))")
+    wait(lambda: count(".text mark") == 1, "the line that is searched")
+
+    # two runs side by side
+    ids = json.loads(page.execute_script("return JSON.stringify(store.runs.map((run) => run.id))"))
+    page.execute_script("location.hash = '#/compare/' + arguments[0].join(',')", ids)
+    wait(lambda: "train.steps" in text() and "Comparison of 2 runs" in text(), "the differences of two recipes")
+    assert "train.seed" not in text() and count(".plot") >= 3
+
+    # a run that is not running cannot be stopped; narrow and dark pages fit
+    page.execute_script("location.hash = '#/run/' + arguments[0]", ids[0])
+    for features in ([], [{"name": "prefers-color-scheme", "value": "dark"}]):
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        page.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", {"width": 380, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+        )
+        wait(lambda: count(".plot canvas") >= 10, "the charts")
+        wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert page.execute_script(wide) <= 0
+    dark = page.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert sum(map(int, re.findall(r"\d+", dark)[:3])) < 100

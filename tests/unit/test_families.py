@@ -1,0 +1,159 @@
+"""Each family of decoders beside transformers' own model with random weights: in, five steps of training, and out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from phalanx.core.errors import ConfigError
+from phalanx.models.families.catalog import FAMILIES, parameter_count, parameter_shapes
+from phalanx.models.hf_config import read_config, spec_from_config
+from phalanx.models.hf_export import export
+from phalanx.models.hf_weights import Weights
+from phalanx.models.model import Architecture
+from tests.family_cases import CONFIGS, LENGTH, PUBLISHED, VOCAB, class_of, spec_of, theirs_of
+from tests.published_models import load_published
+
+TOKENS = torch.randint(1, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def read_model(folder: Path, kind: str) -> Architecture:
+    """Our model of a folder's config.json and weights."""
+    spec = spec_from_config(read_config(folder), str(folder))
+    weights, model = Weights(folder, class_of(kind)), class_of(kind)(spec)
+    weights.check(spec)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights.read(name, 0, parameter.numel()).view(parameter.shape))
+            if parameter.numel() > 7:  # a rank reads a part, from anywhere
+                part = weights.read(name, 3, parameter.numel() - 2)
+                assert torch.equal(part, parameter.flatten()[3:-2])
+    return model
+
+
+def write_model(folder: Path, model: Architecture, dtype: torch.dtype) -> None:
+    held = dict(model.named_parameters())
+    export(folder, model.spec, held.__getitem__, dtype, model_class=type(model), max_shard_bytes=20_000)
+
+
+def close(mine: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    return bool((mine - expected).norm() <= tolerance * expected.norm())
+
+
+def load_theirs(folder: Path, dtype: torch.dtype) -> Any:
+    if read_config(folder)["model_type"] in PUBLISHED:
+        return load_published(folder, dtype)
+    found = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        found(TOKENS)  # in which LongRoPE's frequencies are computed, in fp32
+    return found
+
+
+def keep_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers takes in fp32 it takes in fp64, if it is given that."""
+    narrow = torch.Tensor.float
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    softmax = torch.nn.functional.softmax
+    kept = lambda x, dim=-1, dtype=None: softmax(x, dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "softmax", kept)
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_family_is_that_of_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = theirs_of(kind)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    ours = read_model(tmp_path / "theirs", kind)
+    assert parameter_count(ours.spec) == sum(each.numel() for each in theirs.parameters())
+    assert {name: tuple(each.shape) for name, each in ours.named_parameters()} == parameter_shapes(ours.spec)
+    with torch.no_grad():
+        assert close(ours(TOKENS), theirs(TOKENS).logits, 1e-5)
+
+    # In fp64, with the casts to fp32 of transformers replaced; and what was trained goes out and comes back.
+    ours, theirs = ours.double(), load_theirs(tmp_path / "theirs", torch.float64).double()
+    keep_fp64(monkeypatch)
+    with torch.no_grad():
+        assert close(ours(TOKENS), theirs(TOKENS).logits, 1e-9)
+    losses = five_steps(ours, theirs)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert losses[0][4] != pytest.approx(losses[0][0], rel=1e-5)
+    monkeypatch.undo()
+    write_model(tmp_path / "ours", ours, torch.float64)
+    again = load_theirs(tmp_path / "ours", torch.float64)
+    named = read_config(tmp_path / "ours")["architectures"][0]
+    assert named == read_config(tmp_path / "theirs")["architectures"][0]
+    assert type(again).__name__ in (named, "PublishedModel")
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(again.get_parameter(name), parameter, rtol=1e-6, atol=1e-8)
+    assert spec_from_config(read_config(tmp_path / "ours"), "it") == ours.spec
+    keep_fp64(monkeypatch)
+    with torch.no_grad():
+        assert close(ours(TOKENS), again(TOKENS).logits, 1e-9)
+
+
+def test_every_family_of_decoders_is_among_them() -> None:
+    assert {spec_of(kind).architecture for kind in CONFIGS} == {
+        name for name, family in FAMILIES.items() if family.writes_text
+    }
+
+
+def five_steps(ours: Architecture, theirs: Any) -> list[list[float]]:
+    """The losses of five steps of AdamW."""
+    curves: list[list[float]] = [[], []]
+    for model, curve in zip((ours, theirs), curves, strict=True):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        for step in range(5):
+            tokens = torch.randint(1, VOCAB, (3, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+            inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
+            if model is ours:
+                loss = ours(inputs, labels) / labels.numel()
+            else:
+                loss = torch.nn.functional.cross_entropy(theirs(inputs).logits.flatten(0, 1), labels.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+    return curves
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_bad_folder_is_one_sentence(kind: str, tmp_path: Path) -> None:
+    """Half of it, one more tensor, and a tensor of another size."""
+    theirs_of(kind).save_pretrained(tmp_path)
+    spec, file = spec_from_config(read_config(tmp_path), "it"), tmp_path / "model.safetensors"
+    whole = load_file(file)
+    matrix = max((name for name in whole if whole[name].dim() == 2), key=lambda name: (len(name), name))
+    half = {name: tensor for number, (name, tensor) in enumerate(sorted(whole.items())) if number % 2}
+    larger = whole | {matrix: torch.cat((whole[matrix], whole[matrix]))}
+    for tensors, says in (
+        (half, "promises; fetch"),
+        (whole | {"more.weight": torch.ones(2)}, "more.weight, which a model of this config.json does not have"),
+        (larger, f"holds {matrix} of shape"),
+    ):
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(ConfigError) as refused:
+            Weights(tmp_path, class_of(kind)).check(spec)
+        assert says in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "opt"])
+def test_older_names_are_read(kind: str, tmp_path: Path) -> None:
+    """Names without what all begin with, those of transformers 5, and causal masks that were stored."""
+    theirs = theirs_of(kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = read_model(tmp_path / "theirs", kind)
+    stored = load_file(tmp_path / "theirs" / "model.safetensors")
+    (tmp_path / "old").mkdir()
+    mapping = FAMILIES[ours.spec.architecture].hf
+    old = {mapping.other_names.get(name, name.removeprefix(mapping.prefix)): each for name, each in stored.items()}
+    old |= {f"h.0{ending}": torch.ones(1) for ending in mapping.ignored}
+    assert old.keys() != stored.keys()
+    save_file(old, tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "old" / "config.json").write_text((tmp_path / "theirs" / "config.json").read_text())
+    assert torch.equal(read_model(tmp_path / "old", kind)(TOKENS), ours(TOKENS))
