@@ -43,7 +43,7 @@ _LLAMA_3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, or
 @dataclass(frozen=True)
 class MegatronSource:
     """What becomes a checkpoint of Megatron's: `read(name, kind, rows)` gives these rows of one of our parameters (kind
-    `param`), or of what Adam keeps of it, in memory of their own; `dtype` is that of the written weights, `adam` None
+    `param`), or of what Adam keeps of it, in separate memory; `dtype` is that of the written weights, `adam` None
     where weights alone are written. `where` names it in errors, `tokenizer` is a folder of its files."""
 
     where: str
