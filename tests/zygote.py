@@ -29,6 +29,7 @@ from phalanx.system.fork import die_with
 WARM = (
     "torch",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
