@@ -38,13 +38,16 @@ DEFAULT_FAMILY = LLAMA
 
 
 def _plan_transform(family: ModelFamily) -> dict[str, str]:
-    """The family's tensor plan by the names of transformers' modules. Fused queries, keys and values are cut as one,
-    between key heads."""
+    """The family's tensor plan by the names of transformers' modules. Modules that hold several of our matrices have
+    the kinds column_pair, column_qkv, and column_grouped where queries, keys and values are in order of key
+    heads."""
     modules = {name.removesuffix(".weight"): theirs.removesuffix(".weight") for name, theirs in family.hf.names.items()}
-    found: dict[str, str] = {}
+    held: dict[str, list[str]] = {}
     for module, kind in family.tensor_plan.items():
         theirs = modules[module] if module in modules else modules[f"layers.{{i}}.{module}"]
-        found.setdefault(theirs.partition(".{i}.")[2] or theirs, kind)
+        held.setdefault(theirs.partition(".{i}.")[2] or theirs, []).append(kind)
+    several = {2: "column_pair", 3: "column_grouped" if family.hf.grouped else "column_qkv"}
+    found = {theirs: several.get(len(kinds), kinds[0]) for theirs, kinds in held.items()}
     others = {
         theirs.removesuffix(".weight"): more.removesuffix(".weight") for theirs, more in family.hf.other_names.items()
     }
