@@ -38,6 +38,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True,
         "tie_word_embeddings": False,
     },
+    "falcon, alibi": {
+        "model_type": "falcon", "alibi": True, "parallel_attn": False, "multi_query": False, "bias": True,
+        "num_attention_heads": 6, "hidden_size": 36, "ffn_hidden_size": 48,
+    },
     "gemma2": {
         "model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 5, "num_hidden_layers": 3,
         "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
@@ -62,6 +66,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "baichuan": {"model_type": "baichuan", "architectures": ["BaiChuanForCausalLM"], "rms_norm_eps": 1e-6},
     "baichuan2": {"model_type": "baichuan", "architectures": ["BaichuanForCausalLM"], "rms_norm_eps": 1e-6},
+    "baichuan, alibi": {
+        "model_type": "baichuan", "architectures": ["BaichuanForCausalLM"], "rms_norm_eps": 1e-6,
+        "num_attention_heads": 6, "hidden_size": 36, "model_max_length": 64, "max_position_embeddings": None,
+    },
+    "baichuan2, alibi": {
+        "model_type": "baichuan", "architectures": ["BaichuanForCausalLM"], "rms_norm_eps": 1e-6,
+        "model_max_length": 64, "max_position_embeddings": None, "z_loss_weight": 0,
+    },
     "qwen": {
         "model_type": "qwen", "architectures": ["QWenLMHeadModel"], "seq_length": 64, "intermediate_size": 96,
         "layer_norm_epsilon": 1e-6,
@@ -94,6 +106,11 @@ def class_of(kind: str) -> type[Architecture]:
     return load_family_class(spec_of(kind).architecture)
 
 
+def attention_of(config: Any) -> str:
+    """transformers' attention: plain, but for Falcon's with ALiBi, which adds the biases twice there."""
+    return "sdpa" if getattr(config, "alibi", False) else "eager"
+
+
 def theirs_of(kind: str) -> Any:
     """transformers' model, or the published formula, far from the start of training: attention is sharp, and biases and
     norms do something."""
@@ -104,7 +121,7 @@ def theirs_of(kind: str) -> Any:
         model = PublishedModel(config, make_tensors(config))
     else:
         config = transformers.AutoConfig.for_model(**config)
-        config._attn_implementation = "eager"
+        config._attn_implementation = attention_of(config)
         config._experts_implementation = "eager"
         model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

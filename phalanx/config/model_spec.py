@@ -186,6 +186,12 @@ def _find_context_problems(config: Config, spec: ModelSpec) -> list[str]:
             f"model.moe.balance sequence counts over whole rows, which parallel.context {size} shares among ranks; set "
             "model.moe.balance=step_before"
         )
+    options = catalog.block_options(spec)
+    if options.alibi or options.sinks:
+        found.append(
+            f"parallel.context {size} shares no attention with {'ALiBi' if options.alibi else 'sinks'}, which "
+            f"{family_of(spec).title} has; set parallel.context=1"
+        )
     kv_heads = max(1, spec.kv_heads // parallel.tensor)
     if parallel.context_by == "heads" and kv_heads < size:
         found.append(

@@ -81,6 +81,7 @@ class BlockSpec:
     parallel: bool | None = None
     shared_norm: bool | None = None
     rotary_share: float | None = None
+    alibi: str | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
 

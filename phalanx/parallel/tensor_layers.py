@@ -49,6 +49,7 @@ class ColumnParallelLinear(Linear):
     """
 
     shards: dict[str, TensorShard]
+    transposed: bool
 
     def __init__(
         self, old: nn.Module, parts: "LayerShards", sharers: TensorParallelPeers | None,
@@ -77,6 +78,7 @@ class RowParallelLinear(Linear):
     """A row-parallel linear layer: sums over this rank's inputs, then over the ranks."""
 
     shards: dict[str, TensorShard]
+    transposed: bool
 
     def __init__(self, old: nn.Module, parts: "LayerShards", cut: TensorParallelContext) -> None:
         _init_parallel_linear(self, old, parts)
@@ -128,6 +130,7 @@ class VocabParallelHead(Linear):
     """A vocabulary-parallel head: a rank computes some of the logits, which are then gathered."""
 
     shards: dict[str, TensorShard]
+    transposed: bool
 
     def __init__(self, old: nn.Module, parts: "LayerShards", cut: TensorParallelContext) -> None:
         _init_parallel_linear(self, old, parts)

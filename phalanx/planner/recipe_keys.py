@@ -122,7 +122,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         qkv_biases=computes.qkv_bias,
         dropout=spec.dropout > 0,
         # Scores are held where they are cut, as they are where some are dropped.
-        attention_dropout=computes.score_cap > 0 or spec.attention_dropout > 0,
+        attention_dropout=computes.needs_scores or spec.attention_dropout > 0,
         positions=0 if computes.position_offset is None else spec.max_seq_len + computes.position_offset,
         head_dim=spec.head_dim,
         precision=precision,

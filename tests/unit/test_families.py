@@ -14,7 +14,7 @@ from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.hf_export import export
 from phalanx.models.hf_weights import Weights
 from phalanx.models.model import Architecture
-from tests.family_cases import CONFIGS, LENGTH, PUBLISHED, VOCAB, class_of, spec_of, theirs_of
+from tests.family_cases import CONFIGS, LENGTH, PUBLISHED, VOCAB, attention_of, class_of, spec_of, theirs_of
 from tests.published_models import load_published
 
 TOKENS = torch.randint(1, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -46,8 +46,9 @@ def close(mine: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
 def load_theirs(folder: Path, dtype: torch.dtype) -> Any:
     if read_config(folder)["model_type"] in PUBLISHED:
         return load_published(folder, dtype)
+    config = transformers.AutoConfig.from_pretrained(folder)
     found = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        folder, dtype=dtype, attn_implementation=attention_of(config), experts_implementation="eager"
     )
     with torch.no_grad():
         found(TOKENS)  # in which LongRoPE's frequencies are computed, in fp32

@@ -15,7 +15,7 @@ from phalanx.layout.model_shape import (
 )
 from phalanx.models.families.baichuan import BAICHUAN, BAICHUAN2
 from phalanx.models.families.bert import BERT
-from phalanx.models.families.falcon import FALCON
+from phalanx.models.families.falcon import FALCON, FALCON_RW
 from phalanx.models.families.family import BlockOptions, ModelFamily, count_adapter_elements, count_elements
 from phalanx.models.families.gemma2 import GEMMA2
 from phalanx.models.families.gemma3 import GEMMA3
@@ -29,8 +29,8 @@ from phalanx.models.families.phi3 import PHI3
 from phalanx.models.families.qwen import QWEN1, QWEN2, QWEN3
 
 _ALL = (
-    LLAMA, MISTRAL, QWEN1, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, FALCON, PHI3, GPT2, GPTJ, OPT, OLMO2, INTERNLM2,
-    BAICHUAN, BAICHUAN2, MIXTRAL, QWEN3_MOE, OLMOE, BERT,
+    LLAMA, MISTRAL, QWEN1, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, FALCON, FALCON_RW, PHI3, GPT2, GPTJ, OPT, OLMO2,
+    INTERNLM2, BAICHUAN, BAICHUAN2, MIXTRAL, QWEN3_MOE, OLMOE, BERT,
 )  # fmt: skip
 FAMILIES: dict[str, ModelFamily] = {each.name: each for each in _ALL}
 PRESETS: dict[str, ModelSpec] = {name: spec for each in FAMILIES.values() for name, spec in each.presets.items()}

@@ -25,8 +25,9 @@ class BlockOptions:
     `shared_norm` one norm for both. `unit_offset`: norms multiply by 1 + weight. `qk_norm`: of queries and keys, over
     each of the `heads`, or over the `whole`. `gated`: the MLP has a gate. `rotary_share` of a head's channels are
     rotated, in pairs of neighbours with `rotary_pairs`. A learned position embedding has `position_offset` unused first
-    rows; None: there is none. Caps are soft caps of attention scores and logits (0: none). `head` is plain, has a bias,
-    or has normalized rows.
+    rows; None: there is none. `alibi` lowers scores by distance: plain, or scaled (attention.py); with `sinks`
+    each head of attention has a score without a key. Caps are soft caps of attention scores and logits (0: none).
+    `head` is plain, has a bias, or has normalized rows.
     """
 
     causal: bool = True
@@ -46,6 +47,8 @@ class BlockOptions:
     position_offset: int | None = None
     rotary_share: float = 1.0
     rotary_pairs: bool = False
+    alibi: str = ""
+    sinks: bool = False
     score_cap: float = 0.0
     logit_cap: float = 0.0
     head: str = "plain"  # or bias, normalized
@@ -54,6 +57,11 @@ class BlockOptions:
     def learnt_positions(self) -> bool:
         """Whether the model has a learned position embedding."""
         return self.position_offset is not None
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether attention materializes its scores, for which torch has no kernel."""
+        return self.score_cap > 0 or bool(self.alibi) or self.sinks
 
     @property
     def biases(self) -> bool:
@@ -87,7 +95,7 @@ class HuggingFaceMapping:
     Several of `names` may map to one tensor, which then holds these parameters one after another; with `grouped`
     queries, keys and values are ordered by key head, each with its queries first. `transposed`: suffixes of our names
     whose matrices are stored (in, out). `prefix`: optional prefix of their names; `other_names`: alternative names;
-    `ignored`: suffixes of unused tensors.
+    `ignored`: suffixes of unused tensors. `matches` tells families of one architecture in config.json apart.
     """
 
     model_type: str
@@ -107,6 +115,7 @@ class HuggingFaceMapping:
     prefix: str = ""
     other_names: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    matches: Callable[[Mapping[str, Any]], bool] = lambda config: True
 
 
 @dataclass(frozen=True, kw_only=True)
