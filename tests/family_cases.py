@@ -87,6 +87,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3,
         "moe_intermediate_size": 20, "mlp_only_layers": [0], "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "sliding_window": 5, "num_hidden_layers": 3,
+    },
     "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
 }  # fmt: skip
 

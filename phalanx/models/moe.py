@@ -35,6 +35,8 @@ from phalanx.models.layers import IGNORE_INDEX
 from phalanx.models.llama import ACTIVATIONS, Block, Llama, block_options, llama_init_rule
 from phalanx.models.model import InitRule
 
+_SLOPE, _LIMIT = 1.702, 7.0  # of GPT-OSS
+
 
 class Router(nn.Module):
     """Scores of a layer's experts for each token, and the choice of the best."""
@@ -43,13 +45,15 @@ class Router(nn.Module):
         super().__init__()
         assert spec.moe is not None
         self.weight = nn.Parameter(torch.zeros(spec.moe.experts, spec.hidden))
+        clamped = block_options(spec).experts == "clamped"
+        self.register_parameter("bias", nn.Parameter(torch.zeros(spec.moe.experts)) if clamped else None)
         self.chosen, self.renormalize = spec.moe.experts_per_token, spec.moe.renormalize
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, D) -> logits (T, E) in float32 or better, the chosen experts (T, k) int64, the best first, and their
         weights (T, k)."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        logits = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
         probabilities = logits.softmax(-1)
         # topk takes any of equal scores; a stable sort the first.
         chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
@@ -80,11 +84,41 @@ class Experts(nn.Module):
         copies, flat = chosen.shape[1], chosen.flatten()
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        ends = count_choices(flat, torch.ones_like(flat), self.down.shape[0]).cumsum(0)
-        gate, up = self.multiply(sort_rows(x, order, inverse, copies), self.gate_up, ends).chunk(2, dim=-1)
-        rows = self.multiply(self.activation(gate) * up, self.down, ends)
+        counts = count_choices(flat, torch.ones_like(flat), self.down.shape[0])
+        rows = self.feed(sort_rows(x, order, inverse, copies), counts)
         each = unsort_rows(rows, order, inverse).unflatten(0, (-1, copies))
         return (each * weights.to(x.dtype)[:, :, None]).sum(1)  # in the order of choice, on any layout
+
+    def feed(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What the experts give for rows (N, D), sorted by expert, `counts` (experts,) int64 of each."""
+        ends = counts.cumsum(0)
+        gate, up = self.multiply(rows, self.gate_up, ends).chunk(2, dim=-1)
+        return self.multiply(self.activation(gate) * up, self.down, ends)
+
+
+class ClampedExperts(Experts):
+    """Experts of GPT-OSS: stacks (E, D, 2 F), gate and up by turns, and (E, F, D), as in Hugging Face folders, with
+    biases; down((up + 1) * gate * sigmoid(1.702 gate)) of a clamped gate and up."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        moe = spec.moe
+        assert moe is not None
+        self.gate_up = nn.Parameter(torch.zeros(moe.experts, spec.hidden, 2 * moe.intermediate))
+        self.gate_up_bias = nn.Parameter(torch.zeros(moe.experts, 2 * moe.intermediate))
+        self.down = nn.Parameter(torch.zeros(moe.experts, moe.intermediate, spec.hidden))
+        self.down_bias = nn.Parameter(torch.zeros(moe.experts, spec.hidden))
+
+    def feed(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """As `Experts.feed`."""
+        ends = counts.cumsum(0)
+        # A product, whose gradient is a sum in a fixed order.
+        ones = rows.new_ones(rows.shape[0], 1)
+        found = self.multiply(rows, self.gate_up.transpose(1, 2), ends)
+        found = found + multiply_groups(ones, self.gate_up_bias[:, :, None], ends)
+        gate, up = found[:, ::2].clamp(max=_LIMIT), found[:, 1::2].clamp(-_LIMIT, _LIMIT)
+        found = self.multiply((up + 1) * gate * torch.sigmoid(gate * _SLOPE), self.down.transpose(1, 2), ends)
+        return found + multiply_groups(ones, self.down_bias[:, :, None], ends)
 
 
 def reference_experts(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -110,7 +144,7 @@ class MoELayer(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.router = Router(spec)
-        self.experts = Experts(spec)
+        self.experts = ClampedExperts(spec) if block_options(spec).experts == "clamped" else Experts(spec)
 
 
 class _AddedLoss(torch.autograd.Function):
@@ -210,6 +244,8 @@ class MoEBlock(Block):
 
 def moe_init_rule(name: str, spec: ModelSpec) -> InitRule:
     """As `llama_init_rule`, of experts as of one feed-forward layer."""
+    if name.endswith(("_bias", ".sinks")):
+        return ("zeros",)
     return llama_init_rule(name.replace(".mlp.experts.down", ".mlp.down.weight"), spec)
 
 

@@ -21,6 +21,7 @@ from phalanx.models.families.gemma2 import GEMMA2
 from phalanx.models.families.gemma3 import GEMMA3
 from phalanx.models.families.gpt import GPT2, GPTJ, OPT
 from phalanx.models.families.gpt_neox import GPT_NEOX
+from phalanx.models.families.gpt_oss import GPT_OSS
 from phalanx.models.families.internlm2 import INTERNLM2
 from phalanx.models.families.llama import LLAMA, MISTRAL
 from phalanx.models.families.moe import MIXTRAL, OLMOE, QWEN3_MOE
@@ -30,7 +31,7 @@ from phalanx.models.families.qwen import QWEN1, QWEN2, QWEN3
 
 _ALL = (
     LLAMA, MISTRAL, QWEN1, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, FALCON, FALCON_RW, PHI3, GPT2, GPTJ, OPT, OLMO2,
-    INTERNLM2, BAICHUAN, BAICHUAN2, MIXTRAL, QWEN3_MOE, OLMOE, BERT,
+    INTERNLM2, BAICHUAN, BAICHUAN2, MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS, BERT,
 )  # fmt: skip
 FAMILIES: dict[str, ModelFamily] = {each.name: each for each in _ALL}
 PRESETS: dict[str, ModelSpec] = {name: spec for each in FAMILIES.values() for name, spec in each.presets.items()}

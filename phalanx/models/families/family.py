@@ -17,41 +17,25 @@ ConfigJson = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockOptions:
-    """The differences between families of decoders, which the network and the planner read.
+class AttentionOptions:
+    """The differences between families in attention and positions.
 
-    `norm` is rms or layer, the latter with a bias. Of the two halves of a block, attention and MLP, each has a norm
-    before it (`pre_norms`), after it (`post_norms`), or both; `parallel` halves have the same input, and with
-    `shared_norm` one norm for both. `unit_offset`: norms multiply by 1 + weight. `qk_norm`: of queries and keys, over
-    each of the `heads`, or over the `whole`. `gated`: the MLP has a gate. `rotary_share` of a head's channels are
-    rotated, in pairs of neighbours with `rotary_pairs`. A learned position embedding has `position_offset` unused first
-    rows; None: there is none. `alibi` lowers scores by distance: plain, or scaled (attention.py); with `sinks`
-    each head of attention has a score without a key. Caps are soft caps of attention scores and logits (0: none).
-    `head` is plain, has a bias, or has normalized rows.
+    `qk_norm`: queries and keys have a norm, over each of the `heads`, or over the `whole`. `rotary_share` of a head's
+    channels are rotated, in pairs of neighbours with `rotary_pairs`. A learned position embedding has `position_offset`
+    unused first rows; None: there is none. `alibi` lowers scores by distance: plain, or scaled (attention.py); with
+    `sinks` each head has a score without a key. `score_cap` is a soft cap of scores (0: none).
     """
 
     causal: bool = True
-    norm: str = "rms"
-    pre_norms: bool = True
-    post_norms: bool = False
-    unit_offset: bool = False
-    parallel: bool = False
-    shared_norm: bool = False
     qk_norm: str = ""
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
-    gated: bool = True
-    activation: str = "silu"  # or gelu, gelu_tanh, relu
-    scaled_embedding: bool = False  # multiplied by the square root of the width
     position_offset: int | None = None
     rotary_share: float = 1.0
     rotary_pairs: bool = False
     alibi: str = ""
     sinks: bool = False
     score_cap: float = 0.0
-    logit_cap: float = 0.0
-    head: str = "plain"  # or bias, normalized
 
     @property
     def learnt_positions(self) -> bool:
@@ -62,6 +46,32 @@ class BlockOptions:
     def needs_scores(self) -> bool:
         """Whether attention materializes its scores, for which torch has no kernel."""
         return self.score_cap > 0 or bool(self.alibi) or self.sinks
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(AttentionOptions):
+    """The differences between families of decoders, which the network and the planner read.
+
+    `norm` is rms or layer, the latter with a bias. Of the two halves of a block, attention and MLP, each has a norm
+    before it (`pre_norms`), after it (`post_norms`), or both; `parallel` halves have the same input, and with
+    `shared_norm` one norm for both. `unit_offset`: norms multiply by 1 + weight. `gated`: the MLP has a gate.
+    `logit_cap` is a soft cap of logits (0: none). `head` is plain, has a bias, or has normalized rows. `experts` are
+    plain, or clamped, with biases (moe.py).
+    """
+
+    norm: str = "rms"
+    pre_norms: bool = True
+    post_norms: bool = False
+    unit_offset: bool = False
+    parallel: bool = False
+    shared_norm: bool = False
+    mlp_bias: bool = False
+    gated: bool = True
+    activation: str = "silu"  # or gelu, gelu_tanh, relu
+    scaled_embedding: bool = False  # multiplied by the square root of the width
+    logit_cap: float = 0.0
+    head: str = "plain"
+    experts: str = "plain"
 
     @property
     def biases(self) -> bool:
@@ -150,7 +160,7 @@ class ModelFamily:
     @property
     def has_experts(self) -> bool:
         """Whether its models are mixtures of experts."""
-        return bool(self.hf.stacks)
+        return any(".mlp.router." in name for name in self.hf.names)
 
     @property
     def writes_text(self) -> bool:

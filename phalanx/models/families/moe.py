@@ -35,7 +35,7 @@ _ACCEPTED = ACCEPTED | {"router_jitter_noise": (0, 0.0, None)}
 def moe_shapes(spec: ModelSpec, options: BlockOptions) -> Shapes:
     """As `decoder_shapes`, with experts."""
     moe, found = spec.moe, Shapes()
-    if moe is None:  # which `_find_problems` refuses
+    if moe is None:  # which `find_moe_problems` refuses
         return decoder_shapes(spec, options)
     experts = {
         _ROUTER: (moe.experts, spec.hidden),
@@ -56,7 +56,8 @@ def moe_flops(spec: ModelSpec, seq_len: int, shapes: Shapes) -> tuple[int, int]:
     return decoder_flops(spec, seq_len, active_shapes(spec, shapes))
 
 
-def _find_problems(spec: ModelSpec, title: str) -> list[str]:
+def find_moe_problems(spec: ModelSpec, title: str) -> list[str]:
+    """Problems of the experts of a shape in the family `title`."""
     moe, found = spec.moe, list[str]()
     if moe is None:
         return [
@@ -83,7 +84,7 @@ def _find_problems(spec: ModelSpec, title: str) -> list[str]:
     return found
 
 
-def _find_uneven(spec: ModelSpec, title: str) -> list[str]:
+def find_uneven(spec: ModelSpec, title: str) -> list[str]:
     """Problems of a shape in a family whose layers all have experts of the width `model.intermediate`."""
     if spec.moe is None or (spec.moe.intermediate == spec.intermediate and not spec.moe.dense_layers):
         return []
@@ -93,8 +94,8 @@ def _find_uneven(spec: ModelSpec, title: str) -> list[str]:
     ]
 
 
-def _read_moe(config: dict[str, Any], where: str, width: str, renormalize: bool) -> dict[str, Any]:
-    """The field `moe`; `width` is the key of experts' width."""
+def read_moe(config: dict[str, Any], where: str, width: str, renormalize: bool) -> dict[str, Any]:
+    """Read the field `moe`; `width` is the key of experts' width."""
     experts = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
     asked = read_flag(config, "output_router_logits", where, False)
     moe = MoESpec(
@@ -110,8 +111,8 @@ def _read_moe(config: dict[str, Any], where: str, width: str, renormalize: bool)
     return {"moe": moe}
 
 
-def _write_moe(spec: ModelSpec, experts: str) -> dict[str, Any]:
-    """Keys of experts; `experts` is that of their number."""
+def write_moe(spec: ModelSpec, experts: str) -> dict[str, Any]:
+    """Write the keys of experts; `experts` is that of their number."""
     moe = spec.moe
     assert moe is not None
     return {
@@ -123,12 +124,12 @@ def _write_moe(spec: ModelSpec, experts: str) -> dict[str, Any]:
 
 
 def _read_mixtral(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
-    return MISTRAL.hf.read(config, fields, where) | _read_moe(config, where, "intermediate_size", True)
+    return MISTRAL.hf.read(config, fields, where) | read_moe(config, where, "intermediate_size", True)
 
 
 def _read_olmoe(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
     renormalize = read_flag(config, "norm_topk_prob", where, False)
-    return read_decoder(config, fields, where) | _read_moe(config, where, "intermediate_size", renormalize)
+    return read_decoder(config, fields, where) | read_moe(config, where, "intermediate_size", renormalize)
 
 
 def _read_qwen3(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def _read_qwen3(config: dict[str, Any], fields: dict[str, Any], where: str) -> d
             f"numbers of some of its {layers} layers and one of at least 1; correct them."
         )
     dense = tuple(each for each in range(min(layers, MAX_LAYERS)) if each in named or (each + 1) % every)
-    found = _read_moe(config, where, "moe_intermediate_size", read_flag(config, "norm_topk_prob", where, False))
+    found = read_moe(config, where, "moe_intermediate_size", read_flag(config, "norm_topk_prob", where, False))
     return read_decoder(config, fields, where) | {"moe": replace(found["moe"], dense_layers=dense)}
 
 
@@ -149,7 +150,7 @@ def _write_qwen3(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
     assert moe is not None
     return (
         write_decoder(spec, original)
-        | _write_moe(spec, "num_experts")
+        | write_moe(spec, "num_experts")
         | {
             "moe_intermediate_size": moe.intermediate,
             "norm_topk_prob": moe.renormalize,
@@ -165,7 +166,7 @@ def _write_olmoe(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
     moe = spec.moe
     assert moe is not None
     more = {"norm_topk_prob": moe.renormalize, "attention_bias": False, "pad_token_id": original.get("pad_token_id")}
-    return write_decoder(spec, original) | _write_moe(spec, "num_experts") | more
+    return write_decoder(spec, original) | write_moe(spec, "num_experts") | more
 
 
 def _renormalizing(spec: ModelSpec) -> list[str]:
@@ -201,8 +202,8 @@ MIXTRAL = replace(
     shapes=moe_shapes,
     flops=moe_flops,
     find_problems=lambda spec: [
-        *_find_problems(spec, "Mixtral"),
-        *_find_uneven(spec, "Mixtral"),
+        *find_moe_problems(spec, "Mixtral"),
+        *find_uneven(spec, "Mixtral"),
         *_renormalizing(spec),
     ],
     hf=replace(
@@ -224,7 +225,7 @@ MIXTRAL = replace(
         },
         accepted=_ACCEPTED,
         read=_read_mixtral,
-        write=lambda spec, original: MISTRAL.hf.write(spec, original) | _write_moe(spec, "num_local_experts"),
+        write=lambda spec, original: MISTRAL.hf.write(spec, original) | write_moe(spec, "num_local_experts"),
         cut_by_transform=False,
     ),
     presets={
@@ -241,7 +242,7 @@ QWEN3_MOE = replace(
     title="Qwen3 MoE",
     options=BlockOptions(qk_norm="heads"),
     find_problems=lambda spec: [
-        *_find_problems(spec, "Qwen3 MoE"),
+        *find_moe_problems(spec, "Qwen3 MoE"),
         *find_misfits(spec, "Qwen3 MoE", grouped=True, rules=HF_ROPE_RULES, any_width=True),
     ],
     start=lambda spec: replace(spec, norm_eps=1e-6),
@@ -279,8 +280,8 @@ OLMOE = replace(
     title="OLMoE",
     options=BlockOptions(qk_norm="whole"),
     find_problems=lambda spec: [
-        *_find_problems(spec, "OLMoE"),
-        *_find_uneven(spec, "OLMoE"),
+        *find_moe_problems(spec, "OLMoE"),
+        *find_uneven(spec, "OLMoE"),
         *find_misfits(spec, "OLMoE", grouped=True, rules=HF_ROPE_RULES),
     ],
     hf=replace(
