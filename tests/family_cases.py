@@ -91,6 +91,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 5,
         "num_experts_per_tok": 2, "sliding_window": 5, "num_hidden_layers": 3,
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 18,
+        "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8, "n_group": 4,
+        "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1,
+        "n_shared_experts": 2, "num_hidden_layers": 3, "num_nextn_predict_layers": 0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+            "mscale_all_dim": 0.7, "rope_theta": 10000.0,
+        },
+    },
+    "deepseek_v3, wide queries": {
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 18,
+        "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 5, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 0,
+        "n_shared_experts": 1, "num_nextn_predict_layers": 0, "norm_topk_prob": False,
+    },
     "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
 }  # fmt: skip
 
@@ -128,8 +144,9 @@ def theirs_of(kind: str) -> Any:
         config._attn_implementation = attention_of(config)
         config._experts_implementation = "eager"
         model = transformers.AutoModelForCausalLM.from_config(config)
+    corrections = [each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *corrections]:
             parameter.normal_(std=0.3 if parameter.dim() == 1 else 0.2)
             if parameter.dim() == 1 and name.endswith("weight"):
                 parameter += 1.0

@@ -7,7 +7,7 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.layout import model_shape as shapes
 from phalanx.layout import pipeline_stages
-from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec, RopeScaling
+from phalanx.layout.model_shape import LATENT_WIDTHS, LatentSpec, LoraSpec, ModelSpec, MoESpec, RopeScaling
 from phalanx.models.families import catalog
 from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES, PRESETS, describe_unknown_preset, family_of
 from phalanx.models.families.family import ModelFamily, TaskChoice
@@ -17,11 +17,14 @@ LABELLED = ("tag", "classify")  # task.kind of records with labels
 
 SHAPE_FIELDS = (
     "architecture", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "sliding_window",
-    "max_seq_len", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "init_std",
+    "max_seq_len", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "init_std", "latent",
 )  # fmt: skip
 
 
-MOE_SHAPE_FIELDS = ("experts", "experts_per_token", "intermediate", "renormalize", "dense_layers")
+MOE_SHAPE_FIELDS = (
+    "experts", "experts_per_token", "intermediate", "renormalize", "dense_layers", "scale", "shared", "groups",
+    "groups_per_token",
+)  # fmt: skip
 MOE_FIELDS = (*MOE_SHAPE_FIELDS, "balance", "balance_weight", "over")
 
 
@@ -62,6 +65,8 @@ def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: 
     given = {name: getattr(model, name) for name in SHAPE_FIELDS if getattr(model, name) is not None}
     if model.rope_scaling is not None:
         given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
+    if model.latent is not None:
+        given["latent"] = LatentSpec(**dict(zip(LATENT_WIDTHS, model.latent, strict=True)))
     if model.vocab_size != "auto":
         given["vocab_size"] = model.vocab_size
     given_dropout = model.attention_dropout

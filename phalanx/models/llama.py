@@ -134,6 +134,8 @@ class Block(nn.Module):
     """A decoder block, layer number `layer`: attention and MLP with residuals, each with a norm before, after or both;
     sequential or parallel, by the family's options."""
 
+    attends: ClassVar[type[Attention]] = Attention
+
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.dropout = spec.dropout
@@ -148,7 +150,7 @@ class Block(nn.Module):
         own = options.pre_norms and not options.shared_norm
         self.norm = norm(options.shared_norm)
         self.attention_norm = norm(own)
-        self.attention = Attention(spec, layer)
+        self.attention = type(self).attends(spec, layer)
         self.attention_post_norm = norm(options.post_norms)
         self.mlp_norm = norm(own)
         self.mlp: nn.Module = MLP(spec)

@@ -17,7 +17,7 @@ from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.plan import Plan
 from phalanx.planner.search import SearchSpace, list_degrees
-from phalanx.planner.work import WIDTH, StepWork, find_ffn_widths
+from phalanx.planner.work import WIDTH, StepWork, find_ffn_widths, find_head_widths
 
 FRESH_RANK = 16  # the default rank of adapters
 # Keys of a recipe that a plan chooses, and the field of a Choice that each is.
@@ -124,7 +124,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         # Scores are held where they are cut, as they are where some are dropped.
         attention_dropout=computes.needs_scores or spec.attention_dropout > 0,
         positions=0 if computes.position_offset is None else spec.max_seq_len + computes.position_offset,
-        head_dim=spec.head_dim,
+        **find_head_widths(spec),
         precision=precision,
         fp8_blocks=config.train.fp8 == "block",
         master_bytes=number_bytes,

@@ -215,6 +215,10 @@ def test_a_block_compiles_in_one_graph(dtype: torch.dtype) -> None:
         ("qwen3-30b-a3b", 30.53, 3.35),
         ("qwen3-235b-a22b", 235.09, 22.19),
         ("olmoe-1b-7b", 6.92, 1.28),
+        ("gpt-oss-20b", 20.91, 4.19),
+        ("gpt-oss-120b", 116.83, 5.71),
+        ("deepseek-v3", 671.03, 37.55),
+        ("moonlight-16b-a3b", 15.96, 2.91),
     ],
 )
 def test_sizes_are_those_of_the_published_models(preset: str, billions: float, active: float) -> None:
@@ -222,7 +226,8 @@ def test_sizes_are_those_of_the_published_models(preset: str, billions: float, a
     assert parameter_count(spec) / 1e9 == pytest.approx(billions, abs=0.006)
     embedding = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden
     full, _ = flops_per_token(spec, 1)
-    attention = 12 * spec.heads * spec.head_dim * spec.layers
+    width = spec.latent.mean_width(spec.head_dim) if spec.latent else spec.head_dim
+    attention = 12 * spec.heads * width * spec.layers
     assert ((full - attention) / 6 + embedding) / 1e9 == pytest.approx(active, abs=0.006)
     assert not find_shape_problems(spec)
 

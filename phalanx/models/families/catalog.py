@@ -15,6 +15,7 @@ from phalanx.layout.model_shape import (
 )
 from phalanx.models.families.baichuan import BAICHUAN, BAICHUAN2
 from phalanx.models.families.bert import BERT
+from phalanx.models.families.deepseek import DEEPSEEK_V3
 from phalanx.models.families.falcon import FALCON, FALCON_RW
 from phalanx.models.families.family import BlockOptions, ModelFamily, count_adapter_elements, count_elements
 from phalanx.models.families.gemma2 import GEMMA2
@@ -31,7 +32,7 @@ from phalanx.models.families.qwen import QWEN1, QWEN2, QWEN3
 
 _ALL = (
     LLAMA, MISTRAL, QWEN1, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, FALCON, FALCON_RW, PHI3, GPT2, GPTJ, OPT, OLMO2,
-    INTERNLM2, BAICHUAN, BAICHUAN2, MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS, BERT,
+    INTERNLM2, BAICHUAN, BAICHUAN2, MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V3, BERT,
 )  # fmt: skip
 FAMILIES: dict[str, ModelFamily] = {each.name: each for each in _ALL}
 PRESETS: dict[str, ModelSpec] = {name: spec for each in FAMILIES.values() for name, spec in each.presets.items()}
@@ -200,6 +201,8 @@ def find_shape_problems(spec: ModelSpec) -> list[str]:
             f"model.moe is set, but model.architecture {spec.architecture} has no experts; use one of {able}, or "
             "remove model.moe."
         )
+    if spec.latent is not None and family is not DEEPSEEK_V3:
+        found.append("model.latent is set, which only deepseek_v3 has; set model.architecture to it, or remove it.")
     found += family.find_problems(spec)
     for name, p in (("dropout", spec.dropout), ("attention_dropout", spec.attention_dropout)):
         if not 0.0 <= p < 1.0:

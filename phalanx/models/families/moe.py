@@ -24,7 +24,7 @@ from phalanx.models.families.llama import LLAMA, MISTRAL
 
 _ROUTER, _GATE_UP, _DOWN = "mlp.router.weight", "mlp.experts.gate_up", "mlp.experts.down"
 _HF_MLP = "model.layers.{i}.mlp"
-_HF_EXPERTS = {
+HF_EXPERTS = {
     f"layers.{{i}}.{_GATE_UP}": tuple(f"{_HF_MLP}.experts.{{e}}.{name}_proj.weight" for name in ("gate", "up")),
     f"layers.{{i}}.{_DOWN}": (f"{_HF_MLP}.experts.{{e}}.down_proj.weight",),
 }
@@ -56,8 +56,9 @@ def moe_flops(spec: ModelSpec, seq_len: int, shapes: Shapes) -> tuple[int, int]:
     return decoder_flops(spec, seq_len, active_shapes(spec, shapes))
 
 
-def find_moe_problems(spec: ModelSpec, title: str) -> list[str]:
-    """Problems of the experts of a shape in the family `title`."""
+def find_moe_problems(spec: ModelSpec, title: str, grouped: bool = False) -> list[str]:
+    """Problems of the experts of a shape in the family `title`, which may have them in groups and shared if
+    `grouped`."""
     moe, found = spec.moe, list[str]()
     if moe is None:
         return [
@@ -68,6 +69,11 @@ def find_moe_problems(spec: ModelSpec, title: str) -> list[str]:
         found.append(
             f"model.moe.experts_per_token is {moe.experts_per_token} and model.moe.experts is {moe.experts}, but a "
             "token goes through at least one of them and at most all; change one of the two."
+        )
+    if not grouped and (moe.scale, moe.shared, moe.groups) != (1.0, 0, 1):
+        found.append(
+            f"model.moe.scale, shared or groups is set, which {title} does not support; remove it, or set "
+            "model.architecture to deepseek_v3."
         )
     if not any(spec.has_experts(layer) for layer in range(spec.layers)):
         found.append("no layer of the model has experts; set fewer model.moe.dense_layers, or an architecture without.")
@@ -175,7 +181,7 @@ def _renormalizing(spec: ModelSpec) -> list[str]:
     return ["model.moe.renormalize is false, which Mixtral does not support; remove it."]
 
 
-_NAMES = HF_NAMES | {f"layers.{{i}}.{_ROUTER}": f"{_HF_MLP}.gate.weight"}
+HF_MOE_NAMES = {f"layers.{{i}}.{_ROUTER}": f"{_HF_MLP}.gate.weight"}
 _HF_MIXTRAL = "model.layers.{i}.block_sparse_moe"
 _MIXTRAL_8X7B = ModelSpec(
     architecture="mixtral", vocab_size=32000, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
@@ -250,8 +256,8 @@ QWEN3_MOE = replace(
         LLAMA.hf,
         model_type="qwen3_moe",
         classes={"Qwen3MoeForCausalLM": "language"},
-        names=_NAMES,
-        stacks=_HF_EXPERTS,
+        names=HF_NAMES | HF_MOE_NAMES,
+        stacks=HF_EXPERTS,
         defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
