@@ -46,7 +46,7 @@ class LatentAttention(Attention):
         rule = spec.rope_scaling
         sharper = rule.mscale_all_dim if rule is not None and rule.factor > 1 else None
         # YaRN's factor is that of scores here, of all channels.
-        self.query_scale = 1.0 if not sharper or rule is None else (0.1 * sharper * math.log(rule.factor) + 1.0) ** 2
+        self.sharper = 1.0 if not sharper or rule is None else (0.1 * sharper * math.log(rule.factor) + 1.0) ** 2
         self.window, self.dropout, self.first_head = spec.window_of(layer), spec.attention_dropout, 0
         self.attention_fn: Callable[..., Tensor] = attention  # parallel/context.py replaces it
 
@@ -66,7 +66,7 @@ class LatentAttention(Attention):
         narrow, k_turned = self.kv_down(x).split((self.latent.key_rank, turned), dim=-1)
         wide = self.kv_up(self.kv_down_norm(narrow)).unflatten(-1, (-1, plain + value))
         k_plain, v = wide.split((plain, value), dim=-1)
-        q = torch.cat((q_plain, apply_rope(q_turned, cos, sin, pairs=True)), dim=-1) * self.query_scale
+        q = torch.cat((q_plain, apply_rope(q_turned, cos, sin, pairs=True)), dim=-1) * self.sharper
         k_turned = apply_rope(k_turned[:, :, None], cos, sin, pairs=True).expand(*k_plain.shape[:3], -1)
         k = torch.cat((k_plain, k_turned), dim=-1)
         # Kernels want values as wide as queries; zeros give zeros.

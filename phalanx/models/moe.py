@@ -42,6 +42,9 @@ _SLOPE, _LIMIT = 1.702, 7.0  # of GPT-OSS
 class Router(nn.Module):
     """Scores of a layer's experts for each token, and the choice of the best."""
 
+    bias: nn.Parameter | None
+    correction: nn.Parameter | None
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         assert spec.moe is not None
@@ -169,6 +172,8 @@ def count_choices(chosen: Tensor, counted: Tensor, experts: int) -> Tensor:
 
 class MoELayer(nn.Module):
     """A router, its experts and those that all tokens go through, in the place of a block's feed-forward layer."""
+
+    shared: MLP | None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

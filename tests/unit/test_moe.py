@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import ModelSpec, MoESpec
+from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec
 from phalanx.models.families.catalog import PRESETS, find_shape_problems, flops_per_token, parameter_count
 from phalanx.models.grouped_mm import multiply_groups, reference_multiply_groups
 from phalanx.models.moe import ExpertLoad, Experts, MoEBlock, MoEDecoder, MoELayer, Router, reference_experts
@@ -237,6 +237,16 @@ def changed(**changes: Any) -> ModelSpec:
     return replace(SPEC, moe=replace(SPEC.moe, **changes))
 
 
+def deepseek(moe: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
+    spec = PRESETS["moonlight-16b-a3b"]
+    assert spec.moe is not None
+    return replace(spec, moe=replace(spec.moe, **moe or {}), **changes)
+
+
+LATENT = PRESETS["moonlight-16b-a3b"].latent
+assert LATENT is not None
+
+
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
@@ -246,6 +256,14 @@ def changed(**changes: Any) -> ModelSpec:
         (changed(renormalize=False), "which Mixtral does not support"),
         (changed(over="model"), "set model.moe.balance to step_before or step"),
         (replace(SPEC, architecture="llama"), "model.architecture llama has no experts"),
+        (changed(shared=1), "model.moe.scale, shared or groups is set, which Mixtral does not support"),
+        (replace(SPEC, latent=LATENT), "model.latent is set, which only deepseek_v3 has"),
+        (deepseek(latent=None), "model.latent does not say of which widths"),
+        (deepseek(latent=replace(LATENT, value_dim=200)), "gives values 200 channels and queries 192"),
+        (deepseek(lora=LoraSpec(rank=2, alpha=2, targets=("q",))), "adapters of latent attention are not supported"),
+        (deepseek(moe={"dense_layers": (1,)}), "those of a DeepSeek-V3 are its first"),
+        (deepseek(moe={"groups": 7}), "does not make 7 groups of two or more"),
+        (deepseek(moe={"groups": 32, "groups_per_token": 2}), "more than 2 of 32 groups have"),
     ],
 )
 def test_a_bad_shape_is_a_sentence(spec: ModelSpec, says: str) -> None:
