@@ -70,11 +70,12 @@ def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: 
     if model.vocab_size != "auto":
         given["vocab_size"] = model.vocab_size
     given_dropout = model.attention_dropout
-    spec = replace(spec, **given, dropout=model.dropout, attention_dropout=given_dropout, lora=_lora(model.lora))
+    spec = replace(spec, **given, dropout=model.dropout, attention_dropout=given_dropout, lora=None)
     spec = replace(spec, moe=_moe(model.moe, spec))
     task = config.task
     labels = () if task.labels == "auto" else tuple(task.labels)
-    return family_of(spec).complete(spec, given, TaskChoice(task.kind, task.next_sentence, labels))
+    spec = family_of(spec).complete(spec, given, TaskChoice(task.kind, task.next_sentence, labels))
+    return replace(spec, lora=_lora(model.lora, spec))
 
 
 def recipe_family(config: Config) -> ModelFamily:
@@ -130,11 +131,13 @@ def decide_experts(config: Config, hf_spec: ModelSpec | None) -> list[tuple[str,
     return [(f"model.moe.{name}", value, why) for name, value in wanted if getattr(section, name) == "auto"]
 
 
-def _lora(section: LoraSection | None) -> LoraSpec | None:
-    """The requested adapters; None also while one of their `auto` keys is unresolved."""
-    if section is None or section.rank == "auto" or section.alpha == "auto" or section.targets == "auto":
+def _lora(section: LoraSection | None, spec: ModelSpec) -> LoraSpec | None:
+    """The requested adapters, of all matrices that the model has while their `targets` are unresolved; None while
+    another of their `auto` keys is."""
+    if section is None or section.rank == "auto" or section.alpha == "auto":
         return None
-    ordered = tuple(name for name in shapes.LORA_TARGETS if name in section.targets)
+    targets = catalog.find_adapter_targets(spec) if section.targets == "auto" else section.targets
+    ordered = tuple(name for name in shapes.LORA_TARGETS if name in targets)
     return LoraSpec(rank=section.rank, alpha=section.alpha, targets=ordered, dropout=section.dropout)
 
 

@@ -43,7 +43,8 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
 
 
-LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices of a block that may get an adapter
+ATTENTION_TARGETS = ("q", "k", "v", "o")
+LORA_TARGETS = (*ATTENTION_TARGETS, "gate", "up", "down")  # the matrices of a block that may get an adapter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,9 @@
 """Convert between recipes and plans: a recipe's work, the layouts that it allows, and the keys of a plan."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from phalanx.config import load
-from phalanx.config.model import LoraTarget
 from phalanx.config.model_spec import build_model_spec, is_custom_task
 from phalanx.config.optimizers import find_optimizer
 from phalanx.config.schema import Config
@@ -80,7 +79,7 @@ def _with_adapters(config: Config) -> Config:
     if lora is None:
         return config
     rank = FRESH_RANK if lora.rank == "auto" else lora.rank
-    fresh = {"rank": rank, "alpha": 2.0 * rank, "targets": list(get_args(LoraTarget))}
+    fresh = {"rank": rank, "alpha": 2.0 * rank}
     return load.update_config(
         config, {f"model.lora.{name}": value for name, value in fresh.items() if getattr(lora, name) == "auto"}
     )

@@ -5,7 +5,9 @@ import math
 from dataclasses import replace
 
 from phalanx.layout.model_shape import (
+    ATTENTION_TARGETS,
     LONGROPE,
+    LORA_TARGETS,
     MAX_ELEMENTS,
     MAX_LAYERS,
     ROPE_RULES,
@@ -99,6 +101,15 @@ def parameter_count(spec: ModelSpec, embedding: bool = True, shapes: Shapes | No
     `shapes`: of a custom model.
     """
     return count_elements(spec, shapes or parameter_shapes(spec), embedding)
+
+
+def find_adapter_targets(spec: ModelSpec) -> tuple[str, ...]:
+    """Those of LORA_TARGETS that are a matrix of every block."""
+    shapes = parameter_shapes(spec)
+    paths = {name: f"{'attention' if name in ATTENTION_TARGETS else 'mlp'}.{name}.weight" for name in LORA_TARGETS}
+    return tuple(
+        name for name, path in paths.items() if all(f"layers.{layer}.{path}" in shapes for layer in range(spec.layers))
+    )
 
 
 def adapter_count(spec: ModelSpec) -> int:
