@@ -100,7 +100,7 @@ def run_script_on_node(script: ScriptJob, paths: RunPaths, ranks: int | None, op
         return multinode.lead_or_follow(paths, options, lead, lambda: _member(script, paths, devices, options).follow())
     except StopRequested as asked:
         options.notify_user(f"stopped by {asked} before the script was started")
-        return ExitCode.STOPPED
+        return multinode.early_stop_code(asked, options)
 
 
 def _hello(script: ScriptJob, devices: Sequence[DeviceInfo], options: RendezvousOptions) -> Message:

@@ -19,7 +19,7 @@ from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
-from phalanx.launch import jobs, launched_run
+from phalanx.launch import job_supervisor, jobs, launched_run
 from phalanx.launch.schedulers.kubernetes import Kubernetes, read_job
 from phalanx.launch.schedulers.kubernetes_manifest import make_name, render_manifest
 from phalanx.launch.schedulers.scheduler import LaunchOptions, QueuePhase
@@ -191,13 +191,43 @@ def test_a_run_is_submitted_watched_and_cancelled(cluster: Path, tmp_path: Path)
         jobs.submit_run("k8s", config, paths, LaunchOptions(2), {})
     found = Kubernetes()
     assert found.find_log(paths, f"lab/{name}").read_text() == "step 7\n"
-    task = found.read_task({"PHALANX_K8S_JOB": name, "PHALANX_K8S_OFFSET": "2", "JOB_COMPLETION_INDEX": "1",
-                            "PHALANX_K8S_ADDRESS": "host:1"})  # fmt: skip
+    pod = {"PHALANX_K8S_JOB": name, "PHALANX_K8S_OFFSET": "2", "JOB_COMPLETION_INDEX": "1",
+           "PHALANX_K8S_ADDRESS": "host:1"}  # fmt: skip
+    task = found.read_task(pod, paths)
     assert task is not None and (task.node, found.find_rendezvous(paths, task)) == (3, "tcp://host:1")
     jobs.cancel_run(paths, now=False)
     assert not list(cluster.glob("*.json"))
     calls = (cluster / "calls").read_text().splitlines()
     assert any(line.startswith("delete jobs,") and "--wait=false --cascade=foreground" in line for line in calls)
+
+
+@pytest.mark.parametrize(
+    ("codes", "ends"), [([1, 1], True), ([1, 3, 3], False), ([1], False), ([10, 10], True), ([0], False)]
+)
+def test_starts_of_pods_without_progress_end_the_job(
+    codes: list[int], ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After starts that ended with `codes` without a checkpoint, one more fails. Nodes that left do not count, and
+    after a run that is done no pod trains."""
+    paths, pod = RunPaths(tmp_path), {"PHALANX_K8S_JOB": "run", "PHALANX_K8S_OFFSET": "0", "JOB_COMPLETION_INDEX": "0"}
+    paths.launch.mkdir(parents=True)
+    launched_run.write_launch_spec(paths, launched_run.LaunchSpec("k8s", 1, 0, None, True, 100, 0.0, "here"))
+    started: list[int] = []
+
+    def train(*_: object) -> list[str]:
+        started.append(codes[len(started)] if len(started) < len(codes) else 1)
+        return [sys.executable, "-c", f"raise SystemExit({started[-1]})"]
+
+    monkeypatch.setattr(job_supervisor, "train_command", train)
+    found = [job_supervisor.supervise(tmp_path, pod) for _ in [*codes, 1]]
+    assert found == [*codes, ExitCode.CONFIG if ends else 1 if codes[0] else 0]
+    assert len(started) == (len(found) if codes[0] else 1)
+
+
+def test_a_pod_that_is_deleted_alone_is_replaced() -> None:
+    k8s = Kubernetes()
+    assert k8s.exit_code(ExitCode.STOPPED, leaves=True, ends=False) == ExitCode.UNHEALTHY
+    assert k8s.exit_code(ExitCode.STOPPED, leaves=False, ends=False) == ExitCode.STOPPED
 
 
 def test_nodes_are_listed_and_cordoned(cluster: Path) -> None:
