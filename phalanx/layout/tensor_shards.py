@@ -6,12 +6,13 @@ Source: Shoeybi et al., "Megatron-LM", 2019.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 # How the matrix (out, in) of a module is cut: by outputs; by outputs that are key and value heads, of which there may
 # be fewer than ranks; by inputs; by rows of the vocabulary, in ranges that may be unequal.
 CUT_KINDS = ("column", "column_kv", "row", "vocabulary")
+EXPERTS = ".mlp.experts."  # in the names of stacks (E, ...)
 _BLOCK = re.compile(r"^(?:.*\.)?(?:layers|h)\.\d+\.")
 
 
@@ -79,6 +80,16 @@ def plan_tensor_shards(
             continue
         found[name] = _cut(shape, kind, kv_heads, size, rank)
     return found
+
+
+def plan_expert_shards(
+    shapes: Mapping[str, tuple[int, ...]], counts: Sequence[int], rank: int
+) -> dict[str, TensorShard]:
+    """The experts that rank number `rank` holds of each stack, where ranks hold so many each, in order."""
+    start = sum(counts[:rank])
+    return {
+        name: TensorShard(shape, 0, start, start + counts[rank]) for name, shape in shapes.items() if EXPERTS in name
+    }
 
 
 def _cut(shape: tuple[int, ...], kind: str, kv_heads: int, size: int, rank: int) -> TensorShard:
