@@ -165,7 +165,7 @@ class TransferSchedule:
         return held.bucket.link_elements * (self._routes.gather_bytes(kind) if held.bucket.trained else kind.itemsize)
 
     def _find_largest(self, mine: Sequence[float]) -> list[float]:
-        """The greatest of each number over all ranks, which differ where ranks hold unlike numbers of experts.
+        """The greatest of each number over all ranks, which differ where ranks hold different numbers of experts.
         Collective there."""
         if self._mesh.expert is None:
             return list(mine)

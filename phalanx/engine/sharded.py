@@ -12,6 +12,7 @@ parameters are, and what passes wait for, in zero1_2.py and zero3.py.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -82,8 +83,7 @@ class ShardedEngine:
             sharding.parts if degree > 1 and mesh.devices.on_host else 1,
             PART_BYTES // precision.transport.itemsize,
         )
-        self._rank = mesh.rank % degree
-        self._places = {"data": self._rank}  # this rank's, among those that share parameters, by axis
+        self._places = {"data": mesh.rank % degree}  # among the ranks that share parameters, by axis
         if experts:
             copies_of_experts = mesh.extra.axes[EXPERT_COPIES]
             self._places[EXPERT_COPIES] = copies_of_experts.rank
@@ -91,9 +91,6 @@ class ShardedEngine:
             self.buckets = buckets.make_buckets_by_axis(parameters, by_axis, parts, least)
         else:
             self.buckets = buckets.make_buckets(parameters, weights, parts, least, sharding.isolates_parameters)
-        self._trained_names = [
-            each.name for each in parameters if each.trained and (each.elements or each.name in experts)
-        ]
         self._modules = dict(units)
         self.traffic = Traffic()  # of the communication thread, the only one that waits for it
         self._comm_thread = CommThread(mesh.device, mesh.traffic)
@@ -130,16 +127,18 @@ class ShardedEngine:
             held.reshard()
             helds.append(held)
         replace_meta_tensors(self.model, replaced, mesh.device)
-        names = list(dict.fromkeys(held.bucket.unit for held in helds))
+        unit_names = list(dict.fromkeys(held.bucket.unit for held in helds))
         self._units = [
             Unit(number, name, self._modules.get(name, self.model), [h for h in helds if h.bucket.unit == name])
-            for number, name in enumerate(names)
+            for number, name in enumerate(unit_names)
         ]
         schedule = TransferSchedule(self._units, mesh, sharding, precision, self.traffic, routes["data"])
         queue = CollectiveQueue(routes, schedule, pool)
         trained = [held for held in helds if held.bucket.trained]
+        # On all ranks the same: also experts of which this one holds none.
+        names = [name for name, shape in self.trainable.items() if math.prod(shape) or EXPERT_COPIES in routes]
         self._update = ShardedUpdate(
-            trained, self._state, self._norm, queue, schedule, mesh, self.traffic, comm_thread, self._trained_names
+            trained, self._state, self._norm, queue, schedule, mesh, self.traffic, comm_thread, names
         )
         self._parameters: ParameterResidency = residency(
             self.model, self._units, self._update, comm_thread, mesh.traffic, schedule.pass_timer
@@ -273,7 +272,7 @@ class ShardedEngine:
         """This rank's state (see `Engine.pieces`), without shards that another rank also has, unless `replicas` are
         requested."""
         self._comm_thread.drain()
-        wanted = replicas or self.mesh.rank == self._rank
+        wanted = replicas or self.mesh.rank == self._places["data"]
         return self._state.shards.pieces(self._state.source) if wanted else iter(())
 
     def load(self, read: ReadState) -> None:

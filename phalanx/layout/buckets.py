@@ -184,7 +184,7 @@ def make_buckets_by_axis(
     parameters: Sequence[ParameterSpec], weights: Mapping[str, Sequence[float]], parts: int, min_part_elements: int
 ) -> tuple[Bucket, ...]:
     """As `make_buckets`, of parameters of several axes, each with the `weights` of its ranks. All travel in just
-    `parts`, some of which are empty, since ranks that hold unlike numbers of experts must agree on them."""
+    `parts`, some of which are empty, since ranks with different numbers of experts must agree on them."""
     units = list(dict.fromkeys(parameter.unit for parameter in parameters))
     found = []
     for axis, shares in weights.items():
