@@ -129,7 +129,8 @@ def build_components(
         ),
         held_out={name: loader for name, loader in held_out.items() if loader.sequences},
         work_split=WorkSplit(
-            config.balance.batch,
+            # A rank works on rows of others, too: how long it takes does not say what its own rows take.
+            "measured-once" if config.parallel.expert > 1 and config.balance.batch == "auto" else config.balance.batch,
             train.global_batch,
             speeds,
             mesh,
