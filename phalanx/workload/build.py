@@ -17,6 +17,7 @@ from phalanx.layout.hardware import MeasuredLink
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.batch_norm import batch_norms
 from phalanx.models.model import Model
+from phalanx.parallel.fp8_ranges import Fp8Ranges
 from phalanx.parallel.init_weights import Fill
 from phalanx.parallel.model_part import ModelPart
 from phalanx.parallel.parallelize import parallelize, precision_of
@@ -48,6 +49,7 @@ class RunComponents:
     starting_weights: Fill
     updates: UpdateTimer
     expert_balance: ExpertBalance | None = None  # of a model with experts
+    fp8_ranges: Fp8Ranges | None = None  # with train.fp8
 
     def close(self) -> None:
         """End what works beside the main thread."""
@@ -142,6 +144,7 @@ def build_components(
         starting_weights=parted.make_fill(start, by_rows=not config.model.from_hf),
         updates=updates,
         expert_balance=make_expert_balance(model, spec, mesh, engine, nominal_weight),
+        fp8_ranges=Fp8Ranges(model, mesh.device) if train.fp8 == "block" else None,
     )
 
 
