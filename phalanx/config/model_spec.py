@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from phalanx.config.expert_problems import find_expert_shape_problems
 from phalanx.config.model import LoraSection, MoESection
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
@@ -158,6 +159,7 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
         key = "model.lora" if config.model.lora is not None else "model.code"
         found.append(f"{key} requires a causal language model, and the model is a {family.title}; remove it")
     parallel = config.parallel
+    found += find_expert_shape_problems(config, spec)
     if writes:
         own_code = config.model.code is not None
         found += catalog.find_tensor_problems(

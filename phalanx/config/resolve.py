@@ -118,6 +118,8 @@ def _decide_arithmetic(config: Config, device: str, bf16: bool, differ: bool) ->
     if config.train.compile == "auto":
         if config.parallel.context > 1:
             yield "train.compile", False, "parallel.context exchanges within attention"
+        elif config.parallel.expert > 1:
+            yield "train.compile", False, "parallel.expert exchanges tokens within blocks"
         elif config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
             why = "parallel.schedule zero_bubble splits the backward pass, which a compiled block does not support"
             yield "train.compile", False, why

@@ -12,7 +12,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.data.loader import Loader
 from phalanx.engine.interface import Engine, InMemoryStore
 from phalanx.engine.timing import UpdateTimer
-from phalanx.layout.balance import Speed, in_lockstep
+from phalanx.layout.balance import Speed
 from phalanx.layout.hardware import MeasuredLink
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.batch_norm import batch_norms
@@ -25,6 +25,7 @@ from phalanx.tasks.task import Task
 from phalanx.workload.context_task import find_context_shares, join_speeds, make_context_task
 from phalanx.workload.engines import StateWeights, make_engine_factory, make_sharding_spec
 from phalanx.workload.expert_balance import ExpertBalance, make_expert_balance
+from phalanx.workload.expert_counts import find_expert_counts
 from phalanx.workload.work_split import WorkSplit
 from phalanx.workload.workload import Workload, make_workload
 
@@ -105,6 +106,7 @@ def build_components(
         updates.wrap_engine(make_engine_factory(config, weights, keeper)),
         nominal_weight,
         context_shares,
+        find_expert_counts(config, spec, speeds),
     )
     if mesh.context is not None:
         task = make_context_task(task, spec, mesh, context_shares)
@@ -129,12 +131,13 @@ def build_components(
         ),
         held_out={name: loader for name, loader in held_out.items() if loader.sequences},
         work_split=WorkSplit(
-            config.balance.batch,
+            # A rank works on rows of others, too: how long it takes does not say what its own rows take.
+            "measured-once" if config.parallel.expert > 1 and config.balance.batch == "auto" else config.balance.batch,
             train.global_batch,
             speeds,
             mesh,
             _micro_batch_comm_s(link, model, config, mesh),
-            in_lockstep(*config.parallel.resolve_sharding),
+            config.parallel.lockstep,
             train.batches,
         ),
         nominal_weight=nominal_weight,
