@@ -118,8 +118,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         global_batch=config.train.global_batch,
         tied=spec.tie_embeddings,
         gated=computes.gated,
-        biases=computes.biases,
-        qkv_biases=computes.qkv_bias,
+        biases=computes.biases or ("qkv" if computes.qkv_bias else False),
         dropout=spec.dropout > 0,
         # Scores are held where they are cut, as they are where some are dropped.
         attention_dropout=computes.needs_scores or spec.attention_dropout > 0,
