@@ -122,7 +122,7 @@ def _dry_run(config: Config, ranks: int, modes: Sequence[str] = ()) -> dict[str,
     shard_over = 1 if config.parallel.engine == "single" else copies
     sharding = make_sharding_spec(config) if config.parallel.engine == "sharded" else None
     shared = torch.float32 if config.train.dtype == "mixed" and ranks > 1 else dtype
-    layout = StateLayout(Precision(dtype, shared), shard_over, rule, sharding)
+    layout = StateLayout(Precision(dtype, shared), shard_over, rule, sharding, config.parallel.expert)
     held = make_all_footprints(subject, config)
     zero_needs = {}
     if (

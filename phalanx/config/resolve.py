@@ -14,11 +14,10 @@ Each step returns a new Config and its decisions, which become events.
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from phalanx.config import optimizers
 from phalanx.config.load import update_config
-from phalanx.config.model import LoraTarget
 from phalanx.config.model_spec import default_task
 from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.config.sentences import list_problems
@@ -120,6 +119,8 @@ def _decide_arithmetic(config: Config, device: str, bf16: bool, differ: bool) ->
         if config.parallel.context > 1 and config.memory.activations in ("auto", "selective"):
             why = "with parallel.context a block is compiled only where it is recomputed as a whole or not at all"
             yield "train.compile", False, f"{why}, and memory.activations is {config.memory.activations}"
+        elif config.parallel.expert > 1:
+            yield "train.compile", False, "parallel.expert exchanges tokens within blocks"
         elif config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
             why = "parallel.schedule zero_bubble splits the backward pass, which a compiled block does not support"
             yield "train.compile", False, why
@@ -150,8 +151,6 @@ def _decide_adapters(config: Config) -> Iterator[Decision]:
         return
     rank = 16 if lora.rank == "auto" else lora.rank
     fresh: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank}
-    if config.model.code is None:  # of a custom class, those that it has
-        fresh["targets"] = list(get_args(LoraTarget))
     for name, fitting in fresh.items():
         if getattr(lora, name) == "auto":
             yield f"model.lora.{name}", fitting, "no adapter is given"

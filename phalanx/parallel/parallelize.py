@@ -60,11 +60,13 @@ def parallelize(
     make_engine: MakeEngine,
     nominal_weight: int,
     context_shares: Sequence[float] = (),
+    expert_counts: Sequence[int] = (),
 ) -> tuple[Engine, ModelPart]:
     """Parallelize a model on meta by the resolved `config`; returns its engine and this rank's part of the model.
-    `context_shares`: parts of the ranks that take rows together with this one, in proportion."""
+    `context_shares`: parts of the ranks that take rows together with this one, in proportion; `expert_counts`: how many
+    experts each of the ranks has that divide them with this one."""
     # Remove other ranks' parts first.
-    parted = partition_model(model, config, mesh, precision_of(config.train.dtype, mesh))
+    parted = partition_model(model, config, mesh, precision_of(config.train.dtype, mesh), expert_counts)
     # Context after slicing: its exchanges are of this rank's heads.
     if mesh.context is not None:
         by = config.parallel.context_by
@@ -88,6 +90,7 @@ def parallelize(
         precision=precision,
         loss_scale=LossScale(train.loss_scale, train.loss_scale_growth_interval, mesh.device) if scaled else None,
         **({"copies": parted.copies} if parted.copies else {}),
+        **({"experts": parted.shards.keys()} if mesh.expert is not None else {}),
         **({"fp8_weights": find_fp8_weights(model, model.blocks())} if reads_fp8 else {}),
     )
     if not isinstance(model, Architecture):

@@ -191,6 +191,7 @@ def _records(run: RunHistory) -> str:
     parts += [
         *views.render_prediction_card(run),
         *views.render_eval_card(run.events),
+        *views.render_fp8_card(run.events),
         *views.render_profile_cards(run),
     ]
     if resolved:

@@ -1,0 +1,74 @@
+"""Expert parallelism: whatever ranks hold the experts, and however a step is divided, the curve is that of one process,
+with the same choices."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ALL
+from tests.numerics.runs import Outcome, farthest, walk
+from tests.numerics.test_moe import BALANCES, BASE, EXPERTS, loads
+from tests.numerics.test_rank_layout import assert_same
+
+# How a step is divided: ranks, sequences of each, and more.
+DIVISIONS: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
+    "two": (2, [5, 3], {"parallel__expert": 2, "train__micro_batch": 2}),
+    "two copies": (4, [3, 1, 0, 4], {
+        "parallel__expert": 2, "balance__experts": [4, 1], "train__micro_batch": 1, "memory__activations": "full",
+    }),
+    "four, one without": (4, None, {
+        "parallel__expert": 4, "balance__experts": [3, 0, 1, 1], "train__micro_batch": 2, "parallel__zero": 3,
+    }),
+}  # fmt: skip
+MORE: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
+    "two copies, zero 3": (4, [3, 1, 0, 4], {
+        "parallel__expert": 2, "balance__experts": [3, 2], "train__micro_batch": 2, "parallel__zero": 3,
+        "memory__activations": "selective",
+    }),
+    "two copies, zero 2": (4, [1, 1, 5, 1], {"parallel__expert": 2, "train__micro_batch": 1, "parallel__zero": 2}),
+    "one without, selective": (3, [1, 4, 3], {
+        "parallel__expert": 3, "balance__experts": [0, 1, 4], "train__micro_batch": 2,
+        "memory__activations": "selective",
+    }),
+    "state apart": (4, [2, 2, 2, 2], {
+        "parallel__expert": 2, "train__micro_batch": 2, "balance__optimizer_state": [0, 3, 0, 1],
+    }),
+    "two slots": (2, [6, 2], {"parallel__expert": 2, "train__micro_batch": 2, "optim__double_buffer": True}),
+    "offloaded": (2, [6, 2], {
+        "parallel__expert": 2, "train__micro_batch": 2, "memory__activations": "offload",
+        "memory__offload_prefetch_blocks": 1,
+    }),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Outcome, str | None]]:
+    """One process and all of a step at once, by what experts are balanced by; with the loads in its checkpoint."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    @functools.cache
+    def walk_alone(balance: str) -> tuple[Outcome, str | None]:
+        run = folder / str(list(BALANCES).index(balance))
+        moe = EXPERTS | BALANCES[balance]
+        return walk(1, run, tokens, masked=True, model__moe=moe, **BASE), loads(run)
+
+    return walk_alone
+
+
+@pytest.mark.parametrize("balance", list(BALANCES) if ALL else ["step_before"])
+@pytest.mark.parametrize("name", [*DIVISIONS, *(MORE if ALL else [])])
+def test_any_division_of_experts_walks_one_curve(
+    name: str, balance: str, tokens: Path, tmp_path: Path, alone: Callable[[str], tuple[Outcome, str | None]]
+) -> None:
+    whole, counted = alone(balance)
+    ranks, shares, more = (DIVISIONS | MORE)[name]
+    moe = EXPERTS | BALANCES[balance]
+    found = walk(ranks, tmp_path / "run", tokens, shares, masked=True, model__moe=moe, **BASE | more)
+    print(f"{balance}, {name}: {farthest(found.losses, whole.losses):.1e} {farthest(found.norms, whole.norms):.1e}")
+    assert_same(found, whole)
+    assert loads(tmp_path / "run") == counted
+    for at, loss in whole.evaluations.items():
+        assert abs(found.evaluations[at] - loss) < 1e-9 * loss
