@@ -2,16 +2,25 @@
 with the same choices."""
 
 import functools
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from phalanx.models.hf_export import export
+from phalanx.models.model import draw_init_slice
+from phalanx.models.moe import moe_init_rule
+from phalanx.models.user_model import build_on_meta, load_family_class
 from tests.helpers import ALL
-from tests.numerics.runs import Outcome, farthest, walk
+from tests.numerics.runs import VOCAB, Outcome, distance, farthest, walk
 from tests.numerics.test_moe import BALANCES, BASE, EXPERTS, loads
 from tests.numerics.test_rank_layout import assert_same
+from tests.unit.test_moe import SPEC
 
 # How a step is divided: ranks, sequences of each, and more.
 DIVISIONS: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
@@ -72,3 +81,28 @@ def test_any_division_of_experts_walks_one_curve(
     assert loads(tmp_path / "run") == counted
     for at, loss in whole.evaluations.items():
         assert abs(found.evaluations[at] - loss) < 1e-9 * loss
+
+
+@pytest.mark.skipif(not ALL, reason="PHALANX_TEST_ALL is not set")
+@pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 9, "targets": ["q", "v"]}])
+def test_experts_of_a_folder_are_read_by_who_holds_them(
+    lora: dict[str, Any] | None, tokens: Path, tmp_path: Path
+) -> None:
+    """All weights are trained, or adapters beside frozen experts."""
+    spec, mixtral = replace(SPEC, vocab_size=VOCAB, layers=2), load_family_class("mixtral")
+    shapes = {name: tuple(each.shape) for name, each in build_on_meta(spec, mixtral).named_parameters()}
+
+    def tensor_of(name: str) -> Tensor:
+        rule, count = moe_init_rule(name, spec), math.prod(shapes[name])
+        values = draw_init_slice(rule, 1, name, 0, count, torch.device("cpu"), torch.float64)
+        return values * (1.0 if "norm" in name else 4.0)
+
+    export(tmp_path / "hf", spec, tensor_of, torch.float64, model_class=mixtral)
+    given: dict[str, Any] = {"model": {"from_hf": str(tmp_path / "hf"), "lora": lora}, "optim__lr": 3e-2}
+    given |= {"train__steps": 3, "optim__decay_steps": 3}
+    one = walk(1, tmp_path / "one", tokens, **given)
+    for zero in (1, 3):
+        more = {"parallel__expert": 2, "parallel__zero": zero, "balance__experts": [1, 4], "train__micro_batch": 1}
+        many = walk(4, tmp_path / f"zero {zero}", tokens, **given | more)
+        assert farthest(many.losses, one.losses) < 1e-9
+        assert distance(many.state, one.state, "param") < 1e-9
