@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.core.records import read_steps
+from phalanx.core.run_paths import RunPaths
 from phalanx.models.hf_export import export
 from phalanx.models.model import draw_init_slice
 from phalanx.models.moe import moe_init_rule
 from phalanx.models.user_model import build_on_meta, load_family_class
 from tests.helpers import ALL
-from tests.numerics.runs import VOCAB, Outcome, distance, farthest, walk
+from tests.numerics.runs import VOCAB, Outcome, distance, events, farthest, walk
 from tests.numerics.test_moe import BALANCES, BASE, EXPERTS, loads
 from tests.numerics.test_rank_layout import assert_same
 from tests.unit.test_moe import SPEC
@@ -53,16 +55,24 @@ MORE: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def list_loads(run: Path) -> list[Any]:
+    """Those in the newest checkpoint, in the steps' records and in the last evaluation's event."""
+    steps = [(step["expert_entropy"], step["expert_max_load"]) for step in read_steps(RunPaths(run).metrics)]
+    (evaluated,) = events(run, "evaluated")
+    assert [len(row) for row in evaluated["experts"]["load"]] == [5, 5]
+    return [loads(run), steps, evaluated["experts"]]
+
+
 @pytest.fixture(scope="module")
-def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Outcome, str | None]]:
-    """One process and all of a step at once, by what experts are balanced by; with the loads in its checkpoint."""
+def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Outcome, list[Any]]]:
+    """One process and all of a step at once, by what experts are balanced by; with its loads."""
     folder = tmp_path_factory.mktemp("alone")
 
     @functools.cache
-    def walk_alone(balance: str) -> tuple[Outcome, str | None]:
+    def walk_alone(balance: str) -> tuple[Outcome, list[Any]]:
         run = folder / str(list(BALANCES).index(balance))
         moe = EXPERTS | BALANCES[balance]
-        return walk(1, run, tokens, masked=True, model__moe=moe, **BASE), loads(run)
+        return walk(1, run, tokens, masked=True, model__moe=moe, **BASE), list_loads(run)
 
     return walk_alone
 
@@ -70,7 +80,7 @@ def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.mark.parametrize("balance", list(BALANCES) if ALL else ["step_before"])
 @pytest.mark.parametrize("name", [*DIVISIONS, *(MORE if ALL else [])])
 def test_any_division_of_experts_walks_one_curve(
-    name: str, balance: str, tokens: Path, tmp_path: Path, alone: Callable[[str], tuple[Outcome, str | None]]
+    name: str, balance: str, tokens: Path, tmp_path: Path, alone: Callable[[str], tuple[Outcome, list[Any]]]
 ) -> None:
     whole, counted = alone(balance)
     ranks, shares, more = (DIVISIONS | MORE)[name]
@@ -78,7 +88,7 @@ def test_any_division_of_experts_walks_one_curve(
     found = walk(ranks, tmp_path / "run", tokens, shares, masked=True, model__moe=moe, **BASE | more)
     print(f"{balance}, {name}: {farthest(found.losses, whole.losses):.1e} {farthest(found.norms, whole.norms):.1e}")
     assert_same(found, whole)
-    assert loads(tmp_path / "run") == counted
+    assert list_loads(tmp_path / "run") == counted
     for at, loss in whole.evaluations.items():
         assert abs(found.evaluations[at] - loss) < 1e-9 * loss
 
