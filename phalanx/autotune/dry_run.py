@@ -129,7 +129,7 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         # What the loss makes at once is measured with the activations, with the head's gradient in it.
         head = state.pop(HEAD_GRADIENT)
         kept = {
-            mode: _kept_activation_bytes(config, subject, each, walked[mode], mode, micro_batch, most)
+            mode: _kept_activation_bytes(config, part_subject, each, walked[mode], mode, micro_batch, most)
             for mode in walked
         }
         # Of the loss a stage has nothing without a head, and a slice of a head has no more gradient than that.

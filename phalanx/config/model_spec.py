@@ -8,7 +8,7 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.layout import model_shape as shapes
 from phalanx.layout import pipeline_stages
-from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec, RopeScaling
+from phalanx.layout.model_shape import LATENT_WIDTHS, LatentSpec, LoraSpec, ModelSpec, MoESpec, RopeScaling
 from phalanx.models.families import catalog
 from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES, PRESETS, describe_unknown_preset, family_of
 from phalanx.models.families.family import ModelFamily, TaskChoice
@@ -18,11 +18,14 @@ LABELLED = ("tag", "classify")  # task.kind of records with labels
 
 SHAPE_FIELDS = (
     "architecture", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "sliding_window",
-    "max_seq_len", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "init_std",
+    "max_seq_len", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "init_std", "latent",
 )  # fmt: skip
 
 
-MOE_SHAPE_FIELDS = ("experts", "experts_per_token", "intermediate", "renormalize", "dense_layers")
+MOE_SHAPE_FIELDS = (
+    "experts", "experts_per_token", "intermediate", "renormalize", "dense_layers", "scale", "shared", "groups",
+    "groups_per_token",
+)  # fmt: skip
 MOE_FIELDS = (*MOE_SHAPE_FIELDS, "balance", "balance_weight", "over")
 
 
@@ -63,14 +66,17 @@ def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: 
     given = {name: getattr(model, name) for name in SHAPE_FIELDS if getattr(model, name) is not None}
     if model.rope_scaling is not None:
         given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
+    if model.latent is not None:
+        given["latent"] = LatentSpec(**dict(zip(LATENT_WIDTHS, model.latent, strict=True)))
     if model.vocab_size != "auto":
         given["vocab_size"] = model.vocab_size
     given_dropout = model.attention_dropout
-    spec = replace(spec, **given, dropout=model.dropout, attention_dropout=given_dropout, lora=_lora(model.lora))
+    spec = replace(spec, **given, dropout=model.dropout, attention_dropout=given_dropout, lora=None)
     spec = replace(spec, moe=_moe(model.moe, spec))
     task = config.task
     labels = () if task.labels == "auto" else tuple(task.labels)
-    return family_of(spec).complete(spec, given, TaskChoice(task.kind, task.next_sentence, labels))
+    spec = family_of(spec).complete(spec, given, TaskChoice(task.kind, task.next_sentence, labels))
+    return replace(spec, lora=_lora(model.lora, spec))
 
 
 def recipe_family(config: Config) -> ModelFamily:
@@ -126,11 +132,13 @@ def decide_experts(config: Config, hf_spec: ModelSpec | None) -> list[tuple[str,
     return [(f"model.moe.{name}", value, why) for name, value in wanted if getattr(section, name) == "auto"]
 
 
-def _lora(section: LoraSection | None) -> LoraSpec | None:
-    """The requested adapters; None also while one of their `auto` keys is unresolved."""
-    if section is None or section.rank == "auto" or section.alpha == "auto" or section.targets == "auto":
+def _lora(section: LoraSection | None, spec: ModelSpec) -> LoraSpec | None:
+    """The requested adapters, of all matrices that the model has while their `targets` are unresolved; None while
+    another of their `auto` keys is."""
+    if section is None or section.rank == "auto" or section.alpha == "auto":
         return None
-    ordered = tuple(name for name in shapes.LORA_TARGETS if name in section.targets)
+    targets = catalog.find_adapter_targets(spec) if section.targets == "auto" else section.targets
+    ordered = tuple(name for name in shapes.LORA_TARGETS if name in targets)
     return LoraSpec(rank=section.rank, alpha=section.alpha, targets=ordered, dropout=section.dropout)
 
 
@@ -187,6 +195,12 @@ def _find_context_problems(config: Config, spec: ModelSpec) -> list[str]:
         found.append(
             f"model.moe.balance sequence counts over whole rows, which parallel.context {size} shares among ranks; set "
             "model.moe.balance=step_before"
+        )
+    options = catalog.block_options(spec)
+    if options.alibi or options.sinks:
+        found.append(
+            f"parallel.context {size} shares no attention with {'ALiBi' if options.alibi else 'sinks'}, which "
+            f"{family_of(spec).title} has; set parallel.context=1"
         )
     kv_heads = max(1, spec.kv_heads // parallel.tensor)
     if parallel.context_by == "heads" and kv_heads < size:

@@ -109,6 +109,11 @@ def apply_context_parallel(model: nn.Module, context: ContextParallel) -> None:
             module.attention_fn = context.attend
 
 
+def find_context_attention(module: nn.Module) -> list[Attention]:
+    """Attention modules that exchange with the ranks of a context group."""
+    return [each for each in module.modules() if isinstance(each, Attention) and each.attention_fn is not attention]
+
+
 def reference_context_attention(
     q: Tensor, k: Tensor, v: Tensor, rows: ContextRows, window: int | None, cap: float, dropout: ScoreDropout | None
 ) -> Tensor:

@@ -27,7 +27,8 @@ from phalanx.optim.update import Shard, StatePiece
 from phalanx.parallel.experts import ExpertParallel, apply_expert_parallel
 from phalanx.parallel.init_weights import Fill
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.tensor import apply_tensor_parallel, copy_shard, make_tensor_context
+from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
+from phalanx.parallel.tensor_layers import copy_shard
 
 # -------------------------------------------------------------------------------------------------------- tensor state
 # Initializing, saving and loading the state of tensor-parallel ranks in coordinates of whole parameters. An engine does

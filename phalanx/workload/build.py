@@ -109,7 +109,7 @@ def build_components(
         find_expert_counts(config, spec, speeds),
     )
     if mesh.context is not None:
-        task = make_context_task(task, spec, mesh, context_shares)
+        task = make_context_task(task, spec, mesh, context_shares, config.parallel.sequence_parallel is True)
     # What is evaluated on is the same for every seed.
     held_out = {
         name: Loader([(rows, 1.0)], train.global_batch, 0, mesh.row_group, held_out=True)

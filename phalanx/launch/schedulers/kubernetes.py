@@ -13,6 +13,7 @@ from typing import Any
 from phalanx.config.load import load_recipe
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, PhalanxError, RunError
+from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.launch.schedulers.kubernetes_manifest import (
@@ -26,6 +27,7 @@ from phalanx.launch.schedulers.kubernetes_manifest import (
     render_manifest,
 )
 from phalanx.launch.schedulers.scheduler import Job, JobTask, LaunchOptions, QueuePhase, Scheduler, SchedulerNode
+from phalanx.launch.start_outcomes import read_start_outcomes
 
 TIMEOUT_S, DELETE_S = 30.0, 120.0
 OBJECTS = "jobsets.jobset.x-k8s.io,jobs,services,secrets"
@@ -55,7 +57,7 @@ class PodTask:
     job: str
     node: int
     address: str | None  # HOST:PORT of node 0
-    start_count: int = 1  # Kubernetes does not count: a pod is replaced, others stay
+    start_count: int
 
     @property
     def name(self) -> str:
@@ -130,13 +132,23 @@ class Kubernetes(Scheduler):
         run_kubectl(["annotate", "--overwrite", "node", node, note])
         return "cordoned" if wanted == NodeRequestKind.DRAIN else "schedulable"
 
-    def read_task(self, environment: Mapping[str, str]) -> JobTask | None:
+    def read_task(self, environment: Mapping[str, str], paths: RunPaths) -> JobTask | None:
+        """The pod's part. Kubernetes counts no starts of a run: its files say how many are over; a node that
+        left ended none."""
         if JOB not in environment:
             return None
         index, offset = environment.get(INDEX, ""), environment.get(OFFSET, "")
         if not re.fullmatch(r"[0-9]{1,6}", index) or not re.fullmatch(r"[0-9]{1,6}", offset):
             raise ConfigError(f"{INDEX} is {index!r} and {OFFSET} {offset!r}; start the pod by an Indexed Job")
-        return PodTask(environment[JOB], int(offset) + int(index), environment.get(ADDRESS))
+        over = [each for each in read_start_outcomes(paths) if each.code != ExitCode.UNHEALTHY]
+        return PodTask(environment[JOB], int(offset) + int(index), environment.get(ADDRESS), len(over) + 1)
+
+    def exit_code(self, code: int, leaves: bool, ends: bool) -> int:
+        """By the rules of the manifest: the pod of a node that leaves is replaced; a run that no start is to follow
+        ends as for a mistake."""
+        if leaves and code == ExitCode.STOPPED:
+            return ExitCode.UNHEALTHY
+        return ExitCode.CONFIG if ends else code
 
     def find_rendezvous(self, paths: RunPaths, task: JobTask | None) -> str:
         """The address of node 0's pod."""

@@ -275,8 +275,12 @@ def list_nodes() -> list[SchedulerNode]:
 # ------------------------------------------------------------------------------------------------ on a node of a job
 
 
-def read_task(environment: Mapping[str, str]) -> JobTask | None:
+def read_task(environment: Mapping[str, str], paths: RunPaths) -> JobTask | None:
     return read_slurm_step(environment)
+
+
+def exit_code(code: int, leaves: bool, ends: bool) -> int:
+    return code
 
 
 def find_rendezvous(paths: RunPaths, task: JobTask | None) -> str:
