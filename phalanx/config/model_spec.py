@@ -22,6 +22,7 @@ SHAPE_FIELDS = (
 )  # fmt: skip
 
 FOLDER_FIELDS = ("max_seq_len", "rope_theta", "rope_scaling")  # that change no parameter of a Hugging Face folder's
+
 MOE_SHAPE_FIELDS = (
     "experts", "experts_per_token", "intermediate", "renormalize", "dense_layers", "scale", "shared", "groups",
     "groups_per_token",

@@ -340,6 +340,9 @@ def evaluate_all(setup: TrainingSetup, step: int, limit: int) -> dict[str, float
         details |= {"scores": scores, "unit": components.workload.unit}
         if components.fp8_ranges is not None:
             details["fp8"] = components.fp8_ranges.describe(setup.mesh)
+        experts = components.expert_balance
+        if experts is not None and not losses and (load := experts.describe_experts(step)) is not None:
+            details["experts"] = load
         records.write_event(EventKind.EVALUATED, details)
         losses[name] = loss
     return losses
