@@ -355,7 +355,6 @@ def run(
     mpirun it joins the started ranks.
     """
     from phalanx.cli.command_lines import run_foreign_command
-    from phalanx.compat import run as script_run
     from phalanx.launch import rendezvous_options, script_nodes
 
     run_foreign_command(script, arguments or [], run_dir, nproc, os.environ)
@@ -376,7 +375,9 @@ def run(
     given = {"--min-nodes": min_nodes, "--run-dir": run_dir, "--no-health": no_health or None}
     for name in [name for name, value in given.items() if value is not None]:
         raise ConfigError(f"{name} has no effect without --nodes; add it, or remove {name}")
-    raise typer.Exit(script_run.run_script(script, arguments or [], os.environ, nproc, smp_config, max_restarts))
+    raise typer.Exit(
+        script_nodes.run_script_alone(script, arguments or [], os.environ, nproc, smp_config, max_restarts)
+    )
 
 
 @app.command(rich_help_panel=help.WATCH)

@@ -4,6 +4,7 @@ Scripts written for SageMaker's library find `torch.sagemaker` here. Where there
 goes to the CPU.
 """
 
+import contextlib
 import datetime
 import functools
 import os
@@ -12,7 +13,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ RESTARTS = 3  # on several nodes, and with --auto-resume=1: what a script has co
 # Exit codes that mean something else to an agent when a rank ends with them.
 RESERVED_EXIT_CODES = (ExitCode.STOPPED, ExitCode.OUT_OF_MEMORY)
 MAX_LINGER = datetime.timedelta(days=365)  # how long ranks may continue after rank 0 has ended
-PARAMETERS = "SM_HP_MP_PARAMETERS"
+PARAMETERS = "SM_HP_MP_PARAMETERS"  # where the launcher of SageMaker's library leaves its parameters, as JSON
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,15 @@ def run_script(
     nproc: int | None = None,
     smp_config: Path | None = None,
     max_restarts: int | None = None,
+    watch: Callable[[], contextlib.AbstractContextManager[Callable[[], str]]] = lambda: contextlib.nullcontext(str),
 ) -> int:
     """Run a script to its end; gives the exit code, of the first rank that failed. Other ranks are ended with it.
 
     `nproc` ranks of this machine; None: one for each accelerator, else one; where torchrun, Slurm or mpirun has started
     this process, it is one of their ranks. `smp_config`: a JSON file of that library's settings, which take the place
     of those in the script. `max_restarts`: how often all ranks are restarted; None: never, or RESTARTS times with
-    --auto-resume=1. Raises ConfigError for a missing file or invalid settings.
+    --auto-resume=1. `watch` is entered by who starts the ranks, and gives what says why this machine will be gone, for
+    which it sends LEAVE_SIGNAL. Raises ConfigError for a missing file or invalid settings.
     """
     settings = read_settings(script, smp_config)
     agent.preload(PRELOAD)
@@ -107,7 +110,8 @@ def run_script(
         on_event=_report_event,
         grace_s=GRACE_S,
     )
-    return agent.run_local_job(job, max_restarts)
+    with watch() as read_notice:
+        return agent.run_local_job(job, max_restarts, read_notice=read_notice)
 
 
 def _found() -> list[str]:
@@ -122,6 +126,8 @@ def _report_event(kind: str, details: dict[str, Any]) -> None:
         sys.stderr.write(f"rank {details['rank']} ended first: {how or details.get('reason')}\n")
     if kind == EventKind.RESTARTED:
         sys.stderr.write("all ranks restart\n")
+    if kind == EventKind.NODE_LEAVING:
+        sys.stderr.write(f"this machine will soon be gone ({details['reason']}): the script's ranks get SIGTERM\n")
 
 
 def read_settings(script: str, path: Path | None) -> str | None:

@@ -116,8 +116,11 @@ def _decide_arithmetic(config: Config, device: str, bf16: bool, differ: bool) ->
         why = f"the device is {device}" if on_cpu or bf16 else f"a {device} device has no bf16"
         yield "train.dtype", "fp32" if on_cpu else "bf16" if bf16 else "fp16", why
     if config.train.compile == "auto":
-        if config.parallel.context > 1:
-            yield "train.compile", False, "parallel.context exchanges within attention"
+        if config.parallel.context > 1 and config.memory.activations in ("auto", "selective"):
+            why = "with parallel.context a block is compiled only where it is recomputed as a whole or not at all"
+            yield "train.compile", False, f"{why}, and memory.activations is {config.memory.activations}"
+        elif config.parallel.expert > 1:
+            yield "train.compile", False, "parallel.expert exchanges tokens within blocks"
         elif config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
             why = "parallel.schedule zero_bubble splits the backward pass, which a compiled block does not support"
             yield "train.compile", False, why
@@ -161,8 +164,6 @@ def _decide_engine(config: Config, world: int) -> Iterator[Decision]:
     if config.parallel.sequence_parallel == "auto" and config.parallel.tensor > 1:
         tensor, length = config.parallel.tensor, config.data.seq_len
         why = f"parallel.tensor is {tensor}" if length % tensor == 0 else f"data.seq_len is not a multiple of {tensor}"
-        if config.parallel.context > 1:
-            length, why = 1, "parallel.context gives ranks parts of any length"
         yield "parallel.sequence_parallel", length % tensor == 0, why
 
 

@@ -26,17 +26,15 @@ from phalanx.launch import outcome
 from phalanx.launch.launched_run import (
     RESTART,
     LaunchSpec,
-    StartOutcome,
     decide_restart,
-    list_outcome_files,
     read_launch_spec,
-    read_start_outcome,
 )
 from phalanx.launch.schedulers.registry import find_scheduler
 from phalanx.launch.schedulers.scheduler import JobTask, Scheduler, hold_lock
+from phalanx.launch.start_outcomes import StartOutcome, list_outcome_files, read_start_outcome, read_start_outcomes
 from phalanx.storage import permissions
 from phalanx.system.exit_causes import signal_name
-from phalanx.system.fork import STOP_SIGNALS, active_stop_signals, die_with
+from phalanx.system.fork import LEAVE_SIGNAL, STOP_SIGNALS, active_stop_signals, die_with
 
 REVIVALS = 3  # consecutive restarts of a killed agent
 LOOK_S = 3.0  # between two looks whether the run was cancelled
@@ -57,6 +55,11 @@ class _StopHandler:
     def __init__(self) -> None:
         self.asked: int | None = None
         self.child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def code(self) -> int:
+        """How training ended that the signal came before: a node that leaves counts as unfit, since others continue."""
+        return int(ExitCode.UNHEALTHY if self.asked == LEAVE_SIGNAL else ExitCode.STOPPED)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.asked = number
@@ -84,8 +87,10 @@ def supervise(run: Path, environment: Mapping[str, str]) -> int:
             "folder on a file system that all nodes share"
         )
     scheduler = find_scheduler(launched.scheduler)
-    step = scheduler.read_task(environment)
+    step = scheduler.read_task(environment, paths)
     node = 0 if step is None else step.node
+    if step is not None and any(over.code == ExitCode.DONE for over in read_start_outcomes(paths)):
+        return int(ExitCode.DONE)  # others were done before this node came, in place of another one
     stop = _StopHandler()
     before = {number: signal.signal(number, stop) for number in active_stop_signals()}
     try:
@@ -93,11 +98,15 @@ def supervise(run: Path, environment: Mapping[str, str]) -> int:
             while True:
                 code = _run_training(paths, launched, node, step, stop)
                 start = f"local-{os.getpid()}-{time.time_ns()}" if step is None else step.name
+                leaves = stop.asked == LEAVE_SIGNAL and not paths.cancelled.exists()
                 follow = _record_outcome(paths, launched, node, start, code)
                 if step is not None or follow != RESTART or stop.asked is not None:
                     break
         if step is not None:
-            _end_orphaned_job(paths, scheduler, step, code, follow, stop)
+            if not leaves:  # else others are left who look after it, and this machine's time is short
+                _end_orphaned_job(paths, scheduler, step, code, follow, stop)
+            ends = launched.until_done and follow != RESTART and code != ExitCode.DONE
+            return scheduler.exit_code(code, leaves, ends)
         return code
     finally:
         for number, handler in before.items():
@@ -139,9 +148,7 @@ def _run_training(paths: RunPaths, launched: LaunchSpec, node: int, step: JobTas
             if code >= 0:
                 return code
             if stop.asked is not None and -code in STOP_SIGNALS:
-                return int(
-                    ExitCode.STOPPED
-                )  # before it could heed it; or the scheduler sent the signal to it, too, as it left
+                return stop.code  # before it could heed it; or the scheduler sent the signal to it, too, as it left
             revivals = 1 if _size(paths.metrics) > began else revivals + 1
             last = revivals > REVIVALS or stop.asked is not None
             then = "giving up" if last else "restarting it"
@@ -163,8 +170,10 @@ def _run_child(words: list[str], out: int, stop: _StopHandler, cancelled: Path) 
     # Before it is looked whether one has come: the next is then heeded when there is a child to pass it on to.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        if stop.asked is not None or cancelled.exists():
+        if cancelled.exists():
             return int(ExitCode.STOPPED)
+        if stop.asked is not None:
+            return stop.code
         stop.child = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,

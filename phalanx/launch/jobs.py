@@ -22,14 +22,13 @@ from phalanx.launch.launched_run import (
     has_ended,
     is_running,
     newest_job,
-    read_start_outcome,
-    read_start_outcomes,
     scheduler_name_of,
     scheduler_of,
     write_launch_spec,
 )
 from phalanx.launch.schedulers.registry import find_scheduler
 from phalanx.launch.schedulers.scheduler import Job, LaunchOptions, find_local_process, find_lock_holder
+from phalanx.launch.start_outcomes import read_start_outcome, read_start_outcomes
 from phalanx.report.console import Console, Follower
 from phalanx.report.logs import open_terminal
 from phalanx.storage import lease, permissions

@@ -91,6 +91,12 @@ def poll_until(
         poll_once()
 
 
+def early_stop_code(asked: StopRequested, options: RendezvousOptions | None) -> ExitCode:
+    """The exit code of a node that a signal stopped before the ranks were started: one that only leaves is unfit, and
+    the others wait for it or another one in its place."""
+    return ExitCode.UNHEALTHY if asked.leaves and options is not None and options.total > 1 else ExitCode.STOPPED
+
+
 # -------------------------------------------------------------------------------------------------------------- node 0
 
 
@@ -193,7 +199,8 @@ def host_rendezvous(options: RendezvousOptions, hello: dict[str, Any], spares: i
         try:
             yield first
         except StopRequested as asked:
-            first.finish(ExitCode.STOPPED, f"node 0 was stopped by {asked} before the ranks were started")
+            if not asked.leaves:  # else the others wait for the node 0 that comes instead
+                first.finish(ExitCode.STOPPED, f"node 0 was stopped by {asked} before the ranks were started")
             raise
         except PhalanxError as error:
             first.finish(error.exit_code, str(error))
@@ -278,7 +285,8 @@ def _take_part(node: RendezvousClient, options: RendezvousOptions, hooks: AgentH
                 node.send(peer.describe_ready())
                 poll_until(node, lambda: settled() or node.member_list is not None, node.poll_once)
     except StopRequested as asked:
-        node.send({"stop": str(asked)})
+        if not asked.leaves:  # else node 0 waits for the one that comes instead
+            node.send({"stop": str(asked)})
         raise
     except PhalanxError as error:
         node.send({"unfit": str(error), "code": int(error.exit_code)})

@@ -1,7 +1,8 @@
 """Notices of preemption: a process that asks a cloud's metadata service whether this machine will be taken away.
 
 AWS, Google Cloud and Azure announce the end of a spot machine 30 s to 2 min ahead, at an address that only the machine
-itself can reach. The watcher tells its parent, the agent, by LEAVE_SIGNAL, which administrators may send as well.
+itself can reach. The watcher tells its parent: an agent by LEAVE_SIGNAL, which administrators may send as well, a rank
+that another launcher started by SIGTERM.
 """
 
 import contextlib
@@ -119,16 +120,18 @@ class MetadataService:
 
 
 @contextlib.contextmanager
-def watch_for_preemption(wanted: ResilienceSection, paths: RunPaths) -> Iterator[Callable[[], str]]:
-    """Watch in a child, as long as this lasts, and send LEAVE_SIGNAL to this process after a notice. Gives a function
-    that returns the notice, once; empty without one."""
+def watch_for_preemption(
+    wanted: ResilienceSection, paths: RunPaths | None, number: signal.Signals = LEAVE_SIGNAL
+) -> Iterator[Callable[[], str]]:
+    """Watch in a child, as long as this lasts, and send `number` to this process after a notice. Gives a function that
+    returns the notice, once; empty without one. Without `paths` no checkpoint can be requested on mere advice."""
     cloud = detect_cloud() if wanted.preemption_notice == "auto" else wanted.preemption_notice
     if cloud is None or cloud == "off":
         yield str
         return
     service = MetadataService(cloud, wanted.metadata_url)
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    pid, pidfd = fork(lambda: _watch(service, paths, writer), keep=[writer])
+    pid, pidfd = fork(lambda: _watch(service, paths, number, writer), keep=[writer])
     os.close(writer)
 
     def read_notice() -> str:
@@ -143,7 +146,7 @@ def watch_for_preemption(wanted: ResilienceSection, paths: RunPaths) -> Iterator
         os.close(reader)
 
 
-def _watch(service: MetadataService, paths: RunPaths, notices: int) -> int:
+def _watch(service: MetadataService, paths: RunPaths | None, sent: signal.Signals, notices: int) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the run ends first
     parent, advised = os.getppid(), False
@@ -151,11 +154,15 @@ def _watch(service: MetadataService, paths: RunPaths, notices: int) -> int:
         notice, advice = service.ask()
         if notice is not None:
             os.write(notices, notice.encode()[:4096])
-            while not _is_caught(parent, LEAVE_SIGNAL):  # between two phases of the agent it would be killed
+            if (
+                paths is not None and paths.events.exists() and sent != LEAVE_SIGNAL
+            ):  # else the agent says why it leaves
+                _note(paths, f"{notice}; the run saves and stops")
+            while not _is_caught(parent, sent):  # between two phases of the parent it would be killed
                 time.sleep(CAUGHT_S)
-            os.kill(parent, LEAVE_SIGNAL)
+            os.kill(parent, sent)
             return 0
-        if advice is not None and not advised and paths.events.exists():
+        if paths is not None and advice is not None and not advised and paths.events.exists():
             advised = True
             _save_now(paths, advice)
         time.sleep(POLL_S)
@@ -171,4 +178,9 @@ def _is_caught(pid: int, number: signal.Signals) -> bool:
 def _save_now(paths: RunPaths, advice: str) -> None:
     with contextlib.suppress(OSError):
         paths.save_request.touch()
-        write_event(paths.events, EventKind.WARNING, 1, message=f"{advice}; a checkpoint is saved now")
+    _note(paths, f"{advice}; a checkpoint is saved now")
+
+
+def _note(paths: RunPaths, message: str) -> None:
+    with contextlib.suppress(OSError):
+        write_event(paths.events, EventKind.WARNING, 1, message=message)

@@ -14,7 +14,6 @@ from phalanx.config.schema import Config
 from phalanx.core import faults
 from phalanx.core.errors import Unhealthy
 from phalanx.core.faults import Fault
-from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import election
 from phalanx.elastic.node.node_agent import NodeAgent
@@ -69,7 +68,7 @@ def train(
         return multinode.lead_or_follow(paths, there, run.lead, run.follow)
     except StopRequested as asked:
         open_terminal().print(outcome.describe_early_stop(paths, str(asked)))
-        return ExitCode.STOPPED
+        return multinode.early_stop_code(asked, options)
 
 
 @dataclasses.dataclass(frozen=True)

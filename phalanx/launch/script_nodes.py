@@ -10,12 +10,13 @@ import functools
 import hashlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from phalanx.compat import run as script_run
+from phalanx.config.operations import ResilienceSection
 from phalanx.core import format_versions
 from phalanx.core.errors import ConfigError, Unhealthy
 from phalanx.core.placement import ExitCode
@@ -29,7 +30,7 @@ from phalanx.elastic.supervisor.coordinator import Coordinator, Plan
 from phalanx.elastic.supervisor.meeting_host import MeetingHost
 from phalanx.elastic.supervisor.state import JobPhase, RecoveryPolicy
 from phalanx.health.findings import DeviceInfo, assign_devices, distinct_models, preload_and_find_devices
-from phalanx.launch import health_check, multinode
+from phalanx.launch import health_check, multinode, preemption
 from phalanx.launch.node_participant import (
     CHECK_S,
     NodeParticipant,
@@ -87,6 +88,24 @@ def make_script_job(
     return ScriptJob(path, tuple(arguments), settings, restarts, least, options.timeout_s, checks_health)
 
 
+def _watch() -> contextlib.AbstractContextManager[Callable[[], str]]:
+    """Watch for notices of the cloud whose machine this is: without a recipe, defaults count. No
+    checkpoint of a script can be requested."""
+    return preemption.watch_for_preemption(ResilienceSection(), None)
+
+
+def run_script_alone(
+    script: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    ranks: int | None,
+    smp_config: Path | None,
+    max_restarts: int | None,
+) -> int:
+    """Run a script on this machine, or as the rank that the environment describes; see `script_run.run_script`."""
+    return script_run.run_script(script, arguments, environment, ranks, smp_config, max_restarts, _watch)
+
+
 def run_script_on_node(script: ScriptJob, paths: RunPaths, ranks: int | None, options: RendezvousOptions) -> int:
     """Run a script as one of several nodes: `ranks` of it here, or one for each accelerator; `paths` is the shared
     folder. Returns the exit code; raises PhalanxError for problems that a user can fix, on any node."""
@@ -96,11 +115,14 @@ def run_script_on_node(script: ScriptJob, paths: RunPaths, ranks: int | None, op
         with raise_on_stop_signal():
             found, accelerators = preload_and_find_devices(False, script_run.PRELOAD)
         devices = assign_devices(found, accelerators, ranks)
-        lead = functools.partial(_lead, script, paths, devices, options)
-        return multinode.lead_or_follow(paths, options, lead, lambda: _member(script, paths, devices, options).follow())
+        with _watch() as read_notice:
+            make = functools.partial(_member, script, paths, devices, options, read_notice)
+            return multinode.lead_or_follow(
+                paths, options, lambda before: _lead(make(), before), lambda: make().follow()
+            )
     except StopRequested as asked:
         options.notify_user(f"stopped by {asked} before the script was started")
-        return ExitCode.STOPPED
+        return multinode.early_stop_code(asked, options)
 
 
 def _hello(script: ScriptJob, devices: Sequence[DeviceInfo], options: RendezvousOptions) -> Message:
@@ -118,21 +140,25 @@ def _digest(content: bytes) -> str:
 
 
 def _member(
-    script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions
+    script: ScriptJob,
+    paths: RunPaths,
+    devices: Sequence[DeviceInfo],
+    options: RendezvousOptions,
+    read_notice: Callable[[], str],
 ) -> "ScriptNodeSession":
-    return ScriptNodeSession(paths, devices, options, _hello(script, devices, options), script)
+    made = ScriptNodeSession(paths, devices, options, _hello(script, devices, options), script)
+    made.read_notice = read_notice
+    return made
 
 
-def _lead(
-    script: ScriptJob, paths: RunPaths, devices: Sequence[DeviceInfo], options: RendezvousOptions, before: int
-) -> int:
+def _lead(run: "ScriptNodeSession", before: int) -> int:
     """Lead as node 0: host the rendezvous, then become a member. `before`: the run's epoch."""
     from phalanx.trainer import run_folder
 
+    paths, options = run.paths, run.options
     with contextlib.ExitStack() as held:
         with raise_on_stop_signal():
             held.enter_context(run_folder.hold_run_folder(paths))
-            run = _member(script, paths, devices, options)
             meeting = multinode.meet_nodes(options, run.hello, options.spares, paths, before)
             first = held.enter_context(meeting)
             noticed = None

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node.worker import raise_on_stop_signal
 from phalanx.health.findings import DeviceInfo
-from phalanx.launch import health_check, observer, outcome, prepare
+from phalanx.launch import health_check, observer, outcome, preemption, prepare
 from phalanx.launch.launched_run import fetch_records, mirror_while_running
 from phalanx.storage import mirror
 
@@ -47,6 +48,8 @@ def run_started_rank(
     if paths.url is not None:  # the ranks may be on one machine, or on many
         paths = mirror.make_working_paths(paths.url.text, wanted.data.cache, paths.url.timeout_s, placement.rank)
     with contextlib.ExitStack() as stack:
+        if placement.local_rank == 0:  # no agent is there to let the others continue: all save and stop
+            stack.enter_context(preemption.watch_for_preemption(wanted.resilience, paths, signal.SIGTERM))
         if first:
             stack.enter_context(run_folder.hold_run_folder(paths))
             stack.enter_context(mirror_while_running(paths))

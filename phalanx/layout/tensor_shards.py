@@ -7,13 +7,14 @@ Source: Shoeybi et al., "Megatron-LM", 2019.
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 # How the matrix (out, in) of a module is cut: by outputs; by outputs that are key and value heads, of which there may
 # be fewer than ranks; by inputs; by rows of the vocabulary, in ranges that may be unequal.
 CUT_KINDS = ("column", "column_kv", "row", "vocabulary")
+EXPERTS = ".mlp.experts."  # in the names of stacks (E, ...)
 _BLOCK = re.compile(r"^(?:.*\.)?(?:layers|h)\.\d+\.")
 
 
@@ -98,6 +99,16 @@ def plan_tensor_shards(
         cut = _cut(shape, kind, last, kv_heads, size, rank)
         found[name] = replace(cut, sections=sections.get(module, ()))
     return found
+
+
+def plan_expert_shards(
+    shapes: Mapping[str, tuple[int, ...]], counts: Sequence[int], rank: int
+) -> dict[str, TensorShard]:
+    """The experts that rank number `rank` holds of each stack, where ranks hold so many each, in order."""
+    start = sum(counts[:rank])
+    return {
+        name: TensorShard(shape, 0, start, start + counts[rank]) for name, shape in shapes.items() if EXPERTS in name
+    }
 
 
 def _cut(shape: tuple[int, ...], kind: str, dim: int, kv_heads: int, size: int, rank: int) -> TensorShard:

@@ -98,7 +98,8 @@ def _sort(scores: Tensor) -> Tensor:
 class Experts(nn.Module):
     """The gated feed-forward layers of a layer, in two stacks: gate before up (E, 2 F, D), and down (E, D, F).
 
-    `multiply` is multiply_groups, or an FP8 product (parallel/fp8.py).
+    `multiply` is multiply_groups, or an FP8 product (parallel/fp8.py). With `exchange` (parallel/experts.py) this rank
+    holds only some of the experts.
     """
 
     multiply: Callable[..., Tensor] = staticmethod(multiply_groups)
@@ -110,19 +111,22 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.zeros(moe.experts, 2 * moe.intermediate, spec.hidden))
         self.down = nn.Parameter(torch.zeros(moe.experts, spec.hidden, moe.intermediate))
         self.activation = ACTIVATIONS[block_options(spec).activation]
+        self.experts = moe.experts
+        self.exchange: Callable[..., Tensor] | None = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x (T, D), chosen (T, k) int64, weights (T, k) -> (T, D): what the chosen give, weighted."""
         copies, flat = chosen.shape[1], chosen.flatten()
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        counts = count_choices(flat, torch.ones_like(flat), self.down.shape[0])
-        rows = self.feed(sort_rows(x, order, inverse, copies), counts)
+        counts = count_choices(flat, torch.ones_like(flat), self.experts)
+        rows = sort_rows(x, order, inverse, copies)
+        rows = self.feed(rows, counts) if self.exchange is None else self.exchange(self.feed, rows, counts)
         each = unsort_rows(rows, order, inverse).unflatten(0, (-1, copies))
         return (each * weights.to(x.dtype)[:, :, None]).sum(1)  # in the order of choice, on any layout
 
     def feed(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What the experts give for rows (N, D), sorted by expert, `counts` (experts,) int64 of each."""
+        """What the experts held here give for rows (N, D), sorted by expert, `counts` (experts,) int64 of each."""
         ends = counts.cumsum(0)
         gate, up = self.multiply(rows, self.gate_up, ends).chunk(2, dim=-1)
         return self.multiply(self.activation(gate) * up, self.down, ends)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.p2p import connect
 from phalanx.core.errors import ConfigError
 from phalanx.engine.interface import Engine, Precision
 from phalanx.layout.mesh_axes import MeshCoordinates
@@ -23,6 +24,7 @@ from phalanx.models.families.catalog import family_of, parameter_shapes
 from phalanx.models.families.family import active_shapes
 from phalanx.models.model import Model, StagedArchitecture
 from phalanx.optim.update import Shard, StatePiece
+from phalanx.parallel.experts import ExpertParallel, apply_expert_parallel
 from phalanx.parallel.init_weights import Fill
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
@@ -169,12 +171,20 @@ class ModelPart:
         return make_shard_reader(read, self.shards)
 
 
-def partition_model(model: Model, config: "Config", mesh: Mesh, precision: Precision) -> ModelPart:
-    """Partition `model`, on meta: keep this rank's part of it. Collective.
+def partition_model(
+    model: Model, config: "Config", mesh: Mesh, precision: Precision, expert_counts: Sequence[int] = ()
+) -> ModelPart:
+    """Partition `model`, on meta: keep this rank's part of it; `expert_counts`: experts of each rank that divides them
+    with this one. Collective.
 
     Raises ConfigError for a model that cannot be cut.
     """
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    if mesh.expert is not None:
+        connect(mesh.expert.group, mesh.device)
+        return ModelPart(
+            shapes, shards=apply_expert_parallel(model, ExpertParallel(mesh.expert, mesh.traffic, expert_counts))
+        )
     if mesh.axes.model_parallel_size == 1:
         return ModelPart(shapes)
     if not isinstance(model, StagedArchitecture):

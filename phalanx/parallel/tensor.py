@@ -183,9 +183,13 @@ def _whole_logits(peers: TensorParallelPeers, whole: int, module: nn.Module, arg
 def _own_positions(peers: TensorParallelPeers, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Pre-hook of a model with sequence parallelism: dropout uses the positions of this rank's part."""
     tokens = args[0] if args else kwargs["tokens"]
-    first = tokens.shape[1] // peers.size * peers.rank
+    count = tokens.shape[1] // peers.size
+    first = count * peers.rank
 
     def moved(value: Any) -> Any:
-        return replace(value, first=first) if isinstance(value, CounterRNG) else value
+        if not isinstance(value, CounterRNG):
+            return value
+        at = value.positions  # those of a part of a row, with context parallelism
+        return replace(value, first=first, positions=None if at is None else at[first : first + count])
 
     return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}

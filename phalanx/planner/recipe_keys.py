@@ -62,11 +62,12 @@ def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
             f"a plan needs the shapes of a built-in model, and {key} names a custom network; start it with "
             "few steps on one node, or `phalanx train --dry-run` for its memory"
         )
-    if config.parallel.context > 1:
-        raise ConfigError(
-            f"a plan does not know parallel.context, which is {config.parallel.context}; set parallel.context=1, or "
-            "`phalanx train --dry-run` for its memory"
-        )
+    for axis in ("context", "expert"):
+        if (degree := getattr(config.parallel, axis)) > 1:
+            raise ConfigError(
+                f"a plan does not know parallel.{axis}, which is {degree}; set parallel.{axis}=1, or "
+                "`phalanx train --dry-run` for its memory"
+            )
     if folder_spec is None and config.model.preset is None and config.model.vocab_size == "auto":
         config = load.update_config(config, {"model.vocab_size": config.data.tokenizer_vocab})
     return build_model_spec(_with_adapters(config), folder_spec)
@@ -117,8 +118,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         global_batch=config.train.global_batch,
         tied=spec.tie_embeddings,
         gated=computes.gated,
-        biases=computes.biases,
-        qkv_biases=computes.qkv_bias,
+        biases=computes.biases or ("qkv" if computes.qkv_bias else False),
         dropout=spec.dropout > 0,
         # Scores are held where they are cut, as they are where some are dropped.
         attention_dropout=computes.needs_scores or spec.attention_dropout > 0,

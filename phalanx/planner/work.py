@@ -3,7 +3,7 @@
 import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec
 
@@ -25,7 +25,7 @@ class DecoderShape(VisiblePositions):
     """A decoder of `layers` equal blocks, as plain numbers.
 
     `positions` are rows of a learnt table of positions. `biases`: matrices add one and norms have two vectors, as in
-    GPT-2; `qkv_biases`: the matrices of queries, keys and values alone add one, as in Qwen2. `qk_norm`: each head's
+    GPT-2; "qkv": the matrices of queries, keys and values alone add one, as in Qwen2. `qk_norm`: each head's
     queries and keys are normalised. With `lora` its adapters alone are trained.
     `ffn` is the width of the feed-forward part that a token goes through; of a mixture of experts there are also
     `idle_ffn` that it does not, and `router_rows`, all as means over the layers.
@@ -41,8 +41,7 @@ class DecoderShape(VisiblePositions):
     _: KW_ONLY
     tied: bool = False
     gated: bool = True
-    biases: bool = False
-    qkv_biases: bool = False
+    biases: bool | Literal["qkv"] = False
     qk_norm: bool = False
     positions: int = 0
     head_dim: int = 0  # 0: hidden / heads
@@ -87,9 +86,9 @@ class DecoderShape(VisiblePositions):
         """Parameters of a block: its matrices, all experts among them, its two norms, its adapters, and biases where
         there are any."""
         small = 2 * self.hidden + count_adapter_parameters(self) + (2 * self.head_channels if self.qk_norm else 0)
-        if self.biases or self.qkv_biases:
-            small += self.query_channels + 2 * self.key_channels
         if self.biases:
+            small += self.query_channels + 2 * self.key_channels
+        if self.biases is True:
             small += 4 * self.hidden
             small += (2 if self.gated else 1) * self.ffn
         return self.matrix_parameters + self.idle_parameters + small
@@ -102,7 +101,7 @@ class DecoderShape(VisiblePositions):
     @cached_property
     def head_parameters(self) -> int:
         """Parameters after the last block: its norm, and the head's matrix unless it is the embedding's."""
-        return (2 if self.biases else 1) * self.hidden + (0 if self.tied else self.vocabulary * self.hidden)
+        return (2 if self.biases is True else 1) * self.hidden + (0 if self.tied else self.vocabulary * self.hidden)
 
     def parameters(self) -> int:
         """All of them: for plain decoders 12 layers hidden^2 and the embedding (Narayanan et al. 2021, equation 2)."""

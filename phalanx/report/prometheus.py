@@ -26,6 +26,10 @@ STEP_GAUGES = (
     ("wait_seconds", "Time of the newest step spent waiting in collectives.", "wait_s"),
     ("mfu_ratio", "Model FLOPs utilization of the newest step.", "mfu"),
 )
+FP8_GAUGES = (
+    ("fp8_largest_input", "Largest input of FP8 products in the newest evaluation."),
+    ("fp8_zero_ratio", "Share of inputs of FP8 products that round to zero there, in the worst block."),
+)
 NodesOf = Callable[[RunIndex], Iterable[Mapping[str, str]]]
 JobOf = Callable[[RunIndex], dict[str, Any] | None]
 
@@ -46,7 +50,7 @@ class RunCollector:
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of all runs, read from their records now."""
-        families = _Families()
+        families = MetricFamilies()
         with self._lock:
             for index in self._indexes():
                 while index.poll():
@@ -54,7 +58,7 @@ class RunCollector:
                 self._add(families, index)
         yield from families.known.values()
 
-    def _add(self, add: "_Families", index: RunIndex) -> None:
+    def _add(self, add: "MetricFamilies", index: RunIndex) -> None:
         run, now = index.history(), self._clock()
         job, nodes = self._job_of(index), list(self._nodes_of(index))
         facts = describe_run(run, index.paths, now, job, nodes)
@@ -70,6 +74,8 @@ class RunCollector:
         for held_out, evaluations in views.group_by_set(run.events).items():
             loss = formats.finite_number(evaluations[-1], "loss")
             add.gauge("evaluation_loss", "Newest loss on a held-out set.", loss, run=name, set=held_out)
+            for (metric, text), values in zip(FP8_GAUGES, formats.fp8_ranges(evaluations[-1]), strict=True):
+                add.gauge(metric, text, max(values, default=None), run=name, set=held_out)
         self._add_trouble(add, run, facts, now)
         self._add_devices(add, run, name)
         self._add_gpus(add, index, name, now)
@@ -83,7 +89,7 @@ class RunCollector:
             state = str(job.get("state"))
             add.gauge("job", "1 for the state of the run's job.", 1, run=name, scheduler=str(job["by"]), state=state)
 
-    def _add_trouble(self, add: "_Families", run: RunHistory, facts: Mapping[str, Any], now: float) -> None:
+    def _add_trouble(self, add: "MetricFamilies", run: RunHistory, facts: Mapping[str, Any], now: float) -> None:
         name, good, saved = facts["name"], facts["goodput"], facts["checkpoint"]
         found = find_incidents(run)
         for cause, count in Counter(str(each.cause.get("kind")) for each in found).items():
@@ -99,13 +105,13 @@ class RunCollector:
                 age_s = max(0.0, now - saved["time"])
                 add.gauge("checkpoint_age_seconds", "Age of the newest checkpoint.", age_s, run=name)
 
-    def _add_devices(self, add: "_Families", run: RunHistory, name: str) -> None:
+    def _add_devices(self, add: "MetricFamilies", run: RunHistory, name: str) -> None:
         found = devices.summarize_devices(run.counted_steps[-RECENT:], run.facts.device_names, run.facts.device_lines)
         for device in found.devices[:RANKS] if found is not None else ():
             add.gauge("rank_share_ratio", "Part of the work, by rank.", device.share, run=name, rank=str(device.rank))
             add.gauge("rank_busy_ratio", "Part of its time a rank works.", device.busy, run=name, rank=str(device.rank))
 
-    def _add_gpus(self, add: "_Families", index: RunIndex, name: str, now: float) -> None:
+    def _add_gpus(self, add: "MetricFamilies", index: RunIndex, name: str, now: float) -> None:
         """Those that are sampled now: not of a run that is over, nor of a node that was lost."""
         for gpu in read_gpu_samples(index.paths, NEWEST_BYTES):
             if gpu.time[-1] < now - CURRENT_S:
@@ -119,7 +125,7 @@ class RunCollector:
                 add.counter("gpu_memory_errors", text, count, **labels, kind=kind)
 
 
-class _Families:
+class MetricFamilies:
     """Metric families of one scrape, each with the samples of all runs."""
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -42,17 +43,18 @@ report: {tensorboard: false}
 PATIENCE_S = 200.0
 
 # What happens to a node, one life after the other: `begin` and `end` are steps of the run at which it is started and
-# gets `signal` (0 and None: at once, and not at all); `thaw_s`: a stopped one goes on after so many seconds. Instead of
-# the signal it may be `asked` for: a node, and what is wanted of it; or the `keeper` of a node gets it; or `all` nodes.
-# One that is `emptied` has lost its memory since the life before; what one has kept is that of the node whose number it
-# `had` before. It may open so many `files` (None: as many as this process). Node 0 may be `stopped_at_entry`: asked to
-# stop when the others have just heard that they are members.
+# gets `signal` (0 and None: at once, and not at all); or it is started when the first life of another node, `begin`,
+# is over, and gets the signal when its output matches `end`; `thaw_s`: a stopped one goes on after so many seconds.
+# Instead of the signal it may be `asked` for: a node, and what is wanted of it; or the `keeper` of a node gets it; or
+# `all` nodes. One that is `emptied` has lost its memory since the life before; what one has kept is that of the node
+# whose number it `had` before. It may open so many `files` (None: as many as this process). Node 0 may be
+# `stopped_at_entry`: asked to stop when the others have just heard that they are members.
 Life = dict[str, Any]
 
 
 def life(
-    begin: int = 0,
-    end: int | None = None,
+    begin: int | str = 0,
+    end: int | str | None = None,
     number: int = signal.SIGKILL,
     thaw_s: float | None = None,
     files: int | None = None,
@@ -95,7 +97,7 @@ def live(placement: Placement, folder: str, run: str, commands: list[list[str]],
     results = []
     for number, each in enumerate(lives[placement.rank]):
         out = Path(folder) / f"{run}-node-{placement.rank}-life-{number}.txt"
-        wait_until(functools.partial(_reached, paths, each["begin"]), timeout_s=PATIENCE_S)
+        wait_until(functools.partial(_reached, paths, each["begin"], run), timeout_s=PATIENCE_S)
         results.append(_live(folder, placement.rank, commands[placement.rank], each, paths, out))
     return results
 
@@ -117,7 +119,10 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
     os.close(pidfd)
     process = out.with_suffix(".pid")
     process.write_text(str(pid))
-    if told["end"] is not None:
+    if isinstance(told["end"], str):
+        wait_until(lambda: bool(re.search(told["end"], _read(out), re.DOTALL)) or _over(pid), timeout_s=PATIENCE_S)
+        os.kill(pid, told["signal"])
+    elif told["end"] is not None:
         wait_until(lambda: _step(paths) >= told["end"] or _over(pid), timeout_s=PATIENCE_S)
         if told["asked"] is not None:
             node_requests.write_request(
@@ -132,7 +137,11 @@ def _live(folder: str, node: int, arguments: list[str], told: Life, paths: RunPa
             time.sleep(told["thaw_s"])
             os.kill(pid, signal.SIGCONT)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return [status, out.read_text() if out.exists() else ""]
+    return [status, _read(out)]
+
+
+def _read(out: Path) -> str:
+    return out.read_text() if out.exists() else ""
 
 
 def _memory(paths: RunPaths, node: int) -> Path:
@@ -169,8 +178,10 @@ def _over(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _reached(paths: RunPaths, step: int) -> bool:
-    return _step(paths) >= step
+def _reached(paths: RunPaths, begin: int | str, run: str) -> bool:
+    if isinstance(begin, str):
+        return (paths.root.parent / f"{run}-{begin}-life-1.txt").exists()
+    return _step(paths) >= begin
 
 
 def _step(paths: RunPaths) -> int:

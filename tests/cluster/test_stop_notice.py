@@ -73,6 +73,19 @@ def test_a_leader_whose_machine_will_be_gone_leaves_after_all_have_saved(place: 
     assert [event["step"] for event in events(place / "leaves", EventKind.FINISHED)] == [120]
 
 
+def test_nodes_that_leave_while_nodes_meet_are_waited_for(place: Path) -> None:
+    """First node 1, then node 0, with node 2 still to come: whoever stays waits for the one that comes instead."""
+    lives = [
+        [life(end="was lost.* joined", number=signal.SIGPWR), life()],
+        [life(end="connected to node 0", number=signal.SIGPWR), life()],
+        [life(begin="node-0")],
+    ]
+    ended = train(place, "meets", lives, 3, "train.steps=4")
+    codes = [[each[0] for each in node] for node in ended]
+    assert codes == [[ExitCode.UNHEALTHY, 0], [ExitCode.UNHEALTHY, 0], [0]], ended
+    assert "node 0 was lost" in ended[1][1][1]
+
+
 def size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 

@@ -14,7 +14,7 @@ from phalanx.core.json_lines import read_last_line, read_lines
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
-from phalanx.launch import launched_run
+from phalanx.launch import launched_run, start_outcomes
 from phalanx.launch.schedulers import scheduler
 from tests.dist import command
 from tests.helpers import ROOT, is_alive, wait_until
@@ -70,7 +70,7 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
         if is_alive(held[0]):
             os.kill(held[0], signal.SIGKILL)
     assert _count(paths, EventKind.STOPPED) == 1
-    over = launched_run.read_start_outcomes(paths)[-1]
+    over = start_outcomes.read_start_outcomes(paths)[-1]
     assert (over.code, over.next_action) == (ExitCode.STOPPED, launched_run.END)
     assert "is not running, so there is nothing to cancel" in command.refused(place, "cancel", "run")
 
@@ -107,7 +107,7 @@ def test_a_mistake_is_not_tried_again(place: Path) -> None:
     began = time.monotonic()
     done = phalanx(place, *words)
     assert done.returncode == ExitCode.CONFIG, done.stderr
-    assert [over.next_action for over in launched_run.read_start_outcomes(RunPaths(place / "run"))] == [
+    assert [over.next_action for over in start_outcomes.read_start_outcomes(RunPaths(place / "run"))] == [
         launched_run.END
     ], time.monotonic() - began
 

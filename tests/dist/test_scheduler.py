@@ -21,7 +21,7 @@ from phalanx.core.json_lines import read_last_line
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
-from phalanx.launch import launched_run
+from phalanx.launch import start_outcomes
 from phalanx.launch.schedulers.registry import SCHEDULERS
 from phalanx.launch.schedulers.scheduler import Job, JobTask, LaunchOptions, QueuePhase, Scheduler, SchedulerNode
 from tests.dist import command
@@ -79,7 +79,7 @@ class ToyScheduler(Scheduler):
     def set_node_state(self, node: str, wanted: NodeRequestKind, reason: str | None) -> str:
         return "asleep"
 
-    def read_task(self, environment: Mapping[str, str]) -> JobTask | None:
+    def read_task(self, environment: Mapping[str, str], paths: RunPaths) -> JobTask | None:
         return ToyTask(environment["TOY_JOB"]) if "TOY_JOB" in environment else None
 
 
@@ -134,7 +134,7 @@ def test_a_job_of_a_new_scheduler_is_watched_and_cancelled(place: Path, now: boo
         assert said.startswith("job 1 was cancelled" if now else "job 1 was asked to stop")
         wait_until(lambda: (place / "queue" / "1.over").exists(), timeout_s=180)
         if not now:
-            assert launched_run.read_start_outcomes(paths)[-1].code == ExitCode.STOPPED
+            assert start_outcomes.read_start_outcomes(paths)[-1].code == ExitCode.STOPPED
             assert "stopped" in phalanx(place, "logs", "run")
     finally:
         if not (place / "queue" / "1.over").exists():

@@ -22,11 +22,12 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import election
-from phalanx.launch import job_supervisor, jobs, launched_run
-from phalanx.launch.launched_run import END, RESTART, STALLED, LaunchSpec, StartOutcome, decide_restart
+from phalanx.launch import job_supervisor, jobs, launched_run, start_outcomes
+from phalanx.launch.launched_run import END, RESTART, STALLED, LaunchSpec, decide_restart
 from phalanx.launch.schedulers import scheduler, slurm
 from phalanx.launch.schedulers.registry import SCHEDULERS
 from phalanx.launch.schedulers.scheduler import Job
+from phalanx.launch.start_outcomes import StartOutcome
 from phalanx.system.slurm_env import SlurmStep
 from phalanx.trainer import run_folder
 from tests.helpers import free_port, wait_until
@@ -426,4 +427,4 @@ def test_the_end_of_a_start_that_another_launch_forgets_is_passed_over(tmp_path:
     paths = RunPaths(tmp_path)
     paths.launch.mkdir(parents=True)
     (paths.launch / "over-1.json").symlink_to(tmp_path / "gone")  # seen, and not there any more
-    assert launched_run.read_start_outcomes(paths) == []
+    assert start_outcomes.read_start_outcomes(paths) == []

@@ -1,16 +1,20 @@
 """Kubernetes objects of a run against the schemas of its API, and the commands, with a kubectl that keeps files."""
 
 import json
+import math
 import os
 import shlex
+import shutil
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from phalanx.cli import root
 from phalanx.config import load
@@ -19,14 +23,15 @@ from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
-from phalanx.launch import jobs, launched_run
+from phalanx.launch import job_supervisor, jobs, launched_run
 from phalanx.launch.schedulers.kubernetes import Kubernetes, read_job
 from phalanx.launch.schedulers.kubernetes_manifest import make_name, render_manifest
-from phalanx.launch.schedulers.scheduler import LaunchOptions, QueuePhase
+from phalanx.launch.schedulers.scheduler import LaunchOptions, QueuePhase, SchedulerNode
+from tests import kubernetes_api
 from tests.helpers import ROOT
+from tests.kubernetes_api import VERSION, Api
 
 RUNS = Path("/shared/runs")
-VERSION = "1.29"
 RECIPE: dict[str, Any] = {
     "model": {"hidden": 1024, "layers": 12, "heads": 16, "intermediate": 4096, "vocab_size": 50000},
     "k8s": {"image": "phalanx:1", "volumes": [f"runs:{RUNS}"], "gpus_per_node": 8, "queue": "team"},
@@ -62,8 +67,27 @@ def test_a_job_for_one_kind_of_node(nodes: int) -> None:
     parameters = 12 * (4 * 1024**2 + 3 * 1024 * 4096) + 2 * 50000 * 1024
     least = 24 * parameters * (2 if nodes > 1 else 1) / nodes / 2**30
     assert memory["medium"] == "Memory" and least < int(memory["sizeLimit"].removesuffix("Gi")) < least + 3
+    assert least + 1 <= shared_gib(nodes) == int(memory["sizeLimit"].removesuffix("Gi")) < least + 2
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+
+
+def shared_gib(nodes: int, **changes: Any) -> int:
+    """GiB of shared memory, of pods with eight GPUs unless `changes` of the recipe's sections say otherwise."""
+    tree = {**RECIPE, **{name: {**RECIPE.get(name, {}), **keys} for name, keys in changes.items()}}
+    text = render_manifest(load.build_config(tree, "the test"), RunPaths(RUNS / "one"), LaunchOptions(nodes))
+    pod = next(iter(yaml.safe_load_all(text)))["spec"]["template"]["spec"]
+    size = next(each["emptyDir"]["sizeLimit"] for each in pod["volumes"] if "emptyDir" in each)
+    return int(size.removesuffix("Gi"))
+
+
+def test_shared_memory_is_that_of_what_is_kept() -> None:
+    """Of 304 million parameters two steps are 6.8 GiB with AdamW; a CPU keeps the gradient as well."""
+    assert shared_gib(1) == math.ceil(6.8 + 1)
+    assert shared_gib(2) == math.ceil(6.8 + 1)  # half of that, and as much of a replica
+    assert shared_gib(1, optim={"name": "adamw8bit"}) < shared_gib(1)
+    assert shared_gib(2, k8s={"gpus_per_node": None}) > shared_gib(2)
+    assert shared_gib(2, resilience={"in_memory_checkpoints": False}) == 1
 
 
 def test_a_job_set_for_several_pools() -> None:
@@ -82,6 +106,8 @@ def test_a_job_set_for_several_pools() -> None:
         name = found["metadata"]["name"]
         assert environment["PHALANX_K8S_ADDRESS"] == f"{name}-pool-0-0-0.{name}:29400"
     assert (offsets, pools) == (["0", "2"], [["a100"], ["h100"]])
+    read = JobsetV1alpha2JobSet.from_dict(found)
+    assert read is not None and read.to_dict() == found  # what the schema does not have would be missing
 
 
 def test_what_follows_the_end_of_a_pod() -> None:
@@ -93,7 +119,11 @@ def test_what_follows_the_end_of_a_pod() -> None:
             found |= dict.fromkeys(codes, rule["action"])
         return found
 
-    fatal = {ExitCode.CONFIG: "FailJob", ExitCode.OUT_OF_MEMORY: "FailJob", ExitCode.UNHEALTHY: "Count"}
+    fatal: dict[int | str, str] = {
+        ExitCode.CONFIG: "FailJob",
+        ExitCode.OUT_OF_MEMORY: "FailJob",
+        ExitCode.UNHEALTHY: "Count",
+    }
     assert actions(False) == {"DisruptionTarget": "Ignore", ExitCode.STOPPED: "FailJob", **fatal}
     assert actions(True) == {"DisruptionTarget": "Ignore", ExitCode.STOPPED: "Count", **fatal}
     limits = [
@@ -191,13 +221,43 @@ def test_a_run_is_submitted_watched_and_cancelled(cluster: Path, tmp_path: Path)
         jobs.submit_run("k8s", config, paths, LaunchOptions(2), {})
     found = Kubernetes()
     assert found.find_log(paths, f"lab/{name}").read_text() == "step 7\n"
-    task = found.read_task({"PHALANX_K8S_JOB": name, "PHALANX_K8S_OFFSET": "2", "JOB_COMPLETION_INDEX": "1",
-                            "PHALANX_K8S_ADDRESS": "host:1"})  # fmt: skip
+    pod = {"PHALANX_K8S_JOB": name, "PHALANX_K8S_OFFSET": "2", "JOB_COMPLETION_INDEX": "1",
+           "PHALANX_K8S_ADDRESS": "host:1"}  # fmt: skip
+    task = found.read_task(pod, paths)
     assert task is not None and (task.node, found.find_rendezvous(paths, task)) == (3, "tcp://host:1")
     jobs.cancel_run(paths, now=False)
     assert not list(cluster.glob("*.json"))
     calls = (cluster / "calls").read_text().splitlines()
     assert any(line.startswith("delete jobs,") and "--wait=false --cascade=foreground" in line for line in calls)
+
+
+@pytest.mark.parametrize(
+    ("codes", "ends"), [([1, 1], True), ([1, 3, 3], False), ([1], False), ([10, 10], True), ([0], False)]
+)
+def test_starts_of_pods_without_progress_end_the_job(
+    codes: list[int], ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After starts that ended with `codes` without a checkpoint, one more fails. Nodes that left do not count, and
+    after a run that is done no pod trains."""
+    paths, pod = RunPaths(tmp_path), {"PHALANX_K8S_JOB": "run", "PHALANX_K8S_OFFSET": "0", "JOB_COMPLETION_INDEX": "0"}
+    paths.launch.mkdir(parents=True)
+    launched_run.write_launch_spec(paths, launched_run.LaunchSpec("k8s", 1, 0, None, True, 100, 0.0, "here"))
+    started: list[int] = []
+
+    def train(*_: object) -> list[str]:
+        started.append(codes[len(started)] if len(started) < len(codes) else 1)
+        return [sys.executable, "-c", f"raise SystemExit({started[-1]})"]
+
+    monkeypatch.setattr(job_supervisor, "train_command", train)
+    found = [job_supervisor.supervise(tmp_path, pod) for _ in [*codes, 1]]
+    assert found == [*codes, ExitCode.CONFIG if ends else 1 if codes[0] else 0]
+    assert len(started) == (len(found) if codes[0] else 1)
+
+
+def test_a_pod_that_is_deleted_alone_is_replaced() -> None:
+    k8s = Kubernetes()
+    assert k8s.exit_code(ExitCode.STOPPED, leaves=True, ends=False) == ExitCode.UNHEALTHY
+    assert k8s.exit_code(ExitCode.STOPPED, leaves=False, ends=False) == ExitCode.STOPPED
 
 
 def test_nodes_are_listed_and_cordoned(cluster: Path) -> None:
@@ -213,7 +273,7 @@ def test_nodes_are_listed_and_cordoned(cluster: Path) -> None:
 
 def test_a_kubectl_that_fails_or_is_not_there_says_why(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cluster.parent / "bin" / "kubectl").write_text("#!/bin/sh\necho 'error: no configuration' >&2; exit 1\n")
-    with pytest.raises(RunError, match="kubectl get failed: error: no configuration"):
+    with pytest.raises(RunError, match="kubectl get failed: no configuration"):
         Kubernetes().list_nodes()
     (cluster.parent / "bin" / "kubectl").write_text("#!/bin/sh\necho nonsense\n")
     with pytest.raises(RunError, match="no list of objects"):
@@ -221,6 +281,54 @@ def test_a_kubectl_that_fails_or_is_not_there_says_why(cluster: Path, monkeypatc
     monkeypatch.setenv("PATH", str(cluster))
     with pytest.raises(ConfigError, match="kubectl was not found"):
         Kubernetes().list_nodes()
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    """A cluster for the real kubectl."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed (kubernetes-client)")
+    with kubernetes_api.serving(tmp_path) as (made, config):
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        monkeypatch.setenv("HOME", str(tmp_path))  # where it caches what a cluster has
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("partition", "kinds"), [([], ["jobs", "secrets", "services"]), (["a:1", "b:1"], ["jobsets", "secrets"])]
+)
+def test_real_kubectl_makes_finds_and_deletes_the_objects(
+    api: Api, tmp_path: Path, partition: list[str], kinds: list[str]
+) -> None:
+    """Objects as kubectl sends them, against their schemas; a cluster without JobSets where none is needed."""
+    if not partition:
+        del api.groups["/apis/jobset.x-k8s.io/v1alpha2"]
+    api.add("pods", "of-another-run", metadata={"labels": {"phalanx/run": "another"}})
+    paths = RunPaths(tmp_path / "run")
+    config = configure(volumes=[f"runs:{tmp_path}"], partition=partition, namespace="default")
+    jobs.submit_run("k8s", config, paths, LaunchOptions(2), {})
+    name = make_name(paths.root)
+    number = f"default/{name}"
+    made = {path: each for path, each in api.objects.items() if path.endswith(f"/{name}")}
+    assert sorted(path.split("/")[-2] for path in made) == kinds
+    sent = [each for path, each in made.items() if "/secrets/" not in path]
+    assert sent == list(yaml.safe_load_all(paths.launch_script.read_text()))
+    api.add("pods", "one", metadata={"labels": {"phalanx/run": name}}, spec={"nodeName": "n1", "containers": []})
+    if not partition:  # of a JobSet its controller makes jobs
+        found = Kubernetes().query_job(number)
+        assert found is not None and (found.state, found.nodes) == ("Pending", "n1")
+    jobs.cancel_run(paths, now=True) if not partition else Kubernetes().cancel(number)
+    assert list(api.objects) == ["/api/v1/namespaces/default/pods/of-another-run"]
+
+
+def test_real_kubectl_lists_cordons_and_uncordons_nodes(api: Api) -> None:
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    api.add("nodes", "n1", spec={}, status=ready)
+    k8s = Kubernetes()
+    k8s.set_node_state("n1", NodeRequestKind.DRAIN, "a fan is loud")
+    assert k8s.list_nodes() == [SchedulerNode("n1", "ready, cordoned", "a fan is loud")]
+    k8s.set_node_state("n1", NodeRequestKind.RETURN, None)
+    assert k8s.list_nodes() == [SchedulerNode("n1", "ready", "")]
 
 
 def job(*true: str, **status: Any) -> dict[str, Any]:

@@ -7,19 +7,21 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.started import start
 from phalanx.config.operations import ResilienceSection
-from phalanx.core.placement import Placement
+from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import EventKind, read_events
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import preemption
 from phalanx.launch.preemption import MetadataService, detect_cloud, watch_for_preemption
-from tests.helpers import run_ranks
+from tests.dist.command import write_place
+from tests.helpers import free_port, run_ranks, wait_until
 
 AWS_ACTION, AWS_REBALANCE = (
     "/latest/meta-data/spot/instance-action",
@@ -204,6 +206,71 @@ def test_advice_to_leave_has_a_checkpoint_saved(metadata: Metadata, tmp_path: Pa
     assert paths.save_request.exists()
     (event,) = read_events(paths.events)
     assert event["kind"] == EventKind.WARNING and "saved now" in event["message"]
+
+
+def as_script(placement: Placement, url: str, folder: str) -> list[Any]:
+    """[exit code, output] of `phalanx run` on a machine of AWS."""
+    preemption.detect_cloud = lambda *_: "aws"
+    preemption.URLS["aws"] = url
+    command = start(["run", "--nproc", "2", "script.py"], Path(folder), Path(folder) / "said.txt")
+    try:
+        wait_until(command.over, timeout_s=100)
+    finally:
+        command.end()
+    return [command.code, command.said()]
+
+
+def announce_when(metadata: Metadata, condition: Callable[[], bool]) -> None:
+    def announce() -> None:
+        wait_until(condition, timeout_s=100)
+        metadata.said[AWS_ACTION] = TERMINATION
+
+    threading.Thread(target=announce, daemon=True).start()
+
+
+SCRIPT = """
+import os, signal, sys, time
+def leave(*_):
+    print("saved by", os.environ["RANK"], flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+open("ready-" + os.environ["RANK"], "w").close()
+time.sleep(60)
+sys.exit(5)
+"""
+
+
+def test_a_script_of_ours_gets_sigterm_after_a_notice(metadata: Metadata, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    announce_when(metadata, lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    code, said = run_ranks(as_script, 1, url=metadata.url, folder=str(tmp_path))[0]
+    assert "AWS will terminate this spot instance" in said and "the script's ranks get SIGTERM" in said, said
+    assert "saved by 0" in said and "saved by 1" in said and code in (0, ExitCode.STOPPED), (code, said)
+
+
+def as_started_rank(placement: Placement, url: str, folder: str) -> list[Any]:
+    """[exit code, output] of `phalanx train` as the one rank of torchrun on a machine of AWS."""
+    job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "x"}  # fmt: skip
+    os.environ.update(job)
+    keys = ["train.steps=100000", "resilience.preemption_notice=aws", f"resilience.metadata_url={url}"]
+    command = start(["train", "recipe.yaml", *keys, "--run-dir", "run"], Path(folder), Path(folder) / "said.txt")
+    try:
+        wait_until(command.over, timeout_s=100)
+    finally:
+        command.end()
+    return [command.code, command.said()]
+
+
+def test_ranks_that_another_launcher_started_save_and_stop_after_a_notice(metadata: Metadata, tmp_path: Path) -> None:
+    place = write_place(tmp_path)
+    paths = RunPaths(place / "run")
+    announce_when(metadata, lambda: paths.metrics.exists() and paths.metrics.stat().st_size > 0)
+    code, said = run_ranks(as_started_rank, 1, url=metadata.url, folder=str(place), timeout_s=150)[0]
+    assert code == ExitCode.STOPPED, said
+    told = list(read_events(paths.events))
+    assert any("the run saves and stops" in str(event.get("message")) for event in told), told
+    assert told[-1]["kind"] == EventKind.STOPPED
 
 
 def test_nothing_watches_where_it_is_off(tmp_path: Path) -> None:

@@ -72,8 +72,9 @@ def run_local_job(
     max_identical_failures: int = 3,
     first_attempt: int = 1,
     progress: Callable[[], int] = lambda: 0,
+    read_notice: Callable[[], str] = str,
 ) -> int:
-    """Run a job on this node alone to its end and return its exit code.
+    """Run a job on this node alone to its end and return its exit code. `read_notice`: as of `StopSignals`.
 
     What follows a rank's death is decided as on several nodes (`supervisor/decide.py`), by a policy of `max_restarts`
     and `max_identical_failures`; `progress` says how far the job has come for good. DONE when all ranks are done;
@@ -98,7 +99,7 @@ def run_local_job(
             agent, {}, first_attempt, progress(), _never_prepare, job.on_event, lambda: [progress()]
         )
 
-    with StopSignals() as signals:
+    with StopSignals(read_notice) as signals:
         try:
             return run_agent(agent, job.grace_s, signals)
         finally:

@@ -131,6 +131,11 @@ def _write_cause(path: Path, cause: dict[str, Any]) -> None:
 class StopRequested(BaseException):
     """A stop signal came; its text is the signal's name. No error, so nothing that handles errors may catch it."""
 
+    @property
+    def leaves(self) -> bool:
+        """Whether only this node stops, whose machine will soon be gone."""
+        return str(self) == LEAVE_SIGNAL.name
+
 
 @contextlib.contextmanager
 def raise_on_stop_signal() -> Iterator[None]:

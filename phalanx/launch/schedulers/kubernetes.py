@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import secrets
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from phalanx.config.load import load_recipe
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, PhalanxError, RunError
+from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.launch.schedulers.kubernetes_manifest import (
@@ -26,26 +26,18 @@ from phalanx.launch.schedulers.kubernetes_manifest import (
     render_manifest,
 )
 from phalanx.launch.schedulers.scheduler import Job, JobTask, LaunchOptions, QueuePhase, Scheduler, SchedulerNode
+from phalanx.launch.start_outcomes import read_start_outcomes
+from phalanx.system.commands import run_program
 
 TIMEOUT_S, DELETE_S = 30.0, 120.0
 OBJECTS = "jobsets.jobset.x-k8s.io,jobs,services,secrets"
 
 
-def run_kubectl(words: Sequence[str], given: str | None = None, timeout_s: float = TIMEOUT_S) -> str:
+def run_kubectl(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S) -> str:
     """Run kubectl, with `given` as its input, and return what it prints. Raises ConfigError without kubectl, RunError
     with its own words where it fails or does not answer."""
-    try:
-        done = subprocess.run(
-            ["kubectl", *words], input=given or "", capture_output=True, text=True, timeout=timeout_s, errors="replace"
-        )
-    except FileNotFoundError:
-        raise ConfigError("kubectl was not found, so Kubernetes cannot be used; install kubectl") from None
-    except subprocess.TimeoutExpired:
-        raise RunError(f"kubectl {words[0]} did not answer within {timeout_s:g} s; try again") from None
-    if done.returncode:
-        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise RunError(f"kubectl {words[0]} failed: {'; '.join(lines)[:300] or f'exit code {done.returncode}'}")
-    return done.stdout
+    missing = "kubectl was not found, so Kubernetes cannot be used; install kubectl"
+    return run_program(["kubectl", *words], f"kubectl {words[0]}", timeout_s, missing, given=given)
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ class PodTask:
     job: str
     node: int
     address: str | None  # HOST:PORT of node 0
-    start_count: int = 1  # Kubernetes does not count: a pod is replaced, others stay
+    start_count: int
 
     @property
     def name(self) -> str:
@@ -130,13 +122,23 @@ class Kubernetes(Scheduler):
         run_kubectl(["annotate", "--overwrite", "node", node, note])
         return "cordoned" if wanted == NodeRequestKind.DRAIN else "schedulable"
 
-    def read_task(self, environment: Mapping[str, str]) -> JobTask | None:
+    def read_task(self, environment: Mapping[str, str], paths: RunPaths) -> JobTask | None:
+        """The pod's part. Kubernetes counts no starts of a run: its files say how many are over; a node that
+        left ended none."""
         if JOB not in environment:
             return None
         index, offset = environment.get(INDEX, ""), environment.get(OFFSET, "")
         if not re.fullmatch(r"[0-9]{1,6}", index) or not re.fullmatch(r"[0-9]{1,6}", offset):
             raise ConfigError(f"{INDEX} is {index!r} and {OFFSET} {offset!r}; start the pod by an Indexed Job")
-        return PodTask(environment[JOB], int(offset) + int(index), environment.get(ADDRESS))
+        over = [each for each in read_start_outcomes(paths) if each.code != ExitCode.UNHEALTHY]
+        return PodTask(environment[JOB], int(offset) + int(index), environment.get(ADDRESS), len(over) + 1)
+
+    def exit_code(self, code: int, leaves: bool, ends: bool) -> int:
+        """By the rules of the manifest: the pod of a node that leaves is replaced; a run that no start is to follow
+        ends as for a mistake."""
+        if leaves and code == ExitCode.STOPPED:
+            return ExitCode.UNHEALTHY
+        return ExitCode.CONFIG if ends else code
 
     def find_rendezvous(self, paths: RunPaths, task: JobTask | None) -> str:
         """The address of node 0's pod."""

@@ -148,9 +148,14 @@ class Scheduler(Protocol):
         """Drain a node, request its replacement, or uncordon it; returns the scheduler's word for that."""
         raise ConfigError(f"{self.TITLE} cannot drain nodes")
 
-    def read_task(self, environment: Mapping[str, str]) -> JobTask | None:
+    def read_task(self, environment: Mapping[str, str], paths: RunPaths) -> JobTask | None:
         """The part of a job that this process is; None outside of jobs."""
         return None
+
+    def exit_code(self, code: int, leaves: bool, ends: bool) -> int:
+        """The exit code by which the scheduler learns that a task is over, whose run ended with `code`. `leaves`: the
+        node was asked to leave; `ends`: no other start may follow, though the run is not done."""
+        return code
 
     def find_rendezvous(self, paths: RunPaths, task: JobTask | None) -> str:
         """Where the nodes of a job meet, as --rendezvous takes it: in the run folder."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec, Shapes
+from phalanx.layout.tensor_shards import EXPERTS
 
 MAX_COUNT = 2**31 - 1  # of any count in a config.json
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -182,7 +183,7 @@ def active_shapes(spec: ModelSpec, shapes: Shapes) -> Shapes:
     if spec.moe is None:
         return shapes
     chosen = spec.moe.experts_per_token
-    return {name: (chosen, *shape[1:]) if ".mlp.experts." in name else shape for name, shape in shapes.items()}
+    return {name: (chosen, *shape[1:]) if EXPERTS in name else shape for name, shape in shapes.items()}
 
 
 def count_adapter_elements(spec: ModelSpec, shapes: Shapes) -> int:
