@@ -271,9 +271,8 @@ def attach_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) 
 def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
     """All that were made for a mesh."""
     own = [*mesh.extra.made, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement]
-    own += [each.group for each in mesh.extra.axes.values()]
     if mesh.inner is None:
-        return own
+        return [*own, *(each.group for each in mesh.extra.axes.values())]
     axes = [axis.group for axis in (mesh.tensor, mesh.pipe, mesh.model) if axis is not None]
     return [*_groups(mesh.inner), mesh.inner.shard.get_group(), *axes, *own]
 
@@ -338,7 +337,7 @@ def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wa
         agreement=of("data", "gloo").group,
         topology=mesh.topology.subset(shard.ranks),
         devices=replace(mesh.devices, homogeneous=RankDevices.from_offers(theirs).homogeneous),
-        extra=ExtraGroups(tuple(axes.groups("data", world))),
+        extra=ExtraGroups(tuple(axes.groups("data", world)), axes=mesh.extra.axes),
         inner=None,
         bookkeeping=Traffic(),
     )

@@ -226,7 +226,8 @@ def make_routes(mesh: Mesh, degree: int, traffic: Traffic, compress: str) -> Rou
 def make_expert_routes(mesh: Mesh, traffic: Traffic) -> Routes:
     """Those of experts, among the ranks of a mesh that hold the same ones."""
     copies = mesh.extra.axes[EXPERT_COPIES]
-    moves = make_uneven_collectives(copies.group, traffic, mesh.device, mesh.topology.subset(copies.ranks))
+    places = mesh.topology.subset(mesh.axes.copies_with_experts_of(mesh.rank, mesh.world))
+    moves = make_uneven_collectives(copies.group, traffic, mesh.device, places)
     whole = functools.partial(wire_bytes_per_element, compress=NO_COMPRESSION)
     return Routes(moves, moves, None, whole, whole)
 

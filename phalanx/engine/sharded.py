@@ -85,9 +85,9 @@ class ShardedEngine:
         )
         self._places = {"data": mesh.rank % degree}  # among the ranks that share parameters, by axis
         if experts:
-            copies_of_experts = mesh.extra.axes[EXPERT_COPIES]
-            self._places[EXPERT_COPIES] = copies_of_experts.rank
-            by_axis = {"data": weights, EXPERT_COPIES: sharding.expert_weights(weights, copies_of_experts.ranks)}
+            self._places[EXPERT_COPIES] = mesh.extra.axes[EXPERT_COPIES].rank
+            alike = mesh.axes.copies_with_experts_of(mesh.rank, mesh.world)
+            by_axis = {"data": weights, EXPERT_COPIES: sharding.expert_weights(weights, alike)}
             self.buckets = buckets.make_buckets_by_axis(parameters, by_axis, parts, least)
         else:
             self.buckets = buckets.make_buckets(parameters, weights, parts, least, sharding.isolates_parameters)

@@ -49,6 +49,10 @@ class MeshAxes:
         """Axes of `groups` that are parts of the data axis, where they have several ranks."""
         return ("context",) * (self.context > 1) + ("expert", EXPERT_COPIES) * (self.expert > 1)
 
+    def copies_with_experts_of(self, copy: int, copies: int) -> range:
+        """Of so many copies of the model those that hold the same experts as number `copy`."""
+        return range(copy % self.expert, copies, self.expert)
+
     def data_parallel_size(self, world: int) -> int:
         """Copies of the model on `world` ranks. Raises ConfigError where they do not come out even."""
         together = self.model_parallel_size * self.context * self.expert

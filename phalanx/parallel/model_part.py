@@ -180,13 +180,12 @@ def partition_model(
     Raises ConfigError for a model that cannot be cut.
     """
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    held: dict[str, TensorShard] = {}
     if mesh.expert is not None:
         connect(mesh.expert.group, mesh.device)
-        return ModelPart(
-            shapes, shards=apply_expert_parallel(model, ExpertParallel(mesh.expert, mesh.traffic, expert_counts))
-        )
+        held = apply_expert_parallel(model, ExpertParallel(mesh.expert, mesh.traffic, expert_counts))
     if mesh.axes.model_parallel_size == 1:
-        return ModelPart(shapes)
+        return ModelPart(shapes, shards=held)
     if not isinstance(model, StagedArchitecture):
         raise ConfigError(
             f"parallel.tensor and parallel.pipeline cut models of the Llama family only, not a {type(model).__name__}; "
@@ -199,7 +198,6 @@ def partition_model(
         numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
         plan = plan_stages(model.spec, mesh.pipe.size, parallel.schedule, numbers)
         pipeline = make_pipeline(model, plan, parallel.schedule, mesh, precision, parallel.sequence_parallel is True)
-    held: dict[str, TensorShard] = {}
     if mesh.tensor is not None:
         held = apply_tensor_parallel(
             model, make_tensor_context(mesh, model.spec.kv_heads, parallel.sequence_parallel is True)

@@ -89,7 +89,7 @@ def build_components(
         # Ranks that were not started by one launcher have each measured what fits.
         speeds = [Speed(1.0, most=int(most)) for most in mesh.data.gather(train.micro_batch)]
     assert len(speeds) == mesh.data.world, "a step is divided over copies of the model"
-    context_shares = find_context_shares(config, speeds, mesh)
+    context_shares, expert_counts = find_context_shares(config, speeds, mesh), find_expert_counts(config, spec, speeds)
     speeds = join_speeds(config, speeds)
     assert spec is None or (spec.lora is None) == (config.model.lora is None), "an `auto` of model.lora is left"
     subject = make_workload(config, spec, paths) if prebuilt is None else prebuilt[0]
@@ -106,7 +106,7 @@ def build_components(
         updates.wrap_engine(make_engine_factory(config, weights, keeper)),
         nominal_weight,
         context_shares,
-        find_expert_counts(config, spec, speeds),
+        expert_counts,
     )
     if mesh.context is not None:
         task = make_context_task(task, spec, mesh, context_shares, config.parallel.sequence_parallel is True)

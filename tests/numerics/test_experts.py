@@ -47,6 +47,10 @@ MORE: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
     "state apart": (4, [2, 2, 2, 2], {
         "parallel__expert": 2, "train__micro_batch": 2, "balance__optimizer_state": [0, 3, 0, 1],
     }),
+    "two stages": (4, [5, 3], {
+        "parallel__expert": 2, "balance__experts": [4, 1], "parallel__pipeline": 2, "train__micro_batch": 2,
+        "memory__activations": "full",
+    }),
     "two slots": (2, [6, 2], {"parallel__expert": 2, "train__micro_batch": 2, "optim__double_buffer": True}),
     "offloaded": (2, [6, 2], {
         "parallel__expert": 2, "train__micro_batch": 2, "memory__activations": "offload",
@@ -82,6 +86,8 @@ def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 def test_any_division_of_experts_walks_one_curve(
     name: str, balance: str, tokens: Path, tmp_path: Path, alone: Callable[[str], tuple[Outcome, list[Any]]]
 ) -> None:
+    if (name, balance) == ("two stages", "step"):
+        pytest.skip("refused")
     whole, counted = alone(balance)
     ranks, shares, more = (DIVISIONS | MORE)[name]
     moe = EXPERTS | BALANCES[balance]
@@ -91,6 +97,17 @@ def test_any_division_of_experts_walks_one_curve(
     assert list_loads(tmp_path / "run") == counted
     for at, loss in whole.evaluations.items():
         assert abs(found.evaluations[at] - loss) < 1e-9 * loss
+
+
+@pytest.mark.skipif(not ALL, reason="PHALANX_TEST_ALL is not set")
+@pytest.mark.parametrize("more", [{"parallel__zero": 3}, {"parallel__pipeline": 2, "train__micro_batch": 2}])
+def test_experts_and_positions_are_divided_together(more: dict[str, Any], tokens: Path, tmp_path: Path) -> None:
+    given = BASE | {"model__moe": EXPERTS | {"balance": "step_before"}}
+    parts = {"parallel__context": 2, "parallel__context_by": "ring", "balance__context": [3, 1]}
+    one = walk(1, tmp_path / "one", tokens, **given)
+    experts = {"parallel__expert": 2, "balance__experts": [1, 4], "train__micro_batch": 4}
+    many = walk(4 * more.get("parallel__pipeline", 1), tmp_path / "many", tokens, **given | parts | experts | more)
+    assert_same(many, one)
 
 
 @pytest.mark.skipif(not ALL, reason="PHALANX_TEST_ALL is not set")
