@@ -106,7 +106,9 @@ def settings(case: Case) -> Any:
         ),
         task=SimpleNamespace(kind="language", code=None, options={}),
         balance=SimpleNamespace(batch="even", context="even", experts="even", hardware=None),
-        parallel=SimpleNamespace(engine="single", context=1, expert=1, resolve_sharding=(1, "per_step")),
+        parallel=SimpleNamespace(
+            engine="single", context=1, expert=1, lockstep=False, resolve_sharding=(1, "per_step")
+        ),
         memory=SimpleNamespace(activations=case.activations),
         resilience=SimpleNamespace(on_nan="skip", on_spike="off", checksum_every=0),
         checkpoint=SimpleNamespace(best=False),
