@@ -11,7 +11,7 @@ help:
 	@echo "make demo         train a small LLaMA on two ranks, kill one, go on, export, generate (about three minutes)"
 	@echo "make docs         build the site of the pages into site/, links checked"
 	@echo "make dist         build a wheel and a source distribution into dist/"
-	@echo "make test         run the tests, each behaviour once (WORKERS=N at a time; two cores serve three)"
+	@echo "make test         run the tests, each behaviour once (WORKERS=N at a time; two cores serve four)"
 	@echo "make test-all     run all combinations, long curves, a user's first hour, the simulated accelerator in all orders"
 	@echo "make accelerator  run those on the simulated accelerator in all orders of its streams"
 	@echo "make fuzz         hostile frames and files, FUZZ=10000 of each kind"
@@ -49,7 +49,7 @@ dist: setup
 	$(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")'
 
 # Files stay whole, so that what one of them sets up is set up once; tests/conftest.py puts those that take long first.
-WORKERS ?= 3
+WORKERS ?= 4
 test: setup
 	@$(BIN)/python -m tests.accelerator.build
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40

@@ -5,10 +5,11 @@
 A linear layer with an outlier token is computed in micro-batches of 1, 2 and 5 sequences and of all 8 at once, in
 float64 with FP8 rounding, by `train.fp8: block`, by dynamic scaling of whole tensors, and by delayed scaling with a
 history of 16 forward passes, as Transformer Engine counts it. A decoder and a mixture of experts
-then learn the same text with and without FP8, in bf16, or on a CPU, whose bf16 products may take twenty times as long,
-in fp32. On a Hopper GPU layers run by its FP8 kernel.
+then learn the same text with and without FP8, from four seeds, in bf16, or on a CPU, whose bf16 products may take
+twenty times as long, in fp32. On a Hopper GPU layers run by its FP8 kernel.
 """
 
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ NEAR = 0.02  # nats
 HISTORY, STEPS = 16, 20  # entries of delayed scaling, and steps before what is compared
 KEYS = {
     "data.source": "stdlib", "data.tokenizer_vocab": 2048, "data.seq_len": 256, "train.global_batch": 4,
-    "train.micro_batch": 4, "train.eval_sequences": 32, "optim.lr": 1e-3,
+    "train.micro_batch": 4, "train.eval_sequences": 256, "optim.lr": 1e-3,
     "optim.warmup_steps": 20, "checkpoint.every": 0, "report.tensorboard": "false",
 }  # fmt: skip
 SIZES = {
@@ -148,24 +149,29 @@ def last_loss(run: Path, keys: dict[str, object]) -> float:
     return float([event["loss"] for event in read_lines(RunPaths(run).events) if event["kind"] == "evaluated"][-1])
 
 
-def compare_curves(steps: int, dtype: str, work: Path) -> list[Row]:
-    """The loss of each model with and without FP8 after so many steps."""
+def compare_curves(steps: int, dtype: str, seeds: int, work: Path) -> list[Row]:
+    """The loss of each model with and without FP8 after so many steps: means over runs of several seeds, each with
+    and without, and how far those of different seeds are apart."""
     rows: list[Row] = []
     for name, more in (("decoder", {}), ("mixture of experts", EXPERTS)):
         keys = KEYS | SIZES | more | {"train.steps": steps, "optim.decay_steps": steps, "data.cache": work / "cache"}
         keys |= {"train.dtype": dtype}
-        ways: list[dict[str, object]] = [{}, {"train.fp8": "block"}, {"train.seed": 1}]
-        folders = (work / f"{name.split()[0]}-{number}" for number in range(len(ways)))
-        plain, fp8, other = (last_loss(run, keys | way) for run, way in zip(folders, ways, strict=True))
+        losses = {
+            fp8: [last_loss(work / f"{name[:3]}-{fp8}-{seed}", keys | {"train.fp8": fp8, "train.seed": seed})
+                  for seed in range(seeds)]
+            for fp8 in ("none", "block")
+        }  # fmt: skip
+        apart = [fp8 - plain for plain, fp8 in zip(losses["none"], losses["block"], strict=True)]
         rows.append(
             {
                 "model": name,
                 "steps": steps,
                 "type": dtype,
-                "loss": plain,
-                "with FP8": fp8,
-                "apart": fp8 - plain,
-                "another seed apart": other - plain,
+                "loss": statistics.mean(losses["none"]),
+                "with FP8": statistics.mean(losses["block"]),
+                "apart": statistics.mean(apart),
+                "of each seed": ", ".join(f"{each:+.3f}" for each in apart),
+                "seeds apart": max(losses["none"]) - min(losses["none"]),
             }
         )
     return rows
@@ -176,7 +182,8 @@ def main() -> None:
     scalings = compare_scalings()
     device = next(iter(accelerator.list_devices()), "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        curves = compare_curves(20 if asked.quick else 300, "fp32" if device == "cpu" else "bf16", Path(folder))
+        effort = (20, 2) if asked.quick else (300, 4)
+        curves = compare_curves(effort[0], "fp32" if device == "cpu" else "bf16", effort[1], Path(folder))
     (layer,) = check_fp8(device)
     kernel = not find_kernel_problem(torch.device(device))
     rows = [

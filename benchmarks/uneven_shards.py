@@ -241,7 +241,7 @@ def holds(mesh: Any, ours: Any, model: Any) -> list[int]:
             block.register_forward_pre_hook(lambda *_: seen.append(live_bytes()))
         seconds(mesh, way, 1)
         layout = StateLayout(way.engine._precision, mesh.world, way.engine._state.shards.rule, ours.sharding)
-        items = count_sharded_items(way.engine.buckets, mesh.rank, layout, accumulates=False)
+        items = count_sharded_items(way.engine.buckets, {"data": mesh.rank}, layout, accumulates=False)
     return [max(seen), int(sum(items.values()))]
 
 

@@ -39,7 +39,8 @@ sys.dont_write_bytecode = False
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 TESTS = Path(__file__).resolve().parent
-LONG = ("test_docs.py", "cluster", "accelerator", "numerics", "dist", "gpu")  # what takes long, in this order
+LONG = ("test_docs.py", "accelerator", "numerics", "dist", "gpu")  # what takes long, in this order
+WAITS = "cluster"  # what waits more than it computes
 
 
 @pytest.hookimpl(wrapper=True)
@@ -56,9 +57,17 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several workers (`make test`) none shall begin with what takes long when the others are done."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: _turn(item.path.relative_to(TESTS).parts[0]))
+    """Of several workers (`make test`) none shall begin with what takes long when the others are done, and not all at
+    once with what waits: its files stand between the other long ones."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    parts = {item.path: item.path.relative_to(TESTS).parts[0] for item in items}
+    waiting, long = ([path for path, part in parts.items() if (part == WAITS) is waits] for waits in (True, False))
+    long.sort(key=lambda path: _turn(parts[path]))
+    turns = {path: float(turn) for turn, path in enumerate(long)}
+    last = sum(parts[path] in LONG for path in long)
+    turns |= {path: last * turn / len(waiting) for turn, path in enumerate(waiting)}
+    items.sort(key=lambda item: turns[item.path])
 
 
 def _turn(part: str) -> int:

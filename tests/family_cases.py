@@ -38,6 +38,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True,
         "tie_word_embeddings": False,
     },
+    "falcon, alibi": {
+        "model_type": "falcon", "alibi": True, "parallel_attn": False, "multi_query": False, "bias": True,
+        "num_attention_heads": 6, "hidden_size": 36, "ffn_hidden_size": 48,
+    },
     "gemma2": {
         "model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 5, "num_hidden_layers": 3,
         "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
@@ -62,6 +66,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "baichuan": {"model_type": "baichuan", "architectures": ["BaiChuanForCausalLM"], "rms_norm_eps": 1e-6},
     "baichuan2": {"model_type": "baichuan", "architectures": ["BaichuanForCausalLM"], "rms_norm_eps": 1e-6},
+    "baichuan, alibi": {
+        "model_type": "baichuan", "architectures": ["BaichuanForCausalLM"], "rms_norm_eps": 1e-6,
+        "num_attention_heads": 6, "hidden_size": 36, "model_max_length": 64, "max_position_embeddings": None,
+    },
+    "baichuan2, alibi": {
+        "model_type": "baichuan", "architectures": ["BaichuanForCausalLM"], "rms_norm_eps": 1e-6,
+        "model_max_length": 64, "max_position_embeddings": None, "z_loss_weight": 0,
+    },
     "qwen": {
         "model_type": "qwen", "architectures": ["QWenLMHeadModel"], "seq_length": 64, "intermediate_size": 96,
         "layer_norm_epsilon": 1e-6,
@@ -74,6 +86,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "model_type": "qwen3_moe", "num_key_value_heads": 2, "head_dim": 12, "num_experts": 6, "num_experts_per_tok": 3,
         "moe_intermediate_size": 20, "mlp_only_layers": [0], "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "sliding_window": 5, "num_hidden_layers": 3,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 18,
+        "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8, "n_group": 4,
+        "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1,
+        "n_shared_experts": 2, "num_hidden_layers": 3, "num_nextn_predict_layers": 0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+            "mscale_all_dim": 0.7, "rope_theta": 10000.0,
+        },
+    },
+    "deepseek_v3, wide queries": {
+        "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 18,
+        "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 5, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 0,
+        "n_shared_experts": 1, "num_nextn_predict_layers": 0, "norm_topk_prob": False,
     },
     "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
 }  # fmt: skip
@@ -94,6 +126,11 @@ def class_of(kind: str) -> type[Architecture]:
     return load_family_class(spec_of(kind).architecture)
 
 
+def attention_of(config: Any) -> str:
+    """transformers' attention: plain, but for Falcon's with ALiBi, which adds the biases twice there."""
+    return "sdpa" if getattr(config, "alibi", False) else "eager"
+
+
 def theirs_of(kind: str) -> Any:
     """transformers' model, or the published formula, far from the start of training: attention is sharp, and biases and
     norms do something."""
@@ -104,11 +141,12 @@ def theirs_of(kind: str) -> Any:
         model = PublishedModel(config, make_tensors(config))
     else:
         config = transformers.AutoConfig.for_model(**config)
-        config._attn_implementation = "eager"
+        config._attn_implementation = attention_of(config)
         config._experts_implementation = "eager"
         model = transformers.AutoModelForCausalLM.from_config(config)
+    corrections = [each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *corrections]:
             parameter.normal_(std=0.3 if parameter.dim() == 1 else 0.2)
             if parameter.dim() == 1 and name.endswith("weight"):
                 parameter += 1.0

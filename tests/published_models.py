@@ -49,12 +49,15 @@ class PublishedModel(nn.Module):
             part = {key: each for key, each in own(held, config, layer).items() if each is not None}
             given = rms_norm(x, part["norm1"], eps)
             q, k, v = part["split"](F.linear(given, part["qkv"], part.get("qkv_bias")))
-            mixed = attend(turn(q, base), turn(k, base), v).flatten(2)
+            if far := config.get("max_position_embeddings", 1) is None:
+                mixed = attend(q, k, v, published_slopes(config["num_attention_heads"])).flatten(2)
+            else:
+                mixed = attend(turn(q, base), turn(k, base), v).flatten(2)
             x = x + F.linear(mixed, part["o"], part.get("o_bias"))
             given = rms_norm(x, part["norm2"], eps)
             x = x + F.linear(F.silu(F.linear(given, part["gate"])) * F.linear(given, part["up"]), part["down"])
         head = held[own.head]
-        if config.get("architectures") == ["BaichuanForCausalLM"]:
+        if config.get("architectures") == ["BaichuanForCausalLM"] and (not far or "z_loss_weight" in config):
             head = head / head.norm(dim=1, keepdim=True)
         return Output(F.linear(rms_norm(x, held[own.norm], eps), head))
 
@@ -73,11 +76,21 @@ def turn(x: Tensor, base: float) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of (B, S, heads, channels)."""
+def published_slopes(heads: int) -> list[float]:
+    """The slopes of ALiBi, by the rule of its paper: with 8 heads 1/2, 1/4, ... 1/256."""
+    if heads & (heads - 1) == 0:
+        return [2 ** (-8 * (head + 1) / heads) for head in range(heads)]
+    lower = 1 << (heads.bit_length() - 1)
+    return published_slopes(lower) + published_slopes(2 * lower)[::2][: heads - lower]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, slopes: list[float] | None = None) -> Tensor:
+    """Causal attention of (B, S, heads, channels), with ALiBi of these slopes if given."""
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[3])
+    if slopes is not None:
+        scores = scores + torch.tensor(slopes).to(scores)[:, None, None] * torch.arange(q.shape[1]).to(scores)
     hidden = torch.ones(q.shape[1], q.shape[1]).triu(1).bool()
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import phalanx
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind
@@ -28,6 +29,7 @@ from phalanx.system.fork import die_with
 WARM = (
     "torch",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -40,10 +42,8 @@ WARM = (
     "hypothesis",
     "tests.helpers",
 )
-WARM_PACKAGES = (
-    ".", "cluster", "models", "comm", "data", "tasks", "parallel", "optim", "checkpoint", "train", "plan", "report",
-    "scripts",
-)  # fmt: skip
+# Cases that may be imported before ranks are forked; those of the simulated accelerator start threads.
+WARM_CASES = ("tests.dist.", "tests.numerics.")
 
 
 class TimeUp(Exception):
@@ -53,13 +53,10 @@ class TimeUp(Exception):
 def warm_up() -> None:
     """Import what ranks use. A module of ours that does not import is left to the test that needs it to report."""
     preload(WARM)
-    for package in WARM_PACKAGES:
-        within = "phalanx" if package == "." else f"phalanx.{package}"
-        for module in pkgutil.iter_modules([str(Path("phalanx") / package)]):
-            if module.ispkg or module.name == "__main__":
-                continue
+    for module in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
+        if not module.name.endswith("__main__"):
             try:
-                preload([f"{within}.{module.name}"])
+                preload([module.name])
             except Exception:
                 traceback.print_exc()
 
@@ -90,6 +87,8 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.3)  # for the stacks to reach the logs
         raise TimeUp(f"the ranks had not ended after {request['timeout_s']} s; their stacks are in the logs below")
 
+    if request["function"].startswith(WARM_CASES):
+        preload([request["function"].partition(":")[0]])
     worker = partial(run_case, function=request["function"], kwargs=request["kwargs"], folder=str(folder))
 
     shared = request.get("shared")

@@ -119,6 +119,11 @@ def shard(
     left = contextlib.ExitStack()
     try:
         slices = find_tensor_shards(model)
+        if fused := [name for name, each in slices.items() if each.sections]:
+            raise ConfigError(
+                f"phalanx.shard does not take {fused[0]}, a slice of several matrices in one, of which a checkpoint "
+                "could not say where it belongs; wrap the transformed model in FSDP, or do not transform it"
+            )
         mesh = left.enter_context(join_mesh(device, timeout_s, find_axes(model)))
         copies = count_copies(dict(model.named_parameters()), slices, mesh.axes.tensor)
         shared = {"zero": zero, "reduce": sharding.reduce, "weights": sharding.weights, "shard_degree": shard_degree}

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from phalanx.config.schema import Config
 from phalanx.layout.mesh_axes import MeshCoordinates
 from phalanx.layout.pipeline_stages import Action, PipelineStages
+from phalanx.layout.tensor_shards import plan_expert_shards
 from phalanx.models.model import Model
+from phalanx.parallel.experts import keep_experts
 from phalanx.parallel.model_part import partition_model_at
 from phalanx.parallel.pipeline import build_actions
+from phalanx.workload.expert_counts import find_expert_counts
 from phalanx.workload.workload import Workload
 
 
 @dataclass(frozen=True)
 class RankFootprint:
-    """What one rank of a pipeline holds of the model, in the largest of the slices into which tensor ranks cut it."""
+    """What one rank of a pipeline holds of the model, in the largest of the slices into which tensor ranks cut it, or
+    with the experts of one of the ranks that divide them."""
 
     model: Model
     pipe: int
@@ -35,9 +39,14 @@ class RankFootprint:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def make_rank_footprint(workload: Workload, config: Config, pipe: int) -> RankFootprint:
-    """What the rank number `pipe` of a pipeline holds."""
+def make_rank_footprint(workload: Workload, config: Config, pipe: int, expert: int | None = None) -> RankFootprint:
+    """What the rank number `pipe` of a pipeline holds; of those that divide experts number `expert`, or the one that
+    has most."""
     model = workload.model()
+    if counts := find_expert_counts(config, workload.spec):
+        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        place = counts.index(max(counts)) if expert is None else expert
+        keep_experts(model, plan_expert_shards(shapes, counts, place))
     if config.parallel.axes.model_parallel_size == 1:
         return RankFootprint(model, pipe)
     # Where the vocabulary does not divide, the last slice of it is one of the longest.

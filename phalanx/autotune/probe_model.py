@@ -30,6 +30,8 @@ UNSHARDED = {  # what a recipe becomes for a rank that is alone
     "parallel.context": 1,
     "parallel.context_by": "auto",
     "balance.context": "auto",
+    "parallel.expert": 1,
+    "balance.experts": "auto",
     "parallel.schedule": "1f1b",
     "parallel.layers_per_stage": "auto",
     "parallel.zero": "auto",

@@ -1,7 +1,7 @@
 """Bytes that the ranks of a recipe hold besides activations: `layout.memory_model` for what a model on meta has."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,11 @@ from phalanx.engine.interface import Precision
 from phalanx.engine.schedule import describe_parameters
 from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.layout import memory_model
-from phalanx.layout.buckets import FP8_GATHERED, Bucket, make_buckets
+from phalanx.layout.buckets import FP8_GATHERED, Bucket, Fragment, make_buckets, make_buckets_by_axis
 from phalanx.layout.memory_model import ON_THEIR_WAY, STATE_ITEMS, ElementBytes, Holdings
+from phalanx.layout.mesh_axes import EXPERT_COPIES
 from phalanx.layout.model_shape import ModelSpec
+from phalanx.layout.tensor_shards import EXPERTS
 from phalanx.models.model import Model, StagedArchitecture
 from phalanx.optim.make_rule import make_rule
 from phalanx.optim.update import UpdateRule, count_state_bytes
@@ -33,12 +35,13 @@ ENCODED = "encoded on its way"
 @dataclass(frozen=True)
 class StateLayout:
     """The types of a model's state, the `ranks` it is spread over, and the sharded engine's `sharding`; without one the
-    engine is fully_shard, or there is one rank."""
+    engine is fully_shard, or there is one rank. `expert` neighbours divide experts among them."""
 
     precision: Precision
     ranks: int
     rule: UpdateRule
     sharding: ShardingSpec | None = None
+    expert: int = 1
 
     @property
     def element_bytes(self) -> ElementBytes:
@@ -52,7 +55,7 @@ def find_state_layout(config: Config, device: torch.device, world: int, weights:
     shared = torch.float32 if config.train.dtype == "mixed" and world > 1 else compute
     ranks = 1 if config.parallel.engine == "single" else config.parallel.axes.data_parallel_size(world)
     sharding = make_sharding_spec(config, weights) if config.parallel.engine == "sharded" else None
-    return StateLayout(Precision(compute, shared), ranks, make_rule(config.optim), sharding)
+    return StateLayout(Precision(compute, shared), ranks, make_rule(config.optim), sharding, config.parallel.expert)
 
 
 def state_items(model: Model, spec: ModelSpec | None, layout: StateLayout, rank: int | None = None) -> dict[str, int]:
@@ -60,8 +63,8 @@ def state_items(model: Model, spec: ModelSpec | None, layout: StateLayout, rank:
     of the shapes `spec` where it has such. A step has several micro-batches."""
     each = layout.element_bytes
     if layout.sharding is not None:
-        buckets, place = _lay_out_buckets(model, layout, rank)
-        items = count_sharded_items(buckets, place, layout, accumulates=True)
+        buckets, places = _lay_out_buckets(model, layout, rank)
+        items = count_sharded_items(buckets, places, layout, accumulates=True)
     else:
         held = _even_holdings(model, layout)
         items = (
@@ -74,12 +77,13 @@ def state_items(model: Model, spec: ModelSpec | None, layout: StateLayout, rank:
 
 
 def count_sharded_items(
-    buckets: Sequence[Bucket], rank: int, layout: StateLayout, accumulates: bool
+    buckets: Sequence[Bucket], places: Mapping[str, int], layout: StateLayout, accumulates: bool
 ) -> dict[str, float]:
-    """What the sharded engine holds of its `buckets` on `rank`; `accumulates`: a step has several micro-batches."""
+    """What the sharded engine holds of its `buckets` on a rank with these numbers by axis; `accumulates`: a step has
+    several micro-batches."""
     sharding = layout.sharding
     assert sharding is not None
-    held = memory_model.count_holdings(buckets, rank, _shard_state_bytes(buckets, rank, layout))
+    held = memory_model.count_holdings(buckets, places, _shard_state_bytes(buckets, places, layout))
     items = memory_model.count_sharded_bytes(
         held,
         layout.element_bytes,
@@ -93,7 +97,7 @@ def count_sharded_items(
         coded = max((bucket.elements for bucket in buckets if bucket.dtype == FP8_GATHERED), default=0)
         items[ON_THEIR_WAY] = items.get(ON_THEIR_WAY, 0) + 2 * coded
     if sharding.compress != NO_COMPRESSION:
-        items[ENCODED] = _encoded_bytes(buckets, rank, sharding.compress)
+        items[ENCODED] = _encoded_bytes(buckets, places["data"], sharding.compress)
     return items
 
 
@@ -104,9 +108,9 @@ def commit_bytes(model: Model, layout: StateLayout, rank: int | None = None) -> 
     if layout.sharding is None:
         held = _even_holdings(model, layout)
         return int(held.own * master + held.state_bytes), int(held.own * master)
-    buckets, place = _lay_out_buckets(model, layout, rank)
-    own = sum(each.stop - each.start for bucket in buckets if bucket.trained for each in bucket.fragments(place))
-    return own * master + _shard_state_bytes(buckets, place, layout), own * master
+    buckets, places = _lay_out_buckets(model, layout, rank)
+    own = sum(each.stop - each.start for each in _list_fragments(buckets, places))
+    return own * master + _shard_state_bytes(buckets, places, layout), own * master
 
 
 def state_bytes(
@@ -118,7 +122,9 @@ def state_bytes(
     layout = find_state_layout(config, device, world, weights)
     place = None if rank is None else config.parallel.axes.coordinates(rank, world)
     helds = (
-        make_all_footprints(workload, config) if place is None else [make_rank_footprint(workload, config, place.pipe)]
+        make_all_footprints(workload, config)
+        if place is None
+        else [make_rank_footprint(workload, config, place.pipe, place.data % config.parallel.expert)]
     )
     number = None if place is None else place.data
     return max(sum(state_items(held.model, workload.spec, layout, number).values()) for held in helds)
@@ -163,21 +169,34 @@ def may_be_uneven(config: Config, world: int) -> bool:
 # ------------------------------------------------------------------------------------------------------------ elements
 
 
-def _lay_out_buckets(model: Model, layout: StateLayout, rank: int | None) -> tuple[Sequence[Bucket], int]:
-    """The buckets of the sharded engine, and the rank, without a `rank` the one that holds most."""
+def _lay_out_buckets(model: Model, layout: StateLayout, rank: int | None) -> tuple[Sequence[Bucket], Mapping[str, int]]:
+    """The buckets of the sharded engine, and the numbers of the rank by axis, without a `rank` of the one that holds
+    most."""
     sharding = layout.sharding
     assert sharding is not None
     weights = sharding.weights or (1.0,) * (sharding.degree or layout.ranks)
     fp8_weights = find_fp8_weights(model, model.blocks()) if sharding.gathers_fp8 else ()
-    parameters = describe_parameters(model, sharding_units(model), layout.rule, fp8_weights)
-    buckets = make_buckets(parameters, weights, isolate_parameters=sharding.isolates_parameters)
-    return buckets, weights.index(max(weights)) if rank is None else rank % len(weights)
+    place = weights.index(max(weights)) if rank is None else rank % len(weights)
+    if layout.expert == 1:
+        parameters = describe_parameters(model, sharding_units(model), layout.rule, fp8_weights)
+        return make_buckets(parameters, weights, isolate_parameters=sharding.isolates_parameters), {"data": place}
+    experts = [name for name, _ in model.named_parameters() if EXPERTS in name]
+    parameters = describe_parameters(model, sharding_units(model), layout.rule, experts=experts)
+    of_copies = sharding.expert_weights(weights, range(place % layout.expert, len(weights), layout.expert))
+    buckets = make_buckets_by_axis(parameters, {"data": weights, EXPERT_COPIES: of_copies}, 1, 1)
+    return buckets, {"data": place, EXPERT_COPIES: place // layout.expert}
 
 
-def _shard_state_bytes(buckets: Sequence[Bucket], rank: int, layout: StateLayout) -> int:
+def _list_fragments(buckets: Sequence[Bucket], places: Mapping[str, int]) -> Iterator[Fragment]:
+    """What a rank owns of what is trained."""
+    for bucket in buckets:
+        if bucket.trained:
+            yield from bucket.fragments(places[bucket.axis])
+
+
+def _shard_state_bytes(buckets: Sequence[Bucket], places: Mapping[str, int], layout: StateLayout) -> int:
     """Bytes of what the rule keeps of a rank's own."""
-    shards = (each for bucket in buckets if bucket.trained for each in bucket.fragments(rank))
-    master = layout.precision.master
+    shards, master = _list_fragments(buckets, places), layout.precision.master
     return sum(count_state_bytes(layout.rule, each.parameter.shape, each.stop - each.start, master) for each in shards)
 
 

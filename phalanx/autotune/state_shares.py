@@ -137,7 +137,8 @@ def compute_state_weights(
         return None
     if (given := make_sharding_spec(config).weights) is not None:
         return given
-    if mesh.axes.model_parallel_size > 1:  # what follows is about ranks that hold a whole model each
+    # What follows is about ranks that hold a whole model each.
+    if mesh.axes.model_parallel_size * mesh.axes.expert > 1:
         return None
     model = workload.model() if make_model is None else make_model()
     left, needed = _measure_room(config, model, mesh, local_world, STATE_SHARE, keeps)

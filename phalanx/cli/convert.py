@@ -147,4 +147,6 @@ def _open_run(source: Path, dtype: str | None, step: int | None) -> "MegatronSou
         decay=train.batches.first_sequence(steps + 1),
     )  # fmt: skip
     kept = STORED[dtype] if dtype is not None else EXPORT_DTYPES["bf16" if train.dtype == "mixed" else train.dtype]
-    return MegatronSource(str(source), run.spec, run.read, kept, paths.tokenizer, adam)
+    return MegatronSource(
+        str(source), run.spec, lambda name, kind, rows: run.read(name, kind)[rows].clone(), kept, paths.tokenizer, adam
+    )

@@ -84,13 +84,13 @@ class RankDevices:
 
 @dataclass(frozen=True)
 class ExtraGroups:
-    """Groups that are made on demand; `members` of all meshes like this one, by number among all ranks ((): one mesh
-    has all)."""
+    """Groups that only some runs need; `members` of all meshes like this one, by number among all ranks ((): one mesh
+    has all), and `axes`, this rank's parts of the data axis (`MeshAxes.parts_of_data`)."""
 
     members: tuple[tuple[int, ...], ...] = ()
     made: list[dist.ProcessGroup] = field(default_factory=list)
     named: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # those of all ranks of this mesh
-    context: Axis | None = None  # see Mesh.context
+    axes: dict[str, Axis] = field(default_factory=dict)
 
 
 @dataclass
@@ -132,7 +132,12 @@ class Mesh:
     @property
     def context(self) -> Axis | None:
         """Ranks that take rows together, a part of `data`; None where each takes its own."""
-        return self.extra.context
+        return self.extra.axes.get("context")
+
+    @property
+    def expert(self) -> Axis | None:
+        """Ranks of `data` that divide the experts of each layer among them; None where each has all."""
+        return self.extra.axes.get("expert")
 
     @property
     def row_group(self) -> int:
@@ -164,9 +169,9 @@ class Mesh:
             self.inner.drop_groups()
         self.extra.made.clear()
         self.extra.named.clear()
+        self.extra.axes.clear()
         for name in ("shard", "control", "checkpoint", "transfers", "agreement", "roll_call"):
             self.__dict__.pop(name, None)
-        self.extra = replace(self.extra, context=None)
         self.tensor = self.pipe = self.model = self.all_ranks = self.inner = None
 
     def split(self, degree: int, through_host: bool) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
@@ -185,9 +190,7 @@ class Mesh:
             return self.transfers, None
         mine: dict[bool, dist.ProcessGroup] = {}
         me = dist.get_rank()
-        for everyone in self.extra.members or (
-            tuple(range(self.world)),
-        ):  # every rank makes every group, in the same order
+        for everyone in self.extra.members or (tuple(range(self.world)),):  # all make every group, in the same order
             neighbours = [everyone[first : first + degree] for first in range(0, self.world, degree)]
             copies = [everyone[place::degree] for place in range(degree)] if degree < self.world else []
             for ranks in (*neighbours, *copies):
@@ -268,9 +271,8 @@ def attach_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) 
 def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
     """All that were made for a mesh."""
     own = [*mesh.extra.made, mesh.control, mesh.checkpoint, mesh.transfers, mesh.agreement]
-    own += [] if mesh.context is None else [mesh.context.group]
     if mesh.inner is None:
-        return own
+        return [*own, *(each.group for each in mesh.extra.axes.values())]
     axes = [axis.group for axis in (mesh.tensor, mesh.pipe, mesh.model) if axis is not None]
     return [*_groups(mesh.inner), mesh.inner.shard.get_group(), *axes, *own]
 
@@ -296,8 +298,8 @@ def _mesh(
         axes=axes,
     )
     mesh.all_ranks = mesh.agreement if mesh.world > 1 else None
-    if axes.context > 1:
-        mesh.extra = replace(mesh.extra, context=_make_axis(mesh, offers, timeout, "context", None))
+    for name in axes.parts_of_data:
+        mesh.extra.axes[name] = _make_axis(mesh, offers, timeout, name, None)
     if axes.model_parallel_size > 1:
         _add_axis_groups(mesh, offers, timeout, datetime.timedelta(seconds=timeout_s + storage_s))
     return mesh
@@ -305,7 +307,7 @@ def _mesh(
 
 def _make_axis(mesh: Mesh, offers: list[str], timeout: datetime.timedelta, axis: str, backend: str | None) -> Axis:
     """The group of this rank along an axis; every rank makes every group, in the same order."""
-    mine: Axis | None = None
+    mine = None
     for ranks in mesh.axes.groups(axis, mesh.world):
         used = _choose_backend([offers[each] for each in ranks]) if backend is None else backend
         group = _new_group(list(ranks), backend=used, timeout=timeout)
@@ -316,7 +318,7 @@ def _make_axis(mesh: Mesh, offers: list[str], timeout: datetime.timedelta, axis:
 
 
 def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wait_saved: datetime.timedelta) -> None:
-    """Give `mesh` the groups of model parallelism. Every rank makes every group, in the same order."""
+    """Give `mesh` the groups of model parallelism."""
     axes, world = mesh.axes, mesh.world
     of = functools.partial(_make_axis, mesh, offers, wait)
     mesh.tensor = of("tensor", None) if axes.tensor > 1 else None
@@ -335,7 +337,7 @@ def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wa
         agreement=of("data", "gloo").group,
         topology=mesh.topology.subset(shard.ranks),
         devices=replace(mesh.devices, homogeneous=RankDevices.from_offers(theirs).homogeneous),
-        extra=ExtraGroups(tuple(axes.groups("data", world))),
+        extra=ExtraGroups(tuple(axes.groups("data", world)), axes=mesh.extra.axes),
         inner=None,
         bookkeeping=Traffic(),
     )
@@ -377,12 +379,9 @@ def init_default_group(placement: Placement, timeout_s: float) -> None:
     timeout, device = datetime.timedelta(seconds=timeout_s), torch.device(placement.device)
     store = dist.PrefixStore("script", open_store(placement, timeout))
     dist.init_process_group(
-        accelerator.backend_string(device),
-        store=store,
-        rank=placement.rank,
-        world_size=placement.world,
-        timeout=timeout,
-    )
+        accelerator.backend_string(device), store=store, rank=placement.rank,
+        world_size=placement.world, timeout=timeout,
+    )  # fmt: skip
 
 
 def make_subgroup(rank_lists: list[list[int]]) -> dist.ProcessGroup:

@@ -26,6 +26,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import Topology
 from phalanx.comm.ring import RingCollectives
 from phalanx.comm.two_level import TwoLevelCollectives
+from phalanx.layout.mesh_axes import EXPERT_COPIES
 from phalanx.system.trace import phase
 
 
@@ -220,6 +221,15 @@ def make_routes(mesh: Mesh, degree: int, traffic: Traffic, compress: str) -> Rou
         coded if any(_groups_span_nodes(mesh, degree)) else whole,
         coded,
     )
+
+
+def make_expert_routes(mesh: Mesh, traffic: Traffic) -> Routes:
+    """Those of experts, among the ranks of a mesh that hold the same ones."""
+    copies = mesh.extra.axes[EXPERT_COPIES]
+    places = mesh.topology.subset(mesh.axes.copies_with_experts_of(mesh.rank, mesh.world))
+    moves = make_uneven_collectives(copies.group, traffic, mesh.device, places)
+    whole = functools.partial(wire_bytes_per_element, compress=NO_COMPRESSION)
+    return Routes(moves, moves, None, whole, whole)
 
 
 def _groups_span_nodes(mesh: Mesh, degree: int) -> Iterator[bool]:

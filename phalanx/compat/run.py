@@ -39,7 +39,7 @@ RESTARTS = 3  # on several nodes, and with --auto-resume=1: what a script has co
 # Exit codes that mean something else to an agent when a rank ends with them.
 RESERVED_EXIT_CODES = (ExitCode.STOPPED, ExitCode.OUT_OF_MEMORY)
 MAX_LINGER = datetime.timedelta(days=365)  # how long ranks may continue after rank 0 has ended
-PARAMETERS = "SM_HP_MP_PARAMETERS"
+PARAMETERS = "SM_HP_MP_PARAMETERS"  # where the launcher of SageMaker's library leaves its parameters, as JSON
 
 
 @dataclass(frozen=True)

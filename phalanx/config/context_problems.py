@@ -38,18 +38,11 @@ def find_context_problems(config: Config) -> list[str]:
             f"data.seq_len {config.data.seq_len} is too short for parallel.context {size}, which gives each rank two "
             "positions at least; set parallel.context=1"
         )
-    if parallel.sequence_parallel is True:
+    if config.train.compile is True and config.memory.activations == "selective":
         found.append(
-            "parallel.sequence_parallel true cannot be combined with parallel.context, which gives ranks parts of any "
-            "length; set parallel.sequence_parallel=auto"
+            f"memory.activations selective recomputes parts of a block, which parallel.context {size} has compiled as "
+            "separate ones; set memory.activations=full, or train.compile=false"
         )
-    if config.train.compile is True:
-        found.append(
-            f"train.compile true cannot be combined with parallel.context {size}, which exchanges within attention; "
-            "set train.compile=auto"
-        )
-    if parallel.pipeline > 1:
-        found.append(f"parallel.context {size} cannot be combined with parallel.pipeline; set one of them to 1")
     if parallel.layout == "auto":
         found.append("parallel.context requires parallel.layout given, but it is auto; remove one of them")
     return found

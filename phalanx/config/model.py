@@ -81,6 +81,16 @@ class MoESection(Section):
     dense_layers: list[CountOrZero] | None = knob(
         None, "numbers of layers, from 0, without experts; default: the preset's, else none", trajectory=True
     )
+    scale: Positive | None = knob(
+        None, "factor of the experts' weights (deepseek_v3); default: the preset's, else 1", trajectory=True
+    )
+    shared: CountOrZero | None = knob(
+        None, "experts that all tokens go through (deepseek_v3); default: the preset's, else 0", trajectory=True
+    )
+    groups: Count | None = knob(None, "groups of experts (deepseek_v3); default: the preset's, else 1", trajectory=True)
+    groups_per_token: Count | None = knob(
+        None, "groups that a token's experts are of (deepseek_v3); default: the preset's, else 1", trajectory=True
+    )
     balance: Literal["sequence", "step_before", "step", "none"] | Auto = knob(
         "auto",
         "load-balancing loss, by the load of experts in sequence: each sequence; step_before: the step before; step: "
@@ -112,7 +122,8 @@ class ModelSourceSection(Section):
     )
     architecture: Literal[tuple(FAMILIES)] | None = knob(  # type: ignore[valid-type]
         None,
-        "qwen2 adds biases to q, k and v, qwen3 norms to q and k; mixtral, qwen3_moe and olmoe have experts; bert is "
+        "qwen2 adds biases to q, k and v, qwen3 norms to q and k; mixtral, qwen3_moe, olmoe, gpt_oss and deepseek_v3 "
+        "have experts; bert is "
         "bidirectional; default: the preset's, else llama",
         trajectory=True,
     )
@@ -158,6 +169,12 @@ class ModelSection(ModelSourceSection):
     attention_dropout: Fraction = knob(
         0.0,
         "probability that a position does not see another; no kernel has it, so scores are held",
+        trajectory=True,
+    )
+    latent: Annotated[list[CountOrZero], Field(min_length=4, max_length=4)] | None = knob(
+        None,
+        "widths of latent attention (deepseek_v3): of narrow queries (0: none), of narrow keys, of a head's channels "
+        "without positions and of its values; default: the preset's",
         trajectory=True,
     )
     moe: MoESection = MoESection()

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+from phalanx.config.expert_problems import find_expert_shape_problems
 from phalanx.config.model import LoraSection, MoESection
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.layout import model_shape as shapes
 from phalanx.layout import pipeline_stages
-from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec, RopeScaling
+from phalanx.layout.model_shape import LATENT_WIDTHS, LatentSpec, LoraSpec, ModelSpec, MoESpec, RopeScaling
 from phalanx.models.families import catalog
 from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES, PRESETS, describe_unknown_preset, family_of
 from phalanx.models.families.family import ModelFamily, TaskChoice
@@ -17,11 +18,15 @@ LABELLED = ("tag", "classify")  # task.kind of records with labels
 
 SHAPE_FIELDS = (
     "architecture", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "sliding_window",
-    "max_seq_len", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "init_std",
+    "max_seq_len", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "init_std", "latent",
 )  # fmt: skip
 
+FOLDER_FIELDS = ("max_seq_len", "rope_theta", "rope_scaling")  # that change no parameter of a Hugging Face folder's
 
-MOE_SHAPE_FIELDS = ("experts", "experts_per_token", "intermediate", "renormalize", "dense_layers")
+MOE_SHAPE_FIELDS = (
+    "experts", "experts_per_token", "intermediate", "renormalize", "dense_layers", "scale", "shared", "groups",
+    "groups_per_token",
+)  # fmt: skip
 MOE_FIELDS = (*MOE_SHAPE_FIELDS, "balance", "balance_weight", "over")
 
 
@@ -31,9 +36,20 @@ def build_model_spec(config: Config, hf_spec: ModelSpec | None = None) -> ModelS
     if config.model.preset is not None and config.model.preset not in PRESETS:
         raise ConfigError(describe_unknown_preset(config.model.preset))
     spec = build_requested_spec(config, hf_spec)
-    if found := find_shape_problems(config, spec):
+    if found := find_shape_problems(config, spec) + _find_folder_problems(config, hf_spec):
         raise ConfigError("invalid model shapes: " + "; ".join(found))
     return spec
+
+
+def _find_folder_problems(config: Config, hf_spec: ModelSpec | None) -> list[str]:
+    """Keys that a Hugging Face folder of shapes `hf_spec` cannot be combined with, though others can."""
+    if hf_spec is None:
+        return []
+    given = [name for name in FOLDER_FIELDS if getattr(config.model, name) is not None]
+    if given and catalog.block_options(hf_spec).learnt_positions:
+        named = ", ".join(f"model.{name}" for name in given)
+        return [f"{named} cannot be combined with model.from_hf of a model whose positions are learned; remove it"]
+    return []
 
 
 def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> ModelSpec:
@@ -62,14 +78,17 @@ def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: 
     given = {name: getattr(model, name) for name in SHAPE_FIELDS if getattr(model, name) is not None}
     if model.rope_scaling is not None:
         given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
+    if model.latent is not None:
+        given["latent"] = LatentSpec(**dict(zip(LATENT_WIDTHS, model.latent, strict=True)))
     if model.vocab_size != "auto":
         given["vocab_size"] = model.vocab_size
     given_dropout = model.attention_dropout
-    spec = replace(spec, **given, dropout=model.dropout, attention_dropout=given_dropout, lora=_lora(model.lora))
+    spec = replace(spec, **given, dropout=model.dropout, attention_dropout=given_dropout, lora=None)
     spec = replace(spec, moe=_moe(model.moe, spec))
     task = config.task
     labels = () if task.labels == "auto" else tuple(task.labels)
-    return family_of(spec).complete(spec, given, TaskChoice(task.kind, task.next_sentence, labels))
+    spec = family_of(spec).complete(spec, given, TaskChoice(task.kind, task.next_sentence, labels))
+    return replace(spec, lora=_lora(model.lora, spec))
 
 
 def recipe_family(config: Config) -> ModelFamily:
@@ -125,11 +144,13 @@ def decide_experts(config: Config, hf_spec: ModelSpec | None) -> list[tuple[str,
     return [(f"model.moe.{name}", value, why) for name, value in wanted if getattr(section, name) == "auto"]
 
 
-def _lora(section: LoraSection | None) -> LoraSpec | None:
-    """The requested adapters; None also while one of their `auto` keys is unresolved."""
-    if section is None or section.rank == "auto" or section.alpha == "auto" or section.targets == "auto":
+def _lora(section: LoraSection | None, spec: ModelSpec) -> LoraSpec | None:
+    """The requested adapters, of all matrices that the model has while their `targets` are unresolved; None while
+    another of their `auto` keys is."""
+    if section is None or section.rank == "auto" or section.alpha == "auto":
         return None
-    ordered = tuple(name for name in shapes.LORA_TARGETS if name in section.targets)
+    targets = catalog.find_adapter_targets(spec) if section.targets == "auto" else section.targets
+    ordered = tuple(name for name in shapes.LORA_TARGETS if name in targets)
     return LoraSpec(rank=section.rank, alpha=section.alpha, targets=ordered, dropout=section.dropout)
 
 
@@ -150,6 +171,7 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
         key = "model.lora" if config.model.lora is not None else "model.code"
         found.append(f"{key} requires a causal language model, and the model is a {family.title}; remove it")
     parallel = config.parallel
+    found += find_expert_shape_problems(config, spec)
     if writes:
         own_code = config.model.code is not None
         found += catalog.find_tensor_problems(
@@ -169,8 +191,8 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
         )
     if config.data.seq_len > spec.max_seq_len:
         found.append(
-            f"data.seq_len {config.data.seq_len} is longer than the model's {spec.max_seq_len} positions "
-            "(model.max_seq_len); lower it"
+            f"data.seq_len {config.data.seq_len} is longer than the model's {spec.max_seq_len} positions; lower it, or "
+            "set model.max_seq_len, for a trained model with model.rope_scaling"
         )
     return found
 
@@ -185,6 +207,12 @@ def _find_context_problems(config: Config, spec: ModelSpec) -> list[str]:
         found.append(
             f"model.moe.balance sequence counts over whole rows, which parallel.context {size} shares among ranks; set "
             "model.moe.balance=step_before"
+        )
+    options = catalog.block_options(spec)
+    if options.alibi or options.sinks:
+        found.append(
+            f"parallel.context {size} shares no attention with {'ALiBi' if options.alibi else 'sinks'}, which "
+            f"{family_of(spec).title} has; set parallel.context=1"
         )
     kv_heads = max(1, spec.kv_heads // parallel.tensor)
     if parallel.context_by == "heads" and kv_heads < size:
@@ -283,11 +311,12 @@ def find_model_problems(config: Config) -> list[str]:
         )
     if model.preset and model.from_hf:
         found.append("model.preset and model.from_hf both set the shapes; remove one of them")
-    elif model.from_hf and (shape_given or model.vocab_size != "auto"):
-        named = ", ".join(
-            f"model.{name}" for name in [*shape_given, *(["vocab_size"] if model.vocab_size != "auto" else [])]
-        )
-        found.append(f"{named} cannot be combined with model.from_hf, whose folder fixes the shapes; remove it")
+    elif model.from_hf:
+        fixed = [name for name in shape_given if name not in FOLDER_FIELDS]
+        fixed += ["vocab_size"] if model.vocab_size != "auto" else []
+        if fixed:
+            named = ", ".join(f"model.{name}" for name in fixed)
+            found.append(f"{named} cannot be combined with model.from_hf, whose folder fixes the shapes; remove it")
     elif not model.preset and not model.from_hf:
         missing = [f"model.{name}" for name in ("hidden", "layers", "heads") if getattr(model, name) is None]
         if missing:

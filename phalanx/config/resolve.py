@@ -14,11 +14,10 @@ Each step returns a new Config and its decisions, which become events.
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from phalanx.config import optimizers
 from phalanx.config.load import update_config
-from phalanx.config.model import LoraTarget
 from phalanx.config.model_spec import default_task
 from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.config.sentences import list_problems
@@ -117,8 +116,11 @@ def _decide_arithmetic(config: Config, device: str, bf16: bool, differ: bool) ->
         why = f"the device is {device}" if on_cpu or bf16 else f"a {device} device has no bf16"
         yield "train.dtype", "fp32" if on_cpu else "bf16" if bf16 else "fp16", why
     if config.train.compile == "auto":
-        if config.parallel.context > 1:
-            yield "train.compile", False, "parallel.context exchanges within attention"
+        if config.parallel.context > 1 and config.memory.activations in ("auto", "selective"):
+            why = "with parallel.context a block is compiled only where it is recomputed as a whole or not at all"
+            yield "train.compile", False, f"{why}, and memory.activations is {config.memory.activations}"
+        elif config.parallel.expert > 1:
+            yield "train.compile", False, "parallel.expert exchanges tokens within blocks"
         elif config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
             why = "parallel.schedule zero_bubble splits the backward pass, which a compiled block does not support"
             yield "train.compile", False, why
@@ -149,8 +151,6 @@ def _decide_adapters(config: Config) -> Iterator[Decision]:
         return
     rank = 16 if lora.rank == "auto" else lora.rank
     fresh: dict[str, Any] = {"rank": rank, "alpha": 2.0 * rank}
-    if config.model.code is None:  # of a custom class, those that it has
-        fresh["targets"] = list(get_args(LoraTarget))
     for name, fitting in fresh.items():
         if getattr(lora, name) == "auto":
             yield f"model.lora.{name}", fitting, "no adapter is given"
@@ -164,8 +164,6 @@ def _decide_engine(config: Config, world: int) -> Iterator[Decision]:
     if config.parallel.sequence_parallel == "auto" and config.parallel.tensor > 1:
         tensor, length = config.parallel.tensor, config.data.seq_len
         why = f"parallel.tensor is {tensor}" if length % tensor == 0 else f"data.seq_len is not a multiple of {tensor}"
-        if config.parallel.context > 1:
-            length, why = 1, "parallel.context gives ranks parts of any length"
         yield "parallel.sequence_parallel", length % tensor == 0, why
 
 

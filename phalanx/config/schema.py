@@ -41,6 +41,7 @@ from phalanx.config.operations import (
     SlurmSection,
     StorageSection,
 )
+from phalanx.layout.balance import in_lockstep
 from phalanx.layout.batch_ramp import BatchSchedule, make_batch_schedule
 from phalanx.layout.mesh_axes import MeshAxes
 
@@ -212,6 +213,10 @@ class ParallelSection(Section):
         "what attention exchanges over parallel.context; heads: all positions of some heads; gather: keys and values; "
         "ring: these from one rank after another, while the last ones are used; auto: by bytes, heads and memory",
     )
+    expert: Count = knob(
+        1,
+        "expert parallelism: neighbouring ranks that divide the experts of each layer among them, and exchange tokens",
+    )
 
     @property
     def resolve_sharding(self) -> tuple[int, Literal["per_step", "per_micro_batch"]]:
@@ -225,8 +230,13 @@ class ParallelSection(Section):
 
     @property
     def axes(self) -> MeshAxes:
-        """Ranks of one copy of the model, and of those that take rows together."""
-        return MeshAxes(self.tensor, self.pipeline, self.context)
+        """Ranks of one copy of the model, and of those that share rows or experts."""
+        return MeshAxes(self.tensor, self.pipeline, self.context, self.expert)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all ranks run the same number of micro-batches, since each has collectives (`in_lockstep`)."""
+        return in_lockstep(*self.resolve_sharding) or self.expert > 1
 
 
 class BalanceSection(Section):
@@ -250,6 +260,11 @@ class BalanceSection(Section):
         "auto",
         "parallel.context: each rank's part of a row; auto: by measured speed where balance.batch measures it; even: "
         "equal parts; a list: in proportion to these numbers, by rank of a group",
+    )
+    experts: Annotated[Literal["auto", "even"] | list[Share], BeforeValidator(as_shares)] = knob(
+        "auto",
+        "parallel.expert: experts of each rank; auto: by measured speed where balance.batch measures it; even: equal "
+        "numbers; a list: in proportion to these numbers, by rank of a group",
     )
 
 

@@ -9,7 +9,7 @@ from phalanx.config.model import RopeScalingSection, SourceSection
 from phalanx.config.model_spec import MOE_SHAPE_FIELDS, SHAPE_FIELDS, build_model_spec
 from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import EncoderSpec, ModelSpec, MoESpec
+from phalanx.layout.model_shape import EncoderSpec, LatentSpec, ModelSpec, MoESpec
 
 STEPS, GLOBAL_BATCH, EVERY = 10, 8, 5
 SEQ_LEN, CHAT_SEQ_LEN = 64, 256  # a conversation needs room for its roles
@@ -51,6 +51,14 @@ def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
         # LongRoPE's numbers go by it, too.
         rope_scaling=None if spec.rope_scaling and spec.rope_scaling.short_factors else spec.rope_scaling,
         moe=None if spec.moe is None else _shrink_experts(spec.moe, spec.intermediate, intermediate, layers),
+        latent=None
+        if spec.latent is None
+        else LatentSpec(
+            query_rank=min(spec.latent.query_rank, hidden),
+            key_rank=max(2, hidden // 2),
+            plain_dim=head_dim,
+            value_dim=head_dim,
+        ),
     )
 
 
@@ -60,10 +68,12 @@ def _shrink_experts(moe: MoESpec, intermediate: int, tiny: int, layers: int) -> 
         moe,
         experts=min(moe.experts, EXPERTS),
         experts_per_token=min(moe.experts_per_token, EXPERTS // 2),
+        groups=min(moe.groups, EXPERTS // 2),
+        groups_per_token=min(moe.groups_per_token, EXPERTS // 2),
         intermediate=tiny
         if moe.intermediate == intermediate
         else max(8, 8 * (tiny * moe.intermediate // intermediate // 8)),
-        dense_layers=dense if len(dense) < layers else dense[1:],
+        dense_layers=dense if len(dense) < layers else dense[:-1],
     )
 
 
@@ -148,6 +158,8 @@ def _shapes(config: Config, seq_len: int, trained_vocab: int | None) -> dict[str
     if spec.rope_scaling is not None:
         fields = RopeScalingSection.model_fields
         given["rope_scaling"] = {name: value for name, value in asdict(spec.rope_scaling).items() if name in fields}
+    if spec.latent is not None:
+        given["latent"] = list(asdict(spec.latent).values())
     if spec.moe is not None:
         given |= {f"moe.{name}": getattr(spec.moe, name) for name in (*MOE_SHAPE_FIELDS, "balance_weight")}
     if trained_vocab is None:

@@ -2,6 +2,7 @@
 
 from phalanx.config import optimizers
 from phalanx.config.context_problems import find_context_problems
+from phalanx.config.expert_problems import find_expert_problems
 from phalanx.config.model import SourceSection
 from phalanx.config.model_spec import LABELLED, find_model_problems, find_task_problems, is_custom_task, recipe_family
 from phalanx.config.schema import Config, TrainSection
@@ -27,7 +28,7 @@ def find_problems(config: Config) -> list[str]:
             f"{train.global_batch}; make them equal"
         )
     found += _sharding_problems(config) + _list_problems(config) + _model_parallel_problems(config)
-    found += _layout_problems(config) + find_context_problems(config)
+    found += _layout_problems(config) + find_context_problems(config) + find_expert_problems(config)
     changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
     found += optimizers.find_optim_problems(optim.model_dump(), changed)
     if data.held_out == 0 and not data.validation and train.eval_sequences > 0 and train.eval_every > 0:

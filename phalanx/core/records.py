@@ -104,7 +104,7 @@ class EventKind(enum.StrEnum):
         "comm_schedule_changed"  # step (the first with this order of transfers), bytes_per_s, compute_s, transfers_s
     )
     WORK_REBALANCED = "work_rebalanced"  # step (the first with these shares), shares, parts, why, before_s, after_s
-    EVALUATED = "evaluated"  # step, set, loss, tokens, seconds, scores, unit
+    EVALUATED = "evaluated"  # step, set, loss, tokens, seconds, scores, unit; with train.fp8: fp8; of experts: experts
     STEP_SKIPPED = "step_skipped"  # step, reason
     ROLLED_BACK = "rolled_back"  # step, from_step, reason, first, last: the steps whose data are skipped
     CORRUPTED = "corrupted"  # step, ranks, parameters, devices, repaired

@@ -7,7 +7,7 @@ two steps after the one in which it was computed, since another rank may have be
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from phalanx.engine.sharding_spec import CommSchedules, ShardingSpec, guess_timi
 from phalanx.engine.timing import DevicePassTimer, HostPassTimer, LinkTimer, PassTimer
 from phalanx.layout.buckets import FP8_GATHERED, BucketPart, ParameterSpec
 from phalanx.layout.comm_simulation import TransferOp
+from phalanx.layout.mesh_axes import EXPERT_COPIES
 from phalanx.optim.update import UpdateRule
 
 # --------------------------------------------------------------------------------------------------------------- units
@@ -46,10 +47,12 @@ class Unit:
 
 
 def describe_parameters(
-    model: nn.Module, units: Sequence[tuple[str, nn.Module]], rule: UpdateRule, gathered_in_fp8: Collection[str] = ()
-) -> list[ParameterSpec]:
+    model: nn.Module, units: Sequence[tuple[str, nn.Module]], rule: UpdateRule, gathered_in_fp8: Collection[str] = (),
+    experts: Collection[str] = (),
+) -> list[ParameterSpec]:  # fmt: skip
     """The parameters of a model in order of use, each with its unit; parameters that several units or none use belong
-    to the model itself, and come first. Of `gathered_in_fp8`, those of one unit are."""
+    to the model itself, and come first. Of `gathered_in_fp8`, those of one unit are. Of `experts` this rank holds some
+    only."""
     users: dict[int, set[str]] = {}
     for unit, module in units:
         for parameter in module.parameters():
@@ -62,7 +65,8 @@ def describe_parameters(
         unit = next(iter(used_by)) if len(used_by) == 1 else ""
         together = rule.elements_together(shape) if trained else 1
         dtype = FP8_GATHERED if unit and name in gathered_in_fp8 else str(parameter.dtype)
-        found.append(ParameterSpec(name, shape, unit, dtype, trained, together))
+        axis = EXPERT_COPIES if name in experts else "data"
+        found.append(ParameterSpec(name, shape, unit, dtype, trained, together, axis))
     return sorted(found, key=lambda parameter: order.get(parameter.unit, 0))
 
 
@@ -97,9 +101,8 @@ class TransferSchedule:
             else HostPassTimer(len(self._units), mesh.traffic)
         )
         # By the first step that they apply to.
-        self._orders = {
-            1: plan_schedules(guess_timings([unit.elements for unit in units], parts), sharding, self._has_root)
-        }
+        elements = [int(each) for each in self._find_largest([unit.elements for unit in units])]
+        self._orders = {1: plan_schedules(guess_timings(elements, parts), sharding, self._has_root)}
         self._end_events: dict[int, StreamEvent] = {}
         self._notices: deque[tuple[str, dict[str, Any]]] = deque()  # the communication thread appends while others read
         if sharding.compress != NO_COMPRESSION and len(mesh.topology.nodes) == 1:
@@ -161,6 +164,15 @@ class TransferSchedule:
         kind = held.gathered_dtype
         return held.bucket.link_elements * (self._routes.gather_bytes(kind) if held.bucket.trained else kind.itemsize)
 
+    def _find_largest(self, mine: Sequence[float]) -> list[float]:
+        """The greatest of each number over all ranks, which differ where ranks hold different numbers of experts.
+        Collective there."""
+        if self._mesh.expert is None:
+            return list(mine)
+        table = torch.tensor(mine, dtype=torch.float64)
+        all_reduce(table, self._mesh.agreement, self._traffic, dist.ReduceOp.MAX).wait()
+        return table.tolist()
+
     def make_orders(self, step: int) -> None:
         """Compute the schedules from `step` on, from the times of the slowest rank. Collective."""
         assert self._link_timer is not None
@@ -175,8 +187,10 @@ class TransferSchedule:
         for unit in self._units:
             trained = sum(held.bucket.link_elements for held in unit.trained_buckets)
             gathered = unit.buckets if self._sharding.zero == 3 else unit.trained_buckets
-            sent.append((wide * trained, sum(self._gather_bytes(held) for held in gathered)))
-        work, rate = self._link_timer.make_timings(passes_s, updates_s, -minus_restart_s, sent, self._parts)
+            sent += [wide * trained, sum(self._gather_bytes(held) for held in gathered)]
+        most = self._find_largest(sent)
+        sent_by_unit = list(zip(most[::2], most[1::2], strict=True))
+        work, rate = self._link_timer.make_timings(passes_s, updates_s, -minus_restart_s, sent_by_unit, self._parts)
         last = max(self._orders)  # holds until then
         self._orders = {last: self._orders[last], step: plan_schedules(work, self._sharding, self._has_root)}
         moves_s = sum(work.reduce_s) + sum(work.gather_s)
@@ -202,9 +216,12 @@ def network_rate(rate: float, topology: Topology, sharding: ShardingSpec) -> flo
 
 
 class CollectiveQueue:
-    """A queue of collectives, run in the order of the calls; all calls come from the communication thread."""
+    """A queue of collectives, run in the order of the calls; all calls come from the communication thread. `routes` are
+    those of buckets by their axis."""
 
-    def __init__(self, routes: Routes, schedule: TransferSchedule, pool: GradientBufferPool | None) -> None:
+    def __init__(
+        self, routes: Mapping[str, Routes], schedule: TransferSchedule, pool: GradientBufferPool | None
+    ) -> None:
         self.routes, self._schedule, self.pool = routes, schedule, pool
         self._under_way: tuple[PendingTransfer, Callable[[], None]] | None = None
         self._summing = False  # the transfer in flight, if any, is a reduction
@@ -213,16 +230,17 @@ class CollectiveQueue:
         """Wait for a gradient and start to reduce part `number` of it; `on_done` is called when the sum has arrived."""
         self.wait(gradient.ready)
         buffer, into, summed = bucket.prepare_reduce(gradient, number)
+        routes = self.routes[bucket.bucket.axis]
 
         def arrived() -> None:
-            if self.routes.sum_over_replicas is not None and into.numel():
-                self.routes.sum_over_replicas(into)
+            if routes.sum_over_replicas is not None and into.numel():
+                routes.sum_over_replicas(into)
             summed()
             on_done()
 
         part = bucket.bucket.parts[number]
-        start = functools.partial(self.routes.trained.reduce_scatter, buffer, part.cuts, into)
-        self._begin(part, self.routes.reduce_bytes(buffer.dtype), start, arrived)
+        start = functools.partial(routes.trained.reduce_scatter, buffer, part.cuts, into)
+        self._begin(part, routes.reduce_bytes(buffer.dtype), start, arrived)
         self._summing = True
 
     def gather(self, buckets: Sequence[RankBucket], number: int, on_done: Callable[[], None]) -> None:
@@ -242,8 +260,8 @@ class CollectiveQueue:
             then()
 
         part = held.bucket.parts[number]
-        trained = held.bucket.trained
-        moves, size = self.routes.trained if trained else self.routes.frozen, self.routes.gather_bytes(tensor.dtype)
+        trained, routes = held.bucket.trained, self.routes[held.bucket.axis]
+        moves, size = routes.trained if trained else routes.frozen, routes.gather_bytes(tensor.dtype)
         start = functools.partial(moves.all_gather, tensor, part.cuts)
         self._begin(part, size if trained else tensor.element_size(), start, both)
         self._summing = False

@@ -12,6 +12,7 @@ parameters are, and what passes wait for, in zero1_2.py and zero3.py.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from phalanx.comm.collectives import Traffic
 from phalanx.comm.comm_thread import CommThread, StreamEvent
 from phalanx.comm.compression import NO_COMPRESSION
 from phalanx.comm.mesh import Mesh
-from phalanx.comm.uneven_collectives import make_routes
+from phalanx.comm.uneven_collectives import make_expert_routes, make_routes
 from phalanx.engine.bucket import RankBucket, replace_meta_tensors
 from phalanx.engine.hooks import ParameterResidency, UnitHooks
 from phalanx.engine.interface import InMemoryStore, Precision, StepOutcome
@@ -35,6 +36,7 @@ from phalanx.engine.zero1_2 import KeptParameters
 from phalanx.engine.zero3 import GatheredParameters
 from phalanx.layout import buckets
 from phalanx.layout.comm_schedule import PART_BYTES
+from phalanx.layout.mesh_axes import EXPERT_COPIES
 from phalanx.optim import gradients
 from phalanx.optim.update import NO_REPLICAS, Allocator, ReadState, Shard, StatePiece, UpdateRule, allocate_zeros
 
@@ -62,14 +64,17 @@ class ShardedEngine:
         copies: Mapping[str, int] = NO_REPLICAS,
         keeper: InMemoryStore | None = None,
         fp8_weights: Collection[str] = (),
+        experts: Collection[str] = (),
     ) -> None:
         """`model` is on meta, or has values. `copies`: the number of ranks of `mesh.model` that replicate a parameter,
         by name. `keeper`: the store of in-memory checkpoints. `fp8_weights`: parameters that are only read in FP8 and
-        may be gathered so. Raises ConfigError for an impossible sharding."""
+        may be gathered so. `experts`: stacks of which only some ranks, an axis of the mesh, hold the same part. Raises
+        ConfigError for an impossible sharding."""
         self.model, self.mesh, self.step, self.loss_scale, self.sharding = model, mesh, 0, loss_scale, sharding
         self._precision, degree = precision, sharding.degree or mesh.world
         weights = sharding.shard_weights(mesh.world, mesh.devices.homogeneous)
-        parameters = describe_parameters(model, units, rule, fp8_weights if sharding.gathers_fp8 and degree > 1 else ())
+        by_fp8 = fp8_weights if sharding.gathers_fp8 and degree > 1 else ()
+        parameters = describe_parameters(model, units, rule, by_fp8, experts)
         if sharding.compress == "int8":
             buckets.check_whole_rows(parameters)
         self.trainable = {parameter.name: parameter.shape for parameter in parameters if parameter.trained}
@@ -78,12 +83,19 @@ class ShardedEngine:
             sharding.parts if degree > 1 and mesh.devices.on_host else 1,
             PART_BYTES // precision.transport.itemsize,
         )
-        self.buckets = buckets.make_buckets(parameters, weights, parts, least, sharding.isolates_parameters)
+        self._places = {"data": mesh.rank % degree}  # among the ranks that share parameters, by axis
+        if experts:
+            self._places[EXPERT_COPIES] = mesh.extra.axes[EXPERT_COPIES].rank
+            alike = mesh.axes.copies_with_experts_of(mesh.rank, mesh.world)
+            by_axis = {"data": weights, EXPERT_COPIES: sharding.expert_weights(weights, alike)}
+            self.buckets = buckets.make_buckets_by_axis(parameters, by_axis, parts, least)
+        else:
+            self.buckets = buckets.make_buckets(parameters, weights, parts, least, sharding.isolates_parameters)
         self._modules = dict(units)
         self.traffic = Traffic()  # of the communication thread, the only one that waits for it
         self._comm_thread = CommThread(mesh.device, mesh.traffic)
-        self._rank = mesh.rank % degree
-        owned = (each for bucket in self.buckets if bucket.trained for each in bucket.fragments(self._rank))
+        trained = (bucket for bucket in self.buckets if bucket.trained)
+        owned = (each for bucket in trained for each in bucket.fragments(self._places[bucket.axis]))
         shards = OwnedShards(tuple(owned), rule, precision.master, mesh.device)
         self._state = StateSlots(shards, allocate, sharding.slots, keeper)
         zero = torch.zeros((), dtype=precision.master, device=mesh.device)
@@ -93,7 +105,9 @@ class ShardedEngine:
 
     def initialise(self, fill: Callable[[Shard], None]) -> None:
         mesh, sharding, precision, comm_thread = self.mesh, self.sharding, self._precision, self._comm_thread
-        routes = make_routes(mesh, sharding.degree or mesh.world, self.traffic, sharding.compress)
+        routes = {"data": make_routes(mesh, sharding.degree or mesh.world, self.traffic, sharding.compress)}
+        if EXPERT_COPIES in self._places:
+            routes[EXPERT_COPIES] = make_expert_routes(mesh, self.traffic)
         residency = GatheredParameters if sharding.zero == 3 else KeptParameters
         # Where parameters are sent in the masters' type, and one slot is in plain memory, the model's range is the
         # master.
@@ -104,7 +118,7 @@ class ShardedEngine:
         pool, helds = residency.make_pool(sharding), list[RankBucket]()
         for bucket in self.buckets:  # one at a time: with ZeRO 3 the whole model never fits at once
             shared = precision, comm_thread, pool, self._state.allocate_working
-            held = residency.make_bucket(bucket, self._rank, mesh.device, *shared)
+            held = residency.make_bucket(bucket, self._places[bucket.axis], mesh.device, *shared)
             held.adopt_parameters([parameters[member.parameter.name] for member in bucket.members], replaced)
             for fragment in held.fragments if itself and bucket.trained else ():
                 self._state.source[fragment.key]["param"] = held.fragment_values(fragment)
@@ -113,15 +127,19 @@ class ShardedEngine:
             held.reshard()
             helds.append(held)
         replace_meta_tensors(self.model, replaced, mesh.device)
-        names = list(dict.fromkeys(held.bucket.unit for held in helds))
+        unit_names = list(dict.fromkeys(held.bucket.unit for held in helds))
         self._units = [
             Unit(number, name, self._modules.get(name, self.model), [h for h in helds if h.bucket.unit == name])
-            for number, name in enumerate(names)
+            for number, name in enumerate(unit_names)
         ]
-        schedule = TransferSchedule(self._units, mesh, sharding, precision, self.traffic, routes)
+        schedule = TransferSchedule(self._units, mesh, sharding, precision, self.traffic, routes["data"])
         queue = CollectiveQueue(routes, schedule, pool)
         trained = [held for held in helds if held.bucket.trained]
-        self._update = ShardedUpdate(trained, self._state, self._norm, queue, schedule, mesh, self.traffic, comm_thread)
+        # On all ranks the same: also experts of which this one holds none.
+        names = [name for name, shape in self.trainable.items() if math.prod(shape) or EXPERT_COPIES in routes]
+        self._update = ShardedUpdate(
+            trained, self._state, self._norm, queue, schedule, mesh, self.traffic, comm_thread, names
+        )
         self._parameters: ParameterResidency = residency(
             self.model, self._units, self._update, comm_thread, mesh.traffic, schedule.pass_timer
         )
@@ -254,7 +272,7 @@ class ShardedEngine:
         """This rank's state (see `Engine.pieces`), without shards that another rank also has, unless `replicas` are
         requested."""
         self._comm_thread.drain()
-        wanted = replicas or self.mesh.rank == self._rank
+        wanted = replicas or self.mesh.rank == self._places["data"]
         return self._state.shards.pieces(self._state.source) if wanted else iter(())
 
     def load(self, read: ReadState) -> None:

@@ -151,14 +151,15 @@ class ShardedUpdate:
 
     def __init__(
         self, trained: Sequence[RankBucket], state: StateSlots, norm: GlobalNorm, queue: CollectiveQueue,
-        schedule: TransferSchedule, mesh: Mesh, traffic: Traffic, comm_thread: CommThread,
+        schedule: TransferSchedule, mesh: Mesh, traffic: Traffic, comm_thread: CommThread, names: Sequence[str],
     ) -> None:  # fmt: skip
-        """`traffic` counts the communication thread's transfers."""
+        """`traffic` counts the communication thread's transfers; `names` are those of the trained parameters, the same
+        on all ranks."""
         self.trained, self.state, self.queue, self.schedule = list(trained), state, queue, schedule
         self.barrier = StepBarrier(mesh, traffic, state.wait_for_commit)
         self._norm, self._mesh, self._traffic, self._comm_thread = norm, mesh, traffic, comm_thread
         self._last_norm: float | None = None  # of a step that was not skipped
-        self._names_with_grad = {name for held in trained for name in held.names}  # by the last step, on any rank
+        self._names, self._names_with_grad = list(names), set(names)  # all; by the last step, on any rank
         self._previous_agreed: StreamEvent | None = None  # of the agreement on the previous step
 
     def close(self) -> None:
@@ -207,10 +208,9 @@ class ShardedUpdate:
         self.queue.flush_reduce()
         self.barrier.wait_for_ranks()
         squares = self._norm.local_squares(iterate_gradients(self.trained, self._norm.replica_counts))
-        names = [name for held in self.trained for name in held.names]
         mine, rates = squares.item() / self._norm.copies, self.schedule.local_rates()
         here = set().union(*now.names_with_grad)
-        now.agreement = StepConsensus(mine, rates, names, here, self._mesh.agreement, self._traffic)
+        now.agreement = StepConsensus(mine, rates, self._names, here, self._mesh.agreement, self._traffic)
 
     def finish_agreement(self, now: StepState) -> bool:
         """Finish the agreement of the ranks; returns whether the optimistic update stands."""

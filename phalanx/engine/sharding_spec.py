@@ -70,6 +70,12 @@ class ShardingSpec:
             )
         return weights
 
+    @staticmethod
+    def expert_weights(weights: Sequence[float], copies: Sequence[int]) -> tuple[float, ...]:
+        """The shares of the ranks `copies` that hold the same experts, by those of all; equal where these have none."""
+        mine = tuple(weights[rank] for rank in copies)
+        return mine if any(mine) else (1.0,) * len(mine)
+
 
 @dataclass(frozen=True)
 class CommSchedules:

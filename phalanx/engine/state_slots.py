@@ -39,8 +39,10 @@ class OwnedShards:
 
     @property
     def no_decay(self) -> frozenset[str]:
-        """Names of the shards without weight decay."""
-        return frozenset(each.key for each in self.fragments if len(each.parameter.shape) < 2)
+        """Names of the shards without weight decay: of vectors, and of biases in stacks (of experts)."""
+        kept = (each for each in self.fragments if len(each.parameter.shape) > 1)
+        decayed = {each.key for each in kept if not each.parameter.name.endswith("_bias")}
+        return frozenset(each.key for each in self.fragments) - decayed
 
     def make_slot(self, allocate: Allocator, masters: bool = True) -> Slot:
         """Allocate the initial state, with `masters` or without."""

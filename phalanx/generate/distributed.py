@@ -24,7 +24,8 @@ GRACE_S = 10.0
 CHANGES = {
     "parallel.engine": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.schedule": "1f1b",
     "parallel.layers_per_stage": "auto", "parallel.sequence_parallel": False, "memory.activations": "none",
-    "train.compile": False,
+    "train.compile": False, "parallel.context": 1, "parallel.context_by": "auto", "balance.context": "auto",
+    "parallel.expert": 1, "balance.experts": "auto",
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def _is_plain(config: Config, ranks: int) -> bool:
         and config.model.code is None
         and (config.model.lora is None or config.model.lora.adapter is None)
         and not (is_remote(config.data.tokenizer) and has_vocabulary_of_tokenizer(config))
-        and config.parallel.axes.model_parallel_size * parallel.context == 1
+        and config.parallel.axes.model_parallel_size * parallel.context * parallel.expert == 1
         and parallel.engine == engine
         and config.comm.compress == "none"
         and not isinstance(config.balance.optimizer_state, list)

@@ -215,8 +215,7 @@ def _show(known: Hardware, wanted: Config, prepared: PreparedRun, file: Path, as
     # known for the devices of this node alone.
     if wanted.train.micro_batch != "auto" or len({device.node for device in known.devices}) == 1:
         speeds = [replace(speed, most=min(speed.most, train.micro_batch)) for speed in speeds]
-    lockstep = balance.in_lockstep(*prepared.config.parallel.resolve_sharding)
-    division = balance.divide(train.global_batch, speeds, lockstep=lockstep)
+    division = balance.divide(train.global_batch, speeds, lockstep=prepared.config.parallel.lockstep)
     if as_json:
         terminal.out(json.dumps(hardware.to_json(known) | division.to_json(), indent=1), highlight=False)
     else:

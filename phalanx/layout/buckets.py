@@ -8,7 +8,7 @@ decay share a bucket: the update is told by name which is which, and a bucket le
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.core.errors import ConfigError
@@ -22,7 +22,8 @@ COMPRESSED_BYTES: dict[str, float | None] = {"none": None, "bf16": 2.0, "int8": 
 @dataclass(frozen=True)
 class ParameterSpec:
     """A whole parameter. `unit` uses it (\"\" is the model itself); `dtype` is what it travels in; `together`: so
-    many elements in a row, a divisor of all, belong together for the update rule, and no range may cut them."""
+    many elements in a row, a divisor of all, belong together for the update rule, and no range may cut them; `axis`:
+    the ranks that share it, all of the data axis or, of experts, those with the same ones (`MeshAxes.groups`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,6 +31,7 @@ class ParameterSpec:
     dtype: str
     trained: bool = True
     together: int = 1
+    axis: str = "data"
 
     @property
     def elements(self) -> int:
@@ -99,6 +101,11 @@ class Bucket:
     trained: bool
     members: tuple[BucketMember, ...]
     parts: tuple[BucketPart, ...]
+
+    @property
+    def axis(self) -> str:
+        """As of its parameters."""
+        return self.members[0].parameter.axis
 
     @property
     def elements(self) -> int:
@@ -171,6 +178,21 @@ def make_buckets(
         buckets.append(Bucket(unit, dtype, trained, members, tuple(cut)))
     needed = 1 + max((at for bucket in buckets for at, part in enumerate(bucket.parts) if part.elements), default=0)
     return tuple(replace(bucket, parts=bucket.parts[:needed]) for bucket in buckets)
+
+
+def make_buckets_by_axis(
+    parameters: Sequence[ParameterSpec], weights: Mapping[str, Sequence[float]], parts: int, min_part_elements: int
+) -> tuple[Bucket, ...]:
+    """As `make_buckets`, of parameters of several axes, each with the `weights` of its ranks. All travel in just
+    `parts`, some of which are empty, since ranks with different numbers of experts must agree on them."""
+    units = list(dict.fromkeys(parameter.unit for parameter in parameters))
+    found = []
+    for axis, shares in weights.items():
+        mine = [parameter for parameter in parameters if parameter.axis == axis]
+        for bucket in make_buckets(mine, shares, parts, min_part_elements):
+            empty = (BucketPart(bucket.elements, (0,) * (len(shares) + 1)) for _ in range(parts - len(bucket.parts)))
+            found.append(replace(bucket, parts=(*bucket.parts, *empty)))
+    return tuple(sorted(found, key=lambda bucket: units.index(bucket.unit)))
 
 
 def _parts(members: Sequence[BucketMember], ranks: int, parts: int, least: int) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,7 @@ Slices may be unequal, in proportion to the ranks' speeds, and empty. There are 
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -58,10 +59,13 @@ def split_in_proportion(total: int, shares: Sequence[float]) -> list[int]:
 
 
 @cache
-def slice_in_pairs(length: int, shares: tuple[float, ...]) -> ContextSlices:
+def slice_in_pairs(length: int, shares: tuple[float, ...], multiple: int = 1) -> ContextSlices:
     """Cut a row of one document into mirrored pairs of positions, in proportion to `shares`; the first rank has the
-    outermost, and the last one with a share the middle, of an odd length with the position there."""
-    counts = split_in_proportion(length // 2, shares)
+    outermost, and the last one with a share the middle, of an odd length with the position there. Each has a multiple
+    of `multiple` positions, as `length` must be."""
+    assert length % multiple == 0, (length, multiple)
+    pairs = multiple // math.gcd(2, multiple)
+    counts = [pairs * count for count in split_in_proportion(length // 2 // pairs, shares)]
     inner = max(rank for rank, share in enumerate(shares) if share > 0)
     left, right, start = [], [], 0
     for rank, count in enumerate(counts):
@@ -73,28 +77,31 @@ def slice_in_pairs(length: int, shares: tuple[float, ...]) -> ContextSlices:
 
 
 def slice_by_work(
-    documents: Documents, token_work: float, shares: Sequence[float], window: int | None
+    documents: Documents, token_work: float, shares: Sequence[float], window: int | None, multiple: int = 1
 ) -> ContextSlices:
-    """Cut rows of several documents into contiguous slices whose work is in proportion to `shares`.
+    """Cut rows of several documents into contiguous slices whose work is in proportion to `shares`, each of a multiple
+    of `multiple` positions.
 
     A position's work is `token_work`, that of its matrix products, and 1 for each key that it attends to, in all rows;
     with a `window` it attends to so many at most.
     """
     length = documents[0][-1]
+    assert length % multiple == 0, (length, multiple)
     spans = [(begin, end - begin) for offsets in documents for begin, end in itertools.pairwise(offsets)]
 
     def work_before(position: int) -> float:
         inside = (min(max(position - begin, 0), count) for begin, count in spans)
         return len(documents) * token_work * position + sum(_pairs_of_first(count, window) for count in inside)
 
-    def middle(position: int) -> float:  # a position belongs to who reaches it
-        return (work_before(position) + work_before(position + 1)) / 2
+    def middle(first: int) -> float:  # positions that stay together belong to who reaches their middle
+        return (work_before(first) + work_before(first + multiple)) / 2
 
     whole, begun, cuts = work_before(length), 0.0, [0]
     for share in shares[:-1]:
         begun += share
         aim = begun / sum(shares) * whole
-        cuts.append(cuts[-1] if share == 0 else bisect.bisect_right(range(length), aim, key=middle))
+        reached = bisect.bisect_right(range(0, length, multiple), aim, key=middle) * multiple
+        cuts.append(cuts[-1] if share == 0 else reached)
     # What rounding leaves over is the last one's that has a share.
     last = max(rank for rank, share in enumerate(shares) if share > 0)
     cuts[last + 1 :] = [length] * (len(shares) - last)

@@ -61,8 +61,8 @@ class Holdings:
     root: float
 
 
-def count_holdings(buckets: Sequence[Bucket], rank: int, state_bytes: float) -> Holdings:
-    """What `rank` holds of `buckets`, padding included."""
+def count_holdings(buckets: Sequence[Bucket], places: Mapping[str, int], state_bytes: float) -> Holdings:
+    """Elements of `buckets` on the rank whose numbers by axis are `places`, padding included."""
     trained = [bucket for bucket in buckets if bucket.trained]
     frozen = [bucket for bucket in buckets if not bucket.trained]
     units: Counter[str] = Counter()
@@ -72,8 +72,8 @@ def count_holdings(buckets: Sequence[Bucket], rank: int, state_bytes: float) -> 
     return Holdings(
         Counter(bucket.elements for bucket in trained),
         Counter(bucket.elements for bucket in frozen),
-        sum(bucket.count_elements(rank) for bucket in trained),
-        sum(bucket.count_elements(rank) for bucket in frozen),
+        sum(bucket.count_elements(places[bucket.axis]) for bucket in trained),
+        sum(bucket.count_elements(places[bucket.axis]) for bucket in frozen),
         state_bytes,
         Counter(units.values()),
         root,

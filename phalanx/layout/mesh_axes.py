@@ -7,12 +7,17 @@ al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021.
 Context parallelism is a part of the data axis: `context` neighbouring copies form a *row group*, which takes rows
 together. Each of its ranks holds a whole copy and computes some positions of each row. Gradients are sums, so whatever
 reduces or shards them treats these ranks as it does any others of the data axis.
+
+Expert parallelism is another part of it: `expert` neighbouring copies divide the experts of each layer among them, and
+exchange tokens. Ranks with the same place in such a group hold the same experts (`expert_copies`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.core.errors import ConfigError
+
+EXPERT_COPIES = "expert_copies"  # the axis of ranks with the same experts
 
 
 @dataclass(frozen=True)
@@ -26,27 +31,42 @@ class MeshCoordinates:
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """Degrees of parallelism: `tensor` ranks share each layer, `pipeline` ranks follow one another, and the ranks of
-    `context` copies share each row."""
+    """Degrees of parallelism: `tensor` ranks share each layer, `pipeline` ranks follow one another, the ranks of
+    `context` copies share each row, and those of `expert` copies the experts of each layer."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model together."""
         return self.tensor * self.pipeline
 
+    @property
+    def parts_of_data(self) -> tuple[str, ...]:
+        """Axes of `groups` that are parts of the data axis, where they have several ranks."""
+        return ("context",) * (self.context > 1) + ("expert", EXPERT_COPIES) * (self.expert > 1)
+
+    def copies_with_experts_of(self, copy: int, copies: int) -> range:
+        """Of so many copies of the model those that hold the same experts as number `copy`."""
+        return range(copy % self.expert, copies, self.expert)
+
     def data_parallel_size(self, world: int) -> int:
         """Copies of the model on `world` ranks. Raises ConfigError where they do not come out even."""
-        together = self.model_parallel_size * self.context
+        together = self.model_parallel_size * self.context * self.expert
         if world % together:
-            degrees = (("tensor", self.tensor), ("pipeline", self.pipeline), ("context", self.context))
-            what = " x ".join(f"parallel.{name}={degree}" for name, degree in degrees if degree > 1)
-            if self.context > 1:
+            degrees = {
+                axis: degree
+                for axis in ("tensor", "pipeline", "context", "expert")
+                if (degree := getattr(self, axis)) > 1
+            }
+            what = " x ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items())
+            if self.context * self.expert > 1:
+                share = "take rows together" if self.context > 1 else "hold all experts together"
                 raise ConfigError(
-                    f"{world} rank{'s' * (world != 1)} cannot form groups of {together} ranks that take rows together "
+                    f"{world} rank{'s' * (world != 1)} cannot form groups of {together} ranks that {share} "
                     f"({what}); start a multiple of {together} ranks, or choose degrees whose product divides {world}"
                 )
             raise ConfigError(
@@ -82,14 +102,16 @@ class MeshAxes:
         return (place.pipe * self.data_parallel_size(world) + place.data) * self.tensor + place.tensor
 
     def groups(self, axis: str, world: int) -> Iterator[tuple[int, ...]]:
-        """All groups of ranks that differ along one axis alone ("data", "context", "tensor" or "pipe"), or in both of
-        the model's ("model"), each in order of rank: every rank is in one of them."""
+        """All groups of ranks that differ along one axis alone ("data", "context", "expert", "expert_copies", "tensor"
+        or "pipe"), or in both of the model's ("model"), each in order of rank: every rank is in one of them."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(world):
             place = self.coordinates(rank, world)
             alike = {
                 "data": (place.pipe, place.tensor),
                 "context": (place.pipe, place.data // self.context, place.tensor),
+                "expert": (place.pipe, place.data // self.expert, place.tensor),
+                EXPERT_COPIES: (place.pipe, place.data % self.expert, place.tensor),
                 "tensor": (place.pipe, place.data),
                 "pipe": (place.data, place.tensor),
                 "model": (place.data,),

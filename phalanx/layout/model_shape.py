@@ -43,7 +43,8 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
 
 
-LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices of a block that may get an adapter
+ATTENTION_TARGETS = ("q", "k", "v", "o")
+LORA_TARGETS = (*ATTENTION_TARGETS, "gate", "up", "down")  # the matrices of a block that may get an adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ class BlockSpec:
     parallel: bool | None = None
     shared_norm: bool | None = None
     rotary_share: float | None = None
+    alibi: str | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
 
@@ -90,8 +92,10 @@ class MoESpec:
     """Mixture of experts: each token goes through `experts_per_token` of a layer's `experts`, gated feed-forward layers
     of width `intermediate` each, and through no less however many choose one.
 
-    `renormalize`: the weights of the chosen experts are divided by their sum. `dense_layers` have an ordinary
-    feed-forward layer. Training balances their load by `balance` (sequence, step_before, step or none),
+    `renormalize`: the weights of the chosen experts are divided by their sum; then they are multiplied by `scale`.
+    `scores` are softmax or sigmoid, the latter with a correction of each expert in the choice, which is within the best
+    `groups_per_token` of `groups` of experts. Each token goes through `shared` more experts. `dense_layers` have an
+    ordinary feed-forward layer. Training balances their load by `balance` (sequence, step_before, step or none),
     `balance_weight`, `z_loss` and `over` (layer or model); models/moe.py has the formulas.
     """
 
@@ -100,10 +104,51 @@ class MoESpec:
     intermediate: int
     renormalize: bool = True
     dense_layers: tuple[int, ...] = ()
+    scores: str = "softmax"
+    scale: float = 1.0
+    shared: int = 0
+    groups: int = 1
+    groups_per_token: int = 1
     balance: str = "sequence"
     balance_weight: float = 0.01
     z_loss: float = 0.0
     over: str = "layer"
+
+
+LATENT_WIDTHS = ("query_rank", "key_rank", "plain_dim", "value_dim")  # in a recipe's order
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Latent attention: keys and values come from `key_rank` numbers of a token, queries from `query_rank` (0: from all
+    of its width). A head has `plain_dim` channels without positions beside `ModelSpec.head_dim` rotated ones, and
+    values of `value_dim`; see models/latent_attention.py."""
+
+    query_rank: int
+    key_rank: int
+    plain_dim: int
+    value_dim: int
+
+    def shapes(self, hidden: int, heads: int, turned: int) -> Shapes:
+        """The shapes of attention's parameters, with `turned` rotated channels of each of `heads`."""
+        queries, rank = heads * (self.plain_dim + turned), self.query_rank
+        found: Shapes = {"q.weight": (queries, hidden)}
+        if rank:
+            found = {
+                "q_down.weight": (rank, hidden),
+                "q_down_norm.weight": (rank,),
+                "q_up.weight": (queries, rank),
+            }
+        return found | {
+            "kv_down.weight": (self.key_rank + turned, hidden),
+            "kv_down_norm.weight": (self.key_rank,),
+            "kv_up.weight": (heads * (self.plain_dim + self.value_dim), self.key_rank),
+            "o.weight": (hidden, heads * self.value_dim),
+        }
+
+    def mean_width(self, turned: int) -> int:
+        """The mean width of a head's keys and values, to which the cost of attention is proportional."""
+        return (self.plain_dim + turned + self.value_dim) // 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +202,7 @@ class ModelSpec(ModelSizes):
     lora: LoraSpec | None = None
     encoder: EncoderSpec | None = None
     moe: MoESpec | None = None
+    latent: LatentSpec | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer number `layer` has experts in the place of one feed-forward layer."""
@@ -167,14 +213,14 @@ class ModelSpec(ModelSizes):
         return None if layer in self.full_attention_layers else self.sliding_window
 
 
-_TIMED_OF_MOE = ("experts", "experts_per_token", "intermediate", "dense_layers", "balance")
+_TIMED_OF_MOE = ("experts", "experts_per_token", "intermediate", "dense_layers", "shared", "balance")
 
 
 def list_timing_shapes(spec: ModelSpec) -> dict[str, Any]:
     """What of a shape makes a difference to a device, as records of measurements have it: those of encoders and of
     rare blocks beside the others."""
     shapes = {name: value for name, value in asdict(spec).items() if name not in ("norm_eps", "init_std", "dropout")}
-    rare, encoder, moe = shapes.pop("block"), shapes.pop("encoder"), shapes.pop("moe")
+    rare, encoder, moe = shapes.pop("block") | (shapes.pop("latent") or {}), shapes.pop("encoder"), shapes.pop("moe")
     experts = {f"moe_{name}": moe[name] for name in _TIMED_OF_MOE} if moe else {}
     usual = {"objective": "language", "segment_kinds": 0, "labels": ()}
     return shapes | experts | (encoder or usual) | {name: value for name, value in rare.items() if value is not None}

@@ -4,14 +4,17 @@ The tensor plan of a family (`ModelFamily.tensor_plan`) maps modules, within a b
 Source: Shoeybi et al., "Megatron-LM", 2019.
 """
 
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 # How the matrix (out, in) of a module is cut: by outputs; by outputs that are key and value heads, of which there may
 # be fewer than ranks; by inputs; by rows of the vocabulary, in ranges that may be unequal.
 CUT_KINDS = ("column", "column_kv", "row", "vocabulary")
+EXPERTS = ".mlp.experts."  # in the names of stacks (E, ...)
 _BLOCK = re.compile(r"^(?:.*\.)?(?:layers|h)\.\d+\.")
 
 
@@ -20,6 +23,8 @@ class TensorShard:
     """[start, stop) along `dim`, the first or the last, of a parameter of the whole `shape`.
 
     `copies` ranks of the tensor axis hold just this, neighbours; `first` says whether this one is the first of them.
+    With `sections`, the lengths of matrices that follow one another along `dim`, it is the same share of each, [start,
+    stop) of all of them; these are `ranges`, and `window`, `offset` and `runs` have no meaning.
     """
 
     shape: tuple[int, ...]
@@ -28,6 +33,7 @@ class TensorShard:
     stop: int
     copies: int = 1
     first: bool = True
+    sections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.dim in (0, len(self.shape) - 1), self
@@ -37,6 +43,15 @@ class TensorShard:
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the part."""
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """What it is along `dim`, in order."""
+        length, ends = self.shape[self.dim], itertools.accumulate(self.sections, initial=0)
+        shares = [(self.start * each // length, self.stop * each // length) for each in self.sections]
+        return tuple((at + low, at + high) for at, (low, high) in zip(ends, shares, strict=False)) or (
+            (self.start, self.stop),
+        )
 
     @property
     def window(self) -> tuple[int, int] | None:
@@ -66,23 +81,37 @@ def find_cut_kind(module: str, kinds: Mapping[str, str]) -> str | None:
 
 
 def plan_tensor_shards(
-    shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str], kv_heads: int, size: int, rank: int
-) -> dict[str, TensorShard]:
+    shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str], kv_heads: int, size: int, rank: int,
+    sections: Mapping[str, tuple[int, ...]] = MappingProxyType({}), transposed: Collection[str] = (),
+) -> dict[str, TensorShard]:  # fmt: skip
     """The slice of each parameter that rank number `rank` of `size` holds; what is not named it holds whole.
 
     `shapes` are those of whole parameters, by name. That all of it divides is what `find_tensor_problems` says.
+    `sections`: see TensorShard, by module; `transposed` modules have matrices (in, out).
     """
     found = {}
     for name, shape in shapes.items():
-        kind = find_cut_kind(name.rpartition(".")[0], kinds)
+        module = name.rpartition(".")[0]
+        kind = find_cut_kind(module, kinds)
         if kind is None or (kind == "row" and len(shape) < 2):  # the bias of a sum over ranks is added once, by each
             continue
-        found[name] = _cut(shape, kind, kv_heads, size, rank)
+        last = len(shape) - 1 if (kind == "row") != (module in transposed) else 0
+        cut = _cut(shape, kind, last, kv_heads, size, rank)
+        found[name] = replace(cut, sections=sections.get(module, ()))
     return found
 
 
-def _cut(shape: tuple[int, ...], kind: str, kv_heads: int, size: int, rank: int) -> TensorShard:
-    dim = len(shape) - 1 if kind == "row" else 0
+def plan_expert_shards(
+    shapes: Mapping[str, tuple[int, ...]], counts: Sequence[int], rank: int
+) -> dict[str, TensorShard]:
+    """The experts that rank number `rank` holds of each stack, where ranks hold so many each, in order."""
+    start = sum(counts[:rank])
+    return {
+        name: TensorShard(shape, 0, start, start + counts[rank]) for name, shape in shapes.items() if EXPERTS in name
+    }
+
+
+def _cut(shape: tuple[int, ...], kind: str, dim: int, kv_heads: int, size: int, rank: int) -> TensorShard:
     length, copies, among, place = shape[dim], 1, size, rank
     if kind == "column_kv" and kv_heads < size:
         # A rank holds the one head that its queries use, and so do its neighbours.

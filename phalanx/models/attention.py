@@ -46,9 +46,39 @@ class ScoreDropout:
         return torch.where(kept, shares * (1.0 / (1.0 - self.p)), 0.0)
 
 
+@dataclass(frozen=True)
+class Alibi:
+    """Attention with linear biases, for heads from number `first_head` of the model's `heads` on: a score is lowered by
+    the distance of the positions times a slope of the head. `scaled` biases are rounded to bfloat16 and divided by the
+    square root of the head's width, as scores are. Source: Press et al., "Train Short, Test Long", 2022."""
+
+    heads: int
+    first_head: int
+    scaled: bool
+
+    def biases(
+        self, queries: Tensor, keys: Tensor, kv_heads: int, groups: int, width: int, dtype: torch.dtype
+    ) -> Tensor:
+        """The biases of positions `queries` (B or 1, n) and `keys` (B or 1, m): (B or 1, kv_heads, groups, n, m), up to
+        a constant for each query."""
+        some = self.first_head + torch.arange(kv_heads * groups, device=keys.device)
+        slopes = torch.tensor(alibi_slopes(self.heads), device=keys.device)[some].view(kv_heads, groups, 1, 1)
+        if self.scaled:  # of a key alone, as such models are trained
+            return (slopes.bfloat16() * keys[:, None, None, None]).to(dtype) * width**-0.5
+        return slopes.to(dtype) * (keys[:, None, None, None] - queries[:, None, None, :, None])
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slopes of `heads` heads: powers of two in even steps; where the heads are no power of two, those of the next
+    lower one, and every other of the next higher one."""
+    closest = 2 ** int(math.log2(heads))
+    found = [2.0 ** (-8.0 * each / closest) for each in range(1, closest + 1)]
+    return found + [2.0 ** (-4.0 * each / closest) for each in range(1, 2 * (heads - closest), 2)]
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, segments: Tensor | None = None, cap: float = 0.0,
-    dropout: ScoreDropout | None = None,
+    dropout: ScoreDropout | None = None, alibi: Alibi | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention: each position attends to itself and earlier ones; q (B, heads, S, head_dim) -> the same shape.
 
@@ -56,10 +86,12 @@ def attention(
     `window` a position attends to itself and the `window - 1` before it, as in Hugging Face's models (Beltagy et al.,
     "Longformer", 2020). `segments` int32 (n + 1,) are the offsets of documents in the B * S tokens, from 0 to B * S;
     each lies within one row, may be empty, and is attended to by its own positions only. `cap` (0: none) is a soft cap
-    of the scores, `dropout` that of the probabilities; torch has no kernel for these, so the scores are materialized.
+    of the scores, `dropout` that of the probabilities, `sinks` (heads,) are scores of one more key of each head,
+    without a value (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2024); torch has no kernel
+    for these nor for `alibi`, so the scores are materialized.
     """
-    if cap or dropout is not None:
-        return _with_scores(q, k, v, window, segments, cap, dropout)
+    if cap or dropout is not None or alibi is not None or sinks is not None:
+        return _with_scores(q, k, v, window, segments, cap, dropout, alibi, sinks)
     if window is not None and window >= q.shape[2]:
         window = None
     if window is None and segments is None:
@@ -173,14 +205,19 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 def _with_scores(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, segments: Tensor | None, cap: float,
-    dropout: ScoreDropout | None,
+    dropout: ScoreDropout | None, alibi: Alibi | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attention with softly capped scores, dropout of probabilities, or both, one chunk of queries at a time."""
+    """Attention with materialized scores, one chunk of queries at a time."""
     batch, heads, length, width = q.shape
     # Query heads that share a key head are neighbours.
     q = q.unflatten(1, (k.shape[1], heads // k.shape[1])) * width**-0.5
     positions = torch.arange(length, device=q.device)
     document = None if segments is None else _documents(segments, batch, length)
+    wide, groups = torch.promote_types(q.dtype, torch.float32), q.shape[2]
+    within = positions[None]  # the document
+    if alibi is not None and segments is not None and document is not None:
+        rows = torch.arange(0, batch * length, length, device=q.device)
+        within = positions - (segments[document - 1] - rows[:, None])
     out, chunk = [], _SCORES_CHUNK if dropout is None else _DROPOUT_CHUNK
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
@@ -190,7 +227,16 @@ def _with_scores(
             mask = mask & (document[:, start:stop, None] == document[:, None, seen])[:, None, None]
         scores = q[..., start:stop, :] @ k[:, :, None, seen].transpose(-1, -2)
         scores = cap_softly(scores, cap) if cap else scores
-        shares = torch.softmax(scores.masked_fill(~mask, -math.inf), -1, torch.promote_types(q.dtype, torch.float32))
+        if alibi is not None:
+            scores = scores + alibi.biases(within[:, start:stop], within[:, seen], k.shape[1], groups, width, wide)
+        scores = scores.masked_fill(~mask, -math.inf)
+        if sinks is None:
+            shares = torch.softmax(scores, -1, wide)
+        else:
+            sink = sinks.to(wide).view(-1, groups, 1, 1)
+            most = torch.maximum(scores.detach().to(wide).amax(-1, keepdim=True), sink.detach())
+            powers = (scores.to(wide) - most).exp()
+            shares = powers / (powers.sum(-1, keepdim=True) + (sink - most).exp())
         if dropout is not None:
             shares = dropout.apply(shares, start, seen.start)
         out.append(shares.to(q.dtype) @ v[:, :, None, seen])

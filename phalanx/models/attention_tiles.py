@@ -7,16 +7,20 @@ CPU torch's flash kernel computes a tile; windows, soft caps, dropout and other 
 queries at a time.
 """
 
+import functools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from phalanx.core.errors import is_out_of_memory
 from phalanx.models.attention import ScoreDropout
 from phalanx.models.layers import cap_softly
 
-_QUERIES = 256  # whose scores are materialized at a time
+QUERIES = 256  # whose scores are materialized at a time
+SCORE_BYTES = 26  # of a score at the height of `tile_backward`: scores, shares, gradients, and one in 16 bits
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,12 @@ def tile_forward(q: Tensor, k: Tensor, v: Tensor, options: TileOptions) -> tuple
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, options.causal)
         return out.to(wide), lse
     parts = []
-    for start in range(0, q.shape[2], _QUERIES):
+    for start in range(0, q.shape[2], QUERIES):
         seen = _seen_keys(q, k, start, options)
-        scores, _ = _scores(q[:, :, start : start + _QUERIES], k[:, :, seen], start, options)
+        scores, _ = _scores(q[:, :, start : start + QUERIES], k[:, :, seen], start, options)
         lse = scores.logsumexp(-1)
         shares = _dropped((scores - _finite(lse)[..., None]).exp(), start, options)
-        parts.append(((shares.to(q.dtype) @ v[:, :, None, seen]).to(wide), lse))
+        parts.append((_multiply(shares.to(q.dtype), v[:, :, seen]), lse))
     out, lse = (torch.cat(each, dim=3) for each in zip(*parts, strict=True))
     return out.flatten(1, 2), lse.flatten(1, 2)
 
@@ -70,22 +74,22 @@ def tile_backward(
     groups, scale = (k.shape[1], q.shape[1] // k.shape[1]), q.shape[3] ** -0.5
     grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     grad_q = []
-    for start in range(0, q.shape[2], _QUERIES):
-        some = slice(start, start + _QUERIES)
+    for start in range(0, q.shape[2], QUERIES):
+        some = slice(start, start + QUERIES)
         part, given = q[:, :, some], grad[:, :, some].unflatten(1, groups)
         seen = _seen_keys(q, k, start, options)
         scores, slope = _scores(part, k[:, :, seen], start, options)
         shares = (scores - _finite(lse[:, :, some]).unflatten(1, groups)[..., None]).exp()
         kept = _dropped(shares, start, options)
-        grad_v[:, :, seen] += (kept.to(q.dtype).transpose(-1, -2) @ given).sum(2)
-        of_shares = _dropped((given @ v[:, :, None, seen].transpose(-1, -2)).to(wide), start, options)
+        grad_v[:, :, seen] += _sum_products(kept.to(q.dtype), given)
+        of_shares = _dropped(_multiply(given, v[:, :, seen].transpose(-1, -2)), start, options)
         delta = (grad[:, :, some].to(wide) * out[:, :, some]).sum(-1).unflatten(1, groups)
         of_scores = shares * (of_shares - delta[..., None])
         if slope is not None:
             of_scores = of_scores * slope
         of_scores = (of_scores * scale).to(q.dtype)
-        grad_q.append((of_scores @ k[:, :, None, seen]).to(wide).flatten(1, 2))
-        grad_k[:, :, seen] += (of_scores.transpose(-1, -2) @ part.unflatten(1, groups)).sum(2)
+        grad_q.append(_multiply(of_scores, k[:, :, seen]).flatten(1, 2))
+        grad_k[:, :, seen] += _sum_products(of_scores, part.unflatten(1, groups))
     return torch.cat(grad_q, dim=2), grad_k, grad_v
 
 
@@ -104,16 +108,15 @@ def _finite(lse: Tensor) -> Tensor:
 
 def _seen_keys(q: Tensor, k: Tensor, start: int, options: TileOptions) -> slice:
     """The keys that any of the queries from number `start` of the tile on may see."""
-    last = options.first_query + min(start + _QUERIES, q.shape[2]) - options.first_key
+    last = options.first_query + min(start + QUERIES, q.shape[2]) - options.first_key
     return slice(0, min(k.shape[2], max(1, last)) if options.causal else k.shape[2])
 
 
 def _scores(q: Tensor, k: Tensor, start: int, options: TileOptions) -> tuple[Tensor, Tensor | None]:
     """The scores (B, kv_heads, groups, Q, K) of queries from number `start` of the tile on, -inf where a key is not
     seen, and the slope of the soft cap where there is one."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scaled = q.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1])) * q.shape[3] ** -0.5
-    scores, slope = (scaled @ k[:, :, None].transpose(-1, -2)).to(wide), None
+    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1]))
+    scores, slope = _multiply(grouped, k.transpose(-1, -2)) * q.shape[3] ** -0.5, None
     if options.cap:
         scores = cap_softly(scores, options.cap)
         slope = 1.0 - (scores / options.cap).square()
@@ -123,6 +126,46 @@ def _scores(q: Tensor, k: Tensor, start: int, options: TileOptions) -> tuple[Ten
         seen = back >= 0 if options.window is None else (back >= 0) & (back < options.window)
         scores = scores.masked_fill(~seen, -math.inf)
     return scores, slope
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a (B, kv_heads, groups, M, N) times b (B, kv_heads, N, P) -> (B, kv_heads, groups, M, P), in float32 or better:
+    scores of long rows are large, and rounded to 16 bits they would be wrong by a percent."""
+    rows = a.flatten(2, 3).flatten(0, 1)  # the queries of a group together: a product for each key head
+    return _multiply_matrices(rows, b.flatten(0, 1)).view(*a.shape[:4], b.shape[3])
+
+
+def _sum_products(a: Tensor, b: Tensor) -> Tensor:
+    """The sum over groups of a.T b: a (B, kv_heads, groups, M, N) and b (B, kv_heads, groups, M, P) -> (B, kv_heads, N,
+    P), in float32 or better."""
+    rows, columns = (each.flatten(2, 3).flatten(0, 1) for each in (a, b))
+    return _multiply_matrices(rows.transpose(1, 2), columns).unflatten(0, a.shape[:2])
+
+
+def _multiply_matrices(a: Tensor, b: Tensor) -> Tensor:
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.dtype != wide and _has_wide_product(a.device, a.dtype):
+        return torch.bmm(a, b, out_dtype=wide)
+    return torch.bmm(a.to(wide), b.to(wide))
+
+
+@functools.cache
+def _has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of 16-bit matrices there can have a float32 result: tried once, in a separate thread, since
+    hooks and modes belong to a thread and would take the trial for a part of the model."""
+
+    def attempt() -> bool:
+        a = torch.full((1, 16, 16), 1 + 2**-7, device=device, dtype=dtype)
+        found = torch.bmm(a, a, out_dtype=torch.float32)
+        return bool((found == 16 * (1 + 2**-7) ** 2).all())
+
+    try:
+        with ThreadPoolExecutor(1) as apart:
+            return apart.submit(attempt).result()
+    except (RuntimeError, TypeError) as error:  # device or torch has none
+        if is_out_of_memory(error):  # an exception is not cached
+            raise
+        return False
 
 
 def _dropped(shares: Tensor, start: int, options: TileOptions) -> Tensor:

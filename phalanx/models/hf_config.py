@@ -56,11 +56,14 @@ def find_config_family(config: ConfigJson, own: Mapping[str, Any] = NONE) -> Mod
     named = config.get("architectures")
     if not isinstance(named, list) or not named:
         kind = config.get("model_type")
-        return next((each for each in FAMILIES.values() if each.hf.model_type == kind), None)
+        return next(
+            (each for each in FAMILIES.values() if each.hf.model_type == kind and each.hf.matches(config)), None
+        )
     if own.get("architectures") == named:
         base = FAMILIES.get(str(config.get(BASE_KEY, next(iter(FAMILIES)))))
         return base if base in _bases() else None
-    return next((each for each in FAMILIES.values() if named[0] in (*each.hf.classes, *each.hf.headless)), None)
+    called = (each for each in FAMILIES.values() if named[0] in (*each.hf.classes, *each.hf.headless))
+    return next((each for each in called if each.hf.matches(config)), None)
 
 
 def _bases() -> list[ModelFamily]:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
+from phalanx.models import mxfp4
 from phalanx.models.hf_layout import Place, find_places, find_stacks
 from phalanx.models.llama import Llama
 from phalanx.models.model import Architecture
@@ -68,7 +70,7 @@ class _Safetensors:
         return str(self._header[name]["dtype"])
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        stored = STORED_DTYPES[self.dtype(name)]
+        stored = torch.uint8 if self.dtype(name) == "U8" else STORED_DTYPES[self.dtype(name)]
         at = self._first + int(self._header[name]["data_offsets"][0]) + start * stored.itemsize
         if out.dtype == stored and out.device.type == "cpu" and out.stride(0) == 1:
             self._read(at, out)
@@ -130,6 +132,18 @@ class Weights:
         paths = _files(self.folder)
         self._files = {path: _open(path) for path in paths}
         self._path_of = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118 (not a dict)
+        self._unpack_stacks()
+
+    def _unpack_stacks(self) -> None:
+        """Take stacks in MXFP4, which are two tensors each, as tensors in bfloat16."""
+        packed = {name.removesuffix(mxfp4.BLOCKS) for name in self._path_of if name.endswith(mxfp4.BLOCKS)}
+        packed = {name for name in packed if name + mxfp4.SCALES in self._path_of}
+        for name in packed:
+            blocks, scales = (self._path_of.pop(name + end) for end in (mxfp4.BLOCKS, mxfp4.SCALES))
+            self._path_of[name] = blocks / name  # a file of its own
+            self._files[blocks / name] = mxfp4.PackedStack(name, self._files[blocks], self._files[scales])
+        if packed:
+            warnings.warn(f"{self.folder} has weights in MXFP4, which are read as bfloat16", stacklevel=3)
 
     def _theirs(self, name: str) -> str:
         return hf_name(name, self.model_class)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.core import renamed
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.attention import ScoreDropout, attention
+from phalanx.models.attention import Alibi, ScoreDropout, attention
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.families.catalog import block_options
 from phalanx.models.families.decoder import HF_NAMES
@@ -69,6 +69,8 @@ class Attention(nn.Module):
         self.query_scale = None if scalar in (None, spec.head_dim) else math.sqrt(spec.head_dim / scalar)
         self.rotary_pairs, self.score_cap = options.rotary_pairs, options.score_cap
         self.dropout, self.first_head = spec.attention_dropout, 0  # a tensor-parallel rank's first is another
+        self.alibi, self.heads = options.alibi, spec.heads
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(spec.heads)) if options.sinks else None)
         self.attention_fn: Callable[..., Tensor] = attention  # parallel/context.py replaces it
         self.o = Linear(queries, spec.hidden, bias=options.o_bias)
 
@@ -95,11 +97,15 @@ class Attention(nn.Module):
         q = apply_rope(q, cos, sin, self.rotary_pairs).transpose(1, 2)
         q = q if self.query_scale is None else q * self.query_scale
         k = apply_rope(k, cos, sin, self.rotary_pairs).transpose(1, 2)
-        dropout = {}
+        more: dict[str, Any] = {}
         if draws is not None and site is not None and self.dropout > 0.0:
-            dropout["dropout"] = ScoreDropout(draws, site, self.first_head, self.dropout)
+            more["dropout"] = ScoreDropout(draws, site, self.first_head, self.dropout)
+        if self.alibi:
+            more["alibi"] = Alibi(self.heads, self.first_head, self.alibi == "scaled")
+        if self.sinks is not None:
+            more["sinks"] = self.sinks
         v = v.transpose(1, 2)
-        mixed = self.attention_fn(q, k, v, window=self.window, segments=segments, cap=self.score_cap, **dropout)
+        mixed = self.attention_fn(q, k, v, window=self.window, segments=segments, cap=self.score_cap, **more)
         return self.o(mixed.transpose(1, 2).flatten(2), draws, site)
 
 
@@ -128,6 +134,8 @@ class Block(nn.Module):
     """A decoder block, layer number `layer`: attention and MLP with residuals, each with a norm before, after or both;
     sequential or parallel, by the family's options."""
 
+    attends: ClassVar[type[Attention]] = Attention
+
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.dropout = spec.dropout
@@ -142,7 +150,7 @@ class Block(nn.Module):
         own = options.pre_norms and not options.shared_norm
         self.norm = norm(options.shared_norm)
         self.attention_norm = norm(own)
-        self.attention = Attention(spec, layer)
+        self.attention = type(self).attends(spec, layer)
         self.attention_post_norm = norm(options.post_norms)
         self.mlp_norm = norm(own)
         self.mlp: nn.Module = MLP(spec)

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec
+from phalanx.layout.model_shape import ATTENTION_TARGETS, LORA_TARGETS, LoraSpec
 from phalanx.models.counter_rng import CounterRNG, derive_key, uniform
 from phalanx.models.layers import Linear
 
 # A target of LORA_TARGETS -> its module in a block.
-MODULES = {name: f"{'attention' if name in ('q', 'k', 'v', 'o') else 'mlp'}.{name}" for name in LORA_TARGETS}
+MODULES = {name: f"{'attention' if name in ATTENTION_TARGETS else 'mlp'}.{name}" for name in LORA_TARGETS}
 # Dropout sites of adapters, distinct from those of blocks, which count from 0 to twice the layers.
 _FIRST_SITE = 1 << 20
 

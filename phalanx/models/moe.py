@@ -22,6 +22,7 @@ the mean of their f_e first, as transformers does.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,37 +33,73 @@ from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.grouped_mm import multiply_groups, sort_rows, unsort_rows
 from phalanx.models.layers import IGNORE_INDEX
-from phalanx.models.llama import ACTIVATIONS, Block, Llama, block_options, llama_init_rule
+from phalanx.models.llama import ACTIVATIONS, MLP, Block, Llama, block_options, llama_init_rule
 from phalanx.models.model import InitRule
+
+_SLOPE, _LIMIT = 1.702, 7.0  # of GPT-OSS
 
 
 class Router(nn.Module):
     """Scores of a layer's experts for each token, and the choice of the best."""
 
+    bias: nn.Parameter | None
+    correction: nn.Parameter | None
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         assert spec.moe is not None
         self.weight = nn.Parameter(torch.zeros(spec.moe.experts, spec.hidden))
-        self.chosen, self.renormalize = spec.moe.experts_per_token, spec.moe.renormalize
+        clamped = block_options(spec).experts == "clamped"
+        self.register_parameter("bias", nn.Parameter(torch.zeros(spec.moe.experts)) if clamped else None)
+        self.moe = spec.moe
+        # No gradient: in the choice alone.
+        correction = nn.Parameter(torch.zeros(spec.moe.experts)) if spec.moe.scores == "sigmoid" else None
+        self.register_parameter("correction", correction)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, D) -> logits (T, E) in float32 or better, the chosen experts (T, k) int64, the best first, and their
         weights (T, k)."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
-        probabilities = logits.softmax(-1)
+        logits = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+        scores = logits.softmax(-1) if self.correction is None else logits.sigmoid()
         # topk takes any of equal scores; a stable sort the first.
-        chosen = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
-        weights = probabilities.gather(1, chosen)
-        if self.renormalize:
+        chosen = _sort(self.rank(logits.detach(), scores.detach()))[:, : self.moe.experts_per_token]
+        weights = scores.gather(1, chosen)
+        if self.moe.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        return logits, chosen, weights
+        return logits, chosen, weights * self.moe.scale if self.moe.scale != 1.0 else weights
+
+    def rank(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """By what experts are chosen, (T, E): logits, or corrected scores within the best groups. A group is as good as
+        its best two."""
+        if self.correction is None:
+            return logits
+        ranked = scores + self.correction.detach().to(scores.dtype)
+        if self.moe.groups == 1:
+            return ranked
+        grouped = ranked.unflatten(1, (self.moe.groups, -1))
+        best = _sort(grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1))[:, : self.moe.groups_per_token]
+        within = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
+        return grouped.masked_fill(~within[..., None], -torch.inf).flatten(1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The shares of experts in what the load-balancing loss is of."""
+        if self.correction is None:
+            return logits.softmax(-1)
+        scores = logits.sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
+
+
+def _sort(scores: Tensor) -> Tensor:
+    """The numbers of the last dim from the greatest score on, of equal ones the lower number first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices
 
 
 class Experts(nn.Module):
     """The gated feed-forward layers of a layer, in two stacks: gate before up (E, 2 F, D), and down (E, D, F).
 
-    `multiply` is multiply_groups, or an FP8 product (parallel/fp8.py).
+    `multiply` is multiply_groups, or an FP8 product (parallel/fp8.py). With `exchange` (parallel/experts.py) this rank
+    holds only some of the experts.
     """
 
     multiply: Callable[..., Tensor] = staticmethod(multiply_groups)
@@ -74,17 +111,50 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.zeros(moe.experts, 2 * moe.intermediate, spec.hidden))
         self.down = nn.Parameter(torch.zeros(moe.experts, spec.hidden, moe.intermediate))
         self.activation = ACTIVATIONS[block_options(spec).activation]
+        self.experts = moe.experts
+        self.exchange: Callable[..., Tensor] | None = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x (T, D), chosen (T, k) int64, weights (T, k) -> (T, D): what the chosen give, weighted."""
         copies, flat = chosen.shape[1], chosen.flatten()
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        ends = count_choices(flat, torch.ones_like(flat), self.down.shape[0]).cumsum(0)
-        gate, up = self.multiply(sort_rows(x, order, inverse, copies), self.gate_up, ends).chunk(2, dim=-1)
-        rows = self.multiply(self.activation(gate) * up, self.down, ends)
+        counts = count_choices(flat, torch.ones_like(flat), self.experts)
+        rows = sort_rows(x, order, inverse, copies)
+        rows = self.feed(rows, counts) if self.exchange is None else self.exchange(self.feed, rows, counts)
         each = unsort_rows(rows, order, inverse).unflatten(0, (-1, copies))
         return (each * weights.to(x.dtype)[:, :, None]).sum(1)  # in the order of choice, on any layout
+
+    def feed(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What the experts held here give for rows (N, D), sorted by expert, `counts` (experts,) int64 of each."""
+        ends = counts.cumsum(0)
+        gate, up = self.multiply(rows, self.gate_up, ends).chunk(2, dim=-1)
+        return self.multiply(self.activation(gate) * up, self.down, ends)
+
+
+class ClampedExperts(Experts):
+    """Experts of GPT-OSS: stacks (E, D, 2 F), gate and up by turns, and (E, F, D), as in Hugging Face folders, with
+    biases; down((up + 1) * gate * sigmoid(1.702 gate)) of a clamped gate and up."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
+        moe = spec.moe
+        assert moe is not None
+        self.gate_up = nn.Parameter(torch.zeros(moe.experts, spec.hidden, 2 * moe.intermediate))
+        self.gate_up_bias = nn.Parameter(torch.zeros(moe.experts, 2 * moe.intermediate))
+        self.down = nn.Parameter(torch.zeros(moe.experts, moe.intermediate, spec.hidden))
+        self.down_bias = nn.Parameter(torch.zeros(moe.experts, spec.hidden))
+
+    def feed(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """As `Experts.feed`."""
+        ends = counts.cumsum(0)
+        # A product, whose gradient is a sum in a fixed order.
+        ones = rows.new_ones(rows.shape[0], 1)
+        found = self.multiply(rows, self.gate_up.transpose(1, 2), ends)
+        found = found + multiply_groups(ones, self.gate_up_bias[:, :, None], ends)
+        gate, up = found[:, ::2].clamp(max=_LIMIT), found[:, 1::2].clamp(-_LIMIT, _LIMIT)
+        found = self.multiply((up + 1) * gate * torch.sigmoid(gate * _SLOPE), self.down.transpose(1, 2), ends)
+        return found + multiply_groups(ones, self.down_bias[:, :, None], ends)
 
 
 def reference_experts(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -105,12 +175,17 @@ def count_choices(chosen: Tensor, counted: Tensor, experts: int) -> Tensor:
 
 
 class MoELayer(nn.Module):
-    """A router and its experts, in the place of a block's feed-forward layer."""
+    """A router, its experts and those that all tokens go through, in the place of a block's feed-forward layer."""
+
+    shared: MLP | None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.router = Router(spec)
-        self.experts = Experts(spec)
+        self.experts = ClampedExperts(spec) if block_options(spec).experts == "clamped" else Experts(spec)
+        assert spec.moe is not None
+        width = spec.moe.shared * spec.moe.intermediate
+        self.shared = MLP(replace(spec, intermediate=width)) if width else None
 
 
 class _AddedLoss(torch.autograd.Function):
@@ -185,6 +260,7 @@ class MoEBlock(Block):
         rows, length = x.shape[:2]
         logits, chosen, weights = self.mlp.router(x.flatten(0, 1))
         fed = self.mlp.experts(x.flatten(0, 1), chosen, weights).unflatten(0, (rows, length))
+        fed = fed if self.mlp.shared is None else fed + self.mlp.shared(x)
         if counted is None:
             counted = torch.ones(rows, length, 1, dtype=torch.int64, device=x.device)
         choices = counted.expand(-1, -1, chosen.shape[1]).flatten(1)
@@ -201,7 +277,8 @@ class MoEBlock(Block):
         if self.balance in ("sequence", "step_before", "step"):
             if shares is None:
                 shares = (by_row.to(logits.dtype) / counted.sum(1).clamp(min=1))[:, None]  # (B, 1, E)
-            loss = (logits.softmax(-1) * shares * here).sum() * self.loss_weight
+            assert isinstance(self.mlp, MoELayer)
+            loss = (self.mlp.router.probabilities(logits) * shares * here).sum() * self.loss_weight
         if self.z_weight:
             squares = (logits.logsumexp(-1, keepdim=True).square() * here).sum() * self.z_weight
             loss = squares if loss is None else loss + squares
@@ -210,7 +287,9 @@ class MoEBlock(Block):
 
 def moe_init_rule(name: str, spec: ModelSpec) -> InitRule:
     """As `llama_init_rule`, of experts as of one feed-forward layer."""
-    return llama_init_rule(name.replace(".mlp.experts.down", ".mlp.down.weight"), spec)
+    if name.endswith(("_bias", ".sinks", ".correction")):
+        return ("zeros",)
+    return llama_init_rule(name.replace(".mlp.experts.down", ".mlp.down.weight").replace(".shared.", "."), spec)
 
 
 class MoEDecoder(Llama):

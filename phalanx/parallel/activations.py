@@ -118,6 +118,8 @@ def sync_dropout(model: nn.Module, attention: list[nn.Module], peers: TensorPara
         own = _LocalRNG(peers.rank)
         module.register_forward_pre_hook(own.begin, with_kwargs=True)
         module.register_forward_hook(own.end, always_call=True)
+        if isinstance(after := getattr(module, "resid_dropout", None), nn.Module):  # of what is replicated again
+            after.register_forward_pre_hook(own.share)
 
 
 class _SharedSeed:
@@ -139,7 +141,7 @@ class _LocalRNG:
     """Hooks around one module in which this rank uses its own random numbers."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._aside = rank, contextlib.ExitStack()
+        self._rank, self._aside, self._common = rank, contextlib.ExitStack(), 0
 
     def begin(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not module.training:
@@ -150,7 +152,12 @@ class _LocalRNG:
             self._aside.enter_context(torch.random.fork_rng(devices=[]))
         else:
             self._aside.enter_context(torch.random.fork_rng([given.device], device_type=given.device.type))
+        self._common = (seed - 1) % _SEEDS
         torch.manual_seed((seed + self._rank) % _SEEDS)
+
+    def share(self, module: nn.Module, _: Any) -> None:
+        if module.training:
+            torch.manual_seed(self._common)
 
     def end(self, *_: Any) -> None:
         self._aside.close()

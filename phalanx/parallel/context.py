@@ -39,6 +39,7 @@ from phalanx.layout.context_slices import (
 from phalanx.models.attention import ScoreDropout, attention
 from phalanx.models.attention_tiles import TileOptions, merge, tile_backward, tile_forward
 from phalanx.models.llama import Attention
+from phalanx.parallel.all_to_all import all_to_all
 
 
 def positions_of(slices: ContextSlices, rank: int) -> Tensor:
@@ -106,6 +107,11 @@ def apply_context_parallel(model: nn.Module, context: ContextParallel) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.attention_fn = context.attend
+
+
+def find_context_attention(module: nn.Module) -> list[Attention]:
+    """Attention modules that exchange with the ranks of a context group."""
+    return [each for each in module.modules() if isinstance(each, Attention) and each.attention_fn is not attention]
 
 
 def reference_context_attention(
@@ -304,23 +310,6 @@ class _Returns:
 # ------------------------------------------------------------------------------------------------------------- by heads
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], context: ContextParallel) -> Tensor:
-        ctx.way_back = received, sent, context
-        out = x.new_empty(sum(received))
-        collectives.all_to_all(out, x.contiguous(), received, sent, context.axis.group, context.traffic).wait()
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received, context = ctx.way_back
-        out = grads[0].new_empty(sum(received))
-        collectives.all_to_all(out, grads[0].contiguous(), received, sent, context.axis.group, context.traffic).wait()
-        return out, None, None, None
-
-
 def _attend_by_heads(
     context: ContextParallel, q: Tensor, k: Tensor, v: Tensor, window: int | None, rows: ContextRows, cap: float,
     dropout: ScoreDropout | None,
@@ -336,7 +325,7 @@ def _attend_by_heads(
     packed = torch.cat((by_head, k.transpose(0, 1), v.transpose(0, 1)), dim=-1)  # (kv_heads, B, s, (groups + 2) d)
     each = batch * (groups + 2) * width
     sent, received = [count * own * each for count in counts], [mine * length * each for length in lengths]
-    flat: Tensor = _AllToAll.apply(packed.flatten(), sent, received, context)
+    flat = all_to_all(packed.flatten(), sent, received, context)
     shapes = [(mine, batch, length, (groups + 2) * width) for length in lengths]
     parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
     whole = torch.cat(parts, dim=2)[:, :, order.argsort()]
@@ -354,7 +343,7 @@ def _attend_by_heads(
     each = batch * groups * width
     sent, received = [mine * length * each for length in lengths], [count * own * each for count in counts]
     leaving = torch.cat([part.flatten() for part in mixed[:, :, order].split(lengths, dim=2)])
-    flat = _AllToAll.apply(leaving, sent, received, context)
+    flat = all_to_all(leaving, sent, received, context)
     shapes = [(count, batch, own, groups * width) for count in counts]
     parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
     return torch.cat(parts).unflatten(3, (groups, width)).permute(1, 0, 3, 2, 4).flatten(1, 2)

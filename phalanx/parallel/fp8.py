@@ -9,8 +9,9 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; block sizes
 2024.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from phalanx.models.layers import Linear
 from phalanx.models.moe import Experts
 from phalanx.system import accelerator
 
+_observers: list[Callable[[Tensor, Tensor], None]] = []
+
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (..., C) -> FP8 values (..., B, 128) of its B blocks of 1 x 128, and their scales (..., B, 1).
@@ -31,7 +34,21 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     The last block is filled up with zeros.
     """
     blocks = F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    return _quantize(blocks, power_of_two_scale(blocks.abs().amax(-1, keepdim=True)))
+    values, scale = _quantize(blocks, power_of_two_scale(blocks.abs().amax(-1, keepdim=True)))
+    for observer in _observers:
+        observer(blocks, values)
+    return values, scale
+
+
+@contextlib.contextmanager
+def observe_rows(observer: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Meanwhile `quantize_rows` calls `observer(blocks, values)` with each input in its blocks and with its FP8 values,
+    in code that is not compiled."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 def quantize_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,10 @@ A table for each architecture says how its matrices are cut. Its code is unchang
 the tensors. Logits are whole on every rank, so that any loss, of transformers or custom, is computed as before.
 """
 
+import copy
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,11 +20,13 @@ from phalanx.comm import collectives
 from phalanx.comm.collectives import Traffic, device_for_group
 from phalanx.comm.mesh import Axis, split_axis
 from phalanx.core.errors import ConfigError
-from phalanx.layout.tensor_shards import TensorShard, plan_tensor_shards
+from phalanx.layout.tensor_shards import TensorShard, find_cut_kind, plan_tensor_shards
 from phalanx.models.families.catalog import TRANSFORM_PLANS
 from phalanx.models.layers import RMSNorm
 from phalanx.parallel import activations
-from phalanx.parallel.tensor import (
+from phalanx.parallel.tensor import replace_modules
+from phalanx.parallel.tensor_collectives import TensorParallelPeers
+from phalanx.parallel.tensor_layers import (
     TENSOR_PARALLEL_MODULES,
     PartialRMSNorm,
     RowParallelLinear,
@@ -32,11 +35,10 @@ from phalanx.parallel.tensor import (
     VocabParallelEmbedding,
     VocabParallelHead,
     copy_shard,
-    replace_modules,
 )
-from phalanx.parallel.tensor_collectives import TensorParallelPeers
 
-_DROPOUT = ("attention_dropout", "hidden_dropout", "attn_pdrop")  # keys of their configurations
+# Keys of their configurations.
+_DROPOUT = ("attention_dropout", "hidden_dropout", "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 _ATTENTION = (".self_attn", ".self_attention", ".attention", ".attn")  # ends of the names of modules with heads
 _HEAD_COUNTS = {"num_heads", "num_attention_heads"}  # attributes of those that do not ask their tensors
 _TIMEOUT_S = 600.0
@@ -70,15 +72,20 @@ def transform(
     """
     kinds = find_cut_plan(model)
     numbers = _numbers(model)
-    _check(model, numbers, axis.size)
+    _check(model, kinds, numbers, axis.size)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
-    held = plan_tensor_shards(shapes, kinds, numbers.kv_heads, axis.size, axis.rank)
+    # transformers' Conv1D is a linear layer with a matrix (in, out).
+    transposed = {name for name, each in model.named_modules() if type(each).__name__ == "Conv1D"}
+    sections = _find_sections(kinds, shapes, numbers, transposed)
+    held = plan_tensor_shards(shapes, kinds, numbers.kv_heads, axis.size, axis.rank, sections, transposed)
     arrive = _Rank0Weights(model, device or torch.device("cpu"), dtype) if load_state_dict_from_rank0 else None
     cut = TensorParallelContext(
         TensorParallelPeers(axis, Traffic()), kv_peers=_sharers(axis, numbers.kv_heads, timeout_s)
     )
     (head,) = (name for name in ("lm_head", "embed_out") if name in dict(model.named_children()))
-    replace_modules(model, kinds, held, cut, head=head, take=arrive.receive_shard if arrive is not None else None)
+    one_head = [name for name, parts in sections.items() if len(parts) == 3] if numbers.kv_heads == 1 else []
+    take = arrive.receive_shard if arrive is not None else None
+    replace_modules(model, kinds, held, cut, head, take, transposed, one_head)
     if arrive is not None:
         arrive.receive_rest(model)
     for name, module in list(model.named_modules()):
@@ -95,7 +102,14 @@ def transform(
         for number in _HEAD_COUNTS & vars(module).keys() if name.endswith(_ATTENTION) else ():
             vars(module)[number] = numbers.heads // axis.size
         if "num_kv_heads" in vars(module):
-            vars(module)["num_kv_heads"] = numbers.kv_heads // axis.size
+            vars(module)["num_kv_heads"] = max(1, numbers.kv_heads // axis.size)
+        if "split_size" in vars(module):  # of GPT-2's queries
+            vars(module)["split_size"] //= axis.size
+        if name.endswith(".self_attn") and f"{name}.qkv_proj" in sections:  # Phi-3 asks its configuration
+            own = copy.copy(cast(Any, module).config)
+            own.num_attention_heads = numbers.heads // axis.size
+            vars(module)["config"] = own
+            vars(module)["num_key_value_heads"] = max(1, numbers.kv_heads // axis.size)
         if "num_key_value_groups" in vars(module):
             vars(module)["num_key_value_groups"] = numbers.heads // axis.size // max(1, numbers.kv_heads // axis.size)
     for parameter in model.parameters():  # not buffers: rotary frequencies keep their precision
@@ -134,23 +148,38 @@ def _numbers(model: nn.Module) -> _Heads:
     return _Heads(heads, kv_heads, width, int(config.vocab_size))
 
 
+def _find_sections(
+    kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], numbers: _Heads, transposed: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """The lengths of the matrices that a module holds one after another, by the names of such modules."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        kind, out = find_cut_kind(module, kinds), shape[-1 if module in transposed else 0]
+        if kind == "column_pair":
+            found[module] = (out // 2, out // 2)
+        elif kind == "column_qkv" or (kind == "column_grouped" and numbers.kv_heads == 1):
+            head = out // (numbers.heads + 2 * numbers.kv_heads)
+            found[module] = (numbers.heads * head, numbers.kv_heads * head, numbers.kv_heads * head)
+    return found
+
+
 def _count_falcon_keys(config: Any) -> int | None:
     if getattr(config, "new_decoder_architecture", False):
         return int(config.num_kv_heads)
     return 1 if getattr(config, "multi_query", False) else None
 
 
-def _check(model: nn.Module, numbers: _Heads, size: int) -> None:
+def _check(model: nn.Module, kinds: Mapping[str, str], numbers: _Heads, size: int) -> None:
     """Raises ConfigError for a model that cannot be cut over so many ranks."""
     over = f"tensor parallelism over {size} ranks"
     if getattr(cast(Any, model).config, "alibi", False):
         raise ConfigError(f"{over} does not divide attention by distance (alibi); use a model with rotary positions")
-    fused = any(name.endswith(".query_key_value") for name, _ in model.named_modules())
-    if fused and numbers.kv_heads % size:
-        raise ConfigError(
-            f"{over} must divide the {numbers.kv_heads} key heads, which share a matrix with the queries; choose a "
-            "divisor"
-        )
+    fused = not {"column_qkv", "column_grouped"}.isdisjoint(kinds.values())
+    width = int(cast(Any, model).config.hidden_size) // numbers.heads
+    if fused and (width if numbers.kv_heads == 1 else numbers.kv_heads) % size:
+        parts = f"{width} channels of the key head" if numbers.kv_heads == 1 else f"{numbers.kv_heads} key heads"
+        raise ConfigError(f"{over} must divide the {parts}, which share a matrix with the queries; choose a divisor")
     if numbers.heads % size or numbers.intermediate % size:
         raise ConfigError(
             f"{over} must divide the {numbers.heads} attention heads and the {numbers.intermediate} channels of the "
@@ -302,4 +331,7 @@ def gather_tensor(tensor: Tensor, shard: TensorShard, axis: Axis, everywhere: bo
     among = axis.size // shard.copies
     edges = itertools.pairwise(length * place // among for place in range(among + 1))
     found = [out[place * shard.copies].narrow(shard.dim, 0, stop - start) for place, (start, stop) in enumerate(edges)]
+    if shard.sections:
+        each = zip(*(part.split([n // axis.size for n in shard.sections], shard.dim) for part in found), strict=True)
+        found = [part for section in each for part in section]
     return torch.cat(found, shard.dim).cpu()

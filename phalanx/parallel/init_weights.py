@@ -21,7 +21,7 @@ from phalanx.models.model import Architecture, InitRule, Model, draw_init_slice
 from phalanx.models.peft import Adapter
 from phalanx.optim.update import Shard
 from phalanx.parallel.model_buffers import fill_buffers
-from phalanx.parallel.tensor import VocabParallelEmbedding
+from phalanx.parallel.tensor_layers import VocabParallelEmbedding
 from phalanx.system import accelerator
 
 # --------------------------------------------------------------------------------------------------------- materialize

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.mesh import Mesh
+from phalanx.comm.p2p import connect
 from phalanx.core.errors import ConfigError
 from phalanx.engine.interface import Engine, Precision
 from phalanx.layout.mesh_axes import MeshCoordinates
@@ -23,9 +24,11 @@ from phalanx.models.families.catalog import family_of, parameter_shapes
 from phalanx.models.families.family import active_shapes
 from phalanx.models.model import Model, StagedArchitecture
 from phalanx.optim.update import Shard, StatePiece
+from phalanx.parallel.experts import ExpertParallel, apply_expert_parallel
 from phalanx.parallel.init_weights import Fill
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.tensor import apply_tensor_parallel, copy_shard, make_tensor_context
+from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
+from phalanx.parallel.tensor_layers import copy_shard
 
 # -------------------------------------------------------------------------------------------------------- tensor state
 # Initializing, saving and loading the state of tensor-parallel ranks in coordinates of whole parameters. An engine does
@@ -168,14 +171,21 @@ class ModelPart:
         return make_shard_reader(read, self.shards)
 
 
-def partition_model(model: Model, config: "Config", mesh: Mesh, precision: Precision) -> ModelPart:
-    """Partition `model`, on meta: keep this rank's part of it. Collective.
+def partition_model(
+    model: Model, config: "Config", mesh: Mesh, precision: Precision, expert_counts: Sequence[int] = ()
+) -> ModelPart:
+    """Partition `model`, on meta: keep this rank's part of it; `expert_counts`: experts of each rank that divides them
+    with this one. Collective.
 
     Raises ConfigError for a model that cannot be cut.
     """
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    held: dict[str, TensorShard] = {}
+    if mesh.expert is not None:
+        connect(mesh.expert.group, mesh.device)
+        held = apply_expert_parallel(model, ExpertParallel(mesh.expert, mesh.traffic, expert_counts))
     if mesh.axes.model_parallel_size == 1:
-        return ModelPart(shapes)
+        return ModelPart(shapes, shards=held)
     if not isinstance(model, StagedArchitecture):
         raise ConfigError(
             f"parallel.tensor and parallel.pipeline cut models of the Llama family only, not a {type(model).__name__}; "
@@ -188,7 +198,6 @@ def partition_model(model: Model, config: "Config", mesh: Mesh, precision: Preci
         numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage
         plan = plan_stages(model.spec, mesh.pipe.size, parallel.schedule, numbers)
         pipeline = make_pipeline(model, plan, parallel.schedule, mesh, precision, parallel.sequence_parallel is True)
-    held: dict[str, TensorShard] = {}
     if mesh.tensor is not None:
         held = apply_tensor_parallel(
             model, make_tensor_context(mesh, model.spec.kv_heads, parallel.sequence_parallel is True)

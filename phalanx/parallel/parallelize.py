@@ -27,7 +27,7 @@ from phalanx.models.model import Architecture, Model
 from phalanx.optim.gradients import LossScale
 from phalanx.optim.make_rule import make_rule
 from phalanx.parallel import activations
-from phalanx.parallel.context import ContextParallel, apply_context_parallel
+from phalanx.parallel.context import ContextParallel, apply_context_parallel, find_context_attention
 from phalanx.parallel.fp8 import find_fp8_weights, train_in_fp8
 from phalanx.parallel.model_buffers import prepare_buffers
 from phalanx.parallel.model_part import ModelPart, partition_model
@@ -60,11 +60,13 @@ def parallelize(
     make_engine: MakeEngine,
     nominal_weight: int,
     context_shares: Sequence[float] = (),
+    expert_counts: Sequence[int] = (),
 ) -> tuple[Engine, ModelPart]:
     """Parallelize a model on meta by the resolved `config`; returns its engine and this rank's part of the model.
-    `context_shares`: parts of the ranks that take rows together with this one, in proportion."""
+    `context_shares`: parts of the ranks that take rows together with this one, in proportion; `expert_counts`: how many
+    experts each of the ranks has that divide them with this one."""
     # Remove other ranks' parts first.
-    parted = partition_model(model, config, mesh, precision_of(config.train.dtype, mesh))
+    parted = partition_model(model, config, mesh, precision_of(config.train.dtype, mesh), expert_counts)
     # Context after slicing: its exchanges are of this rank's heads.
     if mesh.context is not None:
         by = config.parallel.context_by
@@ -88,6 +90,7 @@ def parallelize(
         precision=precision,
         loss_scale=LossScale(train.loss_scale, train.loss_scale_growth_interval, mesh.device) if scaled else None,
         **({"copies": parted.copies} if parted.copies else {}),
+        **({"experts": parted.shards.keys()} if mesh.expert is not None else {}),
         **({"fp8_weights": find_fp8_weights(model, model.blocks())} if reads_fp8 else {}),
     )
     if not isinstance(model, Architecture):
@@ -126,10 +129,14 @@ def change_blocks(
     assert memory.activations != "auto"
     if config.train.fp8 == "block":
         train_in_fp8(blocks, device)
+    # Compile after checkpointing, so that the compiler sees what is recomputed and can fuse across it; but before it
+    # where compiled code is interrupted, since nothing is compiled of a checkpoint with an interruption.
+    interrupted = config.train.compile is True and any(map(find_context_attention, blocks))
+    if interrupted:
+        compile_units(model, blocks, sizes_change)
     if memory.activations != "none":
         activations.recompute(blocks, selective=memory.activations == "selective")
-    # Compile after checkpointing, so that the compiler sees what is recomputed and can fuse across it.
-    if config.train.compile:
+    if config.train.compile and not interrupted:
         compile_units(model, blocks, sizes_change)
     # Offload after compilation: it handles what a block saves, and its copies must not be compiled.
     return offload(blocks, memory.offload_prefetch_blocks) if memory.activations == "offload" else None
@@ -181,10 +188,13 @@ def compile_units(model: Model, blocks: list[nn.Module], sizes_change: bool = Fa
     belongs to another user."""
     prepare_caches()
     for block in blocks:
-        norms = batch_norms(block).values()
-        for layer in norms:  # which exchanges with other ranks: compiled code ends before it and begins behind it
+        # What exchanges with other ranks in Python: compiled code ends before it and begins behind it.
+        norms, attentions = batch_norms(block).values(), find_context_attention(block)
+        for layer in norms:
             vars(layer)["forward"] = torch.compiler.disable(layer.forward)
-        compiled = torch.compile(block.forward, fullgraph=not norms)
+        for each in attentions:
+            each.attention_fn = torch.compiler.disable(each.attention_fn)
+        compiled = torch.compile(block.forward, fullgraph=not norms and not attentions)
         block.forward = functools.partial(_of_any_size, compiled) if sizes_change else compiled
     chunk: layers.ChunkFn = torch.compile(layers._chunk, fullgraph=True)
     if sizes_change:

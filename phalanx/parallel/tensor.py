@@ -12,13 +12,10 @@ Large Transformer Models", 2022.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm.mesh import Mesh, split_axis
@@ -26,214 +23,23 @@ from phalanx.layout.tensor_shards import TensorShard, find_cut_kind, plan_tensor
 from phalanx.models import layers
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.families.catalog import family_of
-from phalanx.models.layers import Embedding, LayerNorm, Linear, PositionedEmbedding, RMSNorm
+from phalanx.models.layers import LayerNorm, RMSNorm
 from phalanx.models.llama import Attention, Head
 from phalanx.models.model import StagedArchitecture
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
-
-
-@dataclass(frozen=True)
-class TensorParallelContext:
-    """The tensor-parallel context of a model: its peers, and whether sequence parallelism is used.
-
-    `kv_peers` hold the same key and value heads as this rank; None without such ranks.
-    """
-
-    peers: TensorParallelPeers
-    sequence: bool = False
-    kv_peers: TensorParallelPeers | None = None
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Before a pair of matrices: x (B, S or its part, D) -> (B, S, D)."""
-        return self.peers.exchange(x, *(("gather", "scatter") if self.sequence else ("same", "sum")))
-
-    def leave(self, x: Tensor) -> Tensor:
-        """After a pair of matrices: partial sum (B, S, D) -> the sum, (B, S or its part, D)."""
-        return self.peers.exchange(x, *(("scatter", "gather") if self.sequence else ("sum", "same")))
-
-    def partial(self, parameter: Tensor) -> Tensor:
-        """A replicated parameter whose gradient is summed over the ranks: each computes its part, by heads or
-        positions."""
-        return self.peers.exchange(parameter, "same", "sum")
-
-
-class ColumnParallelLinear(Linear):
-    """A column-parallel linear layer: a rank computes some of the outputs, of an input after `enter`."""
-
-    shards: dict[str, TensorShard]
-
-    def __init__(self, old: nn.Linear, parts: "LayerShards", sharers: TensorParallelPeers | None) -> None:
-        _init_parallel_linear(self, old, parts)
-        self.kv_peers = sharers
-
-    def forward(self, input: Tensor, draws: CounterRNG | None = None, place: Tensor | None = None) -> Tensor:
-        """input (B, S, in) -> (B, S, its outputs)."""
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        if self.kv_peers is not None:  # the queries of each contribute to the gradient
-            weight = self.kv_peers.exchange(weight, "same", "sum")
-            bias = None if bias is None else self.kv_peers.exchange(bias, "same", "sum")
-        return self.multiply(input, weight, bias)
-
-
-class RowParallelLinear(Linear):
-    """A row-parallel linear layer: sums over this rank's inputs, then over the ranks."""
-
-    shards: dict[str, TensorShard]
-
-    def __init__(self, old: nn.Linear, parts: "LayerShards", cut: TensorParallelContext) -> None:
-        _init_parallel_linear(self, old, parts)
-        self.cut = cut
-
-    def forward(self, input: Tensor, draws: CounterRNG | None = None, place: Tensor | None = None) -> Tensor:
-        """input (B, S, its inputs) -> (B, S or its part, out)."""
-        total = self.cut.leave(self.multiply(input, self.weight))
-        if self.bias is None:
-            return total
-        return total + (self.cut.partial(self.bias) if self.cut.sequence else self.bias)
-
-
-class VocabParallelEmbedding(Embedding):
-    """A vocabulary-parallel embedding: a rank has the rows from `first` on; other tokens give zero here."""
-
-    def __init__(self, old: nn.Embedding, parts: "LayerShards", cut: TensorParallelContext) -> None:
-        super().__init__(parts.weight.shape[0], parts.weight.shape[1], device="meta")
-        self.train(old.training)
-        self.weight, self.shards = parts.weight, parts.shards
-        self.first, self.cut = parts.shards["weight"].start, cut
-        self.skipped = old.padding_idx  # the padding token, whose row gets no gradient
-        # A factor of transformers' Gemma.
-        self.register_buffer("embed_scale", old._buffers.get("embed_scale"), persistent=False)
-        if isinstance(old, PositionedEmbedding):
-            self.positions, self.offset = old.positions, old.offset
-
-    def forward(self, input: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens (B, S) int64, and positions where they are learned -> (B, S or its part, width)."""
-        at = input - self.first
-        here = (at >= 0) & (at < self.weight.shape[0])
-        rows = super().forward(torch.where(here, at, 0))
-        if self.skipped is not None:
-            rows = torch.where((input == self.skipped)[..., None], rows.detach(), rows)
-        found = self.cut.leave(torch.where(here[..., None], rows, 0.0))
-        scale = self._buffers["embed_scale"]
-        if scale is not None:
-            found = found * scale.to(found.dtype)
-        if positions is None:
-            return found
-        table: Tensor = self.positions.weight
-        if self.cut.sequence:
-            table = self.cut.partial(table)
-            positions = positions.unflatten(-1, (self.cut.peers.size, -1))[..., self.cut.peers.rank, :]
-        return found + F.embedding(positions + self.offset, table)
-
-
-class VocabParallelHead(Linear):
-    """A vocabulary-parallel head: a rank computes some of the logits, which are then gathered."""
-
-    shards: dict[str, TensorShard]
-
-    def __init__(self, old: nn.Linear, parts: "LayerShards", cut: TensorParallelContext) -> None:
-        _init_parallel_linear(self, old, parts)
-        self.cut, self.whole = cut, parts.shards["weight"].shape[0]
-
-    def forward(self, input: Tensor, draws: CounterRNG | None = None, place: Tensor | None = None) -> Tensor:
-        """input (B, S, in) -> (B, S, vocabulary)."""
-        return gather_logits(F.linear(self.cut.enter(input), self.weight, self.bias), self.cut.peers, self.whole)
-
-
-class PartialRMSNorm(RMSNorm):
-    """An RMSNorm of which each rank sees some of the heads or positions; its gradient is summed over the ranks."""
-
-    def __init__(self, old: RMSNorm, cut: TensorParallelContext) -> None:
-        super().__init__(old.weight.shape[0], old.eps, old.unit_offset)
-        self.weight, self.cut = old.weight, cut
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As RMSNorm's."""
-        return self.normalize(x, self.cut.partial(self.weight))
-
-
-class PartialLayerNorm(LayerNorm):
-    """As PartialRMSNorm."""
-
-    def __init__(self, old: LayerNorm, cut: TensorParallelContext) -> None:
-        super().__init__(old.normalized_shape, old.eps, device="meta")
-        self.weight, self.bias, self.cut = old.weight, old.bias, cut
-
-    def forward(self, input: Tensor) -> Tensor:
-        """As LayerNorm's."""
-        return self.normalize(input, self.cut.partial(self.weight), self.cut.partial(self.bias))
-
-
-class SplitRMSNorm(RMSNorm):
-    """An RMSNorm over all heads, of which each rank has some with their part of the weight; `sharers` have the same
-    ones."""
-
-    def __init__(
-        self, old: RMSNorm, weight: nn.Parameter, whole: int, cut: TensorParallelContext,
-        sharers: TensorParallelPeers | None,
-    ) -> None:  # fmt: skip
-        super().__init__(weight.shape[0], old.eps)
-        self.weight, self.whole, self.cut, self.kv_peers = weight, whole, cut, sharers
-        self.shards: dict[str, TensorShard] = {}  # set by who needs them
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., the heads of a rank) -> the same shape and dtype."""
-        weight: Tensor = self.weight
-        copies = 1
-        if self.kv_peers is not None:
-            weight, copies = self.kv_peers.exchange(weight, "same", "sum"), self.kv_peers.size
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        own = wide.pow(2).sum(-1, keepdim=True)
-        # Each rank's outputs depend on the sum over all, so its gradient is summed, too.
-        mean = self.cut.peers.exchange(own, "sum", "sum") / (copies * self.whole)
-        return weight * (wide * torch.rsqrt(mean + self.eps)).to(x.dtype)
-
-
-TENSOR_PARALLEL_MODULES = (
-    ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelHead, SplitRMSNorm,
+from phalanx.parallel.tensor_layers import (
+    ColumnParallelLinear,
+    LayerShards,
+    PartialLayerNorm,
+    PartialRMSNorm,
+    RowParallelLinear,
+    SplitRMSNorm,
+    TensorParallelContext,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    copy_shard,
+    gather_logits,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LayerShards:
-    """This rank's parameters of a layer with their tensor shards; one without a shard is whole."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    shards: dict[str, TensorShard]
-
-
-def _init_parallel_linear(
-    layer: "ColumnParallelLinear | RowParallelLinear | VocabParallelHead", old: nn.Linear, parts: LayerShards
-) -> None:
-    nn.Linear.__init__(layer, parts.weight.shape[1], parts.weight.shape[0], bias=False, device="meta")
-    layer.train(old.training)
-    layer.weight, layer.shards = parts.weight, parts.shards
-    layer.register_parameter("bias", parts.bias)
-
-
-class _AllLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, peers: TensorParallelPeers, whole: int) -> Tensor:
-        bounds = [whole * rank // peers.size for rank in range(peers.size + 1)]
-        widths = [stop - start for start, stop in itertools.pairwise(bounds)]
-        ctx.bounds = bounds[peers.rank], bounds[peers.rank + 1]
-        padded = F.pad(logits, (0, max(widths) - logits.shape[-1]))  # an all-gather needs equal parts
-        parts = peers.all_gather(padded).unbind(0)
-        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # Every rank computes the same with all logits, so the gradient is already complete.
-        return grads[0][..., slice(*ctx.bounds)].contiguous(), None, None
-
-
-def gather_logits(logits: Tensor, peers: TensorParallelPeers, whole: int) -> Tensor:
-    """Gather logits: those of each rank's rows of the vocabulary -> all, (..., whole)."""
-    out: Tensor = _AllLogits.apply(logits, peers, whole)
-    return out
 
 
 def make_vocab_parallel_cross_entropy(peers: TensorParallelPeers, whole: int) -> Callable[..., Tensor]:
@@ -302,11 +108,14 @@ def replace_modules(
     cut: TensorParallelContext,
     head: str | None = None,
     take: Callable[[Tensor, TensorShard], nn.Parameter] | None = None,
+    transposed: Collection[str] = (),
+    fused_head: Collection[str] = (),
 ) -> None:
     """Replace the linear layers and embeddings that `kinds` names by tensor-parallel ones.
 
     `head` is the linear layer to the vocabulary, if any. `take` makes the shard of a whole parameter, by default from
-    its local values. A parameter that two layers share stays shared.
+    its local values. A parameter that two layers share stays shared. `transposed` linear layers have matrices
+    (in, out); those of `fused_head` are of queries and of one key and value head.
     """
     shared: dict[int, nn.Parameter] = {}
 
@@ -325,7 +134,7 @@ def replace_modules(
     entered: dict[str, list[str]] = {}  # column-parallel layers by the module that they are in
     for name, old in list(model.named_modules()):
         kind = find_cut_kind(name, kinds)
-        if not isinstance(old, nn.Linear | nn.Embedding) or kind is None:
+        if kind is None or not (isinstance(old, nn.Linear | nn.Embedding) or name in transposed):
             continue
         if isinstance(old, nn.Embedding):
             new: nn.Module = VocabParallelEmbedding(old, parts(name, old), cut)
@@ -334,22 +143,15 @@ def replace_modules(
         elif kind == "row":
             new = RowParallelLinear(old, parts(name, old), cut)
         else:
-            new = ColumnParallelLinear(old, parts(name, old), cut.kv_peers if kind == "column_kv" else None)
+            of = parts(name, old)
+            # Of one head that shares a matrix with the queries, a rank has some channels.
+            one_head = cut.peers if name in fused_head else None
+            new = ColumnParallelLinear(old, of, cut.kv_peers if kind == "column_kv" else None, one_head)
             entered.setdefault(name.rpartition(".")[0], []).append(name)
         model.set_submodule(name, new)
     # Several layers of one input share its exchange. One alone enters itself: its module may need the input otherwise.
     for name in sorted(parent if len(inside) > 1 else inside[0] for parent, inside in entered.items()):
         model.get_submodule(name).register_forward_pre_hook(functools.partial(_enter, cut), with_kwargs=True)
-
-
-def copy_shard(parameter: Tensor, shard: TensorShard) -> nn.Parameter:
-    """Copy a rank's shard of a whole parameter."""
-    part = (
-        parameter.detach()
-        .narrow(shard.dim, shard.start, shard.stop - shard.start)
-        .clone(memory_format=torch.contiguous_format)
-    )
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 def _split_norms(model: nn.Module, cut: TensorParallelContext, held: Mapping[str, TensorShard]) -> None:
@@ -381,9 +183,13 @@ def _whole_logits(peers: TensorParallelPeers, whole: int, module: nn.Module, arg
 def _own_positions(peers: TensorParallelPeers, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Pre-hook of a model with sequence parallelism: dropout uses the positions of this rank's part."""
     tokens = args[0] if args else kwargs["tokens"]
-    first = tokens.shape[1] // peers.size * peers.rank
+    count = tokens.shape[1] // peers.size
+    first = count * peers.rank
 
     def moved(value: Any) -> Any:
-        return replace(value, first=first) if isinstance(value, CounterRNG) else value
+        if not isinstance(value, CounterRNG):
+            return value
+        at = value.positions  # those of a part of a row, with context parallelism
+        return replace(value, first=first, positions=None if at is None else at[first : first + count])
 
     return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}

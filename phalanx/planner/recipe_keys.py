@@ -1,10 +1,9 @@
 """Convert between recipes and plans: a recipe's work, the layouts that it allows, and the keys of a plan."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from phalanx.config import load
-from phalanx.config.model import LoraTarget
 from phalanx.config.model_spec import build_model_spec, is_custom_task
 from phalanx.config.optimizers import find_optimizer
 from phalanx.config.schema import Config
@@ -17,7 +16,7 @@ from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.plan import Plan
 from phalanx.planner.search import SearchSpace, list_degrees
-from phalanx.planner.work import WIDTH, StepWork, find_ffn_widths
+from phalanx.planner.work import WIDTH, StepWork, find_ffn_widths, find_head_widths
 
 FRESH_RANK = 16  # the default rank of adapters
 # Keys of a recipe that a plan chooses, and the field of a Choice that each is.
@@ -63,11 +62,12 @@ def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
             f"a plan needs the shapes of a built-in model, and {key} names a custom network; start it with "
             "few steps on one node, or `phalanx train --dry-run` for its memory"
         )
-    if config.parallel.context > 1:
-        raise ConfigError(
-            f"a plan does not know parallel.context, which is {config.parallel.context}; set parallel.context=1, or "
-            "`phalanx train --dry-run` for its memory"
-        )
+    for axis in ("context", "expert"):
+        if (degree := getattr(config.parallel, axis)) > 1:
+            raise ConfigError(
+                f"a plan does not know parallel.{axis}, which is {degree}; set parallel.{axis}=1, or "
+                "`phalanx train --dry-run` for its memory"
+            )
     if folder_spec is None and config.model.preset is None and config.model.vocab_size == "auto":
         config = load.update_config(config, {"model.vocab_size": config.data.tokenizer_vocab})
     return build_model_spec(_with_adapters(config), folder_spec)
@@ -80,7 +80,7 @@ def _with_adapters(config: Config) -> Config:
     if lora is None:
         return config
     rank = FRESH_RANK if lora.rank == "auto" else lora.rank
-    fresh = {"rank": rank, "alpha": 2.0 * rank, "targets": list(get_args(LoraTarget))}
+    fresh = {"rank": rank, "alpha": 2.0 * rank}
     return load.update_config(
         config, {f"model.lora.{name}": value for name, value in fresh.items() if getattr(lora, name) == "auto"}
     )
@@ -118,13 +118,12 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         global_batch=config.train.global_batch,
         tied=spec.tie_embeddings,
         gated=computes.gated,
-        biases=computes.biases,
-        qkv_biases=computes.qkv_bias,
+        biases=computes.biases or ("qkv" if computes.qkv_bias else False),
         dropout=spec.dropout > 0,
         # Scores are held where they are cut, as they are where some are dropped.
-        attention_dropout=computes.score_cap > 0 or spec.attention_dropout > 0,
+        attention_dropout=computes.needs_scores or spec.attention_dropout > 0,
         positions=0 if computes.position_offset is None else spec.max_seq_len + computes.position_offset,
-        head_dim=spec.head_dim,
+        **find_head_widths(spec),
         precision=precision,
         fp8_blocks=config.train.fp8 == "block",
         master_bytes=number_bytes,

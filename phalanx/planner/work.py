@@ -1,25 +1,35 @@
 """The work of a training step as plain numbers: the shape of a decoder and of its batch. No torch here."""
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
-from phalanx.layout.model_shape import LoraSpec, MoESpec
+from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp64": 8}  # bytes of an element that is kept; fp8 only multiplies
 
 
+@dataclass(frozen=True, kw_only=True)
+class VisiblePositions:
+    """What a position sees: itself and those before it, with a `window` no more than so many, but in `full_layers` of
+    the layers all the same, and `both_ways` all positions."""
+
+    window: int = 0  # 0: none
+    full_layers: int = 0
+    both_ways: bool = False
+
+
 @dataclass(frozen=True)
-class DecoderShape:
+class DecoderShape(VisiblePositions):
     """A decoder of `layers` equal blocks, as plain numbers.
 
     `positions` are rows of a learnt table of positions. `biases`: matrices add one and norms have two vectors, as in
-    GPT-2; `qkv_biases`: the matrices of queries, keys and values alone add one, as in Qwen2. `qk_norm`: each head's
+    GPT-2; "qkv": the matrices of queries, keys and values alone add one, as in Qwen2. `qk_norm`: each head's
     queries and keys are normalised. With `lora` its adapters alone are trained.
     `ffn` is the width of the feed-forward part that a token goes through; of a mixture of experts there are also
     `idle_ffn` that it does not, and `router_rows`, all as means over the layers.
-    A position sees itself and those before it, with a `window` no more than so many, but in `full_layers` of the layers
-    all the same, and `both_ways` all positions.
+    `attention`: parameters of attention's matrices that are not those of heads (0: they are).
     """
 
     layers: int
@@ -31,17 +41,14 @@ class DecoderShape:
     _: KW_ONLY
     tied: bool = False
     gated: bool = True
-    biases: bool = False
-    qkv_biases: bool = False
+    biases: bool | Literal["qkv"] = False
     qk_norm: bool = False
     positions: int = 0
     head_dim: int = 0  # 0: hidden / heads
-    window: int = 0  # 0: none
-    full_layers: int = 0
-    both_ways: bool = False
     lora: LoraSpec | None = None
     idle_ffn: int = 0
     router_rows: int = 0
+    attention: int = 0
 
     @cached_property
     def head_channels(self) -> int:
@@ -62,8 +69,12 @@ class DecoderShape:
     def matrix_parameters(self) -> int:
         """Parameters of a block's matrices that a token goes through: queries, keys, values, output; and two of the
         feed-forward part, or three where it is gated (Shazeer 2020), and the router of experts."""
-        attention = self.hidden * (self.query_channels + 2 * self.key_channels) + self.query_channels * self.hidden
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn + self.hidden * self.router_rows
+        usual = self.hidden * (self.query_channels + 2 * self.key_channels) + self.query_channels * self.hidden
+        return (
+            (self.attention or usual)
+            + (3 if self.gated else 2) * self.hidden * self.ffn
+            + self.hidden * self.router_rows
+        )
 
     @cached_property
     def idle_parameters(self) -> int:
@@ -75,9 +86,9 @@ class DecoderShape:
         """Parameters of a block: its matrices, all experts among them, its two norms, its adapters, and biases where
         there are any."""
         small = 2 * self.hidden + count_adapter_parameters(self) + (2 * self.head_channels if self.qk_norm else 0)
-        if self.biases or self.qkv_biases:
-            small += self.query_channels + 2 * self.key_channels
         if self.biases:
+            small += self.query_channels + 2 * self.key_channels
+        if self.biases is True:
             small += 4 * self.hidden
             small += (2 if self.gated else 1) * self.ffn
         return self.matrix_parameters + self.idle_parameters + small
@@ -90,11 +101,19 @@ class DecoderShape:
     @cached_property
     def head_parameters(self) -> int:
         """Parameters after the last block: its norm, and the head's matrix unless it is the embedding's."""
-        return (2 if self.biases else 1) * self.hidden + (0 if self.tied else self.vocabulary * self.hidden)
+        return (2 if self.biases is True else 1) * self.hidden + (0 if self.tied else self.vocabulary * self.hidden)
 
     def parameters(self) -> int:
         """All of them: for plain decoders 12 layers hidden^2 and the embedding (Narayanan et al. 2021, equation 2)."""
         return self.embedding_parameters + self.layers * self.block_parameters + self.head_parameters
+
+
+def find_head_widths(spec: ModelSpec) -> dict[str, Any]:
+    """`head_dim` and `attention` of a DecoderShape."""
+    if spec.latent is None:
+        return {"head_dim": spec.head_dim}
+    of_attention = spec.latent.shapes(spec.hidden, spec.heads, spec.head_dim).values()
+    return {"head_dim": spec.latent.mean_width(spec.head_dim), "attention": sum(map(math.prod, of_attention))}
 
 
 def find_ffn_widths(layers: int, intermediate: int, moe: MoESpec | None) -> dict[str, Any]:
@@ -104,7 +123,7 @@ def find_ffn_widths(layers: int, intermediate: int, moe: MoESpec | None) -> dict
     dense = sum(layer < layers for layer in moe.dense_layers)
     routed = (layers - dense) / layers
     return {
-        "ffn": round(routed * moe.experts_per_token * moe.intermediate + (1.0 - routed) * intermediate),
+        "ffn": round(routed * (moe.experts_per_token + moe.shared) * moe.intermediate + (1.0 - routed) * intermediate),
         "idle_ffn": round(routed * (moe.experts - moe.experts_per_token) * moe.intermediate),
         "router_rows": round(routed * moe.experts),
     }

@@ -3,7 +3,6 @@
 The report's page and the live page draw them by the same script (`chart_script.py`).
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,18 +160,11 @@ def expert_columns(records: Sequence[Record]) -> Record:
     None where a record has none."""
     columns: Record = {"expert_entropy_least": [], "expert_entropy_mean": [], "expert_load_most": []}
     for record in records:
-        entropies, loads = (_numbers(record.get(name)) for name in ("expert_entropy", "expert_max_load"))
+        entropies, loads = (formats.finite_numbers(record.get(name)) for name in ("expert_entropy", "expert_max_load"))
         columns["expert_entropy_least"].append(min(entropies, default=None))
         columns["expert_entropy_mean"].append(_rounded(sum(entropies) / len(entropies)) if entropies else None)
         columns["expert_load_most"].append(max(loads, default=None))
     return columns
-
-
-def _numbers(value: object) -> list[float]:
-    """A list of finite numbers, empty where it is anything else."""
-    if not isinstance(value, list) or any(type(each) not in (int, float) or not math.isfinite(each) for each in value):
-        return []
-    return [float(each) for each in value]
 
 
 def _rounded(value: float | None) -> float | None:

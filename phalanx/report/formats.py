@@ -77,6 +77,21 @@ def signal_name(value: object) -> str:
     return known.get(int(text), f"signal {text}")
 
 
+def finite_numbers(value: object) -> list[float]:
+    """A list of finite numbers, empty where it is anything else."""
+    if not isinstance(value, list) or any(type(each) not in (int, float) or not math.isfinite(each) for each in value):
+        return []
+    return [float(each) for each in value]
+
+
+def fp8_ranges(event: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Of an evaluation with train.fp8, by block: the largest input, and the share of inputs that round to zero."""
+    found = event.get("fp8")
+    ranges = found if isinstance(found, dict) else {}
+    largest, zero = (finite_numbers(ranges.get(name)) for name in ("largest", "zero"))
+    return largest, zero
+
+
 def eval_scores(event: dict[str, Any]) -> dict[str, float]:
     """The scores of an evaluation, such as its accuracy."""
     found = event.get("scores")

@@ -17,6 +17,7 @@ from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.report import devices, event_text, formats, tables, views
 from phalanx.report.charts import EVENTS, report_payload, speed_unit
+from phalanx.report.expert_load import render_expert_card
 from phalanx.report.history import (
     Record,
     RunHistory,
@@ -80,7 +81,8 @@ def _header(run: RunHistory) -> str:
     if world := formats.finite_number(started, "world"):
         facts.append(f"{world:.0f} rank{'s' if world > 1 else ''}")
     parallel = run.facts.config.get("parallel")
-    degrees = {key: parallel.get(key) for key in ("tensor", "pipeline")} if isinstance(parallel, dict) else {}
+    axes = ("tensor", "pipeline", "context", "expert")
+    degrees = {key: parallel.get(key) for key in axes} if isinstance(parallel, dict) else {}
     together = [f"{key} {degree}" for key, degree in degrees.items() if isinstance(degree, int) and degree > 1]
     facts += [" x ".join(together)] if together else []
     facts += [str(started[key]) for key in ("device", "dtype", "engine") if started.get(key)]
@@ -191,6 +193,8 @@ def _records(run: RunHistory) -> str:
     parts += [
         *views.render_prediction_card(run),
         *views.render_eval_card(run.events),
+        *views.render_fp8_card(run.events),
+        *render_expert_card(run.events),
         *views.render_profile_cards(run),
     ]
     if resolved:

@@ -26,6 +26,10 @@ STEP_GAUGES = (
     ("wait_seconds", "Time of the newest step spent waiting in collectives.", "wait_s"),
     ("mfu_ratio", "Model FLOPs utilization of the newest step.", "mfu"),
 )
+FP8_GAUGES = (
+    ("fp8_largest_input", "Largest input of FP8 products in the newest evaluation."),
+    ("fp8_zero_ratio", "Share of inputs of FP8 products that round to zero there, in the worst block."),
+)
 NodesOf = Callable[[RunIndex], Iterable[Mapping[str, str]]]
 JobOf = Callable[[RunIndex], dict[str, Any] | None]
 
@@ -70,6 +74,8 @@ class RunCollector:
         for held_out, evaluations in views.group_by_set(run.events).items():
             loss = formats.finite_number(evaluations[-1], "loss")
             add.gauge("evaluation_loss", "Newest loss on a held-out set.", loss, run=name, set=held_out)
+            for (metric, text), values in zip(FP8_GAUGES, formats.fp8_ranges(evaluations[-1]), strict=True):
+                add.gauge(metric, text, max(values, default=None), run=name, set=held_out)
         self._add_trouble(add, run, facts, now)
         self._add_devices(add, run, name)
         self._add_gpus(add, index, name, now)

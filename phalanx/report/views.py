@@ -30,7 +30,7 @@ def _phases(event: dict[str, Any]) -> str:
     known = {
         name: numbers
         for name, values in (phases.items() if isinstance(phases, dict) else ())
-        if isinstance(values, list) and len(numbers := _numbers(values)) == 2
+        if len(numbers := formats.finite_numbers(values)) == 2
     }
     whole = sum(mine for name, (mine, *_) in known.items() if name not in event_text.WITHIN)
     rows = [
@@ -50,7 +50,7 @@ def _operators(event: dict[str, Any]) -> str:
     rows = [
         (str(entry[0]), formats.format_seconds(numbers[0]), f"{numbers[1]:g}")
         for entry in (entries if isinstance(entries, list) else ())
-        if isinstance(entry, list) and entry and len(numbers := _numbers(entry[1:])) == 2
+        if isinstance(entry, list) and entry and len(numbers := formats.finite_numbers(entry[1:])) == 2
     ]
     return _table(("operator of rank 0", "in itself", "calls"), rows)
 
@@ -62,10 +62,6 @@ def _memory(phases: dict[str, Any]) -> str:
             numbers = [formats.finite_number(row, key) for key in ("allocated_bytes", "kept_bytes", "peak_bytes")]
             rows.append((str(name), *("" if value is None else _signed(value) for value in numbers)))
     return _table(("phase", "allocated", "at its end", "highest total"), rows)
-
-
-def _numbers(values: list[Any]) -> list[float]:
-    return [number for value in values if (number := formats.finite_number({"value": value}, "value")) is not None]
 
 
 def _signed(count_bytes: float) -> str:
@@ -138,6 +134,18 @@ def _beside(event: dict[str, Any], title: str) -> str:
     if title in found:
         return f"{found[title]:.4f}"
     return formats.format_perplexity(loss) if title == "perplexity" and loss is not None else "-"
+
+
+def render_fp8_card(events: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Table of what the FP8 products of each block were given in the last evaluation; none without train.fp8."""
+    found = [event for event in events if event.get("kind") == EventKind.EVALUATED]
+    largest, zero = formats.fp8_ranges(found[-1]) if found else ([], [])
+    rows = [
+        (str(number), f"{most:.4g}", f"{share:.3%}")
+        for number, (most, share) in enumerate(zip(largest, zero, strict=False))
+    ]
+    table = _table(("block", "largest input", "inputs that round to zero"), rows)
+    return [_card("FP8 products", "in the last evaluation", table)] if table else []
 
 
 def score_curves(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[dict[str, Any]], str]]:

@@ -62,7 +62,8 @@ class RunState:
         """Have `Callback.on_weights` called with a copy of all weights.
 
         Raises:
-            errors.ConfigError: `parallel.tensor` or `parallel.pipeline` is above 1: no rank can hold all weights.
+            errors.ConfigError: `parallel.tensor`, `parallel.pipeline` or `parallel.expert` is above 1: no rank can hold
+                all weights.
         """
         self.request(CallbackRequest.WEIGHTS, "")
 

@@ -208,8 +208,8 @@ class CallbackRunner:
         assert self._run is not None
         if request == CallbackRequest.WEIGHTS and self._model_divided:
             raise ConfigError(
-                "gather_weights needs all weights on one rank, but parallel.tensor or parallel.pipeline splits "
-                "them; read the checkpoint that on_save names instead, or set both to 1"
+                "gather_weights needs all weights on one rank, but parallel.tensor, parallel.pipeline or "
+                "parallel.expert splits them; read the checkpoint that on_save names instead, or set these to 1"
             )
         if request == CallbackRequest.STOP and CallbackRequest.STOP not in self._requests:
             self._reason = reason
@@ -314,7 +314,8 @@ def make_callback_runner(
     if mesh.rank:
         return CallbackRunner(group=group)
     run = RunState(lambda request, reason: None, config.train.steps, paths.root, mesh.world, placement.attempt)
-    return CallbackRunner(collect_callbacks(config, paths, given), run, paths, group, mesh.axes.model_parallel_size > 1)
+    divided = mesh.axes.model_parallel_size * mesh.axes.expert > 1
+    return CallbackRunner(collect_callbacks(config, paths, given), run, paths, group, divided)
 
 
 def _find_saved_state(step: int, paths: RunPaths) -> tuple[int, Any]:

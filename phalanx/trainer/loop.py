@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -324,7 +324,11 @@ def evaluate_all(setup: TrainingSetup, step: int, limit: int) -> dict[str, float
     for name, held_out in components.held_out.items():
         begun = time.perf_counter()
         batches = held_out.evaluation_batches(components.work_split.split_evaluation, limit)
-        collated = ([components.task.collate(samples) for samples in step_batches] for step_batches in batches)
+        collated: Iterable[list[Batch]] = (
+            [components.task.collate(samples) for samples in step_batches] for step_batches in batches
+        )
+        if components.fp8_ranges is not None:
+            collated = components.fp8_ranges.during_first(collated)
         run = functools.partial(evaluate, step_hooks=setup.step_hooks)
         if components.model_part.pipeline is not None:
             run = functools.partial(evaluate_pipeline, pipeline=components.model_part.pipeline)
@@ -334,6 +338,11 @@ def evaluate_all(setup: TrainingSetup, step: int, limit: int) -> dict[str, float
         seconds = time.perf_counter() - begun
         details = {"step": step, "set": name, "loss": loss, "tokens": tokens, "seconds": seconds}
         details |= {"scores": scores, "unit": components.workload.unit}
+        if components.fp8_ranges is not None:
+            details["fp8"] = components.fp8_ranges.describe(setup.mesh)
+        experts = components.expert_balance
+        if experts is not None and not losses and (load := experts.describe_experts(step)) is not None:
+            details["experts"] = load
         records.write_event(EventKind.EVALUATED, details)
         losses[name] = loss
     return losses

@@ -12,11 +12,12 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.data.loader import Loader
 from phalanx.engine.interface import Engine, InMemoryStore
 from phalanx.engine.timing import UpdateTimer
-from phalanx.layout.balance import Speed, in_lockstep
+from phalanx.layout.balance import Speed
 from phalanx.layout.hardware import MeasuredLink
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.batch_norm import batch_norms
 from phalanx.models.model import Model
+from phalanx.parallel.fp8_ranges import Fp8Ranges
 from phalanx.parallel.init_weights import Fill
 from phalanx.parallel.model_part import ModelPart
 from phalanx.parallel.parallelize import parallelize, precision_of
@@ -24,6 +25,7 @@ from phalanx.tasks.task import Task
 from phalanx.workload.context_task import find_context_shares, join_speeds, make_context_task
 from phalanx.workload.engines import StateWeights, make_engine_factory, make_sharding_spec
 from phalanx.workload.expert_balance import ExpertBalance, make_expert_balance
+from phalanx.workload.expert_counts import find_expert_counts
 from phalanx.workload.work_split import WorkSplit
 from phalanx.workload.workload import Workload, make_workload
 
@@ -47,6 +49,7 @@ class RunComponents:
     starting_weights: Fill
     updates: UpdateTimer
     expert_balance: ExpertBalance | None = None  # of a model with experts
+    fp8_ranges: Fp8Ranges | None = None  # with train.fp8
 
     def close(self) -> None:
         """End what works beside the main thread."""
@@ -86,7 +89,7 @@ def build_components(
         # Ranks that were not started by one launcher have each measured what fits.
         speeds = [Speed(1.0, most=int(most)) for most in mesh.data.gather(train.micro_batch)]
     assert len(speeds) == mesh.data.world, "a step is divided over copies of the model"
-    context_shares = find_context_shares(config, speeds, mesh)
+    context_shares, expert_counts = find_context_shares(config, speeds, mesh), find_expert_counts(config, spec, speeds)
     speeds = join_speeds(config, speeds)
     assert spec is None or (spec.lora is None) == (config.model.lora is None), "an `auto` of model.lora is left"
     subject = make_workload(config, spec, paths) if prebuilt is None else prebuilt[0]
@@ -103,9 +106,10 @@ def build_components(
         updates.wrap_engine(make_engine_factory(config, weights, keeper)),
         nominal_weight,
         context_shares,
+        expert_counts,
     )
     if mesh.context is not None:
-        task = make_context_task(task, spec, mesh, context_shares)
+        task = make_context_task(task, spec, mesh, context_shares, config.parallel.sequence_parallel is True)
     # What is evaluated on is the same for every seed.
     held_out = {
         name: Loader([(rows, 1.0)], train.global_batch, 0, mesh.row_group, held_out=True)
@@ -127,18 +131,20 @@ def build_components(
         ),
         held_out={name: loader for name, loader in held_out.items() if loader.sequences},
         work_split=WorkSplit(
-            config.balance.batch,
+            # A rank works on rows of others, too: how long it takes does not say what its own rows take.
+            "measured-once" if config.parallel.expert > 1 and config.balance.batch == "auto" else config.balance.batch,
             train.global_batch,
             speeds,
             mesh,
             _micro_batch_comm_s(link, model, config, mesh),
-            in_lockstep(*config.parallel.resolve_sharding),
+            config.parallel.lockstep,
             train.batches,
         ),
         nominal_weight=nominal_weight,
         starting_weights=parted.make_fill(start, by_rows=not config.model.from_hf),
         updates=updates,
         expert_balance=make_expert_balance(model, spec, mesh, engine, nominal_weight),
+        fp8_ranges=Fp8Ranges(model, mesh.device) if train.fp8 == "block" else None,
     )
 
 

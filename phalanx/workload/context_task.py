@@ -41,8 +41,8 @@ class SlicedBatch(Batch):
 class ContextTask(Task):
     """Next-token prediction on a rank's part of each row; the weight of a batch is the number of labels in that part.
 
-    `shares`: the parts of the group's ranks, in proportion, of which this is number `rank`. `token_work` and `window`
-    are as of `slice_by_work`.
+    `shares`: the parts of the group's ranks, in proportion, of which this is number `rank`. `token_work`, `window` and
+    `multiple` are as of `slice_by_work`.
     """
 
     task: CausalLMTask
@@ -50,6 +50,7 @@ class ContextTask(Task):
     shares: tuple[float, ...]
     token_work: float
     window: int | None = None
+    multiple: int = 1
 
     def collate(self, samples: Sequence[object]) -> SlicedBatch:
         """A whole micro-batch cut: tokens and labels (B, s) int64, positions (s,) or (B, s), and where they are in the
@@ -59,9 +60,9 @@ class ContextTask(Task):
         rows, length = inputs["tokens"].shape
         documents = _split_segments(inputs["segments"], rows, length) if "segments" in inputs else None
         if documents is None:
-            slices = slice_in_pairs(length, self.shares)
+            slices = slice_in_pairs(length, self.shares, self.multiple)
         else:
-            slices = slice_by_work(documents, self.token_work, self.shares, self.window)
+            slices = slice_by_work(documents, self.token_work, self.shares, self.window, self.multiple)
         columns = positions_of(slices, self.rank)
         part = {name: inputs[name][:, columns].contiguous() for name in ("tokens", "labels")}
         part["positions"] = inputs["positions"][:, columns].contiguous() if "positions" in inputs else columns
@@ -100,12 +101,16 @@ def _split_segments(segments: Tensor, rows: int, length: int) -> Documents:
     return [(flat[(flat >= start) & (flat <= start + length)] - start).tolist() for start in starts]
 
 
-def make_context_task(task: Task, spec: ModelSpec | None, mesh: Mesh, shares: Sequence[float]) -> Task:
-    """The task of a rank of `mesh`, which takes rows together with others; `shares` as of `ContextTask`."""
+def make_context_task(
+    task: Task, spec: ModelSpec | None, mesh: Mesh, shares: Sequence[float], sequence: bool = False
+) -> Task:
+    """The task of a rank of `mesh`, which takes rows together with others; `shares` as of `ContextTask`. `sequence`:
+    with sequence parallelism, which cuts each part over the ranks of the tensor axis."""
     assert mesh.context is not None and isinstance(task, CausalLMTask) and spec is not None
     windows = [spec.window_of(layer) for layer in range(spec.layers)]
     window = None if None in windows else max(each for each in windows if each is not None)
-    return ContextTask(task, mesh.context.rank, tuple(map(float, shares)), count_token_work(spec), window)
+    work, multiple = count_token_work(spec), mesh.axes.tensor if sequence else 1
+    return ContextTask(task, mesh.context.rank, tuple(map(float, shares)), work, window, multiple)
 
 
 def count_token_work(spec: ModelSpec) -> float:
@@ -145,7 +150,8 @@ def _share_row(wanted: list[float] | str, speeds: Sequence[Speed]) -> tuple[floa
 
 def join_speeds(config: "Config", speeds: Sequence[Speed]) -> list[Speed]:
     """The speeds of row groups, of those of their ranks with an even part of a row (autotune's `shorten_rows`): a group
-    is as fast as its slowest rank with its share, and has room for as many rows as all its ranks have."""
+    is as fast as its slowest rank with its share, and has room for as many rows as all its ranks have; for one at
+    least, where each has room for an even part of one."""
     size = config.parallel.context
     found = []
     for first in range(0, len(speeds), size):
@@ -153,7 +159,7 @@ def join_speeds(config: "Config", speeds: Sequence[Speed]) -> list[Speed]:
         shares = _share_row(config.balance.context, mine)
         parts = [share / sum(shares) * size for share in shares]
         rooms = [
-            each.most if part == 0 or each.most == UNBOUND else int(each.most / part + 1e-9)
+            each.most if part == 0 or each.most == UNBOUND else max(min(1, each.most), int(each.most / part + 1e-9))
             for each, part in zip(mine, parts, strict=True)
         ]
         seconds = max(each.sequence_s * part for each, part in zip(mine, parts, strict=True))

@@ -141,8 +141,22 @@ class ExpertBalance:
 
     def describe(self, step: int) -> tuple[list[float], list[float]] | None:
         """As `describe_load`, of the step before or the last one; None of others."""
+        table = self._find(step)
+        return None if table is None else describe_load(table)
+
+    def describe_experts(self, step: int) -> dict[str, Any] | None:
+        """For an event: `layers` with experts, and of each the `load` of every expert as a multiple of the mean, in
+        steps as of `describe`."""
+        table = self._find(step)
+        if table is None:
+            return None
+        load = table.double() * table.shape[1] / table.sum(1, keepdim=True).clamp(min=1)
+        return {"layers": self._layers, "load": [[round(each, 2) for each in row] for row in load.tolist()]}
+
+    def _find(self, step: int) -> Tensor | None:
+        """The choices (layers with experts, E) in the step before or the last one; None of others."""
         found = [each for each in (self._last, self._previous) if each is not None and each.step == step]
-        return describe_load(self._sum(found[0])[self._layers]) if found else None
+        return self._sum(found[0])[self._layers] if found else None
 
 
 def describe_load(table: Tensor) -> tuple[list[float], list[float]]:

@@ -147,7 +147,9 @@ class Driven:
 
 
 def taken(whole: Tensor, part: TensorShard | None) -> Tensor:
-    return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
+    if part is None:
+        return whole
+    return torch.cat([whole.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
 
 
 def greatest(difference: Tensor) -> float:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import phalanx
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.models.families.catalog import TRANSFORM_PLANS
@@ -41,6 +42,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 10}),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2, "pad_token_id": 3}),
     "gptj": ("GPTJ", {"rotary_dim": 4, "n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "gpt2": ("GPT2", {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "phi3": ("Phi3", {"num_key_value_heads": 4, "pad_token_id": 3, "sliding_window": 5}),
+    "falcon, one key head": ("Falcon", {"bias": True, "ffn_hidden_size": 48}),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "pad_token_id": 3}),
 }
 
@@ -51,7 +55,7 @@ def made(kind: str, seed: int = 0, **more: Any) -> nn.Module:
     name, changes = KINDS[kind]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{name}Config")(**SHAPE | changes | more)
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).double()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # nothing is told of a bias by zeros, nor of a norm's gradient by ones
@@ -214,7 +218,8 @@ def refusals(placement: Placement) -> list[str]:
             made("llama", num_attention_heads=1, num_key_value_heads=1),
             made("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3),
             made("neox", vocab_size=1),
-            made("falcon", new_decoder_architecture=False),
+            made("phi3", num_key_value_heads=1, num_attention_heads=2, hidden_size=6),
+            made("phi3", num_attention_heads=6, num_key_value_heads=3, hidden_size=48),
             made("falcon", alibi=True),
         ]
         for model in models:
@@ -223,6 +228,9 @@ def refusals(placement: Placement) -> list[str]:
                 transform(model, axis)
             assert [tuple(each.shape) for each in model.parameters()] == before
             said.append(str(error.value))
+        with pytest.raises(ConfigError) as error:
+            phalanx.shard(transform(made("gpt2"), axis), lr=1e-3)
+        said.append(str(error.value))
         with torch.device("meta"):
             empty = made("llama")
         with pytest.raises(ConfigError) as error:
@@ -234,13 +242,15 @@ def refusals(placement: Placement) -> list[str]:
 def test_what_cannot_be_cut_is_refused_with_a_sentence() -> None:
     first, *others = run_ranks(refusals, 2)
     assert others == [first]
-    known, heads, kv_heads, vocabulary, one_key, distance, empty = first
+    known, heads, kv_heads, vocabulary, one_key, keys, distance, fused, empty = first
     assert all(name in known for name in TRANSFORM_PLANS)
     assert "1 attention heads" in heads
     assert "3 key and value heads" in kv_heads
     assert "vocabulary of 1" in vocabulary
-    assert "must divide the 1 key heads, which share a matrix with the queries" in one_key
+    assert "must divide the 3 channels of the key head, which share a matrix with the queries" in one_key
+    assert "must divide the 3 key heads, which share a matrix with the queries" in keys
     assert "does not divide attention by distance (alibi)" in distance
+    assert "transformer.h.0.attn.c_attn.weight, a slice of several matrices in one" in fused
     assert "weights on rank 0" in empty
 
 
@@ -252,7 +262,7 @@ def dropped(placement: Placement, kind: str, more: dict[str, float]) -> dict[str
         model: Any = transform(made(kind, **more), axis).train()
         seeds: list[int] = []
         for name, each in model.named_modules():
-            if name.endswith((".attention", ".self_attn")):
+            if name.endswith((".attention", ".self_attn", ".attn")):
                 each.register_forward_pre_hook(lambda *_: seeds.append(torch.initial_seed()))
         torch.manual_seed(placement.rank)
         passes = [model(**batch(), output_hidden_states=True).hidden_states[-1].detach() for _ in range(2)]
@@ -275,7 +285,11 @@ def dropped(placement: Placement, kind: str, more: dict[str, float]) -> dict[str
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("llama", {"attention_dropout": 0.3}), ("neox", {"attention_dropout": 0.2, "hidden_dropout": 0.2})],
+    [
+        ("llama", {"attention_dropout": 0.3}),
+        ("neox", {"attention_dropout": 0.2, "hidden_dropout": 0.2}),
+        ("gpt2", {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.1}),
+    ],
 )
 def test_dropout_is_alike_where_ranks_hold_the_same_and_their_own_where_not(kind: str, more: dict[str, float]) -> None:
     one, two = run_ranks(dropped, 2, kind=kind, more=more)

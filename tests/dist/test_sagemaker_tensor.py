@@ -16,19 +16,24 @@ from phalanx.core.placement import Placement
 from tests.dist.scripts import example, losses
 from tests.helpers import process_group, run_ranks
 
-KINDS = ["llama", "neox"]
+KINDS = ["llama", "neox", "gpt2"]
 
 
 def made(kind: str, seed: int = 0) -> nn.Module:
-    from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+    from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig
 
     shape: dict[str, Any] = {
         "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "max_position_embeddings": 32, "use_cache": False, "tie_word_embeddings": False,
     }  # fmt: skip
     torch.manual_seed(seed)
-    config = LlamaConfig(num_key_value_heads=2, **shape) if kind == "llama" else GPTNeoXConfig(**shape)
-    return AutoModelForCausalLM.from_config(config)
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    configs = {
+        "llama": lambda: LlamaConfig(num_key_value_heads=2, **shape),
+        "neox": lambda: GPTNeoXConfig(**shape),
+        "gpt2": lambda: GPT2Config(n_inner=48, **shape, **drops),
+    }
+    return AutoModelForCausalLM.from_config(configs[kind]())
 
 
 def tokens(copy: int, step: int = 0) -> torch.Tensor:
@@ -119,6 +124,7 @@ def plain() -> dict[str, Any]:
     ("world", "settings", "how", "original", "kind"),
     [
         (2, {"tensor_parallel_degree": 2}, "", True, "llama"),
+        (4, {"tensor_parallel_degree": 2}, "", True, "gpt2"),
         (4, {"tensor_parallel_degree": 2}, "", True, "neox"),
         (4, {"tensor_parallel_degree": 2}, "", False, "llama"),
         (4, {"tensor_parallel_degree": 2}, "no shard", True, "neox"),

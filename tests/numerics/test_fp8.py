@@ -1,19 +1,23 @@
 """Products in FP8 are the same on any division of rows, matrices and layers; scales of whole tensors are not."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.comm import fp8_tiles
+from phalanx.comm.mesh import Mesh
 from phalanx.core.placement import Placement
 from phalanx.engine.fp8_gather import Fp8Bucket
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.llama import Llama
+from phalanx.models.model import Model
 from phalanx.parallel import fp8
+from phalanx.parallel.fp8_ranges import Fp8Ranges
 from phalanx.system import accelerator
 from tests.helpers import ALL, run_ranks
 from tests.numerics import runs
@@ -54,6 +58,51 @@ def test_any_division_computes_the_same(
     assert farthest(found.losses, alone.losses) < 1e-9
     assert farthest(found.norms, alone.norms) < 1e-9
     assert distance(found.state, alone.state, "param") < 1e-9
+
+
+def ranges_of(run: Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = runs.events(run, "evaluated")[-1]["fp8"]
+    return found
+
+
+def test_the_ranges_of_inputs_are_those_of_any_division(tokens: Path, tmp_path: Path) -> None:
+    """Of two evaluations the first batch is watched: its largest input, and what rounds to zero."""
+    small = {"train__steps": 3, "train__eval_sequences": 12, "optim__decay_steps": 3, "train__compile": False}
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    walk(1, whole, tokens, **WIDE | small)
+    walk(2, parted, tokens, **WIDE | small | {"parallel__pipeline": 2, "train__micro_batch": 2})
+    wanted, found = ranges_of(whole), ranges_of(parted)
+    assert len(wanted["largest"]) == 2 and min(wanted["largest"]) > 1 and max(wanted["zero"]) < 0.01
+    assert found["largest"] == pytest.approx(wanted["largest"], rel=1e-9)
+    assert found["zero"] == pytest.approx(wanted["zero"], rel=1e-9)
+    if ALL:  # compiled blocks run as they are written meanwhile
+        compiled = tmp_path / "compiled"
+        walk(1, compiled, tokens, **WIDE | small | {"train__compile": True})
+        assert ranges_of(compiled)["largest"] == pytest.approx(wanted["largest"], rel=1e-9)
+
+
+class Blocks(Model):
+    """Two products, of 256 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False, dtype=torch.float64) for _ in range(2))
+        fp8.train_in_fp8(self.blocks(), torch.device("cpu"))
+
+    def forward(self, x: Tensor) -> None:
+        self.layers[0](x)
+        self.layers[1](x[:, :0].new_zeros(0, 256))
+
+
+def test_what_an_outlier_makes_zero_is_counted() -> None:
+    x = torch.ones(3, 256, dtype=torch.float64)
+    x[0, 0], x[1, 200:] = 2.0**20, 0.0
+    alone = cast(Mesh, SimpleNamespace(max=list, sum=list))
+    model = Blocks()
+    ranges = Fp8Ranges(model, x.device)
+    for step in ranges.during_first((x, 2 * x)):  # the second is not watched
+        model(step)
+    assert ranges.describe(alone) == {"largest": [2.0**20, 0.0], "zero": [127 / (3 * 256 - 56), 0.0]}
 
 
 def test_it_is_in_effect(alone: Outcome, tokens: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -393,19 +394,20 @@ def test_the_grafana_dashboard_and_the_rules_name_metrics_that_exist(tmp_path: P
     records = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
     full = {"grad_norm": 1.0, "lr": 1e-3, "wait_s": 0.1, "mfu": 0.4, "total_tokens": 1000}
     paths.metrics.write_text("".join(json.dumps({**record, **full}) + "\n" for record in records))
-    append(paths.events, {"kind": "evaluated", "time": BEGAN, "attempt": 1, "step": 60, "set": "held_out", "loss": 1.0})
+    evaluated = {"kind": "evaluated", "time": BEGAN, "attempt": 1, "step": 60, "set": "held_out", "loss": 1.0}
+    append(paths.events, evaluated | {"fp8": {"largest": [40.0, 6.5], "zero": [0.0, 0.00125]}})
     gpus = [{"index": 0, "temperature_c": 60, "power_w": 300.0, "corrected": 0, "uncorrected": 1}]
     append(gpu_samples_path(paths, 0), {"time": time.time(), "host": "n0", "gpus": gpus})
     sample = cluster_view.ClusterSample({("main", "running"): 1}, [SlurmNodeView("n0", "idle")])
     cluster = prometheus_cluster.ClusterCollector("lab", lambda: sample)
     found = scrape(paths) + scrape_cluster(cluster, unhealthy_host(tmp_path))
+    assert re.search(r"^phalanx_fp8_largest_input\{.*} 40\.0$", found, re.MULTILINE)
+    assert re.search(r"^phalanx_fp8_zero_ratio\{.*} 0\.00125$", found, re.MULTILINE)
     served = {line.split("{")[0] for line in found.splitlines() if not line.startswith("#")}
     folder = ROOT / "contrib" / "grafana"
     board = json.loads((folder / "phalanx.json").read_text())
     shown = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
     rules = yaml.safe_load((folder / "alerts.yml").read_text())["groups"][0]["rules"]
-    import re
-
     for expression in [*shown, *(rule["expr"] for rule in rules)]:
         named = set(re.findall(r"phalanx_\w+", expression))
         assert named and named <= served, expression

@@ -1,5 +1,6 @@
 """Attention with a window, with several documents in a row, and with both, against what they mean."""
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models import attention as module
-from phalanx.models.attention import ScoreDropout, attention, has_kernel
+from phalanx.models.attention import Alibi, ScoreDropout, alibi_slopes, attention, has_kernel
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama, init_slice
 from phalanx.parallel import activations
@@ -278,3 +279,37 @@ def test_each_layer_drops_its_own_and_an_evaluation_nothing() -> None:
     activations.recompute(list(models[0].layers), selective=False)
     assert torch.equal(models[0](tokens, draws=draws), first)
     assert not torch.equal(models[0](tokens, draws=CounterRNG(0, 2, torch.tensor([3]))), first)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_documents_have_biases_and_sinks_as_rows_of_their_own_do(window: int | None) -> None:
+    q, k, v = inputs()
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True)
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    for alibi in (Alibi(4, 0, scaled=False), Alibi(4, 0, scaled=True), None):
+        given = {"sinks": sinks} if alibi is None else {"alibi": alibi}
+        found = attention(q, k, v, window=window, segments=offsets, **given)
+        for start, stop in itertools.pairwise(OFFSETS):
+            if start == stop:
+                continue
+            row, at = divmod(start, LENGTH)
+            own = [part[row : row + 1, :, at : at + stop - start] for part in (q, k, v)]
+            scores = own[0] @ own[1].repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
+            back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+            if alibi is not None:
+                slopes = torch.tensor([2.0 ** (-2 * head) for head in range(1, 5)], dtype=torch.float64)
+                keys = torch.arange(stop - start)  # of which the distance is the same, up to a constant
+                rounded = keys.bfloat16().double() / 8**0.5 if alibi.scaled else keys
+                scores = scores + slopes[:, None, None] * rounded
+            unseen = (back < 0) if window is None else (back < 0) | (back >= window)
+            powers = scores.masked_fill(unseen, -torch.inf).exp()
+            more = sinks.exp()[:, None, None] if alibi is None else 0.0
+            shares = powers / (powers.sum(-1, keepdim=True) + more)
+            expected = shares @ own[2].repeat_interleave(2, 1)
+            torch.testing.assert_close(found[row : row + 1, :, at : at + stop - start], expected)
+    assert torch.autograd.grad(found.sum(), sinks)[0].abs().min() > 0
+
+
+def test_slopes_are_those_of_the_paper() -> None:
+    assert alibi_slopes(8) == [2.0**-each for each in range(1, 9)]
+    assert alibi_slopes(6) == [2.0**-each for each in (2, 4, 6, 8, 1, 3)]

@@ -33,16 +33,14 @@ def config_of(changes: dict[str, Any], **model: Any) -> Any:
         ({"balance.context": [1, 2]}, "balance.context has no effect with parallel.context 1"),
         ({"parallel.context": 2, "balance.context": [1, 2, 3]}, "balance.context has 3 numbers"),
         ({"parallel.context": 2, "parallel.engine": "fsdp2"}, "cannot be combined with parallel.engine fsdp2"),
-        ({"parallel.context": 2, "parallel.pipeline": 2}, "cannot be combined with parallel.pipeline"),
         ({"parallel.context": 2, "parallel.layout": "auto"}, "parallel.context requires parallel.layout given"),
         ({"parallel.context": 2, "task.kind": "masked"}, "built-in decoders only"),
-        ({"parallel.context": 2, "train.compile": True}, "train.compile true cannot be combined"),
+        (
+            {"parallel.context": 2, "train.compile": True, "memory.activations": "selective"},
+            "selective recomputes parts",
+        ),
         ({"parallel.context": 9}, "too short for parallel.context 9"),
         ({"parallel.context": 4, "parallel.context_by": "heads"}, "a key head at least, and there are 2"),
-        (
-            {"parallel.context": 2, "parallel.tensor": 2, "parallel.sequence_parallel": True},
-            "cannot be combined with parallel.context",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(changes: dict[str, Any], words: str) -> None:
@@ -59,7 +57,9 @@ def test_ranks_must_form_groups() -> None:
         resolve_autos(config_of({"parallel.context": 2, "balance.batch": [8, 8, 8, 8]}), device="cpu", world=4)
     assert asked.parallel.axes == MeshAxes(2, 1, 2)
     resolved, _ = resolve_autos(asked, device="sim", world=4)
-    assert (resolved.train.compile, resolved.parallel.sequence_parallel) == (False, False)
+    assert (resolved.train.compile, resolved.parallel.sequence_parallel) == ("auto", True)  # a trial decides
+    selective = config_of({"parallel.context": 2, "memory.activations": "selective"})
+    assert resolve_autos(selective, device="sim", world=2)[0].train.compile is False
 
 
 def test_groups_are_neighbours_on_the_data_axis() -> None:
@@ -87,6 +87,8 @@ def test_a_group_is_as_fast_as_its_slowest_rank_with_its_part() -> None:
     by_speed = join_speeds(config_of({"parallel.context": 2}), speeds)
     assert by_speed[0].sequence_s == pytest.approx(1.5) and by_speed[1].sequence_s == 2.0
     assert [each.most for each in by_speed] == [2, UNBOUND]  # a rank with 3/4 of a row has room for 4 halves
+    few = join_speeds(config_of({"parallel.context": 2}), [Speed(1.0, most=1), Speed(3.0, most=1)])
+    assert few[0].most == 1
     even = join_speeds(config_of({"parallel.context": 2, "balance.context": "even"}), speeds)
     assert (even[0].sequence_s, even[0].fixed_s, even[0].most) == (3.0, 0.2, 4)
     assert join_speeds(config_of({}), speeds) == speeds

@@ -50,20 +50,22 @@ def test_pairs_share_tokens_and_attention_in_exact_proportion(shares: tuple[floa
         assert pairs[rank] / sum(pairs) == share / sum(shares)
 
 
-@given(st.integers(1, 70), SHARES)
-def test_pairs_are_a_partition(length: int, shares: Sequence[float]) -> None:
-    slices = slice_in_pairs(length, tuple(shares))
+@given(st.integers(1, 70), SHARES, st.integers(1, 6))
+def test_pairs_are_a_partition(length: int, shares: Sequence[float], multiple: int) -> None:
+    slices = slice_in_pairs(length * multiple, tuple(shares), multiple)
     check_partition(slices)
     for rank, share in enumerate(shares):
+        assert slices.count_of(rank) % multiple == 0
         assert share > 0 or slices.count_of(rank) == 0
 
 
-@given(st.data(), st.integers(1, 60), SHARES, st.integers(1, 3), st.sampled_from([0.0, 3.0, 1000.0]))
+@given(st.data(), st.integers(1, 60), SHARES, st.integers(1, 3), st.sampled_from([0.0, 3.0, 1000.0]), st.integers(1, 4))
 def test_slices_by_work_are_contiguous_and_near_their_shares(
-    data: Any, length: int, shares: Sequence[float], rows: int, work: float
+    data: Any, length: int, shares: Sequence[float], rows: int, work: float, multiple: int
 ) -> None:
+    length *= multiple
     documents = packed(data.draw, length, rows)
-    slices = slice_by_work(documents, work, shares, None)
+    slices = slice_by_work(documents, work, shares, None, multiple)
     check_partition(slices)
     costs = np.zeros(length)
     for offsets in documents:
@@ -73,7 +75,8 @@ def test_slices_by_work_are_contiguous_and_near_their_shares(
         assert len(slices.ranges_of(rank)) <= 1
         assert share > 0 or slices.count_of(rank) == 0
         mine = costs[positions_of(slices, rank)].sum()
-        assert abs(mine - share / sum(shares) * costs.sum()) <= 2 * costs.max() + 1e-9
+        assert abs(mine - share / sum(shares) * costs.sum()) <= 2 * multiple * costs.max() + 1e-9
+        assert slices.count_of(rank) % multiple == 0
 
 
 def test_splitting_gives_nothing_to_who_has_no_share() -> None:

@@ -14,7 +14,7 @@ from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.hf_export import export
 from phalanx.models.hf_weights import Weights
 from phalanx.models.model import Architecture
-from tests.family_cases import CONFIGS, LENGTH, PUBLISHED, VOCAB, class_of, spec_of, theirs_of
+from tests.family_cases import CONFIGS, LENGTH, PUBLISHED, VOCAB, attention_of, class_of, spec_of, theirs_of
 from tests.published_models import load_published
 
 TOKENS = torch.randint(1, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -46,8 +46,9 @@ def close(mine: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
 def load_theirs(folder: Path, dtype: torch.dtype) -> Any:
     if read_config(folder)["model_type"] in PUBLISHED:
         return load_published(folder, dtype)
+    config = transformers.AutoConfig.from_pretrained(folder)
     found = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        folder, dtype=dtype, attn_implementation=attention_of(config), experts_implementation="eager"
     )
     with torch.no_grad():
         found(TOKENS)  # in which LongRoPE's frequencies are computed, in fp32
@@ -69,7 +70,8 @@ def test_a_family_is_that_of_transformers(kind: str, tmp_path: Path, monkeypatch
     theirs = theirs_of(kind)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
     ours = read_model(tmp_path / "theirs", kind)
-    assert parameter_count(ours.spec) == sum(each.numel() for each in theirs.parameters())
+    held = [*theirs.parameters(), *(each for name, each in theirs.named_buffers() if "correction" in name)]
+    assert parameter_count(ours.spec) == sum(each.numel() for each in held)
     assert {name: tuple(each.shape) for name, each in ours.named_parameters()} == parameter_shapes(ours.spec)
     with torch.no_grad():
         assert close(ours(TOKENS), theirs(TOKENS).logits, 1e-5)
@@ -157,3 +159,33 @@ def test_older_names_are_read(kind: str, tmp_path: Path) -> None:
     save_file(old, tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "old" / "config.json").write_text((tmp_path / "theirs" / "config.json").read_text())
     assert torch.equal(read_model(tmp_path / "old", kind)(TOKENS), ours(TOKENS))
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    kind = "gpt_oss"
+    theirs_of(kind).save_pretrained(tmp_path)
+    file, generator = tmp_path / "model.safetensors", torch.Generator().manual_seed(0)
+    stored, expected = load_file(file), {}
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, out = stored.pop(name).shape
+        width -= width % 32  # in whole blocks
+        stored[f"{name}_blocks"] = torch.randint(256, (experts, out, width // 32, 16), generator=generator).byte()
+        stored[f"{name}_scales"] = torch.randint(115, 130, (experts, out, width // 32), generator=generator).byte()
+        expected[name] = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="has weights in MXFP4, which are read as bfloat16"):
+        weights = Weights(tmp_path, class_of(kind))
+    for layer in range(3):
+        for ours in ("gate_up", "down"):
+            whole = expected[f"model.layers.{layer}.mlp.experts.{ours}_proj"]
+            name = f"layers.{layer}.mlp.experts.{ours}"
+            assert weights.shape(name) == whole.shape
+            found = weights.read(name, 0, whole.numel())
+            assert torch.equal(found, whole.flatten())
+            assert torch.equal(weights.read(name, 77, 2000), found[77:2000])
+    config = read_config(tmp_path) | {"quantization_config": {"quant_method": "mxfp4"}}
+    assert spec_from_config(config, "it") == spec_of(kind)
+    with pytest.raises(ConfigError, match="of quantized weights only those in MXFP4 are read"):
+        spec_from_config(config | {"quantization_config": {"quant_method": "fp8"}}, "it")

@@ -321,6 +321,38 @@ def test_each_set_that_is_evaluated_on_has_a_curve_a_tile_and_a_row(tmp_path: Pa
     assert "a<b" not in paths.report.read_text().split("<script")[0]
 
 
+def test_ranges_of_fp8_are_a_table(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run")
+    event = {"kind": EventKind.EVALUATED, "attempt": 2, "time": 1120.5, "step": 20, "loss": 2.0, "tokens": 5}
+    append_line(paths.events, event | {"fp8": {"largest": [40.0, 6.5], "zero": [0.0, 0.00125]}})
+    text = " ".join(Page(report.write_report(paths)).text.split())
+    assert "0 40 0.000%" in text and "1 6.5 0.125%" in text
+    append_line(paths.events, event | {"fp8": {"largest": ["<b>"], "zero": 3}})
+    assert "FP8 products" not in Page(report.write_report(paths)).text
+
+
+def test_loads_of_experts_are_a_heat_map(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run")
+    event = {"kind": EventKind.EVALUATED, "attempt": 2, "time": 1120.5, "step": 20, "loss": 2.0, "tokens": 5}
+    append_line(paths.events, event | {"experts": {"layers": [0, 2], "load": [[0.5, 1.5, 1.0], [3.0, 0.0, 0.0]]}})
+    append_line(paths.events, event | {"step": 30, "set": "second"})  # of two sets the first has it
+    text = report.write_report(paths).read_text()
+    assert text.count("<rect") == 6 and "<title>layer 2, expert 0: 3.00 times the mean</title>" in text
+    assert "the busiest has 3.00 times the mean, the idlest 0.00" in text
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [3, {"layers": [0]}, {"layers": [0], "load": [["<b>"]]}, {"layers": ["<b>"], "load": [[1.0]]},
+     {"layers": [0, 1], "load": [[1.0], [1.0, 1.0]]}, {"layers": [], "load": []}, {"layers": [0], "load": [[]]}],
+)  # fmt: skip
+def test_a_damaged_load_of_experts_is_left_out(experts: Any, tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run")
+    event = {"kind": EventKind.EVALUATED, "attempt": 2, "time": 1120.5, "step": 20, "loss": 2.0, "tokens": 5}
+    append_line(paths.events, event | {"experts": experts})
+    assert "Load of experts" not in report.write_report(paths).read_text()
+
+
 def test_a_node_that_was_lost_is_an_incident_where_ranks_had_to_start_again(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     for number in range(1, 6):

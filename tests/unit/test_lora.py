@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.autotune.rank_bytes import StateLayout, state_items
 from phalanx.config import load, resolve
 from phalanx.config.model import LoraSection
+from phalanx.config.model_spec import build_model_spec
 from phalanx.core.errors import ConfigError
 from phalanx.engine.interface import Precision
 from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec, ModelSpec
 from phalanx.models.counter_rng import CounterRNG
-from phalanx.models.families.catalog import adapter_count, flops_per_token, parameter_count, parameter_shapes
+from phalanx.models.families.catalog import PRESETS, adapter_count, flops_per_token, parameter_count, parameter_shapes
 from phalanx.models.layers import cross_entropy_sum
 from phalanx.models.llama import Block, Llama, init_slice
 from phalanx.models.lora import (
@@ -29,7 +30,7 @@ from phalanx.models.lora import (
     is_adapter,
     merge_adapter,
 )
-from phalanx.models.user_model import build_on_meta
+from phalanx.models.user_model import build_on_meta, load_family_class
 from phalanx.optim.update import AdamW
 from phalanx.parallel import activations
 from phalanx.workload import adapters
@@ -324,3 +325,25 @@ def test_a_recipe_with_adapters() -> None:
         assert found == [("model.lora.targets", targets, "the model's own")]
     with pytest.raises(ConfigError, match=r"frozen weights, which must be pre-trained; set model.from_hf"):
         load.build_config({"model": {"preset": "llama-3-8b", "lora": {}}}, "it")
+
+
+@pytest.mark.parametrize(
+    ("preset", "targets"),
+    [
+        ("gpt2", ["q", "k", "v", "o", "up", "down"]),
+        ("falcon-7b", ["q", "k", "v", "o", "up", "down"]),
+        ("mixtral-8x7b", ["q", "k", "v", "o"]),
+        ("llama-3-8b", list(LORA_TARGETS)),
+    ],
+)
+def test_matrices_that_a_family_lacks_get_no_adapter(preset: str, targets: list[str]) -> None:
+    config, _ = resolve.resolve_autos(
+        load.build_config({"model": {"from_hf": "hf", "lora": {}}}, "it"), device="cpu", world=1
+    )
+    assert config.model.lora == LoraSection(rank=16, alpha=32.0, targets="auto"), "those that the folder's model has"
+    spec = build_model_spec(config, PRESETS[preset])
+    assert spec.lora is not None
+    assert list(spec.lora.targets) == targets
+    small = replace(spec, lora=None, layers=1, vocab_size=61)
+    found = adapters.resolve_adapter_options(config, small, load_family_class(spec.architecture))
+    assert found == [("model.lora.targets", targets, "the model's own")]

@@ -8,6 +8,7 @@ import queue
 import re
 import shutil
 import weakref
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,11 @@ def source_of(spec: ModelSpec) -> tuple[MegatronSource, dict[tuple[str, str], Te
     torch.manual_seed(0)
     shapes = shapes_of(Llama, spec)
     state = {(name, kind): torch.randn(shape) for name, shape in shapes.items() for kind in KINDS}
-    return MegatronSource("random", spec, lambda name, kind: state[name, kind], torch.bfloat16, adam=ADAM), state
+
+    def read(name: str, kind: str, rows: slice) -> Tensor:
+        return state[name, kind][rows].clone()
+
+    return MegatronSource("random", spec, read, torch.bfloat16, adam=ADAM), state
 
 
 @pytest.mark.parametrize(
@@ -81,15 +86,20 @@ def test_there_and_back(tensor: int, stages: Any, layout: str, tied: bool, tmp_p
 def test_no_more_than_a_file_and_what_a_part_is_cut_from_is_held(tmp_path: Path) -> None:
     source, state = source_of(SPEC)
     given: list[weakref.ref[Tensor]] = []
+    elements: dict[str, int] = defaultdict(int)
 
-    def read(name: str, kind: str) -> Tensor:
+    def read(name: str, kind: str, rows: slice) -> Tensor:
         assert sum(each() is not None for each in given) <= 3, name  # queries, keys and values
-        found = state[name, kind].clone()
+        found = source.read(name, kind, rows)
+        elements[name] += found.numel()
         given.append(weakref.ref(found))
         return found
 
     export_megatron(replace(source, read=read), tmp_path / "megatron", 2, 1)
     assert len(given) == 2 * 4 * len(state) / 3  # by two ranks, as weights and as the three kinds
+    for name, count in elements.items():  # rows are read by the rank that has them, columns with their whole matrix
+        divided = not name.endswith((".o.weight", ".down.weight", "norm.weight"))
+        assert count == 4 * state[name, "param"].numel() * (1 if divided else 2), name
 
 
 def test_a_schedule_has_megatrons_name_or_is_refused(tmp_path: Path) -> None:
@@ -309,9 +319,9 @@ def test_megatron_core_writes_the_same(tensor: int, stages: int, tmp_path: Path)
         for kind in KINDS[1:]:
             assert torch.equal(whole.read(name, kind), classic.read(name, kind)), (name, kind)
 
-    def read(name: str, kind: str) -> Tensor:
+    def read(name: str, kind: str, rows: slice) -> Tensor:
         assert whole.read_master
-        return whole.read_master(name) if kind == "param" else whole.read(name, kind)
+        return (whole.read_master(name) if kind == "param" else whole.read(name, kind))[rows].clone()
 
     source = MegatronSource("core", spec, read, torch.bfloat16, adam=replace(ADAM, step=2))
     export_megatron(source, tmp_path / "ours", tensor, [1, 3] if stages > 1 else 1, "local")

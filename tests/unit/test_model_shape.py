@@ -65,6 +65,8 @@ PUBLISHED = {
     "gpt-neox-20b": 20_554_567_680,
     "falcon-7b": 6_921_720_704,
     "falcon-40b": 41_303_293_952,
+    "falcon-rw-1b": 1_311_625_216,
+    "falcon-rw-7b": 7_516_020_736,
     "gemma-2-2b": 2_614_341_888,
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
@@ -91,6 +93,10 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "olmoe-1b-7b": 6_919_161_856,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "deepseek-v3": 671_026_419_200,
+    "moonlight-16b-a3b": 15_960_110_208,
     "qwen-1.8b": 1_836_828_672,
     "qwen-7b": 7_721_324_544,
     "qwen-14b": 14_167_290_880,
@@ -99,6 +105,8 @@ PUBLISHED = {
     "internlm2-20b": 19_861_149_696,
     "baichuan-7b": 7_000_559_616,
     "baichuan2-7b": 7_505_973_248,
+    "baichuan-13b": 13_264_901_120,
+    "baichuan2-13b": 13_896_668_160,
     "bert-tiny": 4_416_698,
     "bert-mini": 11_201_594,
     "bert-small": 28_795_194,
@@ -120,8 +128,9 @@ def test_presets_are_possible_and_have_the_published_size(name: str) -> None:
     spec = PRESETS[name]
     assert find_shape_problems(spec) == []
     assert parameter_count(spec) == PUBLISHED[name]
-    # The heads fill the width, but for Qwen3's and Gemma's.
-    assert spec.heads * spec.head_dim == spec.hidden or spec.architecture in ("qwen3", "qwen3_moe", "gemma2", "gemma3")
+    # The heads fill the width, but for these.
+    others = ("qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt_oss", "deepseek_v3")
+    assert spec.heads * spec.head_dim == spec.hidden or spec.architecture in others
 
 
 @pytest.mark.parametrize(
@@ -148,6 +157,9 @@ def test_rope_scaling_only_from_3_1_on() -> None:
         "gemma-3-4b": 8.0,
         "gemma-3-12b": 8.0,
         "gemma-3-27b": 8.0,
+        "gpt-oss-20b": 32.0,
+        "gpt-oss-120b": 32.0,
+        "deepseek-v3": 40.0,
     }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import ModelSpec, MoESpec
+from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec
 from phalanx.models.families.catalog import PRESETS, find_shape_problems, flops_per_token, parameter_count
 from phalanx.models.grouped_mm import multiply_groups, reference_multiply_groups
 from phalanx.models.moe import ExpertLoad, Experts, MoEBlock, MoEDecoder, MoELayer, Router, reference_experts
@@ -215,6 +215,10 @@ def test_a_block_compiles_in_one_graph(dtype: torch.dtype) -> None:
         ("qwen3-30b-a3b", 30.53, 3.35),
         ("qwen3-235b-a22b", 235.09, 22.19),
         ("olmoe-1b-7b", 6.92, 1.28),
+        ("gpt-oss-20b", 20.91, 4.19),
+        ("gpt-oss-120b", 116.83, 5.71),
+        ("deepseek-v3", 671.03, 37.55),
+        ("moonlight-16b-a3b", 15.96, 2.91),
     ],
 )
 def test_sizes_are_those_of_the_published_models(preset: str, billions: float, active: float) -> None:
@@ -222,7 +226,8 @@ def test_sizes_are_those_of_the_published_models(preset: str, billions: float, a
     assert parameter_count(spec) / 1e9 == pytest.approx(billions, abs=0.006)
     embedding = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden
     full, _ = flops_per_token(spec, 1)
-    attention = 12 * spec.heads * spec.head_dim * spec.layers
+    width = spec.latent.mean_width(spec.head_dim) if spec.latent else spec.head_dim
+    attention = 12 * spec.heads * width * spec.layers
     assert ((full - attention) / 6 + embedding) / 1e9 == pytest.approx(active, abs=0.006)
     assert not find_shape_problems(spec)
 
@@ -230,6 +235,16 @@ def test_sizes_are_those_of_the_published_models(preset: str, billions: float, a
 def changed(**changes: Any) -> ModelSpec:
     assert SPEC.moe is not None
     return replace(SPEC, moe=replace(SPEC.moe, **changes))
+
+
+def deepseek(moe: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
+    spec = PRESETS["moonlight-16b-a3b"]
+    assert spec.moe is not None
+    return replace(spec, moe=replace(spec.moe, **moe or {}), **changes)
+
+
+LATENT = PRESETS["moonlight-16b-a3b"].latent
+assert LATENT is not None
 
 
 @pytest.mark.parametrize(
@@ -241,6 +256,14 @@ def changed(**changes: Any) -> ModelSpec:
         (changed(renormalize=False), "which Mixtral does not support"),
         (changed(over="model"), "set model.moe.balance to step_before or step"),
         (replace(SPEC, architecture="llama"), "model.architecture llama has no experts"),
+        (changed(shared=1), "model.moe.scale, shared or groups is set, which Mixtral does not support"),
+        (replace(SPEC, latent=LATENT), "model.latent is set, which only deepseek_v3 has"),
+        (deepseek(latent=None), "model.latent does not say of which widths"),
+        (deepseek(latent=replace(LATENT, value_dim=200)), "gives values 200 channels and queries 192"),
+        (deepseek(lora=LoraSpec(rank=2, alpha=2, targets=("q",))), "adapters of latent attention are not supported"),
+        (deepseek(moe={"dense_layers": (1,)}), "those of a DeepSeek-V3 are its first"),
+        (deepseek(moe={"groups": 7}), "does not make 7 groups of two or more"),
+        (deepseek(moe={"groups": 32, "groups_per_token": 2}), "more than 2 of 32 groups have"),
     ],
 )
 def test_a_bad_shape_is_a_sentence(spec: ModelSpec, says: str) -> None:

@@ -356,6 +356,8 @@ FREE = {
     "parallel.context": 2,
     "parallel.context_by": "ring",
     "balance.context": [3, 1],
+    "parallel.expert": 2,
+    "balance.experts": [3, 1],
     "balance.batch": "even",
     "balance.optimizer_state": "even",
     "balance.hardware": "given.json",
@@ -436,6 +438,7 @@ BESIDE: dict[str, dict[str, Any]] = {  # keys that mean nothing alone
     "parallel.layers_per_stage": {"parallel.pipeline": 2},
     "parallel.context_by": {"parallel.context": 2},
     "balance.context": {"parallel.context": 2},
+    "balance.experts": {"parallel.expert": 2},
     "callback.options": {"callback.code": "callback.py"},
 }
 
@@ -443,7 +446,8 @@ BESIDE: dict[str, dict[str, Any]] = {  # keys that mean nothing alone
 @pytest.mark.parametrize("key", sorted(FREE))
 def test_what_does_not_shape_the_curve_may_change(key: str) -> None:
     saved = load.build_config(tree(train={"steps": 5, "micro_batch": 1, "compile": False}), "here")
-    saved = load.update_config(saved, {"model.layers": 2})
+    mixtral = {"model.architecture": "mixtral", "model.moe.experts": 4, "model.moe.experts_per_token": 2}
+    saved = load.update_config(saved, {"model.layers": 2} | (mixtral if "expert" in key else {}))
     wanted = load.update_config(saved, {key: FREE[key]} | BESIDE.get(key, {}))
     going_on = resolve.continue_config(wanted, saved, FOLDER)
     assert get_knob(going_on, key) == FREE[key] != get_knob(saved, key)

@@ -88,7 +88,7 @@ def test_layers_in_place_of_transformer_engines_follow_autocast() -> None:
     ):
         plain = torch.autograd.grad(layer(x).square().sum(), x)[0]
         with te.fp8_autocast(enabled=True):
-            rounded = layer(x)
+            rounded = layer(x, is_first_microbatch=True)
             again = [te.checkpoint(layer, x), checkpoint(layer, x, use_reentrant=True)]
         grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (rounded, again[0])]
         again[1].square().sum().backward()  # of a reentrant one autograd.grad knows nothing
@@ -104,6 +104,8 @@ def test_layers_in_place_of_transformer_engines_follow_autocast() -> None:
         assert torch.equal(torch.autograd.grad(layer(x).square().sum(), x)[0], plain)
     with pytest.raises(ConfigError, match="Linear got tp_size, which needs Transformer Engine itself"):
         te.Linear(2, 2, tp_size=2)
+    with pytest.raises(ConfigError, match="Linear got fp8_output, which needs Transformer Engine itself"):
+        te.Linear(2, 2)(torch.zeros(1, 2), fp8_output=True)
     with pytest.raises(ConfigError, match="activation='tanh'; use one of gelu"):
         te.LayerNormMLP(2, 2, activation="tanh")
     with pytest.raises(ConfigError, match="normalization='BatchNorm'; use LayerNorm or RMSNorm"):
@@ -170,9 +172,13 @@ def test_attention_in_place_of_transformer_engines(groups: int, interleaved: boo
 def test_what_attention_in_place_of_transformer_engines_refuses() -> None:
     import transformer_engine.pytorch as te
 
+    x = torch.zeros(2, 1, 16)
+    layer = te.TransformerLayer(16, 32, 4, seq_length=2, micro_batch_size=1, window_size=(-1, -1))  # ask for nothing
+    assert layer(x, is_first_microbatch=False).shape == x.shape
     for options, sentence in (
         ({"attention_type": "cross"}, "MultiheadAttention got attention_type='cross'; use one of self"),
         ({"qkv_format": "thd"}, "qkv_format='thd'; use one of sbhd, bshd"),
+        ({"window_size": (128, 0)}, "MultiheadAttention got window_size, which needs Transformer Engine"),
         ({"num_gqa_groups": 3}, "4 heads in 3 groups; choose num_gqa_groups that divides"),
         ({"sequence_parallel": True, "tp_size": 2}, "got sequence_parallel, tp_size, which needs Transformer Engine"),
     ):

@@ -17,7 +17,7 @@ from phalanx.api.fsdp.session import FsdpSession, current_session
 from phalanx.core.errors import ConfigError
 from phalanx.layout.tensor_shards import TensorShard
 from phalanx.parallel.hf_transform import find_tensor_shards, full_state_dict, gather_tensor
-from phalanx.parallel.tensor import copy_shard
+from phalanx.parallel.tensor_layers import copy_shard
 
 
 def gather_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -7,6 +7,7 @@ Megatron-LLaMA.
 
 import argparse
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,13 +42,13 @@ _LLAMA_3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, or
 
 @dataclass(frozen=True)
 class MegatronSource:
-    """What becomes a checkpoint of Megatron's: `read(name, kind)` gives one of our parameters (kind `param`), or what
-    Adam keeps of it, whole; `dtype` is that of the written weights, `adam` None where weights alone are written.
-    `where` names it in errors, `tokenizer` is a folder of its files."""
+    """What becomes a checkpoint of Megatron's: `read(name, kind, rows)` gives these rows of one of our parameters (kind
+    `param`), or of what Adam keeps of it, in separate memory; `dtype` is that of the written weights, `adam` None
+    where weights alone are written. `where` names it in errors, `tokenizer` is a folder of its files."""
 
     where: str
     spec: ModelSpec
-    read: Callable[[str, str], Tensor]
+    read: Callable[[str, str, slice], Tensor]
     dtype: torch.dtype
     tokenizer: Path | None = None
     adam: AdamSettings | None = None
@@ -62,9 +63,10 @@ def open_hf_source(folder: Path) -> MegatronSource:
     names = shapes_of(code, spec).keys() - weights.missing_parameters(spec)
     stored = (weights.read(name, 0, 0).dtype for name in names)
 
-    def read(name: str, kind: str) -> Tensor:
-        shape = weights.shape(name)
-        return weights.read(name, 0, torch.Size(shape).numel()).view(shape)
+    def read(name: str, kind: str, rows: slice) -> Tensor:
+        count, *row = weights.shape(name)
+        first, last, _ = rows.indices(count)
+        return weights.read(name, first * math.prod(row), last * math.prod(row)).view(last - first, *row)
 
     return MegatronSource(str(folder), spec, read, functools.reduce(torch.promote_types, stored), folder)
 
@@ -73,7 +75,7 @@ def export_megatron(
     source: MegatronSource, target: Path, tensor: int = 1, pipeline: int | Sequence[int] = 1, layout: str = "te"
 ) -> None:
     """Write a model for `tensor` and `pipeline` ranks of Megatron's; a sequence says how many layers each stage has.
-    One file is in memory at a time, as it is written, beside the matrix that a part is cut from; the vocabulary is
+    One file is in memory at a time, as it is written, beside the matrix that a part is cut from. The vocabulary is
     padded with zeros.
 
     With Adam's state it is a checkpoint of that step, with `distrib_optim.pt` of the distributed optimizer; else one to
@@ -119,35 +121,39 @@ def _write_state(folder: Path, source: MegatronSource, kinds: dict[str, Tensor])
 
 
 class _RankParts:
-    """The parts of our parameters, or of a kind of their state, on one tensor rank of Megatron, each in separate
-    memory."""
+    """The parts of our parameters, or of a kind of their state, on one tensor rank of Megatron; of rows, only those of
+    the rank are read."""
 
     def __init__(self, source: MegatronSource, ranks: int, blocks: bool) -> None:
         self.spec, self._read, self._ranks, self._blocks = source.spec, source.read, ranks, blocks
+        self._shapes = shapes_of(load_family_class(source.spec.architecture), source.spec)
 
     def vocabulary(self, name: str, kind: str, rank: int | None) -> Tensor:
         """The rank's rows of a matrix of the vocabulary (None: all), with zeros up to a multiple of what all ranks
         divide it by."""
-        found, rows = self.whole(name, kind), padded_rows(self.spec, self._ranks)
+        count, rows = self.spec.vocab_size, padded_rows(self.spec, self._ranks)
         each = rows if rank is None else rows // self._ranks
         start = 0 if rank is None else rank * each
-        own = found.new_zeros(each, found.shape[1])
-        part = found[start : start + each]
-        own[: len(part)] = part
-        return own
+        found = self._read(name, kind, slice(min(start, count), min(start + each, count)))
+        missing = each - len(found)
+        return torch.cat([found, found.new_zeros(missing, found.shape[1])]) if missing else found
 
     def whole(self, name: str, kind: str) -> Tensor:
         """What every rank has."""
-        return self._read(name, kind)
+        return self._read(name, kind, slice(None))
 
-    def share(self, found: Tensor, rank: int, dim: int = 0) -> Tensor:
-        """The rank's part of a tensor that is divided evenly."""
-        return found.chunk(self._ranks, dim)[rank].clone(memory_format=torch.contiguous_format)
+    def rows(self, name: str, kind: str, rank: int) -> Tensor:
+        """The rank's rows of a matrix that is divided evenly."""
+        each = self._shapes[name][0] // self._ranks
+        return self._read(name, kind, slice(rank * each, (rank + 1) * each))
+
+    def columns(self, name: str, kind: str, rank: int) -> Tensor:
+        """The rank's columns of a matrix that is divided evenly."""
+        return self.whole(name, kind).chunk(self._ranks, 1)[rank].clone(memory_format=torch.contiguous_format)
 
     def qkv(self, layer: int, kind: str, rank: int) -> Tensor:
         """Queries, keys and values: by groups of heads that share a key, or one after the other."""
-        names = [f"layers.{layer}.attention.{name}.weight" for name in "qkv"]
-        parts = [self.share(self.whole(name, kind), rank) for name in names]
+        parts = [self.rows(f"layers.{layer}.attention.{name}.weight", kind, rank) for name in "qkv"]
         if self._blocks:
             return torch.cat(parts)
         groups = self.spec.kv_heads // self._ranks
@@ -155,8 +161,7 @@ class _RankParts:
 
     def gated(self, layer: int, kind: str, rank: int) -> Tensor:
         """The gate above what it gates."""
-        names = [f"layers.{layer}.mlp.{name}.weight" for name in ("gate", "up")]
-        return torch.cat([self.share(self.whole(name, kind), rank) for name in names])
+        return torch.cat([self.rows(f"layers.{layer}.mlp.{name}.weight", kind, rank) for name in ("gate", "up")])
 
 
 def padded_rows(spec: ModelSpec, ranks: int) -> int:
@@ -192,13 +197,13 @@ def _stage(
         norm = f"{place}.{norms[0]}", parts.whole(f"layers.{layer}.attention_norm.weight", kind)
         if layout != "te":
             yield norm
-        yield f"{place}.{o}.weight", parts.share(parts.whole(f"layers.{layer}.attention.o.weight", kind), rank, 1)
+        yield f"{place}.{o}.weight", parts.columns(f"layers.{layer}.attention.o.weight", kind, rank)
         if layout == "te":
             yield norm
         yield f"{place}.{qkv}.weight", parts.qkv(layer, kind, rank)
         yield f"{place}.{norms[1]}", parts.whole(f"layers.{layer}.mlp_norm.weight", kind)
         yield f"{place}.{fc1}.weight", parts.gated(layer, kind, rank)
-        yield f"{place}.{fc2}.weight", parts.share(parts.whole(f"layers.{layer}.mlp.down.weight", kind), rank, 1)
+        yield f"{place}.{fc2}.weight", parts.columns(f"layers.{layer}.mlp.down.weight", kind, rank)
     if stage < len(counts) - 1:
         return
     yield f"{stack}.final_layernorm.weight", parts.whole("head.norm.weight", kind)

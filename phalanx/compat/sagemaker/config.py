@@ -170,8 +170,9 @@ def _contradictions(settings: Settings, world: int) -> list[tuple[set[str], str]
     if experts > 1:
         found.append((
             {"expert_parallel_degree"},
-            f"expert_parallel_degree is {experts}, but Phalanx has no expert parallelism, so it would have no "
-            "effect; set it to 1, and shard experts with hybrid_shard_degree",
+            f"expert_parallel_degree is {experts}, but a transformed model has no expert parallelism, so it would have "
+            "no effect; set it to 1, and shard experts with hybrid_shard_degree, or train with a recipe's "
+            "parallel.expert",
         ))  # fmt: skip
     if context > 1:
         found.append((

@@ -16,12 +16,12 @@ from phalanx.api.fsdp import session as sessions
 from phalanx.api.fsdp.init import start_session
 from phalanx.api.fsdp.rank_layout import Groups, RankLayout
 from phalanx.api.fsdp.session import FsdpSession, current_session
+from phalanx.compat.run import PARAMETERS
 from phalanx.compat.sagemaker import config
 from phalanx.compat.sagemaker.saver import AsyncCallsQueue
 from phalanx.core.errors import ConfigError
 from phalanx.system import accelerator
 
-PARAMETERS = "SM_HP_MP_PARAMETERS"  # where that library's launcher leaves its parameters, as JSON
 NAMES = {
     "tensor": "tensor_parallel_degree",
     "shard_degree": "hybrid_shard_degree",

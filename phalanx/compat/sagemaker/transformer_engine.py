@@ -98,13 +98,18 @@ def heed_autocast(model: nn.Module, layers: frozenset[type]) -> None:
         replace_linear(layer.modules(), multiply)
 
 
+# They ask for nothing here: sizes to warm up kernels with, a parallel mode without sizes, and when to quantize weights,
+# which is in every pass.
+IDLE = ("set_parallel_mode", "seq_length", "micro_batch_size", "is_first_microbatch")
+WHOLE = (None, 0, 1, "", (-1, -1), [-1, -1])  # the last two are of a window
+
+
 def refuse_options(layer: str, options: dict[str, Any]) -> None:
-    """Raise ConfigError for arguments that would have no effect; None, False, 0 and a size of 1 ask for nothing, nor
-    does a parallel mode without sizes."""
-    given = {name: value for name, value in options.items() if name != "set_parallel_mode"}
+    """Raise ConfigError for arguments that would have no effect; None, False, 0, a size of 1 and a window without ends
+    ask for nothing."""
     asked = [
-        name for name, value in given.items()
-        if value is True or isinstance(value, Tensor) or value not in (None, 0, 1, "")
+        name for name, value in options.items()
+        if name not in IDLE and (value is True or isinstance(value, Tensor) or value not in WHOLE)
     ]  # fmt: skip
     if asked:
         raise ConfigError(
@@ -133,6 +138,11 @@ class Linear(OwnLinear):
         if init_method is not None:
             with torch.no_grad():
                 init_method(self.weight)
+
+    def forward(self, inp: Tensor, **options: Any) -> Tensor:  # type: ignore[override]
+        """inp (..., in) -> (..., out)."""
+        refuse_options("Linear", options)
+        return self.multiply(inp, self.weight, self.bias)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -183,9 +193,10 @@ class LayerNormLinear(nn.Module):
         )
         self.weight, self.bias = linear.weight, linear.bias
 
-    def forward(self, input: Tensor) -> Tensor:
-        """input (..., in) -> (..., out)."""
-        return multiply(_normalize(self, input), self.weight, self.bias)
+    def forward(self, inp: Tensor, **options: Any) -> Tensor:
+        """inp (..., in) -> (..., out)."""
+        refuse_options("LayerNormLinear", options)
+        return multiply(_normalize(self, inp), self.weight, self.bias)
 
 
 class LayerNormMLP(nn.Module):
@@ -221,9 +232,10 @@ class LayerNormMLP(nn.Module):
             second.bias,
         )
 
-    def forward(self, input: Tensor) -> Tensor:
-        """input (..., hidden) -> the same shape."""
-        inner = multiply(_normalize(self, input), self.fc1_weight, self.fc1_bias)
+    def forward(self, inp: Tensor, **options: Any) -> Tensor:
+        """inp (..., hidden) -> the same shape."""
+        refuse_options("LayerNormMLP", options)
+        inner = multiply(_normalize(self, inp), self.fc1_weight, self.fc1_bias)
         activate = ACTIVATIONS[self.activation]
         if self.activation in GATED:
             gate, up = inner.chunk(2, dim=-1)

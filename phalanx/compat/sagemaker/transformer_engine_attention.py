@@ -71,8 +71,8 @@ class MultiheadAttention(nn.Module):
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, attn_mask_type: str | None = None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None, is_first_microbatch: bool | None = None,
-        checkpoint_core_attention: bool = False, **options: Any,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None, checkpoint_core_attention: bool = False,
+        **options: Any,
     ) -> Tensor:  # fmt: skip
         """hidden_states -> the same shape. `attention_mask` is True where attention is not paid, and broadcasts to
         (batch, heads, queries, keys); `rotary_pos_emb` has angles (sequence, 1, 1, channels)."""

@@ -17,7 +17,7 @@ from phalanx.compat.sagemaker.transformer_engine import heed_autocast
 from phalanx.core.errors import ConfigError
 from phalanx.models.counter_rng import derive_key
 from phalanx.models.layers import RMSNorm
-from phalanx.parallel.tensor import TENSOR_PARALLEL_MODULES, copy_shard
+from phalanx.parallel.tensor_layers import TENSOR_PARALLEL_MODULES, copy_shard
 
 COMMUNICATIONS = ("p2p", "all_gather")
 

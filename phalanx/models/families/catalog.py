@@ -5,7 +5,9 @@ import math
 from dataclasses import replace
 
 from phalanx.layout.model_shape import (
+    ATTENTION_TARGETS,
     LONGROPE,
+    LORA_TARGETS,
     MAX_ELEMENTS,
     MAX_LAYERS,
     ROPE_RULES,
@@ -15,12 +17,14 @@ from phalanx.layout.model_shape import (
 )
 from phalanx.models.families.baichuan import BAICHUAN, BAICHUAN2
 from phalanx.models.families.bert import BERT
-from phalanx.models.families.falcon import FALCON
+from phalanx.models.families.deepseek import DEEPSEEK_V3
+from phalanx.models.families.falcon import FALCON, FALCON_RW
 from phalanx.models.families.family import BlockOptions, ModelFamily, count_adapter_elements, count_elements
 from phalanx.models.families.gemma2 import GEMMA2
 from phalanx.models.families.gemma3 import GEMMA3
 from phalanx.models.families.gpt import GPT2, GPTJ, OPT
 from phalanx.models.families.gpt_neox import GPT_NEOX
+from phalanx.models.families.gpt_oss import GPT_OSS
 from phalanx.models.families.internlm2 import INTERNLM2
 from phalanx.models.families.llama import LLAMA, MISTRAL
 from phalanx.models.families.moe import MIXTRAL, OLMOE, QWEN3_MOE
@@ -29,8 +33,8 @@ from phalanx.models.families.phi3 import PHI3
 from phalanx.models.families.qwen import QWEN1, QWEN2, QWEN3
 
 _ALL = (
-    LLAMA, MISTRAL, QWEN1, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, FALCON, PHI3, GPT2, GPTJ, OPT, OLMO2, INTERNLM2,
-    BAICHUAN, BAICHUAN2, MIXTRAL, QWEN3_MOE, OLMOE, BERT,
+    LLAMA, MISTRAL, QWEN1, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT_NEOX, FALCON, FALCON_RW, PHI3, GPT2, GPTJ, OPT, OLMO2,
+    INTERNLM2, BAICHUAN, BAICHUAN2, MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V3, BERT,
 )  # fmt: skip
 FAMILIES: dict[str, ModelFamily] = {each.name: each for each in _ALL}
 PRESETS: dict[str, ModelSpec] = {name: spec for each in FAMILIES.values() for name, spec in each.presets.items()}
@@ -38,13 +42,16 @@ DEFAULT_FAMILY = LLAMA
 
 
 def _plan_transform(family: ModelFamily) -> dict[str, str]:
-    """The family's tensor plan by the names of transformers' modules. Fused queries, keys and values are cut as one,
-    between key heads."""
+    """The family's tensor plan by the names of transformers' modules. Modules that hold several of our matrices have
+    the kinds column_pair, column_qkv, and column_grouped where queries, keys and values are in order of key
+    heads."""
     modules = {name.removesuffix(".weight"): theirs.removesuffix(".weight") for name, theirs in family.hf.names.items()}
-    found: dict[str, str] = {}
+    held: dict[str, list[str]] = {}
     for module, kind in family.tensor_plan.items():
         theirs = modules[module] if module in modules else modules[f"layers.{{i}}.{module}"]
-        found.setdefault(theirs.partition(".{i}.")[2] or theirs, kind)
+        held.setdefault(theirs.partition(".{i}.")[2] or theirs, []).append(kind)
+    several = {2: "column_pair", 3: "column_grouped" if family.hf.grouped else "column_qkv"}
+    found = {theirs: several.get(len(kinds), kinds[0]) for theirs, kinds in held.items()}
     others = {
         theirs.removesuffix(".weight"): more.removesuffix(".weight") for theirs, more in family.hf.other_names.items()
     }
@@ -94,6 +101,15 @@ def parameter_count(spec: ModelSpec, embedding: bool = True, shapes: Shapes | No
     `shapes`: of a custom model.
     """
     return count_elements(spec, shapes or parameter_shapes(spec), embedding)
+
+
+def find_adapter_targets(spec: ModelSpec) -> tuple[str, ...]:
+    """Those of LORA_TARGETS that are a matrix of every block."""
+    shapes = parameter_shapes(spec)
+    paths = {name: f"{'attention' if name in ATTENTION_TARGETS else 'mlp'}.{name}.weight" for name in LORA_TARGETS}
+    return tuple(
+        name for name, path in paths.items() if all(f"layers.{layer}.{path}" in shapes for layer in range(spec.layers))
+    )
 
 
 def adapter_count(spec: ModelSpec) -> int:
@@ -196,6 +212,8 @@ def find_shape_problems(spec: ModelSpec) -> list[str]:
             f"model.moe is set, but model.architecture {spec.architecture} has no experts; use one of {able}, or "
             "remove model.moe."
         )
+    if spec.latent is not None and family is not DEEPSEEK_V3:
+        found.append("model.latent is set, which only deepseek_v3 has; set model.architecture to it, or remove it.")
     found += family.find_problems(spec)
     for name, p in (("dropout", spec.dropout), ("attention_dropout", spec.attention_dropout)):
         if not 0.0 <= p < 1.0:

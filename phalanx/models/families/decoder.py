@@ -104,6 +104,8 @@ def decoder_shapes(spec: ModelSpec, options: BlockOptions) -> Shapes:
     for name, width in (("q", queries), ("k", keys)):
         over = width if options.qk_norm == "whole" else spec.head_dim
         block |= norm(f"attention.{name}_norm", bool(options.qk_norm), over)
+    if options.sinks:
+        block["attention.sinks"] = (spec.heads,)
     block |= linear("attention.o", spec.hidden, queries, options.o_bias)
     block |= norm("attention_post_norm", options.post_norms) | norm("mlp_norm", own)
     for name in ("gate", "up") if options.gated else ("up",):

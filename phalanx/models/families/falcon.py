@@ -1,7 +1,9 @@
 """Falcon: parallel attention and MLP, after one norm with a single key head (7B), or after two with grouped keys in the
-new decoder (40B); queries, keys and values are one matrix, key head by key head.
+new decoder (40B); queries, keys and values are one matrix, key head by key head. Those of the RefinedWeb paper have
+ALiBi, and attention before the MLP.
 
-Source: Almazrouei et al., "The Falcon Series of Open Language Models", 2023; shapes from the config.json of the
+Source: Almazrouei et al., "The Falcon Series of Open Language Models", 2023; Penedo et al., "The RefinedWeb Dataset for
+Falcon LLM", 2023; shapes from the config.json of the
 repository of that name.
 """
 
@@ -66,16 +68,17 @@ def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[st
 
 
 def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
-    options, rule = FALCON.options_of(spec), write_rope(spec.rope_scaling)
-    new = not options.shared_norm or spec.kv_heads not in (1, spec.heads)
+    family = FALCON_RW if spec.architecture == FALCON_RW.name else FALCON
+    options, rule = family.options_of(spec), write_rope(spec.rope_scaling)
+    new = options.parallel and (not options.shared_norm or spec.kv_heads not in (1, spec.heads))
     return {
         **write_ids(original),
         "new_decoder_architecture": new,
         "num_ln_in_parallel_attn": (1 if options.shared_norm else 2) if new else None,
         "num_kv_heads": spec.kv_heads,
         "multi_query": spec.kv_heads == 1,
-        "parallel_attn": True,
-        "alibi": False,
+        "parallel_attn": options.parallel,
+        "alibi": bool(options.alibi),
         "bias": options.qkv_bias,
         "activation": "gelu",
         "rope_theta": spec.rope_theta,
@@ -120,6 +123,7 @@ FALCON = ModelFamily(
         },
         read=_read,
         write=_write,
+        matches=lambda config: not config.get("alibi"),
         accepted={
             "alibi": (False, None),
             "parallel_attn": (True, None),
@@ -131,6 +135,45 @@ FALCON = ModelFamily(
         "falcon-7b": _FALCON_7B,
         "falcon-40b": replace(
             _FALCON_7B, hidden=8192, layers=60, heads=128, kv_heads=8, intermediate=32768, block=_TWO_NORMS
+        ),
+    },
+)
+_RW = BlockSpec(qkv_bias=True, o_bias=True, mlp_bias=True)
+_FALCON_RW_1B = replace(
+    _FALCON_7B, architecture="falcon_rw", vocab_size=50304, hidden=2048, layers=24, heads=32, kv_heads=32,
+    intermediate=8192, block=_RW,
+)  # fmt: skip
+FALCON_RW = replace(
+    FALCON,
+    name="falcon_rw",
+    title="Falcon-RW",
+    options=BlockOptions(norm="layer", gated=False, activation="gelu", alibi="scaled", rotary_share=0.0),
+    find_problems=lambda spec: find_misfits(spec, "Falcon-RW"),
+    complete=lambda spec, given, task: spec,
+    hf=replace(
+        FALCON.hf,
+        names={name: theirs for name, theirs in FALCON.hf.names.items() if "norm." not in name or "head." in name}
+        | name_both(
+            {
+                "layers.{i}.attention_norm": f"{_LAYER}.input_layernorm",
+                "layers.{i}.mlp_norm": f"{_LAYER}.post_attention_layernorm",
+            }
+        ),
+        matches=lambda config: bool(config.get("alibi")),
+        accepted={
+            "alibi": (True,),
+            "parallel_attn": (False,),
+            "multi_query": (False,),
+            "new_decoder_architecture": (False, None),
+            "activation": ("gelu", None),
+            "quantization_config": (None,),
+        },
+        cut_by_transform=False,
+    ),
+    presets={
+        "falcon-rw-1b": _FALCON_RW_1B,
+        "falcon-rw-7b": replace(
+            _FALCON_RW_1B, vocab_size=65024, hidden=4096, layers=36, heads=64, kv_heads=64, intermediate=16384
         ),
     },
 )

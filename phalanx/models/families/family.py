@@ -9,6 +9,7 @@ from typing import Any
 
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec, Shapes
+from phalanx.layout.tensor_shards import EXPERTS
 
 MAX_COUNT = 2**31 - 1  # of any count in a config.json
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -17,43 +18,61 @@ ConfigJson = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockOptions:
+class AttentionOptions:
+    """The differences between families in attention and positions.
+
+    `qk_norm`: queries and keys have a norm, over each of the `heads`, or over the `whole`. `rotary_share` of a head's
+    channels are rotated, in pairs of neighbours with `rotary_pairs`. A learned position embedding has `position_offset`
+    unused first rows; None: there is none. `alibi` lowers scores by distance: plain, or scaled (attention.py); with
+    `sinks` each head has a score without a key. `score_cap` is a soft cap of scores (0: none).
+    """
+
+    causal: bool = True
+    qk_norm: str = ""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    position_offset: int | None = None
+    rotary_share: float = 1.0
+    rotary_pairs: bool = False
+    alibi: str = ""
+    sinks: bool = False
+    score_cap: float = 0.0
+
+    @property
+    def learnt_positions(self) -> bool:
+        """Whether the model has a learned position embedding."""
+        return self.position_offset is not None
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether attention materializes its scores, for which torch has no kernel."""
+        return self.score_cap > 0 or bool(self.alibi) or self.sinks
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(AttentionOptions):
     """The differences between families of decoders, which the network and the planner read.
 
     `norm` is rms or layer, the latter with a bias. Of the two halves of a block, attention and MLP, each has a norm
     before it (`pre_norms`), after it (`post_norms`), or both; `parallel` halves have the same input, and with
-    `shared_norm` one norm for both. `unit_offset`: norms multiply by 1 + weight. `qk_norm`: of queries and keys, over
-    each of the `heads`, or over the `whole`. `gated`: the MLP has a gate. `rotary_share` of a head's channels are
-    rotated, in pairs of neighbours with `rotary_pairs`. A learned position embedding has `position_offset` unused first
-    rows; None: there is none. Caps are soft caps of attention scores and logits (0: none). `head` is plain, has a bias,
-    or has normalized rows.
+    `shared_norm` one norm for both. `unit_offset`: norms multiply by 1 + weight. `gated`: the MLP has a gate.
+    `logit_cap` is a soft cap of logits (0: none). `head` is plain, has a bias, or has normalized rows. `experts` are
+    plain, or clamped, with biases (moe.py).
     """
 
-    causal: bool = True
     norm: str = "rms"
     pre_norms: bool = True
     post_norms: bool = False
     unit_offset: bool = False
     parallel: bool = False
     shared_norm: bool = False
-    qk_norm: str = ""
-    qkv_bias: bool = False
-    o_bias: bool = False
     mlp_bias: bool = False
     gated: bool = True
     activation: str = "silu"  # or gelu, gelu_tanh, relu
     scaled_embedding: bool = False  # multiplied by the square root of the width
-    position_offset: int | None = None
-    rotary_share: float = 1.0
-    rotary_pairs: bool = False
-    score_cap: float = 0.0
     logit_cap: float = 0.0
-    head: str = "plain"  # or bias, normalized
-
-    @property
-    def learnt_positions(self) -> bool:
-        """Whether the model has a learned position embedding."""
-        return self.position_offset is not None
+    head: str = "plain"
+    experts: str = "plain"
 
     @property
     def biases(self) -> bool:
@@ -87,7 +106,7 @@ class HuggingFaceMapping:
     Several of `names` may map to one tensor, which then holds these parameters one after another; with `grouped`
     queries, keys and values are ordered by key head, each with its queries first. `transposed`: suffixes of our names
     whose matrices are stored (in, out). `prefix`: optional prefix of their names; `other_names`: alternative names;
-    `ignored`: suffixes of unused tensors.
+    `ignored`: suffixes of unused tensors. `matches` tells families of one architecture in config.json apart.
     """
 
     model_type: str
@@ -107,6 +126,7 @@ class HuggingFaceMapping:
     prefix: str = ""
     other_names: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    matches: Callable[[Mapping[str, Any]], bool] = lambda config: True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +161,7 @@ class ModelFamily:
     @property
     def has_experts(self) -> bool:
         """Whether its models are mixtures of experts."""
-        return bool(self.hf.stacks)
+        return any(".mlp.router." in name for name in self.hf.names)
 
     @property
     def writes_text(self) -> bool:
@@ -163,7 +183,7 @@ def active_shapes(spec: ModelSpec, shapes: Shapes) -> Shapes:
     if spec.moe is None:
         return shapes
     chosen = spec.moe.experts_per_token
-    return {name: (chosen, *shape[1:]) if ".mlp.experts." in name else shape for name, shape in shapes.items()}
+    return {name: (chosen, *shape[1:]) if EXPERTS in name else shape for name, shape in shapes.items()}
 
 
 def count_adapter_elements(spec: ModelSpec, shapes: Shapes) -> int:

@@ -136,7 +136,6 @@ GPT2 = ModelFamily(
             "add_cross_attention": (False, None),
             "quantization_config": (None,),
         },
-        cut_by_transform=False,
     ),
     presets={
         "gpt2": _GPT2,
@@ -192,7 +191,6 @@ GPTJ: ModelFamily = replace(
         write=lambda spec, original: _write_gpt(spec, original)
         | {"rotary_dim": round(spec.head_dim * GPTJ.options_of(spec).rotary_share)},
         accepted={"quantization_config": (None,)},
-        cut_by_transform=True,
     ),
     presets={
         "gpt-j-6b": replace(

@@ -24,7 +24,7 @@ from phalanx.models.families.llama import LLAMA, MISTRAL
 
 _ROUTER, _GATE_UP, _DOWN = "mlp.router.weight", "mlp.experts.gate_up", "mlp.experts.down"
 _HF_MLP = "model.layers.{i}.mlp"
-_HF_EXPERTS = {
+HF_EXPERTS = {
     f"layers.{{i}}.{_GATE_UP}": tuple(f"{_HF_MLP}.experts.{{e}}.{name}_proj.weight" for name in ("gate", "up")),
     f"layers.{{i}}.{_DOWN}": (f"{_HF_MLP}.experts.{{e}}.down_proj.weight",),
 }
@@ -35,7 +35,7 @@ _ACCEPTED = ACCEPTED | {"router_jitter_noise": (0, 0.0, None)}
 def moe_shapes(spec: ModelSpec, options: BlockOptions) -> Shapes:
     """As `decoder_shapes`, with experts."""
     moe, found = spec.moe, Shapes()
-    if moe is None:  # which `_find_problems` refuses
+    if moe is None:  # which `find_moe_problems` refuses
         return decoder_shapes(spec, options)
     experts = {
         _ROUTER: (moe.experts, spec.hidden),
@@ -56,7 +56,9 @@ def moe_flops(spec: ModelSpec, seq_len: int, shapes: Shapes) -> tuple[int, int]:
     return decoder_flops(spec, seq_len, active_shapes(spec, shapes))
 
 
-def _find_problems(spec: ModelSpec, title: str) -> list[str]:
+def find_moe_problems(spec: ModelSpec, title: str, grouped: bool = False) -> list[str]:
+    """Problems of the experts of a shape in the family `title`, which may have them in groups and shared if
+    `grouped`."""
     moe, found = spec.moe, list[str]()
     if moe is None:
         return [
@@ -67,6 +69,11 @@ def _find_problems(spec: ModelSpec, title: str) -> list[str]:
         found.append(
             f"model.moe.experts_per_token is {moe.experts_per_token} and model.moe.experts is {moe.experts}, but a "
             "token goes through at least one of them and at most all; change one of the two."
+        )
+    if not grouped and (moe.scale, moe.shared, moe.groups) != (1.0, 0, 1):
+        found.append(
+            f"model.moe.scale, shared or groups is set, which {title} does not support; remove it, or set "
+            "model.architecture to deepseek_v3."
         )
     if not any(spec.has_experts(layer) for layer in range(spec.layers)):
         found.append("no layer of the model has experts; set fewer model.moe.dense_layers, or an architecture without.")
@@ -83,7 +90,7 @@ def _find_problems(spec: ModelSpec, title: str) -> list[str]:
     return found
 
 
-def _find_uneven(spec: ModelSpec, title: str) -> list[str]:
+def find_uneven(spec: ModelSpec, title: str) -> list[str]:
     """Problems of a shape in a family whose layers all have experts of the width `model.intermediate`."""
     if spec.moe is None or (spec.moe.intermediate == spec.intermediate and not spec.moe.dense_layers):
         return []
@@ -93,8 +100,8 @@ def _find_uneven(spec: ModelSpec, title: str) -> list[str]:
     ]
 
 
-def _read_moe(config: dict[str, Any], where: str, width: str, renormalize: bool) -> dict[str, Any]:
-    """The field `moe`; `width` is the key of experts' width."""
+def read_moe(config: dict[str, Any], where: str, width: str, renormalize: bool) -> dict[str, Any]:
+    """Read the field `moe`; `width` is the key of experts' width."""
     experts = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
     asked = read_flag(config, "output_router_logits", where, False)
     moe = MoESpec(
@@ -110,8 +117,8 @@ def _read_moe(config: dict[str, Any], where: str, width: str, renormalize: bool)
     return {"moe": moe}
 
 
-def _write_moe(spec: ModelSpec, experts: str) -> dict[str, Any]:
-    """Keys of experts; `experts` is that of their number."""
+def write_moe(spec: ModelSpec, experts: str) -> dict[str, Any]:
+    """Write the keys of experts; `experts` is that of their number."""
     moe = spec.moe
     assert moe is not None
     return {
@@ -123,12 +130,12 @@ def _write_moe(spec: ModelSpec, experts: str) -> dict[str, Any]:
 
 
 def _read_mixtral(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
-    return MISTRAL.hf.read(config, fields, where) | _read_moe(config, where, "intermediate_size", True)
+    return MISTRAL.hf.read(config, fields, where) | read_moe(config, where, "intermediate_size", True)
 
 
 def _read_olmoe(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
     renormalize = read_flag(config, "norm_topk_prob", where, False)
-    return read_decoder(config, fields, where) | _read_moe(config, where, "intermediate_size", renormalize)
+    return read_decoder(config, fields, where) | read_moe(config, where, "intermediate_size", renormalize)
 
 
 def _read_qwen3(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -140,7 +147,7 @@ def _read_qwen3(config: dict[str, Any], fields: dict[str, Any], where: str) -> d
             f"numbers of some of its {layers} layers and one of at least 1; correct them."
         )
     dense = tuple(each for each in range(min(layers, MAX_LAYERS)) if each in named or (each + 1) % every)
-    found = _read_moe(config, where, "moe_intermediate_size", read_flag(config, "norm_topk_prob", where, False))
+    found = read_moe(config, where, "moe_intermediate_size", read_flag(config, "norm_topk_prob", where, False))
     return read_decoder(config, fields, where) | {"moe": replace(found["moe"], dense_layers=dense)}
 
 
@@ -149,7 +156,7 @@ def _write_qwen3(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
     assert moe is not None
     return (
         write_decoder(spec, original)
-        | _write_moe(spec, "num_experts")
+        | write_moe(spec, "num_experts")
         | {
             "moe_intermediate_size": moe.intermediate,
             "norm_topk_prob": moe.renormalize,
@@ -165,7 +172,7 @@ def _write_olmoe(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
     moe = spec.moe
     assert moe is not None
     more = {"norm_topk_prob": moe.renormalize, "attention_bias": False, "pad_token_id": original.get("pad_token_id")}
-    return write_decoder(spec, original) | _write_moe(spec, "num_experts") | more
+    return write_decoder(spec, original) | write_moe(spec, "num_experts") | more
 
 
 def _renormalizing(spec: ModelSpec) -> list[str]:
@@ -174,7 +181,7 @@ def _renormalizing(spec: ModelSpec) -> list[str]:
     return ["model.moe.renormalize is false, which Mixtral does not support; remove it."]
 
 
-_NAMES = HF_NAMES | {f"layers.{{i}}.{_ROUTER}": f"{_HF_MLP}.gate.weight"}
+HF_MOE_NAMES = {f"layers.{{i}}.{_ROUTER}": f"{_HF_MLP}.gate.weight"}
 _HF_MIXTRAL = "model.layers.{i}.block_sparse_moe"
 _MIXTRAL_8X7B = ModelSpec(
     architecture="mixtral", vocab_size=32000, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
@@ -201,8 +208,8 @@ MIXTRAL = replace(
     shapes=moe_shapes,
     flops=moe_flops,
     find_problems=lambda spec: [
-        *_find_problems(spec, "Mixtral"),
-        *_find_uneven(spec, "Mixtral"),
+        *find_moe_problems(spec, "Mixtral"),
+        *find_uneven(spec, "Mixtral"),
         *_renormalizing(spec),
     ],
     hf=replace(
@@ -224,7 +231,7 @@ MIXTRAL = replace(
         },
         accepted=_ACCEPTED,
         read=_read_mixtral,
-        write=lambda spec, original: MISTRAL.hf.write(spec, original) | _write_moe(spec, "num_local_experts"),
+        write=lambda spec, original: MISTRAL.hf.write(spec, original) | write_moe(spec, "num_local_experts"),
         cut_by_transform=False,
     ),
     presets={
@@ -241,7 +248,7 @@ QWEN3_MOE = replace(
     title="Qwen3 MoE",
     options=BlockOptions(qk_norm="heads"),
     find_problems=lambda spec: [
-        *_find_problems(spec, "Qwen3 MoE"),
+        *find_moe_problems(spec, "Qwen3 MoE"),
         *find_misfits(spec, "Qwen3 MoE", grouped=True, rules=HF_ROPE_RULES, any_width=True),
     ],
     start=lambda spec: replace(spec, norm_eps=1e-6),
@@ -249,8 +256,8 @@ QWEN3_MOE = replace(
         LLAMA.hf,
         model_type="qwen3_moe",
         classes={"Qwen3MoeForCausalLM": "language"},
-        names=_NAMES,
-        stacks=_HF_EXPERTS,
+        names=HF_NAMES | HF_MOE_NAMES,
+        stacks=HF_EXPERTS,
         defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
@@ -279,8 +286,8 @@ OLMOE = replace(
     title="OLMoE",
     options=BlockOptions(qk_norm="whole"),
     find_problems=lambda spec: [
-        *_find_problems(spec, "OLMoE"),
-        *_find_uneven(spec, "OLMoE"),
+        *find_moe_problems(spec, "OLMoE"),
+        *find_uneven(spec, "OLMoE"),
         *find_misfits(spec, "OLMoE", grouped=True, rules=HF_ROPE_RULES),
     ],
     hf=replace(

@@ -65,7 +65,6 @@ PHI3 = replace(
         accepted={name: values for name, values in ACCEPTED.items() if name != "partial_rotary_factor"},
         read=_read,
         write=_write,
-        cut_by_transform=False,
     ),
     presets={
         "phi-3-mini-4k": _PHI_3_MINI,

@@ -1,0 +1,83 @@
+"""Expert parallelism: the ranks of a group divide the experts of each layer among them, and exchange tokens.
+
+A rank routes its own tokens, sends each chosen expert's rows to the rank that holds it, and gets back what the experts
+give. Numbers of experts may differ, in proportion to the ranks' speeds, and be 0. Nothing is dropped: the exchange has
+the sizes that the choices of this micro-batch have, which the ranks tell each other first. A gradient is a sum over
+tokens, wherever they came from, so those of experts have no factor for the number of ranks. Source: Lepikhin et al.,
+"GShard", 2020 (the exchange); unequal divisions are ours.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm import collectives
+from phalanx.comm.collectives import Traffic
+from phalanx.comm.mesh import Axis
+from phalanx.layout.tensor_shards import TensorShard, plan_expert_shards
+from phalanx.models.grouped_mm import sort_rows, unsort_rows
+from phalanx.models.moe import Experts
+from phalanx.parallel.all_to_all import all_to_all
+from phalanx.parallel.tensor import copy_shard
+
+
+class ExpertParallel:
+    """The expert-parallel group of a rank, held by a model's experts; rank r of it holds `counts[r]` experts of each
+    layer, in order. The reference to the axis is weak: a model may outlive its mesh, but must not keep the process
+    group alive."""
+
+    def __init__(self, axis: Axis, traffic: Traffic, counts: Sequence[int]) -> None:
+        assert len(counts) == axis.size, (counts, axis.size)
+        self.rank, self.size, self.counts, self.traffic = axis.rank, axis.size, tuple(counts), traffic
+        self._axis = weakref.ref(axis)
+
+    @property
+    def axis(self) -> Axis:
+        """The axis; fails once its mesh is gone."""
+        axis = self._axis()
+        assert axis is not None, "a model is used whose mesh is gone"
+        return axis
+
+    def run(self, feed: Callable[[Tensor, Tensor], Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+        """What all experts give for `rows` (N, D), sorted by expert, of which each has `counts` (E,) int64 -> (N, D);
+        `feed` does the same for the experts of this rank. Waits for the device, to know how much is exchanged."""
+        sent_by_expert, mine = counts.split(list(self.counts)), self.counts[self.rank]
+        received_by_expert = self._exchange_counts(counts)  # (ranks, mine)
+        sent = [int(each.sum()) for each in sent_by_expert]
+        received = received_by_expert.sum(1).tolist()
+        arrived = all_to_all(rows, sent, received, self)  # by sender, then by expert
+        experts = torch.arange(mine, device=rows.device).repeat(self.size)
+        order = experts.repeat_interleave(received_by_expert.flatten()).argsort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
+        # Also with no experts or no rows: every rank's graph must have the two exchanges in it.
+        given = feed(sort_rows(arrived, order, inverse, 1), received_by_expert.sum(0))
+        return all_to_all(unsort_rows(given, order, inverse), received, sent, self)
+
+    def _exchange_counts(self, counts: Tensor) -> Tensor:
+        """How many rows each rank sends to each expert of this one, (ranks, experts here), from `counts` (E,)."""
+        mine = self.counts[self.rank]
+        told = counts.new_empty(self.size * mine)
+        received = [mine] * self.size
+        collectives.all_to_all(told, counts, received, self.counts, self.axis.group, self.traffic).wait()
+        return told.view(self.size, mine)
+
+
+def apply_expert_parallel(model: nn.Module, parallel: ExpertParallel) -> dict[str, TensorShard]:
+    """Keep the experts of a model that this rank holds, and have the others' tokens exchanged; returns what it holds of
+    each stack, by name."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    held = keep_experts(model, plan_expert_shards(shapes, parallel.counts, parallel.rank))
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.exchange = parallel.run
+    return held
+
+
+def keep_experts(model: nn.Module, held: dict[str, TensorShard]) -> dict[str, TensorShard]:
+    """Replace stacks of experts by the parts `held`."""
+    for name, shard in held.items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(leaf, copy_shard(model.get_parameter(name), shard))
+    return held

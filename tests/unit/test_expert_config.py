@@ -1,0 +1,92 @@
+"""Recipes with expert parallelism: what is refused, how ranks form groups, and which rank holds how many experts."""
+
+from typing import Any
+
+import pytest
+
+from phalanx.autotune.footprint import make_all_footprints, make_rank_footprint
+from phalanx.config import load
+from phalanx.config.resolve import resolve_autos
+from phalanx.core.errors import ConfigError
+from phalanx.layout.balance import Speed
+from phalanx.layout.mesh_axes import MeshAxes
+from phalanx.planner.recipe_keys import shape_of
+from phalanx.workload.expert_counts import find_expert_counts
+from phalanx.workload.workload import make_workload, read_model_shape
+
+MODEL = {
+    "architecture": "mixtral", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 44,
+    "vocab_size": 61, "moe": {"experts": 5, "experts_per_token": 2},
+}  # fmt: skip
+
+
+def config_of(changes: dict[str, Any], **model: Any) -> Any:
+    tree: dict[str, Any] = {"model": MODEL | model, "data": {"seq_len": 16}}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    return load.build_config(tree, "here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel.expert": 1, "balance.experts": [1, 2]}, "balance.experts has no effect with parallel.expert 1"),
+        ({"balance.experts": [1, 2, 3]}, "balance.experts has 3 numbers"),
+        ({"parallel.engine": "fsdp2"}, "parallel.engine fsdp2 cannot be combined with parallel.expert 2"),
+        ({"parallel.shard_degree": 2}, "parallel.shard_degree 2 cannot be combined"),
+        ({"parallel.pipeline": 2, "parallel.schedule": "zero_bubble"}, "parallel.schedule zero_bubble cannot be"),
+        ({"parallel.tensor": 2}, "parallel.tensor 2 cannot be combined"),
+        ({"parallel.layout": "auto"}, "parallel.layout auto cannot be combined"),
+        ({"train.compile": True}, "train.compile true cannot be combined"),
+        ({"train.fp8": "block"}, "train.fp8 block cannot be combined"),
+        ({"comm.compress": "bf16"}, "comm.compress bf16 cannot be combined"),
+        ({"optim.name": "adamw8bit"}, "optim.name adamw8bit, which updates whole rows of a matrix, cannot"),
+        ({"resilience.checksum_every": 5}, "resilience.checksum_every 5, which compares what all ranks hold, cannot"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_of({"parallel.expert": 2} | changes)
+
+
+def test_a_model_needs_experts_for_all_ranks() -> None:
+    with pytest.raises(ConfigError, match="the model has none"):
+        read_model_shape(config_of({"parallel.expert": 2}, architecture="llama", moe={}))
+    with pytest.raises(ConfigError, match=r"parallel.expert 6 is more than the model's 5 experts"):
+        read_model_shape(config_of({"parallel.expert": 6}))
+    with pytest.raises(ConfigError, match=r"a plan does not know parallel.expert, which is 2"):
+        shape_of(config_of({"parallel.expert": 2}))
+
+
+def test_ranks_must_form_groups() -> None:
+    asked = config_of({"parallel.expert": 2})
+    with pytest.raises(ConfigError, match=r"3 ranks cannot form groups of 2 ranks that hold all experts together"):
+        resolve_autos(asked, device="cpu", world=3)
+    assert dict(resolve_autos(asked, device="cuda", world=4)[0].train)["compile"] is False
+    axes = MeshAxes(expert=2)
+    assert (list(axes.groups("expert", 4)), list(axes.groups("expert_copies", 4))) == (
+        [(0, 1), (2, 3)],
+        [(0, 2), (1, 3)],
+    )
+    assert asked.parallel.lockstep and not config_of({}).parallel.lockstep
+
+
+def test_faster_ranks_hold_more_experts() -> None:
+    config, speeds = config_of({"parallel.expert": 2}), [Speed(1.0), Speed(4.0), Speed(1.0), Speed(2.0)]
+    spec = read_model_shape(config)
+    assert find_expert_counts(config, spec) == (3, 2)
+    assert find_expert_counts(config, spec, speeds) == (4, 1)  # ranks 1 and 3 hold the same, and 1 is the slower
+    assert find_expert_counts(config_of({"parallel.expert": 2, "balance.experts": "even"}), spec, speeds) == (3, 2)
+    assert find_expert_counts(config_of({"parallel.expert": 2, "balance.experts": [0, 7]}), spec, speeds) == (0, 5)
+    assert find_expert_counts(config_of({}), spec, speeds) == ()
+
+
+def test_a_footprint_has_the_experts_of_its_rank() -> None:
+    config = config_of({"parallel.expert": 2, "balance.experts": [1, 4]})
+    subject = make_workload(config, read_model_shape(config))
+    stacks = [
+        footprint.model.get_parameter("layers.1.mlp.experts.gate_up").shape[0]
+        for footprint in (*make_all_footprints(subject, config), make_rank_footprint(subject, config, 0, 0))
+    ]
+    assert stacks == [4, 1]
