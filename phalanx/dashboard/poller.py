@@ -183,14 +183,19 @@ class Poller:
         with self._lock:
             wanted = set(self._wanted)
         subjects = sorted(self.subjects.values(), key=lambda subject: subject.id not in wanted)
-        until = time.monotonic() + READ_S
-        changed = False
+        now, changed = time.time(), False
         for subject in subjects:
-            if not subject.known and time.monotonic() > until:
-                continue  # its first records are read soon
-            if subject.index.complete or not subject.known:  # a new run shows its last steps at once
-                changed |= subject.index.poll(CHUNK_BYTES if subject.known else FIRST_BYTES)
-                subject.known = True
+            if subject.id in wanted and subject.view is None:  # its page waits, whatever else there is to read
+                self._read_first(subject)
+                if self._update(subject, True, now):
+                    self._notify()
+        until = time.monotonic() + READ_S
+        for subject in subjects:  # before any long run is read to its end
+            if not subject.known and time.monotonic() < until:
+                changed |= self._read_first(subject)
+        for subject in filter(lambda subject: subject.known, subjects):
+            if subject.index.complete:
+                changed |= subject.index.poll(CHUNK_BYTES)
             while not subject.index.complete and time.monotonic() < until:
                 changed |= subject.index.poll()
         now = time.time()
@@ -198,6 +203,12 @@ class Poller:
             changed |= self._update(subject, subject.id in wanted, now)
         if self._publish_list(now) or changed:
             self._notify()
+
+    def _read_first(self, subject: Subject) -> bool:
+        """Read the first records of a new run, whose last steps are then shown at once."""
+        changed = not subject.known and subject.index.poll(FIRST_BYTES)
+        subject.known = True
+        return changed
 
     def _update(self, subject: Subject, watched: bool, now: float) -> bool:
         """Update the sections of a run that a page shows, if there is something new."""
@@ -237,6 +248,7 @@ class Poller:
                     "id": subject.id,
                     "name": subject.index.paths.name,
                     "error": "its records are read soon",
+                    "state": "not read yet",
                 }
                 continue
             basis = subject.index.version, str(subject.scheduler)

@@ -168,7 +168,7 @@ class RunView:
         mfu = _mean(recent, "mfu")
         if mfu is not None:
             causal = _mean(recent, "mfu_causal")
-            tile("MFU", f"{100 * mfu:.1f} %", "" if causal is None else f"{100 * causal:.1f} % with the causal half")
+            tile("MFU", f"{100 * mfu:.1f} %", "" if causal is None else f"{100 * causal:.1f} % if causal")
         wait, step_s = _mean(recent, "wait_s"), _mean(recent, "step_s")
         waiting = "" if wait is None or not step_s else f"{100 * wait / step_s:.0f} % of it waiting"
         tile("step time", "-" if step_s is None else formats.format_seconds(step_s), waiting)

@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.core.run_paths import RunPaths
 from phalanx.dashboard import log_files
-from phalanx.dashboard.poller import RUNS, Poller
+from phalanx.dashboard.poller import FIRST_BYTES, RUNS, Poller
 from phalanx.dashboard.run_curves import POINTS, RunCurves, choose_points
 from phalanx.dashboard.server import DashboardServer, make_app
 from phalanx.elastic.supervisor import node_requests
@@ -385,3 +385,27 @@ def test_a_page_is_told_of_changes_within_a_second(runs: Path) -> None:
         assert server.poller._wanted == {} and server._streams == 0
     finally:
         server.poller.close()
+
+
+def test_short_runs_are_listed_while_a_long_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that a page shows is published first, and every other run before the long one is read to its end."""
+    for name, steps in (("a long one", 3000), ("b", 5), ("c", 5)):
+        paths = RunPaths(tmp_path / name)
+        paths.root.mkdir()
+        append(paths.events, {"kind": "run_started", "time": 1.0, "attempt": 1, "steps": steps})
+        lines = [json.dumps({"step": step, "attempt": 1, "loss": 1.0, "step_s": 1.0, "time": 1.0 + step})
+                 for step in range(1, steps + 1)]  # fmt: skip
+        paths.metrics.write_text("\n".join(lines) + "\n")
+    published: list[set[str]] = []
+    made = Poller([tmp_path], lambda: published.append({each.id for each in made.subjects.values() if each.known}))
+    long, *short = sorted(made.subjects.values(), key=lambda each: each.index.paths.name)
+    made.subscribe([long.id, RUNS])
+    polled = long.index.poll
+
+    def poll(most_bytes: int = 1 << 12) -> bool:
+        assert most_bytes == FIRST_BYTES or all(each.known for each in short), "the long run is read on before others"
+        return polled(1 << 12)
+
+    monkeypatch.setattr(long.index, "poll", poll)
+    made._poll()
+    assert published[0] == {long.id} and published[-1] == set(made.subjects)

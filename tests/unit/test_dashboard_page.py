@@ -97,6 +97,7 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     def count(selector: str) -> int:
         return page.execute_script("return document.querySelectorAll(arguments[0]).length", selector)
 
+    assert page.execute_script("return [7, 999, 1234, 1000000].map(count)") == ["7", "999", "1,234", "1,000,000"]
     # all runs, found by their names as text
     wait(lambda: "first" in text() and "second <b>" in text(), "both runs")
     assert count("tbody tr") == 2 and count("#main b") == 0

@@ -37,7 +37,6 @@ function meter(part, kind) {
   fill.style.width = `${100 * Math.min(1, Math.max(0, part || 0))}%`;
   return el("div", "meter", fill);
 }
-const count = (number) => Number(number).toLocaleString("en");
 
 // ------------------------------------------------------------------------------------------------------- all runs
 
@@ -440,12 +439,12 @@ class RunPage {
     const now = (values, unit) => el("td", "num right", values.at(-1) === null ? "-" : `${Math.round(values.at(-1))} ${unit}`);
     const errors = (number, tone) => el("td", `num right ${number ? tone : ""}`, number === null ? "-" : count(number));
     const rows = found.map((row) => el("tr", "", el("td", "", row.node),
-      el("td", "", `${row.gpu} `, row.lost ? pill("lost", "bad") : el("span", "soft", row.name)),
+      el("td", "name", `${row.gpu} `, row.lost ? pill("lost", "bad") : el("span", "soft", row.name)),
       now(row.temperature, "°C"), curve(row.temperature, "orange"), now(row.power, "W"), curve(row.power, "teal"),
       errors(row.corrected, "warn"), errors(row.uncorrected, "bad")));
     const times = found.length ? `${clock(found[0].since)} to ${clock(found[0].at)}` : "";
     this.gpus.replaceChildren(el("div", "head", el("h3", "", "GPUs", el("span", "", times))), el("div", "scroll",
-      el("table", "", el("thead", "", el("tr", "", ...head.map((name) => el("th", "", name)))), el("tbody", "", ...rows))));
+      el("table", "", el("thead", "", el("tr", "", ...head.map((name, i) => el("th", name && i > 1 ? "right" : "", name)))), el("tbody", "", ...rows))));
     for (const [canvas, values, tone] of drawn) drawSpark(canvas, values, tone);
   }
 

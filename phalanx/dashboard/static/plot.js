@@ -7,6 +7,8 @@ const tone = (name) => {
   return tones.get(name);
 };
 const alpha = (name, part) => `color-mix(in srgb, ${tone(name)} ${Math.round(100 * part)}%, transparent)`;
+// a whole number with its thousands apart; the browser's own way loads its tables of languages, for half a second
+const count = (number) => String(number).replace(/\B(?=(\d{3})+$)/g, ",");
 
 // steps of 1, 2 or 5 times a power of ten that divide a range into about so many parts
 function linearTicks(low, high, wanted, least = 0) {
@@ -315,12 +317,12 @@ class Chart {
     const at = this.group.at, near = (x, pixels) => Math.abs(this.px(x) - this.px(at)) <= pixels;
     const title = [];
     if (mode === "time") title.push(`after ${short(at)} ${units[1]}`);
-    else title.push("step " + Math.round(at).toLocaleString("en"));
+    else title.push("step " + count(Math.round(at)));
     tip.replaceChildren(make("b", "", title.join(", ")));
     for (const each of [...this.drawn].sort((a, b) => a.lost - b.lost)) {
       const i = each.off ? -1 : nearest(each, at);
       if (i < 0 || !near(each.x[i], NEAR)) continue;
-      const other = mode === "time" && each.step[i] !== null ? ` (step ${each.step[i].toLocaleString("en")})`
+      const other = mode === "time" && each.step[i] !== null ? ` (step ${count(each.step[i])})`
         : each.x[i] === at ? "" : ` (step ${each.step[i]})`;
       const name = make("span", "", each.name + (each.lost ? ", replayed" : "") + other);
       tip.append(make("div", "", keyOf(each), name, make("em", "", read(this.spec, each.y[i]))));
