@@ -1,7 +1,7 @@
 """Mixture of experts: the grouped product, choices on any division, training beside transformers, and memory of an
-import.
+import. Experts that are divided over ranks: divided_experts.py.
 
-    python3 benchmarks/experts.py [--quick] [--json FILE] [--only products|choices|training|import]
+    python3 benchmarks/experts.py [--quick] [--json FILE] [--only PART]
 
 Products: forward and backward passes of our operator, of `torch.nn.functional.grouped_mm`, and of a loop over groups,
 in turns. Choices: the experts that one forward pass in float32 chooses for rows of another micro-batch. Training: steps
@@ -205,7 +205,11 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="measure this part alone")
     arguments = parser.parse_args()
     parts: dict[str, Callable[[bool], tuple[list[Row], list[Check]]]] = dict(
-        zip(PARTS, (compare_products, compare_choices, compare_training, measure_import), strict=True)
+        zip(
+            PARTS,
+            (compare_products, compare_choices, compare_training, measure_import),
+            strict=True,
+        )
     )
     torch.set_num_threads(1)
     checks: list[Check] = []

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result, spread
-from benchmarks.throttle import Throttle, throttle
+from benchmarks.throttle import PERIOD_S, Throttle, throttle
 from phalanx.core.placement import Placement
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
@@ -159,7 +159,7 @@ def _worker(
     accelerator.set_device(accelerator.torch.device("cpu"), 1)
     config = _config(place.size, steps, settings, placement.world)
     job = TrainingJob(config, read_model_shape(config), paths, [(place.tokens, 1.0)], {})
-    with join(placement, config.comm.timeout_s) as mesh:
+    with join(placement, config.comm.timeout_s, axes=config.parallel.axes) as mesh:
         records = RecordWriter(paths, 1, [Switch(place.limits, changes)], active=mesh.rank == 0)
         saver = CheckpointSaver(paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), 1, records.write_event)
         speeds, link = find_rank_speeds(config, make_workload(config, job.spec), placement, mesh, paths, records)
@@ -336,13 +336,13 @@ def _shares(step: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def placed(size: Size, by_groups: bool | None = None) -> Any:
+def placed(size: Size, by_groups: bool | None = None, period_s: float = PERIOD_S) -> Any:
     """A folder with tokens enough for every run, and limits for as many ranks as any has."""
     agent.preload(PRELOAD)
     from benchmarks.peers import write_tokens
 
     ranks = max(map(len, size.ratios))
-    with tempfile.TemporaryDirectory(prefix="phalanx-mixed-") as folder, throttle(ranks, by_groups) as limits:
+    with tempfile.TemporaryDirectory(prefix="phalanx-mixed-") as folder, throttle(ranks, by_groups, period_s) as limits:
         tokens = write_tokens(Path(folder, "tokens"), size.model["vocab_size"], 4 * size.global_batch * size.seq_len)
         yield Place(Path(folder), tokens, limits, size)
 

@@ -56,7 +56,8 @@ class ControlGroups(Throttle):
     """One group for each rank below `parent`, a folder of the CPU controller of either version; and of version 1 below
     `memory`, one of the memory controller, where there is any."""
 
-    def __init__(self, parent: Path, ranks: int, memory: Path | None = None) -> None:
+    def __init__(self, parent: Path, ranks: int, memory: Path | None = None, period_s: float = PERIOD_S) -> None:
+        self._period_s = period_s
         self.second = (parent / "cgroup.controllers").exists()
         self.kind = f"control groups v{2 if self.second else 1}"
         self._groups = [parent / f"rank-{rank}" for rank in range(ranks)]
@@ -85,8 +86,8 @@ class ControlGroups(Throttle):
         (self._memory[rank] / self._memory_file).write_text(unlimited if most is None else str(most))
 
     def limit(self, rank: int, cores: float) -> None:
-        assert cores >= LEAST, cores
-        period, quota = round(PERIOD_S * 1e6), round(cores * PERIOD_S * 1e6)
+        assert cores * self._period_s >= LEAST * PERIOD_S, (cores, self._period_s)
+        period, quota = round(self._period_s * 1e6), round(cores * self._period_s * 1e6)
         if self.second:
             (self._groups[rank] / "cpu.max").write_text(f"{quota} {period}")
             return
@@ -143,10 +144,11 @@ class StopAndGo(Throttle):
 
 
 @contextlib.contextmanager
-def throttle(ranks: int, by_groups: bool | None = None) -> Iterator[Throttle]:
+def throttle(ranks: int, by_groups: bool | None = None, period_s: float = PERIOD_S) -> Iterator[Throttle]:
     """Control groups where this process may make them (or if `by_groups` says so), else stop and go. Nothing of it is
     left afterwards, also when the process is told to end meanwhile; nor of one that was killed before it could tidy up.
-    The processes in it must have ended by then."""
+    The processes in it must have ended by then. `period_s`: of
+    the groups' quotas."""
     remove_stale()
     with heeding_signals():
         parent = None if by_groups is False else _made_parent()
@@ -158,7 +160,7 @@ def throttle(ranks: int, by_groups: bool | None = None) -> Iterator[Throttle]:
         memory = None
         try:
             memory = _made_memory_parent(parent)
-            yield ControlGroups(parent, ranks, memory)
+            yield ControlGroups(parent, ranks, memory, period_s)
         finally:
             with undisturbed():
                 for made in filter(None, (memory, parent)):

@@ -4,6 +4,7 @@ Sizes come from the true shapes of a model on meta and from the run's own functi
 forward and backward pass with fake tensors, which have shapes and storages but no data.
 """
 
+import contextlib
 import functools
 import tempfile
 import weakref
@@ -19,7 +20,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.autotune.footprint import RankFootprint, compute_kept_activations, compute_slice_bytes, make_all_footprints
-from phalanx.autotune.micro_batch import bytes_of_other_keys, choose_probe_depths
+from phalanx.autotune.micro_batch import bytes_of_other_keys, bytes_of_scores, choose_probe_depths
 from phalanx.autotune.probe_model import UNSHARDED, shorten_rows
 from phalanx.autotune.rank_bytes import HEAD_GRADIENT, StateLayout, commit_bytes, state_items
 from phalanx.autotune.run_size import (
@@ -30,6 +31,7 @@ from phalanx.autotune.run_size import (
     build_tables,
     count_by_part,
     describe_shape,
+    find_longest_rows,
     max_samples_per_replica,
     micro_batch_to_assume,
 )
@@ -58,6 +60,8 @@ from phalanx.workload.custom_checks import check_custom_task
 from phalanx.workload.engines import make_sharding_spec
 from phalanx.workload.workload import Workload, make_workload, read_model_shape, resolve_model_class
 
+PART_LENGTH = 65536  # positions of a rank from which on memory grows in proportion: blocks take more than the loss
+
 
 def dry_run(config: Config, ranks: int) -> dict[str, Any]:
     """Sizes of the run that `config` describes on `ranks` ranks, as JSON-able tables; bytes are of one rank.
@@ -66,7 +70,22 @@ def dry_run(config: Config, ranks: int) -> dict[str, Any]:
     Raises ConfigError for what the run itself would refuse before it looks at data.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        return _dry_run(_fetch_urls(config, Path(temporary)), ranks)
+        config = _fetch_urls(config, Path(temporary))
+        found = _dry_run(config, ranks)
+        if config.parallel.context > 1:
+            least = PART_LENGTH * config.parallel.context
+            with contextlib.suppress(ConfigError):  # a table of positions has none for longer rows
+                found["longest_rows"] = find_longest_rows({
+                    length: _dry_run(longer, ranks, [activation_mode_to_assume(longer)])["memory_total"]
+                    for length, longer in (_with_rows_of(config, least), _with_rows_of(config, 2 * least))
+                })  # fmt: skip
+        return found
+
+
+def _with_rows_of(config: Config, length: int) -> tuple[int, Config]:
+    """The recipe with rows of this length, up to what tensor parallelism cuts, of a model with as many positions."""
+    length += -length % config.parallel.tensor
+    return length, update_config(config, {"data.seq_len": length, "model.max_seq_len": length})
 
 
 def _fetch_urls(config: Config, temporary: Path) -> Config:
@@ -86,7 +105,8 @@ def _fetch_urls(config: Config, temporary: Path) -> Config:
     return local_copies.fetch_local_copies(config, keys=keys)
 
 
-def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
+def _dry_run(config: Config, ranks: int, modes: Sequence[str] = ()) -> dict[str, Any]:
+    """`modes`: those of `memory.activations` that are walked, all if not given."""
     config, _ = resolve_autos(config, device="accelerator", world=ranks)
     labels_assumed = config.task.kind in ("tag", "classify") and config.task.labels == "auto"
     if labels_assumed:  # the data are not read
@@ -118,7 +138,7 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         mode: _scale_to_largest_part(
             config, compute_activation_bytes(update_config(row_part, {"memory.activations": mode}), part_subject)
         )
-        for mode in _modes(config)
+        for mode in modes or _modes(config)
     }
     if config.memory.activations == "offload":
         check_horizon(len(model.blocks()), config.memory.offload_prefetch_blocks)
@@ -136,8 +156,9 @@ def _dry_run(config: Config, ranks: int) -> dict[str, Any]:
         whole_head = state_items(model, spec, replace(layout, ranks=1, sharding=None))[HEAD_GRADIENT]
         loss = max(0, walked[chosen][0] - (whole_head - head)) if head or spec is None or not whole_head else 0
         state["activations"] = kept[chosen][1]
-        if config.parallel.context > 1:
-            state["keys and values of other ranks"] = micro_batch * bytes_of_other_keys(config, subject)
+        if keys := bytes_of_other_keys(config, subject):
+            state["keys and values of other ranks"] = micro_batch * keys
+            state["scores of attention"] = micro_batch * bytes_of_scores(config, subject)
         state["loss and the head's gradient" if spec is not None else "loss"] = loss
         memories.append(state)
         sequences[len(memories) - 1] = {mode: one // micro_batch for mode, (one, _) in kept.items()}

@@ -20,6 +20,8 @@ from phalanx.config.load import update_config
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, is_out_of_memory
 from phalanx.core.placement import Placement
+from phalanx.models.attention_tiles import QUERIES, SCORE_BYTES
+from phalanx.models.families.catalog import block_options
 from phalanx.models.layers import chunk_bytes
 from phalanx.parallel.parallelize import DTYPES, compute_dtype
 from phalanx.system import accelerator
@@ -74,6 +76,19 @@ def bytes_of_other_keys(config: Config, workload: Workload) -> int:
     if by == "ring":
         return 2 * others // (parts - 1)
     return others * (spec.layers if config.memory.activations in ("none", "selective") else 1)
+
+
+def bytes_of_scores(config: Config, workload: Workload, on_host: bool = False) -> int:
+    """Bytes that a rank holds at the height of a layer's backward pass, for one sequence, of scores that `gather` and
+    `ring` materialize: of some queries and the keys of a rank at a time. On a host torch's kernel holds none."""
+    parts, spec, by = config.parallel.context, workload.spec, config.parallel.context_by
+    if parts == 1 or spec is None or by == "heads":
+        return 0
+    drops = spec.attention_dropout > 0 or block_options(spec).score_cap > 0 or spec.sliding_window is not None
+    if on_host and not drops:
+        return 0
+    keys = -(-config.data.seq_len // parts)
+    return QUERIES * keys * spec.heads // config.parallel.tensor * SCORE_BYTES
 
 
 def largest_micro_batch(

@@ -12,6 +12,7 @@ STATE_MEMORY_SHARE = (
     0.5  # of the free memory, that `parallel.zero: auto` lets the state take: the rest is for activations
 )
 MODES = ("none", "selective", "full", "offload")
+DEVICE_GIB = (24, 40, 80, 141)  # of common accelerators
 ADAPTERS = "adapters"  # the part of a model that they are
 
 
@@ -98,6 +99,14 @@ def build_tables(config: Config, ranks: int, found: RunSizes) -> dict[str, Any]:
             "adapter": adapters * master,
         },
     }
+
+
+def find_longest_rows(known: Mapping[int, int]) -> dict[str, int]:
+    """The longest rows that fit on devices of so many GiB, of which a fifth is left free, from the bytes that rows of
+    two lengths take: what lies between grows in proportion; 0: not even short ones."""
+    (short, least), (long, most) = sorted(known.items())
+    each = (most - least) / (long - short)
+    return {str(gib): max(0, int(short + (gib * 2**30 * 0.8 - least) / each)) for gib in DEVICE_GIB}
 
 
 def max_samples_per_replica(config: Config, ranks: int) -> int:

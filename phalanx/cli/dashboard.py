@@ -1,12 +1,13 @@
 """`phalanx dashboard`, the live page of runs, and `phalanx metrics`, their metrics for Prometheus."""
 
 import contextlib
+import functools
 import secrets
 import socket
 import threading
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +16,13 @@ from phalanx.core.run_paths import RunPaths, redact_url
 from phalanx.report.run_index import RunIndex, find_runs
 from phalanx.storage import files as storage
 
+if TYPE_CHECKING:
+    from phalanx.provision.cluster import Cluster
+
 DEFAULT_PORT, METRICS_PORT = 8420, 9420
+ClusterFolder = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="Folder of clusters. Default: that of phalanx cluster.")
+]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -36,17 +43,13 @@ def dashboard_command(
     cluster: Annotated[
         str | None, typer.Option(metavar="NAME", help="Also show a cluster of phalanx cluster: nodes, Slurm's queue.")
     ] = None,
-    cluster_folder: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Folder of clusters. Default: that of phalanx cluster.")
-    ] = None,
+    cluster_folder: ClusterFolder = None,
 ) -> None:
     """Serve a live page of runs: curves, devices, incidents, logs, comparisons.
 
     The URL holds a secret token. Only this machine can open it, unless --host says otherwise.
     """
-    places = runs or ([] if cluster is not None and not Path("runs").is_dir() else [Path("runs")])
-    if cluster_folder is not None and cluster is None:
-        raise ConfigError("--cluster-folder has no effect without --cluster; add it, or remove --cluster-folder")
+    places, known = _places(runs, cluster is not None), _find_cluster(cluster, cluster_folder)
     for place in map(str, places):
         if storage.is_url(place):
             raise ConfigError(f"{redact_url(place)} is a URL; the dashboard reads local folders, so copy the run first")
@@ -59,11 +62,10 @@ def dashboard_command(
         ) from None
     find_runs(places)  # says what is missing
     read_cluster = None
-    if cluster is not None:
-        from phalanx.provision.cluster import DEFAULT_FOLDER, Cluster
+    if known is not None:
         from phalanx.provision.cluster_view import make_cluster_reader
 
-        read_cluster = make_cluster_reader(Cluster(cluster, cluster_folder or DEFAULT_FOLDER))
+        read_cluster = make_cluster_reader(known)
     listener = _listen(host, port)
     token = secrets.token_urlsafe(24)
     hosts = frozenset(LOOPBACK) if host in LOOPBACK else None
@@ -86,19 +88,27 @@ def metrics_command(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = METRICS_PORT,
+    queue: Annotated[bool, typer.Option("--queue", help="Also Slurm's queue and nodes, by squeue and sinfo.")] = False,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also those of a cluster of phalanx cluster, and its health.")
+    ] = None,
+    cluster_folder: ClusterFolder = None,
 ) -> None:
     """Serve metrics of runs for Prometheus, at /metrics.
 
-    A run serves its own with the key report.prometheus.
+    A run serves its own with the key report.prometheus. On a node with a health monitor, its findings are served, too.
     """
     from phalanx.launch.launched_run import describe_scheduler_state
     from phalanx.launch.observer import list_nodes
+    from phalanx.provision.monitor import STATUS_FILE
 
-    places = runs or [Path("runs")]
+    places, found = _places(runs, cluster is not None or queue), _find_cluster(cluster, cluster_folder)
     try:
         from prometheus_client import CollectorRegistry, start_http_server
 
+        from phalanx.provision.cluster_view import sample_cluster, sample_queue
         from phalanx.report.prometheus import RunCollector
+        from phalanx.report.prometheus_cluster import ClusterCollector, HostCollector
     except ImportError as error:
         raise ConfigError(
             f"phalanx metrics needs the package {error.name}; install it with pip install 'phalanx[metrics]'"
@@ -112,6 +122,13 @@ def metrics_command(
     count, registry = len(indexes()), CollectorRegistry()
     nodes, jobs = (lambda one: list_nodes(one.paths)), (lambda one: describe_scheduler_state(one.paths))
     registry.register(RunCollector(indexes, time.time, nodes, jobs, threading.Lock()))
+    registry.register(HostCollector(STATUS_FILE))
+    if queue:
+        sample_queue()  # says what is missing
+        registry.register(ClusterCollector("", sample_queue))
+    if found is not None:
+        found.describe()
+        registry.register(ClusterCollector(found.name, functools.partial(sample_cluster, found)))
     try:
         _, server = start_http_server(port, host, registry)
     except OSError as error:
@@ -121,6 +138,19 @@ def metrics_command(
     typer.echo(f"metrics of {count} run{'' if count == 1 else 's'} at http://{host}:{port}/metrics")
     with contextlib.suppress(KeyboardInterrupt):
         server.join()
+
+
+def _places(runs: list[Path] | None, optional: bool) -> list[Path]:
+    """The folders to look into; the default one may be missing where runs are `optional`."""
+    return runs or ([] if optional and not Path("runs").is_dir() else [Path("runs")])
+
+
+def _find_cluster(name: str | None, folder: Path | None) -> "Cluster | None":
+    if folder is not None and name is None:
+        raise ConfigError("--cluster-folder has no effect without --cluster; add it, or remove --cluster-folder")
+    from phalanx.provision.cluster import DEFAULT_FOLDER, Cluster
+
+    return None if name is None else Cluster(name, folder or DEFAULT_FOLDER)
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

@@ -21,6 +21,7 @@ SHAPE_FIELDS = (
     "max_seq_len", "rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "init_std", "latent",
 )  # fmt: skip
 
+FOLDER_FIELDS = ("max_seq_len", "rope_theta", "rope_scaling")  # that change no parameter of a Hugging Face folder's
 
 MOE_SHAPE_FIELDS = (
     "experts", "experts_per_token", "intermediate", "renormalize", "dense_layers", "scale", "shared", "groups",
@@ -35,9 +36,20 @@ def build_model_spec(config: Config, hf_spec: ModelSpec | None = None) -> ModelS
     if config.model.preset is not None and config.model.preset not in PRESETS:
         raise ConfigError(describe_unknown_preset(config.model.preset))
     spec = build_requested_spec(config, hf_spec)
-    if found := find_shape_problems(config, spec):
+    if found := find_shape_problems(config, spec) + _find_folder_problems(config, hf_spec):
         raise ConfigError("invalid model shapes: " + "; ".join(found))
     return spec
+
+
+def _find_folder_problems(config: Config, hf_spec: ModelSpec | None) -> list[str]:
+    """Keys that a Hugging Face folder of shapes `hf_spec` cannot be combined with, though others can."""
+    if hf_spec is None:
+        return []
+    given = [name for name in FOLDER_FIELDS if getattr(config.model, name) is not None]
+    if given and catalog.block_options(hf_spec).learnt_positions:
+        named = ", ".join(f"model.{name}" for name in given)
+        return [f"{named} cannot be combined with model.from_hf of a model whose positions are learned; remove it"]
+    return []
 
 
 def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: int = 0) -> ModelSpec:
@@ -179,8 +191,8 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
         )
     if config.data.seq_len > spec.max_seq_len:
         found.append(
-            f"data.seq_len {config.data.seq_len} is longer than the model's {spec.max_seq_len} positions "
-            "(model.max_seq_len); lower it"
+            f"data.seq_len {config.data.seq_len} is longer than the model's {spec.max_seq_len} positions; lower it, or "
+            "set model.max_seq_len, for a trained model with model.rope_scaling"
         )
     return found
 
@@ -299,11 +311,12 @@ def find_model_problems(config: Config) -> list[str]:
         )
     if model.preset and model.from_hf:
         found.append("model.preset and model.from_hf both set the shapes; remove one of them")
-    elif model.from_hf and (shape_given or model.vocab_size != "auto"):
-        named = ", ".join(
-            f"model.{name}" for name in [*shape_given, *(["vocab_size"] if model.vocab_size != "auto" else [])]
-        )
-        found.append(f"{named} cannot be combined with model.from_hf, whose folder fixes the shapes; remove it")
+    elif model.from_hf:
+        fixed = [name for name in shape_given if name not in FOLDER_FIELDS]
+        fixed += ["vocab_size"] if model.vocab_size != "auto" else []
+        if fixed:
+            named = ", ".join(f"model.{name}" for name in fixed)
+            found.append(f"{named} cannot be combined with model.from_hf, whose folder fixes the shapes; remove it")
     elif not model.preset and not model.from_hf:
         missing = [f"model.{name}" for name in ("hidden", "layers", "heads") if getattr(model, name) is None]
         if missing:

@@ -211,7 +211,7 @@ class KubernetesSection(Section):
     cpus: Count | None = knob(None, "cores per pod")
     memory: Line | None = knob(None, "memory per pod, such as 256Gi, of which /dev/shm is a part")
     shared_memory_gib: Count | Auto = knob(
-        "auto", "GiB of /dev/shm per pod; auto: two steps of the state, with several nodes also of a replica, and 1"
+        "auto", "GiB of /dev/shm per pod; auto: what in-memory checkpoints take, and 1"
     )
     queue: Line | None = knob(None, "local queue of Kueue")
     time: Line | None = knob(None, "time limit, in quotes: minutes, H:MM:SS or D-HH:MM:SS")

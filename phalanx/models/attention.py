@@ -230,11 +230,13 @@ def _with_scores(
         if alibi is not None:
             scores = scores + alibi.biases(within[:, start:stop], within[:, seen], k.shape[1], groups, width, wide)
         scores = scores.masked_fill(~mask, -math.inf)
-        if sinks is not None:
-            sink = sinks.to(scores.dtype).view(-1, groups, 1, 1).expand(*scores.shape[:-1], 1)
-            scores = torch.cat((scores, sink), dim=-1)
-        shares = torch.softmax(scores, -1, wide)
-        shares = shares if sinks is None else shares[..., :-1]
+        if sinks is None:
+            shares = torch.softmax(scores, -1, wide)
+        else:
+            sink = sinks.to(wide).view(-1, groups, 1, 1)
+            most = torch.maximum(scores.detach().to(wide).amax(-1, keepdim=True), sink.detach())
+            powers = (scores.to(wide) - most).exp()
+            shares = powers / (powers.sum(-1, keepdim=True) + (sink - most).exp())
         if dropout is not None:
             shares = dropout.apply(shares, start, seen.start)
         out.append(shares.to(q.dtype) @ v[:, :, None, seen])

@@ -15,8 +15,10 @@ from torch import Tensor
 # The constants of SplitMix64 as signed 64-bit numbers: 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB.
 _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 # A CPU kernel splits a tensor of more than 32768 elements over threads, and a vectorized logarithm may differ from the
-# scalar one in the last bit at such a boundary; aligned blocks of this many pairs avoid both.
+# scalar one in the last bit at such a boundary, and behind the last whole vector; blocks of at most so many pairs, and
+# of whole units, avoid both.
 _PAIRS_PER_BLOCK = 32768
+_PAIRS_PER_UNIT = 512
 _PAIRS_PER_BLOCK_ACCELERATOR = 1 << 22
 _SCORES = 1 << 40  # sites of attention's probabilities, beside those of dropout
 
@@ -54,11 +56,11 @@ def normal(key: int, start: int, stop: int, *, device: torch.device | str, dtype
     if not 0 <= start <= stop:
         raise ValueError(f"normal() got the range [{start}, {stop})")
     out = torch.empty(stop - start, device=device, dtype=dtype)
-    block = 2 * _PAIRS_PER_BLOCK
-    most = block if torch.device(device).type == "cpu" else 2 * _PAIRS_PER_BLOCK_ACCELERATOR
-    first = start - start % block
+    unit = 2 * _PAIRS_PER_UNIT
+    most = 2 * (_PAIRS_PER_BLOCK if out.device.type == "cpu" else _PAIRS_PER_BLOCK_ACCELERATOR)
+    first = start - start % unit
     while first < stop:
-        count = min(most, math.ceil((stop - first) / block) * block)
+        count = min(most, math.ceil((stop - first) / unit) * unit)
         low, high = max(start, first), min(stop, first + count)
         out[low - start : high - start] = _normal_block(key, first, count, out.device)[low - first : high - first]
         first += count

@@ -10,8 +10,18 @@ from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp64": 8}  # bytes of an element that is kept; fp8 only multiplies
 
 
+@dataclass(frozen=True, kw_only=True)
+class VisiblePositions:
+    """What a position sees: itself and those before it, with a `window` no more than so many, but in `full_layers` of
+    the layers all the same, and `both_ways` all positions."""
+
+    window: int = 0  # 0: none
+    full_layers: int = 0
+    both_ways: bool = False
+
+
 @dataclass(frozen=True)
-class DecoderShape:
+class DecoderShape(VisiblePositions):
     """A decoder of `layers` equal blocks, as plain numbers.
 
     `positions` are rows of a learnt table of positions. `biases`: matrices add one and norms have two vectors, as in
@@ -20,8 +30,6 @@ class DecoderShape:
     `ffn` is the width of the feed-forward part that a token goes through; of a mixture of experts there are also
     `idle_ffn` that it does not, and `router_rows`, all as means over the layers.
     `attention`: parameters of attention's matrices that are not those of heads (0: they are).
-    A position sees itself and those before it, with a `window` no more than so many, but in `full_layers` of the layers
-    all the same, and `both_ways` all positions.
     """
 
     layers: int
@@ -37,9 +45,6 @@ class DecoderShape:
     qk_norm: bool = False
     positions: int = 0
     head_dim: int = 0  # 0: hidden / heads
-    window: int = 0  # 0: none
-    full_layers: int = 0
-    both_ways: bool = False
     lora: LoraSpec | None = None
     idle_ffn: int = 0
     router_rows: int = 0

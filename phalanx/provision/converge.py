@@ -6,8 +6,9 @@ Whatever is interrupted is continued by the next call: a step that may have begu
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import NoReturn
 
 from phalanx.core.errors import RunError
 from phalanx.provision import lifecycle
@@ -30,7 +31,7 @@ from phalanx.provision.slurm_files import (
     make_node_files,
 )
 from phalanx.provision.state import ClusterFolder, ClusterState, ClusterStatus, NodeRecord, NodeStatus, Stage
-from phalanx.provision.steps import Step, StepKind, mark_lost, plan_nodes, plan_steps
+from phalanx.provision.steps import NodesFailed, Step, StepKind, mark_lost, plan_nodes, plan_steps
 
 AT_ONCE = 8  # nodes that are worked on at the same time
 LIFECYCLE_S, CONFIGURE_S, JOIN_S = 3600.0, 900.0, 120.0
@@ -270,14 +271,14 @@ class Convergence:
 
     def _finish(self) -> None:
         if self.failures:
-            self._fail("\n".join(self.failures.values()))
+            self._fail("\n".join(self.failures.values()), self.failures)
         self.state.status, self.state.message = ClusterStatus.IN_SERVICE, ""
         self.save()
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, nodes: Collection[str] = ()) -> NoReturn:
         self.state.status, self.state.message = ClusterStatus.FAILED, message
         self.save()
-        raise RunError(message)
+        raise NodesFailed(message, nodes)
 
     # ------------------------------------------------------------------------------------------------- single nodes
 

@@ -16,6 +16,7 @@ from phalanx.health.findings import Severity
 from phalanx.provision.config import HealthPolicy
 from phalanx.provision.monitor import REASON
 from phalanx.provision.slurm_control import SlurmNodeView
+from phalanx.provision.steps import NodesFailed
 
 NO_ANSWER = "its machine does not answer"
 AGAIN_S = 3600.0  # a problem that recurs within it was not fixed
@@ -104,7 +105,7 @@ class HealedCluster(Protocol):
         """What Slurm says of the workers, and those whose machine does not answer."""
 
     def carry_out(self, heal: Heal) -> None:
-        """Do it. Raises PhalanxError."""
+        """Do it. Raises PhalanxError, of which NodesFailed names other nodes, where this one was healed."""
 
 
 @dataclass
@@ -127,7 +128,7 @@ class Healer:
             return []
         self._told.discard(("", "not seen"))
         heals = find_heals(views, dead, self.history, now_s)
-        self._told &= {(heal.node, heal.reason) for heal in heals} | {("", "held back")}
+        self._told &= {(heal.node, heal.reason) for heal in heals} | {("", "held back"), ("", "others")}
         if (why := hold_back(heals, len(views))) is not None:
             self._tell("", "held back", why)
             heals = [heal for heal in heals if heal.requested]
@@ -144,6 +145,11 @@ class Healer:
             self.report(heal.node, f"{heal.action} it: {heal.reason}")
             try:
                 self.cluster.carry_out(heal)
+            except NodesFailed as error:
+                if not error.nodes or heal.node in error.nodes:
+                    self._tell(heal.node, heal.reason, f"not healed: {error}")
+                    continue
+                self._tell("", "others", f"{heal.node} is healed, but other nodes are not: {error}")
             except (PhalanxError, OSError) as error:
                 self._tell(heal.node, heal.reason, f"not healed: {error}")
                 continue

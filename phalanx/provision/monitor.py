@@ -128,24 +128,26 @@ class NodeSample:
 @dataclass
 class HealthJudge:
     """Findings of consecutive samples. Pure. `baseline`: GPUs and links of the node when it was healthy; None:
-    taken from the first sample."""
+    taken from the first sample with a driver that answers, or none."""
 
     baseline: dict[str, Any] | None = None
     _lines: list[KernelLogLine] = field(default_factory=list)
 
     def judge(self, sample: NodeSample, now_s: float) -> list[Finding]:
         """Findings of a sample, with those of the kernel lines that came earlier; `now_s` by the clock of the lines."""
-        if self.baseline is None:
+        silent = sample.gpus.problem is not None and sample.gpus.severity != Severity.UNKNOWN
+        if self.baseline is None and not silent:
             gpus = [gpu_health.gpu_identity(gpu) for gpu in sample.gpus.gpus if gpu.lost is None]
             self.baseline = {"gpus": gpus, "links": dict(sample.links)}
         self._lines = [*self._lines, *(sample.lines or ())][-LOG_LINES:]
         lines = None if sample.lines is None else self._lines
         jobs_use_gpus = ("gpu memory", "persistence")  # which is no finding while jobs run
-        found = gpu_health.judge_gpus(sample.gpus, self.baseline["gpus"])
+        baseline = self.baseline or {"gpus": [], "links": sample.links}
+        found = gpu_health.judge_gpus(sample.gpus, baseline["gpus"])
         found = [finding for finding in found if finding.check not in jobs_use_gpus]
         recovery = gpu_health.recovery_by_bus(sample.gpus)
         found += kernel_log.judge_kernel_log(lines, "not readable", recovery, now_s, checks.RECENT_S)
-        return found + network.judge_links(sample.links, self.baseline["links"])
+        return found + network.judge_links(sample.links, baseline["links"])
 
 
 class NodeMonitor:
@@ -166,7 +168,7 @@ class NodeMonitor:
         """One sample, from reading to draining."""
         now = time.clock_gettime(time.CLOCK_MONOTONIC)
         found = self._judge.judge(self._sample(now), now)
-        if not BASELINE_FILE.exists():
+        if self._judge.baseline is not None and not BASELINE_FILE.exists():
             _write_file(BASELINE_FILE, json.dumps(self._judge.baseline))
         if now - self._host_at >= HOST_S:
             self._host_at = now

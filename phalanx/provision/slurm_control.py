@@ -12,6 +12,7 @@ from phalanx.provision.machines import Machines, run_on
 from phalanx.provision.state import NodeRecord
 
 POLL_S = 0.25
+SINFO = ("sinfo", "--noheader", "--Node", "--format=%N|%T|%E")
 DOWN = ("down", "drained", "draining", "drain", "fail", "failing", "unknown", "reboot")
 
 
@@ -67,7 +68,7 @@ class SlurmControl:
 
     def query_nodes(self) -> dict[str, SlurmNodeView]:
         """All nodes that Slurm has; none while its controller does not answer."""
-        return parse_sinfo(self.run("sinfo --noheader --Node --format='%N|%T|%E'", check=False))
+        return parse_sinfo(self.run(shlex.join(SINFO), check=False))
 
     def drain(self, nodes: Collection[str], reason: str) -> None:
         """Give nodes no new jobs."""

@@ -6,7 +6,7 @@ auto-resume needs `TaskPlugin=task/none`, and Phalanx's agents divide the cores 
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from phalanx.provision import lifecycle
@@ -152,12 +152,23 @@ def make_topology_conf(state: ClusterState) -> str:
     another."""
     known = list_measured(state.links)
     measured = [node.name for node in _workers(state) if node.name in known]
-    switches = {f"switch{number + 1}": names for number, names in enumerate(group_by_links(measured, state.links))}
+    groups = {node.group for node in state.nodes}
+    together = group_by_links(measured, state.links)
+    switches = {_free_name(f"switch{number + 1}", groups): names for number, names in enumerate(together)}
     for node in _workers(state):
         if node.name not in known:
             switches.setdefault(node.group, []).append(node.name)
     lines = [f"SwitchName={switch} Nodes={','.join(nodes)}" for switch, nodes in switches.items()]
-    return "\n".join([*lines, f"SwitchName=all Switches={','.join(switches)}"]) + "\n" if len(switches) > 1 else ""
+    if len(switches) < 2:
+        return ""
+    return "\n".join([*lines, f"SwitchName={_free_name('all', groups)} Switches={','.join(switches)}"]) + "\n"
+
+
+def _free_name(name: str, taken: Collection[str]) -> str:
+    """A name of ours that is not one of a user's."""
+    while name in taken:
+        name += "-"
+    return name
 
 
 def _make_hosts(state: ClusterState) -> str:

@@ -7,9 +7,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from phalanx.core.errors import RunError
 from phalanx.provision.config import ClusterConfig
 from phalanx.provision.slurm_files import node_names
 from phalanx.provision.state import NodeRecord, Stage
+
+
+class NodesFailed(RunError):
+    """What was done left `nodes` unfit for service, or none by name where the whole cluster failed."""
+
+    def __init__(self, message: str, nodes: Collection[str]) -> None:
+        super().__init__(message)
+        self.nodes = frozenset(nodes)
 
 
 class StepKind(StrEnum):

@@ -50,7 +50,7 @@ class RunCollector:
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of all runs, read from their records now."""
-        families = _Families()
+        families = MetricFamilies()
         with self._lock:
             for index in self._indexes():
                 while index.poll():
@@ -58,7 +58,7 @@ class RunCollector:
                 self._add(families, index)
         yield from families.known.values()
 
-    def _add(self, add: "_Families", index: RunIndex) -> None:
+    def _add(self, add: "MetricFamilies", index: RunIndex) -> None:
         run, now = index.history(), self._clock()
         job, nodes = self._job_of(index), list(self._nodes_of(index))
         facts = describe_run(run, index.paths, now, job, nodes)
@@ -89,7 +89,7 @@ class RunCollector:
             state = str(job.get("state"))
             add.gauge("job", "1 for the state of the run's job.", 1, run=name, scheduler=str(job["by"]), state=state)
 
-    def _add_trouble(self, add: "_Families", run: RunHistory, facts: Mapping[str, Any], now: float) -> None:
+    def _add_trouble(self, add: "MetricFamilies", run: RunHistory, facts: Mapping[str, Any], now: float) -> None:
         name, good, saved = facts["name"], facts["goodput"], facts["checkpoint"]
         found = find_incidents(run)
         for cause, count in Counter(str(each.cause.get("kind")) for each in found).items():
@@ -105,13 +105,13 @@ class RunCollector:
                 age_s = max(0.0, now - saved["time"])
                 add.gauge("checkpoint_age_seconds", "Age of the newest checkpoint.", age_s, run=name)
 
-    def _add_devices(self, add: "_Families", run: RunHistory, name: str) -> None:
+    def _add_devices(self, add: "MetricFamilies", run: RunHistory, name: str) -> None:
         found = devices.summarize_devices(run.counted_steps[-RECENT:], run.facts.device_names, run.facts.device_lines)
         for device in found.devices[:RANKS] if found is not None else ():
             add.gauge("rank_share_ratio", "Part of the work, by rank.", device.share, run=name, rank=str(device.rank))
             add.gauge("rank_busy_ratio", "Part of its time a rank works.", device.busy, run=name, rank=str(device.rank))
 
-    def _add_gpus(self, add: "_Families", index: RunIndex, name: str, now: float) -> None:
+    def _add_gpus(self, add: "MetricFamilies", index: RunIndex, name: str, now: float) -> None:
         """Those that are sampled now: not of a run that is over, nor of a node that was lost."""
         for gpu in read_gpu_samples(index.paths, NEWEST_BYTES):
             if gpu.time[-1] < now - CURRENT_S:
@@ -125,7 +125,7 @@ class RunCollector:
                 add.counter("gpu_memory_errors", text, count, **labels, kind=kind)
 
 
-class _Families:
+class MetricFamilies:
     """Metric families of one scrape, each with the samples of all runs."""
 
     def __init__(self) -> None:

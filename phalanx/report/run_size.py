@@ -29,6 +29,7 @@ def print_run_size(found: dict[str, Any]) -> None:
         f"activations of one {'sequence' if work['unit'] == 'tokens' else 'sample'}": [
             (f"memory.activations={mode}", formats.format_bytes(value)) for mode, value in found["sequence"].items()
         ],
+        **({"longest row": _longest_rows(found["longest_rows"])} if found.get("longest_rows") else {}),
         "work": _work(work),
         "disk": [
             ("a checkpoint", f"{formats.format_bytes(disk['checkpoint'])}, {disk['checkpoints_kept']} kept"),
@@ -92,6 +93,13 @@ def _whose(ranks: int, unlike: bool) -> str:
     if unlike:
         return f"memory of the fullest of {ranks} ranks"
     return f"memory of one of {ranks} ranks" if ranks > 1 else "memory"
+
+
+def _longest_rows(by_gib: dict[str, int]) -> list[tuple[str, str]]:
+    def shown(length: int) -> str:
+        return f"{formats.format_count(length)} positions" if length else "none fits"
+
+    return [(f"on devices of {gib} GiB", shown(length)) for gib, length in by_gib.items()]
 
 
 def _layout(layout: dict[str, Any]) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from phalanx.autotune.measure import describe_work
 from phalanx.autotune.micro_batch import (
     MicroBatchFit,
     bytes_of_other_keys,
+    bytes_of_scores,
     check_state_fits,
     find_least_zero,
     largest_micro_batch,
@@ -226,14 +227,14 @@ def _resolve_memory(config: Config, workload: Workload, devices: Sequence[str], 
         most = max(1, most // (MICRO_BATCHES * copies * config.parallel.pipeline))
 
     def probe(tried: Config) -> list[MicroBatchFit]:
-        kept = bytes_of_other_keys(tried, workload)
-        tried, part = shorten_rows(tried, workload)
+        keys, (short, part) = bytes_of_other_keys(tried, workload), shorten_rows(tried, workload)
         return [
             largest_micro_batch(
-                tried, part, device, world=world, local_world=local_world, most=most, more_sample_bytes=kept
+                short, part, device, world=world, local_world=local_world, most=most,
+                more_sample_bytes=keys + bytes_of_scores(tried, workload, torch.device(device).type == "cpu"),
             )
             for device in devices
-        ]
+        ]  # fmt: skip
 
     answers: Sequence[MicroBatchFit] = ()
     if config.memory.activations == "auto":

@@ -127,6 +127,11 @@ def test_what_cannot_run_is_refused_before_anything_is_submitted(cluster: SlurmC
     for (words, sentence), (code, _, err) in zip(REFUSED.items(), answers, strict=True):
         assert sentence in command.sentence(code, err), words
     assert cluster.run("squeue", "-h").stdout == ""
+    # What is served for Prometheus of this Slurm: its nodes, and a job that no node is free for.
+    cluster.run("sbatch", "--hold", "--partition=rest", "--wrap=true", folder=place)
+    told = "from phalanx.provision.cluster_view import sample_queue as s; print(s().jobs, [vars(n) for n in s().nodes])"
+    said = cluster.run(sys.executable, "-c", told, folder=place).stdout
+    assert said.startswith("Counter({('rest', 'pending'): 1})") and said.count("'state': 'idle'") == 3
 
 
 # ------------------------------------------------------------------------------------------------------ what nodes lack

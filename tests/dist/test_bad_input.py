@@ -191,7 +191,7 @@ BAD_FOLDERS = [
     ("deeper", r"deeper lacks model.layers.1.\S+, .* and \d more, which its config.json promises; fetch the folder's"),
     ("unscaled", r"unscaled does not set hidden_size, without which .*; give it a number"),
     ("worded", r'worded sets "wide" as hidden_size, .*; give it a number'),
-    ("short", r"data.seq_len 8 is longer than the model's 4 positions \(model.max_seq_len\); lower it"),
+    ("short", r"data.seq_len 8 is longer than the model's 4 positions; lower it, or"),
     ("unweighted", r"unweighted has no .safetensors file and no pytorch_model.bin, .*; fetch the folder's fi"),
     ("torn", r"torn/model.safetensors cannot be read as safetensors .*; fetch the file again"),
     ("cut", r"cut/model.safetensors cannot be read as safetensors .*; fetch the file again"),

@@ -21,11 +21,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from phalanx.config.operations import ReportSection
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
+from phalanx.health.checks import build_node_report
+from phalanx.health.findings import Finding, Severity
 from phalanx.launch.observer import Observer, check_report
+from phalanx.provision import cluster_view
+from phalanx.provision.slurm_control import SlurmNodeView
+from phalanx.report import prometheus_cluster
 from phalanx.report.alerts import STALL_S, find_alerts
 from phalanx.report.gpu_samples import gpu_samples_path
 from phalanx.report.history import read_run_history
 from phalanx.report.prometheus import RunCollector
+from phalanx.report.prometheus_cluster import HostCollector
 from phalanx.report.run_index import RunIndex
 from tests.helpers import ROOT, free_port, wait_until
 from tests.unit.test_run_index import BEGAN, append, write_life
@@ -242,6 +248,60 @@ def test_metrics_are_those_of_the_records(tmp_path: Path) -> None:
     assert f'phalanx_recoveries_total{{cause="worker_died",{run_label}}}' in found
 
 
+def scrape_cluster(*collectors: Any) -> str:
+    registry = CollectorRegistry()
+    for each in collectors:
+        registry.register(each)
+    found = generate_latest(registry).decode()
+    if PROMTOOL:
+        subprocess.run([PROMTOOL, "check", "metrics"], input=found, text=True, check=True, timeout=60)
+    return found
+
+
+def unhealthy_host(folder: Path) -> HostCollector:
+    file = folder / "health.json"
+    finding = Finding("clock", Severity.REBOOT, "the clock is wrong", where="eth0")
+    file.write_text(json.dumps(build_node_report([finding]) | {"host": "n0"}))
+    return HostCollector(file)
+
+
+def test_a_cluster_is_served_while_its_scheduler_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, lines in (("squeue", "main|RUNNING\nmain|PENDING\nmain|PENDING"), ("sinfo", "n0|idle|none\nn1|down*|x")):
+        (tmp_path / name).write_text(f"#!/bin/sh\nprintf '{lines}\\n'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(prometheus_cluster, "CACHE_S", 0.0)
+    collector = prometheus_cluster.ClusterCollector("lab", cluster_view.sample_queue)
+    found = scrape_cluster(collector, unhealthy_host(tmp_path))
+    for line in (
+        'phalanx_queue_jobs{cluster="lab",partition="main",state="pending"} 2.0',
+        'phalanx_cluster_node_usable{cluster="lab",node="n0"} 1.0',
+        'phalanx_cluster_node_usable{cluster="lab",node="n1"} 0.0',
+        'phalanx_cluster_node_state{cluster="lab",node="n1",state="down"} 1.0',
+        'phalanx_scheduler_up{cluster="lab"} 1.0',
+        'phalanx_host_health{cluster="",node="n0"} 4.0',
+        'phalanx_host_finding{check="clock",node="n0",where="eth0"} 4.0',
+    ):
+        assert line in found, found
+    (tmp_path / "sinfo").write_text("#!/bin/sh\nexit 1\n")
+    found = scrape_cluster(collector, HostCollector(tmp_path / "none"))
+    assert 'phalanx_scheduler_up{cluster="lab"} 0.0' in found and "node" not in found
+
+
+def test_what_a_clusters_monitors_found_is_served() -> None:
+    class Lab:
+        def nodes(self) -> list[dict[str, str]]:
+            return [{"node": "n1", "slurm": "IDLE", "health": "watch"}, {"node": "n2", "slurm": "", "health": ""}]
+
+        def command(self, words: list[str]) -> list[str]:
+            return ["printf", "main|RUNNING\n"]
+
+    sample = cluster_view.sample_cluster(Lab())  # type: ignore[arg-type]
+    found = scrape_cluster(prometheus_cluster.ClusterCollector("lab", lambda: sample))
+    assert 'phalanx_host_health{cluster="lab",node="n1"} 2.0' in found and "n2" not in found
+    assert 'phalanx_cluster_node_usable{cluster="lab",node="n1"} 1.0' in found
+
+
 def test_the_port_is_checked_before_a_run_starts() -> None:
     check_report(ReportSection(prometheus=free_port()))
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -338,10 +398,12 @@ def test_the_grafana_dashboard_and_the_rules_name_metrics_that_exist(tmp_path: P
     append(paths.events, evaluated | {"fp8": {"largest": [40.0, 6.5], "zero": [0.0, 0.00125]}})
     gpus = [{"index": 0, "temperature_c": 60, "power_w": 300.0, "corrected": 0, "uncorrected": 1}]
     append(gpu_samples_path(paths, 0), {"time": time.time(), "host": "n0", "gpus": gpus})
-    scraped = scrape(paths)
-    assert re.search(r"^phalanx_fp8_largest_input\{.*} 40\.0$", scraped, re.MULTILINE)
-    assert re.search(r"^phalanx_fp8_zero_ratio\{.*} 0\.00125$", scraped, re.MULTILINE)
-    served = {line.split("{")[0] for line in scraped.splitlines() if not line.startswith("#")}
+    sample = cluster_view.ClusterSample({("main", "running"): 1}, [SlurmNodeView("n0", "idle")])
+    cluster = prometheus_cluster.ClusterCollector("lab", lambda: sample)
+    found = scrape(paths) + scrape_cluster(cluster, unhealthy_host(tmp_path))
+    assert re.search(r"^phalanx_fp8_largest_input\{.*} 40\.0$", found, re.MULTILINE)
+    assert re.search(r"^phalanx_fp8_zero_ratio\{.*} 0\.00125$", found, re.MULTILINE)
+    served = {line.split("{")[0] for line in found.splitlines() if not line.startswith("#")}
     folder = ROOT / "contrib" / "grafana"
     board = json.loads((folder / "phalanx.json").read_text())
     shown = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]

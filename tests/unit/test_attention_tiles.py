@@ -2,7 +2,8 @@
 
 import torch
 
-from phalanx.models.attention_tiles import TileOptions, tile_backward, tile_forward
+from phalanx.autotune.dry_run import LiveBytes
+from phalanx.models.attention_tiles import QUERIES, SCORE_BYTES, TileOptions, tile_backward, tile_forward
 
 
 def test_scores_of_16_bit_inputs_are_not_rounded() -> None:
@@ -22,6 +23,16 @@ def test_scores_of_16_bit_inputs_are_not_rounded() -> None:
     for mine, theirs in zip(found, exact, strict=True):
         assert theirs.grad is not None
         assert mine.dtype == torch.float32 and relative(mine, theirs.grad) < 3e-3
+
+
+def test_scores_take_the_bytes_that_a_dry_run_reckons_with() -> None:
+    q, k, v, grad = (torch.randn(1, 2, length, 8).bfloat16() for length in (512, 2048, 2048, 512))
+    options = TileOptions(causal=True, first_query=1536, first_key=0, window=4096)
+    out, lse = tile_forward(q, k, v, options)
+    with LiveBytes([q, k, v, grad, out, lse]) as live:
+        tile_backward(grad, q, k, v, out, lse, options)
+    reckoned = 2 * QUERIES * 2048 * SCORE_BYTES
+    assert 0.8 * reckoned < live.peak < 1.05 * reckoned
 
 
 def relative(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -82,6 +82,19 @@ def test_measured_links_make_slurms_switches() -> None:
     assert "SwitchName=b Nodes=b-2" in make_topology_conf(state)
 
 
+def test_groups_may_have_the_names_of_our_switches() -> None:
+    state, renamed = make_state(), {"a": "all", "b": "switch1"}
+    groups = [each.model_copy(update={"name": renamed.get(each.name, each.name)}) for each in state.config.groups]
+    state.config = state.config.model_copy(update={"groups": tuple(groups)})
+    for node in state.nodes:
+        node.group = renamed.get(node.group, node.group)
+    names = [line.split()[0] for line in make_topology_conf(state).splitlines()]
+    assert names == ["SwitchName=all", "SwitchName=switch1", "SwitchName=all-"]
+    state.links = {link_key("a-1", "a-2"): 1 << 30}
+    names = [line.split()[0] for line in make_topology_conf(state).splitlines()]
+    assert len(set(names)) == len(names) == 3 and "SwitchName=switch1-" in names
+
+
 class ProcessMachines(LocalMachines):
     """Nodes that are processes of this machine; the one named `broken` cannot run Python."""
 

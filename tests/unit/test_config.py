@@ -1,16 +1,19 @@
 """The knobs: each documented, each with a default that stands, and combinations that numbers alone rule out."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.config.model_spec import build_model_spec
 from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.config.validation import find_problems
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import ModelSpec
+from phalanx.layout.model_shape import ModelSpec, RopeScaling
 from phalanx.models.families.catalog import PRESETS, default_intermediate
+from phalanx.models.hf_config import config_from_spec, spec_from_config
 
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2}
 
@@ -77,6 +80,36 @@ def test_a_folder_gives_every_shape() -> None:
     long = Config.model_validate({"model": {"from_hf": "somewhere"}, "data": {"seq_len": 2**18}})
     with pytest.raises(ConfigError, match=r"data.seq_len 262144 is longer than the model's 131072 positions"):
         build_model_spec(long, theirs)
+
+
+def test_positions_of_a_folders_model_may_be_stretched() -> None:
+    """As an export writes it, and transformers reads it; what has a table of positions cannot be."""
+    original = config_from_spec(PRESETS["llama-3-8b"], torch.bfloat16)
+    stretched = {"rule": "yarn", "factor": 16, "original_max_seq_len": 8192}
+    asked = {"model": {"from_hf": "somewhere", "max_seq_len": 131072, "rope_scaling": stretched}}
+    made = Config.model_validate(asked | {"data": {"seq_len": 131072}})
+    assert find_problems(made) == []
+    spec = build_model_spec(made, spec_from_config(original, "folder"))
+    rule = RopeScaling(rule="yarn", factor=16.0, original_max_seq_len=8192)
+    assert spec == replace(PRESETS["llama-3-8b"], max_seq_len=131072, rope_scaling=rule)
+    written = config_from_spec(spec, torch.bfloat16, original)
+    assert written["max_position_embeddings"] == 131072
+    assert written["rope_scaling"]["rope_type"] == "yarn"
+    assert spec_from_config(written, "exported") == spec
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden": 16,
+        "layers": 1,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "intermediate": 64,
+    }
+    learned = ModelSpec(**sizes, max_seq_len=32, architecture="gpt2")
+    for given in ({"max_seq_len": 64}, {"rope_theta": 5e5}):
+        other = Config.model_validate({"model": {"from_hf": "somewhere"} | given, "data": {"seq_len": 32}})
+        with pytest.raises(ConfigError, match=r"model.\w+ cannot be combined with model.from_hf of a model whose pos"):
+            build_model_spec(other, learned)
 
 
 def test_a_vocabulary_that_is_not_yet_known_is_no_problem_and_none_at_all_is() -> None:

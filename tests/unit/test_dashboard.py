@@ -217,7 +217,7 @@ def test_a_cluster_is_read_with_its_queue() -> None:
     (job,) = found["queue"]
     assert (job["job"], job["state"], job["where or why"]) == ("12", "RUNNING", "n[1-2]")
     broken = cluster_view.read_cluster(FakeCluster(["sh", "-c", "echo no >&2; exit 1"]))  # type: ignore[arg-type]
-    assert broken["error"] == "squeue failed: no" and broken["nodes"]
+    assert broken["error"] == "Slurm's squeue failed: no" and broken["nodes"]
     assert cluster_view.read_cluster(FakeCluster(["/no/such"]))["error"]  # type: ignore[arg-type]
 
 

@@ -295,6 +295,21 @@ def test_of_a_layout_the_fullest_rank_is_told(tmp_path: Path) -> None:
     assert [name for name, _ in printed[1:]] == ["place 0: layers 0", "place 1: layers 1"]
 
 
+def test_the_longest_row_fills_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    def found(length: int) -> dict[str, Any]:
+        shared = {"context": 4, "context_by": "gather", "zero": 3}
+        preset = {"preset": "llama-3.2-1b", "max_seq_len": 1 << 22, "vocab_size": 8192}
+        train = {"global_batch": 8, "micro_batch": 1}
+        return dry_run(checked(preset, data={"seq_len": length}, parallel=shared, train=train,
+                               memory={"activations": "full"}), 4)  # fmt: skip
+
+    short = found(8192)
+    longest = short["longest_rows"]["80"]
+    assert found(longest)["memory_total"] == pytest.approx(0.8 * 80 * 2**30, rel=0.03)
+    run_size.print_run_size(short)
+    assert f"{formats.format_count(short['longest_rows']['80'])} positions" in capsys.readouterr().out
+
+
 def test_a_layout_of_a_large_model_fits_where_its_quarter_would() -> None:
     """Who holds the head holds more than an even part; more micro-batches of the first stage are under way."""
     config = checked({"preset": "llama-3-70b"}, train={"global_batch": 64, "micro_batch": 1}, parallel={

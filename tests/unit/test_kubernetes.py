@@ -1,6 +1,7 @@
 """Kubernetes objects of a run against the schemas of its API, and the commands, with a kubectl that keeps files."""
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -66,8 +67,27 @@ def test_a_job_for_one_kind_of_node(nodes: int) -> None:
     parameters = 12 * (4 * 1024**2 + 3 * 1024 * 4096) + 2 * 50000 * 1024
     least = 24 * parameters * (2 if nodes > 1 else 1) / nodes / 2**30
     assert memory["medium"] == "Memory" and least < int(memory["sizeLimit"].removesuffix("Gi")) < least + 3
+    assert least + 1 <= shared_gib(nodes) == int(memory["sizeLimit"].removesuffix("Gi")) < least + 2
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+
+
+def shared_gib(nodes: int, **changes: Any) -> int:
+    """GiB of shared memory, of pods with eight GPUs unless `changes` of the recipe's sections say otherwise."""
+    tree = {**RECIPE, **{name: {**RECIPE.get(name, {}), **keys} for name, keys in changes.items()}}
+    text = render_manifest(load.build_config(tree, "the test"), RunPaths(RUNS / "one"), LaunchOptions(nodes))
+    pod = next(iter(yaml.safe_load_all(text)))["spec"]["template"]["spec"]
+    size = next(each["emptyDir"]["sizeLimit"] for each in pod["volumes"] if "emptyDir" in each)
+    return int(size.removesuffix("Gi"))
+
+
+def test_shared_memory_is_that_of_what_is_kept() -> None:
+    """Of 304 million parameters two steps are 6.8 GiB with AdamW; a CPU keeps the gradient as well."""
+    assert shared_gib(1) == math.ceil(6.8 + 1)
+    assert shared_gib(2) == math.ceil(6.8 + 1)  # half of that, and as much of a replica
+    assert shared_gib(1, optim={"name": "adamw8bit"}) < shared_gib(1)
+    assert shared_gib(2, k8s={"gpus_per_node": None}) > shared_gib(2)
+    assert shared_gib(2, resilience={"in_memory_checkpoints": False}) == 1
 
 
 def test_a_job_set_for_several_pools() -> None:
@@ -253,7 +273,7 @@ def test_nodes_are_listed_and_cordoned(cluster: Path) -> None:
 
 def test_a_kubectl_that_fails_or_is_not_there_says_why(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cluster.parent / "bin" / "kubectl").write_text("#!/bin/sh\necho 'error: no configuration' >&2; exit 1\n")
-    with pytest.raises(RunError, match="kubectl get failed: error: no configuration"):
+    with pytest.raises(RunError, match="kubectl get failed: no configuration"):
         Kubernetes().list_nodes()
     (cluster.parent / "bin" / "kubectl").write_text("#!/bin/sh\necho nonsense\n")
     with pytest.raises(RunError, match="no list of objects"):

@@ -21,6 +21,7 @@ from phalanx.provision.config import HealthPolicy
 from phalanx.provision.healing import Heal, HealAction, Healer, find_heals, hold_back
 from phalanx.provision.monitor import DriverReader, HealthJudge, NodeSample, read_simulated
 from phalanx.provision.slurm_control import SlurmNodeView
+from phalanx.provision.steps import NodesFailed
 
 LINKS = {"eth0": True, "mlx5_0 port 1": True}
 GPUS = tuple(
@@ -66,6 +67,17 @@ def test_each_fault_of_a_gpu_is_found_in_the_next_sample_with_its_severity(case:
     assert verdict(judge.judge(sample(), 100.0)) == Severity.OK
     faulty, severity = CASES[case]
     assert verdict(judge.judge(faulty, 101.0)) == severity
+
+
+def test_a_driver_that_hangs_at_the_first_sample_is_no_healthy_node() -> None:
+    judge = HealthJudge()
+    hangs = NodeSample(GpuReading(problem="the driver did not answer", severity=Severity.REBOOT), [], LINKS)
+    assert verdict(judge.judge(hangs, 100.0)) == Severity.REBOOT and judge.baseline is None
+    assert verdict(judge.judge(sample(), 101.0)) == Severity.OK
+    assert verdict(judge.judge(sample(GPUS[:-1]), 102.0)) == Severity.REBOOT
+    without = HealthJudge()
+    without.judge(NodeSample(GpuReading(problem="there is no driver"), [], LINKS), 100.0)
+    assert without.baseline == {"gpus": [], "links": LINKS}
 
 
 def test_ten_thousand_healthy_samples_of_a_busy_node_find_nothing() -> None:
@@ -232,6 +244,24 @@ def test_many_sick_nodes_at_once_are_left_alone_and_a_failed_healing_is_tried_ag
     assert healer.look(2.0) == []
     cluster.fails = False
     assert [heal.action for heal in healer.look(3.0)] == [HealAction.REBOOT]
+
+
+def test_a_healing_is_noted_though_another_node_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next look follows it with a stronger action; a node that itself failed is tried again."""
+    cluster = FakeCluster(a=("drained", "phalanx reset: x"), b=("idle", ""), c=("idle", ""))
+    told: list[str] = []
+    healer = Healer(cluster, HealthPolicy.AUTOMATIC, lambda node, text: told.append(text), lambda heal: True)
+
+    def fail(heal: Heal) -> None:
+        raise NodesFailed(f"{failed} has a full disk", [failed])
+
+    monkeypatch.setattr(cluster, "carry_out", fail)
+    failed = "a"
+    assert healer.look(0.0) == []
+    failed = "b"
+    assert [heal.action for heal in healer.look(1.0)] == [HealAction.RESET]
+    assert [heal.action for heal in healer.look(2.0)] == [HealAction.REBOOT]
+    assert told.count("a is healed, but other nodes are not: b has a full disk") == 1
 
 
 def test_a_cluster_that_cannot_be_inspected_is_told_once_and_healed_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_without_slurm_there_is_a_sentence() -> None:
 def test_a_command_that_fails_or_hangs_is_a_sentence() -> None:
     with pytest.raises(RunError, match=r"Slurm's sh failed: one; two$"):
         slurm.run_slurm(["sh", "-c", "echo 'sbatch: error: one' >&2; echo 'sbatch: error: two' >&2; exit 1"])
-    with pytest.raises(RunError, match=r"Slurm did not answer `sleep` within 0\.1 s"):
+    with pytest.raises(RunError, match=r"Slurm's sleep did not answer within 0\.1 s"):
         slurm.run_slurm(["sleep", "5"], timeout_s=0.1)
 
 

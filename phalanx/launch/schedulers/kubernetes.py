@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import secrets
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,26 +27,17 @@ from phalanx.launch.schedulers.kubernetes_manifest import (
 )
 from phalanx.launch.schedulers.scheduler import Job, JobTask, LaunchOptions, QueuePhase, Scheduler, SchedulerNode
 from phalanx.launch.start_outcomes import read_start_outcomes
+from phalanx.system.commands import run_program
 
 TIMEOUT_S, DELETE_S = 30.0, 120.0
 OBJECTS = "jobsets.jobset.x-k8s.io,jobs,services,secrets"
 
 
-def run_kubectl(words: Sequence[str], given: str | None = None, timeout_s: float = TIMEOUT_S) -> str:
+def run_kubectl(words: Sequence[str], given: str = "", timeout_s: float = TIMEOUT_S) -> str:
     """Run kubectl, with `given` as its input, and return what it prints. Raises ConfigError without kubectl, RunError
     with its own words where it fails or does not answer."""
-    try:
-        done = subprocess.run(
-            ["kubectl", *words], input=given or "", capture_output=True, text=True, timeout=timeout_s, errors="replace"
-        )
-    except FileNotFoundError:
-        raise ConfigError("kubectl was not found, so Kubernetes cannot be used; install kubectl") from None
-    except subprocess.TimeoutExpired:
-        raise RunError(f"kubectl {words[0]} did not answer within {timeout_s:g} s; try again") from None
-    if done.returncode:
-        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise RunError(f"kubectl {words[0]} failed: {'; '.join(lines)[:300] or f'exit code {done.returncode}'}")
-    return done.stdout
+    missing = "kubectl was not found, so Kubernetes cannot be used; install kubectl"
+    return run_program(["kubectl", *words], f"kubectl {words[0]}", timeout_s, missing, given=given)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ from typing import Any
 
 import yaml
 
+from phalanx.config.optimizers import find_optimizer
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch.schedulers.scheduler import LaunchOptions
 from phalanx.launch.schedulers.slurm_script import parse_partition_counts, parse_time_limit
+from phalanx.recovery import catalog
 
 RUN_LABEL, QUEUE_LABEL = "phalanx/run", "kueue.x-k8s.io/queue-name"
 JOB, OFFSET, ADDRESS, INDEX = "PHALANX_K8S_JOB", "PHALANX_K8S_OFFSET", "PHALANX_K8S_ADDRESS", "JOB_COMPLETION_INDEX"
@@ -26,7 +28,6 @@ SECRET_KEY = "secret"
 PORT = 29400
 NAME_MOST = 40  # characters; pods add theirs, of 63
 HEADROOM_BYTES = 1 << 30  # of shared memory beside the state: progress pages, and what NCCL takes
-STATE_BYTES = 24  # of two steps, for each trained parameter
 GIB = 1 << 30
 # A pod that is deleted hears of it first as a node whose machine will be gone; SIGTERM would stop the whole run.
 LEAVE = "kill -PWR 1; while kill -0 1; do sleep 1; done"
@@ -196,19 +197,22 @@ def _container(
 
 
 def _shared_gib(config: Config, options: LaunchOptions) -> int:
-    """Shared memory of a pod: two steps of its part of the state, the same of a replica, and some room. Raises
-    ConfigError where the number of parameters is not known before the run."""
+    """Shared memory of a pod in GiB: what its ranks keep of steps and of a replica, as a dry run has it, and some room.
+    Raises ConfigError as a dry run does."""
     if config.k8s.shared_memory_gib != "auto":
         return config.k8s.shared_memory_gib
-    if config.resilience.in_memory_checkpoints is False:
+    memory, replicate = config.resilience.in_memory_checkpoints, config.resilience.replicate_every
+    if memory is False:
         return math.ceil(HEADROOM_BYTES / GIB)
     from phalanx.launch import dry_run_estimate  # imports numpy
 
-    found = dry_run_estimate.estimate_by_formula(config, options.ranks or 1)
-    if found is None:
-        raise ConfigError(
-            "the shared memory of a pod cannot be computed for this recipe; set k8s.shared_memory_gib, to 24 bytes per "
-            "trained parameter and node, and with several nodes twice that"
-        )
-    copies = 2 if options.nodes > 1 else 1
-    return math.ceil((STATE_BYTES * copies * found["model"]["trained"] / options.nodes + HEADROOM_BYTES) / GIB)
+    here = options.ranks or config.k8s.gpus_per_node or 1
+    ranks = here * options.nodes
+    found = dry_run_estimate.dry_run(config, ranks)
+    state = found["host_memory"][catalog.NEWEST] / catalog.SLOTS
+    # Ranks on CPUs repeat updates there, so that a gradient is kept, too; see `planner.memory`.
+    repeats = config.k8s.gpus_per_node is None and ranks > 1 and find_optimizer(config.optim.name).replays
+    keeps = catalog.list_copy_options(memory, replicate, options.nodes > 1, repeats)[0]
+    width = 8 if config.train.dtype == "fp64" else 4
+    taken = here * keeps.total_bytes(state, width * found["model"]["trained"] / ranks)
+    return math.ceil((taken + HEADROOM_BYTES) / GIB)

@@ -8,7 +8,6 @@ accounting database; long after its end Slurm forgets a job.
 import contextlib
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from phalanx.launch.schedulers.slurm_script import (
     render_script,
 )
 from phalanx.system import torchrun_env
+from phalanx.system.commands import run_program
 from phalanx.system.slurm_env import SlurmStep, read_slurm_step
 
 TITLE = "Slurm"
@@ -59,37 +59,12 @@ def run_slurm(
     ConfigError without Slurm, and RunError with Slurm's message if it fails or does not answer in time.
     """
     name = command[0]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            errors="replace",
-            env=environment,
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{name} was not found, so Slurm cannot be used; log in to a node of the cluster, or run without Slurm "
-            "(`phalanx launch --local` or `phalanx train`)"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise RunError(
-            f"Slurm did not answer `{name}` within {timeout_s:g} s; try again when its controller is up (`scontrol "
-            "ping`)"
-        ) from None
-    except OSError as error:
-        raise RunError(f"`{name}` cannot be run ({error.strerror}); fix the installation of Slurm") from None
-    if done.returncode:
-        raise RunError(f"Slurm's {name} failed: {clean_output(done.stderr or done.stdout, done.returncode)}")
-    return done.stdout
-
-
-def clean_output(text: str, code: int) -> str:
-    """The output of a Slurm command on one line, without its prefixes."""
-    lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in text.splitlines() if line.strip()]
-    return "; ".join(dict.fromkeys(lines))[:300] or f"exit code {code} and no output"
+    missing = (
+        f"{name} was not found, so Slurm cannot be used; log in to a node of the cluster, or run without Slurm "
+        "(`phalanx launch --local` or `phalanx train`)"
+    )
+    again = "try again when its controller is up (`scontrol ping`)"
+    return run_program(command, f"Slurm's {name}", timeout_s, missing, again, environment=environment)
 
 
 # ------------------------------------------------------------------------------------------------------------ questions

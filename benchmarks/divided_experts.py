@@ -1,0 +1,126 @@
+"""Experts divided over unequal ranks: two devices of unlike speed, and the exchange of tokens over unlike links.
+
+    sudo python3 benchmarks/divided_experts.py [--quick] [--json FILE] [--only speeds|exchange]
+
+- `speeds`: two ranks of speed 3 to 1 (processes with CPU quotas, throttle.py) hold experts of 3 to 1, and equal
+  numbers, beside each rank alone.
+- `exchange`: tokens of two nodes with links of 400 and 100 Mbit/s (links.py), beside the time that the slower link
+  takes for its bytes alone. Needs root.
+"""
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import links
+from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
+from benchmarks.mixed_devices import PRELOAD, Place, placed, quotas, rate
+from benchmarks.mixed_devices import Size as SpeedSize
+from phalanx.core.placement import Placement
+from phalanx.elastic.node import agent
+
+OF_THE_SUM, OF_THE_BOUND = 0.90, 1.10
+PERIOD_S = 0.005  # of quotas: shorter than a block's computing, so that no rank waits for another's next period
+SPEEDS, MBIT = (3, 1), (400.0, 100.0)
+
+
+def compare_speeds(quick: bool) -> tuple[list[Row], list[Check]]:
+    """Ranks of speed 3 to 1: experts and rows by speed, and equal numbers, over the sum of what each does alone."""
+    width = 64 if quick else 256
+    experts = {"experts": 8, "experts_per_token": 2, "intermediate": 3 * width, "balance": "none"}
+    model = {"architecture": "mixtral", "hidden": width, "layers": 2, "heads": 4, "kv_heads": 2,
+             "intermediate": 3 * width, "vocab_size": 256, "moe": experts}  # fmt: skip
+    turns, steps = (1, 2) if quick else (3, 4)
+    rates: dict[str, list[float]] = {"each alone, their sum": [], "3 to 1": [], "equal": []}
+    with placed(SpeedSize(ratios=(SPEEDS,), global_batch=8, seq_len=512, model=model), period_s=PERIOD_S) as place:
+        cores = quotas(SPEEDS)
+
+        def run(name: str, cores: Any, **settings: Any) -> float:
+            return rate(Place.run(place, name, cores, 1 + steps, **settings)[1:])
+
+        for turn in range(turns):
+            alone = [
+                run(f"alone-{turn}-{rank}", [part], first_rank=rank, train__global_batch=2 * speed,
+                    train__micro_batch=2 * speed)
+                for rank, (part, speed) in enumerate(zip(cores, SPEEDS, strict=True))
+            ]  # fmt: skip
+            rates["each alone, their sum"].append(sum(alone))
+            shared = {"parallel__expert": 2, "train__micro_batch": 8}
+            for name, by_rank, held in (("3 to 1", [6, 2], [6, 2]), ("equal", "even", [4, 4])):
+                of_experts = {"balance__batch": by_rank, "balance__experts": held}
+                rates[name].append(run(f"{name[0]}-{turn}", cores, **shared, **of_experts))
+    sums = rates["each alone, their sum"]
+    parts = {
+        name: statistics.median(one / other for one, other in zip(found, sums, strict=True))
+        for name, found in rates.items()
+    }
+    rows: list[Row] = [
+        {"what": f"experts and rows: {name}", "tokens/s": statistics.median(found),
+         "of the ranks alone": parts[name]}
+        for name, found in rates.items()
+    ]  # fmt: skip
+    return rows, [
+        at_least("experts of 3 to 1: over the sum of the ranks alone", rows[1]["of the ranks alone"], OF_THE_SUM)
+    ]
+
+
+def exchange(placement: Placement, count: int, width: int, passes: int) -> list[float]:
+    """Of a rank: median seconds of sending its `count` rows to the ranks that hold 3 of 4 and 1 of 4 experts, and the
+    most bytes that it sends or receives."""
+    import torch
+
+    from phalanx.comm.mesh import join
+    from phalanx.layout.mesh_axes import MeshAxes
+    from phalanx.parallel.all_to_all import all_to_all
+    from phalanx.parallel.experts import ExpertParallel
+
+    sent = [count * speed // sum(SPEEDS) for speed in SPEEDS]
+    received = [sent[placement.rank]] * placement.world
+    with join(placement, 600, axes=MeshAxes(expert=placement.world)) as mesh:
+        assert mesh.expert is not None
+        ranks = ExpertParallel(mesh.expert, mesh.traffic, SPEEDS)
+        rows = torch.randn(count, width)
+        taken = []
+        for turn in range(1 + passes):
+            mesh.max([0.0])  # all begin together
+            begun = time.perf_counter()
+            all_to_all(rows, sent, received, ranks)
+            (slowest,) = mesh.max([time.perf_counter() - begun])
+            taken += [slowest] if turn else []
+    out, here = (sum(counts) - counts[placement.rank] for counts in (sent, received))
+    return [statistics.median(taken), 4.0 * width * max(out, here)]
+
+
+def compare_exchange(quick: bool) -> tuple[list[Row], list[Check]]:
+    """The exchange between unequal nodes over the bound of their links."""
+    if (why := links.why_not()) is not None:
+        return [{"what": f"exchange left out: {why}"}], []
+    with links.links(MBIT) as nodes:
+        found = nodes.run([0, 1], exchange, 1024 if quick else 8192, 1024, 2 if quick else 5, timeout_s=600)
+    bound = max(8.0 * moved / (1e6 * mbit) for (_, moved), mbit in zip(found, MBIT, strict=True))
+    seconds = found[0][0]
+    row: Row = {"what": "exchange over links of 400 and 100 Mbit/s", "seconds": seconds, "bound, s": bound}
+    return [row], [at_most("exchange over the bound of the links", seconds / bound, OF_THE_BOUND)]
+
+
+def main() -> None:
+    parser = options(__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("speeds", "exchange"), help="one of the two")
+    arguments = parser.parse_args()
+    agent.preload(PRELOAD)
+    rows: list[Row] = []
+    checks: list[Check] = []
+    for name, measure in (("speeds", compare_speeds), ("exchange", compare_exchange)):
+        if arguments.only in (None, name):
+            found, held = measure(arguments.quick)
+            rows += found
+            checks += held
+    report(result("divided experts", machine(None, 1), rows, checks), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
