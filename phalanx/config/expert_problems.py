@@ -23,7 +23,10 @@ def find_expert_problems(config: Config) -> list[str]:
         "parallel.schedule zero_bubble": (parallel.schedule == "zero_bubble", "parallel.schedule=1f1b"),
         f"parallel.tensor {parallel.tensor}": (parallel.tensor > 1, "parallel.tensor=1"),
         "parallel.layout auto": (parallel.layout == "auto", "parallel.layout=given"),
-        "train.compile true": (config.train.compile is True, "train.compile=auto"),
+        "train.compile true with memory.activations selective": (
+            config.train.compile is True and config.memory.activations == "selective",
+            "memory.activations=full",
+        ),
         f"train.fp8 {config.train.fp8}": (config.train.fp8 != "none", "train.fp8=none"),
         f"comm.compress {config.comm.compress}": (config.comm.compress != "none", "comm.compress=none"),
         f"optim.name {config.optim.name}, which updates whole rows of a matrix,": (row, "optim.name=adamw"),

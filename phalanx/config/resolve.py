@@ -116,11 +116,10 @@ def _decide_arithmetic(config: Config, device: str, bf16: bool, differ: bool) ->
         why = f"the device is {device}" if on_cpu or bf16 else f"a {device} device has no bf16"
         yield "train.dtype", "fp32" if on_cpu else "bf16" if bf16 else "fp16", why
     if config.train.compile == "auto":
-        if config.parallel.context > 1 and config.memory.activations in ("auto", "selective"):
-            why = "with parallel.context a block is compiled only where it is recomputed as a whole or not at all"
+        divided = [axis for axis in ("context", "expert") if getattr(config.parallel, axis) > 1]
+        if divided and config.memory.activations in ("auto", "selective"):
+            why = f"with parallel.{divided[0]} a block is compiled only where it is recomputed as a whole or not at all"
             yield "train.compile", False, f"{why}, and memory.activations is {config.memory.activations}"
-        elif config.parallel.expert > 1:
-            yield "train.compile", False, "parallel.expert exchanges tokens within blocks"
         elif config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
             why = "parallel.schedule zero_bubble splits the backward pass, which a compiled block does not support"
             yield "train.compile", False, why

@@ -75,6 +75,11 @@ def apply_expert_parallel(model: nn.Module, parallel: ExpertParallel) -> dict[st
     return held
 
 
+def find_divided_experts(block: nn.Module) -> list[Experts]:
+    """The experts of a block whose tokens are exchanged."""
+    return [module for module in block.modules() if isinstance(module, Experts) and module.exchange is not None]
+
+
 def keep_experts(model: nn.Module, held: dict[str, TensorShard]) -> dict[str, TensorShard]:
     """Replace stacks of experts by the parts `held`."""
     for name, shard in held.items():

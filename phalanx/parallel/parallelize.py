@@ -28,6 +28,7 @@ from phalanx.optim.gradients import LossScale
 from phalanx.optim.make_rule import make_rule
 from phalanx.parallel import activations
 from phalanx.parallel.context import ContextParallel, apply_context_parallel, find_context_attention
+from phalanx.parallel.experts import find_divided_experts
 from phalanx.parallel.fp8 import find_fp8_weights, train_in_fp8
 from phalanx.parallel.model_buffers import prepare_buffers
 from phalanx.parallel.model_part import ModelPart, partition_model
@@ -190,11 +191,14 @@ def compile_units(model: Model, blocks: list[nn.Module], sizes_change: bool = Fa
     for block in blocks:
         # What exchanges with other ranks in Python: compiled code ends before it and begins behind it.
         norms, attentions = batch_norms(block).values(), find_context_attention(block)
+        experts = find_divided_experts(block)
         for layer in norms:
             vars(layer)["forward"] = torch.compiler.disable(layer.forward)
         for each in attentions:
             each.attention_fn = torch.compiler.disable(each.attention_fn)
-        compiled = torch.compile(block.forward, fullgraph=not norms and not attentions)
+        for stacks in experts:
+            stacks.exchange = torch.compiler.disable(stacks.exchange)
+        compiled = torch.compile(block.forward, fullgraph=not (norms or attentions or experts))
         block.forward = functools.partial(_of_any_size, compiled) if sizes_change else compiled
     chunk: layers.ChunkFn = torch.compile(layers._chunk, fullgraph=True)
     if sizes_change:

@@ -51,6 +51,9 @@ MORE: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
         "parallel__expert": 2, "balance__experts": [4, 1], "parallel__pipeline": 2, "train__micro_batch": 2,
         "memory__activations": "full",
     }),
+    "compiled": (2, [5, 3], {
+        "parallel__expert": 2, "train__micro_batch": 2, "train__compile": True, "memory__activations": "full",
+    }),
     "two slots": (2, [6, 2], {"parallel__expert": 2, "train__micro_batch": 2, "optim__double_buffer": True}),
     "offloaded": (2, [6, 2], {
         "parallel__expert": 2, "train__micro_batch": 2, "memory__activations": "offload",

@@ -38,7 +38,7 @@ def config_of(changes: dict[str, Any], **model: Any) -> Any:
         ({"parallel.pipeline": 2, "parallel.schedule": "zero_bubble"}, "parallel.schedule zero_bubble cannot be"),
         ({"parallel.tensor": 2}, "parallel.tensor 2 cannot be combined"),
         ({"parallel.layout": "auto"}, "parallel.layout auto cannot be combined"),
-        ({"train.compile": True}, "train.compile true cannot be combined"),
+        ({"train.compile": True, "memory.activations": "selective"}, "train.compile true with memory.activations sel"),
         ({"train.fp8": "block"}, "train.fp8 block cannot be combined"),
         ({"comm.compress": "bf16"}, "comm.compress bf16 cannot be combined"),
         ({"optim.name": "adamw8bit"}, "optim.name adamw8bit, which updates whole rows of a matrix, cannot"),
@@ -63,7 +63,11 @@ def test_ranks_must_form_groups() -> None:
     asked = config_of({"parallel.expert": 2})
     with pytest.raises(ConfigError, match=r"3 ranks cannot form groups of 2 ranks that hold all experts together"):
         resolve_autos(asked, device="cpu", world=3)
-    assert dict(resolve_autos(asked, device="cuda", world=4)[0].train)["compile"] is False
+    selective = config_of({"parallel.expert": 2, "memory.activations": "selective"})
+    assert [resolve_autos(each, device="cuda", world=4)[0].train.compile for each in (asked, selective)] == [
+        "auto",
+        False,
+    ]
     axes = MeshAxes(expert=2)
     assert (list(axes.groups("expert", 4)), list(axes.groups("expert_copies", 4))) == (
         [(0, 1), (2, 3)],
