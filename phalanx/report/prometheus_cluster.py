@@ -37,17 +37,17 @@ class ClusterReading(Protocol):
     def health(self) -> Mapping[str, str]: ...
 
 
-class ClusterCollector:
-    """Collector of a cluster's metrics; `read` raises PhalanxError while it does not answer. `name`: of the cluster;
-    empty for the one that this machine belongs to."""
+class ClusterSource:
+    """A cluster, whose sample is at most CACHE_S old; `read` raises PhalanxError while its scheduler does not answer.
+    `name`: of the cluster; empty for the one that this machine belongs to."""
 
     def __init__(self, name: str, read: Callable[[], ClusterReading]) -> None:
-        self._name, self._read, self._lock = name, read, threading.Lock()
+        self.name, self._read, self._lock = name, read, threading.Lock()
         self._read_at = -CACHE_S
         self._sample: ClusterReading | None = None
 
-    def collect(self) -> Iterator[Metric]:
-        """The metrics, of a sample that is at most CACHE_S old."""
+    def sample(self) -> ClusterReading | None:
+        """The newest sample; None while there is no answer."""
         with self._lock:
             if time.monotonic() >= self._read_at + CACHE_S:
                 try:
@@ -55,37 +55,29 @@ class ClusterCollector:
                 except (PhalanxError, OSError):
                     self._sample = None
                 self._read_at = time.monotonic()
-            sample = self._sample
-        families = MetricFamilies()
-        families.gauge(
-            "scheduler_up", "1 if the cluster's scheduler answers.", float(sample is not None), cluster=self._name
-        )
-        if sample is not None:
-            self._add(families, sample)
-        yield from families.known.values()
-
-    def _add(self, families: MetricFamilies, sample: ClusterReading) -> None:
-        cluster = self._name
-        for (partition, state), count in sorted(sample.jobs.items()):
-            labels = {"cluster": cluster, "partition": partition, "state": state}
-            families.gauge("queue_jobs", "Jobs in the scheduler's queue.", count, **labels)
-        for node in sample.nodes:
-            labels = {"cluster": cluster, "node": node.name}
-            families.gauge("cluster_node_usable", "1 for a node that takes jobs.", float(node.usable), **labels)
-            families.gauge("cluster_node_state", "1 for the state that a node is in.", 1, **labels, state=node.word)
-        for name, health in sample.health.items():
-            _add_health(families, name, health, cluster)
+            return self._sample
 
 
-class HostCollector:
-    """Collector of what the health monitor of this host has written to `file`; nothing where there is none."""
+class ClusterCollector:
+    """Collector of the metrics of some clusters, and of what the health monitor of this host has written to `file`,
+    if there is one. One for all of them: a metric may be described once in a scrape."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, clusters: Sequence[ClusterSource], file: Path) -> None:
+        self._clusters, self._file = clusters, file
 
     def collect(self) -> Iterator[Metric]:
-        """The verdict and the findings that the file has now."""
+        """The metrics now."""
         families = MetricFamilies()
+        for each in self._clusters:
+            sample = each.sample()
+            text = "1 if the cluster's scheduler answers."
+            families.gauge("scheduler_up", text, float(sample is not None), cluster=each.name)
+            if sample is not None:
+                _add_cluster(families, each.name, sample)
+        self._add_host(families)
+        yield from families.known.values()
+
+    def _add_host(self, families: MetricFamilies) -> None:
         try:
             tree: Any = json.loads(self._file.read_text(encoding="utf-8"))
             _add_health(families, tree["host"], tree["verdict"], "")
@@ -93,9 +85,20 @@ class HostCollector:
                 labels = {"node": tree["host"], "check": each["check"], "where": each.get("where") or ""}
                 text = "What a check of this host found: 0 unknown, 1 ok, 2 watch, 3 reset, 4 reboot, 5 isolate."
                 families.gauge("host_finding", text, SEVERITIES.get(each["severity"]), **labels)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return
-        yield from families.known.values()
+
+
+def _add_cluster(families: MetricFamilies, cluster: str, sample: ClusterReading) -> None:
+    for (partition, state), count in sorted(sample.jobs.items()):
+        labels = {"cluster": cluster, "partition": partition, "state": state}
+        families.gauge("queue_jobs", "Jobs in the scheduler's queue.", count, **labels)
+    for node in sample.nodes:
+        labels = {"cluster": cluster, "node": node.name}
+        families.gauge("cluster_node_usable", "1 for a node that takes jobs.", float(node.usable), **labels)
+        families.gauge("cluster_node_state", "1 for the state that a node is in.", 1, **labels, state=node.word)
+    for name, health in sample.health.items():
+        _add_health(families, name, health, cluster)
 
 
 def _add_health(families: MetricFamilies, node: str, health: str, cluster: str) -> None:
