@@ -149,13 +149,9 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     wait(lambda: "a line that came later" in text(), "the log of before")
 
     # its configuration
-    press("Escape")
-    wait(lambda: count(".plot canvas") >= 10, "the run again")
     press("o")
     wait(lambda: "Resolved configuration" in text() and "steps: 100" in text(), "the configuration")
     assert count(".tabs a") == 3 and "first" in text()
-    press("Escape")
-    wait(lambda: count(".plot canvas") >= 10, "the run again")
     press("l")
     wait(lambda: "a line that came later" in text(), "the log again")
     page.execute_script("filter.value = 'IT DIED'; filter.dispatchEvent(new Event('input'))")

@@ -166,6 +166,7 @@ class LogsPage {
 
   type(key) {
     if (key === "f") this.setFollow(this.follow.ariaPressed !== "true");
+    else if (key === "o") location.hash = `#/run/${this.id}/config`;
     else return false;
     return true;
   }

@@ -518,7 +518,11 @@ class ConfigPage {
 
   tick() {}
   recolor() {}
-  type() { return false; }
+  type(key) {
+    if (key === "l") location.hash = `#/run/${this.id}/logs`;
+    else return false;
+    return true;
+  }
   close() {}
 }
 
