@@ -102,7 +102,8 @@ def metrics_command(
     from phalanx.launch.observer import list_nodes
     from phalanx.provision.monitor import STATUS_FILE
 
-    places, found = _places(runs, cluster is not None or queue), _find_cluster(cluster, cluster_folder)
+    others = queue or cluster is not None or STATUS_FILE.exists()
+    places, found = _places(runs, others), _find_cluster(cluster, cluster_folder)
     try:
         from prometheus_client import CollectorRegistry, start_http_server
 

@@ -1,5 +1,6 @@
 """Metrics of a cluster and of this host for Prometheus, beside those of runs."""
 
+import contextlib
 import json
 import threading
 import time
@@ -13,6 +14,8 @@ from phalanx.core.errors import PhalanxError
 from phalanx.report.prometheus import SEVERITIES, MetricFamilies
 
 CACHE_S = 5.0  # the scheduler serves others as well, however many scrape
+WAIT_S = 2.0  # of a scrape for a newer sample
+STALE_S = 120.0  # age of a sample that says nothing about now
 
 
 class NodeView(Protocol):
@@ -38,24 +41,32 @@ class ClusterReading(Protocol):
 
 
 class ClusterSource:
-    """A cluster, whose sample is at most CACHE_S old; `read` raises PhalanxError while its scheduler does not answer.
-    `name`: of the cluster; empty for the one that this machine belongs to."""
+    """A cluster, read in a thread of its own, as many nodes take longer than a scrape may. `read` raises PhalanxError
+    while its scheduler does not answer. `name`: of the cluster; empty for the one that this machine belongs to."""
 
     def __init__(self, name: str, read: Callable[[], ClusterReading]) -> None:
         self.name, self._read, self._lock = name, read, threading.Lock()
-        self._read_at = -CACHE_S
-        self._sample: ClusterReading | None = None
+        self._thread: threading.Thread | None = None
+        self._known: tuple[float, ClusterReading | None] | None = None  # when it was read, and what
 
     def sample(self) -> ClusterReading | None:
-        """The newest sample; None while there is no answer."""
+        """The newest sample; None while there is no answer. Only the first one is waited for longer than WAIT_S."""
         with self._lock:
-            if time.monotonic() >= self._read_at + CACHE_S:
-                try:
-                    self._sample = self._read()
-                except (PhalanxError, OSError):
-                    self._sample = None
-                self._read_at = time.monotonic()
-            return self._sample
+            known, thread = self._known, self._thread
+            due = known is None or time.monotonic() >= known[0] + CACHE_S
+            if due and (thread is None or not thread.is_alive()):
+                thread = self._thread = threading.Thread(target=self._refresh, daemon=True)
+                thread.start()
+        if due and thread is not None:
+            thread.join(None if known is None else WAIT_S)
+        found = self._known
+        return None if found is None or time.monotonic() > found[0] + STALE_S else found[1]
+
+    def _refresh(self) -> None:
+        sample: ClusterReading | None = None
+        with contextlib.suppress(PhalanxError, OSError):
+            sample = self._read()
+        self._known = time.monotonic(), sample
 
 
 class ClusterCollector:
@@ -103,4 +114,4 @@ def _add_cluster(families: MetricFamilies, cluster: str, sample: ClusterReading)
 
 def _add_health(families: MetricFamilies, node: str, health: str, cluster: str) -> None:
     text = "Verdict of a node's monitor: 0 unknown, 1 ok, 2 watch, 3 reset, 4 reboot, 5 isolate."
-    families.gauge("host_health", text, SEVERITIES.get(health), cluster=cluster, node=node)
+    families.gauge("host_health", text, SEVERITIES.get(health, SEVERITIES["unknown"]), cluster=cluster, node=node)

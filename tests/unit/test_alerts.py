@@ -302,7 +302,9 @@ def test_a_cluster_is_served_while_its_scheduler_answers(tmp_path: Path, monkeyp
 def test_what_a_clusters_monitors_found_is_served(tmp_path: Path) -> None:
     class Lab:
         def nodes(self) -> list[dict[str, str]]:
-            return [{"node": "n1", "slurm": "IDLE", "health": "watch"}, {"node": "n2", "slurm": "", "health": ""}]
+            new = {"node": "n2", "slurm": "", "health": ""}
+            silent = {"node": "n3", "slurm": "DOWN*", "health": "no answer"}
+            return [{"node": "n1", "slurm": "IDLE", "health": "watch"}, new, silent]
 
         def command(self, words: list[str]) -> list[str]:
             return ["printf", "main|RUNNING\n"]
@@ -310,8 +312,31 @@ def test_what_a_clusters_monitors_found_is_served(tmp_path: Path) -> None:
     sample = cluster_view.sample_cluster(Lab())  # type: ignore[arg-type]
     found = scrape_clusters(unhealthy_host(tmp_path), lab=lambda: sample, other=lambda: sample)
     assert 'phalanx_host_health{cluster="lab",node="n1"} 2.0' in found and "n2" not in found
+    assert 'phalanx_host_health{cluster="lab",node="n3"} 0.0' in found
     assert 'phalanx_host_health{cluster="",node="n0"} 4.0' in found and found.count("HELP phalanx_host_health") == 1
     assert 'phalanx_cluster_node_usable{cluster="lab",node="n1"} 1.0' in found
+
+
+def test_a_cluster_that_is_slow_to_read_holds_up_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus_cluster, "CACHE_S", 0.0)
+    monkeypatch.setattr(prometheus_cluster, "WAIT_S", 0.0)
+    goes_on, readings = threading.Event(), []
+
+    def read() -> cluster_view.ClusterSample:
+        readings.append(cluster_view.ClusterSample({("main", "running"): len(readings)}, []))
+        assert len(readings) == 1 or goes_on.wait(60)
+        return readings[-1]
+
+    source = prometheus_cluster.ClusterSource("lab", read)
+    assert source.sample() is readings[0]
+    assert [source.sample() for _ in range(3)] == [readings[0]] * 3
+    wait_until(lambda: len(readings) == 2)
+    assert source.sample() is readings[0] and len(readings) == 2  # one reads at a time
+    monkeypatch.setattr(prometheus_cluster, "STALE_S", 0.0)
+    assert source.sample() is None
+    monkeypatch.setattr(prometheus_cluster, "STALE_S", 60.0)
+    goes_on.set()
+    wait_until(lambda: source.sample() is not readings[0])
 
 
 def test_the_port_is_checked_before_a_run_starts() -> None:
