@@ -41,7 +41,7 @@ class ClusterReading(Protocol):
 
 
 class ClusterSource:
-    """A cluster, read in a thread of its own, as many nodes take longer than a scrape may. `read` raises PhalanxError
+    """A cluster, read in a separate thread, as many nodes take longer than a scrape may. `read` raises PhalanxError
     while its scheduler does not answer. `name`: of the cluster; empty for the one that this machine belongs to."""
 
     def __init__(self, name: str, read: Callable[[], ClusterReading]) -> None:
