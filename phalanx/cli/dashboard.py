@@ -102,13 +102,14 @@ def metrics_command(
     from phalanx.launch.observer import list_nodes
     from phalanx.provision.monitor import STATUS_FILE
 
-    places, found = _places(runs, cluster is not None or queue), _find_cluster(cluster, cluster_folder)
+    others = queue or cluster is not None or STATUS_FILE.exists()
+    places, found = _places(runs, others), _find_cluster(cluster, cluster_folder)
     try:
         from prometheus_client import CollectorRegistry, start_http_server
 
         from phalanx.provision.cluster_view import sample_cluster, sample_queue
         from phalanx.report.prometheus import RunCollector
-        from phalanx.report.prometheus_cluster import ClusterCollector, HostCollector
+        from phalanx.report.prometheus_cluster import ClusterCollector, ClusterSource
     except ImportError as error:
         raise ConfigError(
             f"phalanx metrics needs the package {error.name}; install it with pip install 'phalanx[metrics]'"
@@ -122,13 +123,14 @@ def metrics_command(
     count, registry = len(indexes()), CollectorRegistry()
     nodes, jobs = (lambda one: list_nodes(one.paths)), (lambda one: describe_scheduler_state(one.paths))
     registry.register(RunCollector(indexes, time.time, nodes, jobs, threading.Lock()))
-    registry.register(HostCollector(STATUS_FILE))
+    clusters = []
     if queue:
         sample_queue()  # says what is missing
-        registry.register(ClusterCollector("", sample_queue))
+        clusters.append(ClusterSource("", sample_queue))
     if found is not None:
         found.describe()
-        registry.register(ClusterCollector(found.name, functools.partial(sample_cluster, found)))
+        clusters.append(ClusterSource(found.name, functools.partial(sample_cluster, found)))
+    registry.register(ClusterCollector(clusters, STATUS_FILE))
     try:
         _, server = start_http_server(port, host, registry)
     except OSError as error:

@@ -22,6 +22,7 @@ from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership import election, rendezvous_client, shared_secret
 from phalanx.launch import outcome
 from phalanx.launch.launched_run import (
     RESTART,
@@ -105,8 +106,9 @@ def supervise(run: Path, environment: Mapping[str, str]) -> int:
         if step is not None:
             if not leaves:  # else others are left who look after it, and this machine's time is short
                 _end_orphaned_job(paths, scheduler, step, code, follow, stop)
-            ends = launched.until_done and follow != RESTART and code != ExitCode.DONE
-            return scheduler.exit_code(code, leaves, ends)
+            # A node that is unfit, or was cut off, ends nothing: the others may train on.
+            ends = launched.until_done and follow != RESTART and code in (ExitCode.FAILED, ExitCode.STOPPED)
+            return scheduler.exit_code(code, leaves, ends and not _is_led(paths, environment))
         return code
     finally:
         for number, handler in before.items():
@@ -211,6 +213,14 @@ def _size(path: Path) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------- how it ended
+
+
+def _is_led(paths: RunPaths, environment: Mapping[str, str]) -> bool:
+    """Whether the leader of the newest epoch answers, so that other nodes continue the run."""
+    leader, secret = election.read_leader_address(paths), environment.get(shared_secret.VARIABLE)
+    if leader is None or not secret:
+        return False
+    return rendezvous_client.is_run_active((leader[0],), leader[1], secret)
 
 
 def _record_outcome(paths: RunPaths, launched: LaunchSpec, node: int, start: str, code: int) -> str:

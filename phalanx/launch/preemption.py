@@ -155,8 +155,8 @@ def _watch(service: MetadataService, paths: RunPaths | None, sent: signal.Signal
         if notice is not None:
             os.write(notices, notice.encode()[:4096])
             if (
-                paths is not None and paths.events.exists() and sent != LEAVE_SIGNAL
-            ):  # else the agent says why it leaves
+                sent != LEAVE_SIGNAL and paths is not None and paths.events.exists()
+            ):  # an agent says itself why it leaves
                 _note(paths, f"{notice}; the run saves and stops")
             while not _is_caught(parent, sent):  # between two phases of the parent it would be killed
                 time.sleep(CAUGHT_S)

@@ -52,17 +52,20 @@ class RunCollector:
         """The metrics of all runs, read from their records now."""
         families = MetricFamilies()
         with self._lock:
-            for index in self._indexes():
+            indexes = list(self._indexes())
+            names = Counter(index.paths.name for index in indexes)
+            for index in indexes:
                 while index.poll():
                     continue
-                self._add(families, index)
+                name = index.paths.name  # of several runs with one name Prometheus would take only one
+                self._add(families, index, name if names[name] == 1 else str(index.paths.root))
         yield from families.known.values()
 
-    def _add(self, add: "MetricFamilies", index: RunIndex) -> None:
+    def _add(self, add: "MetricFamilies", index: RunIndex, name: str) -> None:
         run, now = index.history(), self._clock()
         job, nodes = self._job_of(index), list(self._nodes_of(index))
         facts = describe_run(run, index.paths, now, job, nodes)
-        name, last = facts["name"], run.counted_steps[-1] if run.counted_steps else {}
+        last = run.counted_steps[-1] if run.counted_steps else {}
         add.gauge("state", "1 for the state that the run is in.", 1, run=name, state=facts["state"])
         add.gauge("step", "Newest optimizer step.", facts["step"], run=name)
         add.gauge("planned_steps", "Steps of the whole run.", facts["steps"], run=name)
@@ -76,7 +79,7 @@ class RunCollector:
             add.gauge("evaluation_loss", "Newest loss on a held-out set.", loss, run=name, set=held_out)
             for (metric, text), values in zip(FP8_GAUGES, formats.fp8_ranges(evaluations[-1]), strict=True):
                 add.gauge(metric, text, max(values, default=None), run=name, set=held_out)
-        self._add_trouble(add, run, facts, now)
+        self._add_trouble(add, run, facts, name, now)
         self._add_devices(add, run, name)
         self._add_gpus(add, index, name, now)
         for node in nodes:
@@ -89,8 +92,10 @@ class RunCollector:
             state = str(job.get("state"))
             add.gauge("job", "1 for the state of the run's job.", 1, run=name, scheduler=str(job["by"]), state=state)
 
-    def _add_trouble(self, add: "MetricFamilies", run: RunHistory, facts: Mapping[str, Any], now: float) -> None:
-        name, good, saved = facts["name"], facts["goodput"], facts["checkpoint"]
+    def _add_trouble(
+        self, add: "MetricFamilies", run: RunHistory, facts: Mapping[str, Any], name: str, now: float
+    ) -> None:
+        good, saved = facts["goodput"], facts["checkpoint"]
         found = find_incidents(run)
         for cause, count in Counter(str(each.cause.get("kind")) for each in found).items():
             add.counter("recoveries", "Incidents, by the kind of their first event.", count, run=name, cause=cause)

@@ -1,5 +1,6 @@
 """Metrics of a cluster and of this host for Prometheus, beside those of runs."""
 
+import contextlib
 import json
 import threading
 import time
@@ -13,6 +14,8 @@ from phalanx.core.errors import PhalanxError
 from phalanx.report.prometheus import SEVERITIES, MetricFamilies
 
 CACHE_S = 5.0  # the scheduler serves others as well, however many scrape
+WAIT_S = 2.0  # of a scrape for a newer sample
+STALE_S = 120.0  # age of a sample that says nothing about now
 
 
 class NodeView(Protocol):
@@ -37,55 +40,55 @@ class ClusterReading(Protocol):
     def health(self) -> Mapping[str, str]: ...
 
 
-class ClusterCollector:
-    """Collector of a cluster's metrics; `read` raises PhalanxError while it does not answer. `name`: of the cluster;
-    empty for the one that this machine belongs to."""
+class ClusterSource:
+    """A cluster, read in a separate thread, as many nodes take longer than a scrape may. `read` raises PhalanxError
+    while its scheduler does not answer. `name`: of the cluster; empty for the one that this machine belongs to."""
 
     def __init__(self, name: str, read: Callable[[], ClusterReading]) -> None:
-        self._name, self._read, self._lock = name, read, threading.Lock()
-        self._read_at = -CACHE_S
-        self._sample: ClusterReading | None = None
+        self.name, self._read, self._lock = name, read, threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._known: tuple[float, ClusterReading | None] | None = None  # when it was read, and what
+
+    def sample(self) -> ClusterReading | None:
+        """The newest sample; None while there is no answer. Only the first one is waited for longer than WAIT_S."""
+        with self._lock:
+            known, thread = self._known, self._thread
+            due = known is None or time.monotonic() >= known[0] + CACHE_S
+            if due and (thread is None or not thread.is_alive()):
+                thread = self._thread = threading.Thread(target=self._refresh, daemon=True)
+                thread.start()
+        if due and thread is not None:
+            thread.join(None if known is None else WAIT_S)
+        found = self._known
+        return None if found is None or time.monotonic() > found[0] + STALE_S else found[1]
+
+    def _refresh(self) -> None:
+        sample: ClusterReading | None = None
+        with contextlib.suppress(PhalanxError, OSError):
+            sample = self._read()
+        self._known = time.monotonic(), sample
+
+
+class ClusterCollector:
+    """Collector of the metrics of some clusters, and of what the health monitor of this host has written to `file`,
+    if there is one. One for all of them: a metric may be described once in a scrape."""
+
+    def __init__(self, clusters: Sequence[ClusterSource], file: Path) -> None:
+        self._clusters, self._file = clusters, file
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics, of a sample that is at most CACHE_S old."""
-        with self._lock:
-            if time.monotonic() >= self._read_at + CACHE_S:
-                try:
-                    self._sample = self._read()
-                except (PhalanxError, OSError):
-                    self._sample = None
-                self._read_at = time.monotonic()
-            sample = self._sample
+        """The metrics now."""
         families = MetricFamilies()
-        families.gauge(
-            "scheduler_up", "1 if the cluster's scheduler answers.", float(sample is not None), cluster=self._name
-        )
-        if sample is not None:
-            self._add(families, sample)
+        for each in self._clusters:
+            sample = each.sample()
+            text = "1 if the cluster's scheduler answers."
+            families.gauge("scheduler_up", text, float(sample is not None), cluster=each.name)
+            if sample is not None:
+                _add_cluster(families, each.name, sample)
+        self._add_host(families)
         yield from families.known.values()
 
-    def _add(self, families: MetricFamilies, sample: ClusterReading) -> None:
-        cluster = self._name
-        for (partition, state), count in sorted(sample.jobs.items()):
-            labels = {"cluster": cluster, "partition": partition, "state": state}
-            families.gauge("queue_jobs", "Jobs in the scheduler's queue.", count, **labels)
-        for node in sample.nodes:
-            labels = {"cluster": cluster, "node": node.name}
-            families.gauge("cluster_node_usable", "1 for a node that takes jobs.", float(node.usable), **labels)
-            families.gauge("cluster_node_state", "1 for the state that a node is in.", 1, **labels, state=node.word)
-        for name, health in sample.health.items():
-            _add_health(families, name, health, cluster)
-
-
-class HostCollector:
-    """Collector of what the health monitor of this host has written to `file`; nothing where there is none."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def collect(self) -> Iterator[Metric]:
-        """The verdict and the findings that the file has now."""
-        families = MetricFamilies()
+    def _add_host(self, families: MetricFamilies) -> None:
         try:
             tree: Any = json.loads(self._file.read_text(encoding="utf-8"))
             _add_health(families, tree["host"], tree["verdict"], "")
@@ -93,11 +96,22 @@ class HostCollector:
                 labels = {"node": tree["host"], "check": each["check"], "where": each.get("where") or ""}
                 text = "What a check of this host found: 0 unknown, 1 ok, 2 watch, 3 reset, 4 reboot, 5 isolate."
                 families.gauge("host_finding", text, SEVERITIES.get(each["severity"]), **labels)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return
-        yield from families.known.values()
+
+
+def _add_cluster(families: MetricFamilies, cluster: str, sample: ClusterReading) -> None:
+    for (partition, state), count in sorted(sample.jobs.items()):
+        labels = {"cluster": cluster, "partition": partition, "state": state}
+        families.gauge("queue_jobs", "Jobs in the scheduler's queue.", count, **labels)
+    for node in sample.nodes:
+        labels = {"cluster": cluster, "node": node.name}
+        families.gauge("cluster_node_usable", "1 for a node that takes jobs.", float(node.usable), **labels)
+        families.gauge("cluster_node_state", "1 for the state that a node is in.", 1, **labels, state=node.word)
+    for name, health in sample.health.items():
+        _add_health(families, name, health, cluster)
 
 
 def _add_health(families: MetricFamilies, node: str, health: str, cluster: str) -> None:
     text = "Verdict of a node's monitor: 0 unknown, 1 ok, 2 watch, 3 reset, 4 reboot, 5 isolate."
-    families.gauge("host_health", text, SEVERITIES.get(health), cluster=cluster, node=node)
+    families.gauge("host_health", text, SEVERITIES.get(health, SEVERITIES["unknown"]), cluster=cluster, node=node)

@@ -31,7 +31,6 @@ from phalanx.report.alerts import STALL_S, find_alerts
 from phalanx.report.gpu_samples import gpu_samples_path
 from phalanx.report.history import read_run_history
 from phalanx.report.prometheus import RunCollector
-from phalanx.report.prometheus_cluster import HostCollector
 from phalanx.report.run_index import RunIndex
 from tests.helpers import ROOT, free_port, wait_until
 from tests.unit.test_run_index import BEGAN, append, write_life
@@ -221,12 +220,12 @@ def test_without_metrics_and_alerts_there_is_no_process(paths: RunPaths) -> None
 # ------------------------------------------------------------------------------------------------------------- metrics
 
 
-def scrape(paths: RunPaths) -> str:
+def scrape(*paths: RunPaths) -> str:
     nodes = [{"node": "0 n0", "state": "in the run", "health": "watch", "why": ""}]
     job = {"by": "process", "id": "7", "state": "RUNNING", "nodes": "n0"}
-    index, registry = RunIndex(paths), CollectorRegistry()
+    indexes, registry = [RunIndex(each) for each in paths], CollectorRegistry()
     registry.register(
-        RunCollector(lambda: [index], lambda: BEGAN + 600, lambda _: nodes, lambda _: job, threading.Lock())
+        RunCollector(lambda: indexes, lambda: BEGAN + 600, lambda _: nodes, lambda _: job, threading.Lock())
     )
     return generate_latest(registry).decode()
 
@@ -248,21 +247,34 @@ def test_metrics_are_those_of_the_records(tmp_path: Path) -> None:
     assert f'phalanx_recoveries_total{{cause="worker_died",{run_label}}}' in found
 
 
-def scrape_cluster(*collectors: Any) -> str:
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    found = []
+    for place, steps in (("a/run", 20), ("b/run", 30), ("b/other", 40)):
+        found.append(RunPaths(tmp_path / place))
+        found[-1].root.mkdir(parents=True)
+        for line in write_life(found[-1], 1, steps):
+            append(*line)
+    told = [line for line in scrape(*found).splitlines() if line.startswith("phalanx_step{")]
+    labels = (found[0].root, found[1].root, "other")
+    assert told == [f'phalanx_step{{run="{label}"}} {step}.0' for label, step in zip(labels, (20, 30, 40), strict=True)]
+
+
+def scrape_clusters(file: Path, **clusters: Any) -> str:
+    """Metrics of clusters, each read by a function, and of the host whose monitor has written `file`."""
     registry = CollectorRegistry()
-    for each in collectors:
-        registry.register(each)
+    sources = [prometheus_cluster.ClusterSource(name, read) for name, read in clusters.items()]
+    registry.register(prometheus_cluster.ClusterCollector(sources, file))
     found = generate_latest(registry).decode()
     if PROMTOOL:
         subprocess.run([PROMTOOL, "check", "metrics"], input=found, text=True, check=True, timeout=60)
     return found
 
 
-def unhealthy_host(folder: Path) -> HostCollector:
+def unhealthy_host(folder: Path) -> Path:
     file = folder / "health.json"
     finding = Finding("clock", Severity.REBOOT, "the clock is wrong", where="eth0")
     file.write_text(json.dumps(build_node_report([finding]) | {"host": "n0"}))
-    return HostCollector(file)
+    return file
 
 
 def test_a_cluster_is_served_while_its_scheduler_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,8 +283,7 @@ def test_a_cluster_is_served_while_its_scheduler_answers(tmp_path: Path, monkeyp
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(prometheus_cluster, "CACHE_S", 0.0)
-    collector = prometheus_cluster.ClusterCollector("lab", cluster_view.sample_queue)
-    found = scrape_cluster(collector, unhealthy_host(tmp_path))
+    found = scrape_clusters(unhealthy_host(tmp_path), lab=cluster_view.sample_queue)
     for line in (
         'phalanx_queue_jobs{cluster="lab",partition="main",state="pending"} 2.0',
         'phalanx_cluster_node_usable{cluster="lab",node="n0"} 1.0',
@@ -284,22 +295,48 @@ def test_a_cluster_is_served_while_its_scheduler_answers(tmp_path: Path, monkeyp
     ):
         assert line in found, found
     (tmp_path / "sinfo").write_text("#!/bin/sh\nexit 1\n")
-    found = scrape_cluster(collector, HostCollector(tmp_path / "none"))
+    found = scrape_clusters(tmp_path / "none", lab=cluster_view.sample_queue)
     assert 'phalanx_scheduler_up{cluster="lab"} 0.0' in found and "node" not in found
 
 
-def test_what_a_clusters_monitors_found_is_served() -> None:
+def test_what_a_clusters_monitors_found_is_served(tmp_path: Path) -> None:
     class Lab:
         def nodes(self) -> list[dict[str, str]]:
-            return [{"node": "n1", "slurm": "IDLE", "health": "watch"}, {"node": "n2", "slurm": "", "health": ""}]
+            new = {"node": "n2", "slurm": "", "health": ""}
+            silent = {"node": "n3", "slurm": "DOWN*", "health": "no answer"}
+            return [{"node": "n1", "slurm": "IDLE", "health": "watch"}, new, silent]
 
         def command(self, words: list[str]) -> list[str]:
             return ["printf", "main|RUNNING\n"]
 
     sample = cluster_view.sample_cluster(Lab())  # type: ignore[arg-type]
-    found = scrape_cluster(prometheus_cluster.ClusterCollector("lab", lambda: sample))
+    found = scrape_clusters(unhealthy_host(tmp_path), lab=lambda: sample, other=lambda: sample)
     assert 'phalanx_host_health{cluster="lab",node="n1"} 2.0' in found and "n2" not in found
+    assert 'phalanx_host_health{cluster="lab",node="n3"} 0.0' in found
+    assert 'phalanx_host_health{cluster="",node="n0"} 4.0' in found and found.count("HELP phalanx_host_health") == 1
     assert 'phalanx_cluster_node_usable{cluster="lab",node="n1"} 1.0' in found
+
+
+def test_a_cluster_that_is_slow_to_read_holds_up_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus_cluster, "CACHE_S", 0.0)
+    monkeypatch.setattr(prometheus_cluster, "WAIT_S", 0.0)
+    goes_on, readings = threading.Event(), []
+
+    def read() -> cluster_view.ClusterSample:
+        readings.append(cluster_view.ClusterSample({("main", "running"): len(readings)}, []))
+        assert len(readings) == 1 or goes_on.wait(60)
+        return readings[-1]
+
+    source = prometheus_cluster.ClusterSource("lab", read)
+    assert source.sample() is readings[0]
+    assert [source.sample() for _ in range(3)] == [readings[0]] * 3
+    wait_until(lambda: len(readings) == 2)
+    assert source.sample() is readings[0] and len(readings) == 2  # one reads at a time
+    monkeypatch.setattr(prometheus_cluster, "STALE_S", 0.0)
+    assert source.sample() is None
+    monkeypatch.setattr(prometheus_cluster, "STALE_S", 60.0)
+    goes_on.set()
+    wait_until(lambda: source.sample() is not readings[0])
 
 
 def test_the_port_is_checked_before_a_run_starts() -> None:
@@ -399,8 +436,7 @@ def test_the_grafana_dashboard_and_the_rules_name_metrics_that_exist(tmp_path: P
     gpus = [{"index": 0, "temperature_c": 60, "power_w": 300.0, "corrected": 0, "uncorrected": 1}]
     append(gpu_samples_path(paths, 0), {"time": time.time(), "host": "n0", "gpus": gpus})
     sample = cluster_view.ClusterSample({("main", "running"): 1}, [SlurmNodeView("n0", "idle")])
-    cluster = prometheus_cluster.ClusterCollector("lab", lambda: sample)
-    found = scrape(paths) + scrape_cluster(cluster, unhealthy_host(tmp_path))
+    found = scrape(paths) + scrape_clusters(unhealthy_host(tmp_path), lab=lambda: sample)
     assert re.search(r"^phalanx_fp8_largest_input\{.*} 40\.0$", found, re.MULTILINE)
     assert re.search(r"^phalanx_fp8_zero_ratio\{.*} 0\.00125$", found, re.MULTILINE)
     served = {line.split("{")[0] for line in found.splitlines() if not line.startswith("#")}

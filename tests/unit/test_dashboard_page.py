@@ -1,5 +1,6 @@
 """The live page in a real browser: one life of a run, with a death, a log, a comparison and hostile text."""
 
+import functools
 import json
 import os
 import re
@@ -105,11 +106,11 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     wait(lambda: count("tbody tr") == 1, "the filtered list")
     press("Enter")
     wait(lambda: count(".plot canvas") >= 10, "the charts of a run")
-    drawn = page.execute_script(
+    drawn = (
         "const c = document.querySelector('#plot-loss canvas'); "
         "return [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data].some((value) => value > 0)"
     )
-    assert drawn
+    wait(lambda: page.execute_script(drawn), "a drawn curve")
 
     # a death and a recovery come in
     paths = RunPaths(tmp_path / "runs" / "first")
@@ -136,6 +137,23 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     with open(paths.log(1, 0), "a", encoding="utf-8") as file:
         file.write("a line that came later\n")
     wait(lambda: "a line that came later" in text(), "a line that is followed")
+    paths.log(1, 1).touch()  # of a rank that has just begun
+    page.execute_script("location.hash += '/attempt-001%2Frank-00001.log'")
+    wait(lambda: "This log is empty." in text(), "an empty log")
+    for part in ("first half, ", "second half\n"):
+        with open(paths.log(1, 1), "a", encoding="utf-8") as file:
+            file.write(part)
+        wait(functools.partial(lambda part: part.strip() in text(), part), "a line that grows")
+    assert "first half, second half" in text() and "This log is empty." not in text()
+    page.execute_script("location.hash = location.hash.replace(/.attempt.*/, '')")
+    wait(lambda: "a line that came later" in text(), "the log of before")
+
+    # its configuration
+    press("o")
+    wait(lambda: "Resolved configuration" in text() and "steps: 100" in text(), "the configuration")
+    assert count(".tabs a") == 3 and "first" in text()
+    press("l")
+    wait(lambda: "a line that came later" in text(), "the log again")
     page.execute_script("filter.value = 'IT DIED'; filter.dispatchEvent(new Event('input'))")
     wait(lambda: count(".text mark") == 1, "the line that is searched")
 
@@ -145,7 +163,10 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     wait(lambda: "train.steps" in text() and "Comparison of 2 runs" in text(), "the differences of two recipes")
     assert "train.seed" not in text() and count(".plot") >= 3
 
-    # a run that is not running cannot be stopped; narrow and dark pages fit
+    # a run that is not there, or not running, cannot be stopped; narrow and dark pages fit
+    page.execute_script("location.hash = '#/run/0123456789ab'")
+    wait(lambda: "its folder was moved or removed" in text(), "that a run is gone")
+    assert count("button:disabled") == 2
     page.execute_script("location.hash = '#/run/' + arguments[0]", ids[0])
     for features in ([], [{"name": "prefers-color-scheme", "value": "dark"}]):
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

@@ -22,6 +22,7 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.placement import ExitCode
 from phalanx.core.run_paths import RunPaths
+from phalanx.elastic.membership import election, rendezvous_client
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.launch import job_supervisor, jobs, launched_run
 from phalanx.launch.schedulers.kubernetes import Kubernetes, read_job
@@ -252,6 +253,29 @@ def test_starts_of_pods_without_progress_end_the_job(
     found = [job_supervisor.supervise(tmp_path, pod) for _ in [*codes, 1]]
     assert found == [*codes, ExitCode.CONFIG if ends else 1 if codes[0] else 0]
     assert len(started) == (len(found) if codes[0] else 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "led", "seen"),
+    [(1, False, ExitCode.CONFIG), (1, True, 1), (3, False, ExitCode.UNHEALTHY), (11, False, ExitCode.OUT_OF_MEMORY)],
+)
+def test_a_pod_alone_does_not_end_a_run_that_others_continue(
+    code: int, led: bool, seen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two starts without a checkpoint: a pod that was cut off, or is unfit, is replaced and joins the others."""
+    paths = RunPaths(tmp_path)
+    paths.launch.mkdir(parents=True)
+    launched_run.write_launch_spec(paths, launched_run.LaunchSpec("k8s", 2, 0, None, True, 100, 0.0, "here"))
+    for number in (1, 2):
+        paths.start_outcome(f"run-{number}").write_text("1 again 0 0\n")
+    election.claim(paths, 1, {"leader": 0, "address": ["10.0.0.7", 29400]})
+    monkeypatch.setattr(
+        rendezvous_client, "is_run_active", lambda *there: led and there == (("10.0.0.7",), 29400, "s" * 16)
+    )
+    monkeypatch.setattr(job_supervisor, "train_command", lambda *_: [sys.executable, "-c", f"raise SystemExit({code})"])
+    monkeypatch.setattr(job_supervisor, "NODE0_OUTCOME_WAIT_S", 0.0)
+    pod = {"PHALANX_K8S_JOB": "run", "PHALANX_K8S_OFFSET": "0", "JOB_COMPLETION_INDEX": "1", "PHALANX_SECRET": "s" * 16}
+    assert job_supervisor.supervise(tmp_path, pod) == seen
 
 
 def test_a_pod_that_is_deleted_alone_is_replaced() -> None:

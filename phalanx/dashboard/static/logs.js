@@ -6,7 +6,7 @@ const ESCAPES = /\u001b\[[0-9;?]*[A-Za-z]/g;  // colours of a terminal
 
 class LogsPage {
   constructor(id, name) {
-    Object.assign(this, { id, name, start: 0, end: 0, text: "" });
+    Object.assign(this, { id, name, start: 0, end: null, text: "" });
     this.files = el("nav", "card files");
     this.files.setAttribute("aria-label", "Logs");
     this.search = Object.assign(el("input", "field"), { type: "search", placeholder: "Search this log  ( / )", ariaLabel: "Search this log" });
@@ -72,13 +72,15 @@ class LogsPage {
     const found = await this.get(`log?run=${this.id}&name=${encodeURIComponent(name)}${text}`);
     if (this.asked !== asked) return;
     this.lines.replaceChildren();
+    this.last = null;
     if (!found) { this.lines.append(el("div", "soft", "This log cannot be read.")); return; }
     this.start = found.start;
     this.end = found.end;
     this.append(found.lines);
     this.earlier();
     this.tell(found);
-    if (!found.lines.length) this.lines.append(el("div", "soft", this.text ? "No line contains this text." : "This log is empty."));
+    if (!this.text) this.last = found.lines.at(-1)?.[0] ?? null;
+    if (!found.lines.length) this.lines.append(this.none = el("div", "soft", this.text ? "No line contains this text." : "This log is empty."));
     this.toEnd();
   }
 
@@ -120,16 +122,24 @@ class LogsPage {
   }
 
   append(lines) {
+    if (lines.length) this.none?.remove();
     this.lines.append(...lines.map((line) => this.line(line)));
     while (this.lines.children.length > LINES) this.lines.firstChild.remove();
   }
 
   async poll() {
-    if (document.hidden || this.follow.ariaPressed !== "true" || !this.name || this.busy || !this.end) return;
+    if (document.hidden || this.follow.ariaPressed !== "true" || !this.name || this.busy || this.end === null) return;
     this.busy = true;
     try {
-      const asked = this.asked, found = await this.get(`log?run=${this.id}&name=${encodeURIComponent(this.name)}&after=${this.end}`);
-      if (!found || asked !== this.asked || !found.lines.length) return;
+      const asked = this.asked, from = this.last ?? this.end;  // the last line again, which may not have ended
+      const found = await this.get(`log?run=${this.id}&name=${encodeURIComponent(this.name)}&after=${from}`);
+      if (!found || asked !== this.asked) return;
+      if (found.end === this.end) {  // nothing new, or a line that is longer than a part
+        if (found.bytes > found.end) this.last = null;
+        return;
+      }
+      if (this.last !== null && found.lines[0]?.[0] === this.last) this.lines.lastChild?.remove();
+      if (!this.text) this.last = found.lines.at(-1)?.[0] ?? null;
       this.end = found.end;
       const word = this.text.toLowerCase();
       this.append(found.lines.filter(([, text]) => text.toLowerCase().includes(word)));
@@ -156,6 +166,7 @@ class LogsPage {
 
   type(key) {
     if (key === "f") this.setFollow(this.follow.ariaPressed !== "true");
+    else if (key === "o") location.hash = `#/run/${this.id}/config`;
     else return false;
     return true;
   }

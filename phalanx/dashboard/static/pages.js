@@ -202,6 +202,7 @@ class RunPage {
     if (document.body.dataset.actions === "yes") {
       this.stop = button("Stop after this step", "ghost danger", () => this.act("stop"));
       this.save = button("Save now", "ghost", () => this.act("save"));
+      this.stop.disabled = this.save.disabled = true;  // until it is known to run
       this.actions.append(this.save, " ", this.stop);
     }
     this.note = el("div", "note");
@@ -236,6 +237,7 @@ class RunPage {
     if (found.story && found.charts && this.done.story !== found.story) this.showStory(this.done.story = found.story, found.charts);
     if ("devices" in found && this.done.devices !== found.devices) this.showDevices(this.done.devices = found.devices);
     if ("gpus" in found && this.done.gpus !== found.gpus) this.showGpus(this.done.gpus = found.gpus);
+    if (store.runs.length && !store.runs.some((run) => run.id === this.id)) this.showGone();
     this.tick();
   }
 
@@ -264,6 +266,13 @@ class RunPage {
     this.nodes.replaceChildren(el("div", "head", el("h3", "", "Nodes")), table(["node", "state", "health", "request"],
       facts.nodes.map((node) => [node.node, node.state, node.health ? pill(node.health, kinds[node.health] ?? "quiet") : "-",
         node.why || this.drainButton(node, facts)])));
+  }
+
+  showGone() {
+    this.note.hidden = false;
+    this.note.className = "note bad";
+    this.note.textContent = "This run is not there: its folder was moved or removed.";
+    if (this.stop) this.stop.disabled = this.save.disabled = true;
   }
 
   drainButton(node, facts) {
@@ -489,7 +498,9 @@ const columns = (rows) => table(Object.keys(rows[0]), rows.map((row) => Object.v
 class ConfigPage {
   constructor(id) {
     this.id = id;
-    this.element = el("div", "");
+    this.title = el("h1", "", nameOf(id));
+    this.stack = el("div", "stack");
+    this.element = el("div", "", el("div", "title", this.title), this.stack);
   }
 
   runs() { return [this.id]; }
@@ -499,15 +510,19 @@ class ConfigPage {
     if (!found || this.done === found) return;
     this.done = found;
     const versions = Object.entries(found.versions);
-    this.element.replaceChildren(el("div", "title", el("h1", "", of(this.id).facts?.name ?? "")), el("div", "stack",
-      el("section", "card", el("div", "head", el("h3", "", "Resolved configuration")),
-        el("pre", "", found.text || "This run has no configuration yet.")),
-      ...(versions.length ? [el("section", "card", el("div", "head", el("h3", "", "Versions")), table(["what", "version"], versions))] : [])));
+    this.title.textContent = nameOf(this.id);
+    this.stack.replaceChildren(el("section", "card", el("div", "head", el("h3", "", "Resolved configuration")),
+      el("pre", "", found.text || "This run has no configuration yet.")),
+      ...(versions.length ? [el("section", "card", el("div", "head", el("h3", "", "Versions")), table(["what", "version"], versions))] : []));
   }
 
   tick() {}
   recolor() {}
-  type() { return false; }
+  type(key) {
+    if (key === "l") location.hash = `#/run/${this.id}/logs`;
+    else return false;
+    return true;
+  }
   close() {}
 }
 
@@ -591,6 +606,11 @@ class ComparePage {
 
   showFacts() {
     const labels = [...new Set(this.ids.flatMap((id) => of(id).facts?.tiles?.map((tile) => tile.label) ?? []))];
+    const figure = (label, text) => {  // narrow pages have no head: each figure says there what it is
+      const made = el("td", "right num", text);
+      made.dataset.label = label;
+      return made;
+    };
     const head = el("tr", "", el("th", "", ""), el("th", "", "run"), el("th", "", "state"), el("th", "right", "step"),
       ...labels.map((name) => el("th", "right", name)));
     const rows = this.ids.map((id, i) => {
@@ -599,8 +619,8 @@ class ComparePage {
       if (!facts || facts.error) return el("tr", "", el("td", "", mark), el("td", "soft", facts?.error ?? "loading"));
       const value = (label) => facts.tiles.find((tile) => tile.label === label)?.value ?? "-";
       return el("tr", "", el("td", "", mark), el("td", "name", link(`#/run/${id}`, "", facts.name)),
-        el("td", "", pill(facts.state, facts.tone)), el("td", "right num", count(facts.step)),
-        ...labels.map((label) => el("td", "right num", value(label))));
+        el("td", "", pill(facts.state, facts.tone)), figure("step", count(facts.step)),
+        ...labels.map((label) => figure(label, value(label))));
     });
     this.facts.replaceChildren(el("table", "", el("thead", "", head), el("tbody", "", ...rows)));
   }
