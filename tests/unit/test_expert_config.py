@@ -8,6 +8,7 @@ from phalanx.autotune.footprint import make_all_footprints, make_rank_footprint
 from phalanx.config import load
 from phalanx.config.resolve import resolve_autos
 from phalanx.core.errors import ConfigError
+from phalanx.launch.node_session import make_policy
 from phalanx.layout.balance import Speed
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.planner.recipe_keys import shape_of
@@ -73,6 +74,9 @@ def test_ranks_must_form_groups() -> None:
         [(0, 1), (2, 3)],
         [(0, 2), (1, 3)],
     )
+    # After a loss a run goes on with whole groups.
+    rows = config_of({"parallel.context": 2}, architecture="llama", moe={})
+    assert make_policy(asked, 2).group == make_policy(rows, 2).group == 2
     assert asked.parallel.lockstep and not config_of({}).parallel.lockstep
 
 
