@@ -199,7 +199,11 @@ def test_whole_rows_and_matrices_are_not_divided(tmp_path: Path) -> None:
         model: dict[str, Any] = {"architecture": architecture, "hidden": 32, "layers": 1, "heads": 2}
         model |= {"moe": {"experts": 4, "experts_per_token": 2}} if axis == "expert" else {}
         for name in ("RowScaled", "Normed"):
-            tree = {"model": model, "parallel": {axis: 2}, "optim": {"name": f"{tmp_path}/own.py:{name}"}}
+            tree = {
+                "model": model,
+                "parallel": {axis: 2},
+                "optim": {"name": f"{tmp_path}/own.py:{name}", "weight_decay": 0},
+            }
             with pytest.raises(
                 ConfigError, match=f"and cannot be combined with parallel.{axis}; set parallel.{axis}=1"
             ):
