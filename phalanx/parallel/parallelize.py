@@ -147,7 +147,9 @@ def change_blocks(
         train_in_fp8(blocks, device)
     # Compile after checkpointing, so that the compiler sees what is recomputed and can fuse across it; but before it
     # where compiled code is interrupted, since nothing is compiled of a checkpoint with an interruption.
-    interrupted = config.train.compile is True and any(map(find_context_attention, blocks))
+    interrupted = config.train.compile is True and any(
+        find_context_attention(block) or find_divided_experts(block) for block in blocks
+    )
     if interrupted:
         compile_units(model, blocks, sizes_change)
     if memory.activations != "none":

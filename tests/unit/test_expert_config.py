@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
 
 from phalanx.autotune.footprint import make_all_footprints, make_rank_footprint
 from phalanx.config import load
@@ -11,6 +13,8 @@ from phalanx.core.errors import ConfigError
 from phalanx.launch.node_session import make_policy
 from phalanx.layout.balance import Speed
 from phalanx.layout.mesh_axes import MeshAxes
+from phalanx.models.moe import MoEDecoder
+from phalanx.parallel.parallelize import change_blocks
 from phalanx.planner.recipe_keys import shape_of
 from phalanx.workload.expert_counts import find_expert_counts
 from phalanx.workload.workload import make_workload, read_model_shape
@@ -98,3 +102,15 @@ def test_a_footprint_has_the_experts_of_its_rank() -> None:
         for footprint in (*make_all_footprints(subject, config), make_rank_footprint(subject, config, 0, 0))
     ]
     assert stacks == [4, 1]
+
+
+def test_blocks_that_are_recomputed_are_compiled_around_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter, compile_it = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: compile_it(function, backend=counter, **kwargs))
+    config = config_of({"parallel.expert": 2, "train.compile": True, "memory.activations": "full"})
+    model = MoEDecoder(read_model_shape(config))
+    for block in model.blocks():
+        block.get_submodule("mlp.experts").exchange = lambda feed, rows, counts: feed(rows, counts)  # type: ignore[assignment]
+    change_blocks(model, config, torch.device("cpu"))
+    model(torch.arange(16)[None])
+    assert counter.frame_count
