@@ -158,11 +158,12 @@ def in_memory_checkpoint_bytes(
 
 
 def may_be_uneven(config: Config, world: int) -> bool:
-    """Whether state shares may be uneven."""
+    """Whether state shares may be uneven: as a recipe says, or as memories are, of ranks with a whole model each."""
+    state, axes = config.balance.optimizer_state, config.parallel.axes
     return (
         config.parallel.engine == "sharded"
-        and config.parallel.axes.data_parallel_size(world) > 1
-        and config.balance.optimizer_state != "even"
+        and axes.data_parallel_size(world) > 1
+        and (isinstance(state, list) or (state == "auto" and axes.model_parallel_size * axes.expert == 1))
     )
 
 

@@ -79,7 +79,7 @@ def resolve_state_weights(
         config.balance.optimizer_state != "auto"
         or config.parallel.engine != "sharded"
         or mesh.data.world == 1
-        or mesh.axes.model_parallel_size > 1
+        or mesh.axes.model_parallel_size * mesh.axes.expert > 1
     ):
         return compute_state_weights(config, workload, mesh, local_world)
     in_memory, make_model = in_memory or InMemoryOptions(), make_model or functools.cache(workload.model)

@@ -46,7 +46,7 @@ WEIGHTS = "model.from_hf"  # initial weights of a new run: each rank reads its o
 
 def make_policy(config: Config, nodes: int) -> RecoveryPolicy:
     """The restart policy of a recipe."""
-    wanted, axes = config.resilience, config.parallel.axes
+    wanted = config.resilience
     return RecoveryPolicy(
         nodes=nodes,
         max_restarts=wanted.max_restarts,
@@ -54,7 +54,7 @@ def make_policy(config: Config, nodes: int) -> RecoveryPolicy:
         wait_s=wanted.wait_for_node_s,
         grow=wanted.rejoin_nodes,
         same_crash=wanted.max_identical_failures,
-        group=axes.tensor * axes.pipeline,
+        group=config.parallel.axes.group_size,
         replicate_every=wanted.replicate_every if isinstance(wanted.replicate_every, int) else 1,
     )
 

@@ -45,6 +45,11 @@ class MeshAxes:
         return self.tensor * self.pipeline
 
     @property
+    def group_size(self) -> int:
+        """Ranks that belong together on all axes: a run has a multiple of so many."""
+        return self.model_parallel_size * self.context * self.expert
+
+    @property
     def parts_of_data(self) -> tuple[str, ...]:
         """Axes of `groups` that are parts of the data axis, where they have several ranks."""
         return ("context",) * (self.context > 1) + ("expert", EXPERT_COPIES) * (self.expert > 1)
@@ -55,7 +60,7 @@ class MeshAxes:
 
     def data_parallel_size(self, world: int) -> int:
         """Copies of the model on `world` ranks. Raises ConfigError where they do not come out even."""
-        together = self.model_parallel_size * self.context * self.expert
+        together = self.group_size
         if world % together:
             degrees = {
                 axis: degree

@@ -20,17 +20,20 @@ from phalanx.layout.tensor_shards import TensorShard, plan_expert_shards
 from phalanx.models.grouped_mm import sort_rows, unsort_rows
 from phalanx.models.moe import Experts
 from phalanx.parallel.all_to_all import all_to_all
-from phalanx.parallel.tensor import copy_shard
+from phalanx.parallel.tensor_layers import copy_shard
 
 
 class ExpertParallel:
     """The expert-parallel group of a rank, held by a model's experts; rank r of it holds `counts[r]` experts of each
-    layer, in order. The reference to the axis is weak: a model may outlive its mesh, but must not keep the process
-    group alive."""
+    layer, in order. Rows travel as `transport` (None: as they are), since ranks may compute in different types. The
+    reference to the axis is weak: a model may outlive its mesh, but must not keep the process group alive."""
 
-    def __init__(self, axis: Axis, traffic: Traffic, counts: Sequence[int]) -> None:
+    def __init__(
+        self, axis: Axis, traffic: Traffic, counts: Sequence[int], transport: torch.dtype | None = None
+    ) -> None:
         assert len(counts) == axis.size, (counts, axis.size)
         self.rank, self.size, self.counts, self.traffic = axis.rank, axis.size, tuple(counts), traffic
+        self._transport = transport
         self._axis = weakref.ref(axis)
 
     @property
@@ -47,13 +50,17 @@ class ExpertParallel:
         received_by_expert = self._exchange_counts(counts)  # (ranks, mine)
         sent = [int(each.sum()) for each in sent_by_expert]
         received = received_by_expert.sum(1).tolist()
-        arrived = all_to_all(rows, sent, received, self)  # by sender, then by expert
+        arrived = self._exchange(rows, sent, received)  # by sender, then by expert
         experts = torch.arange(mine, device=rows.device).repeat(self.size)
         order = experts.repeat_interleave(received_by_expert.flatten()).argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
         # Also with no experts or no rows: every rank's graph must have the two exchanges in it.
         given = feed(sort_rows(arrived, order, inverse, 1), received_by_expert.sum(0))
-        return all_to_all(unsort_rows(given, order, inverse), received, sent, self)
+        return self._exchange(unsort_rows(given, order, inverse), received, sent)
+
+    def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """`all_to_all` in the type of `transport`, and so is the way back of the gradient."""
+        return all_to_all(rows.to(self._transport or rows.dtype), sent, received, self).to(rows.dtype)
 
     def _exchange_counts(self, counts: Tensor) -> Tensor:
         """How many rows each rank sends to each expert of this one, (ranks, experts here), from `counts` (E,)."""

@@ -183,7 +183,8 @@ def partition_model(
     held: dict[str, TensorShard] = {}
     if mesh.expert is not None:
         connect(mesh.expert.group, mesh.device)
-        held = apply_expert_parallel(model, ExpertParallel(mesh.expert, mesh.traffic, expert_counts))
+        divided = ExpertParallel(mesh.expert, mesh.traffic, expert_counts, precision.transport)
+        held = apply_expert_parallel(model, divided)
     if mesh.axes.model_parallel_size == 1:
         return ModelPart(shapes, shards=held)
     if not isinstance(model, StagedArchitecture):

@@ -66,6 +66,8 @@ def parallelize(
     """Parallelize a model on meta by the resolved `config`; returns its engine and this rank's part of the model.
     `context_shares`: parts of the ranks that take rows together with this one, in proportion; `expert_counts`: how many
     experts each of the ranks has that divide them with this one."""
+    if config.train.dtype == "mixed":
+        _check_types(mesh, precision_of("mixed", mesh).compute)
     # Remove other ranks' parts first.
     parted = partition_model(model, config, mesh, precision_of(config.train.dtype, mesh), expert_counts)
     # Context after slicing: its exchanges are of this rank's heads.
@@ -100,6 +102,19 @@ def parallelize(
     return engine, parted
 
 
+def _check_types(mesh: Mesh, compute: torch.dtype) -> None:
+    """Raise ConfigError where ranks that exchange activations as they are compute in different types. Collective."""
+    types = [list(DTYPES)[int(number)] for number in mesh.gather(float(list(DTYPES.values()).index(compute)))]
+    for axis in ("tensor", "context"):
+        for group in mesh.axes.groups(axis, mesh.world):
+            if len(named := dict.fromkeys(types[rank] for rank in group)) > 1:
+                raise ConfigError(
+                    f"train.dtype is mixed, but ranks {', '.join(map(str, group))}, which parallel.{axis} has exchange "
+                    f"activations, compute in {' and '.join(named)}; set train.dtype to one that all devices have, or "
+                    f"parallel.{axis}=1"
+                )
+
+
 def sharding_units(model: Model) -> list[tuple[str, nn.Module]]:
     """The units that an engine shards one by one. Parameters that two units use (a tied embedding) must be whole for
     both, and so belong to the model itself."""
@@ -132,7 +147,9 @@ def change_blocks(
         train_in_fp8(blocks, device)
     # Compile after checkpointing, so that the compiler sees what is recomputed and can fuse across it; but before it
     # where compiled code is interrupted, since nothing is compiled of a checkpoint with an interruption.
-    interrupted = config.train.compile is True and any(map(find_context_attention, blocks))
+    interrupted = config.train.compile is True and any(
+        find_context_attention(block) or find_divided_experts(block) for block in blocks
+    )
     if interrupted:
         compile_units(model, blocks, sizes_change)
     if memory.activations != "none":

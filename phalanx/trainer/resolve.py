@@ -182,11 +182,12 @@ def _check_optimizer(config: Config) -> None:
     if not isinstance(rule, OwnClassRule) or rule.granularity == "element":
         return
     parallel = config.parallel
-    if parallel.tensor > 1:
-        raise ConfigError(
-            f"optim.name {config.optim.name} needs a {rule.granularity} whole, which parallel.tensor cuts; set "
-            "parallel.tensor=1"
-        )
+    for axis in ("tensor", "expert"):
+        if getattr(parallel, axis) > 1:
+            raise ConfigError(
+                f"optim.name {config.optim.name} needs a {rule.granularity} whole, and cannot be combined with "
+                f"parallel.{axis}; set parallel.{axis}=1"
+            )
     if rule.granularity == "matrix" and parallel.engine == "fsdp2":
         raise ConfigError(
             f"optim.name {config.optim.name} needs a matrix whole, which parallel.engine fsdp2 cuts; set "

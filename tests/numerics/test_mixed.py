@@ -19,6 +19,7 @@ from tests.numerics import runs
 from tests.numerics.runs import distance, farthest, same_bits, walk
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+EXPERTS = {"model__architecture": "mixtral", "model__moe": {"experts": 4, "experts_per_token": 2}}
 MIXED = {"train.dtype": "mixed", "train.steps": 8, "train.micro_batch": 2}
 
 
@@ -47,11 +48,13 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
             summed = noting(lambda tensor, into, cuts: reduce_scatter(tensor, cuts, into))
             moves.reduce_scatter = lambda tensor, cuts, into: summed(tensor, into, cuts)  # type: ignore[method-assign]
         assert train_rank.run_steps(loop, restored) == 0
-        saved = runs.state(Path(run))
+        saved, shards = runs.state(Path(run)), loop.setup.components.model_part.shards
         with loop.setup.components.engine.full_parameters() as whole:
             for name, tensor in whole.items():
                 assert tensor.dtype == TYPES[types[placement.rank]]
-                assert torch.equal(tensor.flatten(), saved[f"param/{name}"].to(tensor.dtype)), name
+                first = shards[name].offset if name in shards else 0
+                kept = saved[f"param/{name}"][first : first + tensor.numel()]
+                assert torch.equal(tensor.flatten(), kept.to(tensor.dtype)), name
     return [sorted(travelled), loop.setup.components.engine.loss_scale is not None]
 
 
@@ -71,12 +74,14 @@ def mixed(folder: Path, tokens: Path, types: list[str], **changes: Any) -> tuple
         (["fp32", "bf16", "fp16"], {"parallel__engine": "fsdp2"}),
         (["fp32", "bf16", "fp16"], {"parallel__zero": 2}),
         (["fp16", "fp32"], {"memory__activations": "full"}),
+        (["bf16", "fp16"], EXPERTS | {"parallel__expert": 2, "balance__experts": [3, 1]}),
     ],
 )
 def test_unlike_ranks_walk_the_curve_of_float32(
     types: list[str], changes: dict[str, Any], tokens: Path, tmp_path: Path
 ) -> None:
-    exact = walk(1, tmp_path / "exact", tokens, train__steps=8, train__dtype="fp32")
+    model = {key: value for key, value in changes.items() if key.startswith("model__")}
+    exact = walk(1, tmp_path / "exact", tokens, train__steps=8, train__dtype="fp32", **model)
     unlike, found = mixed(tmp_path / "mixed", tokens, types, **changes)
     apart = max(abs(a - b) for a, b in zip(unlike.losses, exact.losses, strict=True))
     print(f"{types}: losses {apart:.1e} apart, parameters {distance(unlike.state, exact.state, 'param'):.1e}")
@@ -115,6 +120,19 @@ def test_ranks_that_resolved_the_type_each_for_itself_are_refused(tokens: Path, 
     for rank, said in enumerate(run_ranks(disagree, 2, run=str(tmp_path), data=str(tokens))):
         assert f"(rank {rank} has {'bf16' if rank else 'fp32'})" in said
         assert said.endswith("set train.dtype=mixed")
+
+
+def train_divided(placement: Placement, run: str, data: str, axis: str) -> str:
+    accelerator.best_dtype = lambda device: TYPES[("bf16", "fp16")[placement.rank]]
+    with pytest.raises(ConfigError) as refused:
+        runs.train(placement, run, data, MIXED | {f"parallel.{axis}": 2, "parallel.context_by": "auto"})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_unlike_ranks_share_no_layer_and_no_row(axis: str, tokens: Path, tmp_path: Path) -> None:
+    for said in run_ranks(train_divided, 2, run=str(tmp_path), data=str(tokens), axis=axis):
+        assert f"ranks 0, 1, which parallel.{axis} has exchange activations, compute in bf16 and fp16; set" in said
 
 
 def test_auto_is_mixed_where_devices_differ() -> None:

@@ -14,6 +14,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.optim.lr_schedule import check_schedule, learning_rate
 from phalanx.optim.make_rule import make_rule
 from phalanx.trainer import run_folder, train_rank
+from phalanx.trainer.resolve import _check_optimizer
 from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import distance, farthest
@@ -190,6 +191,23 @@ def test_what_cannot_be_trained_with_is_refused_at_the_start(
     section = OptimSection(**{"weight_decay": 0.0, "decay_steps": 9} | optim | own)
     with pytest.raises(ConfigError, match=message):
         check_schedule(section, 9) if "schedule" in optim else make_rule(section)
+
+
+def test_whole_rows_and_matrices_are_not_divided(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CODE)
+    for axis, architecture in (("tensor", "llama"), ("expert", "mixtral")):
+        model: dict[str, Any] = {"architecture": architecture, "hidden": 32, "layers": 1, "heads": 2}
+        model |= {"moe": {"experts": 4, "experts_per_token": 2}} if axis == "expert" else {}
+        for name in ("RowScaled", "Normed"):
+            tree = {
+                "model": model,
+                "parallel": {axis: 2},
+                "optim": {"name": f"{tmp_path}/own.py:{name}", "weight_decay": 0},
+            }
+            with pytest.raises(
+                ConfigError, match=f"and cannot be combined with parallel.{axis}; set parallel.{axis}=1"
+            ):
+                _check_optimizer(build_config(tree, "the recipe"))
 
 
 def test_keys_that_a_function_does_not_read_are_refused(tmp_path: Path) -> None:

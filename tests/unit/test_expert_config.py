@@ -3,13 +3,18 @@
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
 
 from phalanx.autotune.footprint import make_all_footprints, make_rank_footprint
 from phalanx.config import load
 from phalanx.config.resolve import resolve_autos
 from phalanx.core.errors import ConfigError
+from phalanx.launch.node_session import make_policy
 from phalanx.layout.balance import Speed
 from phalanx.layout.mesh_axes import MeshAxes
+from phalanx.models.moe import MoEDecoder
+from phalanx.parallel.parallelize import change_blocks
 from phalanx.planner.recipe_keys import shape_of
 from phalanx.workload.expert_counts import find_expert_counts
 from phalanx.workload.workload import make_workload, read_model_shape
@@ -73,6 +78,9 @@ def test_ranks_must_form_groups() -> None:
         [(0, 1), (2, 3)],
         [(0, 2), (1, 3)],
     )
+    # After a loss a run goes on with whole groups.
+    rows = config_of({"parallel.context": 2}, architecture="llama", moe={})
+    assert make_policy(asked, 2).group == make_policy(rows, 2).group == 2
     assert asked.parallel.lockstep and not config_of({}).parallel.lockstep
 
 
@@ -94,3 +102,15 @@ def test_a_footprint_has_the_experts_of_its_rank() -> None:
         for footprint in (*make_all_footprints(subject, config), make_rank_footprint(subject, config, 0, 0))
     ]
     assert stacks == [4, 1]
+
+
+def test_blocks_that_are_recomputed_are_compiled_around_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter, compile_it = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: compile_it(function, backend=counter, **kwargs))
+    config = config_of({"parallel.expert": 2, "train.compile": True, "memory.activations": "full"})
+    model = MoEDecoder(read_model_shape(config))
+    for block in model.blocks():
+        block.get_submodule("mlp.experts").exchange = lambda feed, rows, counts: feed(rows, counts)  # type: ignore[assignment]
+    change_blocks(model, config, torch.device("cpu"))
+    model(torch.arange(16)[None])
+    assert counter.frame_count

@@ -22,9 +22,9 @@ class JobPhase(enum.StrEnum):
 @dataclass(frozen=True)
 class RecoveryPolicy:
     """Policy of recovery. `on_lost_node`: of "replace", "shrink" and "wait", in the order in which they are tried,
-    before the run stops. `group`: number of ranks that hold one copy of the model together. `nodes`: as many as the run
-    was started for, without spares; with fewer than `least` it does not continue. `replicate_every`: steps between
-    replicas on a second node."""
+    before the run stops. `group`: number of ranks that belong together, as those of one copy of the model do. `nodes`:
+    as many as the run was started for, without spares; with fewer than `least` it does not continue.
+    `replicate_every`: steps between replicas on a second node."""
 
     nodes: int
     max_restarts: int = 3
