@@ -8,7 +8,6 @@ Pytest itself never forks ranks (it has threads, and no warm torch). One JSON li
 import importlib
 import json
 import os
-import pkgutil
 import signal
 import sys
 import time
@@ -17,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import phalanx
 from phalanx.core.json_lines import write_atomic
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind
@@ -26,6 +24,8 @@ from phalanx.elastic.node.agent import NodeJob, preload, run_local_job
 from phalanx.elastic.node.worker import STACKS_SIGNAL
 from phalanx.system.fork import die_with
 
+ROOT = Path(__file__).resolve().parent.parent
+COLD = "PHALANX_TESTS_COLD" in os.environ
 WARM = (
     "torch",
     "torch._dynamo",
@@ -53,12 +53,14 @@ class TimeUp(Exception):
 def warm_up() -> None:
     """Import what ranks use. A module of ours that does not import is left to the test that needs it to report."""
     preload(WARM)
-    for module in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
-        if not module.name.endswith("__main__"):
-            try:
-                preload([module.name])
-            except Exception:
-                traceback.print_exc()
+    for path in sorted((ROOT / "phalanx").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] == "__main__" or parts[1] == "compat":  # which makes packages of others importable
+            continue
+        try:
+            preload([".".join(parts).removesuffix(".__init__")])
+        except Exception:
+            traceback.print_exc()
 
 
 def run_case(placement: Placement, function: str, kwargs: dict[str, Any], folder: str) -> int:
@@ -87,7 +89,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.3)  # for the stacks to reach the logs
         raise TimeUp(f"the ranks had not ended after {request['timeout_s']} s; their stacks are in the logs below")
 
-    if request["function"].startswith(WARM_CASES):
+    if not COLD and request["function"].startswith(WARM_CASES):
         preload([request["function"].partition(":")[0]])
     worker = partial(run_case, function=request["function"], kwargs=request["kwargs"], folder=str(folder))
 
@@ -137,7 +139,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's; its end of the pipe says when to leave
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a module prints may mix with the replies
-    if "PHALANX_TESTS_COLD" not in os.environ:
+    if not COLD:
         warm_up()
     for line in sys.stdin:
         replies.write(json.dumps(serve(json.loads(line))) + "\n")

@@ -264,7 +264,7 @@ def shared_out(placement: Placement, hosts: str) -> list[list[float]]:
                 driven.step(number, batches(number, mesh.rank, 2))
             with driven.engine.full_parameters() as whole:
                 found.append(torch.cat([value.flatten() for value in whole.values()]).tolist())
-            ways = driven.engine._update.queue.routes
+            ways = driven.engine._update.queue.routes["data"]
             sizes.add((ways.reduce_bytes(torch.float32), ways.gather_bytes(torch.float32)))
             driven.engine.close()
     return [*found, sorted(itertools.chain(*sizes))]

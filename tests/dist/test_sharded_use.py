@@ -187,7 +187,7 @@ class Moved:
     def __init__(self, engine: Any) -> None:
         self.payload_bytes, self._moving = 0, False
         for name in ("reduce_scatter", "all_gather"):
-            self._watch(engine._update.queue.routes.trained, name)
+            self._watch(engine._update.queue.routes["data"].trained, name)
         count = engine.traffic.count
 
         def counting(payload_bytes: int) -> None:

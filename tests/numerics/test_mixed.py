@@ -40,7 +40,7 @@ def train(placement: Placement, run: str, data: str, types: list[str], changes: 
     with runs.loop_of(placement, described) as loop:
         restored = loop.restore()
         if isinstance(loop.setup.components.engine, ShardedEngine):
-            moves = loop.setup.components.engine._update.queue.routes.trained
+            moves = loop.setup.components.engine._update.queue.routes["data"].trained
             gather, reduce_scatter = moves.all_gather, moves.reduce_scatter
             noted = noting(lambda output, shard, cuts: gather(output, cuts))
             moves.all_gather = lambda tensor, cuts: noted(tensor, tensor, cuts)  # type: ignore[method-assign]

@@ -67,8 +67,8 @@ def test_shapes_come_from_the_recipe_alone() -> None:
 def test_a_preset_gives_every_shape_and_the_recipe_replaces_some(name: str) -> None:
     assert find_problems(config(model={"preset": name})) == []
     assert build_model_spec(config(model={"preset": name})) == PRESETS[name]
-    changed = build_model_spec(config(model={"preset": name, "layers": 2, "dropout": 0.1, "vocab_size": 512}))
-    assert (changed.layers, changed.dropout, changed.vocab_size) == (2, 0.1, 512)
+    changed = build_model_spec(config(model={"preset": name, "layers": 4, "dropout": 0.1, "vocab_size": 512}))
+    assert (changed.layers, changed.dropout, changed.vocab_size) == (4, 0.1, 512)
     assert changed.hidden == PRESETS[name].hidden
 
 

@@ -120,7 +120,7 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     record = {"step": 58, "attempt": 91, "loss": 1.2345, "step_s": 0.1, "time": now + 0.5, "tokens_per_s": 10.0}
     append(paths.metrics, record)
     wait(lambda: "1.2345" in text(), "the newest loss")
-    assert time.monotonic() - began < 20  # docs/monitoring.md has the figure of an idle machine
+    assert time.monotonic() - began < 20  # docs/runs.md has the figure of an idle machine
     wait(lambda: "training resumed with step 58" in text(), "the incident")
     assert HOSTILE in text()  # as text
 
