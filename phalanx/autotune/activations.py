@@ -71,9 +71,6 @@ def choose_activation_mode(
         ("none", "everything that a backward pass needs fits"),
         ("selective", "not everything that a backward pass needs fits"),
     ):
-        parts = config.parallel.context * config.parallel.expert
-        if mode == "selective" and parts > 1 and config.train.compile:
-            continue  # refused together
         try:
             return mode, why, probe(_with_mode(config, mode))
         except ConfigError:

@@ -60,7 +60,9 @@ from phalanx.workload.custom_checks import check_custom_task
 from phalanx.workload.engines import make_sharding_spec
 from phalanx.workload.workload import Workload, make_workload, read_model_shape, resolve_model_class
 
-PART_LENGTH = 65536  # positions of a rank from which on memory grows in proportion: blocks take more than the loss
+# Positions of a rank, of whose rows memory is walked: between them it grows about in proportion, as first the loss and
+# then the blocks take most of what a longer row adds.
+PART_LENGTHS = (4096, 16384, 32768, 65536, 131072)
 
 
 def dry_run(config: Config, ranks: int) -> dict[str, Any]:
@@ -73,17 +75,18 @@ def dry_run(config: Config, ranks: int) -> dict[str, Any]:
         config = _fetch_urls(config, Path(temporary))
         found = _dry_run(config, ranks)
         if config.parallel.context > 1:
-            least = PART_LENGTH * config.parallel.context
             with contextlib.suppress(ConfigError):  # a table of positions has none for longer rows
                 found["longest_rows"] = find_longest_rows({
-                    length: _dry_run(longer, ranks, [activation_mode_to_assume(longer)])["memory_total"]
-                    for length, longer in (_with_rows_of(config, least), _with_rows_of(config, 2 * least))
+                    length: _dry_run(other, ranks, [activation_mode_to_assume(other)])["memory_total"]
+                    for length, other in (_with_rows_of(config, part) for part in PART_LENGTHS)
                 })  # fmt: skip
         return found
 
 
-def _with_rows_of(config: Config, length: int) -> tuple[int, Config]:
-    """The recipe with rows of this length, up to what tensor parallelism cuts, of a model with as many positions."""
+def _with_rows_of(config: Config, part: int) -> tuple[int, Config]:
+    """The recipe with rows of so many positions for each rank, up to what tensor parallelism cuts, of a model with as
+    many; and their length."""
+    length = part * config.parallel.context
     length += -length % config.parallel.tensor
     return length, update_config(config, {"data.seq_len": length, "model.max_seq_len": length})
 

@@ -7,6 +7,7 @@ accelerator it initializes the driver.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ def bytes_of_other_keys(config: Config, workload: Workload) -> int:
         return 0
     wide = DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype].itemsize
     kv_heads = max(1, spec.kv_heads // config.parallel.tensor)
-    others = config.data.seq_len * (parts - 1) // parts * 2 * kv_heads * spec.head_dim * wide
+    others = config.data.seq_len * (parts - 1) // parts * 2 * kv_heads * spec.attention_width * wide
     if by == "ring":
         return 2 * others // (parts - 1)
     return others * (spec.layers if config.memory.activations in ("none", "selective") else 1)
@@ -80,14 +81,17 @@ def bytes_of_other_keys(config: Config, workload: Workload) -> int:
 
 def bytes_of_scores(config: Config, workload: Workload, on_host: bool = False) -> int:
     """Bytes that a rank holds at the height of a layer's backward pass, for one sequence, of scores that `gather` and
-    `ring` materialize: of some queries and the keys of a rank at a time. On a host torch's kernel holds none."""
+    `ring` materialize: of some queries and the keys of a rank, at most of the one that has most, at a time. On a host
+    torch's kernel holds none."""
     parts, spec, by = config.parallel.context, workload.spec, config.parallel.context_by
     if parts == 1 or spec is None or by == "heads":
         return 0
     drops = spec.attention_dropout > 0 or block_options(spec).score_cap > 0 or spec.sliding_window is not None
     if on_host and not drops:
         return 0
-    keys = -(-config.data.seq_len // parts)
+    shares = config.balance.context
+    largest = max(shares) / sum(shares) if isinstance(shares, list) else 1 / parts
+    keys = math.ceil(config.data.seq_len * largest)
     return QUERIES * keys * spec.heads // config.parallel.tensor * SCORE_BYTES
 
 

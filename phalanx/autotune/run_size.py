@@ -1,5 +1,6 @@
 """The tables of a dry run, JSON-able, from known sizes. Pure."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,10 +104,16 @@ def build_tables(config: Config, ranks: int, found: RunSizes) -> dict[str, Any]:
 
 def find_longest_rows(known: Mapping[int, int]) -> dict[str, int]:
     """The longest rows that fit on devices of so many GiB, of which a fifth is left free, from the bytes that rows of
-    two lengths take: what lies between grows in proportion; 0: not even short ones."""
-    (short, least), (long, most) = sorted(known.items())
-    each = (most - least) / (long - short)
-    return {str(gib): max(0, int(short + (gib * 2**30 * 0.8 - least) / each)) for gib in DEVICE_GIB}
+    some lengths take: between neighbours they grow in proportion, and beyond the last; 0: not even short ones."""
+    stretches = list(itertools.pairwise(sorted(known.items())))
+
+    def longest(room: float) -> int:
+        (short, least), (long, most) = [
+            stretch for number, stretch in enumerate(stretches) if number == 0 or stretch[0][1] <= room
+        ][-1]
+        return max(0, int(short + (room - least) * (long - short) / (most - least)))
+
+    return {str(gib): longest(gib * 2**30 * 0.8) for gib in DEVICE_GIB}
 
 
 def max_samples_per_replica(config: Config, ranks: int) -> int:

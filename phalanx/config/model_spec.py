@@ -8,7 +8,7 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.layout import model_shape as shapes
 from phalanx.layout import pipeline_stages
-from phalanx.layout.model_shape import LATENT_WIDTHS, LatentSpec, LoraSpec, ModelSpec, MoESpec, RopeScaling
+from phalanx.layout.model_shape import LATENT_WIDTHS, LONGROPE, LatentSpec, LoraSpec, ModelSpec, MoESpec, RopeScaling
 from phalanx.models.families import catalog
 from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES, PRESETS, describe_unknown_preset, family_of
 from phalanx.models.families.family import ModelFamily, TaskChoice
@@ -49,6 +49,12 @@ def _find_folder_problems(config: Config, hf_spec: ModelSpec | None) -> list[str
     if given and catalog.block_options(hf_spec).learnt_positions:
         named = ", ".join(f"model.{name}" for name in given)
         return [f"{named} cannot be combined with model.from_hf of a model whose positions are learned; remove it"]
+    rule = hf_spec.rope_scaling
+    if rule is not None and rule.rule == LONGROPE and config.model.max_seq_len not in (None, hf_spec.max_seq_len):
+        return [
+            f"model.max_seq_len {config.model.max_seq_len} cannot be combined with model.from_hf of a model by "
+            f"LongRoPE, whose factor is for {hf_spec.max_seq_len} positions; remove it"
+        ]
     return []
 
 
@@ -77,7 +83,10 @@ def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: 
         spec = recipe_family(config).start(spec)
     given = {name: getattr(model, name) for name in SHAPE_FIELDS if getattr(model, name) is not None}
     if model.rope_scaling is not None:
-        given["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
+        told, before = model.rope_scaling.model_dump(), spec.rope_scaling
+        # What no recipe says of a rule stays as the folder or the preset has it.
+        same = before is not None and before.rule == told["rule"]
+        given["rope_scaling"] = replace(before, **told) if before is not None and same else RopeScaling(**told)
     if model.latent is not None:
         given["latent"] = LatentSpec(**dict(zip(LATENT_WIDTHS, model.latent, strict=True)))
     if model.vocab_size != "auto":
@@ -158,7 +167,7 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
     """Problems of the model's shapes, alone and with the sequence length."""
     found = [sentence.rstrip(".") for sentence in catalog.find_shape_problems(spec)]
     family, kind = family_of(spec), config.task.kind
-    writes = family.writes_text
+    writes, options = family.writes_text, catalog.block_options(spec)
     if not writes and kind not in ("auto", *family.tasks):
         kinds = f"{', '.join(family.tasks[:-1])} or {family.tasks[-1]}"
         found.append(f"a {family.title} does not support task.kind {kind}; set it to {kinds}")
@@ -189,6 +198,8 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
         found += pipeline_stages.find_stage_problems(
             spec.layers, parallel.pipeline, parallel.schedule, numbers, activations=keep, compiled=compiled
         )
+    if writes and config.model.rope_theta not in (None, ModelSpec.rope_theta) and not options.rotary_share:
+        found.append(f"model.rope_theta has no effect: a {family.title} has no rotary positions; remove it")
     if config.data.seq_len > spec.max_seq_len:
         found.append(
             f"data.seq_len {config.data.seq_len} is longer than the model's {spec.max_seq_len} positions; lower it, or "

@@ -204,6 +204,11 @@ class ModelSpec(ModelSizes):
     moe: MoESpec | None = None
     latent: LatentSpec | None = None
 
+    @property
+    def attention_width(self) -> int:
+        """Channels of a head's queries, keys and values as attention takes them."""
+        return self.head_dim + (self.latent.plain_dim if self.latent is not None else 0)
+
     def has_experts(self, layer: int) -> bool:
         """Whether layer number `layer` has experts in the place of one feed-forward layer."""
         return self.moe is not None and layer not in self.moe.dense_layers

@@ -12,6 +12,8 @@ from phalanx.models.families.family import NONE, ConfigJson, ModelFamily, check_
 
 # The key of a config.json with a custom architecture that names the built-in one it is based on.
 BASE_KEY = "phalanx_architecture"
+# Of rotary scaling: written within its rule, and beside it only by families that look there.
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")  # valid in a config.json
 
 
@@ -108,7 +110,7 @@ def config_from_spec(
     family, original = family_of(spec), original or {}
     objective = spec.encoder.objective if spec.encoder else "language"
     written = {
-        **{key: value for key, value in original.items() if key not in family.hf.forgotten},
+        **{key: value for key, value in original.items() if key not in (*family.hf.forgotten, _ORIGINAL_LENGTH)},
         "architectures": [theirs for theirs, ours in family.hf.classes.items() if ours == objective],
         "model_type": family.hf.model_type,
         **{key: getattr(spec, name) for name, (key, _, _) in family.hf.keys.items()},

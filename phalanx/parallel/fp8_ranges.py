@@ -14,14 +14,16 @@ from torch import Tensor
 from phalanx.comm.mesh import Mesh
 from phalanx.models.model import Model, StagedArchitecture
 from phalanx.parallel import fp8
+from phalanx.parallel.tensor_layers import ColumnParallelLinear
 
 T = TypeVar("T")
 
 
 class Fp8Ranges:
-    """Ranges of the inputs of FP8 products in forward passes, by block of `model`."""
+    """Ranges of the inputs of FP8 products in forward passes, by block of `model`; `copies` ranks of a tensor axis have
+    the same inputs of column-parallel layers, which count once."""
 
-    def __init__(self, model: Model, device: torch.device) -> None:
+    def __init__(self, model: Model, device: torch.device, copies: int = 1) -> None:
         blocks = {id(block) for block in model.blocks()}
         units = [(name, unit) for name, unit in model.units() if id(unit) in blocks]
         if isinstance(model, StagedArchitecture):  # a stage of a pipeline has some of the blocks
@@ -29,6 +31,7 @@ class Fp8Ranges:
             count = model.spec.layers
         else:
             self._blocks, count = dict(enumerate(unit for _, unit in units)), len(units)
+        self._share = 1.0 / copies
         # Of each block: the largest magnitude, elements that become zero, elements that are not zero.
         self._counts = torch.zeros(count, 3, dtype=torch.float64, device=device)
 
@@ -45,7 +48,7 @@ class Fp8Ranges:
     def _watch(self) -> Iterator[None]:
         """Watch passes; compiled blocks run uncompiled meanwhile."""
         self._counts.zero_()
-        current = self._counts[0]
+        current, share = self._counts[0], 1.0
 
         def enter(number: int) -> Any:
             def hook(*_: object) -> None:
@@ -54,16 +57,27 @@ class Fp8Ranges:
 
             return hook
 
+        def set_share(value: float) -> Any:
+            def hook(*_: object) -> None:
+                nonlocal share
+                share = value
+
+            return hook
+
         def note(inputs: Tensor, values: Tensor) -> None:
             if inputs.numel():
                 there = inputs != 0
                 current[0] = torch.maximum(current[0], inputs.abs().amax())
-                current[1] += (there & (values.to(inputs.dtype) == 0)).sum()
-                current[2] += there.sum()
+                current[1] += share * (there & (values.to(inputs.dtype) == 0)).sum()
+                current[2] += share * there.sum()
 
         with contextlib.ExitStack() as stack:
             for number, block in self._blocks.items():
                 stack.callback(block.register_forward_pre_hook(enter(number)).remove)
+                for layer in block.modules():
+                    if isinstance(layer, ColumnParallelLinear):
+                        stack.callback(layer.register_forward_pre_hook(set_share(self._share)).remove)
+                        stack.callback(layer.register_forward_hook(set_share(1.0)).remove)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(fp8.observe_rows(note))
             yield

@@ -144,7 +144,7 @@ def build_components(
         starting_weights=parted.make_fill(start, by_rows=not config.model.from_hf),
         updates=updates,
         expert_balance=make_expert_balance(model, spec, mesh, engine, nominal_weight),
-        fp8_ranges=Fp8Ranges(model, mesh.device) if train.fp8 == "block" else None,
+        fp8_ranges=Fp8Ranges(model, mesh.device, mesh.axes.tensor) if train.fp8 == "block" else None,
     )
 
 

@@ -115,10 +115,10 @@ def make_context_task(
 
 def count_token_work(spec: ModelSpec) -> float:
     """Work of a token in all but attention, per layer, in units of a (query, key) pair, which takes as many products as
-    2 x heads x head_dim parameters do."""
+    2 x heads x their width parameters do."""
     shapes = active_shapes(spec, parameter_shapes(spec))
     products = sum(float(np.prod(shape)) for shape in shapes.values() if len(shape) > 1)
-    return products / spec.layers / (2 * spec.heads * spec.head_dim)
+    return products / spec.layers / (2 * spec.heads * spec.attention_width)
 
 
 def resolve_context(config: "Config", spec: ModelSpec) -> list[tuple[str, str, str]]:
@@ -127,7 +127,7 @@ def resolve_context(config: "Config", spec: ModelSpec) -> list[tuple[str, str, s
     if parallel.context == 1 or parallel.context_by != "auto":
         return []
     tensor = parallel.tensor
-    shape = AttentionShape(spec.heads // tensor, max(1, spec.kv_heads // tensor), spec.head_dim, spec.hidden)
+    shape = AttentionShape(spec.heads // tensor, max(1, spec.kv_heads // tensor), spec.attention_width, spec.hidden)
     return [("parallel.context_by", *choose_exchange(shape, parallel.context, config.data.seq_len))]
 
 

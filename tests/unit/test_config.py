@@ -92,7 +92,8 @@ def test_positions_of_a_folders_model_may_be_stretched() -> None:
     spec = build_model_spec(made, spec_from_config(original, "folder"))
     rule = RopeScaling(rule="yarn", factor=16.0, original_max_seq_len=8192)
     assert spec == replace(PRESETS["llama-3-8b"], max_seq_len=131072, rope_scaling=rule)
-    written = config_from_spec(spec, torch.bfloat16, original)
+    # Beside the rule that key would be the one that counts.
+    written = config_from_spec(spec, torch.bfloat16, original | {"original_max_position_embeddings": 4096})
     assert written["max_position_embeddings"] == 131072
     assert written["rope_scaling"]["rope_type"] == "yarn"
     assert spec_from_config(written, "exported") == spec
@@ -110,6 +111,37 @@ def test_positions_of_a_folders_model_may_be_stretched() -> None:
         other = Config.model_validate({"model": {"from_hf": "somewhere"} | given, "data": {"seq_len": 32}})
         with pytest.raises(ConfigError, match=r"model.\w+ cannot be combined with model.from_hf of a model whose pos"):
             build_model_spec(other, learned)
+
+
+def test_what_a_recipe_cannot_say_of_a_rotary_rule_stays() -> None:
+    asked = {"model": {"from_hf": "x", "rope_scaling": {"rule": "yarn", "factor": 8, "original_max_seq_len": 4096}}}
+    sharper = RopeScaling(rule="yarn", factor=4.0, mscale=1.0, mscale_all_dim=0.7, truncate=False, beta_fast=20.0)
+    folder = replace(PRESETS["moonlight-16b-a3b"], rope_scaling=sharper)
+    wanted = replace(sharper, factor=8.0, original_max_seq_len=4096, beta_fast=32.0)
+    assert build_model_spec(Config.model_validate(asked), folder).rope_scaling == wanted
+    other = replace(sharper, rule="linear")
+    assert build_model_spec(Config.model_validate(asked), replace(folder, rope_scaling=other)).rope_scaling == replace(
+        wanted, mscale=None, mscale_all_dim=None, truncate=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("preset", "given", "words"),
+    [
+        ("gpt-j-6b", {"rope_theta": 5e5}, "rope_theta is 500000, which GPT-J does not support, so it could not be"),
+        ("falcon-rw-1b", {"rope_theta": 5e5}, "rope_theta has no effect: a Falcon-RW has no rotary positions"),
+        ("phi-3-mini-4k", {"max_seq_len": 8192}, "cannot be combined with model.from_hf of a model by LongRoPE"),
+    ],
+)
+def test_rotary_keys_that_would_be_lost_are_refused(preset: str, given: dict[str, Any], words: str) -> None:
+    """In training, or in the config.json of an export."""
+    pairs = tuple([1.0] * (PRESETS[preset].head_dim // 2))
+    long = RopeScaling(rule="longrope", factor=1.0, short_factors=pairs, long_factors=pairs, original_max_seq_len=2048)
+    folder = replace(PRESETS[preset], rope_scaling=long if "LongRoPE" in words else None)
+    asked = Config.model_validate({"model": {"from_hf": "somewhere"} | given, "data": {"seq_len": 32}})
+    with pytest.raises(ConfigError, match=words):
+        build_model_spec(asked, folder)
+    assert build_model_spec(Config.model_validate({"model": {"from_hf": "somewhere"}}), folder) == folder
 
 
 def test_a_vocabulary_that_is_not_yet_known_is_no_problem_and_none_at_all_is() -> None:

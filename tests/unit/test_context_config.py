@@ -1,9 +1,12 @@
 """Recipes with context parallelism: what is refused, what `auto` becomes, and how ranks form groups."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from phalanx.autotune.micro_batch import bytes_of_other_keys, bytes_of_scores
 from phalanx.autotune.probe_model import shorten_rows
 from phalanx.config import load
 from phalanx.config.resolve import resolve_autos
@@ -12,6 +15,8 @@ from phalanx.layout.balance import UNBOUND, Speed
 from phalanx.layout.context_exchange import AttentionShape, choose_exchange, count_exchanged_elements
 from phalanx.layout.context_slices import slice_in_pairs
 from phalanx.layout.mesh_axes import MeshAxes
+from phalanx.layout.model_shape import LatentSpec
+from phalanx.models.attention_tiles import QUERIES, SCORE_BYTES
 from phalanx.workload.context_task import join_speeds
 from phalanx.workload.workload import make_workload, read_model_shape
 
@@ -80,6 +85,22 @@ def test_auto_goes_by_heads_bytes_and_memory() -> None:
     one = count_exchanged_elements("ring", slice_in_pairs(64, (1.0, 1.0)), grouped, (1.0, 1.0))
     # The inner rank needs what is before it, the outer one all: 16 + 32 keys.
     assert one == (48 * 2 * 8 * 128, 2 * 48 * 2 * 8 * 128)
+
+
+def test_keys_of_latent_heads_and_scores_of_the_largest_part_are_reckoned_with() -> None:
+    def bytes_of(count: Any, changes: dict[str, Any], **model: Any) -> int:
+        asked = config_of({"parallel.context": 2, "parallel.context_by": "ring", "train.dtype": "bf16"} | changes)
+        spec = replace(read_model_shape(asked), **model)
+        found: int = count(asked, SimpleNamespace(spec=spec))
+        return found
+
+    latent = LatentSpec(query_rank=0, key_rank=16, plain_dim=24, value_dim=16)
+    plain = bytes_of(bytes_of_other_keys, {})
+    assert plain == 2 * 8 * 2 * 2 * 8 * 2  # two parts of a row, keys and values of two heads of 8
+    assert bytes_of(bytes_of_other_keys, {}, latent=latent) == 4 * plain
+    even = bytes_of(bytes_of_scores, {})
+    assert even == QUERIES * 8 * 4 * SCORE_BYTES
+    assert bytes_of(bytes_of_scores, {"balance.context": [3, 1]}) == 1.5 * even
 
 
 def test_a_group_is_as_fast_as_its_slowest_rank_with_its_part() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.autotune.dry_run import LiveBytes, compute_activation_bytes, dry_run, measure_peak_bytes
+from phalanx.autotune.dry_run import LiveBytes, _dry_run, compute_activation_bytes, dry_run, measure_peak_bytes
 from phalanx.autotune.footprint import find_peak_bytes
 from phalanx.autotune.micro_batch import find_least_zero
 from phalanx.autotune.rank_bytes import in_memory_checkpoint_bytes, state_bytes
@@ -295,17 +295,20 @@ def test_of_a_layout_the_fullest_rank_is_told(tmp_path: Path) -> None:
     assert [name for name, _ in printed[1:]] == ["place 0: layers 0", "place 1: layers 1"]
 
 
-def test_the_longest_row_fills_the_device(capsys: pytest.CaptureFixture[str]) -> None:
-    def found(length: int) -> dict[str, Any]:
+def test_the_longest_row_fills_the_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(length: int) -> load.Config:
         shared = {"context": 4, "context_by": "gather", "zero": 3}
-        preset = {"preset": "llama-3.2-1b", "max_seq_len": 1 << 22, "vocab_size": 8192}
+        preset = {"preset": "llama-3.2-1b", "max_seq_len": 1 << 22, "vocab_size": 65536}
         train = {"global_batch": 8, "micro_batch": 1}
-        return dry_run(checked(preset, data={"seq_len": length}, parallel=shared, train=train,
-                               memory={"activations": "full"}), 4)  # fmt: skip
+        return checked(preset, data={"seq_len": length}, parallel=shared, train=train,
+                       memory={"activations": "full"})  # fmt: skip
 
-    short = found(8192)
-    longest = short["longest_rows"]["80"]
-    assert found(longest)["memory_total"] == pytest.approx(0.8 * 80 * 2**30, rel=0.03)
+    monkeypatch.setattr("phalanx.autotune.run_size.DEVICE_GIB", (8, 16, 80))
+    short = dry_run(asked(8192), 4)
+    assert short["longest_rows"]["8"] == 0
+    for gib in (16, 80):  # rows of which the loss takes a good part, and rows of which blocks take most
+        there = _dry_run(asked(short["longest_rows"][str(gib)]), 4, ["full"])
+        assert there["memory_total"] == pytest.approx(0.8 * gib * 2**30, rel=0.05)
     run_size.print_run_size(short)
     assert f"{formats.format_count(short['longest_rows']['80'])} positions" in capsys.readouterr().out
 

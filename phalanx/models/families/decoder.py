@@ -155,11 +155,10 @@ HF_ROPE_RULES = ("linear", "dynamic", "yarn", "llama3")
 
 def find_misfits(
     spec: ModelSpec, title: str, *, window: bool = False, grouped: bool = False, rules: tuple[str, ...] = (),
-    any_width: bool = False,
+    any_width: bool = False, any_theta: bool = True,
 ) -> list[str]:  # fmt: skip
-    """Problems of a shape in the family `title`: features that its config.json cannot express (a window, grouped
-    queries, rotary scaling by other rules than `rules`), and heads that do not divide the width unless they may have
-    `any_width`."""
+    """What config.json of the family `title` cannot express: a window, grouped queries, rotary scaling but by `rules`,
+    without `any_theta` another rotary base; and without `any_width` heads that do not divide the width."""
     scaling, found = spec.rope_scaling, list[tuple[str, object, str]]()
     if not window and spec.sliding_window is not None and spec.sliding_window >= 1:
         found.append(("sliding_window", spec.sliding_window, "remove it"))
@@ -167,6 +166,8 @@ def find_misfits(
         found.append(("kv_heads", spec.kv_heads, f"set it to model.heads, {spec.heads}"))
     if scaling is not None and scaling.rule not in rules:
         found.append(("rope_scaling.rule", scaling.rule, f"use {' or '.join(rules)}" if rules else "remove it"))
+    if not any_theta and spec.rope_theta != ModelSpec.rope_theta:
+        found.append(("rope_theta", f"{spec.rope_theta:g}", "remove it"))
     if not any_width and spec.heads >= 1 and spec.head_dim * spec.heads != spec.hidden:
         found.append(("head_dim", spec.head_dim, "remove it, and set model.hidden to a multiple of model.heads"))
     return [
@@ -331,8 +332,7 @@ def read_rotary_share(config: Mapping[str, Any], key: str, where: str, default: 
 
 
 def read_activation(config: Mapping[str, Any], key: str, where: str, usual: str) -> str | None:
-    """Read an MLP's activation by our name, None for the family's `usual` one. Raises ConfigError for an unknown
-    one."""
+    """Read an MLP's activation by our name, None for the family's `usual` one. ConfigError for an unknown one."""
     told = config.get(key)
     found = usual if told is None else ACTIVATIONS.get(told if isinstance(told, str) else "")
     if found is None:

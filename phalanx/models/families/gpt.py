@@ -167,7 +167,9 @@ GPTJ: ModelFamily = replace(
         norm="layer", parallel=True, shared_norm=True, mlp_bias=True, head="bias", gated=False,
         activation="gelu_tanh", rotary_share=0.25, rotary_pairs=True,
     ),
-    find_problems=lambda spec: find_misfits(spec, "GPT-J") + _find_tied_problems(spec, "GPT-J", tied=False),
+    find_problems=lambda spec: (
+        find_misfits(spec, "GPT-J", any_theta=False) + _find_tied_problems(spec, "GPT-J", tied=False)
+    ),
     start=lambda spec: replace(spec, intermediate=4 * spec.hidden),
     hf=replace(
         GPT2.hf,
