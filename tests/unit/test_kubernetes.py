@@ -25,6 +25,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.membership import election, rendezvous_client
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.launch import job_supervisor, jobs, launched_run
+from phalanx.launch.schedulers import kubernetes_manifest
 from phalanx.launch.schedulers.kubernetes import Kubernetes, read_job
 from phalanx.launch.schedulers.kubernetes_manifest import make_name, render_manifest
 from phalanx.launch.schedulers.scheduler import LaunchOptions, QueuePhase, SchedulerNode
@@ -388,7 +389,9 @@ def test_the_runtime_for_kubeflow_holds_a_valid_job_that_reads_its_variables() -
     spec = job["template"]["spec"]
     spec["template"]["spec"].setdefault("restartPolicy", "Never")  # Trainer's own default
     validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec})
-    (arguments,) = spec["template"]["spec"]["containers"][0]["args"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["lifecycle"]["preStop"]["exec"]["command"][-1] == kubernetes_manifest.LEAVE
+    (arguments,) = container["args"]
     words = shlex.split(arguments.replace("$PET_NNODES", "3").replace("$PET_NODE_RANK", "2"))
     named = dict(zip(words[6::2], words[7::2], strict=True))
     assert (named["--nodes"], named["--node-rank"]) == ("3", "2")
