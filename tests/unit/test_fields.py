@@ -36,6 +36,8 @@ from tests.unit.field_runs import (
     CHAT,
     CLASSIFY,
     EXPERTS,
+    GROUPS,
+    LATENT,
     LORA,
     MASKED,
     MOE,
@@ -174,6 +176,10 @@ def _validation(base: Seen, seen: Seen) -> None:
 
 def _moe(**section: Any) -> dict[str, Any]:
     return MOE | {"model.moe": EXPERTS | section}
+
+
+def _groups(**section: Any) -> dict[str, Any]:
+    return LATENT | {"model.moe": GROUPS | section}
 
 
 def _lora(**section: Any) -> dict[str, Any]:
@@ -533,6 +539,48 @@ def parts_of_rows(placement: Placement) -> dict[str, Seen]:
                 batch = make_context_task(CausalLMTask(16), spec, mesh, shares).collate([])
                 attention = model.get_submodule("layers.0.attention").attention_fn
                 found[name] = {"positions": batch.inputs["tokens"].shape[1], "by": attention.__self__.by}
+                engine.close()
+    return found
+
+
+def _expert(base: Seen, seen: Seen) -> None:
+    assert [by_rank["even"] for by_rank in _experts_held()] == [2, 2]
+
+
+def _expert_counts(base: Seen, seen: Seen) -> None:
+    assert [by_rank["listed"] for by_rank in _experts_held()] == [3, 1]
+
+
+@functools.cache
+def _experts_held() -> list[dict[str, int]]:
+    return run_ranks(experts_held, 2, timeout_s=180)
+
+
+def experts_held(placement: Placement) -> dict[str, int]:
+    """How many of four experts a rank has, of even numbers and of a list."""
+    from phalanx.comm.mesh import attach_mesh, join
+    from phalanx.config.resolve import resolve_autos
+    from phalanx.models.user_model import build_on_meta, load_family_class
+    from phalanx.parallel.parallelize import parallelize
+    from phalanx.workload.engines import make_engine_factory
+    from phalanx.workload.expert_counts import find_expert_counts
+    from phalanx.workload.workload import read_model_shape
+
+    model_keys = BASE["model"] | {"vocab_size": 300, "architecture": "qwen3_moe"}
+    model_keys["moe"] = {"experts": 4, "experts_per_token": 2}
+    found = {}
+    with join(placement, 30) as outer:
+        for name, wanted in (("even", "even"), ("listed", [3, 1])):
+            keys = {"parallel": {"expert": 2, "engine": "sharded"}, "balance": {"experts": wanted}}
+            asked = load.build_config({**BASE, "model": model_keys, **keys}, "the test's recipe")
+            asked, _ = resolve_autos(asked, device="cpu", world=2)
+            spec = read_model_shape(asked)
+            assert spec is not None
+            with attach_mesh(outer.device, 30, asked.parallel.axes) as mesh:
+                model = build_on_meta(spec, load_family_class(spec.architecture))
+                counts = find_expert_counts(asked, spec)
+                engine, _ = parallelize(model, asked, mesh, make_engine_factory(asked), 1, (), counts)
+                found[name] = model.get_parameter("layers.0.mlp.experts.down").shape[0]
                 engine.close()
     return found
 
@@ -1059,6 +1107,11 @@ CASES: dict[str, Case] = SLURM | KUBERNETES | {
     "model.moe.experts": Case(_moe(experts=4), both(bigger(2 * (3 * 16 * 32 + 16)), curve), beside="moe"),
     "model.moe.experts_per_token": Case(_moe(experts_per_token=1), curve, beside="moe"),
     "model.moe.intermediate": Case(_moe(intermediate=40), bigger(2 * 3 * 3 * 16 * 8), beside="moe"),
+    "model.moe.scale": Case(_groups(scale=2.0), curve, beside="latent"),
+    "model.moe.shared": Case(_groups(shared=1), bigger(2 * 3 * 16 * 32), beside="latent"),
+    "model.moe.groups": Case(_groups(groups=4), both(bigger(0), curve), beside="latent"),
+    "model.moe.groups_per_token": Case(_groups(groups_per_token=2), both(bigger(0), curve), beside="latent"),
+    "model.latent": Case(LATENT | {"model.latent": [0, 14, 4, 6]}, bigger(2 * (2 * 16 + 2 + 2 * 20)), beside="latent"),
     "model.moe.renormalize": Case(_moe(renormalize=False), curve, beside="moe"),
     "model.moe.dense_layers": Case(_moe(dense_layers=[0]), bigger(-2 * 3 * 16 * 32 - 3 * 16), beside="moe"),
     "model.moe.balance": Case(_moe(balance="sequence"), gradients, beside="moe"),
@@ -1166,6 +1219,8 @@ CASES: dict[str, Case] = SLURM | KUBERNETES | {
     "parallel.context": Case({}, _context),
     "parallel.context_by": Case({}, _context_by),
     "balance.context": Case({}, _context_shares),
+    "parallel.expert": Case({}, _expert),
+    "balance.experts": Case({}, _expert_counts),
     "balance.batch": Case({}, _work),
     "balance.optimizer_state": Case({}, _state),
     "optim.double_buffer": Case({}, _slots),
@@ -1257,6 +1312,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
         ("offload", "look", OFFLOAD),
         ("lora", "walk", LORA),
         ("moe", "walk", MOE),
+        ("latent", "walk", LATENT),
     ]
     asked += [("fp16", "walk", {"train.dtype": "fp16"}), ("sgd", "walk", SGD), ("wsd", "walk", WSD)]
     asked += [("polynomial", "walk", {"optim.schedule": "polynomial"}), ("masked", "walk", MASKED)]

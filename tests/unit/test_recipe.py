@@ -588,7 +588,7 @@ TUNED = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if published
 
 
 def test_each_family_has_a_recipe_of_each_kind() -> None:
-    assert len(TUNED) == 7
+    assert len(TUNED) == 6
     families = {path.stem.split("-")[0] for path in TUNED}
     assert families == {"llama", "qwen3", "mistral"}
     for family in families:
