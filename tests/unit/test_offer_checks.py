@@ -126,4 +126,5 @@ def test_every_recipe_that_comes_with_phalanx_takes_what_it_is_resolved_to() -> 
     for path in sorted(Path(__file__).resolve().parents[2].joinpath("recipes").glob("*.yaml")):
         wanted = load.load_recipe(path)
         if wanted.parallel.tensor * wanted.parallel.pipeline == 1:
-            prepare.check_offer(wanted, resolve.resolve_autos(wanted, device="cpu", world=1)[0])
+            world = wanted.parallel.context * wanted.parallel.expert
+            prepare.check_offer(wanted, resolve.resolve_autos(wanted, device="cpu", world=world)[0])

@@ -76,6 +76,8 @@ REFUSED = {
     "optim.options": "{momentum: 0.9}", "optim.decay_share": "0.5", "optim.decay_shape": "sqrt",
     "parallel.tensor": "2", "parallel.schedule": "interleaved", "parallel.layers_per_stage": "[1, 3]",
     "parallel.context": "2", "parallel.context_by": "ring", "balance.context": "[3, 1]",
+    "parallel.expert": "2", "balance.experts": "[3, 1]", "model.latent": "[0, 12, 4, 6]", "model.moe.scale": "2",
+    "model.moe.shared": "1", "model.moe.groups": "2", "model.moe.groups_per_token": "2",
 }  # fmt: skip
 # The demo made so large that unlike devices are worth it.
 LARGER = ("model.hidden=768", "model.heads=12", "model.kv_heads=6", "train.global_batch=512",
