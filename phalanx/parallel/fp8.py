@@ -210,13 +210,14 @@ def _forward(linear: Callable[..., Tensor], layer: nn.Linear, input: Tensor) -> 
 def find_layers(blocks: Iterable[nn.Module], scaling: str) -> list[nn.Module]:
     """The linear layers and experts of a model's blocks. Raises ConfigError where there are none, as in a custom model
     without a ModuleList."""
-    found = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear | Experts)]
+    modules = [module for block in blocks for module in block.modules()]
+    found = [module for module in modules if isinstance(module, nn.Linear | Experts)]
     if not found:
         raise ConfigError(
             f"train.fp8 {scaling} multiplies in the linear layers of a model's blocks (the members of its "
             "nn.ModuleList), and this model has none; set train.fp8=none"
         )
-    return found
+    return [*found]
 
 
 def train_in_fp8(blocks: Iterable[nn.Module], device: torch.device) -> None:

@@ -231,7 +231,8 @@ def test_the_time_of_units_is_read_a_step_late() -> None:
 def fp8_kernel(placement: Placement, scaling: str) -> tuple[str, list[float]]:
     device = torch.device(accelerator.list_devices()[0])
     accelerator.set_device(device, 1)
-    problem, ways = fp8.find_kernel_problem(device), (fp8.linear_by_kernel, fp8.linear_by_emulation)
+    ways: tuple[Any, ...] = (fp8.linear_by_kernel, fp8.linear_by_emulation)
+    problem = fp8.find_kernel_problem(device)
     if scaling == "delayed":
         scales = fp8_delayed.DelayedScaling()
         (scales.scales,) = fp8_delayed.find_scales(torch.full((1, 3), 5.0), 0)

@@ -48,7 +48,7 @@ def history(run: Path) -> str:
     return str(read_header(run)[KEY])
 
 
-def clipped(run: Path) -> list[int]:
+def clipped(run: Path) -> list[Any]:
     return [record.get("fp8_clipped") for record in read_steps(RunPaths(run).metrics)]
 
 

@@ -1176,7 +1176,7 @@ CASES: dict[str, Case] = SLURM | KUBERNETES | {
         {"train.dtype": "fp16", "train.loss_scale": 4.0}, equal("loss_scale", [4.0] * 3, [65536.0] * 3), beside="fp16"
     ),
     "train.fp8": Case({"train.fp8": "block"}, curve),
-    "train.fp8_history": Case({"train.fp8": "delayed", "train.fp8_history": 1}, updates, beside="delayed"),
+    "train.fp8_history": Case({"train.fp8": "delayed", "train.fp8_history": 1}, gradients, beside="delayed"),
     "train.fp8_margin": Case({"train.fp8": "delayed", "train.fp8_margin": 2}, updates, beside="delayed"),
     "train.loss_scale_growth_interval": Case(
         {"train.dtype": "fp16", "train.loss_scale_growth_interval": 1},

@@ -903,8 +903,8 @@ def test_fp8_is_faster_where_a_kernel_multiplies_it() -> None:
     choice = LayoutChoice(micro_batch=1)
     for name, *faster in (("H100", True, True), ("A100", False, False), ("L40S", False, True)):
         plain, *found = (
-            compute_cost.block_pass(replace(wide, **fp8), find_kind(name), choice, 1.0, CostConstants())
-            for fp8 in ({}, {"fp8_blocks": True}, {"fp8_tensors": True})
+            compute_cost.block_pass(work, find_kind(name), choice, 1.0, CostConstants())
+            for work in (wide, replace(wide, fp8_blocks=True), replace(wide, fp8_tensors=True))
         )
         assert [fp8.forward_s < plain.forward_s for fp8 in found] == faster, name
         assert [fp8.backward_s < plain.backward_s for fp8 in found] == faster, name
