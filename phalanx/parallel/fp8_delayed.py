@@ -62,7 +62,7 @@ class DelayedScaling:
         self.scales, self.recording = [1.0, 1.0, 1.0], True
 
     def note(self, which: int, x: Tensor, again: bool = False) -> None:
-        """Record a tensor; `again`: it was recorded before, as where a block is recomputed."""
+        """Record a tensor; `again`: what is clipped of it is counted in another pass."""
         known, scale = self._maxima[which], self.scales[which]
         if not self.recording or not x.numel() or (which == WEIGHT and known is not None):  # the same in all passes
             return
@@ -151,9 +151,9 @@ class _DelayedGroups(torch.autograd.Function):
 
 
 def _note_forward(scaling: DelayedScaling, x: Tensor, weight: Tensor) -> None:
-    again = not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1  # recomputed in a backward pass
-    scaling.note(INPUT, x, again)
-    scaling.note(WEIGHT, weight)
+    if torch._C._current_graph_task_id() == -1:  # else recomputed in a backward pass
+        scaling.note(INPUT, x, again=not torch.is_grad_enabled())
+        scaling.note(WEIGHT, weight)
 
 
 def linear(scaling: DelayedScaling, kernel: bool, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
