@@ -201,6 +201,14 @@ def state(run: Path, step: int | None = None) -> dict[str, Tensor]:
     return tensors
 
 
+def read_header(run: Path) -> dict[str, Any]:
+    """The header of the newest checkpoint."""
+    folder = RunPaths(run).checkpoints
+    checkpoint = Checkpoint(step_folder(folder, list_steps(folder)[0]))
+    checkpoint.close()
+    return checkpoint.header
+
+
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The events of a run, of one kind if given."""
     return [event for event in read_lines(RunPaths(run).events) if kind is None or event["kind"] == kind]
