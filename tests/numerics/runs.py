@@ -36,11 +36,11 @@ from phalanx.trainer.stop_request import StopRequest
 from phalanx.workload.build import build_components
 from phalanx.workload.sinks import RecordWriter
 from phalanx.workload.workload import read_model_shape
-from tests.helpers import run_ranks
+from tests.helpers import ALL, run_ranks
 from tests.token_sets import TokenWriter
 
 VOCAB = 61  # divides by none of 2, 3 and 5, so that every engine's cut of the embedding is uneven
-STEPS = 30
+STEPS = 30 if ALL else 15
 RECIPE: dict[str, dict[str, Any]] = {
     "model": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 44, "vocab_size": VOCAB,
               "dropout": 0.1},
