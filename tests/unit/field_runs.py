@@ -30,6 +30,8 @@ GROUPS = {"experts": 8, "experts_per_token": 2, "groups": 2, "groups_per_token":
 LATENT = {"model.architecture": "deepseek_v3", "model.layers": 2, "model.latent": [0, 12, 4, 6], "model.moe": GROUPS}
 PROMPTS = {"data.format": "prompt", "data.prompt_key": "title", "data.completion_key": "text", "data.seq_len": 44}
 CHAT = {"data.source": "FOLDER/talks.jsonl", "data.format": "chat", "data.chat_template": "chatml", "data.seq_len": 64}
+# Weights shrink to a quarter in a step, and what is small in a tensor becomes zero.
+DELAYED = {"train.fp8": "delayed", "train.fp8_margin": 6, "optim.weight_decay": 150.0}
 SGD = {"optim.name": "sgd", "optim.lr": 0.5}
 OFFLOAD = {"memory.activations": "offload", "model.layers": 3}
 WSD = {"optim.schedule": "wsd"}
