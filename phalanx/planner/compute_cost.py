@@ -187,10 +187,11 @@ def head_pass(
     """
     dtype = "bf16" if work.precision == "fp8" else work.precision
     tokens, columns = sequences * work.seq_len, work.vocabulary / choice.tensor
-    product = matmul_s(tokens, columns, work.hidden, kind, dtype, constants)
-    backward = matmul_s(tokens, work.hidden, columns, kind, dtype, constants)
+    width = work.embedding_width or work.hidden
+    product = matmul_s(tokens, columns, width, kind, dtype, constants)
+    backward = matmul_s(tokens, width, columns, kind, dtype, constants)
     if work.lora is None:
-        backward += matmul_s(work.hidden, columns, tokens, kind, dtype, constants)
+        backward += matmul_s(width, columns, tokens, kind, dtype, constants)
     moving = constants.traffic / (kind.memory_bytes_per_s * constants.memory_share)
     forward = product + tokens * columns * LOGITS_MOVED[0] * moving
     backward += tokens * columns * LOGITS_MOVED[1] * moving

@@ -1,5 +1,6 @@
 """GPT-2, GPT-J and OPT: LayerNorm, biases and an MLP without a gate. GPT-2 and OPT have learned positions; GPT-J has
-rotary positions on a part of each head's channels, in pairs of neighbours, and parallel attention and MLP.
+rotary positions on a part of each head's channels, in pairs of neighbours, and parallel attention and MLP. OPT 350M has
+its norms after the residual sums, and an embedding of half the width.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; Wang and Komatsuzaki, "GPT-J-6B",
 2021; Zhang et al., "OPT: Open Pre-trained Transformer Language Models", 2022; shapes from the config.json of the
@@ -13,10 +14,9 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import BlockSpec, ModelSpec
 from phalanx.models.families.decoder import (
     PLAIN_PLAN,
-    decoder_flops,
-    decoder_shapes,
     find_misfits,
     read_activation,
+    resize,
     write_activation,
     write_ids,
 )
@@ -30,6 +30,7 @@ from phalanx.models.families.family import (
     read_flag,
     read_number,
 )
+from phalanx.models.families.llama import LLAMA
 
 _LEARNT = BlockOptions(
     norm="layer", qkv_bias=True, o_bias=True, mlp_bias=True, gated=False, activation="gelu_tanh",
@@ -52,11 +53,6 @@ _GPT2 = ModelSpec(
     max_seq_len=1024, tie_embeddings=True,
 )  # fmt: skip
 _OPT = replace(_GPT2, architecture="opt", vocab_size=50272, max_seq_len=2048)
-
-
-def _sized(like: ModelSpec, hidden: int, layers: int, heads: int) -> ModelSpec:
-    heads_of = replace(like, heads=heads, kv_heads=heads, head_dim=hidden // heads)
-    return replace(heads_of, hidden=hidden, layers=layers, intermediate=4 * hidden)
 
 
 def _read_heads(config: dict[str, Any], fields: dict[str, Any], where: str, activation: str) -> dict[str, Any]:
@@ -91,14 +87,12 @@ def _find_tied_problems(spec: ModelSpec, title: str, tied: bool) -> list[str]:
     return [f"model.tie_embeddings is {is_}, which {title} does not support; set it to {remedy}."]
 
 
-GPT2 = ModelFamily(
+GPT2 = replace(
+    LLAMA,
     name="gpt2",
     title="GPT-2",
-    network="phalanx.models.llama:Llama",
     options=_LEARNT,
     tensor_plan=PLAIN_PLAN,
-    shapes=decoder_shapes,
-    flops=decoder_flops,
     find_problems=lambda spec: find_misfits(spec, "GPT-2") + _find_tied_problems(spec, "GPT-2", tied=True),
     start=_start,
     hf=HuggingFaceMapping(
@@ -139,9 +133,9 @@ GPT2 = ModelFamily(
     ),
     presets={
         "gpt2": _GPT2,
-        "gpt2-medium": _sized(_GPT2, 1024, 24, 16),
-        "gpt2-large": _sized(_GPT2, 1280, 36, 20),
-        "gpt2-xl": _sized(_GPT2, 1600, 48, 25),
+        "gpt2-medium": resize(_GPT2, 1024, 24, 16),
+        "gpt2-large": resize(_GPT2, 1280, 36, 20),
+        "gpt2-xl": resize(_GPT2, 1600, 48, 25),
     },
 )
 
@@ -196,7 +190,7 @@ GPTJ: ModelFamily = replace(
     ),
     presets={
         "gpt-j-6b": replace(
-            _sized(_GPT2, 4096, 28, 16), architecture="gptj", vocab_size=50400, max_seq_len=2048, tie_embeddings=False
+            resize(_GPT2, 4096, 28, 16), architecture="gptj", vocab_size=50400, max_seq_len=2048, tie_embeddings=False
         ),
     },
 )  # fmt: skip
@@ -204,13 +198,15 @@ GPTJ: ModelFamily = replace(
 
 def _read_opt(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
     width = read_count(config, "word_embed_proj_dim", where, fields["hidden"])
-    if width != fields["hidden"]:
-        raise ConfigError(
-            f"{where} sets word_embed_proj_dim to {width}, beside a width of {fields['hidden']}, which is not "
-            "supported; use a model whose embedding is as wide as its blocks, any but OPT 350M."
-        )
+    if width < 1:
+        raise ConfigError(f"{where} sets word_embed_proj_dim to {width}; give it the width of the embedding.")
     found = _read_heads(config, fields, where, "relu")
-    return found | {"tie_embeddings": read_flag(config, "tie_word_embeddings", where, True)}
+    block = replace(
+        found["block"],
+        embedding_width=None if width == fields["hidden"] else width,
+        norm_sums=None if read_flag(config, "do_layer_norm_before", where, True) else True,
+    )
+    return found | {"block": block, "tie_embeddings": read_flag(config, "tie_word_embeddings", where, True)}
 
 
 def _find_opt_problems(spec: ModelSpec) -> list[str]:
@@ -232,6 +228,8 @@ OPT: ModelFamily = replace(
         names={
             "embed.weight": "model.decoder.embed_tokens.weight",
             "embed.positions.weight": "model.decoder.embed_positions.weight",
+            "embed.project.weight": "model.decoder.project_in.weight",
+            "head.project.weight": "model.decoder.project_out.weight",
             "head.weight": "lm_head.weight",
         }
         | name_both(
@@ -252,15 +250,14 @@ OPT: ModelFamily = replace(
             **write_activation("activation_function", OPT.options_of(spec).activation, original, "relu"),
             **write_ids(original),
             "tie_word_embeddings": spec.tie_embeddings,
-            "word_embed_proj_dim": spec.hidden,
-            "do_layer_norm_before": True,
+            "word_embed_proj_dim": spec.embedding_width,
+            "do_layer_norm_before": not OPT.options_of(spec).norm_sums,
             "enable_bias": True,
             "pad_token_id": original.get("pad_token_id"),
             "dropout": spec.dropout,
             "attention_dropout": 0.0,
         },
         accepted={
-            "do_layer_norm_before": (True, None),
             "_remove_final_layer_norm": (False, None),
             "enable_bias": (True, None),
             "layer_norm_elementwise_affine": (True, None),
@@ -269,10 +266,11 @@ OPT: ModelFamily = replace(
     ),
     presets={
         "opt-125m": _OPT,
-        "opt-1.3b": _sized(_OPT, 2048, 24, 32),
-        "opt-2.7b": _sized(_OPT, 2560, 32, 32),
-        "opt-6.7b": _sized(_OPT, 4096, 32, 32),
-        "opt-13b": _sized(_OPT, 5120, 40, 40),
-        "opt-30b": _sized(_OPT, 7168, 48, 56),
+        "opt-350m": replace(resize(_OPT, 1024, 24, 16), block=BlockSpec(embedding_width=512, norm_sums=True)),
+        "opt-1.3b": resize(_OPT, 2048, 24, 32),
+        "opt-2.7b": resize(_OPT, 2560, 32, 32),
+        "opt-6.7b": resize(_OPT, 4096, 32, 32),
+        "opt-13b": resize(_OPT, 5120, 40, 40),
+        "opt-30b": resize(_OPT, 7168, 48, 56),
     },
 )
