@@ -127,6 +127,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         **find_head_widths(spec),
         precision=precision,
         fp8_blocks=config.train.fp8 == "block",
+        fp8_tensors=config.train.fp8 == "delayed",
         master_bytes=number_bytes,
         state_bytes=rule.state_bytes(config.optim.options, number_bytes, spec.hidden),
         reduce_bytes=number_bytes,

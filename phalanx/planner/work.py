@@ -142,9 +142,9 @@ class StepWork(DecoderShape):
     """The step that trains a decoder on `global_batch` sequences of `seq_len` tokens.
 
     `precision` is the type of matrix products; with `fp8_blocks` those of blocks, except gradients of weights, are in
-    FP8 on devices that have a kernel for it; `master_bytes` and `state_bytes` are kept for each trained parameter
-    (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes` at most from node to node
-    where that is compressed.
+    FP8 on devices that have a kernel for it, with `fp8_tensors` all of them; `master_bytes` and `state_bytes` are kept
+    for each trained parameter (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes`
+    at most from node to node where that is compressed.
     With `attention_dropout` scores are written to memory, whatever a layout has for attention.
     `horizon` is a recipe's `memory.offload_prefetch_blocks`.
     `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
@@ -159,6 +159,7 @@ class StepWork(DecoderShape):
     attention_dropout: bool = False
     precision: str = "bf16"
     fp8_blocks: bool = False
+    fp8_tensors: bool = False
     master_bytes: int = 4
     state_bytes: float = 8.0
     reduce_bytes: int = 4
