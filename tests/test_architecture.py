@@ -603,7 +603,10 @@ FORBIDDEN_CALLS = {
 
 
 # What other programs have pickled is read by unpicklers that call nothing but what they list.
-BY_A_LIST = {"phalanx.compat.pickles": {"pickle"}, "phalanx.compat.megatron.export": {"torch.save"}}  # which it writes
+BY_A_LIST = {
+    "phalanx.compat.pickles": {"pickle"},
+    **{f"phalanx.compat.megatron.{name}": {"torch.save"} for name in ("export", "torch_dist")},  # which they write
+}
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from phalanx.compat.command_flags import BY_DEVICE, Flags, MappedCommand, to_number
 from phalanx.core.errors import ConfigError
+from phalanx.system.fork import fork_call
 
+READ_TIMEOUT_S = 300.0  # of the heads of all shards
 HETSEQ_REASONS = {
     **dict.fromkeys(
         ("distributed-init-method", "distributed-rank", "distributed-gpus", "distributed-no-spawn", "local-rank",
@@ -90,11 +92,20 @@ def _hetseq_bert(flags: Flags, mapped: MappedCommand) -> None:
     put("task.next_sentence", True)
     put("data.source", [data])
     put("data.format", "masked")
-    put("data.seq_len", sizes["model.max_seq_len"])
+    shards = [str(path) for path in Path(data).rglob("*") if path.suffix in (".hdf5", ".h5")]
+    # NumPy, which HDF5 needs, starts threads, with which no ranks can be forked.
+    length: int = fork_call(_find_row_length, shards, timeout_s=READ_TIMEOUT_S) if shards else 0
+    put("data.seq_len", length or sizes["model.max_seq_len"])
     vocabulary = flags.text("dict")
     if vocabulary is None:
         raise ConfigError("--dict is missing: the vocab.txt of the tokenizer that made the shards")
     put("data.tokenizer", str(Path(vocabulary).parent))
+
+
+def _find_row_length(shards: list[str]) -> int:
+    from phalanx.data.file_formats import find_row_length
+
+    return find_row_length(shards)
 
 
 def _hetseq_tags(flags: Flags, mapped: MappedCommand) -> None:

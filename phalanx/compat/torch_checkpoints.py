@@ -7,9 +7,10 @@ neighbouring channels, and put into the order of Hugging Face's halves here.
 Sources: torch.distributed.checkpoint.state_dict, torchtitan.models.llama3, transformers' convert_llama_weights_to_hf.
 """
 
+import functools
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,9 @@ class WrittenPart:
     load: Callable[[], Tensor]
 
 
-def write_torch_checkpoint(folder: Path, files: Sequence[Sequence[WrittenPart]], objects: Sequence[str]) -> None:
+def write_torch_checkpoint(folder: Path, files: Sequence[Sequence[WrittenPart]], objects: Mapping[str, bytes]) -> None:
     """Write a folder of torch.distributed.checkpoint, with a file for each of `files`; each part is loaded when its
-    file is written, so that one file's parts are in memory at a time. `objects` are keys that hold the list [None]."""
+    file is written, so that one file's parts are in memory at a time. `objects`: pickled ones, by their keys."""
     loads: dict[MetadataIndex, Callable[[], Tensor | io.BytesIO]] = {}
     plans: list[SavePlan] = []
     for parts in files:
@@ -160,19 +161,13 @@ def write_torch_checkpoint(folder: Path, files: Sequence[Sequence[WrittenPart]],
             loads[index] = part.load
         plans.append(SavePlan(items))
     plans.append(SavePlan([WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]))
-    loads |= {item.index: _pack_nothing for item in plans[-1].items}
+    loads |= {MetadataIndex(key): functools.partial(io.BytesIO, packed) for key, packed in objects.items()}
     writer, planner = FileSystemWriter(folder, per_thread_copy_ahead=0), _LazyData(loads)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(plan) for plan in plans])
     # A file's plan is that of a rank, so that the writer forgets its tensors before the next.
     written = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
     writer.finish(metadata, written)
-
-
-def _pack_nothing() -> io.BytesIO:
-    packed = io.BytesIO()
-    torch.save([None], packed)
-    return packed
 
 
 class _LazyData(DefaultSavePlanner):

@@ -9,7 +9,7 @@ import contextlib
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 import numpy as np
@@ -210,6 +210,18 @@ def read_shard_blocks(path: str, vocab_size: int) -> Iterator[tuple[Array, dict[
         raise DataError(
             f"{name} is not a complete HDF5 file ({shorten_error(error)}); write or download it again"
         ) from None
+
+
+def find_row_length(paths: Iterable[str]) -> int:
+    """The tokens of the longest rows of shards; 0 where one cannot be read, of which `read_shard_blocks` tells more."""
+    import h5py
+
+    widths = [0]
+    with contextlib.suppress(OSError, KeyError, AttributeError, IndexError):
+        for path in paths:
+            with h5py.File(path, "r") as file:
+                widths.append(int(file["input_ids"].shape[1]))
+    return max(widths)
 
 
 def _dataset(file: Any, key: str, dim: int, name: str) -> Any:

@@ -6,14 +6,14 @@ Here, in training, the wide keys and values are computed and attended to as in a
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.attention import ScoreDropout, attention
+from phalanx.models.attention import attention
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.layers import Linear, RMSNorm
 from phalanx.models.llama import Attention
@@ -31,7 +31,7 @@ class LatentAttention(Attention):
         nn.Module.__init__(self)
         latent = spec.latent
         assert latent is not None
-        self.latent, self.head_dim, self.heads = latent, spec.head_dim, spec.heads
+        self.latent, self.head_dim, self.value_dim, self.heads = latent, spec.head_dim, latent.value_dim, spec.heads
         queries = spec.heads * (latent.plain_dim + spec.head_dim)
         if latent.query_rank:
             self.q_down = Linear(spec.hidden, latent.query_rank, bias=False)
@@ -48,19 +48,14 @@ class LatentAttention(Attention):
         # YaRN's factor is that of scores here, of all channels.
         self.sharper = 1.0 if not sharper or rule is None else (0.1 * sharper * math.log(rule.factor) + 1.0) ** 2
         self.window, self.dropout, self.first_head = spec.window_of(layer), spec.attention_dropout, 0
+        self.alibi, self.score_cap, self.sinks = "", 0.0, None
         self.attention_fn: Callable[..., Tensor] = attention  # parallel/context.py replaces it
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        segments: Tensor | None = None,
-        draws: CounterRNG | None = None,
-        site: Tensor | None = None,
-    ) -> Tensor:
-        """As `Attention`."""
-        plain, turned, value = self.latent.plain_dim, self.head_dim, self.latent.value_dim
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, draws: CounterRNG | None, site: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Attention`; values are as wide as queries."""
+        plain, turned, value = self.latent.plain_dim, self.head_dim, self.value_dim
         q = self.q_up(self.q_down_norm(self.q_down(x))) if self.latent.query_rank else self.q(x)
         q_plain, q_turned = q.unflatten(-1, (-1, plain + turned)).split((plain, turned), dim=-1)
         narrow, k_turned = self.kv_down(x).split((self.latent.key_rank, turned), dim=-1)
@@ -71,12 +66,7 @@ class LatentAttention(Attention):
         k = torch.cat((k_plain, k_turned), dim=-1)
         # Kernels want values as wide as queries; zeros give zeros.
         v = F.pad(v, (0, plain + turned - value))
-        more: dict[str, Any] = {}
-        if draws is not None and site is not None and self.dropout > 0.0:
-            more["dropout"] = ScoreDropout(draws, site, self.first_head, self.dropout)
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        mixed = self.attention_fn(q, k, v, window=self.window, segments=segments, **more)
-        return self.o(mixed.transpose(1, 2)[..., :value].flatten(2), draws, site)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 class LatentMoEBlock(MoEBlock):

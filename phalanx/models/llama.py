@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.head_dim = spec.head_dim
+        self.head_dim = self.value_dim = spec.head_dim
         self.window = spec.window_of(layer)
         options = block_options(spec)
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -88,16 +88,7 @@ class Attention(nn.Module):
 
         `draws` and `site` are for dropout of probabilities, and for matrices with adapters (lora.py).
         """
-        # Head counts come from the tensors, not the spec: a tensor-parallel rank has only some of the heads.
-        q, k, v = (project(x, draws, site) for project in (self.q, self.k, self.v))
-        if self.whole_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
-        if not self.whole_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = apply_rope(q, cos, sin, self.rotary_pairs).transpose(1, 2)
-        q = q if self.query_scale is None else q * self.query_scale
-        k = apply_rope(k, cos, sin, self.rotary_pairs).transpose(1, 2)
+        q, k, v = self.project(x, cos, sin, draws, site)
         more: dict[str, Any] = {}
         if draws is not None and site is not None and self.dropout > 0.0:
             more["dropout"] = ScoreDropout(draws, site, self.first_head, self.dropout)
@@ -105,9 +96,22 @@ class Attention(nn.Module):
             more["alibi"] = Alibi(self.heads, self.first_head, self.alibi == "scaled")
         if self.sinks is not None:
             more["sinks"] = self.sinks
-        v = v.transpose(1, 2)
         mixed = self.attention_fn(q, k, v, window=self.window, segments=segments, cap=self.score_cap, **more)
-        return self.o(mixed.transpose(1, 2).flatten(2), draws, site)
+        return self.o(mixed.transpose(1, 2)[..., : self.value_dim].flatten(2), draws, site)
+
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, draws: CounterRNG | None, site: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (B, heads, S, width); the arguments are those of `forward`."""
+        # Head counts come from the tensors, not the spec: a tensor-parallel rank has only some of the heads.
+        q, k, v = (project(x, draws, site) for project in (self.q, self.k, self.v))
+        if self.whole_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
+        if not self.whole_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (apply_rope(each, cos, sin, self.rotary_pairs).transpose(1, 2) for each in (q, k))
+        return q if self.query_scale is None else q * self.query_scale, k, v.transpose(1, 2)
 
 
 class MLP(nn.Module):

@@ -93,6 +93,8 @@ def operators_to_save() -> list[Callable[..., object]]:
     """The operators whose results selective checkpointing saves."""
     import torch.nn.attention.varlen  # registers the last of _ATTENTION, as the next that of _EXPERTS
 
+    import phalanx.models.grouped_mm  # noqa: F401
+
     found = []
     for name in (*_PRODUCTS, *_ATTENTION, *_EXPERTS):
         space, _, operator = name.partition(".")

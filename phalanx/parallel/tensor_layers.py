@@ -95,6 +95,9 @@ class RowParallelLinear(Linear):
 class VocabParallelEmbedding(Embedding):
     """A vocabulary-parallel embedding: a rank has the rows from `first` on; other tokens give zero here."""
 
+    positions: Embedding
+    project: nn.Module
+
     def __init__(self, old: nn.Embedding, parts: "LayerShards", cut: TensorParallelContext) -> None:
         super().__init__(parts.weight.shape[0], parts.weight.shape[1], device="meta")
         self.train(old.training)

@@ -45,7 +45,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "phi3": ("Phi3", {"num_key_value_heads": 4, "pad_token_id": 3, "sliding_window": 5}),
     "falcon, one key head": ("Falcon", {"bias": True, "ffn_hidden_size": 48}),
-    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "pad_token_id": 3}),
+    "opt": (
+        "OPT",
+        {"ffn_dim": 48, "word_embed_proj_dim": 20, "do_layer_norm_before": False, "dropout": 0.0, "pad_token_id": 3},
+    ),
 }
 
 

@@ -9,11 +9,13 @@ import pytest
 import typer
 
 from phalanx.cli import command_lines as shown
+from phalanx.compat import hetseq_command_line
 from phalanx.compat.command_lines import map_command
 from phalanx.config.load import build_config
 from phalanx.config.resolve import resolve_autos
 from phalanx.config.schema import Config, get_knob
 from phalanx.core.errors import ConfigError
+from tests.shards import write_shard
 
 # LLaMA2_7B_standalone.sh of Megatron-LLaMA, in its words.
 LLAMA = shlex.split("""
@@ -110,6 +112,19 @@ def test_limits_ramp_masks_and_layouts_are_mapped() -> None:
     assert mapped is not None and mapped.recipe["parallel"]["context"] == 4
 
 
+def test_scaled_positions_and_counts_of_samples_are_mapped() -> None:
+    words = without(LLAMA, "train-iters", "lr-decay-iters", "lr-warmup-iters", "RMSNorm", "bf16")
+    more = "--train-samples 5121 --lr-decay-samples 2560 --lr-warmup-samples 257 --use-rope-scaling --fp16 "
+    more += "--normalization RMSNorm --rotary-percent 1.0 --rope-scaling-factor 4 --loss-scale 1024"
+    words += more.split()
+    mapped, config = map_command("pretrain_gpt.py", words), recipe_of("pretrain_gpt.py", words)
+    assert mapped is not None and not mapped.passed_over.keys() & {"lr-decay-samples", "use-rope-scaling", "loss-scale"}
+    assert (config.train.steps, config.optim.decay_steps, config.optim.warmup_steps) == (21, 10, 2)
+    assert (config.train.dtype, config.train.loss_scale) == ("fp16", 1024.0)
+    scaling = config.model.rope_scaling
+    assert scaling is not None and (scaling.rule, scaling.factor) == ("llama3", 4.0)
+
+
 def write_bert(folder: Path) -> list[str]:
     shape = {"vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
              "intermediate_size": 3072, "max_position_embeddings": 512}  # fmt: skip
@@ -117,7 +132,9 @@ def write_bert(folder: Path) -> list[str]:
     return [word.replace("FOLDER", str(folder)) for word in HETSEQ]
 
 
-def test_hetseq_bert_is_masked_training_on_the_same_shards(tmp_path: Path) -> None:
+def test_hetseq_bert_is_masked_training_on_the_same_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Other tests have started threads here, with which nothing is forked.
+    monkeypatch.setattr(hetseq_command_line, "fork_call", lambda function, *args, timeout_s: function(*args))
     words = write_bert(tmp_path)
     mapped, config = map_command("hetseq/train.py", words), recipe_of("train.py", words)
     assert mapped is not None
@@ -133,6 +150,9 @@ def test_hetseq_bert_is_masked_training_on_the_same_shards(tmp_path: Path) -> No
     assert {"num-file", "fast-stat-sync", "num-workers", "distributed-init-method", "valid-subset"} <= set(
         mapped.passed_over
     )
+    write_shard(tmp_path / "DATA" / "train_0.hdf5", rows=3, width=40)
+    long, rows = config.data.seq_len, [word.replace("DATA", str(tmp_path / "DATA")) for word in words]
+    assert (long, recipe_of("train.py", rows).data.seq_len) == (512, 40)  # rows may be shorter than the positions
     epochs = [*without(words, "max-update"), "--max-epoch", "5"]
     assert recipe_of("train.py", epochs).train.epochs == 5
 
@@ -141,7 +161,21 @@ def test_hetseq_bert_is_masked_training_on_the_same_shards(tmp_path: Path) -> No
     ("script", "words", "message"),
     [
         ("pretrain_llama.py", without(LLAMA, "hidden-size"), "--hidden-size is missing"),
-        ("pretrain_llama.py", [*LLAMA, "--num-experts", "8"], "--num-experts makes another model than a LLaMA"),
+        ("pretrain_llama.py", [*LLAMA, "--num-experts", "8"], "--num-experts 8 makes another model than a LLaMA"),
+        ("pretrain_gpt.py", [*LLAMA, "--qk-layernorm"], "--qk-layernorm True makes another model than a LLaMA"),
+        ("pretrain_gpt.py", [*LLAMA, "--rotary-percent", "0.5"], "--rotary-percent 0.5 makes another model"),
+        (
+            "pretrain_gpt.py",
+            [*LLAMA, "--position-embedding-type", "learned_absolute"],
+            "--position-embedding-type learned_absolute makes another model than a LLaMA",
+        ),
+        ("pretrain_gpt.py", without(LLAMA, "swiglu"), "--swiglu is missing, without which Megatron's model is no"),
+        ("pretrain_gpt.py", without(LLAMA, "RMSNorm"), "--RMSNorm is missing"),
+        (
+            "pretrain_gpt.py",
+            [*LLAMA, "--use-rope-scaling", "--rotary-seq-len-interpolation-factor", "2"],
+            "scale rotary positions by two rules",
+        ),
         ("pretrain_llama.py", [*LLAMA, "--lr", "fast"], "--lr 'fast' is no number"),
         (
             "pretrain_llama.py",

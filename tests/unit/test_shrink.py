@@ -70,6 +70,7 @@ def test_presets_stay_of_their_kind(name: str) -> None:
     small = shrink_spec(spec, 64)
     assert find_shape_problems(small) == []
     assert parameter_count(replace(small, vocab_size=1)) < 2_000_000
+    assert (small.embedding_width < small.hidden) == (spec.embedding_width < spec.hidden)
     for field in (
         "architecture",
         "vocab_size",

@@ -10,7 +10,7 @@ from phalanx.models.families.catalog import find_shape_problems
 
 GROUPS, BLOCKS = "groups", "blocks"
 # Arguments of Megatron's that change the mathematics, and the values under which it is a LLaMA's.
-_ACCEPTED: dict[str, tuple[Any, ...]] = {
+ACCEPTED: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
     "experimental_attention_variant": (None,),
@@ -162,7 +162,7 @@ def build_spec(
 
 
 def _check_accepted(given: Mapping[str, Any], where: str) -> None:
-    for name, accepted in _ACCEPTED.items():
+    for name, accepted in ACCEPTED.items():
         if given.get(name) not in accepted:
             raise ConfigError(
                 f"{where} was trained with {name} {given[name]!r}, which LLaMA models do not have and Phalanx cannot "

@@ -4,13 +4,15 @@ import math
 from collections.abc import Mapping
 
 from phalanx.compat.command_flags import BY_DEVICE, Flags, MappedCommand, to_number
+from phalanx.compat.megatron.args import ACCEPTED
 from phalanx.core.errors import ConfigError
 
 _ALWAYS = "a LLaMA here always has it"
 MEGATRON_REASONS = {
     **dict.fromkeys(
         ("use-rotary-position-embeddings", "no-position-embedding", "swiglu", "RMSNorm", "normalization",
-         "disable-bias-linear", "causal-lm", "position-embedding-type", "untie-embeddings-and-output-weights"), _ALWAYS,
+         "disable-bias-linear", "causal-lm", "position-embedding-type", "untie-embeddings-and-output-weights",
+         "rotary-percent"), _ALWAYS,
     ),
     **dict.fromkeys(
         ("use-flash-attn", "no-masked-softmax-fusion", "no-gradient-accumulation-fusion", "no-bias-gelu-fusion",
@@ -35,12 +37,33 @@ MEGATRON_REASONS = {
 }  # fmt: skip
 
 
+# Without one of each Megatron's model is none.
+_OF_A_LLAMA = (("swiglu",), ("RMSNorm", "normalization"), ("use-rotary-position-embeddings", "position-embedding-type"),
+               ("disable-bias-linear",))  # fmt: skip
+
+
+def _check_llama(given: Mapping[str, list[str]]) -> None:
+    for flags in _OF_A_LLAMA:
+        if not given.keys() & set(flags):
+            raise ConfigError(
+                f"--{flags[0]} is missing, without which Megatron's model is no LLaMA; add it, or write a recipe for "
+                "the model (model.architecture)"
+            )
+    for name, accepted in ACCEPTED.items():
+        flag = name.replace("_", "-")
+        word = (given.get(flag) or ["True"])[0]
+        plain = {str(value) for value in accepted} | {f"{value}.0" for value in accepted}
+        learned = word == "learned_absolute"  # which a checkpoint may state in vain
+        if flag in given and (word not in plain or learned):
+            raise ConfigError(f"--{flag} {word} makes another model than a LLaMA; write a recipe for the model")
+    if given.get("expert-model-parallel-size", ["1"]) != ["1"]:
+        raise ConfigError("--expert-model-parallel-size is of a model with experts; write a recipe with model.moe")
+
+
 def map_megatron(given: Mapping[str, list[str]]) -> MappedCommand:
     """A recipe of the flags of Megatron-LLaMA or Megatron-LM."""
     flags, mapped = Flags(given), MappedCommand("Megatron")
-    for name in ("num-experts", "expert-model-parallel-size"):
-        if flags.count(name, 1) != 1:
-            raise ConfigError(f"--{name} makes another model than a LLaMA; write a recipe with model.moe")
+    _check_llama(given)
     _megatron_model(flags, mapped)
     _megatron_data(flags, mapped)
     batch = _megatron_length(flags, mapped)
@@ -74,14 +97,19 @@ def _megatron_model(flags: Flags, mapped: MappedCommand) -> None:
     put("model.tie_embeddings", not flags.has("untie-embeddings-and-output-weights"))
     put("model.init_std", flags.number("init-method-std", 0.02))
     put("model.rope_theta", flags.number("rotary-base", 10000.0))
-    if flags.number("rotary-percent", 1.0) != 1.0:
-        raise ConfigError("--rotary-percent: a LLaMA here turns all of a head; set it to 1.0")
     if flags.has("max-position-embeddings"):
         put("model.max_seq_len", flags.count("max-position-embeddings"))
     put("model.dropout", flags.number("hidden-dropout", 0.1))
     put("model.attention_dropout", flags.number("attention-dropout", 0.1))
     factor = flags.number("rotary-seq-len-interpolation-factor", 1.0)
-    if factor != 1.0:
+    if flags.has("use-rope-scaling"):
+        if factor != 1.0:
+            raise ConfigError(
+                "--use-rope-scaling and --rotary-seq-len-interpolation-factor scale rotary positions by two rules; "
+                "give one of them"
+            )
+        put("model.rope_scaling", {"rule": "llama3", "factor": flags.number("rope-scaling-factor", 8.0)})
+    elif factor != 1.0:
         put("model.rope_scaling", {"rule": "linear", "factor": factor})
 
 
@@ -132,7 +160,7 @@ def _megatron_length(flags: Flags, mapped: MappedCommand) -> int:
     half = [kind for kind in ("bf16", "fp16") if flags.has(kind)]
     put("train.dtype", half[0] if half else "fp32")
     if half == ["fp16"]:
-        put("train.loss_scale", flags.number("initial-loss-scale", 2.0**32))
+        put("train.loss_scale", flags.number("loss-scale", flags.number("initial-loss-scale", 2.0**32)))
         put("train.loss_scale_growth_interval", flags.count("loss-scale-window", 1000))
     return batch
 
@@ -147,9 +175,12 @@ def _megatron_optimizer(flags: Flags, mapped: MappedCommand) -> None:
     if style not in ("constant", "linear", "cosine"):
         raise ConfigError(f"--lr-decay-style {style} is not known here; choose constant, linear or cosine")
     put("optim.schedule", style)
-    decay = flags.count("lr-decay-iters", steps)
+    batch = mapped.recipe["train"]["global_batch"]
+    decay_samples, warmup_samples = (flags.count(f"lr-{name}-samples") for name in ("decay", "warmup"))
+    decay = flags.count("lr-decay-iters", math.ceil(decay_samples / batch) if decay_samples else steps)
     put("optim.decay_steps", decay)
     warmup = int(flags.number("lr-warmup-fraction", 0.0) * decay)
+    warmup = math.ceil(warmup_samples / batch) if warmup_samples else warmup
     put("optim.warmup_steps", flags.count("lr-warmup-iters", warmup))
     put("optim.weight_decay", flags.number("weight-decay", 0.01))
     put("optim.clip_norm", flags.number("clip-grad", 1.0) or None)

@@ -9,6 +9,7 @@ megatron.core.dist_checkpointing.
 """
 
 import functools
+import io
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -131,7 +132,9 @@ def write_torch_dist(
     objects += [
         f"decoder.layers.{name}.{_EXTRA}_{layer}_{layers}" for layer in range(layers) for name in _EXTRA_OF_LAYER
     ]
-    write_torch_checkpoint(folder, list(files.values()), objects)
+    nothing = io.BytesIO()
+    torch.save([None], nothing)
+    write_torch_checkpoint(folder, list(files.values()), dict.fromkeys(objects, nothing.getvalue()))
     content = _CONTENT | ({"distrib_optim_sharding_type": SHARDING} if states else {})
     torch.save({**common, "content_metadata": content}, folder / COMMON)
     (folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")

@@ -10,15 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.layout.model_shape import LatentSpec, ModelSpec, MoESpec, RopeScaling, Shapes
-from phalanx.models.families.decoder import (
-    ACCEPTED,
-    HF_NAMES,
-    HF_ROPE_RULES,
-    decoder_flops,
-    find_misfits,
-    read_rope,
-    write_decoder,
-)
+from phalanx.models.families.decoder import ACCEPTED, HF_NAMES, decoder_flops, find_misfits, write_decoder
 from phalanx.models.families.family import BlockOptions, TaskChoice, active_shapes, read_count, read_flag, read_number
 from phalanx.models.families.llama import LLAMA
 from phalanx.models.families.moe import (
@@ -30,6 +22,7 @@ from phalanx.models.families.moe import (
     read_moe,
     write_moe,
 )
+from phalanx.models.families.rotary import HF_ROPE_RULES, read_rope
 
 _ATTENTION, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
 

@@ -3,8 +3,7 @@ new decoder (40B); queries, keys and values are one matrix, key head by key head
 ALiBi, and attention before the MLP.
 
 Source: Almazrouei et al., "The Falcon Series of Open Language Models", 2023; Penedo et al., "The RefinedWeb Dataset for
-Falcon LLM", 2023; shapes from the config.json of the
-repository of that name.
+Falcon LLM", 2023; shapes from the config.json of the repository of that name.
 """
 
 from collections.abc import Mapping
@@ -12,27 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.layout.model_shape import BlockSpec, ModelSpec
-from phalanx.models.families.decoder import (
-    DECODER_KEYS,
-    HF_ROPE_RULES,
-    PLAIN_PLAN,
-    decoder_flops,
-    decoder_shapes,
-    find_misfits,
-    read_rope,
-    write_ids,
-    write_rope,
-)
+from phalanx.models.families.decoder import DECODER_KEYS, PLAIN_PLAN, find_misfits, write_ids
 from phalanx.models.families.family import (
     BlockOptions,
     HuggingFaceMapping,
-    ModelFamily,
     TaskChoice,
     name_both,
     read_count,
     read_flag,
     read_number,
 )
+from phalanx.models.families.llama import LLAMA
+from phalanx.models.families.rotary import HF_ROPE_RULES, read_rope, write_rotary
 
 _LAYER = "transformer.h.{i}"
 _QKV = f"{_LAYER}.self_attention.query_key_value"
@@ -69,10 +59,11 @@ def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[st
 
 def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
     family = FALCON_RW if spec.architecture == FALCON_RW.name else FALCON
-    options, rule = family.options_of(spec), write_rope(spec.rope_scaling)
+    options = family.options_of(spec)
     new = options.parallel and (not options.shared_norm or spec.kv_heads not in (1, spec.heads))
     return {
         **write_ids(original),
+        **write_rotary(spec),
         "new_decoder_architecture": new,
         "num_ln_in_parallel_attn": (1 if options.shared_norm else 2) if new else None,
         "num_kv_heads": spec.kv_heads,
@@ -81,20 +72,15 @@ def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
         "alibi": bool(options.alibi),
         "bias": options.qkv_bias,
         "activation": "gelu",
-        "rope_theta": spec.rope_theta,
-        "rope_scaling": None if spec.rope_scaling is None else rule,
-        "rope_parameters": {**rule, "rope_theta": spec.rope_theta},
     }
 
 
-FALCON = ModelFamily(
+FALCON = replace(
+    LLAMA,
     name="falcon",
     title="Falcon",
-    network="phalanx.models.llama:Llama",
     options=BlockOptions(norm="layer", parallel=True, shared_norm=True, gated=False, activation="gelu"),
     tensor_plan=PLAIN_PLAN,
-    shapes=decoder_shapes,
-    flops=decoder_flops,
     find_problems=lambda spec: find_misfits(spec, "Falcon", grouped=True, rules=HF_ROPE_RULES),
     start=lambda spec: replace(spec, intermediate=4 * spec.hidden, tie_embeddings=True),
     complete=_complete,

@@ -236,6 +236,12 @@ def read_flag(config: ConfigJson, name: str, where: str, default: bool) -> bool:
     return value
 
 
+def shorten(value: Any) -> str:
+    """JSON of a value, shortened for an error message."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def name_both(modules: Mapping[str, str]) -> dict[str, str]:
     """Entries of HuggingFaceMapping.names for the weight and the bias of each of `modules`."""
     return {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in modules.items() for kind in ("weight", "bias")}

@@ -17,11 +17,12 @@ from phalanx.models.families.decoder import (
     find_width_problems,
     read_decoder,
     read_layer_types,
+    read_window_size,
     window_fields,
     write_decoder,
     write_layer_types,
 )
-from phalanx.models.families.family import BlockOptions, TaskChoice, read_count, read_number
+from phalanx.models.families.family import BlockOptions, TaskChoice, read_number
 from phalanx.models.families.llama import LLAMA
 
 _WINDOW = 4096
@@ -52,37 +53,27 @@ def _complete(spec: ModelSpec, given: Mapping[str, Any], task: TaskChoice) -> Mo
 
 
 # Also used by Gemma 3.
-GEMMA_NAMES = HF_NAMES | {
-    "layers.{i}.attention_post_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-    "layers.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
-    "layers.{i}.mlp_post_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
-}
 GEMMA_DEFAULTS = {
     "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "query_pre_attn_scalar": 256,
     "tie_word_embeddings": True,
 }  # fmt: skip
 
 
-def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
-    found = read_decoder(config, fields, where)
-    window = None if config.get("sliding_window") is None else read_count(config, "sliding_window", where)
-    slides = read_layer_types(config, fields["layers"], where)
-    if slides is None:
-        slides = [layer % 2 == 0 for layer in range(fields["layers"])]
+def read_query_scalar(config: dict[str, Any], head_dim: int, where: str) -> float | None:
+    """Read BlockSpec.query_scalar. Raises ConfigError for one that is not positive."""
     scalar = read_number(config, "query_pre_attn_scalar", where)
-    caps = {name: 0.0 if config.get(key) is None else read_number(config, key, where) for name, key in _CAPS.items()}
-    wrong = [_CAPS[name] for name, cap in caps.items() if cap < 0.0 or (cap == 0.0 and config[_CAPS[name]] is not None)]
-    wrong += [] if scalar > 0 else ["query_pre_attn_scalar"]
-    if wrong:
-        raise ConfigError(f"{where} sets {wrong[0]} to {config[wrong[0]]}, which no model has; give it a positive one.")
-    other = {name: None if cap == getattr(_OPTIONS, name) else float(cap) for name, cap in caps.items()}
-    own = None if scalar == found["head_dim"] else float(scalar)
-    block = BlockSpec(score_cap=other["score_cap"], logit_cap=other["logit_cap"], query_scalar=own)
-    return found | window_fields(window, slides) | {"block": block}
+    _check_positive(config, "query_pre_attn_scalar", scalar > 0, where)
+    return None if scalar == head_dim else float(scalar)
 
 
-def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
-    options, scalar = GEMMA2.options_of(spec), spec.block.query_scalar or spec.head_dim
+def _check_positive(config: dict[str, Any], key: str, positive: bool, where: str) -> None:
+    if not positive:
+        raise ConfigError(f"{where} sets {key} to {config[key]}, which no model has; give it a positive one.")
+
+
+def write_gemma(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
+    """Write what Gemma 2 and 3 have in common."""
+    scalar = spec.block.query_scalar or spec.head_dim
     return write_decoder(spec, original) | {
         "attention_bias": False,
         "hidden_act": "gelu_pytorch_tanh",
@@ -90,8 +81,27 @@ def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "sliding_window": spec.sliding_window,
         "layer_types": write_layer_types(spec),
-        **{key: getattr(options, name) or None for name, key in _CAPS.items()},
     }
+
+
+def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
+    found = read_decoder(config, fields, where)
+    window = read_window_size(config, where)
+    slides = read_layer_types(config, fields["layers"], where)
+    if slides is None:
+        slides = [layer % 2 == 0 for layer in range(fields["layers"])]
+    caps: dict[str, Any] = {}
+    for name, key in _CAPS.items():
+        cap = 0.0 if config.get(key) is None else read_number(config, key, where)
+        _check_positive(config, key, cap > 0.0 or config.get(key) is None, where)
+        caps[name] = None if cap == getattr(_OPTIONS, name) else float(cap)
+    block = BlockSpec(query_scalar=read_query_scalar(config, found["head_dim"], where), **caps)
+    return found | window_fields(window, slides) | {"block": block}
+
+
+def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
+    options = GEMMA2.options_of(spec)
+    return write_gemma(spec, original) | {key: getattr(options, name) or None for name, key in _CAPS.items()}
 
 
 GEMMA2 = replace(
@@ -106,7 +116,12 @@ GEMMA2 = replace(
         LLAMA.hf,
         model_type="gemma2",
         classes={"Gemma2ForCausalLM": "language"},
-        names=GEMMA_NAMES,
+        names=HF_NAMES
+        | {
+            "layers.{i}.attention_post_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+            "layers.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
+            "layers.{i}.mlp_post_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
+        },
         defaults=GEMMA_DEFAULTS
         | {
             "max_position_embeddings": 8192,

@@ -15,15 +15,12 @@ from phalanx.models.families.decoder import (
     find_width_problems,
     read_decoder,
     read_layer_types,
-    read_rope,
+    read_window_size,
     window_fields,
-    write_decoder,
-    write_layer_types,
-    write_rope,
 )
-from phalanx.models.families.family import BlockOptions, TaskChoice, read_count, read_number
-from phalanx.models.families.gemma2 import GEMMA_DEFAULTS, GEMMA_NAMES
-from phalanx.models.families.llama import LLAMA
+from phalanx.models.families.family import BlockOptions, TaskChoice, read_count
+from phalanx.models.families.gemma2 import GEMMA2, GEMMA_DEFAULTS, read_query_scalar, write_gemma
+from phalanx.models.families.rotary import read_rope, write_rope
 
 _PATTERN = 6  # five layers with a window, then one without
 _WINDOW, _THETA, _WINDOW_THETA = 1024, 1e6, 1e4
@@ -66,7 +63,7 @@ def _complete(spec: ModelSpec, given: Mapping[str, Any], task: TaskChoice) -> Mo
 
 def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
     layers = fields["layers"]
-    window = None if config.get("sliding_window") is None else read_count(config, "sliding_window", where)
+    window = read_window_size(config, where)
     slides = read_layer_types(config, layers, where)
     if slides is None:
         pattern = max(1, read_count(config, "sliding_window_pattern", where, _PATTERN))
@@ -85,29 +82,18 @@ def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[st
             f"{where} scales rotary positions of layers with a sliding window, which is not supported and would change "
             "the model's output; use a model that scales those of the other layers alone."
         )
-    scalar = read_number(config, "query_pre_attn_scalar", where)
-    if not scalar > 0:
-        raise ConfigError(
-            f"{where} sets query_pre_attn_scalar to {scalar}, which no model has; give it a positive one."
-        )
-    same = scalar == found["head_dim"]
-    block = BlockSpec(window_rope_theta=near_theta, query_scalar=None if same else float(scalar))
+    scalar = read_query_scalar(config, found["head_dim"], where)
+    block = BlockSpec(window_rope_theta=near_theta, query_scalar=scalar)
     return found | window_fields(window, slides) | {"block": block}
 
 
 def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
-    near, scalar = spec.block.window_rope_theta, spec.block.query_scalar or spec.head_dim
+    near = spec.block.window_rope_theta
     rule = write_rope(spec.rope_scaling)
     regular = [
         each for each in range(1, spec.layers + 2) if _full_layers(spec.layers, each) == spec.full_attention_layers
     ]
-    return write_decoder(spec, original) | {
-        "attention_bias": False,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
-        "sliding_window": spec.sliding_window,
-        "layer_types": write_layer_types(spec),
+    return write_gemma(spec, original) | {
         **({"sliding_window_pattern": regular[0]} if regular else {}),  # what transformers 4 before layer_types reads
         "rope_local_base_freq": near,
         "rope_parameters": {
@@ -120,7 +106,7 @@ def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
 
 
 GEMMA3 = replace(
-    LLAMA,
+    GEMMA2,
     name="gemma3",
     title="Gemma 3",
     options=BlockOptions(
@@ -130,10 +116,9 @@ GEMMA3 = replace(
     start=_start,
     complete=_complete,
     hf=replace(
-        LLAMA.hf,
+        GEMMA2.hf,
         model_type="gemma3_text",
         classes={"Gemma3ForCausalLM": "language"},
-        names=GEMMA_NAMES,
         defaults=GEMMA_DEFAULTS | {"max_position_embeddings": 131072},
         accepted=ACCEPTED
         | {

@@ -14,10 +14,9 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import BlockSpec, ModelSpec
 from phalanx.models.families.decoder import (
     PLAIN_PLAN,
-    decoder_flops,
-    decoder_shapes,
     find_misfits,
     read_activation,
+    resize,
     write_activation,
     write_ids,
 )
@@ -31,6 +30,7 @@ from phalanx.models.families.family import (
     read_flag,
     read_number,
 )
+from phalanx.models.families.llama import LLAMA
 
 _LEARNT = BlockOptions(
     norm="layer", qkv_bias=True, o_bias=True, mlp_bias=True, gated=False, activation="gelu_tanh",
@@ -53,11 +53,6 @@ _GPT2 = ModelSpec(
     max_seq_len=1024, tie_embeddings=True,
 )  # fmt: skip
 _OPT = replace(_GPT2, architecture="opt", vocab_size=50272, max_seq_len=2048)
-
-
-def _sized(like: ModelSpec, hidden: int, layers: int, heads: int) -> ModelSpec:
-    heads_of = replace(like, heads=heads, kv_heads=heads, head_dim=hidden // heads)
-    return replace(heads_of, hidden=hidden, layers=layers, intermediate=4 * hidden)
 
 
 def _read_heads(config: dict[str, Any], fields: dict[str, Any], where: str, activation: str) -> dict[str, Any]:
@@ -92,14 +87,12 @@ def _find_tied_problems(spec: ModelSpec, title: str, tied: bool) -> list[str]:
     return [f"model.tie_embeddings is {is_}, which {title} does not support; set it to {remedy}."]
 
 
-GPT2 = ModelFamily(
+GPT2 = replace(
+    LLAMA,
     name="gpt2",
     title="GPT-2",
-    network="phalanx.models.llama:Llama",
     options=_LEARNT,
     tensor_plan=PLAIN_PLAN,
-    shapes=decoder_shapes,
-    flops=decoder_flops,
     find_problems=lambda spec: find_misfits(spec, "GPT-2") + _find_tied_problems(spec, "GPT-2", tied=True),
     start=_start,
     hf=HuggingFaceMapping(
@@ -140,9 +133,9 @@ GPT2 = ModelFamily(
     ),
     presets={
         "gpt2": _GPT2,
-        "gpt2-medium": _sized(_GPT2, 1024, 24, 16),
-        "gpt2-large": _sized(_GPT2, 1280, 36, 20),
-        "gpt2-xl": _sized(_GPT2, 1600, 48, 25),
+        "gpt2-medium": resize(_GPT2, 1024, 24, 16),
+        "gpt2-large": resize(_GPT2, 1280, 36, 20),
+        "gpt2-xl": resize(_GPT2, 1600, 48, 25),
     },
 )
 
@@ -197,7 +190,7 @@ GPTJ: ModelFamily = replace(
     ),
     presets={
         "gpt-j-6b": replace(
-            _sized(_GPT2, 4096, 28, 16), architecture="gptj", vocab_size=50400, max_seq_len=2048, tie_embeddings=False
+            resize(_GPT2, 4096, 28, 16), architecture="gptj", vocab_size=50400, max_seq_len=2048, tie_embeddings=False
         ),
     },
 )  # fmt: skip
@@ -273,11 +266,11 @@ OPT: ModelFamily = replace(
     ),
     presets={
         "opt-125m": _OPT,
-        "opt-350m": replace(_sized(_OPT, 1024, 24, 16), block=BlockSpec(embedding_width=512, norm_sums=True)),
-        "opt-1.3b": _sized(_OPT, 2048, 24, 32),
-        "opt-2.7b": _sized(_OPT, 2560, 32, 32),
-        "opt-6.7b": _sized(_OPT, 4096, 32, 32),
-        "opt-13b": _sized(_OPT, 5120, 40, 40),
-        "opt-30b": _sized(_OPT, 7168, 48, 56),
+        "opt-350m": replace(resize(_OPT, 1024, 24, 16), block=BlockSpec(embedding_width=512, norm_sums=True)),
+        "opt-1.3b": resize(_OPT, 2048, 24, 32),
+        "opt-2.7b": resize(_OPT, 2560, 32, 32),
+        "opt-6.7b": resize(_OPT, 4096, 32, 32),
+        "opt-13b": resize(_OPT, 5120, 40, 40),
+        "opt-30b": resize(_OPT, 7168, 48, 56),
     },
 )

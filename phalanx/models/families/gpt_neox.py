@@ -11,26 +11,16 @@ from typing import Any
 from phalanx.layout.model_shape import BlockSpec, ModelSpec
 from phalanx.models.families.decoder import (
     DECODER_KEYS,
-    HF_ROPE_RULES,
     PLAIN_PLAN,
-    decoder_flops,
-    decoder_shapes,
     find_misfits,
     read_activation,
-    read_rope,
-    read_rotary_share,
+    resize,
     write_activation,
     write_ids,
-    write_rope,
 )
-from phalanx.models.families.family import (
-    BlockOptions,
-    HuggingFaceMapping,
-    ModelFamily,
-    name_both,
-    read_flag,
-    read_number,
-)
+from phalanx.models.families.family import BlockOptions, HuggingFaceMapping, name_both, read_flag, read_number
+from phalanx.models.families.llama import LLAMA
+from phalanx.models.families.rotary import HF_ROPE_RULES, read_rope, read_rotary_share, write_rope
 
 _OPTIONS = BlockOptions(
     norm="layer", parallel=True, qkv_bias=True, o_bias=True, mlp_bias=True, gated=False, activation="gelu",
@@ -42,13 +32,7 @@ _PYTHIA_1_4B = ModelSpec(
     architecture="gpt_neox", vocab_size=50304, hidden=2048, layers=24, heads=16, kv_heads=16, head_dim=128,
     intermediate=8192, max_seq_len=2048,
 )  # fmt: skip
-
-
-def _sized(hidden: int, layers: int, heads: int, vocab_size: int = 50304) -> ModelSpec:
-    return replace(
-        _PYTHIA_1_4B, vocab_size=vocab_size, hidden=hidden, layers=layers, heads=heads, kv_heads=heads,
-        head_dim=hidden // heads, intermediate=4 * hidden,
-    )  # fmt: skip
+_PYTHIA_6_9B = replace(resize(_PYTHIA_1_4B, 4096, 32, 32), vocab_size=50432)
 
 
 def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -84,14 +68,12 @@ def _write(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-GPT_NEOX = ModelFamily(
+GPT_NEOX = replace(
+    LLAMA,
     name="gpt_neox",
     title="GPT-NeoX",
-    network="phalanx.models.llama:Llama",
     options=_OPTIONS,
     tensor_plan=PLAIN_PLAN,
-    shapes=decoder_shapes,
-    flops=decoder_flops,
     find_problems=lambda spec: find_misfits(spec, "GPT-NeoX", rules=HF_ROPE_RULES),
     start=lambda spec: replace(spec, intermediate=4 * spec.hidden),
     hf=HuggingFaceMapping(
@@ -118,14 +100,14 @@ GPT_NEOX = ModelFamily(
         accepted={"quantization_config": (None,), "is_decoder": (False, True, None)},
     ),
     presets={
-        "pythia-70m": _sized(512, 6, 8),
-        "pythia-160m": _sized(768, 12, 12),
-        "pythia-410m": _sized(1024, 24, 16),
-        "pythia-1b": _sized(2048, 16, 8),
+        "pythia-70m": resize(_PYTHIA_1_4B, 512, 6, 8),
+        "pythia-160m": resize(_PYTHIA_1_4B, 768, 12, 12),
+        "pythia-410m": resize(_PYTHIA_1_4B, 1024, 24, 16),
+        "pythia-1b": resize(_PYTHIA_1_4B, 2048, 16, 8),
         "pythia-1.4b": _PYTHIA_1_4B,
-        "pythia-2.8b": _sized(2560, 32, 32),
-        "pythia-6.9b": _sized(4096, 32, 32, 50432),
-        "pythia-12b": _sized(5120, 36, 40, 50688),
-        "gpt-neox-20b": replace(_sized(6144, 44, 64, 50432), block=BlockSpec(activation="gelu_tanh")),
+        "pythia-2.8b": resize(_PYTHIA_1_4B, 2560, 32, 32),
+        "pythia-6.9b": _PYTHIA_6_9B,
+        "pythia-12b": replace(resize(_PYTHIA_1_4B, 5120, 36, 40), vocab_size=50688),
+        "gpt-neox-20b": replace(resize(_PYTHIA_6_9B, 6144, 44, 64), block=BlockSpec(activation="gelu_tanh")),
     },
 )

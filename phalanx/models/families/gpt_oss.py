@@ -15,7 +15,6 @@ from phalanx.layout.model_shape import ModelSpec, MoESpec, RopeScaling, Shapes
 from phalanx.models.families.decoder import (
     ACCEPTED,
     HF_NAMES,
-    HF_ROPE_RULES,
     decoder_shapes,
     find_misfits,
     read_decoder,
@@ -27,6 +26,7 @@ from phalanx.models.families.decoder import (
 from phalanx.models.families.family import BlockOptions, TaskChoice, read_count
 from phalanx.models.families.llama import LLAMA
 from phalanx.models.families.moe import MIXTRAL, find_moe_problems, find_uneven, moe_flops, read_moe, write_moe
+from phalanx.models.families.rotary import HF_ROPE_RULES
 
 _WINDOW, _THETA = 128, 150000.0
 # transformers' rule where config.json has none.

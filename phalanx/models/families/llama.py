@@ -17,9 +17,10 @@ from phalanx.models.families.decoder import (
     find_width_problems,
     read_decoder,
     read_window,
+    read_window_size,
     write_decoder,
 )
-from phalanx.models.families.family import HuggingFaceMapping, ModelFamily, read_count, read_flag
+from phalanx.models.families.family import HuggingFaceMapping, ModelFamily, read_flag
 
 _LLAMA_1_7B = ModelSpec(
     vocab_size=32000, hidden=4096, layers=32, heads=32, kv_heads=32, head_dim=128, intermediate=11008, max_seq_len=2048,
@@ -69,7 +70,7 @@ def _write_llama(spec: ModelSpec, original: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_mistral(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
-    window = None if config.get("sliding_window") is None else read_count(config, "sliding_window", where)
+    window = read_window_size(config, where)
     return read_decoder(config, fields, where) | read_window(config, fields, where, window, None)
 
 

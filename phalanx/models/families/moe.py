@@ -11,16 +11,15 @@ from phalanx.layout.model_shape import MAX_LAYERS, ModelSpec, MoESpec, Shapes
 from phalanx.models.families.decoder import (
     ACCEPTED,
     HF_NAMES,
-    HF_ROPE_RULES,
     decoder_flops,
     decoder_shapes,
     find_misfits,
     read_decoder,
-    shorten,
     write_decoder,
 )
-from phalanx.models.families.family import BlockOptions, active_shapes, read_count, read_flag, read_number
+from phalanx.models.families.family import BlockOptions, active_shapes, read_count, read_flag, read_number, shorten
 from phalanx.models.families.llama import LLAMA, MISTRAL
+from phalanx.models.families.rotary import HF_ROPE_RULES
 
 _ROUTER, _GATE_UP, _DOWN = "mlp.router.weight", "mlp.experts.gate_up", "mlp.experts.down"
 _HF_MLP = "model.layers.{i}.mlp"

@@ -7,17 +7,10 @@ Source: OLMo team, "2 OLMo 2 Furious", 2024; shapes from the config.json of the 
 from dataclasses import replace
 
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.families.decoder import (
-    ACCEPTED,
-    HF_NAMES,
-    HF_ROPE_RULES,
-    TENSOR_PLAN,
-    find_misfits,
-    read_decoder,
-    write_decoder,
-)
+from phalanx.models.families.decoder import ACCEPTED, HF_NAMES, TENSOR_PLAN, find_misfits, read_decoder, write_decoder
 from phalanx.models.families.family import BlockOptions
 from phalanx.models.families.llama import LLAMA
+from phalanx.models.families.rotary import HF_ROPE_RULES
 
 _LAYER = "model.layers.{i}"
 _OLMO_2_7B = ModelSpec(

@@ -13,12 +13,12 @@ from phalanx.models.families.decoder import (
     HF_NAMES,
     find_misfits,
     read_decoder,
-    read_rotary_share,
     read_window,
+    read_window_size,
     write_decoder,
 )
-from phalanx.models.families.family import read_count
 from phalanx.models.families.llama import LLAMA
+from phalanx.models.families.rotary import read_rotary_share
 
 _LAYER = "model.layers.{i}"
 _PHI_3_MINI = ModelSpec(
@@ -30,7 +30,7 @@ _PHI_3_MEDIUM = replace(_PHI_3_MINI, hidden=5120, layers=40, heads=40, kv_heads=
 
 def _read(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
     share = read_rotary_share(config, "partial_rotary_factor", where, 1.0)
-    window = None if config.get("sliding_window") is None else read_count(config, "sliding_window", where)
+    window = read_window_size(config, where)
     found = read_decoder(config, fields, where, partial=True, longrope=True)
     found |= read_window(config, fields, where, window, None)
     return found | {"block": BlockSpec(rotary_share=None if share == 1.0 else share)}
