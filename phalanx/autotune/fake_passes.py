@@ -21,6 +21,7 @@ from phalanx.models import layers as kernels
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.model import Model
 from phalanx.optim import gradients
+from phalanx.parallel.fp8_delayed import rehearse
 from phalanx.parallel.offload import ActivationOffloader
 from phalanx.parallel.parallelize import DTYPES, cast_at_edges, change_blocks
 from phalanx.tasks.language import CausalLMTask
@@ -78,6 +79,7 @@ def _measure_peak_with_fakes(
     eager = update_config(config, UNSHARDED)
     # Only what is done to the model's own code is wanted: there are no ranks and there is no state.
     mover = change_blocks(model, eager, torch.device("cpu"))
+    rehearse(model)
     if workload.spec is None:
         cast_at_edges(model, dtype)
     else:
