@@ -4,24 +4,18 @@ Sizes come from the true shapes of a model on meta and from the run's own functi
 forward and backward pass with fake tensors, which have shapes and storages but no data.
 """
 
-import contextlib
-import functools
 import tempfile
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.autotune.fake_passes import compute_activation_bytes, compute_dtype_of
 from phalanx.autotune.footprint import RankFootprint, compute_kept_activations, compute_slice_bytes, make_all_footprints
-from phalanx.autotune.micro_batch import bytes_of_other_keys, bytes_of_scores, choose_probe_depths
-from phalanx.autotune.probe_model import UNSHARDED, shorten_rows
+from phalanx.autotune.micro_batch import bytes_of_other_keys, bytes_of_scores
+from phalanx.autotune.probe_model import shorten_rows
 from phalanx.autotune.rank_bytes import HEAD_GRADIENT, StateLayout, commit_bytes, state_items
 from phalanx.autotune.run_size import (
     MODES,
@@ -41,19 +35,10 @@ from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.data.tokenizer import predict_vocab_size
 from phalanx.engine.interface import Precision
-from phalanx.models import layers as kernels
-from phalanx.models.counter_rng import CounterRNG
-from phalanx.models.model import Model
-from phalanx.optim import gradients
 from phalanx.optim.make_rule import make_rule
 from phalanx.parallel.activations import check_horizon
-from phalanx.parallel.fp8_delayed import rehearse
-from phalanx.parallel.offload import ActivationOffloader
-from phalanx.parallel.parallelize import DTYPES, cast_at_edges, change_blocks
 from phalanx.storage import files as storage
 from phalanx.storage.local_copies import fetch_folder
-from phalanx.tasks.language import CausalLMTask
-from phalanx.tasks.task import Batch, Task
 from phalanx.workload import adapters, local_copies
 from phalanx.workload.context_task import resolve_context
 from phalanx.workload.custom import CustomWorkload
@@ -76,20 +61,36 @@ def dry_run(config: Config, ranks: int) -> dict[str, Any]:
         config = _fetch_urls(config, Path(temporary))
         found = _dry_run(config, ranks)
         if config.parallel.context > 1:
-            with contextlib.suppress(ConfigError):  # a table of positions has none for longer rows
-                found["longest_rows"] = find_longest_rows({
-                    length: _dry_run(other, ranks, [activation_mode_to_assume(other)])["memory_total"]
-                    for length, other in (_with_rows_of(config, part) for part in PART_LENGTHS)
-                })  # fmt: skip
+            found["longest_rows"] = _find_longest_rows(config, ranks)
         return found
 
 
-def _with_rows_of(config: Config, part: int) -> tuple[int, Config]:
-    """The recipe with rows of so many positions for each rank, up to what tensor parallelism cuts, of a model with as
-    many; and their length."""
-    length = part * config.parallel.context
-    length += -length % config.parallel.tensor
-    return length, update_config(config, {"data.seq_len": length, "model.max_seq_len": length})
+def _find_longest_rows(config: Config, ranks: int) -> dict[str, int]:
+    """The longest row by GiB of a device, of a model with as many positions; of a folder's model that has no more than
+    its own at most these."""
+    even = config.parallel.context * config.parallel.tensor  # what ranks cut comes out even
+    lengths = [-(-part * config.parallel.context // even) * even for part in PART_LENGTHS]
+    try:
+        return find_longest_rows({
+            length: _count_total(config, ranks, {"data.seq_len": length, "model.max_seq_len": length})
+            for length in lengths
+        })  # fmt: skip
+    except ConfigError:  # a table of positions, or a rule for so many
+        spec = _make_workload(config)[1].spec
+    assert spec is not None
+    most = spec.max_seq_len // even * even
+    half = max(2 * even, most // 2 // even * even)
+    if half >= most:
+        return {}
+    known = {length: _count_total(config, ranks, {"data.seq_len": length}) for length in (half, most)}
+    return {gib: min(length, most) for gib, length in find_longest_rows(known).items()}
+
+
+def _count_total(config: Config, ranks: int, changes: dict[str, int]) -> int:
+    """Bytes of a rank in all, of the recipe with these `changes`."""
+    other = update_config(config, changes)
+    total: int = _dry_run(other, ranks, [activation_mode_to_assume(other)])["memory_total"]
+    return total
 
 
 def _fetch_urls(config: Config, temporary: Path) -> Config:
@@ -121,7 +122,7 @@ def _dry_run(config: Config, ranks: int, modes: Sequence[str] = ()) -> dict[str,
     parts = count_by_part(counts) if spec is not None else _parts_by_name(counts)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
 
-    dtype, rule = _compute_dtype(config), make_rule(config.optim)
+    dtype, rule = compute_dtype_of(config), make_rule(config.optim)
     copies = config.parallel.axes.data_parallel_size(ranks)
     shard_over = 1 if config.parallel.engine == "single" else copies
     sharding = make_sharding_spec(config) if config.parallel.engine == "sharded" else None
@@ -241,7 +242,7 @@ def _kept_activation_bytes(
     _, ends, block = walked
     if workload.spec is None:
         return (micro_batch * ends,) * 2
-    stream = workload.positions * workload.spec.hidden * _compute_dtype(config).itemsize
+    stream = workload.positions * workload.spec.hidden * compute_dtype_of(config).itemsize
     passes, mine = -(-most // micro_batch), micro_batch * compute_slice_bytes(config, block, stream, mode)
     behind = micro_batch * compute_slice_bytes(config, ends, stream, "none")
     return compute_kept_activations(config, held, passes, workload.spec.layers, behind, mine)
@@ -264,123 +265,6 @@ def _make_workload(config: Config) -> tuple[Config, Workload, bool]:
         spec = read_model_shape(config)
     to_train = vocabulary is not None and config.data.tokenizer in ("train", "auto")
     return config, make_workload(config, spec), to_train
-
-
-def _compute_dtype(config: Config) -> torch.dtype:
-    """The compute type; of `mixed` that of the devices that have it in 16 bits."""
-    return DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype]
-
-
-def compute_activation_bytes(config: Config, workload: Workload) -> tuple[int, int, int]:
-    """What a forward and backward pass adds at its height, in bytes of the device: once, for each sample outside of
-    the blocks, and for each sample in each block; a custom network counts as outside.
-
-    Walked with one and two blocks and one and three samples, as the probe of `train.micro_batch` does with memory; for
-    what moves to the host with one more than stay and another.
-    """
-    depths = choose_probe_depths(workload, config)
-    peaks = {
-        (depth, batch): _measure_peak_with_fakes(config, workload, depth, batch) for depth in depths for batch in (1, 3)
-    }
-    each = {depth: (peaks[depth, 3] - peaks[depth, 1]) // 2 for depth in depths}
-    once = max(peaks[depth, 1] - each[depth] for depth in depths)
-    first = each[depths[0]]
-    if workload.spec is None:
-        return once, first, 0
-    block = max(each[depths[1]] - first, 0)
-    return once, first - block * (depths[0] or 0), block
-
-
-def _measure_peak_with_fakes(config: Config, workload: Workload, layers: int | None, batch: int) -> int:
-    """Bytes at the height of one forward and backward pass, beside parameters; a gradient goes as soon as it is made,
-    as what becomes of gradients is the engine's affair."""
-    model, task, dtype = workload.model(layers), workload.task(), _compute_dtype(config)
-    eager = update_config(config, UNSHARDED)
-    # Only what is done to the model's own code is wanted: there are no ranks and there is no state.
-    mover = change_blocks(model, eager, torch.device("cpu"))
-    rehearse(model)
-    if workload.spec is None:
-        cast_at_edges(model, dtype)
-    else:  # as on an accelerator: there a chunk of logits is larger than on a CPU
-        chunk = kernels.default_chunk(workload.spec.vocab_size, torch.device("meta"))
-        for module in model.losses():
-            module.cross_entropy_sum = functools.partial(kernels.cross_entropy_sum, chunk=chunk)
-    real = task.collate(workload.make_probe_samples(batch))
-    inputs: dict[str, torch.Tensor] = dict(real.inputs)
-    # Offsets of documents are walked by their values, which a fake tensor has not; here each row is one document.
-    if isinstance(task, CausalLMTask):
-        inputs.pop("segments", None)
-    with FakeTensorMode() as fake:
-        _replace_by_fakes(model, dtype)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_forget)
-        inputs = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
-        return measure_peak_bytes(model, task, Batch(inputs, real.weight, fake.from_tensor(real.samples)), mover)
-
-
-def measure_peak_bytes(model: Model, task: Task, batch: Batch, mover: ActivationOffloader | None = None) -> int:
-    """Most bytes that a forward and backward pass of `model` holds beside its parameters and `batch`, and beside what
-    `mover` has on the host."""
-    live = LiveBytes([*model.parameters(), *batch.inputs.values(), batch.samples])
-    if mover is not None:
-        mover.pool.make = live.exclude_allocations(mover.pool.make)
-    with live:
-        loss = task.loss_sum(model, batch, CounterRNG(0, 1, batch.samples))
-        gradients.backward(loss, 1)
-    return live.peak
-
-
-def _forget(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
-def _replace_by_fakes(model: nn.Module, dtype: torch.dtype) -> None:
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            fake = torch.empty(parameter.shape, dtype=dtype)
-            module.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, until each is freed; those of `known` do not count."""
-
-    def __init__(self, known: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._here = True
-        # By address: a storage is freed before its address can come again.
-        self._alive = dict.fromkeys((tensor.untyped_storage()._cdata for tensor in known), 0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for memory in _storages(made):
-            address, size = memory._cdata, memory.nbytes()
-            if address not in self._alive:
-                self._alive[address] = size = size if self._here else 0
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(memory, self._release, address)
-        return made
-
-    def exclude_allocations(self, make: Callable[[int, bool], torch.Tensor]) -> Callable[[int, bool], torch.Tensor]:
-        """`make` for memory that is not the device's, and so does not count."""
-
-        def made(size: int, pinned: bool) -> torch.Tensor:
-            self._here = False
-            try:
-                return make(size, pinned)
-            finally:
-                self._here = True
-
-        return made
-
-    def _release(self, address: int) -> None:
-        self.now -= self._alive.pop(address, 0)
-
-
-def _storages(made: Any) -> Iterator[torch.UntypedStorage]:
-    return (leaf.untyped_storage() for leaf in _pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor))
 
 
 def _parts_by_name(counts: dict[str, int]) -> dict[str, int]:

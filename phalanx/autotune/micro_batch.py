@@ -21,7 +21,7 @@ from phalanx.config.load import update_config
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, is_out_of_memory
 from phalanx.core.placement import Placement
-from phalanx.models.attention_tiles import QUERIES, SCORE_BYTES
+from phalanx.layout.context_exchange import TILE_QUERIES, TILE_SCORE_BYTES, count_held_keys
 from phalanx.models.families.catalog import block_options
 from phalanx.models.layers import chunk_bytes
 from phalanx.parallel.parallelize import DTYPES, compute_dtype
@@ -66,17 +66,22 @@ def choose_probe_depths(workload: Workload, config: Config) -> Sequence[int | No
 
 
 def bytes_of_other_keys(config: Config, workload: Workload) -> int:
-    """Bytes that a rank keeps, for one sequence, of the keys and values of ranks that share it: with `gather` those of
-    each layer whose activations are kept, with `ring` of two parts of a row."""
-    parts, spec, by = config.parallel.context, workload.spec, config.parallel.context_by
-    if parts == 1 or spec is None or by == "heads":
+    """Bytes that the rank with the largest part keeps, for one sequence, of the keys and values of ranks that share it:
+    with `gather` those of each layer whose activations are kept, with `ring` of two parts of a row."""
+    spec, by = workload.spec, config.parallel.context_by
+    if config.parallel.context == 1 or spec is None:
         return 0
     wide = DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype].itemsize
     kv_heads = max(1, spec.kv_heads // config.parallel.tensor)
-    others = config.data.seq_len * (parts - 1) // parts * 2 * kv_heads * spec.attention_width * wide
-    if by == "ring":
-        return 2 * others // (parts - 1)
-    return others * (spec.layers if config.memory.activations in ("none", "selective") else 1)
+    others = count_held_keys(by, _row_parts(config), config.data.seq_len) * 2 * kv_heads * spec.attention_width * wide
+    kept = by == "gather" and config.memory.activations in ("none", "selective")
+    return others * (spec.layers if kept else 1)
+
+
+def _row_parts(config: Config) -> list[float]:
+    """The parts of a row of the ranks that share it; even ones, where the run measures how fast each is."""
+    shares = config.balance.context
+    return list(shares) if isinstance(shares, list) else [1.0] * config.parallel.context
 
 
 def bytes_of_scores(config: Config, workload: Workload, on_host: bool = False) -> int:
@@ -89,10 +94,9 @@ def bytes_of_scores(config: Config, workload: Workload, on_host: bool = False) -
     drops = spec.attention_dropout > 0 or block_options(spec).score_cap > 0 or spec.sliding_window is not None
     if on_host and not drops:
         return 0
-    shares = config.balance.context
-    largest = max(shares) / sum(shares) if isinstance(shares, list) else 1 / parts
-    keys = math.ceil(config.data.seq_len * largest)
-    return QUERIES * keys * spec.heads // config.parallel.tensor * SCORE_BYTES
+    shares = _row_parts(config)
+    keys = math.ceil(config.data.seq_len * max(shares) / sum(shares))
+    return TILE_QUERIES * keys * spec.heads // config.parallel.tensor * TILE_SCORE_BYTES
 
 
 def largest_micro_batch(

@@ -325,7 +325,7 @@ def _job(
             per_node=best.devices if alone else math.gcd(best.devices, *best.cluster.node_sizes),
             checkpoint_s=question.failures.checkpoint_costs(best.estimate, best.devices).checkpoint_s,
             keep=kept,
-            group=best.choice.tensor * best.choice.pipeline,
+            group=best.choice.group_devices * best.choice.expert,
         )
     return replace(job, mtbf_s=mtbf_s if mtbf_s is not None else DEVICE_MTBF_S / job.devices)
 

@@ -43,6 +43,4 @@ def find_context_problems(config: Config) -> list[str]:
             f"memory.activations selective recomputes parts of a block, which parallel.context {size} has compiled as "
             "separate ones; set memory.activations=full, or train.compile=false"
         )
-    if parallel.layout == "auto":
-        found.append("parallel.context requires parallel.layout given, but it is auto; remove one of them")
     return found

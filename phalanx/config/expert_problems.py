@@ -22,7 +22,6 @@ def find_expert_problems(config: Config) -> list[str]:
         ),
         "parallel.schedule zero_bubble": (parallel.schedule == "zero_bubble", "parallel.schedule=1f1b"),
         f"parallel.tensor {parallel.tensor}": (parallel.tensor > 1, "parallel.tensor=1"),
-        "parallel.layout auto": (parallel.layout == "auto", "parallel.layout=given"),
         "train.compile true with memory.activations selective": (
             config.train.compile is True and config.memory.activations == "selective",
             "memory.activations=full",

@@ -13,6 +13,10 @@ from phalanx.layout.context_slices import (
 
 ACTIVATIONS = 4  # hidden states of a token that gathered keys may take as much as: less than a block's own activations
 
+# Of attention by tiles: queries whose scores are materialized at a time, and bytes of one at the height of the backward
+# pass: scores, shares, gradients, and one in 16 bits.
+TILE_QUERIES, TILE_SCORE_BYTES = 256, 26
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -42,6 +46,15 @@ def count_exchanged_elements(
     # Pairs of a position and a key head that are on different ranks.
     apart = sum(own * (shape.kv_heads - counts[rank]) for rank, own in enumerate(slices.counts)) * shape.head_dim
     return apart * (2 * groups + 2), apart * (2 * groups + 2)
+
+
+def count_held_keys(by: str, parts: Sequence[float], length: int) -> int:
+    """Keys of other ranks that the rank with the largest of the `parts` of a row of `length` holds at once in a layer:
+    of a ring those of one rank and what it gets back of another."""
+    largest, *others = sorted(split_in_proportion(length, parts), reverse=True)
+    if by == "heads":
+        return 0
+    return 2 * max(others, default=0) if by == "ring" else length - largest
 
 
 def choose_exchange(shape: AttentionShape, ranks: int, length: int) -> tuple[str, str]:

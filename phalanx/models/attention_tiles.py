@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from phalanx.core.errors import is_out_of_memory
+from phalanx.layout.context_exchange import TILE_QUERIES
 from phalanx.models.attention import ScoreDropout
 from phalanx.models.layers import cap_softly
-
-QUERIES = 256  # whose scores are materialized at a time
-SCORE_BYTES = 26  # of a score at the height of `tile_backward`: scores, shares, gradients, and one in 16 bits
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,9 @@ def tile_forward(q: Tensor, k: Tensor, v: Tensor, options: TileOptions) -> tuple
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, options.causal)
         return out.to(wide), lse
     parts = []
-    for start in range(0, q.shape[2], QUERIES):
+    for start in range(0, q.shape[2], TILE_QUERIES):
         seen = _seen_keys(q, k, start, options)
-        scores, _ = _scores(q[:, :, start : start + QUERIES], k[:, :, seen], start, options)
+        scores, _ = _scores(q[:, :, start : start + TILE_QUERIES], k[:, :, seen], start, options)
         lse = scores.logsumexp(-1)
         shares = _dropped((scores - _finite(lse)[..., None]).exp(), start, options)
         parts.append((_multiply(shares.to(q.dtype), v[:, :, seen]), lse))
@@ -74,8 +72,8 @@ def tile_backward(
     groups, scale = (k.shape[1], q.shape[1] // k.shape[1]), q.shape[3] ** -0.5
     grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     grad_q = []
-    for start in range(0, q.shape[2], QUERIES):
-        some = slice(start, start + QUERIES)
+    for start in range(0, q.shape[2], TILE_QUERIES):
+        some = slice(start, start + TILE_QUERIES)
         part, given = q[:, :, some], grad[:, :, some].unflatten(1, groups)
         seen = _seen_keys(q, k, start, options)
         scores, slope = _scores(part, k[:, :, seen], start, options)
@@ -108,7 +106,7 @@ def _finite(lse: Tensor) -> Tensor:
 
 def _seen_keys(q: Tensor, k: Tensor, start: int, options: TileOptions) -> slice:
     """The keys that any of the queries from number `start` of the tile on may see."""
-    last = options.first_query + min(start + QUERIES, q.shape[2]) - options.first_key
+    last = options.first_query + min(start + TILE_QUERIES, q.shape[2]) - options.first_key
     return slice(0, min(k.shape[2], max(1, last)) if options.causal else k.shape[2])
 
 

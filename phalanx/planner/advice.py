@@ -18,6 +18,7 @@ from phalanx.planner.failures import FailureModel
 from phalanx.planner.plan import Plan, SearchResult
 from phalanx.planner.recipe_keys import CHOICE_FIELDS, free_layout, pins_of, shape_of, space_of, work_of
 from phalanx.planner.search import search_layouts
+from phalanx.planner.search_space import limit_degrees
 from phalanx.planner.work import StepWork
 
 TERM_NAMES = {
@@ -88,10 +89,7 @@ class PlanQuery:
         pins = {**self.pins, **pins_of(self.config, self.overrides)}
         space = replace(space_of(self.config, work, cluster, pins), use_all_devices=self.use_all_devices)
         if near is not None:
-            known = {(plan.choice.tensor, plan.choice.pipeline) for plan in near.plans}
-            tensor, pipeline = near.best.choice.tensor, near.best.choice.pipeline
-            kept = tuple(each for each in space.degrees if each in known or (each[0] <= tensor and each[1] <= pipeline))
-            space = replace(space, degrees=kept or space.degrees)
+            space = limit_degrees(space, [plan.choice for plan in near.plans])
         return search_layouts(work, cluster, space, self.constants, failures=self.failure_model())
 
     def same_as(self, other: "PlanQuery", cluster: ClusterSpec) -> bool:
@@ -233,8 +231,8 @@ def explain_idle_devices(question: PlanQuery, cluster: ClusterSpec, best: Plan) 
     over = cluster.devices - best.devices
     if not over:
         return None
-    batch, copies = question.config.train.global_batch, best.copies
-    together = best.devices // copies
+    batch, together = question.config.train.global_batch, best.choice.group_devices
+    groups = best.devices // together
     unused = [
         group for group in cluster.groups if all(group.kind.name != used.kind.name for used in best.cluster.groups)
     ]
@@ -243,7 +241,9 @@ def explain_idle_devices(question: PlanQuery, cluster: ClusterSpec, best: Plan) 
         why = f"with the {names} a step would take longer: what they compute is less than what waiting for them costs"
     elif over < together:
         why = f"a copy of the model takes {together} devices, and these are too few for another"
-    elif -(-batch // copies) == -(-batch // min(batch, cluster.devices // together)):
+        if best.choice.context > 1:
+            why = f"{together} devices take rows together, and these are too few for another such group"
+    elif -(-batch // groups) == -(-batch // min(batch, cluster.devices // together)):
         why = f"a step has {batch} sequences, and more copies of the model would not make the largest share less"
     else:
         why = "with more of them a step would take longer: what they compute is less than what their exchanges cost"

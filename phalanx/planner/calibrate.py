@@ -96,7 +96,15 @@ def calibrate_run(run: MeasuredRun) -> CalibrationResult:
 
 
 def _refuse_others(run: MeasuredRun, taken: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError where the steps are of other ranks than those that the newest start has been given."""
+    """Raises ConfigError where devices share rows or experts, so that steps do not tell them apart, and where the steps
+    are of other ranks than those that the newest start has been given."""
+    parallel = run.config.parallel
+    for axis in ("context", "expert"):
+        if (degree := getattr(parallel, axis)) > 1:
+            raise ConfigError(
+                f"the run {run.name} has parallel.{axis} {degree}, with which a device's time is not its own alone; "
+                "name a run without it"
+            )
     world = sum(map(len, run.nodes))
     copies = run.config.parallel.axes.data_parallel_size(world)
     divided = parse_division(taken[-1])

@@ -141,6 +141,8 @@ def describe_layout(plan: Plan) -> str:
     words = [f"{plan.copies} cop{'y' if plan.copies == 1 else 'ies'} of the model"]
     words += [f"{choice.pipeline} stages{' of two parts' * (choice.virtual > 1)}"] if choice.pipeline > 1 else []
     words += [f"{choice.tensor} slices"] if choice.tensor > 1 else []
+    words += [f"rows shared by {choice.context} ranks"] if choice.context > 1 else []
+    words += [f"experts divided over {choice.expert} ranks"] if choice.expert > 1 else []
     if plan.copies > 1:
         words.append(f"zero {choice.zero}")
         if choice.shard_degree:

@@ -67,6 +67,12 @@ def writes_scores(work: StepWork, choice: LayoutChoice) -> bool:
     return choice.attention == "plain" or work.attention_dropout
 
 
+def writes_tiles(work: StepWork, kind: DeviceKind, choice: LayoutChoice) -> bool:
+    """Whether attention goes by tiles whose scores are held in memory for a moment, as it does where rows are shared by
+    their keys and no kernel of a host does it."""
+    return not kind.on_host and work.find_exchange(choice.tensor, choice.context) != "heads"
+
+
 def attention_band(work: StepWork, kind: DeviceKind) -> int:
     """Queries of a band, which sees the keys of itself and of the previous band, for a layer with a window if no
     kernel skips the masked part: on CPUs, on devices before Ampere, and in fp32. 0: there is such a kernel."""
@@ -87,6 +93,28 @@ def attention_density(work: StepWork, kind: DeviceKind) -> float:
     if queries := attention_band(work, kind):
         near = queries * (2.0 * work.seq_len - queries)
     return 0.5 * (1.0 - work.windowed_share) + work.windowed_share * near / work.seq_len**2
+
+
+def attention_s(
+    work: StepWork, kind: DeviceKind, choice: LayoutChoice, sequences: float, constants: CostConstants
+) -> tuple[float, float]:
+    """Seconds of attention's own products in a block, forward and backward. Of tiles (`writes_tiles`) each is computed
+    once, of the masked ones none, and scores again in the backward pass."""
+    dtype = "bf16" if work.precision == "fp8" else work.precision
+    rate = kind.peak_flop_per_s(dtype) * kind.sustained
+    pairs = 4.0 * sequences * work.seq_len * work.seq_len * work.query_channels / choice.tensor
+    tiles = writes_tiles(work, kind, choice)
+    if not tiles and not writes_scores(work, choice):
+        forward = attention_density(work, kind) * pairs / (rate * kind.attention * constants.attention_share)
+        return forward, 2.5 * forward
+    # Library matrix products, one for each head: cost as any others, with the scores as output tiles.
+    scores = sequences * work.seq_len * work.seq_len * work.heads / choice.tensor
+    tail = 1.0 + constants.matmul_tail * TILE_ROWS * TILE_COLUMNS * kind.cores / scores
+    forward = pairs / (rate * constants.matmul_share / tail)
+    if tiles:
+        forward *= attention_density(work, kind)
+        return forward, 2.5 * forward
+    return forward, 2.0 * forward
 
 
 def block_pass(
@@ -130,20 +158,15 @@ def block_pass(
     reads = 2.0 if work.fp8_tensors else 1.0
     quantizing = quantized * (reads + 1.0 / work.width) if work.fp8_blocks or work.fp8_tensors else 0.0
     passes_forward, passes_backward = outside + inside + quantizing, 1.6 * (outside + inside) + quantizing
-    dtype_attention = "bf16" if kept == "fp8" else kept
-    rate = kind.peak_flop_per_s(dtype_attention) * kind.sustained
-    pairs = 4.0 * sequences * work.seq_len * work.seq_len * queries
-    kernels_forward, kernels_backward = KERNELS
     scores = sequences * work.seq_len * work.seq_len * work.heads / tensor
-    if not writes_scores(work, choice):
-        rate *= kind.attention * constants.attention_share
-        forward += attention_density(work, kind) * pairs / rate
-        backward += 2.5 * attention_density(work, kind) * pairs / rate
-    else:
-        # Library matrix products, one for each head: cost as any others, with the scores as output tiles.
-        rate *= constants.matmul_share / (1.0 + constants.matmul_tail * TILE_ROWS * TILE_COLUMNS * kind.cores / scores)
-        forward += pairs / rate
-        backward += 2.0 * pairs / rate
+    kernels_forward, kernels_backward = KERNELS
+    attends_s, attends_backward_s = attention_s(work, kind, choice, sequences, constants)
+    forward, backward = forward + attends_s, backward + attends_backward_s
+    if writes_tiles(work, kind, choice):  # as written scores below, in fp32
+        wide = attention_density(work, kind) * 4.0 / work.width
+        passes_forward += scores * 4.0 * wide
+        passes_backward += scores * 7.0 * wide
+    elif writes_scores(work, choice):
         # Written, softmax in and out, dropout in and out and its mask, read: forward; all of it and more backward.
         dropped = 2.5 if work.dropout or work.attention_dropout else 0.0
         passes_forward += scores * (4.0 + dropped)
@@ -157,7 +180,7 @@ def block_pass(
     elif choice.recompute == "selective":
         # Where scores are written, attention is computed again; else all that only moves data.
         if writes_scores(work, choice):
-            backward += pairs / rate
+            backward += attends_s
             dropped = 2.5 if work.dropout or work.attention_dropout else 0.0
             backward += constants.traffic * scores * (4.0 + dropped) * moving
         else:
@@ -205,15 +228,16 @@ def head_pass(
 
 
 @dataclass(frozen=True)
-class CopyGroup:
-    """Neighbouring copies whose devices are equal stage by stage, with equal shares."""
+class RowGroups:
+    """Neighbouring row groups, each of a copy or of several that share rows, whose devices are equal stage by stage,
+    with equal shares."""
 
-    first: int  # copy
-    copies: int
+    first: int
+    groups: int
     kinds: tuple[DeviceKind, ...]  # by stage; of a tensor group of several kinds the slowest
-    share: int  # sequences of a step, of each of these copies
+    share: int  # sequences of a step, of each
     parts: int  # micro-batches that it is cut into
-    owns: float  # fraction of the sharded state of each
+    owns: float  # fraction of the sharded state of each copy
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout import balance
 from phalanx.planner import compute_cost, link_cost
 from phalanx.planner.cluster import ClusterSpec
-from phalanx.planner.compute_cost import CopyGroup, LayerCost, StageCost, filling_s, peak_dtype
+from phalanx.planner.compute_cost import LayerCost, RowGroups, StageCost, filling_s, peak_dtype
 from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, CostConstants, DeviceKind
+from phalanx.planner.layer_exchanges import LayerRings, find_layer_cost
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.link_cost import CommTime, ReplicationCost, RingPlacement
 from phalanx.planner.memory import DeviceMemory, estimate_device_memory, needs_replicas, parameters_of
@@ -55,9 +56,11 @@ class CostModel:
         self._rings: dict[tuple[int, int, int], RingPlacement] = {}
 
     def estimate(self, choice: LayoutChoice) -> StepEstimate:
-        """Estimate seconds and bytes of a layout. Raises ConfigError for one whose degrees do not divide."""
+        """Estimate seconds and bytes of a layout. Raises ConfigError for one whose degrees do not divide, and where
+        heterogeneous devices would take rows together."""
         work, constants = self.work, self.constants
         devices, copies, layers, shares = self._numbers(choice)
+        groups = copies // choice.context
         runs = [
             self._fit_micro_batch(choice, run, max(shares), layers, copies)
             for run in self._runs(choice, copies, shares)
@@ -68,7 +71,7 @@ class CostModel:
             stages = [self._stage(choice, run, number, layers, copies, sequences) for number in range(choice.pipeline)]
             longest = max(stage.total_s for stage in stages)
             fill = filling_s(choice, stages, run.parts)
-            mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.copies / copies
+            mean_s += run.parts * sum(stage.total_s for stage in stages) / choice.pipeline * run.groups / groups
             # Not always the copy with the longest passes: communication overlaps less with shorter ones.
             travel, shown_s = self._parameter_comm(choice, run, stages, layers, copies)
             if run.parts * longest + fill + shown_s > last_s:
@@ -129,6 +132,18 @@ class CostModel:
                 f"{devices} of {cluster.devices} devices cannot hold copies of a model on {choice.tensor} x "
                 f"{choice.pipeline} each; choose degrees whose product divides their number"
             )
+        together = choice.context * choice.expert
+        if copies % together:
+            raise ConfigError(
+                f"{copies} copies of a model do not form groups of {together} that share rows or experts; choose "
+                "degrees that divide their number"
+            )
+        edges = (begin for begin, _, _ in cluster.spans[1:] if begin < devices and len(cluster.kinds) > 1)
+        if choice.context > 1 and any(begin % choice.row_devices for begin in edges):
+            raise ConfigError(
+                "a plan does not know how heterogeneous devices share rows, which a run measures; set "
+                "parallel.context=1, or `phalanx train --dry-run` for its memory"
+            )
         if choice.shard_degree and copies % choice.shard_degree:
             raise ConfigError(
                 f"a copy of the state cannot be sharded over {choice.shard_degree} of {copies} copies of the model; "
@@ -136,52 +151,55 @@ class CostModel:
             )
         layers = choice.layers_of(work.layers)
         stages = choice.stages or layers
-        shares = choice.shares or tuple(balance.split_evenly(work.global_batch, copies))
+        groups = copies // choice.context
+        shares = choice.shares or tuple(balance.split_evenly(work.global_batch, groups))
         chunks = choice.pipeline * choice.virtual if choice.stages else choice.pipeline
         if len(stages) != chunks or sum(stages) != work.layers or min(stages) < 1:
             raise ConfigError(
                 f"stages of {list(stages)} layers are not for {work.layers} layers on {chunks} stages; give "
                 "each stage one layer at least, and all of them together"
             )
-        if len(shares) != copies or sum(shares) != work.global_batch:
+        if len(shares) != groups or sum(shares) != work.global_batch:
             raise ConfigError(
                 f"shares of {len(shares)} copies and {sum(shares)} sequences are not for {work.global_batch} sequences "
-                f"on {copies} copies; give each copy its sequences"
+                f"on {groups} copies; give each copy its sequences"
             )
         return devices, copies, layers, shares
 
-    def _runs(self, choice: LayoutChoice, copies: int, shares: tuple[int, ...]) -> Iterator[CopyGroup]:
-        """All copies, those alike once; of even shares only the largest, since nothing waits for a smaller one."""
-        tensor, width = choice.tensor, copies * choice.tensor
-        cuts = {0, copies}
+    def _runs(self, choice: LayoutChoice, copies: int, shares: tuple[int, ...]) -> Iterator[RowGroups]:
+        """All row groups, those alike once; of even shares only the largest, since nothing waits for a smaller one."""
+        together, width = choice.row_devices, copies * choice.tensor
+        cuts = {0, len(shares)}
         for begin, _, _ in self.cluster.spans[1:]:
             for stage in range(choice.pipeline):
                 inside = begin - stage * width
                 if 0 < inside < width:
-                    cuts |= {inside // tensor, -(-inside // tensor)}
+                    cuts |= {inside // together, -(-inside // together)}
         degree = choice.shard_degree or copies
         weights, total = choice.state, sum(choice.state)
         ordered, most = sorted(cuts), max(shares)
         for begin, behind in pairwise(ordered):
-            kinds = tuple(self._slowest(stage * width + begin * tensor, tensor) for stage in range(choice.pipeline))
+            kinds = tuple(self._slowest(stage * width + begin * together, together) for stage in range(choice.pipeline))
             if not choice.shares and not weights:
                 share = max(shares[begin:behind])
-                yield CopyGroup(begin, behind - begin, kinds, share, choice.micro_batches(share, most), 1.0 / degree)
+                yield RowGroups(begin, behind - begin, kinds, share, choice.micro_batches(share, most), 1.0 / degree)
                 continue
             if not weights:
                 for share, count in Counter(shares[begin:behind]).items():
                     first = shares.index(share, begin)
-                    yield CopyGroup(first, count, kinds, share, choice.micro_batches(share, most), 1.0 / degree)
+                    yield RowGroups(first, count, kinds, share, choice.micro_batches(share, most), 1.0 / degree)
                 continue
             seen: dict[tuple[int, float], list[int]] = {}
-            for copy_ in range(begin, behind):
-                seen.setdefault((shares[copy_], weights[copy_ % degree] / total), []).append(copy_)
+            for group in range(begin, behind):
+                mine = range(group * choice.context, (group + 1) * choice.context)
+                most_owned = max(weights[copy_ % degree] for copy_ in mine) / total
+                seen.setdefault((shares[group], most_owned), []).append(group)
             for (share, owns), alike in seen.items():
-                yield CopyGroup(alike[0], len(alike), kinds, share, choice.micro_batches(share, most), owns)
+                yield RowGroups(alike[0], len(alike), kinds, share, choice.micro_batches(share, most), owns)
 
     def _fit_micro_batch(
-        self, choice: LayoutChoice, run: CopyGroup, most: int, layers: tuple[int, ...], copies: int
-    ) -> CopyGroup:
+        self, choice: LayoutChoice, run: RowGroups, most: int, layers: tuple[int, ...], copies: int
+    ) -> RowGroups:
         """Try smaller micro-batches, if the whole ones do not fit."""
         parts = choice.micro_batches(run.share, most, fits=False)
         if parts == run.parts or self._memory(choice, [run], layers, copies)[0].free_bytes >= 0:
@@ -209,54 +227,30 @@ class CostModel:
 
     # ---------------------------------------------------------------------------------------------------------- seconds
 
-    def _layer(self, choice: LayoutChoice, kind: DeviceKind, first: int, sequences: float) -> LayerCost:
-        """Of a device in the tensor group that begins with device `first`."""
-        ring = self._ring(first, choice.tensor, 1) if choice.tensor > 1 else None
+    def _layer(self, choice: LayoutChoice, kind: DeviceKind, first: int, rows: float) -> LayerCost:
+        """Of a device in the groups that begin with device `first`."""
+        tensor = choice.tensor
+        rings = LayerRings(
+            self._ring(first, tensor, 1) if tensor > 1 else None,
+            self._ring(first, choice.context, tensor) if choice.context > 1 else None,
+            self._ring(first, choice.expert, tensor) if choice.expert > 1 else None,
+        )
         key = (
-            kind.name, choice.tensor, choice.sequence, choice.recompute, choice.attention, choice.engine, sequences,
-            ring and (ring.nodes, ring.concurrent_rings, ring.kind.name),
+            kind.name, tensor, choice.context, choice.expert, choice.sequence, choice.recompute, choice.attention,
+            choice.engine, rows, rings.key,
         )  # fmt: skip
         if key not in self._layers:
-            self._layers[key] = self._found_layer(choice, kind, ring, sequences)
+            at = (self.work, kind, choice, rings, rows, self.cluster, self.constants)
+            self._layers[key] = find_layer_cost(*at)
         return self._layers[key]
 
-    def _found_layer(
-        self, choice: LayoutChoice, kind: DeviceKind, ring: RingPlacement | None, sequences: float
-    ) -> LayerCost:
-        work, constants = self.work, self.constants
-        at = (work, kind, choice, sequences, constants)
-        block, embedding, head = (
-            compute_cost.block_pass(*at),
-            compute_cost.embedding_pass(*at),
-            compute_cost.head_pass(*at),
-        )
-        moved = sequences * work.seq_len * work.hidden * work.width
-        exchange_s = calls_s = 0.0
-        if ring is not None:
-            exchange_s = 2.0 * link_cost.all_reduce_s(moved, ring, self.cluster, constants)
-            # Hosts are late by chance, and a device sees it where its queue has run dry; a CPU has no queue.
-            late_s = 2.0 * link_cost.skew_s(ring, constants)
-            if kind.on_host:
-                exchange_s += late_s
-            else:
-                calls_s = 2.0 * compute_cost.COLLECTIVE_CALLS * constants.launch_s + late_s
-        again = 1.0 if choice.recompute == "full" else 0.0
-        alone = compute_cost.overlap_host_s(block.forward_s, block.host_forward_s, constants)
-        alone += compute_cost.overlap_host_s(block.backward_s, block.host_backward_s, constants)
-        forward = compute_cost.overlap_host_s(block.forward_s + exchange_s, block.host_forward_s + calls_s, constants)
-        backward = compute_cost.overlap_host_s(
-            block.backward_s + (1.0 + again) * exchange_s, block.host_backward_s + (1.0 + again) * calls_s, constants
-        )
-        waits_s = max(0.0, forward + backward - alone)
-        return LayerCost(forward, backward, waits_s, exchange_s, calls_s, embedding, head)
-
     def _stage(
-        self, choice: LayoutChoice, run: CopyGroup, number: int, layers: tuple[int, ...], copies: int, sequences: float
+        self, choice: LayoutChoice, run: RowGroups, number: int, layers: tuple[int, ...], copies: int, sequences: float
     ) -> StageCost:
         work, cluster, constants, kind = self.work, self.cluster, self.constants, run.kinds[number]
-        first = (number * copies + run.first) * choice.tensor
-        layer = self._layer(choice, kind, first, sequences)
-        moved = sequences * work.seq_len * work.hidden * work.width
+        first, rows = number * copies * choice.tensor + run.first * choice.row_devices, sequences / choice.context
+        layer = self._layer(choice, kind, first, rows)
+        moved = rows * work.seq_len * work.hidden * work.width
         forward = backward = offload = 0.0
         waits = layers[number] * layer.waits_s
         if choice.offload:
@@ -311,13 +305,17 @@ class CostModel:
         return moved / choice.tensor, gathered_s
 
     def _parameter_comm(
-        self, choice: LayoutChoice, run: CopyGroup, stages: list[StageCost], layers: tuple[int, ...], copies: int
+        self, choice: LayoutChoice, run: RowGroups, stages: list[StageCost], layers: tuple[int, ...], copies: int
     ) -> tuple[CommTime, float]:
         """Of the stage whose parameters make a step longest on their way, and by how much they do."""
         work, worst, most_s = self.work, CommTime(0.0, 0.0), 0.0
         width = copies * choice.tensor
         for number, stage in enumerate(stages):
             parameters, *_ = parameters_of(work, choice.tensor, layers[number], *choice.ends(number))
+            if choice.expert > 1:  # those of experts pass all but an own part of what each of their copies has
+                stacks = layers[number] * work.expert_parameters
+                kept = (1.0 - choice.expert / copies) / (1.0 - 1.0 / copies)
+                parameters += stacks * (kept / choice.expert - 1.0)
             first = number * width
             degree = choice.shard_degree or copies
             shard = self._shard_ring(first, degree, choice.tensor, copies // degree)
@@ -346,7 +344,7 @@ class CostModel:
         rings = [self._ring(first + number * width, degree, tensor) for number in sorted(numbers)]
         return max(rings, key=lambda ring: link_cost.reduce_scatter_s(RING_BYTES, ring, self.cluster, self.constants))
 
-    def _update_s(self, choice: LayoutChoice, run: CopyGroup, layers: tuple[int, ...]) -> float:
+    def _update_s(self, choice: LayoutChoice, run: RowGroups, layers: tuple[int, ...]) -> float:
         """Of the stage that takes longest. All wait for what any copy updates, also one that computes longest and owns
         nothing."""
         longest = 0.0
@@ -378,13 +376,13 @@ class CostModel:
     # ----------------------------------------------------------------------------------------------------------- memory
 
     def _memory(
-        self, choice: LayoutChoice, runs: list[CopyGroup], layers: tuple[int, ...], copies: int
+        self, choice: LayoutChoice, runs: list[RowGroups], layers: tuple[int, ...], copies: int
     ) -> tuple[DeviceMemory, ...]:
         replicated = needs_replicas(choice, copies, self.cluster)
         found = [
             estimate_device_memory(
                 self.work, kind, choice, copies, number, layers[number], max(1.0, run.share / run.parts),
-                run.parts, run.owns, self.constants, run.copies * choice.tensor, replicated,
+                run.parts, run.owns, self.constants, run.groups * choice.row_devices, replicated,
             )
             for run in runs
             for number, kind in enumerate(run.kinds)

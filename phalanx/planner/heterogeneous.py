@@ -32,21 +32,20 @@ class HeterogeneousDevices:
         self._shares: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def complete(self, choice: LayoutChoice) -> LayoutChoice:
-        """Complete a layout: layers of its stages, and the copies' shares if devices differ."""
-        devices = choice.devices or self.cluster.devices
-        copies = devices // (choice.tensor * choice.pipeline)
+        """Complete a layout: layers of its stages, and the groups' shares if devices differ."""
+        groups = (choice.devices or self.cluster.devices) // choice.group_devices
         if not choice.stages:
-            choice = replace(choice, stages=self.stage_layers(choice, copies))
+            choice = replace(choice, stages=self.stage_layers(choice, groups))
         if not choice.shares and not self.uniform:
-            choice = replace(choice, shares=self.divide_batch(choice, copies))
+            choice = replace(choice, shares=self.divide_batch(choice, groups))
         return choice
 
-    def stage_layers(self, choice: LayoutChoice, copies: int) -> tuple[int, ...]:
+    def stage_layers(self, choice: LayoutChoice, groups: int) -> tuple[int, ...]:
         """Layers of each stage, by its slowest device, and by the time of the head."""
         folded = choice.order == "zero_bubble"
         if choice.pipeline == 1 or (choice.virtual > 1 and not folded):
             return ()
-        width = copies * choice.tensor
+        width = groups * choice.row_devices
         paces = [
             max(self.fit_kind_speed(kind, choice)[1] for kind in self.kinds_of(stage * width, (stage + 1) * width))
             for stage in range(choice.pipeline)
@@ -67,27 +66,27 @@ class HeterogeneousDevices:
         """Kinds of devices [first, behind)."""
         return [group.kind for begin, end, group in self.cluster.spans if begin < behind and first < end]
 
-    def divide_batch(self, choice: LayoutChoice, copies: int) -> tuple[int, ...]:
+    def divide_batch(self, choice: LayoutChoice, groups: int) -> tuple[int, ...]:
         """Sequences of each copy of the model, such that all end together; () where a copy would have none.
 
         With m micro-batches a copy of fixed seconds f and e for a sequence does (T - m f) / e of them in T seconds.
         Copies alike are one case, and what rounding leaves goes to those that then take least.
         """
-        key = (copies, *self._key(choice), choice.micro_batch, choice.lockstep)
+        key = (groups, *self._key(choice), choice.micro_batch, choice.lockstep)
         if key not in self._shares:
-            taken = self._in_lockstep(choice, copies)
+            taken = self._in_lockstep(choice, groups)
             if not choice.lockstep and (
                 choice.tensor * choice.pipeline == 1
                 or min(map(min, taken)) * choice.micro_batch < max(map(max, taken))  # fewer than micro-batches
             ):
-                taken = self._apart(choice, copies)
+                taken = self._apart(choice, groups)
             shares = tuple(itertools.chain(*taken))
             self._shares[key] = shares if min(shares) > 0 and sum(shares) == self.work.global_batch else ()
         return self._shares[key]
 
-    def _in_lockstep(self, choice: LayoutChoice, copies: int) -> list[list[int]]:
+    def _in_lockstep(self, choice: LayoutChoice, groups: int) -> list[list[int]]:
         """Sequences of each copy, by class: all run equally many micro-batches."""
-        classes = self.classes(choice, copies)
+        classes = self.classes(choice, groups)
         total = self.work.global_batch
         parts = 1
         for _ in range(3):  # more micro-batches cost the slow more, so the fast get more
@@ -108,9 +107,9 @@ class HeterogeneousDevices:
                 break
         return taken
 
-    def _apart(self, choice: LayoutChoice, copies: int) -> list[list[int]]:
+    def _apart(self, choice: LayoutChoice, groups: int) -> list[list[int]]:
         """Sequences of each copy, by class: each runs as many micro-batches as it needs. As in `balance.divide`."""
-        classes, size = self.classes(choice, copies), choice.micro_batch
+        classes, size = self.classes(choice, groups), choice.micro_batch
         left = total = self.work.global_batch
         lines = [CostLine(fixed, each, total, 1, size, fixed) for _, fixed, each in classes]
         turns = [size * each + fixed for _, fixed, each in classes]
@@ -131,22 +130,25 @@ class HeterogeneousDevices:
 
     def _key(self, choice: LayoutChoice) -> tuple[object, ...]:
         """The properties that a copy's time depends on."""
-        return (choice.tensor, choice.pipeline, choice.stages, choice.recompute, choice.offload)
+        return (
+            choice.tensor, choice.pipeline, choice.context, choice.expert, choice.stages, choice.recompute,
+            choice.offload,
+        )  # fmt: skip
 
-    def classes(self, choice: LayoutChoice, copies: int) -> list[tuple[int, float, float]]:
-        """(copies, fixed seconds, seconds of a sequence) of neighbouring copies that are alike, in order."""
-        key = (copies, *self._key(choice))
+    def classes(self, choice: LayoutChoice, groups: int) -> list[tuple[int, float, float]]:
+        """(groups, fixed seconds, seconds of a sequence) of neighbouring groups that are alike, in order."""
+        key = (groups, *self._key(choice))
         if key not in self._classes:
-            self._classes[key] = self._found_classes(choice, copies)
+            self._classes[key] = self._found_classes(choice, groups)
         return self._classes[key]
 
-    def _found_classes(self, choice: LayoutChoice, copies: int) -> list[tuple[int, float, float]]:
-        width = copies * choice.tensor
-        cuts = {0, copies}
+    def _found_classes(self, choice: LayoutChoice, groups: int) -> list[tuple[int, float, float]]:
+        width = groups * choice.row_devices
+        cuts = {0, groups}
         for begin, _, _ in self.cluster.spans[1:]:
             for stage in range(choice.pipeline):
                 if 0 < begin - stage * width < width:
-                    cuts |= {(begin - stage * width) // choice.tensor}
+                    cuts |= {(begin - stage * width) // choice.row_devices}
         found = []
         ordered, whole = sorted(cuts), self.work.layers
         layers = choice.layers_of(whole) if choice.stages else (whole / choice.pipeline,) * choice.pipeline
@@ -154,7 +156,7 @@ class HeterogeneousDevices:
             fixed = each = 0.0
             for stage in range(choice.pipeline):
                 part = layers[stage] / whole
-                at = stage * width + first * choice.tensor
+                at = stage * width + first * choice.row_devices
                 stage_fixed, stage_each = self.fit_kind_speed(self.kinds_of(at, at + 1)[0], choice)
                 fixed, each = max(fixed, stage_fixed * part), max(each, stage_each * part)
             found.append((behind - first, fixed, each))
@@ -162,15 +164,16 @@ class HeterogeneousDevices:
 
     def fit_kind_speed(self, kind: DeviceKind, choice: LayoutChoice) -> tuple[float, float]:
         """(fixed seconds, seconds of a sequence) of a micro-batch of the whole model on devices of a kind."""
-        key = (kind.name, choice.tensor, choice.recompute, choice.offload)
+        key = (kind.name, choice.tensor, choice.context, choice.recompute, choice.offload)
         if key not in self._paces:
-            alone = replace(self.cluster, groups=(NodeGroup(1, choice.tensor, kind),))
+            # Experts as each rank computes them: the exchange is the same for all.
+            alone = replace(self.cluster, groups=(NodeGroup(1, choice.row_devices, kind),))
             times = []
             for sequences in (1, 4):
                 work = replace(self.work, global_batch=sequences)
                 plain = replace(
                     choice, pipeline=1, virtual=1, stages=(), shares=(), state=(), shard_degree=0,
-                    micro_batch=sequences, devices=choice.tensor,
+                    micro_batch=sequences, devices=choice.row_devices, expert=1,
                 )  # fmt: skip
                 terms = CostModel(work, alone, self.constants).estimate(plain).terms
                 times.append(terms["compute"] + terms["communication"] + terms["offload"])

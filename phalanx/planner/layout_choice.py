@@ -12,9 +12,11 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """`tensor` ranks share each layer, `pipeline` stages follow one another, and the rest of `devices` are copies.
+    """`tensor` ranks share each layer, `pipeline` stages follow one another, and the rest of `devices` are copies, of
+    which `context` neighbours share each row, and `expert` neighbours the experts of each layer.
 
-    `stages` are layers of each stage and `shares` sequences of each copy in a step; () divides evenly. `micro_batch` is
+    `stages` are layers of each stage and `shares` sequences of each row group in a step: of a copy, or of `context`
+    copies together; () divides evenly. `micro_batch` is
     in sequences. `zero` and `shard_degree` (0: over all copies) say what of the state is kept by whom, `slots` how many
     times. `virtual` chunks of each stage are interleaved, and `stages` are then layers of each chunk, in the model's
     order; with `order` "zero_bubble" they are folded: a stage has the nth chunk from either end. `engine`: "sharded" is
@@ -32,6 +34,8 @@ class LayoutChoice:
     stages: tuple[int, ...] = ()
     virtual: int = 1
     order: PipelineSchedule = "1f1b"  # interleaved chunks run in that of 1f1b
+    context: int = 1
+    expert: int = 1
     micro_batch: int = 1
     shares: tuple[int, ...] = ()
     reduce: Literal["per_step", "per_micro_batch"] = "per_step"
@@ -46,7 +50,17 @@ class LayoutChoice:
     @property
     def lockstep(self) -> bool:
         """Whether all copies run the same number of micro-batches, some empty, since each has collectives."""
-        return self.engine == "fsdp" or in_lockstep(self.zero, self.reduce)
+        return self.engine == "fsdp" or in_lockstep(self.zero, self.reduce) or self.expert > 1
+
+    @property
+    def row_devices(self) -> int:
+        """Neighbouring devices of a stage that take rows together."""
+        return self.tensor * self.context
+
+    @property
+    def group_devices(self) -> int:
+        """Devices that take rows together, of all stages."""
+        return self.row_devices * self.pipeline
 
     def layers_of(self, layers: int) -> tuple[int, ...]:
         """Layers of each stage: with interleaved chunks every `pipeline`th chunk, with folded ones the nth from

@@ -73,6 +73,22 @@ def reduce_scatter_s(
     return seconds + hops
 
 
+def all_to_all_s(sent_bytes: float, ring: RingPlacement, cluster: ClusterSpec, constants: CostConstants) -> float:
+    """Seconds of an all-to-all in which each rank of the ring sends `sent_bytes` to the others, as much to each: those
+    to its own node at its link's speed, and those of all its node's ranks to other nodes at the network's."""
+    if ring.ranks < 2 or not sent_bytes:
+        return 0.0
+    kind, nodes = ring.kind, ring.nodes
+    local, each = ring.ranks / nodes, sent_bytes / (ring.ranks - 1)
+    seconds = each * (local - 1.0) / (kind.link_bytes_per_s * constants.near_share)
+    hops = (ring.ranks - nodes) * kind.link_latency_s
+    if nodes > 1:
+        leaving = each * (ring.ranks - local) * local * ring.concurrent_rings * 8.0
+        seconds = max(seconds, leaving / (cluster.between_bits_per_s * constants.far_share))
+        hops += (nodes - 1) * cluster.between_latency_s
+    return seconds + hops
+
+
 def all_reduce_s(moved_bytes: float, ring: RingPlacement, cluster: ClusterSpec, constants: CostConstants) -> float:
     """Seconds of an all-reduce: a reduce-scatter and an all-gather (Thakur et al. 2005)."""
     return 2.0 * reduce_scatter_s(moved_bytes, ring, cluster, constants)

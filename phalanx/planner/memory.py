@@ -4,9 +4,10 @@ What lasts from one micro-batch to the next is that of `layout.memory_model`; ac
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from phalanx.layout.context_exchange import TILE_QUERIES, TILE_SCORE_BYTES, count_held_keys
 from phalanx.layout.memory_model import (
     GRADIENTS,
     MASTERS,
@@ -37,6 +38,7 @@ CHECKPOINT_COPY = "a checkpoint's copy"  # a temporary copy, beyond the memory o
 # another node's ranks.
 IN_MEMORY_STEPS, REPLICAS = "kept steps", "replicas of other ranks"
 IN_SHARES = (*STATE_ITEMS, IN_MEMORY_STEPS, REPLICAS)  # items that grow with a device's share of the state
+OTHER_KEYS, TILE_SCORES = "keys and values of other ranks", "scores of attention"
 READ_NORMS = (("q", "k", "v"), ("gate", "up"))  # matrices that read what one norm gives
 # Of an element of what is dropped, while random bits are made: three words of 8 bytes for two, and their halves apart.
 DRAW_BYTES = 20
@@ -226,6 +228,9 @@ def estimate_device_memory(
     `replicated`: other nodes are to keep its state, too, where there is room."""
     first, last = choice.ends(stage)
     whole, block, embedding, head = parameters_of(work, choice.tensor, layers, first, last)
+    # Experts of other ranks are not held, but as few ranks divide the state of those that are.
+    elsewhere = work.expert_parameters * (1.0 - 1.0 / choice.expert)
+    owned, whole, block = whole * own_share, whole - layers * elsewhere, block - elsewhere
     width = work.width if choice.engine in ("sharded", "fsdp") else 2 if work.width == 2 else 4
     zero = choice.zero if copies > 1 else min(choice.zero, 1)
     each = ElementBytes(width, work.gather_bytes, work.master_bytes)
@@ -234,13 +239,14 @@ def estimate_device_memory(
     # Of a block, of the embedding and of the head; frozen parameters have separate buckets.
     learns = (block, embedding, head) if work.lora is None else (float(count_adapter_parameters(work)), 0.0, 0.0)
     learning = layers * learns[0] + learns[1] + learns[2]
+    own = owned if work.lora is None else learning * own_share
     edges = [edge for edge in (embedding, head) if edge]
     held = Holdings(
         trained=_sizes(layers, learns[0], learns[1:]),
         frozen={} if work.lora is None else _sizes(layers, block - learns[0], edges),
-        own=learning * own_share,
-        own_frozen=(whole - learning) * own_share,
-        state_bytes=learning * own_share * work.state_bytes,
+        own=own,
+        own_frozen=owned - own,
+        state_bytes=own * work.state_bytes,
         # A table that the head uses too is always there.
         units=_sizes(layers, block, [head] if work.tied else edges),
         root=embedding if work.tied else 0.0,
@@ -248,7 +254,7 @@ def estimate_device_memory(
     if choice.engine == "fsdp":
         parts = count_fsdp_bytes(held, each, reshards=zero == 3)
     elif choice.engine != "sharded":
-        parts = _others_bytes(work, whole, learning * (1.0 if unsharded else own_share), width)
+        parts = _others_bytes(work, whole, learning if unsharded else own, width)
     elif several or work.far_bytes is not None:
         reduce = choice.reduce if copies > 1 else "per_step"
         parts = count_sharded_bytes(
@@ -270,10 +276,14 @@ def estimate_device_memory(
             parts[IN_MEMORY_STEPS] = keeps.bytes_beside(there, state, gradient)
         if keeps.replicas:
             parts[REPLICAS] = keeps.replica_bytes(state, gradient)
-    beside = band_bytes(work, kind, choice.tensor, sequences)
+    rows = sequences / choice.context  # of which its positions are as many
+    by = work.find_exchange(choice.tensor, choice.context)
+    # Tiles of attention, which the other exchanges have, keep nothing for a window.
+    beside = band_bytes(work, kind, choice.tensor, rows) if by == "heads" else 0.0
     if choice.engine == "sharded" and not work.both_ways:
         beside += rope_bytes(work, sequences)
-    kept, again = block_activations(work, choice, beside)
+    held_work = work if by == "heads" else replace(work, attention_dropout=False)  # tiles keep no scores
+    kept, again = block_activations(held_work, choice, beside)
     under_way = float(min(choice.pipeline - stage, micro_batches))
     if choice.order == "gpipe":
         under_way = float(micro_batches if choice.pipeline > 1 else 1)
@@ -284,21 +294,25 @@ def estimate_device_memory(
         under_way = min(float(micro_batches), choice.pipeline * more)
     # Those of the last blocks stay, and with adapters the first one's, to which there is no gradient.
     blocks = min(work.horizon + (work.lora is not None), layers) if choice.offload else layers
-    parts["activations"] = sequences * under_way * blocks * kept
-    again *= sequences
+    parts["activations"] = rows * under_way * blocks * kept
+    again *= rows
     if last and choice.engine == "sharded":
         # The last norm and its input, and the loss; in a block's backward pass these are over.
         residual = work.width if work.width < 4 else 0  # otherwise the norm keeps it
         normalised = work.width if work.lora is None else 0
-        edge = sequences * work.seq_len * work.hidden * (4 + normalised + work.width + residual)
-        parts["logits"] = loss_bytes(work, kind, choice.tensor, sequences)
-        again += sequences * (gradients_of_block(work, choice) + (min(1, layers - blocks) * kept))  # one comes back
+        edge = rows * work.seq_len * work.hidden * (4 + normalised + work.width + residual)
+        parts["logits"] = loss_bytes(work, kind, choice.tensor, rows)
+        # Of experts, whose stacks of gates and of what they multiply are one parameter, its gradient.
+        again += work.width * work.expert_parameters / choice.expert * (2.0 / 3.0 if work.gated else 0.5)
+        again += rows * (gradients_of_block(work, choice) + (min(1, layers - blocks) * kept))  # one comes back
         again = edge + max(0.0, again - edge - parts["logits"])
     parts["activations"] += again
     if last and choice.engine != "sharded":
-        logits = sequences * work.seq_len * work.vocabulary / choice.tensor * LOGIT_BYTES * work.width / 2
+        logits = rows * work.seq_len * work.vocabulary / choice.tensor * LOGIT_BYTES * work.width / 2
         parts["logits"] = logits
-    state = learning * (1.0 if unsharded else own_share) * (work.master_bytes + work.state_bytes)
+    if by != "heads":
+        parts |= _context_bytes(work, kind, choice, by, sequences, under_way * blocks)
+    state = (learning if unsharded else own) * (work.master_bytes + work.state_bytes)
     if kind.on_host and choice.engine == "sharded":
         # A checkpoint's copy lies in the same memory; it is made between steps, when nothing is under way.
         resting = (0.0 if zero == 3 else parts[PARAMETERS]) + sum(parts.get(name, 0.0) for name in IN_SHARES)
@@ -307,6 +321,21 @@ def estimate_device_memory(
     slack = max(constants.slack, MEMORY_MARGIN) if choice.engine == "sharded" else constants.slack
     parts["reserved"] = kind.reserved_bytes + slack * kind.memory_bytes
     return DeviceMemory(devices, kind, stage, parts, state, keeps)
+
+
+def _context_bytes(
+    work: StepWork, kind: DeviceKind, choice: LayoutChoice, by: str, sequences: float, layers: float
+) -> dict[str, float]:
+    """What attention by tiles holds beside activations: keys and values of other ranks, with `gather` of as many
+    `layers` as keep theirs, and the scores of some queries, which torch's kernel on a host does without."""
+    keys = count_held_keys(by, [1.0] * choice.context, work.seq_len)
+    kept = layers if by == "gather" and choice.recompute != "full" else 1.0
+    width = 2.0 * max(work.key_channels / choice.tensor, work.head_channels) * work.width
+    found = {OTHER_KEYS: sequences * keys * width * kept}
+    if not kind.on_host or work.attention_dropout or work.windowed_share:
+        largest = -(-work.seq_len // choice.context)
+        found[TILE_SCORES] = sequences * TILE_QUERIES * largest * work.heads / choice.tensor * TILE_SCORE_BYTES
+    return found
 
 
 def _sizes(layers: int, block: float, edges: Sequence[float]) -> Sizes:

@@ -48,7 +48,7 @@ class Plan:
 
 def layout_family(choice: LayoutChoice, zero: int, cluster: ClusterSpec) -> tuple[object, ...]:
     """What tells layouts apart for a reader: of each family only the best is shown."""
-    return (choice.tensor, choice.pipeline, zero, cluster.names)
+    return (choice.tensor, choice.pipeline, choice.context, choice.expert, zero, cluster.names)
 
 
 @dataclass(frozen=True)

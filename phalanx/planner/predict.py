@@ -48,7 +48,7 @@ def predict_recipe_step(
     if config.train.micro_batch != "auto":
         choice = unlike.complete(choice)
         return Prediction(work, cluster, choice, model.estimate(choice))
-    size = -(-work.global_batch // config.parallel.axes.data_parallel_size(cluster.devices))
+    size = -(-work.global_batch // config.parallel.axes.count_row_groups(cluster.devices))
     size = 1 << (size.bit_length() - 1)
     while True:
         tried = unlike.complete(replace(choice, micro_batch=size))
@@ -63,6 +63,7 @@ def choice_of(config: Config, cluster: ClusterSpec) -> LayoutChoice:
     divide the devices."""
     parallel, memory = config.parallel, config.memory.activations
     devices, batch = cluster.devices, config.train.global_batch
+    groups = parallel.axes.count_row_groups(devices)
     staged = parallel.pipeline > 1
     schedule = parallel.schedule if staged else "1f1b"
     copies = config.parallel.axes.data_parallel_size(devices)
@@ -72,7 +73,7 @@ def choice_of(config: Config, cluster: ClusterSpec) -> LayoutChoice:
     if isinstance(work, list):
         shares = tuple(work)
     elif work == "even":
-        shares = tuple(balance.split_evenly(batch, copies))
+        shares = tuple(balance.split_evenly(batch, groups))
     full: dict[str, Any] = {"recompute": "full", "offload": True}
     kept = full if memory == "offload" else {"recompute": "none" if memory == "auto" else memory}
     cuts = (
@@ -86,6 +87,8 @@ def choice_of(config: Config, cluster: ClusterSpec) -> LayoutChoice:
         tensor=parallel.tensor,
         sequence=parallel.tensor > 1 and bool(cuts),
         pipeline=parallel.pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
         stages=() if parallel.layers_per_stage == "auto" or not staged else tuple(parallel.layers_per_stage),
         virtual=pipelines.STAGES_PER_RANK[schedule],
         order="1f1b" if schedule == "interleaved" else schedule,

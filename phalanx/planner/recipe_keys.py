@@ -15,7 +15,7 @@ from phalanx.models.families.catalog import block_options
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.plan import Plan
-from phalanx.planner.search import SearchSpace, list_degrees
+from phalanx.planner.search_space import SearchSpace, list_degrees, list_row_degrees
 from phalanx.planner.work import WIDTH, StepWork, find_ffn_widths, find_head_widths
 
 FRESH_RANK = 16  # the default rank of adapters
@@ -28,6 +28,8 @@ CHOICE_FIELDS = {
     "parallel.tensor": "tensor",
     "parallel.sequence_parallel": "sequence",
     "parallel.pipeline": "pipeline",
+    "parallel.context": "context",
+    "parallel.expert": "expert",
     "parallel.schedule": "virtual",
     "parallel.layers_per_stage": "stages",
     "train.micro_batch": "micro_batch",
@@ -41,7 +43,8 @@ AUTO_LAYOUT: dict[str, Any] = {
     "parallel.layout": "given",
     "parallel.engine": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.grad_reduce": "auto",
     "parallel.tensor": 1, "parallel.sequence_parallel": "auto", "parallel.pipeline": 1, "parallel.schedule": "1f1b",
-    "parallel.layers_per_stage": "auto", "train.micro_batch": "auto", "memory.activations": "none",
+    "parallel.layers_per_stage": "auto", "parallel.context": 1, "parallel.context_by": "auto", "parallel.expert": 1,
+    "balance.context": "auto", "balance.experts": "auto", "train.micro_batch": "auto", "memory.activations": "none",
     "optim.double_buffer": False, "balance.batch": "auto", "balance.optimizer_state": "auto", "balance.hardware": None,
 }  # fmt: skip
 SCHEDULES = {"1f1b": 1, "interleaved": 2}
@@ -55,18 +58,19 @@ ENGINE_FIELDS: dict[str, dict[str, Any]] = {
 
 def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
     """The model's shapes; a vocabulary that is not known yet is taken to be as large as the one that would be trained.
-    `folder_spec` is that of `model.from_hf`. Raises ConfigError for a custom network."""
+    `folder_spec` is that of `model.from_hf`. Raises ConfigError for a custom network, and for unequal parts of rows or
+    experts."""
     if is_custom_task(config) or config.model.code is not None:
         key = "task.code" if is_custom_task(config) else "model.code"
         raise ConfigError(
             f"a plan needs the shapes of a built-in model, and {key} names a custom network; start it with "
             "few steps on one node, or `phalanx train --dry-run` for its memory"
         )
-    for axis in ("context", "expert"):
-        if (degree := getattr(config.parallel, axis)) > 1:
+    for key, shares in (("context", config.balance.context), ("experts", config.balance.experts)):
+        if isinstance(shares, list) and len(set(shares)) > 1:
             raise ConfigError(
-                f"a plan does not know parallel.{axis}, which is {degree}; set parallel.{axis}=1, or "
-                "`phalanx train --dry-run` for its memory"
+                f"a plan takes equal parts of rows and of experts, but balance.{key} is {shares}; set "
+                f"balance.{key}=even, or `phalanx train --dry-run` for its memory"
             )
     if folder_spec is None and config.model.preset is None and config.model.vocab_size == "auto":
         config = load.update_config(config, {"model.vocab_size": config.data.tokenizer_vocab})
@@ -143,6 +147,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         replays=rule.replays,
         qk_norm=bool(computes.qk_norm),
         own_positions=config.data.format in ("chat", "prompt") or config.data.isolate_documents,
+        context_by=config.parallel.context_by,
     )
 
 
@@ -195,7 +200,7 @@ def space_of(config: Config, work: StepWork, cluster: ClusterSpec, pins: Mapping
             f"memory.activations=offload would move nothing: the inputs of the last {work.horizon} blocks stay on the "
             f"device (memory.offload_prefetch_blocks) and the model has {work.layers}; set memory.activations=full"
         )
-    asked = {f"parallel.{name}": pins[name] for name in ("tensor", "pipeline") if name in pins}
+    asked = {f"parallel.{name}": pins[name] for name in ("tensor", "pipeline", "context", "expert") if name in pins}
     if why := _why_not(config, asked):
         raise ConfigError(why)
     # The architecture of a folder's model is not in the recipe, and a start would refuse to split it.
@@ -224,7 +229,23 @@ def space_of(config: Config, work: StepWork, cluster: ClusterSpec, pins: Mapping
             f"{words} does not come out even on {cluster.devices} devices and a model of {work.layers} layers and "
             f"{work.heads} heads; choose divisors, and slices that fit on one node"
         )
-    return SearchSpace(tuple(found), pins=dict(pins))
+    usual = {"context": (1,), "expert": (1,)} if work.both_ways else list_row_degrees(work, cluster)
+    contexts, experts = (_row_degrees(config, axis, degrees, pins) for axis, degrees in usual.items())
+    return SearchSpace(tuple(found), contexts, experts, pins=dict(pins))
+
+
+def _row_degrees(config: Config, axis: str, usual: Sequence[int], pins: Mapping[str, Any]) -> tuple[int, ...]:
+    """Degrees of context or expert parallelism that the recipe can have: the one that is asked for, or `usual` ones."""
+    if axis in pins:
+        return (pins[axis],)
+    before = {
+        f"parallel.{axis}": 1,
+        "parallel.context_by": "auto",
+        "balance.context": "auto",
+        "balance.experts": "auto",
+    }
+    plain = load.update_config(config, before)
+    return tuple(each for each in usual if each == 1 or _why_not(plain, {f"parallel.{axis}": each}) is None)
 
 
 def _why_not(config: Config, values: Mapping[str, int]) -> str | None:
@@ -254,6 +275,9 @@ def keys_of(plan: Plan, config: Config) -> dict[str, Any]:
         "parallel.pipeline": choice.pipeline,
         "parallel.schedule": "interleaved" if choice.virtual > 1 else "1f1b",
         "parallel.layers_per_stage": list(choice.stages) if choice.stages else "auto",
+        "parallel.context": choice.context,
+        "parallel.context_by": config.parallel.context_by if choice.context > 1 else "auto",
+        "parallel.expert": choice.expert,
         "train.micro_batch": choice.micro_batch,
         "memory.activations": activations_key(choice),
         "optim.double_buffer": choice.slots == 2,

@@ -7,8 +7,8 @@ shares by their speed (balance.py), stages of a pipeline layers by theirs (layou
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from phalanx.layout import balance
@@ -21,40 +21,16 @@ from phalanx.planner.heterogeneous import HeterogeneousDevices
 from phalanx.planner.layout_choice import LayoutChoice, Recompute
 from phalanx.planner.memory import DeviceMemory
 from phalanx.planner.plan import WORTH, BestPlans, Plan, SearchResult, layout_family
+from phalanx.planner.search_space import SearchSpace, only_degrees
 from phalanx.planner.work import StepWork
 
 RECOMPUTE: tuple[tuple[Recompute, bool], ...] = (("none", False), ("selective", False), ("full", False), ("full", True))
 MOST_GROUPS = 4  # groups of which all subsets are tried; of more, those of the fastest kinds
 FEW = 16  # copies of the model up to which every number is tried; sequences of one, too
 MOST_SHARES = 4  # even shares that a copy on faster devices may have
-FEW_STAGES = 8  # stages up to which every number is tried
 NEARLY = 0.9  # slices of a block may take less than their part of it
 PACE_IS_NEAR = 0.8  # what large micro-batches may be faster by than a line through small ones
 Reduce = Literal["per_step", "per_micro_batch"]
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """What may be chosen: pairs of a tensor and a pipeline degree, and a field of Choice to one value in `pins`;
-    `shares` and `state` may be "even"."""
-
-    degrees: tuple[tuple[int, int], ...] = ((1, 1),)
-    pins: Mapping[str, Any] = field(default_factory=dict)
-    use_all_devices: bool = False  # all devices in the order they are in, since they are there already
-
-
-def list_degrees(work: StepWork, cluster: ClusterSpec, asked: int = 0) -> Iterator[tuple[int, int]]:
-    """Pairs of a tensor and a pipeline degree that come out even: slices of all heads and channels on one node, and no
-    more stages than layers. Of more than FEW_STAGES, powers of two and three times such, as many as there are layers,
-    and the number that is `asked` for: the same for all clusters, as more devices are never to be a loss."""
-    for tensor in range(1, max(group.per_node for group in cluster.groups) + 1):
-        divides = work.heads % tensor == 0 and work.ffn % tensor == 0 and (tensor == 1 or not work.router_rows)
-        heads = work.kv_heads % tensor == 0 or tensor % work.kv_heads == 0
-        if divides and heads and any(group.per_node % tensor == 0 for group in cluster.groups):
-            for pipeline in range(1, min(work.layers, cluster.devices // tensor) + 1):
-                usual = pipeline <= FEW_STAGES or pipeline // (pipeline & -pipeline) in (1, 3)
-                if usual or pipeline in (work.layers, asked):
-                    yield tensor, pipeline
 
 
 def search_layouts(
@@ -105,14 +81,16 @@ def _with_fewer(
     cluster may be faster. Removes one more as long as that helps."""
     seen = set()
     for plan in plans:  # which grows
-        groups, degrees = plan.cluster.groups, (plan.choice.tensor, plan.choice.pipeline)
+        groups, choice = plan.cluster.groups, plan.choice
+        degrees = (choice.tensor, choice.pipeline)
         if len(groups) == 1 or plan.cluster.nodes > FEW:
             continue
         for number, group in enumerate(groups):
             part = plan.cluster.resize_groups([each.nodes - (place == number) for place, each in enumerate(groups)])
-            if group.nodes > 1 and (part.names, degrees) not in seen:
-                seen.add((part.names, degrees))
-                _Search(work, part, replace(space, degrees=(degrees,)), constants, found, False).search_cluster()
+            key = part.names, degrees, choice.context, choice.expert
+            if group.nodes > 1 and key not in seen:
+                seen.add(key)
+                _Search(work, part, only_degrees(space, choice), constants, found, False).search_cluster()
                 made = [other for other in found.ranking() if other.cluster.names == part.names]
                 plans += [other for other in made[:1] if other.effective_step_s < plan.effective_step_s]
 
@@ -133,6 +111,7 @@ class _Search:
         self.work, self.cluster, self.space, self.constants, self.found = work, cluster, space, constants, found
         self.model = CostModel(work, cluster, constants)
         self.unlike = HeterogeneousDevices(work, cluster, constants)
+        self.rows_fit = True  # of the degrees that are tried, whether one row at a time always fits
         self._blocks: dict[tuple[object, ...], float] = {}
 
     def search_cluster(self) -> None:
@@ -143,23 +122,41 @@ class _Search:
             if not any(group.per_node % tensor for group in self.cluster.groups):
                 if pipeline == 1 and self.turned:
                     continue  # the same in another order
-                for devices in self.device_counts(tensor * pipeline):
-                    self.layouts(tensor, pipeline, devices)
+                engine = pins.get("engine", "sharded")
+                self.search_degrees(LayoutChoice(tensor=tensor, pipeline=pipeline, engine=engine))
+
+    def search_degrees(self, degrees: LayoutChoice) -> None:
+        """Try all degrees of context and expert parallelism beside those of a layout. Rows are shared where one is too
+        much for a copy of the model, or where there are more devices than rows: else two ranks with two rows each do
+        as much without an exchange."""
+        for context in self.space.contexts:
+            self.rows_fit = True
+            for expert in self.space.experts:
+                tried = replace(degrees, context=context, expert=expert)
+                cuts = any(group.nodes * group.per_node % tried.row_devices for group in self.cluster.groups)
+                if context > 1 and cuts and not self.unlike.uniform:
+                    continue  # heterogeneous devices would take rows together
+                for devices in self.device_counts(tried):
+                    self.layouts(tried, devices)
+            more_rows = self.work.global_batch * degrees.tensor * degrees.pipeline * context
+            if self.rows_fit and more_rows >= self.cluster.devices:
+                return
 
     def candidate_values(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
         return (self.space.pins[name],) if name in self.space.pins else values
 
-    def device_counts(self, together: int) -> Iterator[int]:
+    def device_counts(self, degrees: LayoutChoice) -> Iterator[int]:
         """Numbers of devices to try: all that make whole copies; fewer if the largest share of a step stays the
         same, since sequences are whole; and few, if communication takes longer than computing."""
         batch, wanted, shares = self.work.global_batch, self.space.pins.get("devices"), self.space.pins.get("shares")
+        together, step = degrees.group_devices, degrees.expert  # row groups come in so many (layout/mesh_axes.py)
         if isinstance(shares, tuple):
             wanted = len(shares) * together
         if wanted is not None:
-            if wanted % together == 0 and self.cluster.spans[-1][0] < wanted <= self.cluster.devices:
+            if wanted % (together * step) == 0 and self.cluster.spans[-1][0] < wanted <= self.cluster.devices:
                 yield wanted
             return
-        most = min(self.cluster.devices // together, batch)
+        most = min(self.cluster.devices // together, batch) // step * step
         if most < 1:
             return
         if self.space.use_all_devices:
@@ -172,7 +169,11 @@ class _Search:
         counts |= {fewer for share in range(-(-batch // most), FEW + 1) if (fewer := -(-batch // share)) <= most}
         for copies in sorted(counts, reverse=True):
             # What uses nothing of the last group is another part's to try.
-            if copies * together > self.cluster.spans[-1][0] and (copies == most or self.may_win(copies, together)):
+            if (
+                copies % step == 0
+                and copies * together > self.cluster.spans[-1][0]
+                and (copies == most or self.may_win(copies, together))
+            ):
                 yield copies * together
 
     def may_win(self, copies: int, together: int) -> bool:
@@ -182,9 +183,10 @@ class _Search:
         block_s = min(self.block_s(kind, whole, share) for kind in self.cluster.kinds)
         return self.work.layers * block_s / together * NEARLY < self.found.best_s
 
-    def layouts(self, tensor: int, pipeline: int, devices: int) -> None:
+    def layouts(self, degrees: LayoutChoice, devices: int) -> None:
         """Try all other choices, for so many devices."""
-        copies, pins = devices // (tensor * pipeline), self.space.pins
+        tensor, pipeline = degrees.tensor, degrees.pipeline
+        copies, pins, divided = devices // degrees.group_devices, self.space.pins, degrees.context * degrees.expert > 1
         # Stages of heterogeneous devices have different numbers of layers, which interleaved ones cannot have.
         twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.unlike.uniform and "stages" not in pins
         for virtual in self.candidate_values("virtual", (1, 2) if twice else (1,)):
@@ -199,10 +201,11 @@ class _Search:
                     continue  # the host's memory is the device's
                 if offload and self.work.layers <= self.work.horizon:
                     continue  # nothing would leave
-                base = LayoutChoice(
-                    tensor=tensor, pipeline=pipeline, virtual=virtual, recompute=recompute, offload=offload,
-                    sequence=tensor > 1 and pins.get("sequence", self.work.seq_len % tensor == 0), devices=devices,
-                    engine=pins.get("engine", "sharded"),
+                if divided and recompute == "selective" and "recompute" not in pins:
+                    continue  # blocks that are compiled in parts cannot have it
+                base = replace(
+                    degrees, virtual=virtual, recompute=recompute, offload=offload, devices=devices,
+                    sequence=tensor > 1 and pins.get("sequence", self.work.seq_len % tensor == 0),
                 )  # fmt: skip
                 if self.is_slow(base, copies):
                     continue
@@ -211,8 +214,11 @@ class _Search:
                 else:
                     base = replace(base, stages=self.unlike.stage_layers(base, copies))
                 missed = self.found.missed
-                for size in self.sizes(copies):
+                # Of shared rows one at a time: two are as much as one on half as many ranks.
+                sizes = (1,) if base.context > 1 and "micro_batch" not in pins else self.sizes(copies)
+                for size in sizes:
                     if not self.sizes_fit(replace(base, micro_batch=size), copies):
+                        self.rows_fit &= size > 1
                         break
                 if missed == self.found.missed:
                     break  # where everything fits, computing again only takes time
@@ -221,9 +227,9 @@ class _Search:
         """Whether heterogeneous devices are too slow even if all of them were always busy."""
         if self.unlike.uniform or self.found.best_s == math.inf:
             return False
-        width = copies * choice.tensor * choice.pipeline
+        width = copies * choice.group_devices
         per_s = sum(
-            (min(behind, width) - begin) / choice.tensor / self.unlike.fit_kind_speed(group.kind, choice)[1]
+            (min(behind, width) - begin) / choice.row_devices / self.unlike.fit_kind_speed(group.kind, choice)[1]
             for begin, behind, group in self.cluster.spans
             if begin < width
         )
@@ -258,7 +264,7 @@ class _Search:
         if bound_s > WORTH * self.found.best_s:
             return True
         fitted = False
-        for zero, degree, reduce, slots in self.shardings(copies, choice.pipeline):
+        for zero, degree, reduce, slots in self.shardings(copies * choice.context, choice):
             if self.found.is_hopeless(layout_family(choice, zero, self.cluster), bound_s):
                 fitted = True
                 continue
@@ -268,7 +274,7 @@ class _Search:
                 each = replace(each, shares=self.unlike.divide_batch(each, copies))
             holders = self.holders(each, copies)
             worst = min(holders, key=lambda held: held.free_bytes)
-            state = self.state_of(each, copies, holders)
+            state = self.state_of(each, copies * choice.context, holders)
             if worst.free_bytes < 0 and state == ():
                 self.found.note_misfit(each, self.cluster, worst)
             elif state is not None:
@@ -283,7 +289,13 @@ class _Search:
             return ()  # the others know of even parts alone
         if wanted is None:
             short = any(held.free_bytes < 0 for held in holders)
-            if short and not self.unlike.uniform and choice.pipeline == 1 and not degree and copies > 1:
+            if (
+                short
+                and not self.unlike.uniform
+                and choice.pipeline == choice.expert == 1
+                and not degree
+                and copies > 1
+            ):
                 return self.unlike.state_weights(holders, copies, choice.tensor)
             return ()
         if wanted == "even":
@@ -296,10 +308,10 @@ class _Search:
         """Predict a layout; whether it fits."""
         return self.found.see(choice, self.model.estimate(choice), self.cluster)
 
-    def shardings(self, copies: int, pipeline: int) -> Iterator[tuple[int, int, Reduce, int]]:
+    def shardings(self, copies: int, degrees: LayoutChoice) -> Iterator[tuple[int, int, Reduce, int]]:
         """(zero, shard degree, reduce, slots) that the sharded engine can do and that may be worth it. Zero 2 that
         reduces once a step holds more than zero 1 and sends as much, and a pipeline can do no other."""
-        pins, degree = self.space.pins, self.space.pins.get("shard_degree", 0)
+        pins, degree, pipeline = self.space.pins, self.space.pins.get("shard_degree", 0), degrees.pipeline
         if copies == 1 and (degree < 2 or (self.space.use_all_devices and self.cluster.devices == 1)):
             yield 1, 0, "per_step", 1  # nothing to shard
             return
@@ -318,9 +330,10 @@ class _Search:
     def refine(self, choice: LayoutChoice) -> None:
         """What makes little difference and multiplies what there is to try: only for the best of each family."""
         pins, copies = self.space.pins, (choice.devices or self.cluster.devices) // (choice.tensor * choice.pipeline)
+        alone = "shard_degree" in pins or "state" in pins or choice.expert > 1
         per_node = max(1, self.cluster.groups[0].per_node // choice.tensor)
         degrees = [each for each in (per_node, 2 * per_node) if 1 < each < copies and copies % each == 0]
-        degrees = [choice.shard_degree] if "shard_degree" in pins or "state" in pins else [0, *degrees]
+        degrees = [choice.shard_degree] if alone else [0, *degrees]
         slots = self.candidate_values("slots", (1, 2) if choice.zero < 3 and copies > 1 else (1,))
         cuts = [choice.stages]
         if choice.stages and self.unlike.uniform and "stages" not in pins and not self.space.use_all_devices:
@@ -349,7 +362,8 @@ class _Search:
         return micro_batches * longest + (choice.pipeline - 1) * longest / choice.virtual
 
     def block_s(self, kind: DeviceKind, choice: LayoutChoice, sequences: float) -> float:
-        key = (kind.name, choice.tensor, choice.sequence, choice.recompute, sequences)
+        sequences /= choice.context
+        key = (kind.name, choice.tensor, choice.context, choice.sequence, choice.recompute, sequences)
         if key not in self._blocks:
             found = compute_cost.block_pass(self.work, kind, choice, sequences, self.constants)
             self._blocks[key] = found.forward_s + found.backward_s
@@ -360,11 +374,14 @@ class _Search:
         layout. With one stage, one of each group; with several, those of the first and the last stage with the
         most memory."""
         largest = max(choice.shares) if choice.shares else -(-self.work.global_batch // copies)
+        copies *= choice.context
         replicated = memory.needs_replicas(choice, copies, self.cluster)
         layers = choice.layers_of(self.work.layers)
         own, width, found = 1.0 / (choice.shard_degree or copies), copies * choice.tensor, []
         if choice.pipeline == 1:
-            ends = [(0, group.kind, begin // choice.tensor) for begin, _, group in self.cluster.spans if begin < width]
+            ends = [
+                (0, group.kind, begin // choice.row_devices) for begin, _, group in self.cluster.spans if begin < width
+            ]
         else:
             ends = []
             for stage in (0, choice.pipeline - 1):

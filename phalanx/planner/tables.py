@@ -45,8 +45,15 @@ def _layout(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     tensor, pipeline = keys["parallel.tensor"], keys["parallel.pipeline"]
     copies = f"{used['copies']} cop{'y' if used['copies'] == 1 else 'ies'} of the model"
     shape = [copies, *([f"{pipeline} stages"] if pipeline > 1 else []), *([f"{tensor} slices"] if tensor > 1 else [])]
+    context, expert = keys.get("parallel.context", 1), keys.get("parallel.expert", 1)  # older plans
+    divided = [f"rows shared by {context}"] if context > 1 else []
+    divided += [f"experts divided over {expert}"] if expert > 1 else []
     rows = [
-        ("layout", f"{' x '.join(shape)} on {_several(used['devices'], 'device')}, in {record['model']['precision']}")
+        (
+            "layout",
+            f"{', '.join([' x '.join(shape), *divided])} on {_several(used['devices'], 'device')}, in "
+            f"{record['model']['precision']}",
+        )
     ]
     rows.append(("", f"keys of {record['out']}: {' '.join(as_overrides(_short(keys)))}"))
     stages, shares, state = keys["parallel.layers_per_stage"], keys["balance.batch"], keys["balance.optimizer_state"]
@@ -66,7 +73,7 @@ def _short(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Without lists, which may have a thousand numbers, and without defaults."""
     plain = {
         "parallel.tensor": 1, "parallel.sequence_parallel": True, "parallel.pipeline": 1, "parallel.schedule": "1f1b",
-        "optim.double_buffer": False,
+        "optim.double_buffer": False, "parallel.context": 1, "parallel.expert": 1,
     }  # fmt: skip
     return {key: value for key, value in keys.items() if not isinstance(value, list) and plain.get(key) != value}
 

@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from phalanx.layout.context_exchange import AttentionShape, choose_exchange
 from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp64": 8}  # bytes of an element that is kept; fp8 only multiplies
@@ -29,7 +30,8 @@ class DecoderShape(VisiblePositions):
     as in GPT-2; "qkv": the matrices of queries, keys and values alone add one, as in Qwen2. `qk_norm`: each head's
     queries and keys are normalised. With `lora` its adapters alone are trained.
     `ffn` is the width of the feed-forward part that a token goes through; of a mixture of experts there are also
-    `idle_ffn` that it does not, and `router_rows`, all as means over the layers.
+    `idle_ffn` that it does not, `router_rows`, `expert_ffn` of all experts that are chosen among, and the `routed` rows
+    of a token, all as means over the layers; a layer has `experts` of them.
     `attention`: parameters of attention's matrices that are not those of heads (0: they are).
     """
 
@@ -50,6 +52,9 @@ class DecoderShape(VisiblePositions):
     lora: LoraSpec | None = None
     idle_ffn: int = 0
     router_rows: int = 0
+    expert_ffn: int = 0
+    routed: float = 0.0
+    experts: int = 0
     attention: int = 0
 
     @cached_property
@@ -82,6 +87,11 @@ class DecoderShape(VisiblePositions):
     def idle_parameters(self) -> int:
         """Parameters of a block's experts that a token does not go through."""
         return (3 if self.gated else 2) * self.hidden * self.idle_ffn
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of a block's experts that tokens choose among."""
+        return (3 if self.gated else 2) * self.hidden * self.expert_ffn
 
     @cached_property
     def block_parameters(self) -> int:
@@ -125,7 +135,7 @@ def find_head_widths(spec: ModelSpec) -> dict[str, Any]:
 
 
 def find_ffn_widths(layers: int, intermediate: int, moe: MoESpec | None) -> dict[str, Any]:
-    """`ffn`, `idle_ffn` and `router_rows` of a DecoderShape."""
+    """`ffn`, and what a DecoderShape has of experts."""
     if moe is None:
         return {"ffn": intermediate}
     dense = sum(layer < layers for layer in moe.dense_layers)
@@ -134,6 +144,9 @@ def find_ffn_widths(layers: int, intermediate: int, moe: MoESpec | None) -> dict
         "ffn": round(routed * (moe.experts_per_token + moe.shared) * moe.intermediate + (1.0 - routed) * intermediate),
         "idle_ffn": round(routed * (moe.experts - moe.experts_per_token) * moe.intermediate),
         "router_rows": round(routed * moe.experts),
+        "expert_ffn": round(routed * moe.experts * moe.intermediate),
+        "routed": routed * moe.experts_per_token,
+        "experts": moe.experts,
     }
 
 
@@ -149,7 +162,8 @@ class StepWork(DecoderShape):
     `horizon` is a recipe's `memory.offload_prefetch_blocks`.
     `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
     `replays`: other nodes can make updates again.
-    `own_positions`: those of a row are not 0, 1, 2 ..., since it holds several documents.
+    `own_positions`: those of a row are not 0, 1, 2 ..., since it holds several documents. `context_by`: how ranks that
+    share rows exchange keys; "auto" chooses as a run does.
     """
 
     seq_len: int
@@ -170,6 +184,7 @@ class StepWork(DecoderShape):
     replicate: int | str = "off"
     replays: bool = False
     own_positions: bool = False
+    context_by: str = "auto"
 
     @cached_property
     def width(self) -> int:
@@ -193,6 +208,18 @@ class StepWork(DecoderShape):
             return float(self.gather_bytes)
         matrices = self.layers * (self.matrix_parameters + self.idle_parameters) / self.parameters()
         return matrices + (1.0 - matrices) * self.gather_bytes
+
+    def attention_shape(self, tensor: int) -> AttentionShape:
+        """The attention of one of `tensor` ranks."""
+        return AttentionShape(self.heads // tensor, max(1, self.kv_heads // tensor), self.head_channels, self.hidden)
+
+    def find_exchange(self, tensor: int, context: int) -> str:
+        """`context_by` of a layout, as a run resolves it; of one that shares no rows `heads`, as attention is whole."""
+        if context == 1:
+            return "heads"
+        if self.context_by != "auto":
+            return self.context_by
+        return choose_exchange(self.attention_shape(tensor), context, self.seq_len)[0]
 
     def flops_per_token(self) -> float:
         """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, beside 6

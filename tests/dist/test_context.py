@@ -14,6 +14,9 @@ from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.models.attention import ScoreDropout
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.parallel.context import ContextParallel, ContextRows, positions_of, reference_context_attention
+from phalanx.planner.layer_exchanges import context_bytes
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.work import StepWork
 from tests.helpers import run_ranks
 
 LENGTH, ROWS, HEADS, KV_HEADS, WIDTH = 24, 2, 4, 2, 8
@@ -134,3 +137,19 @@ def test_bytes_are_those_of_the_formula() -> None:
         assert sum(each["forward"] for each in sent) == sum(keys) * one
         again = 2 if case["by"] == "ring" else 1
         assert sum(each["backward"] for each in sent) == again * sum(keys) * one
+
+
+def test_a_plan_has_the_bytes_that_a_layer_sends() -> None:
+    cases = [
+        kind | {"shares": [1.0, 1.0], "by": by} for kind in ({}, {"window": 5}) for by in ("gather", "ring", "heads")
+    ]
+    everyones = run_ranks(differences, 2, 240, cases=cases)
+    for number, case in enumerate(cases):
+        work = StepWork(
+            1, HEADS * WIDTH, HEADS, KV_HEADS, ffn=1, vocabulary=8, seq_len=LENGTH, global_batch=ROWS,
+            precision="fp64", window=case.get("window", 0), context_by=case["by"],
+        )  # fmt: skip
+        forward, backward, _ = context_bytes(work, LayoutChoice(context=2))
+        sent = [found[number] for found in everyones]
+        assert sum(each["forward"] for each in sent) == ROWS * forward
+        assert sum(each["backward"] for each in sent) == ROWS * backward

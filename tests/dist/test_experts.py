@@ -2,6 +2,7 @@
 memory and read by any number of ranks; and ranks hold what the model of bytes says."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from phalanx.comm.mesh import join
 from phalanx.core.placement import Placement
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.layout.mesh_axes import MeshAxes
+from phalanx.layout.model_shape import MoESpec
 from phalanx.models.moe import Experts
 from phalanx.parallel.experts import ExpertParallel, apply_expert_parallel
+from phalanx.planner.layer_exchanges import expert_bytes
+from phalanx.planner.layout_choice import LayoutChoice
+from phalanx.planner.work import StepWork, find_ffn_widths
 from phalanx.workload.build import build_components
 from tests.dist.test_in_memory_checkpoints import MOMENTS, killed, resumed, shared
 from tests.helpers import run_ranks
@@ -101,6 +106,35 @@ def test_divided_experts_give_what_one_process_gives() -> None:
         told = sum(5 - count for count in counts)
         # Two passes, each of which sends a row and gets one back, as its gradient does, after the counts.
         assert sum(found[number]["bytes"] for found in everyones) == 2 * (4 * away * 32 * 8 + told * 8)
+
+
+def count_balanced(placement: Placement) -> list[int]:
+    """Bytes that a rank sends in a layer's forward and backward pass, of tokens that choose 4 experts thrice each."""
+    spec = replace(SPEC, moe=MoESpec(experts=4, experts_per_token=2, intermediate=24))
+    with join(placement, 60, axes=MeshAxes(expert=placement.world)) as mesh:
+        assert mesh.expert is not None
+        experts = Experts(spec)
+        model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": experts})})
+        whole = torch.nn.ModuleDict({"layers": model})
+        apply_expert_parallel(whole, ExpertParallel(mesh.expert, mesh.traffic, (2, 2)))
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter)
+        chosen = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3], [0, 3], [1, 2]])
+        mesh.traffic.take()
+        out = experts(torch.randn(6, 32, requires_grad=True), chosen, torch.rand(6, 2))
+        forward = mesh.traffic.take().payload_bytes
+        out.sum().backward()
+        return [forward, mesh.traffic.take().payload_bytes]
+
+
+def test_a_plan_has_the_bytes_that_balanced_experts_send() -> None:
+    moe = MoESpec(experts=4, experts_per_token=2, intermediate=24)
+    work = StepWork(
+        layers=1, hidden=32, heads=4, kv_heads=2, vocabulary=31, seq_len=3, global_batch=2, precision="fp32",
+        gather_bytes=4, **find_ffn_widths(1, 24, moe),
+    )  # fmt: skip
+    for sent in run_ranks(count_balanced, 2, 60):
+        assert tuple(sent) == expert_bytes(work, LayoutChoice(expert=2), rows=2)
 
 
 # ------------------------------------------------------------------------------------------------------- a run's state

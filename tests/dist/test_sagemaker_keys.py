@@ -322,7 +322,7 @@ def refusal(placement: Placement, settings: dict[str, Any], what: str) -> str:
         ({}, "config", "remove it"),
         ({}, "again", "called before with other settings"),
         ({"expert_parallel_degree": 2}, "", "no expert parallelism"),
-        ({"context_parallel_degree": 2}, "", "has no context parallelism"),
+        ({"context_parallel_degree": 2}, "", "context_parallel_degree is 2, but no model was transformed"),
         ({}, "wrap", ""),
         ({"sm_activation_offloading": False}, "wrap", ""),
         ({"activation_loading_horizon": 3}, "wrap", ""),

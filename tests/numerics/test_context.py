@@ -135,6 +135,17 @@ def test_blocks_are_compiled_around_the_exchange(
     assert_same(runs.outcome(tmp_path), alone(changes))
 
 
+@pytest.mark.skipif(not ALL, reason="PHALANX_TEST_ALL is not set")
+@pytest.mark.parametrize("by", ["gather", "heads", "ring"])
+def test_compiled_blocks_have_the_curve_of_one_process(
+    by: str, tokens: Path, tmp_path: Path, alone: Callable[[dict[str, Any]], Outcome]
+) -> None:
+    """By the compiler of a run, unlike above."""
+    changes = {"parallel__context": 2, "balance__context": [3, 1], "parallel__context_by": by, "train__compile": True}
+    changes |= {"memory__activations": "full", "train__steps": 6}
+    assert_same(walk(2, tmp_path / "run", tokens, **{**CONTEXT, **changes}), alone({}))
+
+
 def assert_same(many: Outcome, one: Outcome) -> None:
     """`many`, or its first steps, and what came of it."""
     steps = len(many.losses)

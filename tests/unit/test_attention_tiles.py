@@ -2,8 +2,9 @@
 
 import torch
 
-from phalanx.autotune.dry_run import LiveBytes
-from phalanx.models.attention_tiles import QUERIES, SCORE_BYTES, TileOptions, tile_backward, tile_forward
+from phalanx.autotune.fake_passes import LiveBytes
+from phalanx.layout.context_exchange import TILE_QUERIES, TILE_SCORE_BYTES
+from phalanx.models.attention_tiles import TileOptions, tile_backward, tile_forward
 
 
 def test_scores_of_16_bit_inputs_are_not_rounded() -> None:
@@ -31,7 +32,7 @@ def test_scores_take_the_bytes_that_a_dry_run_reckons_with() -> None:
     out, lse = tile_forward(q, k, v, options)
     with LiveBytes([q, k, v, grad, out, lse]) as live:
         tile_backward(grad, q, k, v, out, lse, options)
-    reckoned = 2 * QUERIES * 2048 * SCORE_BYTES
+    reckoned = 2 * TILE_QUERIES * 2048 * TILE_SCORE_BYTES
     assert 0.8 * reckoned < live.peak < 1.05 * reckoned
 
 

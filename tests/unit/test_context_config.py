@@ -12,11 +12,16 @@ from phalanx.config import load
 from phalanx.config.resolve import resolve_autos
 from phalanx.core.errors import ConfigError
 from phalanx.layout.balance import UNBOUND, Speed
-from phalanx.layout.context_exchange import AttentionShape, choose_exchange, count_exchanged_elements
+from phalanx.layout.context_exchange import (
+    TILE_QUERIES,
+    TILE_SCORE_BYTES,
+    AttentionShape,
+    choose_exchange,
+    count_exchanged_elements,
+)
 from phalanx.layout.context_slices import slice_in_pairs
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.layout.model_shape import LatentSpec
-from phalanx.models.attention_tiles import QUERIES, SCORE_BYTES
 from phalanx.workload.context_task import join_speeds
 from phalanx.workload.workload import make_workload, read_model_shape
 
@@ -38,7 +43,6 @@ def config_of(changes: dict[str, Any], **model: Any) -> Any:
         ({"balance.context": [1, 2]}, "balance.context has no effect with parallel.context 1"),
         ({"parallel.context": 2, "balance.context": [1, 2, 3]}, "balance.context has 3 numbers"),
         ({"parallel.context": 2, "parallel.engine": "fsdp2"}, "cannot be combined with parallel.engine fsdp2"),
-        ({"parallel.context": 2, "parallel.layout": "auto"}, "parallel.context requires parallel.layout given"),
         ({"parallel.context": 2, "task.kind": "masked"}, "built-in decoders only"),
         (
             {"parallel.context": 2, "train.compile": True, "memory.activations": "selective"},
@@ -98,8 +102,12 @@ def test_keys_of_latent_heads_and_scores_of_the_largest_part_are_reckoned_with()
     plain = bytes_of(bytes_of_other_keys, {})
     assert plain == 2 * 8 * 2 * 2 * 8 * 2  # two parts of a row, keys and values of two heads of 8
     assert bytes_of(bytes_of_other_keys, {}, latent=latent) == 4 * plain
+    # Of 16 positions the rank with twelve holds four of the other, which a ring has twice.
+    assert bytes_of(bytes_of_other_keys, {"balance.context": [3, 1]}) == plain / 2
+    layers = {"parallel.context_by": "gather", "memory.activations": "none"}
+    assert bytes_of(bytes_of_other_keys, layers | {"balance.context": [3, 1]}) == plain / 4 * config_of({}).model.layers
     even = bytes_of(bytes_of_scores, {})
-    assert even == QUERIES * 8 * 4 * SCORE_BYTES
+    assert even == TILE_QUERIES * 8 * 4 * TILE_SCORE_BYTES
     assert bytes_of(bytes_of_scores, {"balance.context": [3, 1]}) == 1.5 * even
 
 

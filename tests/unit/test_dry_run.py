@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.autotune.dry_run import LiveBytes, _dry_run, compute_activation_bytes, dry_run, measure_peak_bytes
+from phalanx.autotune.dry_run import _dry_run, dry_run
+from phalanx.autotune.fake_passes import LiveBytes, compute_activation_bytes, measure_peak_bytes
 from phalanx.autotune.footprint import find_peak_bytes
 from phalanx.autotune.micro_batch import find_least_zero
 from phalanx.autotune.rank_bytes import in_memory_checkpoint_bytes, state_bytes
@@ -19,6 +20,7 @@ from phalanx.launch.dry_run_estimate import dry_run as command_dry_run
 from phalanx.layout.pipeline_stages import divide_layers
 from phalanx.models.families.catalog import PRESETS, parameter_count
 from phalanx.models.hf_config import config_from_spec
+from phalanx.models.layers import default_chunk
 from phalanx.models.llama import Llama
 from phalanx.parallel.parallelize import change_blocks
 from phalanx.parallel.pipeline import build_actions
@@ -311,6 +313,32 @@ def test_the_longest_row_fills_the_device(capsys: pytest.CaptureFixture[str], mo
         assert there["memory_total"] == pytest.approx(0.8 * gib * 2**30, rel=0.05)
     run_size.print_run_size(short)
     assert f"{formats.format_count(short['longest_rows']['80'])} positions" in capsys.readouterr().out
+
+
+def test_the_loss_takes_no_less_for_longer_rows() -> None:
+    """Around a chunk of the loss, where as many tokens in equal chunks have fewer in each."""
+    preset = {"preset": "llama-3.2-1b", "layers": 2, "max_seq_len": 1 << 16}
+    chunk = default_chunk(128256, torch.device("meta"))
+    lengths = [chunk // 2, chunk - 1, chunk, chunk + 1, 3 * chunk // 2, 2 * chunk + 1, 8 * chunk]
+    found = [
+        _dry_run(checked(preset, data={"seq_len": length}, train={"global_batch": 2, "micro_batch": 1}), 1, ["none"])
+        for length in lengths
+    ]
+    losses = [each["memory"]["loss and the head's gradient"] for each in found]
+    assert losses == sorted(losses)
+
+
+def test_a_table_of_positions_ends_the_longest_row(tmp_path: Path) -> None:
+    sizes = {"hidden": 64, "layers": 2, "heads": 4, "vocab_size": 300, "max_seq_len": 512}
+    sections = {
+        "data": {"seq_len": 256}, "train": {"global_batch": 2, "micro_batch": 1},
+        "parallel": {"context": 2, "context_by": "gather"},
+    }  # fmt: skip
+    fresh = checked({"architecture": "gpt2", **sizes}, **sections)
+    assert dry_run(fresh, 2)["longest_rows"]["80"] > 512  # with a table of as many rows
+    (tmp_path / "config.json").write_text(json.dumps(config_from_spec(recipe_spec(fresh), torch.bfloat16)))
+    trained = checked({"from_hf": str(tmp_path)}, **sections)
+    assert dry_run(trained, 2)["longest_rows"]["80"] == 512
 
 
 def test_a_layout_of_a_large_model_fits_where_its_quarter_would() -> None:

@@ -28,6 +28,7 @@ COUNTS = {
     "optim.name": "sgd", "optim.double_buffer": "true",
     "parallel.engine": "fsdp2", "parallel.zero": "3", "parallel.grad_reduce": "per_micro_batch",
     "parallel.shard_degree": "2", "parallel.sequence_parallel": "false", "parallel.pipeline": "2",
+    "parallel.context": "2",
     "balance.batch": "even", "balance.optimizer_state": "even", "balance.hardware": "hardware.json",
     "memory.activations": "full", "memory.offload_prefetch_blocks": "3", "comm.compress": "bf16",
     "checkpoint.every": "3", "resilience.in_memory_checkpoints": "false", "resilience.replicate_every": "off",
@@ -76,7 +77,7 @@ REFUSED = {
     "callback.options": "{a: 1}",
     "optim.options": "{momentum: 0.9}", "optim.decay_share": "0.5", "optim.decay_shape": "sqrt",
     "parallel.tensor": "2", "parallel.schedule": "interleaved", "parallel.layers_per_stage": "[1, 3]",
-    "parallel.context": "2", "parallel.context_by": "ring", "balance.context": "[3, 1]",
+    "parallel.context_by": "ring", "balance.context": "[3, 1]",
     "parallel.expert": "2", "balance.experts": "[3, 1]", "model.latent": "[0, 12, 4, 6]", "model.moe.scale": "2",
     "model.moe.shared": "1", "model.moe.groups": "2", "model.moe.groups_per_token": "2",
 }  # fmt: skip

@@ -16,7 +16,8 @@ from phalanx.planner.cost import CostModel
 from phalanx.planner.heterogeneous import HeterogeneousDevices
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.plan import Plan, SearchResult
-from phalanx.planner.search import Reduce, SearchSpace, list_degrees, search_layouts
+from phalanx.planner.search import Reduce, search_layouts
+from phalanx.planner.search_space import SearchSpace, list_degrees
 from phalanx.planner.work import StepWork
 
 SMALL = StepWork(

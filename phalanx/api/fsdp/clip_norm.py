@@ -81,7 +81,8 @@ def _norm(
     for name, gradient in gradients:
         slice_ = session.shards.get(name)
         alike = session.ranks.tensor if slice_ is None else slice_.copies
-        total += torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32).double() ** norm_type / alike
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total += torch.linalg.vector_norm(gradient, norm_type, dtype=wide).double() ** norm_type / alike
     return (_over_ranks(total, dist.ReduceOp.SUM, group) ** (1 / norm_type)).float()
 
 

@@ -60,6 +60,8 @@ def start_session(session: FsdpSession) -> None:
     if not session.native:
         for kind in ("tensor", "data", "shard", "copy", "whole"):
             session.group(kind)
+    if session.ranks.context > 1:
+        session.group("context")
     sessions.begin_session(session)
 
 

@@ -11,7 +11,7 @@ Groups = list[list[int]]
 @dataclass(frozen=True)
 class RankLayout:
     """Layout of ranks: `tensor` ranks hold slices of the same tensors, `shard` of those hold shards of the same state;
-    the rest are copies.
+    the rest are copies. `context` neighbours with the same slices share rows.
 
     Each list of groups has every rank in exactly one of them, and is the same on all ranks.
     """
@@ -19,6 +19,7 @@ class RankLayout:
     world: int
     tensor: int = 1
     shard: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         assert self.tensor >= 1 and self.shard >= 1 and self.world % (self.tensor * self.shard) == 0, self
@@ -44,6 +45,14 @@ class RankLayout:
     def data_groups(self) -> Groups:
         """Groups of ranks that hold the same slices, and see different data."""
         return [list(range(slice_, self.world, self.tensor)) for slice_ in range(self.tensor)]
+
+    def context_rank(self, rank: int) -> int:
+        return rank // self.tensor % self.context
+
+    def context_groups(self) -> Groups:
+        """Groups of ranks that share rows."""
+        size = self.context
+        return [ranks[at : at + size] for ranks in self.data_groups() for at in range(0, len(ranks), size)]
 
     def shard_groups(self) -> Groups:
         """Groups of ranks that hold the same slices of one copy, each a shard."""

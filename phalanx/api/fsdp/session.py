@@ -6,7 +6,7 @@ argument for it. It is kept in the only variable of the package that outlives a 
 
 import os
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,10 +52,11 @@ class FsdpSession:
     requests: Any = None  # the queue of asynchronous saves
 
     def group(self, kind: str) -> dist.ProcessGroup:
-        """This rank's group of kind `tensor`, `data`, `shard`, `copy` or `whole`; collective on first use."""
+        """This rank's `tensor`, `context`, `data`, `shard`, `copy` or `whole` group; collective on first use."""
         if kind not in self.groups:
             lists = {
                 "tensor": self.ranks.tensor_groups,
+                "context": self.ranks.context_groups,
                 "data": self.ranks.data_groups,
                 "shard": self.ranks.shard_groups,
                 "copy": self.ranks.copy_groups,
@@ -64,18 +65,19 @@ class FsdpSession:
             self.groups[kind] = mesh.make_subgroup(lists)
         return self.groups[kind]
 
-    def axis(self) -> mesh.Axis:
-        """The tensor-parallel ranks, and this rank's index among them."""
-        if "axis" not in self.groups:  # created once: models refer to it weakly
-            ranks = next(each for each in self.ranks.tensor_groups() if self.rank in each)
-            place = self.ranks.tensor_rank(self.rank)
-            self.groups["axis"] = mesh.Axis(self.group("tensor"), tuple(ranks), place)
-        return self.groups["axis"]
+    def axis(self, kind: str = "tensor") -> mesh.Axis:
+        """The ranks of this rank's group of kind `tensor` or `context`, and its index among them."""
+        name = f"{kind} axis"
+        if name not in self.groups:  # created once: models refer to it weakly
+            groups = self.ranks.tensor_groups() if kind == "tensor" else self.ranks.context_groups()
+            ranks = next(each for each in groups if self.rank in each)
+            self.groups[name] = mesh.Axis(self.group(kind), tuple(ranks), ranks.index(self.rank))
+        return self.groups[name]
 
     def shard_natively(self, degree: int) -> None:
         """Note that the script itself shards over this many ranks; then groups of ranks follow that degree."""
         if self.ranks.world % degree == 0:
-            self.ranks = RankLayout(self.ranks.world, self.ranks.tensor, degree)
+            self.ranks = replace(self.ranks, shard=degree)
 
     def display_name(self, name: str) -> str:
         """Name of a setting in the call that set it."""
@@ -153,13 +155,14 @@ def check_wrap(session: FsdpSession, sync: bool) -> None:
 
 
 def require_transform(session: FsdpSession) -> None:
-    """Raise ConfigError if tensors should be split, but no model was transformed."""
-    if session.ranks.tensor > 1 and "transform" not in session.done:
-        call = session.display_name("transform")
-        raise ConfigError(
-            f"{session.display_name('tensor')} is {session.ranks.tensor}, but no model was transformed, so nothing "
-            f"would be split; call model = {call}(model) before the model is wrapped or trained, or set it to 1"
-        )
+    """Raise ConfigError if tensors should be split, or rows, but no model was transformed."""
+    for kind, degree in (("tensor", session.ranks.tensor), ("context", session.ranks.context)):
+        if degree > 1 and "transform" not in session.done:
+            call = session.display_name("transform")
+            raise ConfigError(
+                f"{session.display_name(kind)} is {degree}, but no model was transformed, so nothing would be split; "
+                f"call model = {call}(model) before the model is wrapped or trained, or set it to 1"
+            )
 
 
 def local_world() -> int:

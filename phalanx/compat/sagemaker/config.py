@@ -162,6 +162,12 @@ def _contradictions(settings: Settings, world: int) -> list[tuple[set[str], str]
             f"hybrid_shard_degree {shard} x tensor_parallel_degree {tensor} x expert_parallel_degree {experts} does "
             f"not divide the {ranks}; give degrees whose product does",
         ))  # fmt: skip
+    if world % (tensor * context):
+        found.append((
+            {"tensor_parallel_degree", "context_parallel_degree"},
+            f"tensor_parallel_degree {tensor} x context_parallel_degree {context} does not divide the {ranks}; give "
+            "degrees whose product does",
+        ))  # fmt: skip
     if context > 1 and shard and context > shard:
         found.append((
             {"context_parallel_degree", "hybrid_shard_degree"},
@@ -173,12 +179,5 @@ def _contradictions(settings: Settings, world: int) -> list[tuple[set[str], str]
             f"expert_parallel_degree is {experts}, but a transformed model has no expert parallelism, so it would have "
             "no effect; set it to 1, and shard experts with hybrid_shard_degree, or train with a recipe's "
             "parallel.expert",
-        ))  # fmt: skip
-    if context > 1:
-        found.append((
-            {"context_parallel_degree"},
-            f"context_parallel_degree is {context}, but a transformed model has no context parallelism, so it would "
-            "have no effect; set it to 1, and save memory with activation checkpointing, offload_wrapper or "
-            "tensor_parallel_degree, or train with a recipe's parallel.context",
         ))  # fmt: skip
     return found

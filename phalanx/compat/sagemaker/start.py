@@ -24,6 +24,7 @@ from phalanx.system import accelerator
 
 NAMES = {
     "tensor": "tensor_parallel_degree",
+    "context": "context_parallel_degree",
     "shard_degree": "hybrid_shard_degree",
     "transform": "tsm.transform",
 }
@@ -77,7 +78,7 @@ def _session(settings: config.Settings, rank: int, world: int) -> FsdpSession:
     tensor, asked = settings["tensor_parallel_degree"], settings["hybrid_shard_degree"]
     return FsdpSession(
         rank=rank,
-        ranks=RankLayout(world, tensor, asked or world // tensor),
+        ranks=RankLayout(world, tensor, asked or world // tensor, settings["context_parallel_degree"]),
         degree=asked or None,
         offloading=bool(settings["sm_activation_offloading"]),
         horizon=settings["activation_loading_horizon"],
@@ -182,6 +183,15 @@ class Ranker:
     def get_tp_groups(self) -> Groups:
         return self._ranks.tensor_groups()
 
+    def get_cp_rank(self, rank: int) -> int:
+        return self._ranks.context_rank(rank)
+
+    def get_cp_size(self) -> int:
+        return self._ranks.context
+
+    def get_cp_groups(self) -> Groups:
+        return self._ranks.context_groups()
+
     def get_shard_rank(self, rank: int) -> int:
         return self._ranks.shard_rank(rank)
 
@@ -221,9 +231,9 @@ _READ: dict[str, Callable[[FsdpSession], Any]] = {
     "ep_size": lambda session: 1,
     "ep_rank": lambda session: 0,
     "ep_process_group": lambda session: None,
-    "cp_size": lambda session: 1,
-    "cp_rank": lambda session: 0,
-    "cp_process_group": lambda session: None,
+    "cp_size": lambda session: session.ranks.context,
+    "cp_rank": lambda session: session.ranks.context_rank(session.rank),
+    "cp_process_group": lambda session: session.group("context") if session.ranks.context > 1 else None,
     "ranker": Ranker,
 }
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from phalanx.api.fsdp import init
 from phalanx.api.fsdp.session import current_device, current_session
+from phalanx.compat.sagemaker.context import transform_context
 from phalanx.compat.sagemaker.small import empty_module_params
 from phalanx.compat.sagemaker.transformer_engine import heed_autocast
 from phalanx.core.errors import ConfigError
@@ -19,7 +20,7 @@ from phalanx.models.counter_rng import derive_key
 from phalanx.models.layers import RMSNorm
 from phalanx.parallel.tensor_layers import TENSOR_PARALLEL_MODULES, copy_shard
 
-COMMUNICATIONS = ("p2p", "all_gather")
+COMMUNICATIONS = {"p2p": "ring", "all_gather": "gather"}  # of context parallelism, by `parallel.context_by`
 
 
 @dataclass
@@ -45,8 +46,13 @@ def transform(
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str = "p2p",
 ) -> nn.Module:
-    """Divide a model's tensors over the ranks of a tensor parallel group, in place; gives the model back, to be wrapped
-    in FSDP. It keeps its classes, its names and its weights.
+    """Divide a model's tensors over the ranks of a tensor parallel group, and its rows over those of a context parallel
+    one, in place; gives the model back, to be wrapped in FSDP. It keeps its classes, its names and its weights.
+
+    With context_parallel_degree N the script gives the model pieces r and 2 N - 1 - r of the 2 N of each row, r being
+    `tsm.state.cp_rank`, and the same pieces of unshifted labels. The loss that the model returns is a rank's part times
+    N: the mean over ranks is that of the rows. `cp_comm_type`: keys go from rank to rank while others are used, or at
+    once.
 
     A model with a parameter on the meta device stays there, whatever `device` says. `load_state_dict_from_rank0`: rank
     0's weights count, and FSDP must have sync_module_states=True. Collective. Raises ConfigError before `tsm.init`, for
@@ -63,6 +69,8 @@ def transform(
     model = init.transform(model, load_state_dict_from_rank0=load_state_dict_from_rank0, device=device, dtype=dtype)
     session = current_session()
     assert session is not None
+    if session.ranks.context > 1:
+        transform_context(model, session.axis("context"), COMMUNICATIONS[cp_comm_type])
     heed_autocast(model, session.layers)
     return model
 
@@ -133,11 +141,13 @@ def _warn(sentence: str) -> None:
 
 
 def setup_transformer_engine_cp_groups(*args: Any, **options: Any) -> None:
-    """Of context parallelism, which a transformed model does not have. Raises ConfigError."""
-    raise ConfigError(
-        "a transformed model has no context parallelism; set context_parallel_degree to 1, or train with a recipe's "
-        "parallel.context"
-    )
+    """The groups are those of `tsm.transform`. Raises ConfigError where no model shares rows."""
+    session = current_session()
+    if session is None or session.ranks.context == 1 or "transform" not in session.done:
+        raise ConfigError(
+            "no model shares rows, so there are no groups for it; set context_parallel_degree in tsm.init, and call "
+            "tsm.transform before"
+        )
 
 
 class _OfTransformed(type):
